@@ -1,0 +1,48 @@
+# Everything happens in .venv; a fresh machine needs Python 3.11+ and make.
+#   make demo TORCH_INDEX=URL   takes PyTorch from another package index (see README: CPU builds)
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
+TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+
+.PHONY: demo test soak lint types format bench picture clean
+.DELETE_ON_ERROR:
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or later; this is " + sys.version.split()[0] + ". HINT: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV) (PyTorch takes a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install $(PIP_ARGS) $(TORCH_ARGS) torch
+	@$(BIN)/pip install $(PIP_ARGS) -e '.[examples,dev]'
+	@touch $@
+
+demo: $(VENV)/installed
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/installed
+	$(BIN)/pytest
+
+soak: $(VENV)/installed
+	$(BIN)/pytest -m soak
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/start_time.py
+	$(BIN)/python benchmarks/step_time.py
+
+picture: $(VENV)/installed
+	$(BIN)/python docs/picture.py
+
+clean:
+	rm -rf $(VENV) run

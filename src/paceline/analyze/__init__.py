@@ -1,0 +1,1 @@
+"""From records to figures. Pure functions of the record; no torch."""

@@ -1,0 +1,163 @@
+"""Saving without stopping: the copy is made while training stands still, the rest behind it.
+
+Ranks agree through the job's store: each tells there when its shard is on the disk; rank 0
+then writes the manifest and gives the checkpoint its name.
+"""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from . import files, tree
+
+KEPT = 2  # the newest, and the one before it
+
+
+class Store(Protocol):
+    """What is needed of ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Saver:
+    """Writes checkpoints of one job into ``directory``, one at a time, from a thread."""
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        size: int,
+        store: Store | None,
+        warn: Callable[[str], None],
+        timeout: float = 600.0,
+    ) -> None:
+        self.directory = directory
+        self.rank, self.size, self.store = rank, size, store
+        self.warn = warn
+        self.timeout = timeout
+        self._thread: threading.Thread | None = None
+        self._saves = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last checkpoint is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self, shared: Any, own: Any) -> None:
+        """Raise ValueError where the state holds what a checkpoint can't."""
+        tree.cut(shared)
+        tree.cut(own, "this rank's state")
+
+    def save(self, step: int, shared: Any, own: Any, about: dict[str, Any]) -> None:
+        """Copy the state, then write it from a thread.
+
+        ``shared``: tree that is the same on all ranks; each writes its share of the tensors.
+        ``own``: this rank's tree. ``about`` goes into the manifest. Collective.
+        """
+        self.wait()
+        skeleton, tensors = tree.cut(shared)
+        owner = tree.owners(tensors, self.size)
+        mine = {i: tree.copied(t) for i, t in enumerate(tensors) if owner[i] == self.rank}
+        own_skeleton, own_tensors = tree.cut(own, "this rank's state")
+        state = {
+            "shared": skeleton if self.rank == 0 else None,
+            "count": len(tensors),
+            "tensors": mine,
+            "own": own_skeleton,
+            "own_tensors": [tree.copied(tensor) for tensor in own_tensors],
+        }
+        self._saves += 1
+        self._thread = threading.Thread(
+            target=self._write, args=(step, state, about, self._saves), daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last save is whole (or has failed, which was told)."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, state: Any, about: dict[str, Any], save: int) -> None:
+        name = f"step-{step:08}"
+        folder = self.directory / f".{name}.{save}.tmp"  # two saves may stand at one step
+        entry: dict[str, Any]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            entry = files.write_shard(folder, self.rank, state)
+        except Exception as error:
+            entry = {"error": f"rank {self.rank}: {error}"}
+        try:
+            entries = self._gather(save, entry)
+            if entries is None:
+                return
+            problems = [e["error"] for e in entries if "error" in e]
+            if problems:
+                raise OSError("; ".join(problems))
+            files.commit(folder, self.directory / name, {**about, "step": step, "files": entries})
+            files.remove_old(self.directory, KEPT)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.warn(
+                f"the checkpoint of step {step} could not be written ({error}); training goes "
+                "on, and the previous checkpoint is kept"
+            )
+
+    def _gather(self, save: int, entry: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """All ranks' manifest entries on rank 0; None on the others, whose part is done."""
+        if self.store is None:
+            return [entry]
+        keys = [f"paceline/checkpoint/{save}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps(entry))
+        if self.rank:
+            return None
+        deadline = time.monotonic() + self.timeout
+        # Polled: a blocking wait would hold the store's lock against the training thread.
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                raise OSError(f"not every rank wrote its shard within {self.timeout:.0f} s")
+            time.sleep(0.005)
+        entries = [json.loads(self.store.get(key)) for key in keys]
+        return entries
+
+
+def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint. Each damaged one gets a line that names the file.
+
+    Raises ValueError where there are checkpoints and none of them is whole: starting from
+    the beginning would overwrite what might still be saved by hand.
+    """
+    candidates = files.found(directory)
+    for folder in candidates:
+        try:
+            files.verify(folder)
+            return folder
+        except files.Damaged as problem:
+            warn(f"checkpoint {folder.name} is left out: {problem}")
+    if candidates:
+        raise ValueError(
+            f"no whole checkpoint is left in {directory} ({len(candidates)} damaged). HINT: move "
+            "that folder away to start from the beginning"
+        )
+    return None
+
+
+def load(folder: Path) -> tuple[Any, list[Any], dict[str, Any]]:
+    """``(shared, own, manifest)`` of a verified checkpoint; ``own`` has a tree a rank."""
+    manifest = json.loads((folder / files.MANIFEST).read_bytes())
+    skeleton, tensors, own = None, {}, []
+    for entry in manifest["files"]:
+        shard = files.read_shard(folder, entry["name"])
+        skeleton = shard["shared"] if shard["shared"] is not None else skeleton
+        tensors.update(shard["tensors"])
+        own.append(tree.join(shard["own"], shard["own_tensors"]))
+    ordered: list[torch.Tensor] = [tensors[i] for i in range(len(tensors))]
+    return tree.join(skeleton, ordered), own, manifest

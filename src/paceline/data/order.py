@@ -1,0 +1,115 @@
+"""Which samples make up which global batch, and which part of it a rank gets.
+
+Everything here is a pure function of (seed, epoch) and of positions: any rank can compute any
+other rank's part, so nothing has to be exchanged to know an uneven batch's true size.
+"""
+
+import random
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed from several numbers, spread so that neighbours are unrelated."""
+    value = 0x9E3779B97F4A7C15
+    for number in numbers:
+        value ^= number & 0xFFFFFFFFFFFFFFFF
+        # the finaliser of splitmix64 (Steele, Lea, Flood: OOPSLA 2014)
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 31
+    return value >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's, Python's and (where it is imported) numpy's global generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Give the CPU's global generators back as they were found."""
+    states = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of one global batch.
+
+    ``count`` samples of ``total``; ``filler`` where there were fewer samples than ranks and
+    this rank repeats one with weight zero, so that it takes part in the exchange.
+    """
+
+    position: int
+    count: int
+    total: int
+    filler: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Split:
+    """``samples`` in global batches of ``batch``, cut for ``ranks`` ranks."""
+
+    samples: int
+    batch: int
+    ranks: int
+    drop_last: bool = False
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.samples, self.batch)
+        return full if self.drop_last or not rest else full + 1
+
+    def total(self, position: int) -> int:
+        """Samples in the global batch at ``position``."""
+        return min(self.batch, self.samples - position * self.batch)
+
+    def bounds(self, position: int, rank: int) -> tuple[int, int]:
+        """First and one past the last sample of ``rank`` in the epoch's order; sizes differ
+        by at most one between ranks."""
+        each, more = divmod(self.total(position), self.ranks)
+        first = position * self.batch + rank * each + min(rank, more)
+        return first, first + each + (rank < more)
+
+    def share(self, position: int, rank: int) -> Share:
+        first, end = self.bounds(position, rank)
+        return Share(
+            position,
+            count=end - first,
+            total=self.total(position),
+            filler=end == first,
+            last=position == len(self) - 1,
+        )
+
+    def group_total(self, position: int, accumulate: int) -> int:
+        """Samples in all micro-batches that are accumulated together with ``position``."""
+        first = position - position % accumulate
+        return sum(self.total(p) for p in range(first, min(first + accumulate, len(self))))
+
+
+def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """A permutation of ``samples`` numbers (int64) that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+def checksum(order: torch.Tensor) -> int:
+    """A number to compare orders over ranks with."""
+    return zlib.crc32(order.numpy().tobytes())

@@ -1,0 +1,1 @@
+"""What keeps large batches converging."""

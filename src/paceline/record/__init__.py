@@ -1,0 +1,1 @@
+"""The recorder: what every rank did when, written so that it survives the rank."""

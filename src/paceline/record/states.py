@@ -1,0 +1,38 @@
+"""The numbers that stand in an event: states and collectives. See docs/record-format.md."""
+
+from enum import IntEnum
+
+
+class State(IntEnum):
+    """What an event says the rank was doing from its start to its end."""
+
+    INPUT = 1  # waiting for the next batch
+    FORWARD = 2  # the outermost module
+    LOSS = 3  # from the forward's end to the backward's start
+    BACKWARD = 4
+    OPTIMIZER = 5
+    CHECKPOINT = 6  # training stands still for a copy or a write
+    VALIDATION = 7
+    COLLECTIVE = 8  # in flight: from the call to its known completion
+    BLOCKED = 9  # the rank stands still for the collective of the same group and number
+    STEP = 10  # from one optimizer step's end to the next one's; amount = samples of this rank
+
+
+class Op(IntEnum):
+    """Which collective a COLLECTIVE or BLOCKED event belongs to."""
+
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    REDUCE = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+
+
+USEFUL = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)
+ROOTED = (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)

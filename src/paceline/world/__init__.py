@@ -1,0 +1,349 @@
+"""What a script holds: ``world = paceline.init()``."""
+
+import atexit
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint.saver import Saver
+from ..data.order import mix, seed_everything
+from ..data.shard import shard
+from ..optim.rates import scale_learning_rate
+from ..parallel.data import Autocast, data_parallel
+from ..record import errors
+from ..record.phases import Phases
+from ..record.recorder import Recorder
+from .every import Every
+from .finish import Finish
+from .join import device_of, join, place, precision_of
+from .loops import Loops
+from .meter import Meter
+from .progress import Progress
+from .saves import Saves
+from .state import Everything, Position
+from .training import Training, weightless
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  the optimizer's own type is given back
+
+_world: "World | None" = None
+
+
+def init(
+    *,
+    seed: int = 0,
+    precision: str = "fp32",
+    device: str | None = None,
+    record: bool = True,
+    progress: bool = True,
+    timeout: float = 1800.0,
+) -> "World":
+    """Join the ranks; without a launcher, a world of one.
+
+    seed: of torch's, Python's and numpy's generators (rank 0 gets it as it is, the others one
+    of their own), and of the order of samples. precision: "fp32", "bf16" (autocast) or "fp16"
+    (autocast and loss scaling, on a GPU). device: "cpu" or "cuda"; default the local rank's
+    GPU, else the CPU. record: write the record that the summary is made from. progress: say on
+    rank 0 how far the run is. timeout: seconds until a collective without answer is an error.
+
+    A second call returns the same world. Raises ValueError for contradictions in the launcher's
+    variables, an unknown precision, a rank without a GPU, or a port in use.
+    """
+    global _world
+    if _world is None:
+        errors.install()
+        _world = World(seed, precision, device, record, progress, timeout)
+        atexit.register(_world.close)
+    return _world
+
+
+class World:
+    """One rank's view of the job. Made by ``paceline.init()``.
+
+    rank, size, local_rank: this process among the ranks. device: where batches and models go.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        precision: str,
+        device: str | None,
+        record: bool,
+        progress: bool,
+        timeout: float,
+    ) -> None:
+        who = place(dict(os.environ))
+        self.rank, self.size, self.local_rank = who.rank, who.size, who.local_rank
+        self.seed = seed
+        self.device = device_of(self.local_rank, device)
+        self.precision = precision
+        self._dtype = precision_of(precision, self.device)
+        self._recorder = Recorder(self.rank, self.size, enabled=record)
+        join(who, self._recorder, timeout)
+        self._store = _own_store()
+        seed_everything(seed if self.rank == 0 else mix(seed, self.rank))
+        self._progress = Progress(self.rank, progress)
+        self._warned: set[str] = set()
+        phases = Phases(self._recorder)
+        self._training = Training(self.rank, self.size, self.device, self._dtype, phases)
+        self._everything = Everything(self._training, Position())
+        self._loops = Loops(
+            self._training, self._everything, self._recorder, self._progress, self._warn_once
+        )
+        self._savers = 0
+        self._finish = Finish(self.rank, self.size, self._store, self._recorder)
+
+    # models and data
+
+    @overload
+    def distribute(self, model: M, *, accumulate: int = 1, **options: Any) -> M: ...
+    @overload
+    def distribute(
+        self, model: M, optimizer: O, *, accumulate: int = 1, **options: Any
+    ) -> tuple[M, O]: ...
+    def distribute(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        accumulate: int = 1,
+        layout: str = "data",
+        **options: Any,
+    ) -> Any:
+        """Make ``model`` data parallel: ``model``, or ``(model, optimizer)`` if one is given.
+
+        Parameters and buffers of rank 0 go to all ranks; ``world.backward`` averages gradients.
+        accumulate: batches whose gradients are added up for one step; only the last of them is
+        exchanged. layout: "data". options: those of DistributedDataParallel, for instance
+        ``find_unused_parameters=True``. The optimizer stays the same object.
+
+        Raises ValueError for another layout or ``accumulate`` below 1.
+        """
+        if layout != "data":
+            raise ValueError(f"world.distribute: layout={layout!r} is not there yet. HINT: 'data'")
+        if accumulate < 1:
+            raise ValueError(
+                f"world.distribute: accumulate={accumulate} is below 1. HINT: 1 for no accumulation"
+            )
+        model.to(self.device)
+        if self._dtype is not None:
+            model.forward = Autocast(model.forward, self.device.type, self._dtype)  # type: ignore[method-assign]
+        whole: nn.Module = model
+        if dist.is_initialized() and self.size > 1:
+            whole = data_parallel(model, self.device, **options)
+        self._training.phases.watch_model(whole)
+        self._training.models.append(whole)
+        self._training.accumulate = accumulate
+        if optimizer is None:
+            return whole
+        self._watch(optimizer)
+        return whole, optimizer
+
+    def shard(
+        self,
+        loader: Any,
+        *,
+        global_batch: int | None = None,
+        every_sample_once: bool = False,
+        split: str | None = None,
+    ) -> Any:
+        """This rank's part of a DataLoader.
+
+        The loader's batch_size is per rank, or ``global_batch`` fixes the total. The order
+        depends on seed and epoch, not on the number of ranks; every sample is used, and uneven
+        last batches are weighted by their true size in ``world.backward``, meters and means.
+        every_sample_once: for validation. Each sample is seen by one rank, ranks may have
+        different numbers of batches, and in ``world.batches`` the models are in eval mode
+        without gradients. split: "stride" lets each rank read an IterableDataset whole and keep
+        its part, where the dataset has no ``shard(num_shards, index)``.
+
+        Raises ValueError for fewer samples than ranks, a global batch that the ranks don't
+        divide, a loader that is split already, or a stream that can't be split.
+        """
+        sharded = shard(
+            loader,
+            rank=self.rank,
+            ranks=self.size,
+            seed=self.seed,
+            global_batch=global_batch,
+            every_sample_once=every_sample_once,
+            split=split,
+            agree=self._agree,
+            count_all=self._count_all,
+        )
+        self._loops.loaders.append(sharded)
+        return sharded
+
+    def keep(self, **things: Any) -> None:
+        """Save and restore these too: whatever has state_dict and load_state_dict."""
+        for name, thing in things.items():
+            self._everything.keep(name, thing)
+
+    def scale_learning_rate(
+        self,
+        optimizer: Optimizer,
+        *,
+        global_batch: int,
+        reference_batch: int,
+        rule: str = "linear",
+        warmup: int = 0,
+    ) -> None:
+        """Scale the learning rate, tuned at ``reference_batch``, to ``global_batch``.
+
+        rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt". warmup: optimizer steps from
+        the rate as it was to the scaled one; ``world.step`` advances it and checkpoints hold it.
+        """
+        scheduler = scale_learning_rate(
+            optimizer,
+            global_batch=global_batch,
+            reference_batch=reference_batch,
+            rule=rule,
+            warmup=warmup,
+        )
+        if scheduler is not None:
+            self._training.warmups.append(scheduler)
+
+    # the loop
+
+    def epochs(
+        self, count: int, checkpoint: str | Path | None = None, every: str | int = "epoch"
+    ) -> Iterator[int]:
+        """Epochs 0 to ``count - 1``; with a ``checkpoint`` folder, on from where the last run
+        stopped, inside an epoch too.
+
+        every: "epoch", "2 epochs", 500 (steps), "30s", "10min", "1h". The last epoch's end is
+        always saved. Raises ValueError where the folder can't be written, before training.
+        """
+        if count < 0:
+            raise ValueError(f"world.epochs({count}): HINT: 0 or more")
+        if checkpoint is None:
+            return self._loops.epochs(count, None)
+        self._savers += 1
+        store = dist.PrefixStore(f"{self._savers}", self._store) if self._store else None
+        saver = Saver(Path(checkpoint), self.rank, self.size, store, self._warn)
+        saves = Saves(
+            saver,
+            Every.parse(every),
+            self._everything,
+            self._recorder,
+            self._from_rank_0,
+            self.any,
+        )
+        self._finish.saver = saver
+        return self._loops.epochs(count, saves)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Batches of ``world.shard``'s loader on the rank's device, with progress; the wait for
+        each is measured. Other iterables are passed through with a warning if ranks share them."""
+        return self._loops.batches(loader)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of the batch's mean loss, weighted so that ranks' gradients average to that
+        of the global batch, also where its parts are uneven.
+
+        loss: one element. Raises ValueError where it is not finite, naming rank and step.
+        """
+        self._training.backward(loss)
+
+    def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
+        """Step and zero the gradients, at the end of an accumulation; whether it stepped.
+
+        clip: the largest norm of all gradients together.
+        """
+        self._watch(optimizer)
+        return self._training.step(optimizer, clip)
+
+    # over all ranks
+
+    def meter(self) -> Meter:
+        """A meter: sums over all ranks, exact, part of the checkpoint."""
+        meter = Meter(self._reduced, lambda: not weightless(self._training.share))
+        self._everything.new_meter(meter)
+        return meter
+
+    def mean(self, total: Any, count: Any) -> float:
+        """``sum of total / sum of count`` over all ranks. Collective."""
+        meter = Meter(self._reduced, lambda: not weightless(self._training.share))
+        meter.add(total=total, count=count)
+        return meter.ratio("total", "count")
+
+    def any(self, flag: Any) -> bool:
+        """Whether ``flag`` is true on at least one rank; the same answer on all. Collective."""
+        if self.size == 1:
+            return bool(flag)
+        return bool(self._reduced(torch.tensor([float(bool(flag))])).item())
+
+    def log(self, **values: Any) -> None:
+        """Print values on rank 0, with epoch and step."""
+        shown = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        self._progress.say(
+            f"epoch {self._everything.position.epoch + 1}  step {self._recorder.step}  {shown}"
+        )
+
+    def close(self) -> None:
+        """End: the last checkpoint whole, the summary printed, the process group given back.
+
+        Called at exit by itself.
+        """
+        global _world
+        if _world is self:
+            _world = None
+            atexit.unregister(self.close)
+            self._finish.run()
+
+    # inside
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        self._training.phases.watch_optimizer(optimizer)
+        if not any(optimizer is known for known in self._training.optimizers):
+            self._training.optimizers.append(optimizer)
+
+    def _reduced(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.size > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def _count_all(self, count: int) -> int:
+        return int(self._reduced(torch.tensor([count])).item())
+
+    def _from_rank_0(self, numbers: list[int]) -> list[int]:
+        if self.size == 1:
+            return numbers
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(tensor, 0)
+        return [int(number) for number in tensor.tolist()]
+
+    def _agree(self, value: int, otherwise: str) -> None:
+        (first,) = self._from_rank_0([value])
+        if self.any(first != value):
+            raise ValueError(f"world.batches: {otherwise}")
+
+    def _warn(self, message: str) -> None:
+        if self.rank == 0:
+            self._progress.say(f"warning: {message}")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+
+def _own_store() -> Any:
+    """The job's store under a prefix of this attempt: a restart finds no old keys."""
+    if not dist.is_initialized():
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"paceline/{attempt}", store)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
