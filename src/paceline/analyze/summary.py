@@ -66,7 +66,7 @@ def summarise(records: list[Record], missing: list[int]) -> Summary:
         ranks=[record.rank for record in records],
         size=int(records[0].meta["size"]),
         hosts=hosts,
-        steps=max((int(s["step"].max()) + 1 for s in steps if len(s)), default=0),
+        steps=max(len(s) for s in steps),
         wall_s=wall / 1e9,
         startup_s=(first - started) / 1e9,
         window_s=length / 1e9 if within else None,

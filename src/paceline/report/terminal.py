@@ -1,5 +1,6 @@
 """The summary as a table in the terminal; colours obey NO_COLOR."""
 
+import io
 import os
 import sys
 
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from ..analyze.states import STATES
 from ..analyze.summary import Summary
+from ..record.tell import say
 
 GOOD = 0.8  # what POP calls good
 COLOURS = {
@@ -32,18 +34,18 @@ MEANING = {
 }
 
 
-def console() -> Console:
-    """stderr, as wide as the launcher's terminal, in colour where that is one."""
-    terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
-    width = int(os.environ.get("PACELINE_WIDTH", 0)) or None
-    return Console(
-        stderr=True, force_terminal=terminal, width=width or (None if terminal else 100)
-    )
-
-
 def show(summary: Summary) -> None:
-    """Print the summary."""
-    console().print(panel(summary))
+    """Tell the user, through the launcher where there is one."""
+    say(drawn(summary))
+
+
+def drawn(summary: Summary) -> str:
+    """The summary as text for stderr: as wide as the terminal, coloured where that is one."""
+    terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
+    width = int(os.environ.get("PACELINE_WIDTH", 0)) or (None if terminal else 100)
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=width)
+    console.print(panel(summary))
+    return ("\r\x1b[2K" if terminal else "") + console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def panel(summary: Summary) -> Panel:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checkpoint.saver import Saver
 from ..record.recorder import Recorder
+from ..record.tell import say
 from .join import leave
 
 GATHER_SECONDS = 20.0  # a rank that says nothing for so long is missing in the summary
@@ -30,7 +31,7 @@ class Finish:
                     self.saver.wait()
                 self._summarise()
         except Exception as error:  # the run itself is done: never fail it for its summary
-            sys.stderr.write(f"warning: no summary ({error})\n")
+            say(f"warning: no summary ({error})\n")
         finally:
             leave()
 
@@ -45,7 +46,8 @@ class Finish:
         from ..report.terminal import show
 
         summary = summarise([read(record) for record in records], missing)
-        show(summary)
+        if summary.steps:
+            show(summary)
         path = os.environ.get("PACELINE_SUMMARY")
         if path:
             Path(path).write_text(summary.to_json())

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 
+from ..record.tell import say
 from .training import Training
 
 
@@ -42,19 +43,12 @@ class Progress:
         self._show(f"{self._epoch}batch {done}{of}  {rate:,.0f} samples/s{loss}")
 
     def _show(self, line: str) -> None:
-        if self.moving:
-            sys.stderr.write(f"\r\x1b[2K{line}\r")
-            self._open = True
-        else:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        say(f"\r\x1b[2K{line}\r" if self.moving else line + "\n")
+        self._open = self.moving
 
     def say(self, line: str) -> None:
         """A line that stays."""
         if not self.speaks:
             return
-        if self._open:
-            sys.stderr.write("\r\x1b[2K")
-            self._open = False
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        say(("\r\x1b[2K" if self._open else "") + line + "\n")
+        self._open = False

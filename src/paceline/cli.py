@@ -1,0 +1,124 @@
+"""The command line: one function a command; parse, call, print."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import __version__
+from .cluster.host import devices
+from .launch.local import Job
+from .launch.local import run as run_job
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Scale a PyTorch training script, and see where every second of every rank goes.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Examples:  paceline run -n 4 train.py --epochs 10   ·   "
+    "paceline run -n 2 -m package.train   ·   "
+    "paceline run -n 4 --max-restarts 3 train.py",
+)
+def run(
+    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--ranks", help="Ranks to start. Default: one a GPU, or one.", show_default=False
+        ),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            help="How often to start again after a failure; a script that uses world.epochs with "
+            "a checkpoint goes on from the last one.",
+            min=0,
+        ),
+    ] = 0,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="A new interpreter for every rank instead of a fork of one that has imported "
+            "torch. Chosen by itself where OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
+            "LD_PRELOAD is set.",
+        ),
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Threads a rank computes with. Default: OMP_NUM_THREADS, or cores / ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    bind: Annotated[
+        str, typer.Option(help="core: each rank keeps to its own part of the cores. none: not.")
+    ] = "none",
+    port: Annotated[
+        int, typer.Option(help="Port of the ranks' store; 0 finds a free one.", min=0, max=65535)
+    ] = 0,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the summary's figures to this file as JSON.", show_default=False),
+    ] = None,
+) -> None:
+    """Run SCRIPT on several ranks of this machine.
+
+    Ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR ...), so a script
+    written for torchrun runs unchanged. Lines that all ranks print are shown once, others carry
+    their rank. If a rank fails, the others end within seconds, and the exit code is that rank's.
+    """
+    job = Job(
+        name=script,
+        args=args or [],
+        module=module,
+        ranks=ranks if ranks is not None else max(1, devices()),
+        max_restarts=max_restarts,
+        fresh=fresh,
+        threads=threads,
+        bind=bind,
+        port=port,
+        summary=json,
+    )
+    try:
+        code = run_job(job)
+    except ValueError as mistake:
+        typer.echo(f"paceline: {mistake}", err=True)
+        code = 2
+    except KeyboardInterrupt:
+        typer.echo("paceline: interrupted before the ranks started", err=True)
+        code = 130
+    sys.exit(code)
+
+
+def main() -> None:
+    """The ``paceline`` command."""
+    app()

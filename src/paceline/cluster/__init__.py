@@ -1,0 +1,1 @@
+"""What there is: cores, memory, devices. Reads files and variables; starts nothing."""

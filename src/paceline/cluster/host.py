@@ -1,0 +1,58 @@
+"""This host, as far as this process may use it."""
+
+import os
+from pathlib import Path
+
+
+def cores() -> list[int]:
+    """Numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def devices() -> int:
+    """GPUs on this host that the environment leaves visible, without asking a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+
+
+def free_memory() -> int:
+    """Bytes that new processes may take: what the kernel calls available, less where this
+    process's control group allows less."""
+    free = 1 << 62
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limits = [_left("/sys/fs/cgroup", "memory.max", "memory.current")]
+    limits.append(
+        _left("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    return min([free, *(limit for limit in limits if limit is not None)])
+
+
+def _left(mount: str, limit: str, usage: str) -> int | None:
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1].split(":")[-1]
+        for folder in (Path(mount + group), Path(mount)):
+            if (folder / limit).exists():
+                most = (folder / limit).read_text().strip()
+                if most != "max":
+                    return int(most) - int((folder / usage).read_text())
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def spans(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    parts: list[str] = []
+    start = previous = None
+    for number in [*sorted(numbers), None]:
+        if previous is not None and number != previous + 1:
+            parts.append(f"{start}-{previous}" if start != previous else f"{start}")
+            start = None
+        if start is None:
+            start = number
+        previous = number
+    return ",".join(parts)

@@ -1,0 +1,1 @@
+"""Starting ranks and watching over them."""

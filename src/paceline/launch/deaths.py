@@ -1,0 +1,78 @@
+"""Which rank failed first, and telling it in plain words."""
+
+import signal
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Watched:
+    """One rank of one attempt, as far as the launcher knows."""
+
+    rank: int
+    pid: int
+    exit_code: int | None = None  # negative: the signal that killed it
+    ended_at: float | None = None
+    exception: str | None = None
+    raised_at: float | None = None
+    finished: int | None = None  # the code it announced before the interpreter's own end
+    finished_at: float | None = None
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def failed(self) -> bool:
+        if self.raised_at is not None or self.finished:
+            return True
+        if self.exit_code is None or self.finished == 0:
+            return False  # what dies after a finished script has done its work
+        return self.exit_code != 0
+
+    @property
+    def failed_at(self) -> float:
+        times = [t for t in (self.raised_at, self.ended_at) if t is not None]
+        return min(times, default=float("inf"))
+
+    @property
+    def code(self) -> int:
+        """As a shell would give it: 128 + n for a death by signal n."""
+        code = self.exit_code if self.finished is None else self.finished
+        if code is None:
+            return 1
+        return 128 - code if code < 0 else code
+
+
+def first(ranks: list[Watched]) -> Watched | None:
+    """The rank whose failure came first; the others' may only follow from it."""
+    failed = [rank for rank in ranks if rank.failed]
+    return min(failed, key=lambda rank: rank.failed_at, default=None)
+
+
+def describe(dead: Watched, tail: list[str], others: int) -> str:
+    """What happened to the first rank that failed."""
+    if dead.exception is not None:
+        what = f"failed: {dead.exception}"
+    elif dead.exit_code is not None and dead.exit_code < 0:
+        what = f"was killed by {_signal_name(-dead.exit_code)}"
+    else:
+        what = f"ended with exit code {dead.exit_code}"
+    lines = [f"paceline: rank {dead.rank} {what}"]
+    if tail:
+        lines.append(f"  last lines of rank {dead.rank}:")
+        lines += [f"    {line}" for line in tail]
+    if dead.exit_code == -signal.SIGKILL:
+        lines.append(
+            "  HINT: where nobody killed it, the system was out of memory (dmesg says so)"
+        )
+    if others:
+        lines.append(f"  The other {others} rank{'s were' if others > 1 else ' was'} ended.")
+    return "\n".join(lines) + "\n"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"

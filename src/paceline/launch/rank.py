@@ -1,0 +1,150 @@
+"""Inside a rank: become one after the fork, run the script as ``__main__``, and end well."""
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import time
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ..record.errors import told
+from ..record.tell import to_launcher
+from .server import _PR_SET_PDEATHSIG, Start, prctl
+
+
+def become(start: Start) -> None:
+    """Turn the forked process into a rank: session, pipes, environment, cores, threads."""
+    os.setsid()
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(kind, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    out, err, status = start.pipes
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    if start.environment["LOCAL_RANK"] != "0":  # one rank at most reads what is typed
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.environ["PACELINE_STATUS_FD"] = str(status)
+    if start.cpus:
+        os.sched_setaffinity(0, start.cpus)
+
+
+def run_forked(start: Start) -> NoReturn:
+    """What a forked rank does from its fork to its end."""
+    become(start)
+    command = json.loads(os.environ["PACELINE_COMMAND"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _unshare_state(int(os.environ["OMP_NUM_THREADS"]))
+    faulthandler.enable()
+    finish(execute(command))
+
+
+def exec_fresh(start: Start) -> NoReturn:
+    """Replace the forked process by a new interpreter that runs the same command."""
+    become(start)
+    os.set_inheritable(start.pipes[2], True)
+    code = "from paceline.launch.rank import main; main()"
+    os.execv(sys.executable, [sys.executable, "-u", "-X", "faulthandler", "-c", code])
+
+
+def main() -> NoReturn:
+    """A rank in an interpreter of its own."""
+    fd = int(os.environ["PACELINE_STATUS_FD"])
+    os.set_inheritable(fd, False)
+    finish(execute(json.loads(os.environ["PACELINE_COMMAND"])))
+
+
+def _unshare_state(threads: int) -> None:
+    """Undo what forked ranks would share and separate interpreters would not."""
+    gc.enable()
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+
+
+def execute(command: dict[str, Any]) -> int:
+    """Run the script or module as ``__main__``; its exit code. Tells the launcher of an
+    exception before anybody else can notice this rank's end."""
+    sys.argv = [command["name"], *command["args"]]
+    try:
+        if command["module"]:
+            sys.path.insert(0, os.getcwd())
+            sys.modules["__main__"] = ModuleType("__main__")
+            runpy.run_module(command["name"], run_name="__main__", alter_sys=True)
+        else:
+            _run_script(command["name"])
+    except SystemExit as end:
+        return _exit_code(end)
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does: at exit, no summary of a failed run
+        text = told(error)
+        last = text.strip().splitlines()[-1] if text.strip() else repr(error)
+        to_launcher(exception=last, at=time.monotonic())
+        sys.stderr.write(text)
+        return 1
+    return 0
+
+
+def _run_script(path: str) -> None:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    main_module = ModuleType("__main__")
+    main_module.__file__ = path
+    main_module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main_module
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main_module.__dict__)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        code = (end.code or 0) & 0xFF
+    else:
+        sys.stderr.write(f"{end.code}\n")
+        code = 1
+    if code:
+        sys.last_value = end
+        to_launcher(exception=f"exit code {code}", at=time.monotonic())
+    return code
+
+
+def finish(code: int) -> NoReturn:
+    """End as the interpreter would, in steps that the launcher can follow: threads, exit
+    handlers, then "finished", and only then the interpreter's own end, which may hang in gloo."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _leave_group(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException as error:
+        sys.stderr.write(told(error))
+        code = code or 1
+    to_launcher(finished=code)
+    ctypes.pythonapi.Py_Exit(ctypes.c_int(code))
+    raise AssertionError("unreachable")
+
+
+def _leave_group(code: int) -> None:
+    """Destroy a process group that the script left open, carefully (see world.join.leave)."""
+    if "torch.distributed" in sys.modules and code == 0:
+        from ..world.join import leave
+
+        leave()
