@@ -1,5 +1,6 @@
 """The command line: one function a command; parse, call, print."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from . import __version__
 from .cluster.host import devices
-from .launch.local import Job
+from .launch.local import InServer, Job, serve
 from .launch.local import run as run_job
 
 app = typer.Typer(
@@ -116,9 +117,14 @@ def run(
     except KeyboardInterrupt:
         typer.echo("paceline: interrupted before the ranks started", err=True)
         code = 130
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
 
 
 def main() -> None:
     """The ``paceline`` command."""
-    app()
+    try:
+        app()
+    except InServer as job:
+        serve(job)

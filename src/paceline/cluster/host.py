@@ -25,9 +25,7 @@ def free_memory() -> int:
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
     limits = [_left("/sys/fs/cgroup", "memory.max", "memory.current")]
-    limits.append(
-        _left("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
+    limits.append(_left("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
     return min([free, *(limit for limit in limits if limit is not None)])
 
 

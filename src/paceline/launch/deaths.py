@@ -63,11 +63,13 @@ def describe(dead: Watched, tail: list[str], others: int) -> str:
         lines.append(f"  last lines of rank {dead.rank}:")
         lines += [f"    {line}" for line in tail]
     if dead.exit_code == -signal.SIGKILL:
-        lines.append(
-            "  HINT: where nobody killed it, the system was out of memory (dmesg says so)"
-        )
+        lines.append("  HINT: where nobody killed it, the system was out of memory (dmesg says so)")
     if others:
-        lines.append(f"  The other {others} rank{'s were' if others > 1 else ' was'} ended.")
+        lines.append(
+            f"  The other {others} ranks were ended."
+            if others > 1
+            else "  The other rank was ended."
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from ..cluster.host import spans
 
 HOLD = 0.2
-TAIL = 10  # last lines kept of each rank, for when it dies
+TAIL = 20  # last lines kept of each rank, for when it dies
 
 
 class Output:

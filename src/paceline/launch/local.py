@@ -1,11 +1,13 @@
 """``paceline run`` on this machine: check, start, watch, tell."""
 
 import ast
+import fcntl
 import gc
 import importlib.machinery
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -40,6 +42,15 @@ class Job:
     bind: str = "none"
     port: int = 0
     summary: Path | None = None
+
+
+class InServer(BaseException):
+    """Raised in the forked rank server to leave the command line's stack behind: what a rank's
+    traceback shows below the script is then a few lines. ``cli.main`` catches it."""
+
+    def __init__(self, channel: socket.socket, folder: Path, preloads: list[str]) -> None:
+        super().__init__()
+        self.channel, self.folder, self.preloads = channel, folder, preloads
 
 
 class Terminated(Exception):
@@ -157,15 +168,35 @@ def _preloads(job: Job, source: bytes) -> list[str]:
 
 
 def _job_folder() -> Path:
-    """A folder in node-local memory for the ranks' records; the rank server removes it."""
-    name = f"paceline-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+    """A folder in node-local memory for the ranks' records; the rank server removes it.
+
+    Its lock lives as long as any process of the job. Folders whose lock is free are of jobs
+    that were killed altogether, rank server included: they are removed here.
+    """
+    prefix = f"paceline-job-{os.getuid()}-"
     for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        for old in place.glob(prefix + "*"):
+            if _lock(old):
+                shutil.rmtree(old, ignore_errors=True)
+        folder = place / (prefix + secrets.token_hex(6))
         try:
-            (place / name).mkdir(mode=0o700)
+            folder.mkdir(mode=0o700)
         except OSError:
             continue
-        return place / name
+        _lock(folder)
+        return folder
     raise ValueError(f"neither /dev/shm nor {tempfile.gettempdir()} can be written to")
+
+
+def _lock(folder: Path) -> bool:
+    """Take the folder's lock, for as long as this process and its children live; whether it
+    was free."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _start_server(
@@ -179,24 +210,22 @@ def _start_server(
     if pid:
         gc.enable()
         return pid
-    _serve(ours, theirs, folder, preloads)
+    ours.close()
+    raise InServer(theirs, folder, preloads)
 
 
-def _serve(
-    ours: socket.socket, theirs: socket.socket, folder: Path, preloads: list[str]
-) -> NoReturn:
-    """In the rank server, and then in each rank that is forked from it."""
+def serve(job: InServer) -> NoReturn:
+    """Be the rank server, and then each rank that is forked from it."""
     from . import rank, server
 
-    ours.close()
-    for name in preloads:
+    for name in job.preloads:
         try:
             importlib.import_module(name)
         except Exception:
             pass  # the script will meet it again, and its traceback tells the user more
     gc.freeze()  # what was imported stays shared: no rank's collector touches it
-    start = server.serve(theirs, folder)
-    if preloads:
+    start = server.serve(job.channel, job.folder)
+    if job.preloads:
         rank.run_forked(start)
     rank.exec_fresh(start)
 

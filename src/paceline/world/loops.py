@@ -51,8 +51,10 @@ class Loops:
         if not isinstance(loader, (ShardedLoader, ShardedStream)):
             return self._plain(loader)
         number = next(i for i, known in enumerate(self.loaders) if known is loader)
-        return self._evaluate(loader, number) if loader.every_sample_once else self._train(
-            loader, number
+        return (
+            self._evaluate(loader, number)
+            if loader.every_sample_once
+            else self._train(loader, number)
         )
 
     def _train(self, loader: Sharded, number: int) -> Iterator[Any]:

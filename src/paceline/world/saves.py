@@ -129,5 +129,3 @@ class Saves:
         """Wait until the last checkpoint is whole."""
         with self.recorder.span(State.CHECKPOINT):
             self.saver.wait()
-
-

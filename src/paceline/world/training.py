@@ -27,9 +27,7 @@ class Training:
         self.optimizers: list[Optimizer] = []
         self.warmups: list[LRScheduler] = []
         self.accumulate = 1
-        self.scaler = (
-            torch.amp.GradScaler(device.type) if precision is torch.float16 else None
-        )
+        self.scaler = torch.amp.GradScaler(device.type) if precision is torch.float16 else None
         self.share: Share | None = None  # of the batch that is in the loop's body now
         self.weight = 1.0  # of its loss
         self.exchanges = True  # whether this micro-batch is the last of its step
@@ -149,7 +147,6 @@ class Training:
                 f"the loss was not finite on rank {self.rank} at step "
                 f"{self.phases.recorder.step - 1}. The last checkpoint is from before it."
             )
-
 
 
 def _not_finite(what: str) -> ValueError:
