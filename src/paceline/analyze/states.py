@@ -105,7 +105,7 @@ def _group_field(record: Record, row: npt.NDArray[np.void], field: str) -> Ints:
     table = np.zeros(max([int(n) for n in groups] + [0]) + 1, dtype=np.int64)
     for number, group in groups.items():
         table[int(number)] = group[field]
-    return table[row["group"]]
+    return np.asarray(table[row["group"]], dtype=np.int64)
 
 
 def _group_ranks(record: Record, row: npt.NDArray[np.void]) -> Ints:
@@ -122,7 +122,7 @@ def _keys(record: Record, row: npt.NDArray[np.void], names: list[str]) -> Ints:
     table = np.zeros(max([int(n) for n in groups] + [0]) + 1, dtype=np.int64)
     for number, group in groups.items():
         table[int(number)] = names.index(group["name"])
-    return (table[row["group"]] << 32) + row["seq"].astype(np.int64)
+    return np.asarray((table[row["group"]] << 32) + row["seq"], dtype=np.int64)
 
 
 def states(record: Record, latest: Ints, within: Window) -> dict[str, int]:

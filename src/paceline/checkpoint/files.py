@@ -20,7 +20,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 
 
-class Damaged(ValueError):
+class DamagedError(ValueError):
     """A checkpoint that can't be used; the message names the file."""
 
 
@@ -84,7 +84,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint. Every byte is read; Damaged names what is wrong."""
+    """The manifest of a whole checkpoint. Every byte is read; DamagedError names what is wrong."""
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -92,15 +92,15 @@ def verify(folder: Path) -> dict[str, Any]:
         version = body["version"]
         foreign = body["format"] != "paceline-checkpoint"
     except FileNotFoundError:
-        raise Damaged(f"{path} is missing") from None
+        raise DamagedError(f"{path} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path} is not a checkpoint's manifest ({error})") from None
+        raise DamagedError(f"{path} is not a checkpoint's manifest ({error})") from None
     if foreign:
-        raise Damaged(f"{path} is not Paceline's")
+        raise DamagedError(f"{path} is not Paceline's")
     if version > VERSION:
-        raise Damaged(f"{path} has version {version}, newer than this Paceline's ({VERSION})")
+        raise DamagedError(f"{path} has version {version}, newer than this Paceline's ({VERSION})")
     if check != _check(body):
-        raise Damaged(f"{path} is damaged (its checksum does not fit)")
+        raise DamagedError(f"{path} is damaged (its checksum does not fit)")
     for entry in body["files"]:
         _verify_shard(folder / entry["name"], entry)
     return cast(dict[str, Any], body)
@@ -114,11 +114,11 @@ def _verify_shard(path: Path, entry: dict[str, Any]) -> None:
                 size += len(block)
                 crc = zlib.crc32(block, crc)
     except OSError as error:
-        raise Damaged(f"{path} can't be read ({error.strerror})") from None
+        raise DamagedError(f"{path} can't be read ({error.strerror})") from None
     if size != entry["bytes"]:
-        raise Damaged(f"{path} has {size} bytes instead of {entry['bytes']}")
+        raise DamagedError(f"{path} has {size} bytes instead of {entry['bytes']}")
     if crc != entry["crc32"]:
-        raise Damaged(f"{path} is damaged (its checksum does not fit)")
+        raise DamagedError(f"{path} is damaged (its checksum does not fit)")
 
 
 def read_shard(folder: Path, name: str) -> Any:
@@ -127,7 +127,7 @@ def read_shard(folder: Path, name: str) -> Any:
         return torch.load(folder / name, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch makes of a file that isn't its own
         first = str(error).strip().splitlines()[:1]
-        raise Damaged(f"{folder / name} can't be loaded ({' '.join(first)})") from None
+        raise DamagedError(f"{folder / name} can't be loaded ({' '.join(first)})") from None
 
 
 def found(directory: Path) -> list[Path]:

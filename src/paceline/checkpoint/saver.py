@@ -125,8 +125,7 @@ class Saver:
             if time.monotonic() > deadline:
                 raise OSError(f"not every rank wrote its shard within {self.timeout:.0f} s")
             time.sleep(0.005)
-        entries = [json.loads(self.store.get(key)) for key in keys]
-        return entries
+        return [json.loads(self.store.get(key)) for key in keys]
 
 
 def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
@@ -140,7 +139,7 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
         try:
             files.verify(folder)
             return folder
-        except files.Damaged as problem:
+        except files.DamagedError as problem:
             warn(f"checkpoint {folder.name} is left out: {problem}")
     if candidates:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from ..record.collectives import RecordedGroup
 from ..record.recorder import Recorder
@@ -31,19 +32,15 @@ def _plain_group(options: Any) -> dist.ProcessGroup:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     group = dist.ProcessGroup(options.store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("gloo/", options.store), rank, size, timeout=timeout
-    )
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", options.store), rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(
-            dist.PrefixStore("nccl/", options.store), rank, size, nccl_options
-        )
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", options.store), rank, size, nccl_options)
         nccl._set_sequence_number_for_group()
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-    group._set_group_name(str(options.group_id))
+    group._set_group_name(options.group_id)
     return group

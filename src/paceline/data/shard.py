@@ -121,7 +121,7 @@ class ShardedLoader:
             options.pop("pin_memory_device", None)
         self.loader: DataLoader[Any] = DataLoader(
             _SeededSamples(loader.dataset, seed),
-            batch_sampler=self._batches,  # type: ignore[arg-type]
+            batch_sampler=self._batches,
             # workers' base seed is drawn from here, not from the training's generator
             generator=torch.Generator().manual_seed(seed),
             **options,

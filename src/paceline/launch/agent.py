@@ -15,7 +15,8 @@ import socket
 import time
 from typing import Any
 
-from torch.distributed import DistNetworkError, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,

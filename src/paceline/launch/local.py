@@ -53,7 +53,7 @@ class InServer(BaseException):
         self.channel, self.folder, self.preloads = channel, folder, preloads
 
 
-class Terminated(Exception):
+class TerminatedError(Exception):
     """A signal asks the launcher to end."""
 
     def __init__(self, number: int) -> None:
@@ -253,7 +253,7 @@ def _watch(job: Job, channel: socket.socket, folder: Path, started: int) -> int:
         result = agent.run()
     except KeyboardInterrupt:
         return _interrupted(output, "interrupted", signal.SIGINT)
-    except Terminated as end:
+    except TerminatedError as end:
         return _interrupted(output, signal.Signals(end.number).name, end.number)
     finally:
         output.close()
@@ -269,7 +269,7 @@ def _interrupted(output: Any, why: str, number: int) -> int:
 
 def _terminate(number: int, _: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)
-    raise Terminated(number)
+    raise TerminatedError(number)
 
 
 def _environment(job: Job, folder: Path, started: int) -> dict[str, str]:

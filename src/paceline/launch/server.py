@@ -51,17 +51,17 @@ def serve(channel: socket.socket, folder: Path) -> Start:
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
     ranks: set[int] = set()
     while True:
-        ready, _, _ = select.select([channel, wake_out], [], [])
+        ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
         if wake_out in ready:
             os.read(wake_out, 4096)
             _reap(channel, ranks)
-        if channel not in ready:
+        if channel.fileno() not in ready:
             continue
         try:
             data, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
         except ConnectionError:
             data, fds = b"", []
-        message = json.loads(data) if data else {"end": 0.0}
+        message: dict[str, Any] = json.loads(data) if data else {"end": 0.0}
         if "end" in message:
             _end(ranks, folder, float(message["end"]))
         start = Start(message["environment"], message["cpus"], (fds[0], fds[1], fds[2]))

@@ -43,9 +43,9 @@ def drawn(summary: Summary) -> str:
     """The summary as text for stderr: as wide as the terminal, coloured where that is one."""
     terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or (None if terminal else 100)
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=width)
-    console.print(panel(summary))
-    return ("\r\x1b[2K" if terminal else "") + console.file.getvalue()  # type: ignore[attr-defined]
+    text = io.StringIO()
+    Console(file=text, force_terminal=terminal, width=width).print(panel(summary))
+    return ("\r\x1b[2K" if terminal else "") + text.getvalue()
 
 
 def panel(summary: Summary) -> Panel:

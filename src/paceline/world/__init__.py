@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from ..checkpoint.saver import Saver
@@ -133,7 +134,7 @@ class World:
             )
         model.to(self.device)
         if self._dtype is not None:
-            model.forward = Autocast(model.forward, self.device.type, self._dtype)  # type: ignore[method-assign]
+            model.forward = Autocast(model.forward, self.device.type, self._dtype)
         whole: nn.Module = model
         if dist.is_initialized() and self.size > 1:
             whole = data_parallel(model, self.device, **options)
@@ -225,7 +226,7 @@ class World:
         if checkpoint is None:
             return self._loops.epochs(count, None)
         self._savers += 1
-        store = dist.PrefixStore(f"{self._savers}", self._store) if self._store else None
+        store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = Saver(Path(checkpoint), self.rank, self.size, store, self._warn)
         saves = Saves(
             saver,
@@ -340,7 +341,7 @@ def _own_store() -> Any:
         return None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"paceline/{attempt}", store)
+    return PrefixStore(f"paceline/{attempt}", store)
 
 
 def _short(value: Any) -> str:

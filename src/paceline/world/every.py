@@ -15,7 +15,7 @@ class Every:
 
     @classmethod
     def parse(cls, text: str | int) -> "Every":
-        """``"epoch"``, ``"2 epochs"``, ``500`` or ``"500 steps"``, ``"30s"``, ``"10min"``, ``"1h"``.
+        """ "epoch", "2 epochs", 500 or "500 steps", "30s", "10min", "1h".
 
         Raises ValueError for anything else.
         """

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-
 from ..checkpoint import files
 from ..checkpoint.saver import Saver, load, newest
 from ..record.recorder import Recorder
@@ -102,10 +101,10 @@ class Saves:
         due = now - self._saved_at >= self.every.number and not self.saver.busy
         each = (now - self._agreed_at) / self._interval
         interval = min(self.every.number, AGREE_SECONDS) / max(each, 1e-6)
-        due, interval = self.from_rank_0([int(due), max(1, int(interval))])
-        self._until_agreement = self._interval = interval
+        agreed, batches = self.from_rank_0([int(due), max(1, int(interval))])
+        self._until_agreement = self._interval = batches
         self._agreed_at = now
-        return bool(due)
+        return bool(agreed)
 
     def after_epoch(self, epoch: int, last: bool) -> None:
         """At an epoch's end: save if due, and always at the end of the last one."""

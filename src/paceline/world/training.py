@@ -1,7 +1,6 @@
 """The step: weights of uneven batches, accumulation, mixed precision, clipping."""
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
