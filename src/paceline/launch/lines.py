@@ -4,6 +4,7 @@ A line waits up to ``HOLD`` seconds for the other ranks to print the same one. W
 everything is passed on as it comes.
 """
 
+import contextlib
 import os
 import selectors
 import threading
@@ -26,6 +27,7 @@ class Output:
         self._streams = {1: _Stream(ranks, out), 2: _Stream(ranks, err)}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._lock = threading.Lock()
         self._ending = False
@@ -40,10 +42,20 @@ class Output:
         os.write(self._woken, b"+")
 
     def say(self, text: str) -> None:
-        """Paceline's own words: to ``err``, after what the ranks have said so far there."""
+        """Paceline's own words: to ``err``, after what the ranks have said so far."""
+        if not text.endswith("\r"):  # a line that stays; progress need not wait
+            self._settle()
         with self._lock:
-            self._streams[2].flush(all_of_it=not text.endswith("\r"))
             self._streams[2].write(text.encode())
+
+    def _settle(self) -> None:
+        """Until what the ranks have written is shown, the lines held back included."""
+        deadline = time.monotonic() + 2 * HOLD
+        with self._lock:
+            for key, _ in self._selector.select(0):
+                self._take(key)
+        while time.monotonic() < deadline and any(s.held for s in self._streams.values()):
+            time.sleep(0.005)
 
     def drain(self, seconds: float = 1.0) -> None:
         """Wait until all pipes are closed or nothing more has come for a moment, then show
@@ -66,12 +78,18 @@ class Output:
             ready = self._selector.select(HOLD / 2)
             with self._lock:
                 for key, _ in ready:
-                    if key.data is None:
-                        os.read(self._wake, 1024)
-                    else:
-                        self._read(int(key.fd), *key.data)
+                    self._take(key)
                 for stream in self._streams.values():
                     stream.flush()
+
+    def _take(self, key: selectors.SelectorKey) -> None:
+        if key.fd not in self._selector.get_map():
+            return  # closed since it was found ready
+        if key.data is None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 1024)
+        else:
+            self._read(int(key.fd), *key.data)
 
     def _read(self, fd: int, rank: int, stream: int) -> None:
         try:
@@ -112,6 +130,10 @@ class _Stream:
             now = time.monotonic()
             self.queues[rank].extend((now, line) for line in lines)
         return lines
+
+    @property
+    def held(self) -> bool:
+        return any(self.queues)
 
     def flush(self, all_of_it: bool = False) -> None:
         """Write lines that all ranks share, and those that have waited long enough."""
