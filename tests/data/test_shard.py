@@ -1,0 +1,157 @@
+"""world.shard without ranks: what a rank's loader yields, and what is refused."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from paceline.data.shard import shard
+
+
+def sharded(loader, rank=0, ranks=1, **options):
+    options = {"seed": 7, "agree": lambda *_: None, "count_all": lambda n: n} | options
+    return shard(loader, rank=rank, ranks=ranks, **options)
+
+
+def numbers(n):
+    return TensorDataset(torch.arange(n))
+
+
+class Noisy(Dataset):
+    """Augments with every generator that users draw from."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item(), random.random()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_global_batches_are_the_same_on_any_number_of_ranks(ranks):
+    loader = DataLoader(numbers(50), batch_size=1, shuffle=True)
+    alone = [b[0].tolist() for b, _ in sharded(loader, global_batch=8).iterate(3)]
+    parts = [
+        [b[0].tolist() for b, _ in sharded(loader, r, ranks, global_batch=8).iterate(3)]
+        for r in range(ranks)
+    ]
+    together = [sum(batches, []) for batches in zip(*parts, strict=True)]
+    # fillers repeat a sample of the last, uneven batch
+    assert together[:-1] == alone[:-1]
+    assert together[-1][:2] == alone[-1]
+
+
+def test_it_resumes_at_any_batch():
+    loader = sharded(DataLoader(numbers(50), batch_size=8, shuffle=True))
+    whole = [b[0].tolist() for b, _ in loader.iterate(1)]
+    for start in range(len(loader)):
+        assert [b[0].tolist() for b, _ in loader.iterate(1, start)] == whole[start:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_depends_on_seed_epoch_and_sample_only(workers):
+    def draws(rank, ranks, epoch):
+        loader = DataLoader(Noisy(), batch_size=1, shuffle=True, num_workers=workers)
+        part = sharded(loader, rank, ranks, global_batch=4)
+        rows = [torch.stack([t.double() for t in b]).T for b, _ in part.iterate(epoch)]
+        return {int(i): (a, b) for i, a, b in torch.cat(rows).tolist()}
+
+    alone = draws(0, 1, 0)
+    assert draws(0, 2, 0) | draws(1, 2, 0) == alone
+    assert draws(0, 1, 1) != alone
+
+
+def test_loading_leaves_the_trainings_generators_alone():
+    loader = sharded(DataLoader(Noisy(), batch_size=5, shuffle=True))
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(0)
+    random.seed(0)
+    list(loader.iterate(0))
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_any_sampler_is_split_and_alike_on_all_ranks():
+    weights = [1.0] * 10 + [9.0] * 10
+    loaders = [
+        DataLoader(numbers(20), batch_size=5, sampler=WeightedRandomSampler(weights, 30))
+        for _ in range(2)
+    ]
+    orders = []
+    for loader in loaders:
+        told = []
+        part = sharded(loader, 0, 2, agree=lambda value, _, told=told: told.append(value))
+        list(part.iterate(0))
+        orders.append(told[0])
+    assert orders[0] == orders[1]
+
+
+def test_validation_sees_every_sample_once_and_has_no_fillers():
+    seen = []
+    for rank in range(4):
+        loader = DataLoader(numbers(10), batch_size=1)
+        part = sharded(loader, rank, 4, global_batch=4, every_sample_once=True)
+        seen += [n for b, share in part.iterate(0) for n in b[0].tolist() if not share.filler]
+    assert sorted(seen) == list(range(10))
+
+
+class Stream(IterableDataset):
+    def __init__(self, n, rank=0, ranks=1):
+        self.n, self.rank, self.ranks = n, rank, ranks
+
+    def shard(self, num_shards, index):
+        return Stream(self.n, index, num_shards)
+
+    def __iter__(self):
+        return iter(range(self.rank, self.n, self.ranks))
+
+
+class Unsplittable(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def test_a_stream_is_split_by_its_own_method():
+    parts = [sharded(DataLoader(Stream(10), batch_size=2), rank, 2) for rank in range(2)]
+    assert [b.tolist() for b in parts[0]] == [[0, 2], [4, 6], [8]]
+    assert [b.tolist() for b in parts[1]] == [[1, 3], [5, 7], [9]]
+
+
+def test_a_stream_that_cannot_be_split_is_refused_or_read_whole_by_request():
+    loader = DataLoader(Unsplittable(), batch_size=2)
+    with pytest.raises(ValueError, match=r"each of 2 ranks would read all of it.*HINT"):
+        sharded(loader, 0, 2)
+    part = sharded(loader, 1, 2, split="stride")
+    assert [b.tolist() for b in part] == [[1, 3], [5, 7], [9]]
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (DataLoader(numbers(3), batch_size=1), {}, r"3 samples for 4 ranks.*HINT: start at most 3"),
+        (DataLoader(numbers(99)), {"global_batch": 10}, r"10 can't be divided by 4.*HINT: .*=8"),
+        (DataLoader(numbers(99)), {"global_batch": 2}, r"2 can't be divided by 4.*HINT: .*=4"),
+        (
+            DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 2, 0)),
+            {},
+            r"split already.*HINT",
+        ),
+        (DataLoader(numbers(9), batch_sampler=[[0, 1], [2]]), {}, r"batch_sampler \(list\).*HINT"),
+        (DataLoader(numbers(5), batch_size=2, drop_last=True), {}, r"drop_last=True.*HINT"),
+        ([1, 2, 3], {}, r"not list.*HINT"),
+        (DataLoader(numbers(99), batch_size=None), {}, r"HINT"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_a_way_out(loader, options, message):
+    with pytest.raises(ValueError, match=message):
+        sharded(loader, 0, 4, **options)

@@ -1,0 +1,46 @@
+"""Learning-rate rules: the factor, the warm-up, what is refused."""
+
+import pytest
+import torch
+
+from paceline.optim.rates import scale_learning_rate
+
+
+def optimizer(rate=0.1):
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+
+
+def rate(opt):
+    return opt.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_is_scaled_by_the_rule(rule, factor):
+    opt = optimizer()
+    assert scale_learning_rate(opt, global_batch=256, reference_batch=64, rule=rule) is None
+    assert rate(opt) == pytest.approx(0.1 * factor)
+
+
+def test_warm_up_goes_from_the_rate_as_it_was_to_the_scaled_one():
+    opt = optimizer()
+    warmup = scale_learning_rate(opt, global_batch=256, reference_batch=64, warmup=3)
+    rates = []
+    for _ in range(5):
+        rates.append(rate(opt))
+        opt.step()
+        warmup.step()
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "cubic"}, "'cubic' is not known. HINT"),
+        ({"reference_batch": 0}, "reference_batch=0.*HINT"),
+        ({"warmup": -1}, "warmup=-1 is negative. HINT"),
+    ],
+)
+def test_mistakes_are_refused(options, message):
+    options = {"global_batch": 8, "reference_batch": 8} | options
+    with pytest.raises(ValueError, match=message):
+        scale_learning_rate(optimizer(), **options)

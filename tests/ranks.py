@@ -1,0 +1,84 @@
+"""The one helper that starts ranks: a real script, under a real launcher, in a real folder."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+PACELINE = str(BIN / "paceline")
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> Path:
+    """A script of the user's, dedented."""
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def command(script: Path, *args: object, ranks: int = 2, launcher: str = "paceline") -> list[str]:
+    """``launcher``: "paceline" with any options of run after it, "torchrun", or "python"."""
+    name, *options = launcher.split()
+    start = {
+        "paceline": [PACELINE, "run", "-n", str(ranks), *options],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)],
+        "python": [sys.executable],
+    }[name]
+    return [*start, str(script), *map(str, args)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without what an outer launcher or terminal may have set."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR")
+    kept = {n: v for n, v in os.environ.items() if n not in names and not n.startswith("PACELINE")}
+    return {"OMP_NUM_THREADS": "1", **kept, **more}
+
+
+def run(
+    script: Path,
+    *args: object,
+    ranks: int = 2,
+    launcher: str = "paceline",
+    timeout: float = 120,
+    check: bool = True,
+    **env: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on ranks and wait; with ``check`` a failure shows all that was said."""
+    result = subprocess.run(
+        command(script, *args, ranks=ranks, launcher=launcher),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=script.parent,
+        env=environment(**env),
+        stdin=subprocess.DEVNULL,
+    )
+    if check and result.returncode:
+        raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result
+
+
+def alive(marker: str) -> list[str]:
+    """Command lines of running processes that contain ``marker``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marker in line and state != "Z":
+                found.append(line)
+    return found
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    """Wait for a condition, not for a time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("the condition did not come true in time")
+        time.sleep(0.02)

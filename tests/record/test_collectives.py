@@ -1,0 +1,151 @@
+"""The one seam: every collective of torch.distributed goes through it and gives its result."""
+
+import json
+
+import ranks
+
+SCRIPT = """
+    import json, os, sys, torch, torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+    import paceline
+    from paceline.analyze.read import read
+    from paceline.record.states import Op, State
+
+    world = paceline.init(progress=False)
+    rank, size = world.rank, world.size
+    recorder = world._recorder
+    ones = torch.ones(4)
+
+    def result_of(name):
+        x = ones.clone()
+        if name == "all_reduce":
+            dist.all_reduce(x)
+        elif name == "all_reduce_async":
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            assert work.is_completed()
+        elif name == "broadcast":
+            x *= rank + 5
+            dist.broadcast(x, 1)
+        elif name == "all_gather":
+            parts = [torch.zeros(4) for _ in range(size)]
+            dist.all_gather(parts, x * rank)
+            x = torch.stack(parts)
+        elif name == "all_gather_into_tensor":
+            whole = torch.zeros(4 * size)
+            dist.all_gather_into_tensor(whole, x * rank)
+            x = whole
+        elif name == "reduce_scatter_tensor":
+            x = torch.zeros(2)
+            dist.reduce_scatter_tensor(x, torch.arange(2.0 * size))
+        elif name == "reduce":
+            dist.reduce(x, 0)
+            x = x if rank == 0 else ones * size
+        elif name == "gather":
+            parts = [torch.zeros(4) for _ in range(size)] if rank == 1 else None
+            dist.gather(x, parts, dst=1)
+        elif name == "scatter":
+            parts = [ones * r for r in range(size)] if rank == 0 else None
+            dist.scatter(x, parts, src=0)
+            x = x - rank
+        elif name == "all_to_all_single":
+            x = torch.zeros(size)
+            dist.all_to_all_single(x, torch.full((size,), float(rank)))
+        elif name == "barrier":
+            dist.barrier()
+        elif name == "send_recv":
+            if rank == 0:
+                dist.send(x * 3, 1)
+            elif rank == 1:
+                dist.recv(x, 0)
+            x = ones
+        elif name == "functional_all_reduce":
+            x = functional.all_reduce(x, "sum", dist.group.WORLD) + 0
+        elif name == "subgroup":
+            dist.all_reduce(x, group=subgroup)
+        elif name == "objects":
+            objects = [None] * size
+            dist.all_gather_object(objects, {"rank": rank})
+            x = torch.tensor([o["rank"] for o in objects])
+        return x.tolist()
+
+    subgroup = dist.new_group(list(range(size)))
+    results, ops = {}, {}
+    for name in sys.argv[2].split(","):
+        before = len(read(recorder.snapshot()).events)
+        results[name] = result_of(name)
+        new = read(recorder.snapshot()).events[before:]
+        flights = new[new["state"] == State.COLLECTIVE]
+        ops[name] = [[Op(int(e["op"])).name, int(e["amount"])] for e in flights]
+        assert len(new[new["state"] == State.BLOCKED]) == len(flights), name
+    if rank == 0:
+        json.dump([results, ops], open(sys.argv[1], "w"))
+    """
+
+NAMES = {
+    "all_reduce": [2.0] * 4,
+    "all_reduce_async": [2.0] * 4,
+    "broadcast": [6.0] * 4,
+    "all_gather": [[0.0] * 4, [1.0] * 4],
+    "all_gather_into_tensor": [0.0] * 4 + [1.0] * 4,
+    "reduce_scatter_tensor": [0.0, 2.0],
+    "reduce": [2.0] * 4,
+    "gather": [1.0] * 4,
+    "scatter": [0.0] * 4,
+    "all_to_all_single": [0.0, 1.0],
+    "barrier": [1.0] * 4,
+    "send_recv": [1.0] * 4,
+    "functional_all_reduce": [2.0] * 4,
+    "subgroup": [2.0] * 4,
+    "objects": [0, 1],
+}
+
+
+def test_every_collective_gives_its_result_and_is_recorded(tmp_path):
+    out = tmp_path / "out.json"
+    ranks.run(ranks.write(tmp_path, SCRIPT), out, ",".join(NAMES))
+    results, ops = json.loads(out.read_text())
+    assert results == NAMES
+    assert ops["all_reduce"] == ops["subgroup"] == [["ALL_REDUCE", 16]]
+    assert ops["all_gather_into_tensor"] == [["ALL_GATHER", 32]]  # the output
+    assert ops["reduce_scatter_tensor"] == [["REDUCE_SCATTER", 16]]  # the input
+    assert ops["broadcast"] == [["BROADCAST", 16]]
+    assert ops["gather"] == [["GATHER", 32]]
+    assert ops["barrier"] == [["BARRIER", 0]]
+    assert ops["send_recv"] == [["SEND", 16]]
+    assert ops["functional_all_reduce"] == [["ALL_REDUCE", 16]]
+    assert len(ops["objects"]) == 2  # the sizes, then the objects
+
+
+HOOK = """
+    import json, sys, torch, torch.distributed as dist
+    import paceline
+    from paceline.analyze.read import read
+    from paceline.record.states import Op, State
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    world = paceline.init(progress=False)
+    torch.manual_seed(0)
+    model = world.distribute(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)]),
+                             bucket_cap_mb=0.25)
+    if sys.argv[2] == "hook":
+        model.register_comm_hook(None, fp16_compress_hook)
+    for _ in range(3):
+        before = len(read(world._recorder.snapshot()).events)
+        model(torch.ones(4, 256)).sum().backward()
+    new = read(world._recorder.snapshot()).events[before:]
+    reduced = new[(new["state"] == State.COLLECTIVE) & (new["op"] == Op.ALL_REDUCE)]
+    if world.rank == 0:
+        json.dump([len(reduced), int(reduced["amount"].sum())], open(sys.argv[1], "w"))
+    """
+
+
+def test_ddps_buckets_are_seen_and_its_hook_stays_free(tmp_path):
+    script = ranks.write(tmp_path, HOOK)
+    parameters = 6 * (256 * 256 + 256)
+    ranks.run(script, tmp_path / "plain.json", "plain")
+    buckets, amount = json.loads((tmp_path / "plain.json").read_text())
+    assert buckets >= 3
+    assert amount == parameters * 4
+    ranks.run(script, tmp_path / "hook.json", "hook")
+    assert json.loads((tmp_path / "hook.json").read_text()) == [buckets, parameters * 2]

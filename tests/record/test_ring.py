@@ -1,0 +1,106 @@
+"""The record's file: kept after kill -9, bounded, refused where it is not ours."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from paceline.analyze.read import read
+from paceline.record.recorder import Recorder
+from paceline.record.ring import HEADER_BYTES, Ring
+from paceline.record.states import State
+
+META = {"rank": 0, "size": 1, "host": "h", "started_ns": 0}
+
+
+def test_events_come_back_as_they_were_written(tmp_path):
+    ring = Ring(tmp_path / "a.ring", META, capacity=10)
+    ring.write(5, 9, State.INPUT, amount=7, seq=2**32 + 3, step=4, group=2, op=1, peer=-1)
+    record = read(ring.snapshot())
+    assert record.meta == META
+    assert record.lost == 0
+    (event,) = record.events
+    names = ("start", "end", "amount", "seq", "step", "group", "state", "op", "peer")
+    assert [int(event[name]) for name in names] == [5, 9, 7, 3, 4, 2, 1, 1, -1]
+
+
+def test_a_full_ring_keeps_the_newest_and_says_what_it_lost(tmp_path):
+    ring = Ring(tmp_path / "a.ring", META, capacity=8)
+    for i in range(1, 22):
+        ring.write(i, i, State.INPUT)
+    record = read(ring.snapshot())
+    assert list(record.events["start"]) == list(range(14, 22))
+    assert record.lost == 13
+
+
+def test_the_record_survives_kill_9(tmp_path):
+    script = textwrap.dedent(
+        f"""
+        import os, pathlib
+        from paceline.record.ring import Ring
+        ring = Ring(pathlib.Path({str(tmp_path)!r}) / "a.ring", {META!r}, capacity=100)
+        for i in range(1, 51):
+            ring.write(i, i + 1, 1)
+        os.kill(os.getpid(), 9)
+        """
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    assert len(read((tmp_path / "a.ring").read_bytes()).events) == 50
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:100], "is not a record|cut off"),
+        (lambda data: b"", "not a record"),
+        (lambda data: b"somebody else's file" * 1000, "not a record of Paceline. HINT"),
+        (lambda data: data[:-1], "cut off"),
+        (lambda data: data[:8] + b"\xff\0\0\0" + data[12:], "version 255.*HINT"),
+    ],
+)
+def test_foreign_and_cut_off_records_are_refused_by_name(tmp_path, damage, message):
+    ring = Ring(tmp_path / "a.ring", META, capacity=10)
+    ring.write(1, 2, State.INPUT)
+    with pytest.raises(ValueError, match=f"some-file.*({message})"):
+        read(damage(ring.snapshot()), "some-file")
+
+
+def test_no_room_is_an_error_and_not_a_crash(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"no room for the record.*No space left.*HINT"):
+        Recorder(0, 1)
+
+
+def test_a_recorder_leaves_no_file_behind_and_knows_its_cost():
+    before = set(os.listdir("/dev/shm"))
+    recorder = Recorder(0, 1)
+    assert set(os.listdir("/dev/shm")) == before
+    recorder.event(State.INPUT, 1, 2)
+    recorder.end_of_step()
+    record = read(recorder.snapshot())
+    assert len(record.events) == 2
+    assert record.cost_ns > 0
+    assert recorder.event_cost_ns > 0
+
+
+def test_a_recorder_that_is_off_writes_nothing():
+    recorder = Recorder(0, 1, enabled=False)
+    recorder.event(State.INPUT, 1, 2)
+    recorder.end_of_step()
+    assert recorder.step == 1
+    assert recorder.events == 0
+    assert recorder.snapshot() == b""
+
+
+def test_the_header_has_room_for_many_groups():
+    recorder = Recorder(0, 1)
+    for number in range(100):
+        recorder.new_group(f"group {number}", 4, 1)
+    assert len(read(recorder.snapshot()).meta["groups"]) == 100
+    assert HEADER_BYTES == 16384
