@@ -1,0 +1,28 @@
+"""How often a checkpoint is due, as people write it."""
+
+import pytest
+
+from paceline.world.every import Every
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "unit"),
+    [
+        ("epoch", 1, "epoch"),
+        ("2 epochs", 2, "epoch"),
+        (500, 500, "step"),
+        ("500", 500, "step"),
+        ("500 steps", 500, "step"),
+        ("30s", 30, "second"),
+        ("10min", 600, "second"),
+        ("1.5 h", 5400, "second"),
+    ],
+)
+def test_it_is_understood(text, number, unit):
+    assert Every.parse(text) == Every(number, unit)
+
+
+@pytest.mark.parametrize("text", ["", "often", "0", 0, "-3", "1.5 steps", "10 parsecs", "0s"])
+def test_it_is_refused_with_examples(text):
+    with pytest.raises(ValueError, match=r"not understood. HINT: 'epoch'"):
+        Every.parse(text)
