@@ -53,7 +53,8 @@ TRAIN = """
             training.add(loss=loss * len(labels), count=len(labels))
             time.sleep(a.sleep)
             if stepped and a.die_at == world._recorder.step and world.rank == world.size - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+                    os.kill(os.getpid(), signal.SIGKILL)
         scheduler.step()
         score = world.meter()
         for images, labels in world.batches(validation):

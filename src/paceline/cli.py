@@ -126,5 +126,6 @@ def main() -> None:
     """The ``paceline`` command."""
     try:
         app()
-    except InServer as job:
-        serve(job)
+    except InServer as forked:
+        job = forked
+    serve(job)  # not in the handler: a rank's exceptions have no context of ours

@@ -56,15 +56,24 @@ class Saver:
         tree.cut(shared)
         tree.cut(own, "this rank's state")
 
-    def save(self, step: int, shared: Any, own: Any, about: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        shared: Any,
+        own: Any,
+        about: dict[str, Any],
+        leading: frozenset[int] = frozenset(),
+    ) -> None:
         """Copy the state, then write it from a thread.
 
         ``shared``: tree that is the same on all ranks; each writes its share of the tensors.
+        ``leading``: addresses of tensors in it of which rank 0's are the ones that count.
         ``own``: this rank's tree. ``about`` goes into the manifest. Collective.
         """
         self.wait()
         skeleton, tensors = tree.cut(shared)
         owner = tree.owners(tensors, self.size)
+        owner = [0 if t.data_ptr() in leading else r for t, r in zip(tensors, owner, strict=True)]
         mine = {i: tree.copied(t) for i, t in enumerate(tensors) if owner[i] == self.rank}
         own_skeleton, own_tensors = tree.cut(own, "this rank's state")
         state = {

@@ -228,7 +228,7 @@ class Agent(SimpleElasticAgent):
     def _died(self, message: dict[str, Any]) -> None:
         for rank in self.ranks:
             if rank.pid == message["died"] and rank.running:
-                rank.exit_code, rank.ended_at = message["status"], time.monotonic()
+                rank.exit_code, rank.ended_at = message["status"], message["at"]
 
     def _listen(self) -> None:
         """Take in what the rank server and the ranks have said."""

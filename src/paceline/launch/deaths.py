@@ -3,6 +3,8 @@
 import signal
 from dataclasses import dataclass, field
 
+from ..record.errors import peer_gone
+
 
 @dataclass
 class Watched:
@@ -31,9 +33,11 @@ class Watched:
         return self.exit_code != 0
 
     @property
-    def failed_at(self) -> float:
+    def order(self) -> tuple[bool, float]:
+        """To sort failures by: causes before what follows from them, then by time. A killed
+        rank's sockets close before its death is known, so time alone would mislead."""
         times = [t for t in (self.raised_at, self.ended_at) if t is not None]
-        return min(times, default=float("inf"))
+        return peer_gone(self.exception or ""), min(times, default=float("inf"))
 
     @property
     def code(self) -> int:
@@ -47,7 +51,7 @@ class Watched:
 def first(ranks: list[Watched]) -> Watched | None:
     """The rank whose failure came first; the others' may only follow from it."""
     failed = [rank for rank in ranks if rank.failed]
-    return min(failed, key=lambda rank: rank.failed_at, default=None)
+    return min(failed, key=lambda rank: rank.order, default=None)
 
 
 def describe(dead: Watched, tail: list[str], others: int) -> str:

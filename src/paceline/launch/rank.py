@@ -15,7 +15,7 @@ import time
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ..record.errors import told
+from ..record.errors import one_line, told
 from ..record.tell import to_launcher
 from .server import _PR_SET_PDEATHSIG, Start, prctl
 
@@ -94,10 +94,8 @@ def execute(command: dict[str, Any]) -> int:
         return _exit_code(end)
     except BaseException as error:
         sys.last_value = error  # as the interpreter does: at exit, no summary of a failed run
-        text = told(error)
-        last = text.strip().splitlines()[-1] if text.strip() else repr(error)
-        to_launcher(exception=last, at=time.monotonic())
-        sys.stderr.write(text)
+        to_launcher(exception=one_line(error), at=time.monotonic())
+        sys.stderr.write(told(error))
         return 1
     return 0
 

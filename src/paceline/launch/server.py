@@ -89,7 +89,8 @@ def _reap(channel: socket.socket, ranks: set[int]) -> None:
             return
         if pid in ranks:
             ranks.discard(pid)
-            _send(channel, {"died": pid, "status": os.waitstatus_to_exitcode(status)})
+            code = os.waitstatus_to_exitcode(status)
+            _send(channel, {"died": pid, "status": code, "at": time.monotonic()})
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:

@@ -9,8 +9,26 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _RUNNERS = ("<frozen runpy>",)
 
 
+# What a rank says whose peer has gone: its own failure only follows from that one's.
+PEER_GONE = (
+    *("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote worker"),
+    *("NCCL communicator was aborted", "remote process exited"),
+)
+
+
+def peer_gone(text: str) -> bool:
+    """Whether an exception's text only says that another rank has gone."""
+    return any(phrase in text for phrase in PEER_GONE)
+
+
 def _ours(filename: str) -> bool:
     return filename.startswith(_PACKAGE) or filename in _RUNNERS
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and first line of an exception."""
+    first = str(error).strip().splitlines()[:1]
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
 def told(error: BaseException) -> str:
@@ -18,15 +36,23 @@ def told(error: BaseException) -> str:
     in it), only the script's line and the message."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and _ours(frames[-1].filename):
-        own = [frame for frame in frames if not _ours(frame.filename)]
-        place = f'  File "{own[-1].filename}", line {own[-1].lineno}\n' if own else ""
-        code = f"    {own[-1].line}\n" if own and own[-1].line else ""
-        return f"{place}{code}error: {error}\n"
+        return f"{_place(frames)}error: {error}\n"
+    if peer_gone(str(error)):
+        return f"{_place(frames)}error: another rank has gone ({one_line(error)})\n"
     # What started the script stands on top of every traceback; it says nothing to the user.
     outer = error.__traceback__
     while outer is not None and _ours(outer.tb_frame.f_code.co_filename) and outer.tb_next:
         outer = outer.tb_next
     return "".join(traceback.format_exception(type(error), error, outer))
+
+
+def _place(frames: traceback.StackSummary) -> str:
+    """The innermost line that is neither Paceline's nor a library's."""
+    own = [f for f in frames if not _ours(f.filename) and "site-packages" not in f.filename]
+    if not own:
+        return ""
+    code = f"    {own[-1].line}\n" if own[-1].line else ""
+    return f'  File "{own[-1].filename}", line {own[-1].lineno}\n{code}'
 
 
 def install() -> None:

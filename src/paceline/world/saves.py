@@ -120,6 +120,7 @@ class Saves:
                 self.everything.shared(),
                 self.everything.own(),
                 {"epoch": position.epoch, "inside": position.inside, "ranks": self.saver.size},
+                self.everything.buffers(),
             )
         self._saved_step = self.recorder.step
         self._saved_at = time.monotonic()

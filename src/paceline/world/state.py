@@ -98,6 +98,12 @@ class Everything:
         state["step"] = self.training.phases.recorder.step
         return state
 
+    def buffers(self) -> frozenset[int]:
+        """Addresses of the models' buffers: between forwards ranks differ in them (running
+        statistics), and rank 0's are given to all before the next forward."""
+        models = self.training.models
+        return frozenset(b.data_ptr() for model in models for b in model.buffers() if b.numel())
+
     def own(self) -> dict[str, Any]:
         return {"random": random_states(), "meters": [m.state_dict() for m in self.meters]}
 

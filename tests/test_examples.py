@@ -1,0 +1,79 @@
+"""The examples, end to end: the same result on any number of ranks, and what they state."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+# One thread: two that share a busy core wait for each other many times a step.
+ENVIRONMENT = {**os.environ, "PACELINE_PROGRESS": "0", "OMP_NUM_THREADS": "1"}
+IMAGE = 1 / 360  # of the test set
+STARTERS = {
+    "alone": [sys.executable],
+    "2 ranks": [BIN / "paceline", "run", "-n", "2"],
+    "4 ranks": [BIN / "paceline", "run", "-n", "4"],
+    "torchrun": [BIN / "torchrun", "--nproc-per-node", "2"],
+}
+
+
+def run(*command):
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def figure(output):
+    """What the example reached, from its last line."""
+    return float(re.search(r" (\d\.\d+) \(stated", output)[1])
+
+
+@cache
+def reached(starter, script, *arguments):
+    done = run(*STARTERS[starter], f"examples/{script}", *arguments)
+    assert done.returncode == 0, done.stderr
+    return figure(done.stdout)
+
+
+@pytest.mark.parametrize("starter", ["2 ranks", "4 ranks", "torchrun"])
+def test_digits_reach_the_same_accuracy(starter):
+    short = ("digits.py", "--epochs", "6")
+    assert reached("alone", *short) > 0.9
+    assert abs(reached(starter, *short) - reached("alone", *short)) <= IMAGE + 1e-4
+
+
+@pytest.mark.parametrize("starter", ["2 ranks", "4 ranks"])
+def test_surrogate_reaches_the_same_r_squared(starter):
+    short = ("surrogate.py", "--epochs", "2")
+    assert reached("alone", *short) > 0.97
+    assert abs(reached(starter, *short) - reached("alone", *short)) <= 1e-3
+
+
+def test_digits_reach_what_they_state():
+    assert reached("2 ranks", "digits.py") >= 0.98
+
+
+def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
+    done = run(sys.executable, "examples/demo.py")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+    assert "going on from run/demo/step-00000400" in done.stderr
+    assert "parallel efficiency" in done.stderr
+    assert figure(done.stdout) == reached("2 ranks", "digits.py")
+
+
+def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
+    script, folder = tmp_path / "digits.py", tmp_path / "checkpoints"
+    source = (ROOT / "examples/digits.py").read_text()
+    script.write_text(source.replace("STATED = 0.98", "STATED = 1").replace(": 30,", ": 2,"))
+    assert run(sys.executable, script, "--epochs", "1").returncode == 0
+    full = run(*STARTERS["2 ranks"], script, "--checkpoint", folder)
+    assert full.returncode == 1
+    again = run(sys.executable, script, "--checkpoint", folder)  # has nothing left to train
+    assert again.returncode == 1
+    assert figure(again.stdout) == figure(full.stdout)

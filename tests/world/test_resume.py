@@ -1,0 +1,133 @@
+"""A run that was killed ends like one that never was: same number of ranks, same bits."""
+
+import os
+import re
+
+import pytest
+import torch
+
+import ranks
+from scripts import TRAIN
+
+
+def start(folder, out, *args, number=2, launcher="paceline", check=True):
+    script = folder / "script.py"
+    if not script.exists():
+        ranks.write(folder, TRAIN)
+    args = ["--checkpoint", folder / "ckpt", "--every", 5, "--dropout", 0.2, *args]
+    return ranks.run(script, folder / out, *args, ranks=number, launcher=launcher, check=check)
+
+
+def undisturbed(folder, number, *args):
+    script = ranks.write(folder, TRAIN)
+    ranks.run(script, folder / "whole.pt", "--dropout", 0.2, *args, ranks=number)
+    return torch.load(folder / "whole.pt")
+
+
+def assert_same_bits(one, other):
+    for name, tensor in one["model"].items():
+        assert torch.equal(tensor, other["model"][name]), name
+    assert one["rate"] == other["rate"]
+    assert one["figures"][-1] == other["figures"][-1]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_killed_inside_an_epoch_and_started_again(tmp_path, number):
+    whole = undisturbed(tmp_path, number)
+    died = start(tmp_path, "out.pt", "--die-at", 22, number=number, check=False)
+    assert died.returncode == 137
+    result = start(tmp_path, "out.pt", number=number)
+    assert "going on from" in result.stderr
+    # saved every 5 steps; the newest may not have been whole yet when the rank was killed
+    assert re.search(r"\(inside epoch 1, step (15|20)\)", result.stderr)
+    assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
+
+
+def test_restarts_by_the_launcher_go_on_by_themselves(tmp_path):
+    whole = undisturbed(tmp_path, 2)
+    result = start(tmp_path, "out.pt", "--die-at", 22, launcher="paceline --max-restarts 2")
+    assert "rank 1 was killed by SIGKILL" in result.stderr
+    assert result.stderr.count("starting again from the last checkpoint (1 of 2)") == 1
+    assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_accumulation_and_batch_norm_resume_too(tmp_path, accumulate):
+    args = ["--accumulate", accumulate, "--batch-norm", "--samples", 200]
+    whole = undisturbed(tmp_path, 2, *args)
+    start(tmp_path, "out.pt", "--die-at", 13, *args, check=False)
+    start(tmp_path, "out.pt", *args)
+    assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
+
+
+def test_a_finished_run_started_again_has_nothing_to_do(tmp_path):
+    start(tmp_path, "out.pt")
+    first = torch.load(tmp_path / "out.pt")
+    again = start(tmp_path, "out.pt")
+    assert "(at epoch 3, step 39)" in again.stderr
+    second = torch.load(tmp_path / "out.pt")
+    assert second["figures"] == []
+    for name, tensor in first["model"].items():
+        assert torch.equal(tensor, second["model"][name])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_previous(tmp_path):
+    whole = undisturbed(tmp_path, 2)
+    start(tmp_path, "out.pt", "--die-at", 22, check=False)
+    previous, newest = sorted(name for name in os.listdir(tmp_path / "ckpt") if name[0] != ".")
+    shard = tmp_path / "ckpt" / newest / "rank-00001.pt"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 4
+    shard.write_bytes(data)
+    result = start(tmp_path, "out.pt")
+    assert f"{newest}/rank-00001.pt is damaged" in result.stderr
+    assert f"{previous} (inside" in result.stderr
+    assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
+
+
+def test_another_number_of_ranks_goes_on_with_exact_counts(tmp_path):
+    whole = undisturbed(tmp_path, 1)
+    start(tmp_path, "out.pt", "--die-at", 22, number=4, check=False)
+    start(tmp_path, "out.pt", number=2)
+    last = torch.load(tmp_path / "out.pt")["figures"][-1]
+    assert last[1] == whole["figures"][-1][1] == 203
+
+
+def test_another_global_batch_inside_an_epoch_is_refused(tmp_path):
+    start(tmp_path, "out.pt", "--die-at", 22, check=False)
+    result = start(tmp_path, "out.pt", "--batch", 20, check=False)
+    assert result.returncode == 1
+    assert "HINT: global_batch=16 as before" in result.stderr
+
+
+def test_another_models_checkpoint_is_refused(tmp_path):
+    start(tmp_path, "out.pt")
+    result = start(tmp_path, "out.pt", "--batch-norm", check=False)
+    assert result.returncode == 1
+    assert "does not fit this script's models" in result.stderr
+    assert "HINT" in result.stderr
+    assert "paceline/world/state.py" not in result.stderr
+
+
+@pytest.mark.parametrize("every", ["0.2s", "epoch", "2 epochs"])
+def test_by_time_and_by_epochs(tmp_path, every):
+    script = ranks.write(tmp_path, TRAIN)
+    args = ["--checkpoint", tmp_path / "ckpt", "--every", every, "--sleep", 0.02]
+    ranks.run(script, tmp_path / "out.pt", *args)
+    steps = sorted(int(name.removeprefix("step-")) for name in os.listdir(tmp_path / "ckpt"))
+    assert steps[-1] == 39
+    assert len(steps) == 2
+    if every != "0.2s":
+        assert steps[0] == 26
+    else:
+        assert steps[0] not in (13, 26) or steps[0] < 39
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_training(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    (tmp_path / "file").write_text("")
+    result = ranks.run(script, tmp_path / "o", "--checkpoint", tmp_path / "file/c", check=False)
+    assert result.returncode == 1
+    assert "checkpoints can't be written to" in result.stderr
+    assert "HINT: another folder" in result.stderr
+    assert "Traceback" not in result.stderr
