@@ -1,5 +1,6 @@
 """The one helper that starts ranks: a real script, under a real launcher, in a real folder."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -82,3 +83,19 @@ def wait_until(condition, seconds: float = 20.0) -> None:
         if time.monotonic() > deadline:
             raise AssertionError("the condition did not come true in time")
         time.sleep(0.02)
+
+
+def in_memory() -> set[str]:
+    """Paceline's files in /dev/shm that no running job holds the lock of."""
+    found = set()
+    for path in Path("/dev/shm").glob("paceline-*"):
+        try:
+            with (path / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        except OSError:
+            if not path.exists():
+                continue
+        found.add(path.name)
+    return found

@@ -142,7 +142,7 @@ class Agent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         others = sum(rank.running and rank is not self.cause for rank in self.ranks)
         self.end_ranks()
-        self._output.drain(0.5)
+        self._output.drain()
         if self.cause is not None:
             tail = list(self._output.tails[self.cause.rank])
             self._output.say(describe(self.cause, tail, others))

@@ -57,18 +57,17 @@ class Output:
         while time.monotonic() < deadline and any(s.held for s in self._streams.values()):
             time.sleep(0.005)
 
-    def drain(self, seconds: float = 1.0) -> None:
-        """Wait until all pipes are closed or nothing more has come for a moment, then show
-        what was held back."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and len(self._selector.get_map()) > 1:
-            time.sleep(0.01)
+    def drain(self) -> None:
+        """Read what is in the pipes now (all of it, once the ranks have ended) and show it."""
         with self._lock:
+            while ready := self._selector.select(0):
+                for key, _ in ready:
+                    self._take(key)
             for stream in self._streams.values():
                 stream.flush(all_of_it=True)
 
     def close(self) -> None:
-        self.drain(0.0)
+        self.drain()
         self._ending = True
         os.write(self._woken, b".")
         self._thread.join(2)

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..cluster.host import cores, free_memory
+from .server import SUBREAPER, end_children, prctl
 
 RANK_BYTES = 120 << 20  # what a forked rank takes for itself before it has any data (measured)
 FRESH_RANK_BYTES = 260 << 20  # an interpreter of its own
@@ -67,6 +68,7 @@ def run(job: Job) -> int:
     Raises ValueError for the user's mistakes, before any rank starts.
     """
     source = check(job)
+    prctl(SUBREAPER, 1)
     started = time.monotonic_ns()
     fresh = job.fresh or any(name in os.environ for name in OWN_INTERPRETER)
     threads = job.threads or max(1, len(cores()) // job.ranks)
@@ -84,6 +86,7 @@ def run(job: Job) -> int:
             pass
         ours.close()
         os.waitpid(server, 0)
+        end_children(0.0)  # nobody, unless the rank server itself was killed
 
 
 def check(job: Job) -> bytes:
@@ -111,6 +114,8 @@ def check(job: Job) -> bytes:
         source = path.read_bytes()
         compile(source, str(path), "exec")
     except SyntaxError as error:
+        if error.lineno is None:
+            raise ValueError(f"{path} can't be read as Python: {error.msg}") from None
         code = f"\n    {error.text.strip()}" if error.text else ""
         raise ValueError(
             f"{path}, line {error.lineno}: {error.msg}{code}\nHINT: no rank was started"

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 from ..record.errors import one_line, told
 from ..record.tell import to_launcher
-from .server import _PR_SET_PDEATHSIG, Start, prctl
+from .server import PARENT_DEATH_SIGNAL, Start, prctl
 
 
 def become(start: Start) -> None:
     """Turn the forked process into a rank: session, pipes, environment, cores, threads."""
     os.setsid()
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(kind, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PARENT_DEATH_SIGNAL, SUBREAPER = 1, 36  # of prctl
 MESSAGE_BYTES = 1 << 18
 
 
@@ -41,7 +41,7 @@ class Start:
 
 def serve(channel: socket.socket, folder: Path) -> Start:
     """Serve the agent until it goes away. Returns only in a forked rank, with its Start."""
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -63,7 +63,7 @@ def serve(channel: socket.socket, folder: Path) -> Start:
             data, fds = b"", []
         message: dict[str, Any] = json.loads(data) if data else {"end": 0.0}
         if "end" in message:
-            _end(ranks, folder, float(message["end"]))
+            _end(folder, float(message["end"]))
         start = Start(message["environment"], message["cpus"], (fds[0], fds[1], fds[2]))
         pid = os.fork()
         if pid == 0:
@@ -100,9 +100,17 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         pass  # the agent has gone: the next receive says so
 
 
-def _end(ranks: set[int], folder: Path, grace: float) -> NoReturn:
-    """Kill whatever is left, politely for ``grace`` seconds first, and end."""
+def _end(folder: Path, grace: float) -> NoReturn:
+    """Kill whatever is left, and end."""
     signal.set_wakeup_fd(-1)
+    end_children(grace)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def end_children(grace: float) -> None:
+    """End every child of this process, politely for ``grace`` seconds first. As a subreaper it
+    inherits what its children leave, so this ends all that they ever started."""
     deadline = time.monotonic() + grace
     while left := _children():
         kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
@@ -112,8 +120,6 @@ def _end(ranks: set[int], folder: Path, grace: float) -> NoReturn:
         until = time.monotonic() + (max(grace, 0.05) if kind == signal.SIGTERM else 0.02)
         while time.monotonic() < until and _reaped_all():
             time.sleep(0.005)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
 
 
 def _reaped_all() -> bool:

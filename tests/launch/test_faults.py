@@ -1,0 +1,203 @@
+"""Ranks that die, launchers that are killed: named rightly, and nobody left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import ranks
+
+DIE = """
+    import os, sys, time, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    print("all is well", flush=True)
+    if dist.get_rank() == 1:
+        time.sleep(0.1)
+        print("last words of rank 1", flush=True)
+        exec(sys.argv[1])
+    for _ in range(1000):
+        time.sleep(0.05)
+        dist.all_reduce(x)
+    """
+
+
+@pytest.mark.parametrize("launcher", ["paceline", "paceline --fresh"])
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("raise RuntimeError('boom')", 1, "rank 1 failed: RuntimeError: boom"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL (signal 9)"),
+        ("os.kill(os.getpid(), 11)", 139, "rank 1 was killed by SIGSEGV (signal 11)"),
+        ("sys.exit(7)", 7, "rank 1 failed: exit code 7"),
+        ("sys.exit('no way')", 1, "rank 1 failed: exit code 1"),
+        ("os._exit(9)", 9, "rank 1 ended with exit code 9"),
+        ("time.sleep(0.2); assert False, 'wrong'", 1, "rank 1 failed: AssertionError: wrong"),
+    ],
+)
+def test_the_rank_that_died_first_is_named_and_gives_the_exit_code(
+    tmp_path, how, code, words, launcher
+):
+    script = ranks.write(tmp_path, DIE)
+    result = ranks.run(script, how, ranks=3, launcher=launcher, check=False)
+    assert result.returncode == code, result.stderr
+    assert f"paceline: {words}" in result.stderr
+    assert "    last words of rank 1" in result.stderr  # its last lines
+    assert "The other 2 ranks were ended." in result.stderr
+    assert ranks.alive(str(script)) == []
+
+
+def test_a_rank_that_only_loses_its_peer_says_so_in_one_line(tmp_path):
+    result = ranks.run(ranks.write(tmp_path, DIE), "os._exit(3)", check=False)
+    assert "error: another rank has gone" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+WORKERS = """
+    import os, sys, time, torch
+    from torch.utils.data import DataLoader, Dataset
+    class Endless(Dataset):
+        def __len__(self):
+            return 10**9
+        def __getitem__(self, i):
+            time.sleep(0.005)
+            return i
+    if os.fork() == 0:  # a daemon of the script's own, in a session of its own
+        os.setsid()
+        time.sleep(10000)
+    for i, batch in enumerate(DataLoader(Endless(), num_workers=2)):
+        if i == 3:
+            open(f"ready-{os.environ['RANK']}", "w")
+    """
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A launcher with two ranks, two loader workers and one daemon each."""
+    script = ranks.write(tmp_path, WORKERS)
+    launcher = subprocess.Popen(
+        ranks.command(script),
+        cwd=tmp_path,
+        env=ranks.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks.wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
+    assert len(ranks.alive(str(script))) >= 10
+    yield launcher, str(script)
+    launcher.kill()
+    launcher.wait()
+    launcher.stderr.close()
+
+
+def test_no_orphan_outlives_a_launcher_killed_with_9_by_5_seconds(running):
+    launcher, script = running
+    launcher.kill()
+    launcher.wait()
+    ranks.wait_until(lambda: ranks.alive(script) == [], seconds=5)
+    ranks.wait_until(lambda: ranks.in_memory() == set(), seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signals_end_all_ranks(running, number, code):
+    launcher, script = running
+    started = time.monotonic()
+    launcher.send_signal(number)
+    assert launcher.wait(20) == code
+    assert time.monotonic() - started < 15
+    ranks.wait_until(lambda: ranks.alive(script) == [], seconds=5)
+    assert "all ranks were ended" in launcher.stderr.read()
+    assert ranks.in_memory() == set()
+
+
+def test_ctrl_c_before_the_ranks_start_is_quiet(tmp_path):
+    script = ranks.write(tmp_path, "import time; time.sleep(100)")
+    launcher = subprocess.Popen(
+        ranks.command(script), env=ranks.environment(), stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(0.3)  # somewhere in the import of torch
+    launcher.send_signal(signal.SIGINT)
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert "Traceback" not in said
+    ranks.wait_until(lambda: ranks.alive(str(script)) == [])
+
+
+def test_a_killed_rank_server_ends_the_job(running):
+    launcher, script = running
+    tasks = Path(f"/proc/{launcher.pid}/task").iterdir()
+    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    os.kill(min(children), signal.SIGKILL)
+    assert launcher.wait(20) == 137
+    ranks.wait_until(lambda: ranks.alive(script) == [], seconds=8)
+
+
+RESTART = """
+    import json, os, sys, torch, torch.distributed as dist
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    for _ in range(5):
+        dist.all_reduce(x)
+    print(f"attempt {attempt} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}")
+    if attempt < int(sys.argv[1]) and rank == attempt % 2:
+        os._exit(5)
+    dist.barrier()
+    json.dump(attempt, open(f"done-{rank}", "w"))
+    """
+
+
+def test_restarts_start_all_ranks_again(tmp_path):
+    result = ranks.run(ranks.write(tmp_path, RESTART), 2, launcher="paceline --max-restarts 2")
+    assert [json.loads((tmp_path / f"done-{rank}").read_text()) for rank in (0, 1)] == [2, 2]
+    assert "starting again from the last checkpoint (1 of 2)" in result.stderr
+    assert "starting again from the last checkpoint (2 of 2)" in result.stderr
+    assert "Connection refused" not in result.stderr
+
+
+def test_restarts_run_out(tmp_path):
+    result = ranks.run(
+        ranks.write(tmp_path, RESTART), 9, launcher="paceline --max-restarts 1", check=False
+    )
+    assert result.returncode == 5
+    assert result.stderr.count("ended with exit code 5") == 2
+
+
+def test_a_rank_that_finishes_but_does_not_exit_is_told_from_a_hang(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import os, time
+        class Stuck:
+            def __del__(self):  # runs in the interpreter's own end
+                while True:
+                    time.sleep(1)
+        if os.environ["RANK"] == "1":
+            stuck = Stuck()
+        print("work is done")
+        """,
+    )
+    result = ranks.run(script)
+    assert "rank 1 finished its script but did not exit within 10 s" in result.stderr
+    assert result.returncode == 0
+
+
+def test_a_crash_after_the_script_finished_is_no_failure(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import os
+        class Crash:
+            def __del__(self):
+                os.abort()
+        crash = Crash()
+        """,
+    )
+    ranks.run(script)

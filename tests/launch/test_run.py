@@ -1,0 +1,210 @@
+"""paceline run: torchrun's variables, the script's own arguments, output, mistakes."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ranks
+
+SHOW = """
+    import json, os, sys
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+             "ROLE_RANK", "ROLE_NAME", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR",
+             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "OMP_NUM_THREADS"]
+    out = {"env": {n: os.environ[n] for n in names}, "argv": sys.argv[2:], "name": __name__,
+           "file": __file__, "path": sys.path[0], "torch": "torch" in sys.modules,
+           "port": int(os.environ["MASTER_PORT"]), "stdin": sys.stdin.read(),
+           "main": sys.modules["__main__"].__dict__ is globals(), "hello": os.environ.get("HELLO")}
+    json.dump(out, open(f"{sys.argv[1]}-{os.environ['RANK']}", "w"))
+    """
+
+
+def shown(folder, *args, number=2, launcher="paceline", **env):
+    script = ranks.write(folder, SHOW)
+    ranks.run(script, folder / "out", *args, ranks=number, launcher=launcher, **env)
+    return [json.loads((folder / f"out-{rank}").read_text()) for rank in range(number)]
+
+
+@pytest.mark.parametrize("launcher", ["paceline", "paceline --fresh"])
+def test_a_rank_sees_what_torchrun_would_show_it(tmp_path, launcher):
+    args = ["-n", "7", "--json", "x y", "-m", "--", "--help"]
+    mine = shown(tmp_path, *args, launcher=launcher, HELLO="there")
+    theirs = shown(tmp_path, *args, launcher="torchrun", HELLO="there")
+    for ours, other in zip(mine, theirs, strict=True):
+        forked = ours.pop("torch")
+        assert forked == (launcher == "paceline")
+        assert other.pop("torch") is False
+        assert ours.pop("port") > 0
+        other.pop("port")
+        assert ours["env"].pop("MASTER_ADDR") == "127.0.0.1"
+        other["env"].pop("MASTER_ADDR")
+        assert ours == other
+
+
+@pytest.mark.parametrize("name", ["OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"])
+def test_variables_that_a_fork_would_miss_give_each_rank_its_own_interpreter(tmp_path, name):
+    value = {"OMP_PLACES": "cores", "KMP_AFFINITY": "none", "GOMP_CPU_AFFINITY": "0"}[name]
+    (rank,) = shown(tmp_path, number=1, **{name: value})
+    assert rank["torch"] is False
+
+
+def test_a_module_runs_like_python_m(tmp_path):
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    ranks.write(package, "import sys\nprint(__name__, __package__, sys.argv[1:])", "job.py")
+    out = subprocess.run(
+        [ranks.PACELINE, "run", "-n", "2", "-m", "pack.job", "-x", "1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=ranks.environment(),
+    )
+    assert out.stdout == "__main__ pack ['-x', '1']\n"
+
+
+def test_lines_that_all_print_are_shown_once_and_others_carry_their_rank(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import os, sys, time
+        rank = os.environ["RANK"]
+        print("all the same")
+        print(f"i am {rank}")
+        print("even" if int(rank) % 2 == 0 else "odd")
+        print("warned", file=sys.stderr)
+        sys.stdout.write("no newline at the end")
+        """,
+    )
+    result = ranks.run(script, ranks=4)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "all the same"
+    assert {f"[{rank}] i am {rank}" for rank in range(4)} <= set(lines)
+    assert sum("even" in line for line in lines) >= 1
+    assert all(line.startswith("[") for line in lines if line.endswith(("even", "odd")))
+    assert lines[-1] == "no newline at the end"
+    assert result.stderr == "warned\n"
+
+
+def test_one_rank_is_passed_through_as_it_is(tmp_path):
+    script = ranks.write(tmp_path, "import sys; sys.stdout.write('a\\rb\\x1b[0m no end')")
+    result = subprocess.run(ranks.command(script, ranks=1), capture_output=True)
+    assert result.stdout == b"a\rb\x1b[0m no end"
+
+
+def test_much_output_is_complete_and_in_order(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import os
+        for i in range(20000):
+            print(i, os.environ["RANK"])
+        """,
+    )
+    lines = ranks.run(script).stdout.splitlines()
+    for rank in "01":
+        own = [line.split()[1] for line in lines if line.endswith(f" {rank}")]
+        assert own == [str(i) for i in range(20000)]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-n", "0", "{script}"], "-n 0: at least one rank is needed. HINT"),
+        (["-n", "100000", "{script}"], "100000 ranks take about .* GiB .* free here. HINT: -n"),
+        (["{folder}/none.py"], "none.py does not exist. HINT: Python files there: .*script.py"),
+        (["{folder}"], "is a folder. HINT"),
+        (["-m", "no.such"], "there is no module no. HINT"),
+        (["-m", "json"], "the package json has no __main__. HINT"),
+        (["{folder}/syntax.py"], r"syntax.py, line 2: .*\n +def f\(:\nHINT: no rank was started"),
+        (["{folder}/binary.py"], "can't be read as Python"),
+        (["--threads", "0", "{script}"], "--threads 0: HINT"),
+        (["--bind", "moon", "{script}"], "--bind moon is not known. HINT"),
+        (["-n", "99", "--bind", "core", "{script}"], "99 ranks for .* cores. HINT"),
+    ],
+)
+def test_mistakes_are_told_before_any_rank_starts(tmp_path, args, message):
+    script = ranks.write(tmp_path, "open('started', 'w')")
+    (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "binary.py").write_bytes(b"\x00\xff\x00")
+    args = [a.format(script=script, folder=tmp_path) for a in args]
+    result = subprocess.run(
+        [ranks.PACELINE, "run", *args], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    import socket
+
+    script = ranks.write(tmp_path, "open('started', 'w')")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = ranks.run(script, launcher=f"paceline --port {port}", check=False)
+    assert result.returncode == 2
+    assert f"port {port} is in use. HINT" in result.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_ranks_can_be_bound_to_cores_of_their_own(tmp_path):
+    script = ranks.write(tmp_path, "import os; print(sorted(os.sched_getaffinity(0)))")
+    from paceline.cluster.host import cores
+
+    if len(cores()) < 2:
+        pytest.skip("needs two cores")
+    out = ranks.run(script, launcher="paceline --bind core").stdout
+    each = len(cores()) // 2
+    assert f"[0] {cores()[:each]}" in out
+    assert f"[1] {cores()[each : 2 * each]}" in out
+
+
+def test_forked_ranks_share_no_random_state(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import random, numpy, os, uuid
+        print(random.random(), numpy.random.rand(), os.environ["RANK"])
+        """,
+    )
+    first, second = (line.split()[1:3] for line in ranks.run(script).stdout.splitlines())
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def test_what_a_script_leaves_to_its_end_is_done(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import atexit, os, threading, time
+        rank = os.environ["RANK"]
+        atexit.register(lambda: open(f"atexit-{rank}", "w").write("done"))
+        left_open = open(f"open-{rank}", "w")
+        left_open.write("not closed by the script")
+        threading.Thread(target=lambda: (time.sleep(0.3), open(f"thread-{rank}", "w"))).start()
+        """,
+    )
+    ranks.run(script)
+    for rank in "01":
+        assert (tmp_path / f"atexit-{rank}").read_text() == "done"
+        assert (tmp_path / f"open-{rank}").read_text() == "not closed by the script"
+        assert (tmp_path / f"thread-{rank}").exists()
+
+
+def test_help_teaches():
+    result = subprocess.run(
+        [ranks.PACELINE, "run", "--help"], capture_output=True, text=True, env={"COLUMNS": "100"}
+    )
+    assert result.returncode == 0
+    for word in ("--max-restarts", "--fresh", "torchrun", "Examples", "paceline run -n 4"):
+        assert word in result.stdout
+    version = subprocess.run([ranks.PACELINE, "--version"], capture_output=True, text=True)
+    assert version.stdout.startswith("paceline 0.")
+    assert subprocess.run([sys.executable, "-m", "paceline", "--version"]).returncode == 0
