@@ -21,10 +21,10 @@ demo: $(VENV)/installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
-	$(BIN)/pytest
+	$(BIN)/pytest --durations=10
 
 soak: $(VENV)/installed
-	$(BIN)/pytest -m soak
+	$(BIN)/pytest -m soak --durations=0
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import threading
 from collections import OrderedDict, deque
 
 import numpy as np
@@ -60,6 +61,24 @@ def test_what_changes_after_the_save_is_not_in_it(tmp_path):
     weight += 1
     one.wait()
     assert load(newest(tmp_path, print))[0]["weight"].sum() == 0
+
+
+def test_saving_stops_training_for_the_copy_only(tmp_path, monkeypatch):
+    may_write = threading.Event()
+    write = files.write_shard
+
+    def slow_disk(*args):
+        assert may_write.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(files, "write_shard", slow_disk)
+    one = saver(tmp_path)
+    one.save(1, {"weight": torch.ones(10)}, {}, {})  # returns while nothing is written yet
+    assert one.busy
+    assert files.found(tmp_path) == []
+    may_write.set()
+    one.wait()
+    assert newest(tmp_path, print).name == "step-00000001"
 
 
 @pytest.mark.parametrize("value", [lambda: 0, object(), {"deep": [{"f": print}]}])
@@ -139,7 +158,7 @@ def test_loading_runs_nothing_of_a_hostile_file(tmp_path):
 
     save(tmp_path, 1)
     folder = tmp_path / "step-00000001"
-    for data in (pickle.dumps(Evil()), None):
+    for data in (pickle.dumps(Evil(), protocol=2), None):
         path = folder / "rank-00000.pt"
         torch.save(Evil(), path) if data is None else path.write_bytes(data)
         body = json.loads((folder / "manifest.json").read_text())

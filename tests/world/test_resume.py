@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import subprocess
 
 import pytest
 import torch
@@ -57,6 +59,22 @@ def test_accumulation_and_batch_norm_resume_too(tmp_path, accumulate):
     whole = undisturbed(tmp_path, 2, *args)
     start(tmp_path, "out.pt", "--die-at", 13, *args, check=False)
     start(tmp_path, "out.pt", *args)
+    assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
+
+
+def test_ctrl_c_leaves_a_whole_checkpoint(tmp_path):
+    whole = undisturbed(tmp_path, 2)
+    args = ["--checkpoint", tmp_path / "ckpt", "--every", 1, "--dropout", 0.2, "--sleep", 0.05]
+    script = tmp_path / "script.py"
+    job = subprocess.Popen(
+        ranks.command(script, tmp_path / "out.pt", *args), env=ranks.environment()
+    )
+    ranks.wait_until(lambda: len(list(tmp_path.glob("ckpt/step-*"))) == 2)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(20) == 130
+    result = start(tmp_path, "out.pt")
+    assert "going on from" in result.stderr
+    assert "is left out" not in result.stderr  # nothing was damaged
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 

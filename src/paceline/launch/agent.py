@@ -98,12 +98,14 @@ class Agent(SimpleElasticAgent):
         output: Output,
         environment: dict[str, str],
         cpus: list[list[int]],
+        started: int,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=60)
         self._channel = channel
         self._output = output
         self._environment = environment
         self._cpus = cpus
+        self._started = started  # of the command, ns of the monotonic clock
         self._status = selectors.DefaultSelector()
         self._partial: dict[int, bytes] = {}
         self.ranks: list[Watched] = []
@@ -179,6 +181,7 @@ class Agent(SimpleElasticAgent):
         spec = group.spec
         return {
             **self._environment,
+            "PACELINE_STARTED_NS": str(self._started if attempt == 0 else time.monotonic_ns()),
             "LOCAL_RANK": str(worker.local_rank),
             "RANK": str(worker.global_rank),
             "GROUP_RANK": str(group.group_rank),

@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 from ..cluster.host import cores, free_memory
 from .server import SUBREAPER, end_children, prctl
 
-RANK_BYTES = 120 << 20  # what a forked rank takes for itself before it has any data (measured)
-FRESH_RANK_BYTES = 260 << 20  # an interpreter of its own
+# What a rank takes before it has any data (its share of memory, measured with a tiny model).
+RANK_BYTES = 64 << 20
+FRESH_RANK_BYTES = 230 << 20
 # A variable of these is meant for one rank's interpreter from its very start.
 OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
 # Imported before the fork where the script imports them: heavy, and without side effects.
@@ -253,7 +254,7 @@ def _watch(job: Job, channel: socket.socket, folder: Path, started: int) -> int:
         max_restarts=job.max_restarts,
         monitor_interval=0.05,
     )
-    agent = Agent(spec, channel, output, _environment(job, folder, started), _cpus(job))
+    agent = Agent(spec, channel, output, _environment(job, folder), _cpus(job), started)
     try:
         result = agent.run()
     except KeyboardInterrupt:
@@ -277,14 +278,13 @@ def _terminate(number: int, _: FrameType | None) -> None:
     raise TerminatedError(number)
 
 
-def _environment(job: Job, folder: Path, started: int) -> dict[str, str]:
+def _environment(job: Job, folder: Path) -> dict[str, str]:
     """What every rank gets, beside torchrun's variables."""
     command = {"name": job.name, "args": job.args, "module": job.module}
     variables = {
         **os.environ,
         "PACELINE_COMMAND": json.dumps(command),
         "PACELINE_RECORD": str(folder),
-        "PACELINE_STARTED_NS": str(started),
     }
     variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no need for its name to resolve
     if sys.stderr.isatty():

@@ -14,6 +14,7 @@ from ..analyze.summary import Summary
 from ..record.tell import say
 
 GOOD = 0.8  # what POP calls good
+BAR = 12
 COLOURS = {
     "useful": "green",
     "input": "yellow",
@@ -24,13 +25,13 @@ COLOURS = {
     "transfer": "magenta",
 }
 MEANING = {
-    "useful": "forward, loss, backward, optimizer",
-    "input": "waiting for the next batch",
+    "useful": "computing for the model",
+    "input": "waiting for a batch",
     "checkpoint": "standing still for a save",
     "validation": "evaluating",
-    "other": "what no state explains",
-    "wait": "for the last rank to arrive at a collective",
-    "transfer": "in a collective after all had arrived",
+    "other": "not explained by a state",
+    "wait": "for the last rank to arrive",
+    "transfer": "after the last one arrived",
 }
 
 
@@ -72,7 +73,7 @@ def _head(summary: Summary) -> Text:
 def _states(summary: Summary) -> Table:
     table = Table(box=None, pad_edge=False)
     many = len(summary.ranks) > 4
-    table.add_column("where the time went")
+    table.add_column("time went to")
     table.add_column("mean", justify="right")
     if many:
         for heading in ("least", "most"):
@@ -80,7 +81,7 @@ def _states(summary: Summary) -> Table:
     else:
         for rank in summary.ranks if len(summary.ranks) > 1 else []:
             table.add_column(f"rank {rank}", justify="right")
-    table.add_column("", min_width=20)
+    table.add_column("", min_width=BAR)
     table.add_column("", style="bright_black")
     for name in STATES:
         shares = [rank[name] for rank in summary.states]
@@ -93,7 +94,7 @@ def _states(summary: Summary) -> Table:
                 cells.append(f"{_percent(share)} (rank {rank})")
         elif len(shares) > 1:
             cells += [_percent(share) for share in shares]
-        bar = Text("█" * round(mean * 20) or ("▏" if mean > 0 else ""), style=COLOURS[name])
+        bar = Text("█" * round(mean * BAR) or ("▏" if mean > 0 else ""), style=COLOURS[name])
         label = name if summary.clocks_aligned or name != "transfer" else "wait or transfer"
         table.add_row(label, *cells, bar, MEANING[name])
     return table

@@ -80,10 +80,10 @@ class Loops:
                 self.progress.batch(share.position + 1, _length(loader), training)
                 if self.saves is not None:
                     self.saves.after_batch()
-        finally:
+        finally:  # also where the script breaks out of the loop
             training.end()
-        position.open.pop(number, None)
-        position.passes[number] = position.passes.get(number, 0) + 1
+            position.open.pop(number, None)
+            position.passes[number] = position.passes.get(number, 0) + 1
 
     def _evaluate(self, loader: Sharded, number: int) -> Iterator[Any]:
         start = self._start(loader, number)
@@ -99,7 +99,7 @@ class Loops:
         finally:
             training.share = None
             self.recorder.event(State.VALIDATION, began, now())
-        self.position.passes[number] = self.position.passes.get(number, 0) + 1
+            self.position.passes[number] = self.position.passes.get(number, 0) + 1
 
     def _plain(self, loader: Any) -> Iterator[Any]:
         training = self.training

@@ -1,0 +1,140 @@
+"""What the benchmarks share: options, launching a command, statistics, and the JSON.
+
+Every benchmark writes one JSON object:
+
+    benchmark, date    which one, and when (UTC)
+    machine            cores, cpu, platform, python, torch, and the load average at the start
+    settings           the options it ran with; settings.repeats is the number of rounds
+    measurements       every single measurement, one entry a round
+    medians            of each alternative: median, q1, q3, low, high over the rounds
+    ratios             of two alternatives, taken within each round: rounds, and the same five
+    targets            claim, limit, value (the median of a ratio), met
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+BENCHMARKS = Path(__file__).parent
+SCRIPTS = BENCHMARKS / "scripts"
+BIN = Path(sysconfig.get_path("scripts"))
+console = Console()
+
+
+def options(name: str, what: str, repeats: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"rounds, default {repeats}")
+    parser.add_argument("--json", type=Path, default=BENCHMARKS / "out" / f"{name}.json")
+    return parser
+
+
+def rounds(alternatives: list[Any], repeats: int) -> list[list[Any]]:
+    """The alternatives in turn, every other round backwards: a drift meets all of them alike."""
+    return [alternatives[:: -1 if i % 2 else 1] for i in range(repeats)]
+
+
+def launch(command: list[str], **environment: str) -> tuple[float, float]:
+    """Run a command to its end; when it was started and when it ended, on ``time.monotonic()``."""
+    with tempfile.TemporaryFile() as output:
+        start = time.monotonic()
+        # A session of its own: Ctrl-C reaches it once, through us.
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            _end(process)
+            raise
+        end = time.monotonic()
+        if code:
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+            raise SystemExit(f"{text}\nexit code {code} of: {' '.join(command)}")
+    return start, end
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    q1, median, q3 = (
+        statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    )
+    return {"median": median, "q1": q1, "q3": q3, "low": min(values), "high": max(values)}
+
+
+def ratio(above: list[float], below: list[float]) -> dict[str, Any]:
+    """Of two alternatives, round by round."""
+    values = [a / b for a, b in zip(above, below, strict=True)]
+    return {"rounds": values, **spread(values)}
+
+
+def target(claim: str, limit: float, value: float) -> dict[str, Any]:
+    return {"claim": claim, "limit": limit, "value": value, "met": value <= limit}
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result: Any) -> None:
+    """Say which targets were met, and write the JSON."""
+    for goal in result["targets"]:
+        word = "[green]met[/]" if goal["met"] else "[bold red]MISSED[/]"
+        console.print(f"target {word}: {goal['claim']} (measured {goal['value']:.3f})")
+    settings = {key: value for key, value in vars(args).items() if key != "json"}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    whole = {"benchmark": name, "date": date, "machine": facts, "settings": settings, **result}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(whole, indent=1) + "\n")
+    console.print(f"{args.json}")
+
+
+def run(main: Callable[[], None]) -> None:
+    """``main()``, and a quiet end on Ctrl-C."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        console.print("\ninterrupted: nothing was written")
+        sys.exit(130)

@@ -1,0 +1,122 @@
+"""What repeats for long: `make soak`."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+from scripts import TRAIN
+
+pytestmark = pytest.mark.soak
+SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
+
+RESTART = """
+    import os, time, torch, torch.distributed as dist
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    if rank == attempt % 3:
+        time.sleep(0.5 * (attempt % 2))  # one rank starts later, as on a busy machine
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 3
+    if attempt < 20 and rank == attempt % 3:
+        os._exit(1)
+    dist.barrier()
+    print("attempt", attempt, "done")
+    """
+
+
+def test_twenty_restarts_in_a_row(tmp_path):
+    result = ranks.run(
+        ranks.write(tmp_path, RESTART),
+        ranks=3,
+        launcher="paceline --max-restarts 20",
+        timeout=300,
+    )
+    assert result.stdout == "attempt 20 done\n"
+    assert result.stderr.count("starting again from the last checkpoint") == 20
+    assert "connectFullMesh" not in result.stderr
+
+
+LEAVE = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+    dist.all_reduce(torch.ones(1000000), async_op=True)
+    dist.all_reduce(torch.ones(1000000), async_op=True).wait()
+    """
+
+
+@pytest.mark.parametrize("fresh", ["", " --fresh"])
+def test_a_script_that_leaves_right_after_its_last_all_reduce_ends(tmp_path, fresh):
+    script = ranks.write(tmp_path, LEAVE)
+    for _ in range(20):
+        result = ranks.run(script, launcher=f"paceline{fresh}", timeout=60)
+        assert result.stderr == ""
+
+
+def victims(script: Path, launcher: int) -> dict[str, int]:
+    """Pids of the launcher, of the rank server and of the ranks."""
+    found = {"launcher": launcher}
+    for entry in Path("/proc").iterdir():
+        try:
+            environ = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            line = (entry / "cmdline").read_bytes()
+        except (OSError, IndexError):
+            continue
+        if str(script).encode() in line and parent == launcher:
+            found["server"] = int(entry.name)
+        elif str(script).encode() in line and b"PACELINE_STATUS" not in environ:
+            found[f"rank of {parent}: {entry.name}"] = int(entry.name)
+    return found
+
+
+def test_fifty_kills_at_random_moments(tmp_path):
+    """Whatever is killed, whenever: the run started again ends with the same bits."""
+    print(f"PACELINE_SOAK_SEED={SEED}")
+    draw = random.Random(SEED)
+    script = ranks.write(tmp_path, TRAIN)
+    args = ["--samples", 500, "--epochs", 8, "--dropout", 0.2, "--sleep", 0.02]
+    ranks.run(script, tmp_path / "whole.pt", *args, ranks=2)
+    whole = torch.load(tmp_path / "whole.pt")
+    kills = {"launcher": 0, "server": 0, "rank": 0}
+    trainings = 0
+    while sum(kills.values()) < 50:
+        trainings += 1
+        out, folder = tmp_path / f"out-{trainings}.pt", tmp_path / f"ckpt-{trainings}"
+        every = draw.choice(["3", "0.3s", "epoch"])
+        start = ranks.command(script, out, *args, "--checkpoint", folder, "--every", every)
+        for _ in range(60):
+            job = subprocess.Popen(start, env=ranks.environment(), stderr=subprocess.PIPE)
+            deadline = time.monotonic() + draw.uniform(1.0, 4.5)
+            while job.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if job.poll() is None and sum(kills.values()) < 50:
+                name, pid = draw.choice(list(victims(script, job.pid).items()))
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    kills[name.split()[0]] += 1
+                except ProcessLookupError:
+                    pass
+            _, said = job.communicate(timeout=120)
+            assert b"is left out" not in said, said  # no checkpoint is ever half there
+            ranks.wait_until(lambda: ranks.alive(str(script)) == [], seconds=5)
+            if job.returncode == 0:
+                break
+        result = torch.load(out)
+        for name, tensor in whole["model"].items():
+            assert torch.equal(tensor, result["model"][name]), f"{name}, seed {SEED}"
+        assert result["figures"][-1] == whole["figures"][-1]
+    print(f"{kills} in {trainings} trainings")
+    assert ranks.in_memory() == set()
