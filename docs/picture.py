@@ -60,9 +60,9 @@ def settled(written):
 def shortened(lines):
     """The lines, with an ellipsis for the middle of each long block of MANY."""
     short = []
-    for many, block in groupby(lines, lambda line: bool(MANY.match(line))):
+    for kind, block in groupby(lines, lambda line: MANY.match(line) and line[0]):
         block = list(block)
-        if many and len(block) > 2 * ENDS + 1:
+        if kind and len(block) > 2 * ENDS + 1:
             block[ENDS:-ENDS] = ["  ..."]
         short += block
     return short

@@ -29,7 +29,7 @@ class Summary:
     efficiencies: Efficiencies | None
     slowest_rank: int | None
     slowest_excess: float | None  # its time outside communication over the mean's, minus 1
-    recording_cost: float  # share of the wall time, the rank where it is largest
+    recording_cost: float  # share of the time after start-up, the rank where it is largest
     missing_ranks: list[int]
     lost_events: int
     unmatched_collectives: int
@@ -75,7 +75,7 @@ def summarise(records: list[Record], missing: list[int]) -> Summary:
         efficiencies=efficiencies(measured, length) if within else None,
         slowest_rank=records[slowest].rank if slowest is not None else None,
         slowest_excess=times[slowest] / mean - 1 if slowest is not None and mean else None,
-        recording_cost=max(r.cost_ns for r in records) / wall if wall else 0.0,
+        recording_cost=max(r.cost_ns for r in records) / max(wall - (first - started), 1),
         missing_ranks=missing,
         lost_events=sum(record.lost for record in records),
         unmatched_collectives=unmatched,

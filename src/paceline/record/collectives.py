@@ -58,6 +58,9 @@ class RecordedWork(dist.Work):
         self._flight.blocked(start, now())
         return bool(done)
 
+    def done(self) -> bool:
+        return self._flight.landed or bool(self._work.is_completed())
+
     def get_future(self) -> torch.futures.Future[Any]:
         return self._work.get_future()
 
@@ -100,6 +103,8 @@ class RecordedGroup(dist.ProcessGroup):
         self._group = recorder.new_group(name, inner.size(), inner.rank())
         self._seq = 0
         self._pending: list[tuple[Any, _Flight]] = []
+        # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
+        self._unwaited: list[RecordedWork] = []
         for device in inner._device_types:
             backend = inner._get_backend(device)
             kind = getattr(dist.ProcessGroup.BackendType, backend.name().upper())
@@ -140,6 +145,8 @@ class RecordedGroup(dist.ProcessGroup):
                 Variable._execution_engine.queue_callback(self._land_pending)
             self._pending.append((work, flight))
         wrapped = RecordedWork(work, flight)
+        self._unwaited = [w for w in self._unwaited if not w.done()]
+        self._unwaited.append(wrapped)
         self._recorder.extra_cost_ns += now() - returned + launched - entered
         return wrapped
 

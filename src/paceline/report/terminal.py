@@ -45,16 +45,19 @@ def drawn(summary: Summary) -> str:
     terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or (None if terminal else 100)
     text = io.StringIO()
-    Console(file=text, force_terminal=terminal, width=width).print(panel(summary))
+    console = Console(file=text, force_terminal=terminal, width=width)
+    console.print(panel(summary, console.width))
     return ("\r\x1b[2K" if terminal else "") + text.getvalue()
 
 
-def panel(summary: Summary) -> Panel:
+def panel(summary: Summary, width: int = 100) -> Panel:
+    """The summary; the states' meanings are left out where they would not fit."""
+    explained = width >= 100 or (len(summary.ranks) < 3 and width >= 88)
     parts: list[Table | Text] = [_head(summary)]
     if summary.window_s is None:
         parts.append(Text("Fewer than two steps: too few to measure where the time went."))
     else:
-        parts += [_states(summary), _efficiencies(summary)]
+        parts += [_states(summary, explained), _efficiencies(summary)]
     parts += [Text(note, style="yellow") for note in _notes(summary)]
     ranks = "1 rank" if summary.size == 1 else f"{summary.size} ranks"
     return Panel(Group(*parts), title=f"Paceline: {ranks}, {summary.steps} steps", expand=False)
@@ -70,10 +73,10 @@ def _head(summary: Summary) -> Text:
     return text
 
 
-def _states(summary: Summary) -> Table:
+def _states(summary: Summary, explained: bool) -> Table:
     table = Table(box=None, pad_edge=False)
     many = len(summary.ranks) > 4
-    table.add_column("time went to")
+    table.add_column("state")
     table.add_column("mean", justify="right")
     if many:
         for heading in ("least", "most"):
@@ -82,7 +85,7 @@ def _states(summary: Summary) -> Table:
         for rank in summary.ranks if len(summary.ranks) > 1 else []:
             table.add_column(f"rank {rank}", justify="right")
     table.add_column("", min_width=BAR)
-    table.add_column("", style="bright_black")
+    table.add_column("", style="bright_black", no_wrap=True)
     for name in STATES:
         shares = [rank[name] for rank in summary.states]
         mean = sum(shares) / len(shares)
@@ -96,7 +99,7 @@ def _states(summary: Summary) -> Table:
             cells += [_percent(share) for share in shares]
         bar = Text("█" * round(mean * BAR) or ("▏" if mean > 0 else ""), style=COLOURS[name])
         label = name if summary.clocks_aligned or name != "transfer" else "wait or transfer"
-        table.add_row(label, *cells, bar, MEANING[name])
+        table.add_row(label, *cells, bar, MEANING[name] if explained else "")
     return table
 
 
@@ -118,7 +121,9 @@ def _efficiencies(summary: Summary) -> Text:
             f"{100 * (summary.slowest_excess or 0):.1f} % more time outside communication "
             "than the mean\n"
         )
-    text.append(f"recording cost {100 * summary.recording_cost:.2g} % of the wall time (measured)")
+    text.append(
+        f"recording cost {100 * summary.recording_cost:.2g} % of the time after start-up (measured)"
+    )
     return text
 
 
