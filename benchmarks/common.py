@@ -50,7 +50,9 @@ def rounds(alternatives: list[Any], repeats: int) -> list[list[Any]]:
 
 def launch(command: list[str], **environment: str) -> tuple[float, float]:
     """Run a command to its end; when it was started and when it ended, on ``time.monotonic()``."""
+    early: list[int] = []
     with tempfile.TemporaryFile() as output:
+        handler = signal.signal(signal.SIGINT, lambda number, _: early.append(number))
         start = time.monotonic()
         # A session of its own: Ctrl-C reaches it once, through us.
         process = subprocess.Popen(
@@ -62,6 +64,9 @@ def launch(command: list[str], **environment: str) -> tuple[float, float]:
             start_new_session=True,
         )
         try:
+            signal.signal(signal.SIGINT, handler)
+            if early:  # while there was no process yet to end
+                raise KeyboardInterrupt
             code = process.wait()
         except KeyboardInterrupt:
             _end(process)

@@ -1,5 +1,6 @@
 """What the step-time scripts measure with."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -19,5 +20,5 @@ class Stopwatch:
 
     def write(self, path: str) -> None:
         stamps = self.stamps[self.skip :]
-        times = [(b - a) / 1000 for a, b in zip(stamps, stamps[1:], strict=False)]
+        times = [(b - a) / 1000 for a, b in itertools.pairwise(stamps)]
         Path(path).write_text(json.dumps(times))

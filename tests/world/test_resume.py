@@ -41,7 +41,7 @@ def test_killed_inside_an_epoch_and_started_again(tmp_path, number):
     result = start(tmp_path, "out.pt", number=number)
     assert "going on from" in result.stderr
     # saved every 5 steps; the newest may not have been whole yet when the rank was killed
-    assert re.search(r"\(inside epoch 1, step (15|20)\)", result.stderr)
+    assert re.search(r"\(inside epoch 2, step (15|20)\)", result.stderr)
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 
@@ -82,7 +82,7 @@ def test_a_finished_run_started_again_has_nothing_to_do(tmp_path):
     start(tmp_path, "out.pt")
     first = torch.load(tmp_path / "out.pt")
     again = start(tmp_path, "out.pt")
-    assert "(at epoch 3, step 39)" in again.stderr
+    assert "(after epoch 3, step 39)" in again.stderr
     second = torch.load(tmp_path / "out.pt")
     assert second["figures"] == []
     for name, tensor in first["model"].items():

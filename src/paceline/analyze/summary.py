@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
-from ..record.states import State
+from ..record.states import USEFUL, State
 from .pop import Efficiencies, busy, efficiencies
 from .read import Record
 from .states import STATES, latest_starts, states, window
@@ -20,7 +20,8 @@ class Summary:
     ranks: list[int]
     size: int
     hosts: list[str]
-    steps: int
+    steps: int  # in this run, or since its last restart
+    first_step: int  # more than 0 where it went on from a checkpoint
     wall_s: float
     startup_s: float
     window_s: float | None
@@ -47,7 +48,8 @@ def summarise(records: list[Record], missing: list[int]) -> Summary:
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
     steps = [record.of(State.STEP) for record in records]
-    first = min((int(s["start"].min()) for s in steps if len(s)), default=started)
+    work = [record.of(State.INPUT, *USEFUL) for record in records]
+    first = min((int(w["start"].min()) for w in work if len(w)), default=started)
     within = window(records)
     measured: list[dict[str, int]] = []
     unmatched, samples = 0, 0
@@ -67,6 +69,7 @@ def summarise(records: list[Record], missing: list[int]) -> Summary:
         size=int(records[0].meta["size"]),
         hosts=hosts,
         steps=max(len(s) for s in steps),
+        first_step=min((int(s["step"].min()) for s in steps if len(s)), default=0),
         wall_s=wall / 1e9,
         startup_s=(first - started) / 1e9,
         window_s=length / 1e9 if within else None,

@@ -9,7 +9,6 @@ attempt has a fresh store on a port that is bound before any rank starts.
 import datetime
 import json
 import os
-import selectors
 import signal
 import socket
 import time
@@ -31,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from .deaths import Watched, describe, first
-from .lines import Output
+from .lines import ERR, OUT, STATUS, Output
 from .server import MESSAGE_BYTES, kill_group
 
 GRACE = 3.0  # seconds between asking a rank to end and killing it
@@ -91,23 +90,21 @@ class LocalRendezvous(RendezvousHandler):
 class Agent(SimpleElasticAgent):
     """Starts, watches and ends the ranks of this host through the rank server."""
 
+    output: Output  # set before it runs; it tells this agent what ranks say
+
     def __init__(
         self,
         spec: WorkerSpec,
         channel: socket.socket,
-        output: Output,
         environment: dict[str, str],
         cpus: list[list[int]],
         started: int,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=60)
         self._channel = channel
-        self._output = output
         self._environment = environment
         self._cpus = cpus
         self._started = started  # of the command, ns of the monotonic clock
-        self._status = selectors.DefaultSelector()
-        self._partial: dict[int, bytes] = {}
         self.ranks: list[Watched] = []
         self.cause: Watched | None = None  # of the last attempt's failure
 
@@ -117,7 +114,7 @@ class Agent(SimpleElasticAgent):
         spec = worker_group.spec
         attempt = spec.max_restarts - self._remaining_restarts
         if attempt:
-            self._output.say(
+            self.output.say(
                 f"paceline: starting again from the last checkpoint ({attempt} of "
                 f"{spec.max_restarts})\n"
             )
@@ -130,6 +127,8 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._listen()
+        if first(self.ranks) is not None or any(not rank.running for rank in self.ranks):
+            self.output.drain()  # a rank's last words come before its death
         if first(self.ranks) is not None:
             self._settle()
             self.cause = first(self.ranks)
@@ -142,12 +141,11 @@ class Agent(SimpleElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
-        others = sum(rank.running and rank is not self.cause for rank in self.ranks)
         self.end_ranks()
-        self._output.drain()
+        self.output.drain()
         if self.cause is not None:
-            tail = list(self._output.tails[self.cause.rank])
-            self._output.say(describe(self.cause, tail, others))
+            tail = list(self.output.tails[self.cause.rank])
+            self.output.say(describe(self.cause, tail, len(self.ranks) - 1))
 
     def _shutdown(self, death_sig: Any = signal.SIGTERM, timeout: int = 30) -> None:
         self.end_ranks()
@@ -211,11 +209,8 @@ class Agent(SimpleElasticAgent):
         socket.send_fds(self._channel, [data], [inlet for _, inlet in pipes])
         for _, inlet in pipes:
             os.close(inlet)
-        (out, _), (err, _), (status, _) = pipes
-        self._output.add(rank, 1, out)
-        self._output.add(rank, 2, err)
-        os.set_blocking(status, False)
-        self._status.register(status, selectors.EVENT_READ, rank)
+        for stream, (outlet, _) in zip((OUT, ERR, STATUS), pipes, strict=True):
+            self.output.add(rank, stream, outlet)
         while True:  # deaths of other ranks may be told first
             reply = self._receive()
             if reply is None:
@@ -234,9 +229,7 @@ class Agent(SimpleElasticAgent):
                 rank.exit_code, rank.ended_at = message["status"], message["at"]
 
     def _listen(self) -> None:
-        """Take in what the rank server and the ranks have said."""
-        for key, _ in self._status.select(0):
-            self._read_status(int(key.fd), int(key.data))
+        """Take in what the rank server has said."""
         self._channel.setblocking(False)
         try:
             while (message := self._receive()) is not None:
@@ -248,29 +241,11 @@ class Agent(SimpleElasticAgent):
             pass
         finally:
             self._channel.setblocking(True)
-        # A rank's last words may have come while its death was being read.
-        for key, _ in self._status.select(0):
-            self._read_status(int(key.fd), int(key.data))
 
-    def _read_status(self, fd: int, rank: int) -> None:
-        try:
-            data = os.read(fd, 1 << 20)
-        except BlockingIOError:
-            return
-        if not data:
-            self._status.unregister(fd)
-            self._partial.pop(fd, None)
-            os.close(fd)
-            return
-        *lines, self._partial[fd] = (self._partial.get(fd, b"") + data).split(b"\n")
-        for line in lines:
-            self._hear(rank, json.loads(line))
-
-    def _hear(self, number: int, message: dict[str, Any]) -> None:
+    def hear(self, number: int, message: dict[str, Any]) -> None:
+        """What a rank tells the launcher; called from the output's thread."""
         rank = next((r for r in self.ranks if r.rank == number), None)
-        if "say" in message:
-            self._output.say(message["say"])
-        elif rank is not None and "exception" in message:
+        if rank is not None and "exception" in message:
             rank.exception, rank.raised_at = message["exception"], message["at"]
         elif rank is not None and "finished" in message:
             rank.finished, rank.finished_at = message["finished"], time.monotonic()
@@ -289,7 +264,7 @@ class Agent(SimpleElasticAgent):
             return
         if time.monotonic() - max(r.finished_at or 0.0 for r in running) > EXIT_SECONDS:
             for rank in running:
-                self._output.say(
+                self.output.say(
                     f"paceline: rank {rank.rank} finished its script but did not exit within "
                     f"{EXIT_SECONDS:.0f} s; it was ended (its work is done)\n"
                 )

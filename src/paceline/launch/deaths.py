@@ -37,7 +37,7 @@ class Watched:
         """To sort failures by: causes before what follows from them, then by time. A killed
         rank's sockets close before its death is known, so time alone would mislead."""
         times = [t for t in (self.raised_at, self.ended_at) if t is not None]
-        return peer_gone(self.exception or ""), min(times, default=float("inf"))
+        return peer_gone(self.exception or "") is not None, min(times, default=float("inf"))
 
     @property
     def code(self) -> int:

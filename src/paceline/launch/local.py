@@ -245,7 +245,6 @@ def _watch(job: Job, channel: socket.socket, folder: Path, started: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
-    output = Output(job.ranks, sys.stdout.buffer, sys.stderr.buffer)
     spec = WorkerSpec(
         role="default",
         local_world_size=job.ranks,
@@ -254,7 +253,8 @@ def _watch(job: Job, channel: socket.socket, folder: Path, started: int) -> int:
         max_restarts=job.max_restarts,
         monitor_interval=0.05,
     )
-    agent = Agent(spec, channel, output, _environment(job, folder), _cpus(job), started)
+    agent = Agent(spec, channel, _environment(job, folder), _cpus(job), started)
+    output = agent.output = Output(job.ranks, sys.stdout.buffer, sys.stderr.buffer, agent.hear)
     try:
         result = agent.run()
     except KeyboardInterrupt:

@@ -16,9 +16,9 @@ PEER_GONE = (
 )
 
 
-def peer_gone(text: str) -> bool:
-    """Whether an exception's text only says that another rank has gone."""
-    return any(phrase in text for phrase in PEER_GONE)
+def peer_gone(text: str) -> str | None:
+    """The phrase by which an exception's text says only that another rank has gone."""
+    return next((phrase for phrase in PEER_GONE if phrase in text), None)
 
 
 def _ours(filename: str) -> bool:
@@ -37,8 +37,9 @@ def told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and _ours(frames[-1].filename):
         return f"{_place(frames)}error: {error}\n"
-    if peer_gone(str(error)):
-        return f"{_place(frames)}error: another rank has gone ({one_line(error)})\n"
+    phrase = peer_gone(str(error))
+    if phrase:  # the rest of gloo's and NCCL's text says no more
+        return f"{_place(frames)}error: another rank has gone ({phrase})\n"
     # What started the script stands on top of every traceback; it says nothing to the user.
     outer = error.__traceback__
     while outer is not None and _ours(outer.tb_frame.f_code.co_filename) and outer.tb_next:

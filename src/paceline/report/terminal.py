@@ -60,7 +60,9 @@ def panel(summary: Summary, width: int = 100) -> Panel:
         parts += [_states(summary, explained), _efficiencies(summary)]
     parts += [Text(note, style="yellow") for note in _notes(summary)]
     ranks = "1 rank" if summary.size == 1 else f"{summary.size} ranks"
-    return Panel(Group(*parts), title=f"Paceline: {ranks}, {summary.steps} steps", expand=False)
+    since = f" since step {summary.first_step}" if summary.first_step else ""
+    title = f"Paceline: {ranks}, {summary.steps} steps{since}"
+    return Panel(Group(*parts), title=title, expand=False)
 
 
 def _head(summary: Summary) -> Text:

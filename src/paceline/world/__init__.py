@@ -283,9 +283,9 @@ class World:
     def log(self, **values: Any) -> None:
         """Print values on rank 0, with epoch and step."""
         shown = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
-        self._progress.say(
-            f"epoch {self._everything.position.epoch + 1}  step {self._recorder.step}  {shown}"
-        )
+        epoch = min(self._everything.position.epoch + 1, self._loops.count)
+        where = f"epoch {epoch}  " if epoch else ""
+        self._progress.say(f"{where}step {self._recorder.step}  {shown}")
 
     def close(self) -> None:
         """End: the last checkpoint whole, the summary printed, the process group given back.

@@ -49,9 +49,14 @@ def place(environment: dict[str, str]) -> Place:
 
 def device_of(local_rank: int, wanted: str | None) -> torch.device:
     """The rank's device: the GPU of its local rank where there are GPUs, else the CPU."""
-    if wanted is not None:
+    if wanted not in (None, "cuda"):
         return torch.device(wanted)
     if not torch.cuda.is_available():
+        if wanted == "cuda":
+            raise ValueError(
+                "paceline.init(device='cuda'): PyTorch sees no GPU here. HINT: device=None takes "
+                "a GPU where there is one"
+            )
         return torch.device("cpu")
     devices = torch.cuda.device_count()
     if local_rank >= devices:

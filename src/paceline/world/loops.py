@@ -39,6 +39,7 @@ class Loops:
         self.warn = warn
         self.loaders: list[Sharded] = []
         self.saves: Saves | None = None
+        self.count = 0  # of epochs, 0 outside of world.epochs
         self._resume: tuple[Position, Callable[[], Position]] | None = None
 
     @property
@@ -155,6 +156,7 @@ class Loops:
 
     def epochs(self, count: int, saves: Saves | None) -> Iterator[int]:
         first = 0
+        self.count = count
         self.saves = saves
         if saves is not None:
             first = self._go_on(saves)
@@ -167,8 +169,8 @@ class Loops:
             if self._resume is not None:
                 self._resume = None
                 self.warn(
-                    f"epoch {epoch} ended without reaching the loop that its checkpoint was taken "
-                    "in, so it ran whole. HINT: did the script change?"
+                    f"epoch {epoch + 1} ended without reaching the loop that its checkpoint was "
+                    "taken in, so it ran whole. HINT: did the script change?"
                 )
             self.position.new_epoch(epoch + 1)
             del self.everything.meters[outer:]
@@ -185,7 +187,7 @@ class Loops:
             return 0
         lay = saves.lay(folder)
         saved = lay()
-        where = f"inside epoch {saved.epoch}" if saved.inside else f"at epoch {saved.epoch}"
+        where = f"inside epoch {saved.epoch + 1}" if saved.inside else f"after epoch {saved.epoch}"
         self.progress.say(f"going on from {folder} ({where}, step {self.recorder.step})")
         if saved.inside:
             self._resume = (saved, lay)

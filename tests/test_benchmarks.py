@@ -1,0 +1,78 @@
+"""The benchmarks run and write what they say they write. How fast anything is, is not tested."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+KEYS = {"benchmark", "date", "machine", "settings", "measurements", "medians", "ratios", "targets"}
+
+
+def started(name, *options):
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--repeats", "1", *options]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def result_of(name, path, *options):
+    process = started(name, "--json", str(path), *options)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    result = json.loads(path.read_text())
+    assert set(result) == KEYS
+    assert result["benchmark"] == name
+    assert set(result["machine"]) == {"cores", "cpu", "platform", "python", "torch", "load"}
+    assert result["settings"]["repeats"] == 1
+    for target in result["targets"]:
+        assert set(target) == {"claim", "limit", "value", "met"}
+        assert target["met"] == (target["value"] <= target["limit"])
+        assert (" MISSED: " in output) or target["met"]
+    return result
+
+
+def test_start_time(tmp_path):
+    result = result_of("start_time", tmp_path / "out" / "start.json", "--ranks", "1")
+    for launcher in ("paceline", "torchrun"):
+        for what in ("first_step_s", "command_s"):
+            assert len(result["measurements"]["1"][launcher][what]) == 1
+            assert "median" in result["medians"]["1"][launcher][what]
+    assert len(result["ratios"]["1"]["first_step_s"]["rounds"]) == 1
+    assert len(result["targets"]) == 1
+
+
+def test_step_time(tmp_path):
+    path = tmp_path / "step.json"
+    result = result_of("step_time", path, "--steps", "30", "--warmup", "2")
+    assert set(result["measurements"]) == set(result["medians"]) == set(result["ratios"])
+    for runs in result["measurements"].values():
+        assert [len(run) for run in runs] == [30]
+    assert result["ratios"]["ddp view"]["median"] == 1
+    assert len(result["targets"]) == 1
+
+
+def test_an_interrupt_ends_quietly_and_ends_what_was_started(tmp_path):
+    path = tmp_path / "step.json"
+    process = started("step_time", "--json", str(path), "--steps", "1000000")
+    child = first_child(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in output
+    assert "Traceback" not in output
+    assert not path.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def first_child(pid):
+    """Wait until a process has started another."""
+    while True:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if children:
+            return int(children[0])
