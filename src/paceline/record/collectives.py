@@ -9,6 +9,7 @@ last gradient is there. A callback queued before DDP's own waits for them first,
 was covered by the backward's computation is not taken for blocked time.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,13 @@ class RecordedGroup(dist.ProcessGroup):
         self._unwaited.append(wrapped)
         self._recorder.extra_cost_ns += now() - returned + launched - entered
         return wrapped
+
+    def settle(self, seconds: float) -> None:
+        """Before the group is destroyed: let what is in flight end, and drop its tensors."""
+        deadline = now() + int(seconds * 1e9)
+        while now() < deadline and not all(work.done() for work in self._unwaited):
+            time.sleep(0.005)
+        self._unwaited.clear()
 
     def _land_pending(self) -> None:
         """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import backend
+from ..record.collectives import RecordedGroup
 from ..record.recorder import Recorder
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,6 +117,9 @@ def leave() -> None:
     """
     if not dist.is_initialized():
         return
+    group = dist.group.WORLD
+    if isinstance(group, RecordedGroup):
+        group.settle(seconds=5.0)
     gc.collect()
     time.sleep(0.02)  # releases the lock: a thread that wants it gets it now
     dist.destroy_process_group()
