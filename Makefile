@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
-TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
 .PHONY: demo test soak lint types format bench picture clean
 .DELETE_ON_ERROR:

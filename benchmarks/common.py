@@ -8,11 +8,13 @@ Every benchmark writes one JSON object:
     measurements       every single measurement, one entry a round
     medians            of each alternative: median, q1, q3, low, high over the rounds
     ratios             of two alternatives, taken within each round: rounds, and the same five
-    targets            claim, limit, value (the median of a ratio), met
+    targets            claim, limit, value (the median of a ratio), interval (holds the true
+                       median 19 times in 20), met, and decided: whether the interval says the same
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -101,8 +103,26 @@ def ratio(above: list[float], below: list[float]) -> dict[str, Any]:
     return {"rounds": values, **spread(values)}
 
 
-def target(claim: str, limit: float, value: float) -> dict[str, Any]:
-    return {"claim": claim, "limit": limit, "value": value, "met": value <= limit}
+def interval(values: list[float]) -> tuple[float, float]:
+    """Two of the values that have the true median between them 19 times in 20 (the sign test);
+    of fewer than six values the least and the most, which say less."""
+    n, cut, outside = len(values), 0, 2 / 2 ** len(values)
+    while (outside := outside + 2 * math.comb(n, cut + 1) / 2**n) <= 0.05:
+        cut += 1
+    return sorted(values)[cut], sorted(values)[n - 1 - cut]
+
+
+def target(claim: str, limit: float, found: dict[str, Any]) -> dict[str, Any]:
+    """Whether the median of a ratio is within its limit, and whether the rounds decide that."""
+    low, high = interval(found["rounds"])
+    return {
+        "claim": claim,
+        "limit": limit,
+        "value": found["median"],
+        "interval": [low, high],
+        "met": found["median"] <= limit,
+        "decided": len(found["rounds"]) > 5 and not low <= limit < high,
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -127,7 +147,13 @@ def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result:
     """Say which targets were met, and write the JSON."""
     for goal in result["targets"]:
         word = "[green]met[/]" if goal["met"] else "[bold red]MISSED[/]"
-        console.print(f"target {word}: {goal['claim']} (measured {goal['value']:.3f})")
+        low, high = goal["interval"]
+        console.print(
+            f"target {word}: {goal['claim']} (measured {goal['value']:.3f}, between {low:.3f} "
+            f"and {high:.3f})"
+        )
+        if not goal["decided"]:
+            console.print("[yellow]  not decided: the rounds differ too much, or are too few[/]")
     settings = {key: value for key, value in vars(args).items() if key != "json"}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     whole = {"benchmark": name, "date": date, "machine": facts, "settings": settings, **result}

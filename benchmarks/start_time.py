@@ -94,7 +94,7 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, Any]) -> None:
         target(
             f"until the first step on {ranks} ranks, at most {LIMIT} of torchrun's time",
             LIMIT,
-            ratios[ranks]["first_step_s"]["median"],
+            ratios[ranks]["first_step_s"],
         )
         for ranks in times
     ]

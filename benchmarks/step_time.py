@@ -92,7 +92,7 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, list[list[float]]]
         )
     console.print(table)
     claim = f"Paceline's median step, recording on, at most {LIMIT} of plain DDP's"
-    targets = [target(claim, LIMIT, ratios["paceline"]["median"])]
+    targets = [target(claim, LIMIT, ratios["paceline"])]
     found = {"measurements": times, "medians": medians, "ratios": ratios, "targets": targets}
     finish("step_time", args, facts, **found)
 
