@@ -261,7 +261,10 @@ def test_the_summary_puts_time_where_it_went(tmp_path, where):
     summary = json.loads(out.read_text())
     assert [sum(rank.values()) for rank in summary["states"]] == pytest.approx([1, 1])
     first, second = summary["states"]
-    near = lambda share: pytest.approx(share, abs=0.1)  # noqa: E731
+
+    def near(share):
+        return pytest.approx(share, abs=0.1)
+
     if where == "rank":
         assert summary["slowest_rank"] == 1
         assert first["useful"] == near(0.5)

@@ -1,7 +1,7 @@
 """Which rank failed first, and telling it in plain words."""
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..record.errors import peer_gone
 
@@ -18,7 +18,6 @@ class Watched:
     raised_at: float | None = None
     finished: int | None = None  # the code it announced before the interpreter's own end
     finished_at: float | None = None
-    told: list[str] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
