@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -59,6 +60,11 @@ def run(
     if check and result.returncode:
         raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
+
+
+def untagged(text: str) -> set[str]:
+    """The different lines of a job's output, whichever ranks they are from."""
+    return {re.sub(r"^\[[\d,-]+\] ", "", line) for line in text.splitlines()}
 
 
 def alive(marker: str) -> list[str]:

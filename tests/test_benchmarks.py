@@ -49,7 +49,7 @@ def test_start_time(tmp_path):
 
 def test_step_time(tmp_path):
     path = tmp_path / "step.json"
-    result = result_of("step_time", path, "--steps", "30", "--warmup", "2")
+    result = result_of("step_time", path, "--ranks", "1", "--steps", "30", "--warmup", "2")
     assert set(result["measurements"]) == set(result["medians"]) == set(result["ratios"])
     for runs in result["measurements"].values():
         assert [len(run) for run in runs] == [30]

@@ -22,7 +22,10 @@ def register(recorder: Recorder) -> None:
         return
 
     def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
-        return RecordedGroup(_plain_group(options), str(options.group_id), recorder)
+        group = _plain_group(options)
+        if not recorder.enabled:
+            return group
+        return RecordedGroup(group, str(options.group_id), recorder)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -100,6 +100,8 @@ class Split:
 
     def group_total(self, position: int, accumulate: int) -> int:
         """Samples in all micro-batches that are accumulated together with ``position``."""
+        if accumulate == 1:
+            return self.total(position)
         first = position - position % accumulate
         return sum(self.total(p) for p in range(first, min(first + accumulate, len(self))))
 

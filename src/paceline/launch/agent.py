@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from .deaths import Watched, describe, first
+from .interrupt import Interrupt
 from .lines import ERR, OUT, STATUS, Output
 from .server import MESSAGE_BYTES, kill_group
 
@@ -90,7 +91,9 @@ class LocalRendezvous(RendezvousHandler):
 class Agent(SimpleElasticAgent):
     """Starts, watches and ends the ranks of this host through the rank server."""
 
-    output: Output  # set before it runs; it tells this agent what ranks say
+    # Set before it runs: what tells this agent what ranks say, and whether Ctrl-C was pressed.
+    output: Output
+    interrupt: Interrupt
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class Agent(SimpleElasticAgent):
         return {rank.rank: rank.pid for rank in self.ranks}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.interrupt.check()
         self._listen()
         if first(self.ranks) is not None or any(not rank.running for rank in self.ranks):
             self.output.drain()  # a rank's last words come before its death

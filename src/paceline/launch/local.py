@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..cluster.host import cores, free_memory
+from .interrupt import Interrupt
 from .server import SUBREAPER, end_children, prctl
 
 # What a rank takes before it has any data (its share of memory, measured with a tiny model).
@@ -70,6 +71,7 @@ def run(job: Job) -> int:
     """
     source = check(job)
     prctl(SUBREAPER, 1)
+    interrupt = Interrupt()
     started = time.monotonic_ns()
     fresh = job.fresh or any(name in os.environ for name in OWN_INTERPRETER)
     threads = job.threads or max(1, len(cores()) // job.ranks)
@@ -79,7 +81,7 @@ def run(job: Job) -> int:
     server = _start_server(ours, theirs, folder, [] if fresh else _preloads(job, source))
     theirs.close()
     try:
-        return _watch(job, ours, folder, started)
+        return _watch(job, ours, folder, started, interrupt)
     finally:
         try:
             ours.send(json.dumps({"end": 2.0}).encode())
@@ -216,6 +218,7 @@ def _start_server(
     if pid:
         gc.enable()
         return pid
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     ours.close()
     raise InServer(theirs, folder, preloads)
 
@@ -236,7 +239,9 @@ def serve(job: InServer) -> NoReturn:
     rank.exec_fresh(start)
 
 
-def _watch(job: Job, channel: socket.socket, folder: Path, started: int) -> int:
+def _watch(
+    job: Job, channel: socket.socket, folder: Path, started: int, interrupt: Interrupt
+) -> int:
     """Be the agent until the ranks have ended."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
@@ -254,6 +259,7 @@ def _watch(job: Job, channel: socket.socket, folder: Path, started: int) -> int:
         monitor_interval=0.05,
     )
     agent = Agent(spec, channel, _environment(job, folder), _cpus(job), started)
+    agent.interrupt = interrupt
     output = agent.output = Output(job.ranks, sys.stdout.buffer, sys.stderr.buffer, agent.hear)
     try:
         result = agent.run()

@@ -64,7 +64,8 @@ def data_parallel(model: nn.Module, device: torch.device, **options: Any) -> nn.
 
 def set_exchange(model: nn.Module, on: bool) -> None:
     """Whether the next forward and backward exchange gradients (DDP's ``no_sync``, unnested)."""
-    if isinstance(model, DistributedDataParallel):
+    # Set on change only: a module's __setattr__ is slow.
+    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != on:
         model.require_backward_grad_sync = on
 
 

@@ -83,9 +83,11 @@ for _name in (
 
 
 def _bytes(tensors: Any) -> int:
-    """Bytes of the whole vector, as MEASURES counts them: every tensor of a nested list."""
+    """Bytes of the whole vector: every tensor of a nested list."""
     if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
+        return int(tensors.nbytes)
+    if len(tensors) == 1:
+        return _bytes(tensors[0])
     return sum(_bytes(tensor) for tensor in tensors)
 
 
@@ -161,12 +163,16 @@ class RecordedGroup(dist.ProcessGroup):
     def _land_pending(self) -> None:
         """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""
         pending, self._pending = self._pending, []
+        waited, entered = 0, now()
         for work, flight in pending:
             if flight.landed:
                 continue
             start = now()
             work.wait()
-            flight.blocked(start, now())
+            end = now()
+            waited += end - start
+            flight.blocked(start, end)
+        self._recorder.extra_cost_ns += now() - entered - waited
 
 
 # What torch calls, which collective that is, and which argument is the whole vector.

@@ -42,10 +42,20 @@ class Recorder:
             self.event_cost_ns = self._measure_event_cost()
             self._ring.clear()
 
-    def event(self, state: int, start: int, end: int, **fields: int) -> None:
+    def event(
+        self,
+        state: int,
+        start: int,
+        end: int,
+        amount: int = 0,
+        seq: int = 0,
+        group: int = 0,
+        op: int = 0,
+        peer: int = -1,
+    ) -> None:
         """Record that the rank was in ``state`` from ``start`` to ``end`` (ns of ``now()``)."""
         if self._ring is not None:
-            self._ring.write(start, end, state, step=self.step, **fields)
+            self._ring.write(start, end, state, amount, seq, self.step, group, op, peer)
 
     @contextmanager
     def span(self, state: int) -> Iterator[None]:
@@ -63,7 +73,7 @@ class Recorder:
         self._last_step_end = end
         self.samples = 0
         self.step += 1
-        if self._ring is not None:
+        if self._ring is not None and self.step % 32 == 0:
             self._ring.cost_ns = self.cost_ns()
 
     def new_group(self, name: str, size: int, rank: int) -> int:
@@ -87,7 +97,10 @@ class Recorder:
 
     def snapshot(self) -> bytes:
         """The record as bytes, readable by ``analyze.read``; empty where recording is off."""
-        return self._ring.snapshot() if self._ring is not None else b""
+        if self._ring is None:
+            return b""
+        self._ring.cost_ns = self.cost_ns()
+        return self._ring.snapshot()
 
     def _measure_event_cost(self) -> float:
         """Nanoseconds an event takes, clock reads included: median over five batches."""

@@ -126,7 +126,7 @@ class Loops:
         while True:
             began = now()
             item = next(source, None)
-            if item is not None:
+            if item is not None and self.training.device.type != "cpu":
                 item = (on_device(item[0], self.training.device), item[1])
             self.recorder.event(State.INPUT, began, now())
             if item is None:

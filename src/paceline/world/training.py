@@ -31,7 +31,7 @@ class Training:
         self.weight = 1.0  # of its loss
         self.exchanges = True  # whether this micro-batch is the last of its step
         self.backwards = 0  # since the batch began
-        self.last_loss: torch.Tensor | None = None
+        self.last_loss: torch.Tensor | float | None = None
         self.last_total = 0  # samples of the newest batch over all ranks
         self._unsettled = 0.0  # samples x weight of a group whose true sum is known at its end
         self._group_samples = 0
@@ -78,8 +78,7 @@ class Training:
                 "HINT: loss.mean()"
             )
         start = self.phases.backward_starts()
-        self._check_finite(loss)
-        self.last_loss = loss.detach()
+        self.last_loss = self._checked(loss)
         self.backwards += 1
         scaled = loss if self.weight == 1.0 else loss * self.weight
         if self.scaler is not None:
@@ -101,18 +100,17 @@ class Training:
                 raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, clip)
-        self.phases.recorder.event(State.OPTIMIZER, start, now())
         if self.scaler is not None:
             self.scaler.step(optimizer)
             self.scaler.update()
         else:
             optimizer.step()
-        after = now()
         optimizer.zero_grad(set_to_none=True)
         if optimizer is self.optimizers[0]:
             for warmup in self.warmups:
                 warmup.step()
-        self.phases.recorder.event(State.OPTIMIZER, after, now())
+        # From clipping to zeroing; the hooks' event of the step itself lies inside.
+        self.phases.recorder.event(State.OPTIMIZER, start, now())
         return True
 
     def _settle(self, optimizer: Optimizer) -> None:
@@ -125,19 +123,22 @@ class Training:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def _check_finite(self, loss: torch.Tensor) -> None:
-        """Before the backward, so that no parameter is touched; on a GPU one step later, so
-        that nothing waits for the device."""
+    def _checked(self, loss: torch.Tensor) -> torch.Tensor | float:
+        """The loss, finite. Looked at before the backward, so that no parameter is touched; on
+        a GPU one step later, so that nothing waits for the device."""
         if loss.device.type == "cpu":
-            if not math.isfinite(loss.item()):
+            value = float(loss.item())
+            if not math.isfinite(value):
                 step = self.phases.recorder.step
                 raise _not_finite(
-                    f"the loss is {loss.item()} on rank {self.rank} at step {step}. No rank has "
+                    f"the loss is {value} on rank {self.rank} at step {step}. No rank has "
                     "stepped with it: parameters and the last checkpoint are as they were."
                 )
-            return
+            return value
         self.check_previous_loss()
-        self._finite = torch.isfinite(loss.detach())
+        detached = loss.detach()
+        self._finite = torch.isfinite(detached)
+        return detached
 
     def check_previous_loss(self) -> None:
         """On a GPU: raise where the previous loss was not finite. Before every checkpoint too."""

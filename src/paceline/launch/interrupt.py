@@ -1,0 +1,26 @@
+"""Ctrl-C that cannot get lost.
+
+Python raises KeyboardInterrupt wherever it happens to be, and in a destructor or a callback of
+the import system the exception is swallowed. So it is also remembered, and asked for later.
+"""
+
+import signal
+from types import FrameType
+
+
+class Interrupt:
+    """Handles SIGINT from its making on, unless the process was started to ignore it."""
+
+    def __init__(self) -> None:
+        self._pressed = False
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._pressed = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where it was raised before and got lost."""
+        if self._pressed:
+            raise KeyboardInterrupt
