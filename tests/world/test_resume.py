@@ -92,7 +92,7 @@ def test_a_finished_run_started_again_has_nothing_to_do(tmp_path):
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_previous(tmp_path):
     whole = undisturbed(tmp_path, 2)
     start(tmp_path, "out.pt", "--die-at", 22, check=False)
-    previous, newest = sorted(name for name in os.listdir(tmp_path / "ckpt") if name[0] != ".")
+    *_, previous, newest = sorted(name for name in os.listdir(tmp_path / "ckpt") if name[0] != ".")
     shard = tmp_path / "ckpt" / newest / "rank-00001.pt"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 4
