@@ -169,6 +169,33 @@ def test_ranks_can_be_bound_to_cores_of_their_own(tmp_path):
     assert f"[1] {cores()[each : 2 * each]}" in out
 
 
+def test_threads_that_are_asked_for_come_before_the_environments(tmp_path):
+    script = ranks.write(
+        tmp_path, "import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"
+    )
+    assert ranks.run(script, ranks=1, OMP_NUM_THREADS="3").stdout == "3 3\n"
+    result = ranks.run(script, ranks=1, launcher="paceline --threads 2", OMP_NUM_THREADS="3")
+    assert result.stdout == "2 2\n"
+
+
+def test_a_process_of_the_scripts_own_does_not_write_to_the_launchers_pipe(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import os, subprocess, sys
+        fd = int(os.environ["PACELINE_STATUS"].partition(":")[2])
+        keep = os.open("precious", os.O_CREAT | os.O_RDWR)
+        os.dup2(keep, fd + 50)
+        code = "from paceline.record.tell import say; say('from a child')"
+        env = {**os.environ, "PACELINE_STATUS": f"{os.getpid()}:{fd + 50}"}
+        subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[fd + 50], check=True)
+        """,
+    )
+    result = ranks.run(script, ranks=1)
+    assert result.stderr == "from a child"
+    assert (tmp_path / "precious").read_text() == ""
+
+
 def test_forked_ranks_share_no_random_state(tmp_path):
     script = ranks.write(
         tmp_path,

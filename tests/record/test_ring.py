@@ -97,6 +97,16 @@ def test_a_recorder_that_is_off_writes_nothing():
     assert recorder.snapshot() == b""
 
 
+def test_more_groups_than_the_header_holds_are_left_out_by_name(capsys):
+    recorder = Recorder(0, 1)
+    numbers = [recorder.new_group(f"group {number}", 4, 1) for number in range(1000)]
+    assert numbers[:100] == list(range(1, 101))
+    assert numbers[-1] == 0
+    left_out = numbers.index(0)
+    assert capsys.readouterr().err.count("warning") == 1
+    assert len(read(recorder.snapshot()).meta["groups"]) == left_out
+
+
 def test_the_header_has_room_for_many_groups():
     recorder = Recorder(0, 1)
     for number in range(100):

@@ -123,6 +123,7 @@ class Agent(SimpleElasticAgent):
             )
         self.ranks, self.cause = [], None
         for worker in worker_group.workers:
+            self.output.tails[worker.global_rank].clear()
             variables = self._variables(worker_group, worker, attempt)
             pid = self._start(worker.global_rank, worker.local_rank, variables)
             self.ranks.append(Watched(worker.global_rank, pid))

@@ -73,9 +73,10 @@ def run(job: Job) -> int:
     prctl(SUBREAPER, 1)
     interrupt = Interrupt()
     started = time.monotonic_ns()
-    fresh = job.fresh or any(name in os.environ for name in OWN_INTERPRETER)
-    threads = job.threads or max(1, len(cores()) // job.ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    fresh = _fresh(job)
+    if job.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // job.ranks)))
     folder = _job_folder()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = _start_server(ours, theirs, folder, [] if fresh else _preloads(job, source))
@@ -92,11 +93,16 @@ def run(job: Job) -> int:
         end_children(0.0)  # nobody, unless the rank server itself was killed
 
 
+def _fresh(job: Job) -> bool:
+    """Whether each rank gets an interpreter of its own."""
+    return job.fresh or any(name in os.environ for name in OWN_INTERPRETER)
+
+
 def check(job: Job) -> bytes:
     """Refuse what can't work; the source of the script or module."""
     if job.ranks < 1:
         raise ValueError(f"-n {job.ranks}: at least one rank is needed. HINT: -n 1")
-    each = FRESH_RANK_BYTES if job.fresh else RANK_BYTES
+    each = FRESH_RANK_BYTES if _fresh(job) else RANK_BYTES
     free = free_memory()
     if job.ranks * each > free:
         raise ValueError(

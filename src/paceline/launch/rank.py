@@ -38,7 +38,9 @@ def become(start: Start) -> None:
         os.close(null)
     os.environ.clear()
     os.environ.update(start.environment)
-    os.environ["PACELINE_STATUS_FD"] = str(status)
+    # With the pid, which a fresh interpreter keeps: processes that the script starts inherit
+    # the variable, and there the number may be any other file.
+    os.environ["PACELINE_STATUS"] = f"{os.getpid()}:{status}"
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
 
@@ -64,8 +66,7 @@ def exec_fresh(start: Start) -> NoReturn:
 
 def main() -> NoReturn:
     """A rank in an interpreter of its own."""
-    fd = int(os.environ["PACELINE_STATUS_FD"])
-    os.set_inheritable(fd, False)
+    os.set_inheritable(int(os.environ["PACELINE_STATUS"].partition(":")[2]), False)
     finish(execute(json.loads(os.environ["PACELINE_COMMAND"])))
 
 

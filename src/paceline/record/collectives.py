@@ -123,6 +123,8 @@ class RecordedGroup(dist.ProcessGroup):
         options: dict[str, Any],
     ) -> Any:
         """Call ``inner``'s method and wrap the Work that it returns; measures its own cost."""
+        if not self._group:
+            return getattr(self.inner, name)(*args, **options)
         entered = now()
         amount = 0 if whole is None else _bytes(args[whole])
         if op in (Op.GATHER, Op.SCATTER):

@@ -12,6 +12,7 @@ from typing import Any
 
 from .ring import Ring
 from .states import State
+from .tell import say
 
 # Nanoseconds of CLOCK_MONOTONIC: one clock for all processes of a host.
 now = time.monotonic_ns
@@ -35,6 +36,7 @@ class Recorder:
         self.event_cost_ns = 0.0
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
+        self._full = False  # no room for another group's name
         self._ring: Ring | None = None
         if enabled:
             self._meta = _about(rank, size, self.started)
@@ -77,13 +79,21 @@ class Recorder:
             self._ring.cost_ns = self.cost_ns()
 
     def new_group(self, name: str, size: int, rank: int) -> int:
-        """A number for the process group ``name`` (the same name on all its ranks)."""
+        """A number for the process group ``name`` (the same name on all its ranks); 0, and a
+        warning, where the record's header has no room for more: it is not recorded then."""
         groups = self._meta.setdefault("groups", {})
-        number = len(groups) + 1
-        groups[str(number)] = {"name": name, "size": size, "rank": rank}
-        if self._ring is not None:
-            self._ring.describe(self._meta)
-        return number
+        number = str(len(groups) + 1)
+        groups[number] = {"name": name, "size": size, "rank": rank}
+        try:
+            if self._ring is not None:
+                self._ring.describe(self._meta)
+        except ValueError:
+            del groups[number]
+            if not self._full:
+                self._full = True
+                say(f"warning: process group {name!r} and those after it are not recorded\n")
+            return 0
+        return int(number)
 
     @property
     def events(self) -> int:

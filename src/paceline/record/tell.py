@@ -1,7 +1,7 @@
 """Paceline's own words from inside a rank: to the launcher where there is one, else to stderr.
 
-The launcher hands each rank a pipe (``PACELINE_STATUS_FD``) and prints what comes through it
-without a rank's tag, because it is the job that speaks and not the rank.
+The launcher hands each rank a pipe (``PACELINE_STATUS``, as pid:fd) and prints what comes
+through it without a rank's tag, because it is the job that speaks and not the rank.
 """
 
 import json
@@ -15,8 +15,8 @@ _lock = threading.Lock()
 
 def to_launcher(**message: Any) -> bool:
     """Send one message, a JSON line, to the launcher; whether there was one to take it."""
-    fd = os.environ.get("PACELINE_STATUS_FD")
-    if fd is None:
+    pid, _, fd = os.environ.get("PACELINE_STATUS", "").partition(":")
+    if pid != str(os.getpid()):
         return False
     data = (json.dumps(message) + "\n").encode()
     try:
