@@ -86,6 +86,14 @@ def run(
     port: Annotated[
         int, typer.Option(help="Port of the ranks' store; 0 finds a free one.", min=0, max=65535)
     ] = 0,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record the script, whatever it is, and keep the record in this folder: see "
+            "paceline report.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(help="Write the summary's figures to this file as JSON.", show_default=False),
@@ -108,6 +116,7 @@ def run(
         bind=bind,
         port=port,
         summary=json,
+        record=record,
     )
     try:
         code = run_job(job)
@@ -120,6 +129,38 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
+
+
+@app.command(
+    epilog="Examples:  paceline report run/record   ·   paceline report before after   ·   "
+    "paceline report n1 n2 n4   ·   paceline report --steps 100:200 run/record",
+)
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders that paceline run --record has written.")
+    ],
+    steps: Annotated[
+        str | None,
+        typer.Option(help="Only these steps, as 100:200 (100 to 199).", show_default=False),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="The figures as JSON instead (docs/measures.md).")
+    ] = False,
+) -> None:
+    """Say what every second of every rank went into.
+
+    One record: states, efficiencies and the three largest losses. Two of the same number of
+    ranks: before and after, figure by figure, with what is noise. Several with different numbers
+    of ranks: the scaling table.
+    """
+    from .report.command import told
+
+    try:
+        text = told(folders, steps, json)
+    except ValueError as mistake:
+        typer.echo(f"paceline: {mistake}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(text, nl=False)
 
 
 def main() -> None:

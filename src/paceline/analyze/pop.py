@@ -8,11 +8,14 @@ LOSSES = ("checkpoint", "validation", "input", "other")
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Each in [0, 1]. parallel = load_balance x communication; parallel times the factors of
-    the LOSSES is useful time / window, exactly up to rounding."""
+    """Each in [0, 1]. parallel = load_balance x communication, communication = serialisation x
+    transfer (None where nothing could be replayed); parallel times the factors of the LOSSES is
+    useful time / window, exactly up to rounding."""
 
     load_balance: float
     communication: float
+    serialisation: float | None
+    transfer: float | None
     parallel: float
     checkpoint: float
     validation: float
@@ -20,7 +23,7 @@ class Efficiencies:
     other: float
     useful: float
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float | None]:
         return asdict(self)
 
 
@@ -29,10 +32,14 @@ def busy(states: dict[str, int]) -> int:
     return sum(time for name, time in states.items() if name not in ("wait", "transfer"))
 
 
-def efficiencies(states: list[dict[str, int]], length: int) -> Efficiencies:
-    """LB = mean(b)/max(b), CommE = max(b)/T, PE = LB x CommE = mean(b)/T, and the losses in b.
+def efficiencies(
+    states: list[dict[str, int]], length: int, ideal: int | None = None
+) -> Efficiencies:
+    """LB = mean(b)/max(b), CommE = max(b)/T, PE = LB x CommE = mean(b)/T, SerE = max(b)/T_id,
+    TE = T_id/T, and the losses in b.
 
-    states: nanoseconds of each state, one dict a rank; length: the window's, in ns.
+    states: nanoseconds of each state, one dict a rank; length: the window's, T, in ns; ideal:
+    T_id, the window's length on a network that takes no time.
     """
     times = [busy(rank) for rank in states]
     mean, most = sum(times) / len(times), max(times)
@@ -44,7 +51,22 @@ def efficiencies(states: list[dict[str, int]], length: int) -> Efficiencies:
     return Efficiencies(
         load_balance=mean / most if most else 1.0,
         communication=most / length,
+        serialisation=None if ideal is None else most / ideal if ideal else 1.0,
+        transfer=None if ideal is None else ideal / length,
         parallel=mean / length,
         useful=left / length,
         **factors,
     )
+
+
+def check(e: Efficiencies, slack: float = 0.0) -> None:
+    """Assert the identities of docs/measures.md; ``slack``: of the clocks, as a share of T."""
+    product = e.parallel
+    for name in LOSSES:
+        product *= getattr(e, name)
+    assert abs(product - e.useful) < 1e-9, "the losses do not multiply to the useful share"
+    assert abs(e.load_balance * e.communication - e.parallel) < 1e-9, "LB x CommE is not PE"
+    if e.serialisation is not None and e.transfer is not None:
+        assert abs(e.serialisation * e.transfer - e.communication) < 1e-9, "SerE x TE is not CommE"
+    for name, value in asdict(e).items():
+        assert value is None or -1e-9 <= value <= 1 + 1e-9 + slack, f"{name} is {value}"

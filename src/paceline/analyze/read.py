@@ -1,7 +1,7 @@
 """Reading a record: the layout is in docs/record-format.md, its writer is record.ring."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,18 +33,32 @@ class Record:
     events: npt.NDArray[Any]
     lost: int  # events that the ring has overwritten
     cost_ns: int  # what recording has cost this rank
+    lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the script, by number
 
     @property
     def rank(self) -> int:
         return int(self.meta["rank"])
 
+    @property
+    def host(self) -> str:
+        return str(self.meta["host"])
+
     def of(self, *states: int) -> npt.NDArray[Any]:
         """The events of these states."""
-        return self.events[np.isin(self.events["state"], states)]
+        state = self.events["state"]
+        if len(states) == 1:
+            return np.asarray(self.events[state == states[0]])
+        return self.events[np.isin(state, states)]
 
 
-def read(data: bytes, name: str = "the record") -> Record:
-    """Parse a record's bytes. ValueError where it is foreign, newer or cut off."""
+def used_bytes(data: bytes) -> int:
+    """How much of a ring's file has been written to; the rest holds nothing."""
+    _, _, header, event, capacity, written, _, _ = HEADER.unpack_from(data)
+    return int(header + min(written, capacity) * event)
+
+
+def read(data: Any, name: str = "the record") -> Record:
+    """Parse a record's bytes (or mapped file). ValueError where it is foreign, newer or cut off."""
     if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"{name} is not a record of Paceline. HINT: a rank-N.ring file")
     _, version, header, event, capacity, written, cost, length = HEADER.unpack_from(data)
@@ -59,4 +73,5 @@ def read(data: bytes, name: str = "the record") -> Record:
     events = np.frombuffer(data, EVENT_DTYPE, count=used, offset=header)
     if written > capacity:  # the oldest event stands where the next one would have gone
         events = np.roll(events, -int(written % capacity))
-    return Record(meta, events[events["end"] > 0], max(0, written - capacity), cost)
+    whole = events["end"] > 0
+    return Record(meta, events if whole.all() else events[whole], max(0, written - capacity), cost)

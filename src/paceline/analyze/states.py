@@ -1,22 +1,26 @@
 """Every instant of a rank's window in exactly one state, as docs/measures.md defines them.
 
 Events overlap (a blocked wait lies inside a backward, input inside a validation). Of all events
-that cover an instant the one that comes first in ``ORDER`` counts. A state's time is then the
-growth of a union of intervals, in whole nanoseconds, so the states add up to the window exactly.
+that cover an instant the one that comes first in ``ORDER`` counts. A rank's window becomes a line
+of segments, each in one state, so the states add up to it exactly, in whole nanoseconds.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..record.states import ROOTED, USEFUL, Op, State
+from ..record.states import USEFUL, State
 from .read import Record
 
 Ints = npt.NDArray[np.int64]
+Spans = tuple[Ints, Ints]  # starts and ends
 
 ORDER = ("wait", "transfer", "checkpoint", "validation", "input", "useful")
 STATES = ("useful", "input", "checkpoint", "validation", "other", "wait", "transfer")
+OTHER = STATES.index("other")
+COMMUNICATION = (STATES.index("wait"), STATES.index("transfer"))
 
 
 @dataclass(frozen=True)
@@ -31,124 +35,132 @@ class Window:
         return self.end - self.start
 
 
-def window(records: list[Record]) -> Window | None:
+def window(records: list[Record], steps: tuple[int, int] | None = None) -> Window | None:
     """From the end of every rank's first step (the warm-up, or the first that a ring still
-    holds) to the last event of all; None where a rank has fewer than two steps."""
-    steps = [record.of(State.STEP) for record in records]
-    if not steps or min(len(step) for step in steps) < 2:
+    holds) to the last event of all; None where a rank has fewer than two steps.
+
+    steps: only steps from the first number up to, not including, the second.
+    """
+    ends = [record.of(State.STEP)[["step", "end"]] for record in records]
+    if not ends or min(len(step) for step in ends) < 2:
         return None
-    start = max(int(step["end"].min()) for step in steps)
-    end = max(int(record.events["end"].max()) for record in records)
+    start = max(int(step["end"][0]) for step in ends)
+    end = max(int(r.events["end"][r.events["state"] != State.SAMPLE].max()) for r in records)
+    if steps is not None:
+        first, last = steps
+        before = [step["end"][step["step"] < max(first, 1)] for step in ends]
+        inside = [step["end"][step["step"] < last] for step in ends]
+        if any(not len(part) for part in (*before, *inside)):
+            return None
+        start = max(start, *(int(part.max()) for part in before))
+        end = max(int(part.max()) for part in inside)
     return Window(start, end) if end > start else None
 
 
-def covered(start: Ints, end: Ints, within: Window) -> int:
-    """Length of the union of intervals, clipped to the window."""
+def merged(start: Ints, end: Ints, within: Window) -> Spans:
+    """The union of intervals, clipped to the window: apart from each other, in order."""
     start, end = np.maximum(start, within.start), np.minimum(end, within.end)
     real = end > start
     start, end = start[real], end[real]
     if not len(start):
-        return 0
+        return start, end
     by_start = np.argsort(start, kind="stable")
-    start, end = start[by_start], end[by_start]
-    reached = np.maximum.accumulate(end)
-    before = np.concatenate(([start[0]], reached[:-1]))
-    return int((reached - np.maximum(start, before)).clip(min=0).sum())
+    start, reached = start[by_start], np.maximum.accumulate(end[by_start])
+    first = np.concatenate(([True], start[1:] > reached[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return start[first], reached[last]
 
 
-def latest_starts(records: list[Record]) -> tuple[list[Ints], int]:
-    """For each BLOCKED event of each record: when the last member that it had to wait for
-    arrived; and how many collectives lack a member's record.
-
-    Rooted operations wait for the root only. Sends and receives are not matched yet: their
-    whole time counts as transfer.
-    """
-    rows = [record.of(State.COLLECTIVE) for record in records]
-    names = sorted({g["name"] for r in records for g in r.meta.get("groups", {}).values()})
-    start = np.concatenate([row["start"] for row in rows])
-    key = np.concatenate([_keys(r, row, names) for r, row in zip(records, rows, strict=True)])
-    own = np.concatenate([_group_ranks(r, row) for r, row in zip(records, rows, strict=True)])
-    size = np.concatenate([_group_sizes(r, row) for r, row in zip(records, rows, strict=True)])
-    op = np.concatenate([row["op"] for row in rows])
-    peer = np.concatenate([row["peer"] for row in rows])
-
-    matched = ~np.isin(op, (Op.SEND, Op.RECV))
-    unique, place = np.unique(key[matched], return_inverse=True)
-    last = np.full(len(unique), np.iinfo(np.int64).min)
-    np.maximum.at(last, place, start[matched])
-    members = np.bincount(place, minlength=len(unique))
-    wanted = np.zeros(len(unique), dtype=np.int64)
-    np.maximum.at(wanted, place, size[matched])
-    is_root = np.isin(op, ROOTED) & (own == peer)
-    root = np.full(len(unique), np.iinfo(np.int64).min)
-    np.maximum.at(root, place[is_root[matched]], start[matched & is_root])
-
-    result = []
-    for record in records:
-        row = record.of(State.BLOCKED)
-        found = np.searchsorted(unique, _keys(record, row, names))
-        found = np.minimum(found, max(len(unique) - 1, 0))
-        latest = last[found] if len(unique) else row["start"].copy()
-        rooted = np.isin(row["op"], ROOTED)
-        mine = _group_ranks(record, row) == row["peer"]
-        gathers = np.isin(row["op"], (Op.REDUCE, Op.GATHER))
-        waits_for_root = rooted & ~mine
-        if len(unique):
-            latest = np.where(waits_for_root, root[found], latest)
-        never = (rooted & mine & ~gathers) | np.isin(row["op"], (Op.SEND, Op.RECV))
-        result.append(np.where(never, row["start"], latest).astype(np.int64))
-    return result, int((members < wanted).sum())
+def covered(start: Ints, end: Ints, within: Window) -> int:
+    """Length of the union of intervals, clipped to the window."""
+    start, end = merged(start, end, within)
+    return int((end - start).sum())
 
 
-def _group_field(record: Record, row: npt.NDArray[np.void], field: str) -> Ints:
-    groups = record.meta.get("groups", {})
-    table = np.zeros(max([int(n) for n in groups] + [0]) + 1, dtype=np.int64)
-    for number, group in groups.items():
-        table[int(number)] = group[field]
-    return np.asarray(table[row["group"]], dtype=np.int64)
+@dataclass(frozen=True)
+class Timeline:
+    """A rank's window: segment i goes from edges[i] to edges[i + 1] and is in STATES[label[i]]."""
+
+    edges: Ints
+    label: npt.NDArray[np.int8]
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Nanoseconds of the window in each of STATES; they add up to its length."""
+        ends = self.until([self.edges[-1]])[0]
+        return dict(zip(STATES, ends.tolist(), strict=True))
+
+    def until(self, times: Any) -> Ints:
+        """Nanoseconds in each state from the window's start to each time: (times, states)."""
+        total = np.zeros((len(self.edges), len(STATES)), np.int64)
+        total[np.arange(1, len(self.edges)), self.label] = np.diff(self.edges)
+        np.cumsum(total, axis=0, out=total)
+        times = np.clip(np.asarray(times, np.int64), self.edges[0], self.edges[-1])
+        at = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
+        result: Ints = total[at]
+        result[np.arange(len(at)), self.label[at]] += times - self.edges[at]
+        return result
+
+    def busy_until(self, times: Any) -> Ints:
+        """Nanoseconds outside communication from the window's start to each time."""
+        busy = np.where(np.isin(self.label, COMMUNICATION), 0, np.diff(self.edges))
+        total = np.concatenate(([0], np.cumsum(busy)))
+        times = np.clip(np.asarray(times, np.int64), self.edges[0], self.edges[-1])
+        at = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
+        inside = np.where(busy[at] > 0, times - self.edges[at], 0)
+        return np.asarray(total[at] + inside, np.int64)
+
+    def at(self, times: Ints) -> npt.NDArray[np.int8]:
+        """The state's number at each time of the window."""
+        at = np.searchsorted(self.edges, times, "right") - 1
+        return self.label[np.clip(at, 0, len(self.label) - 1)]
 
 
-def _group_ranks(record: Record, row: npt.NDArray[np.void]) -> Ints:
-    return _group_field(record, row, "rank")
-
-
-def _group_sizes(record: Record, row: npt.NDArray[np.void]) -> Ints:
-    return _group_field(record, row, "size")
-
-
-def _keys(record: Record, row: npt.NDArray[np.void], names: list[str]) -> Ints:
-    """(group, sequence number) as one number; groups by name, which is the same on all ranks."""
-    groups = record.meta.get("groups", {})
-    table = np.zeros(max([int(n) for n in groups] + [0]) + 1, dtype=np.int64)
-    for number, group in groups.items():
-        table[int(number)] = names.index(group["name"])
-    return np.asarray((table[row["group"]] << 32) + row["seq"], dtype=np.int64)
-
-
-def states(record: Record, latest: Ints, within: Window) -> dict[str, int]:
-    """Nanoseconds of the window in each of STATES; they add up to its length."""
+def timeline(record: Record, latest: Ints, within: Window) -> Timeline:
+    """The states of one rank. latest: for each of its BLOCKED events, when the last member that
+    it had to wait for arrived."""
     blocked = record.of(State.BLOCKED)
     turn = np.clip(latest, blocked["start"], blocked["end"])
     useful = record.of(*USEFUL)
-    events = {
-        "wait": (blocked["start"], turn),
-        "transfer": (turn, blocked["end"]),
-        "checkpoint": _both(record, State.CHECKPOINT),
-        "validation": _both(record, State.VALIDATION),
-        "input": _both(record, State.INPUT),
-        "useful": (useful["start"], useful["end"]),
+    spans = {
+        "wait": merged(blocked["start"], turn, within),
+        "transfer": merged(turn, blocked["end"], within),
+        "checkpoint": _of(record, State.CHECKPOINT, within),
+        "validation": _of(record, State.VALIDATION, within),
+        "input": _of(record, State.INPUT, within),
+        "useful": merged(useful["start"], useful["end"], within),
     }
-    result, so_far = {}, 0
-    start, end = np.empty(0, np.int64), np.empty(0, np.int64)
-    for name in ORDER:
-        start = np.concatenate([start, events[name][0]])
-        end = np.concatenate([end, events[name][1]])
-        union = covered(start, end, within)
-        result[name], so_far = union - so_far, union
-    result["other"] = within.length - so_far
-    return {name: result[name] for name in STATES}
+    gaps = _input_gaps(record)
+    lowest = merged(gaps["start"], gaps["end"], within)
+    layers = [("input", lowest), *((name, spans[name]) for name in reversed(ORDER))]
+    ends = np.array([within.start, within.end])
+    edges = np.unique(np.concatenate([ends, *(part for _, both in layers for part in both)]))
+    label = np.full(len(edges) - 1, OTHER, np.int8)
+    for name, (start, end) in layers:
+        if len(start):
+            at = np.searchsorted(start, edges[:-1], "right") - 1
+            label[(at >= 0) & (edges[:-1] < end[at])] = STATES.index(name)
+    return Timeline(edges, label)
 
 
-def _both(record: Record, state: State) -> tuple[Ints, Ints]:
+def _of(record: Record, state: State, within: Window) -> Spans:
     row = record.of(state)
-    return row["start"], row["end"]
+    return merged(row["start"], row["end"], within)
+
+
+def _input_gaps(record: Record) -> npt.NDArray[Any]:
+    """Gaps between steps of a script without DataLoader that are waits for input: those in
+    which most samples of the stack were in a for statement's next; where the gap has no sample,
+    as most of them say; where none has any, all."""
+    gaps, samples = record.of(State.GAP), record.of(State.SAMPLE)
+    if not len(gaps) or not len(samples):
+        return gaps
+    at = np.searchsorted(gaps["start"], samples["start"], "right") - 1
+    inside = (at >= 0) & (samples["start"] < gaps["end"][at])
+    at, iterates = at[inside], samples["peer"][inside] == 1
+    if not len(at):
+        return gaps
+    votes = np.bincount(at, np.where(iterates, 1.0, -1.0), minlength=len(gaps))
+    most = 1.0 if iterates.mean() >= 0.5 else -1.0
+    sampled = np.bincount(at, minlength=len(gaps)) > 0
+    return gaps[np.where(sampled, votes, most) >= 0]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ..record.collectives import RecordedGroup
+from ..record.collectives import RecordedGroup, measure_entry
 from ..record.recorder import Recorder
 
 NAME = "paceline"
@@ -25,6 +25,7 @@ def register(recorder: Recorder) -> None:
         group = _plain_group(options)
         if not recorder.enabled:
             return group
+        measure_entry(recorder)
         return RecordedGroup(group, str(options.group_id), recorder)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

@@ -17,6 +17,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from ..record.batch import samples_in
 from .order import Share, Split, checksum, kept_random_states, mix, seed_everything, shuffled
 
 _COPIED = (  # what the sharded loader takes over from the user's
@@ -290,19 +291,6 @@ def global_batch_of(loader: DataLoader[Any], ranks: int, global_batch: int | Non
             f"HINT: global_batch={nearest}"
         )
     return global_batch
-
-
-def samples_in(batch: Any) -> int:
-    """Samples in a batch: the first tensor's leading dimension, or the length of a list."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
-        first = batch[0]
-        inside = isinstance(first, (torch.Tensor, list, tuple, dict))
-        return samples_in(first) if inside else len(batch)
-    return 1
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

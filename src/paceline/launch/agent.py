@@ -196,6 +196,7 @@ class Agent(SimpleElasticAgent):
             "ROLE_WORLD_SIZE": str(worker.role_world_size),
             "MASTER_ADDR": str(group.master_addr),
             "MASTER_PORT": str(group.master_port),
+            "PACELINE_STORE_PORT": str(group.master_port),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..cluster.host import cores, free_memory
+from . import keep
 from .interrupt import Interrupt
 from .server import SUBREAPER, end_children, prctl
 
@@ -45,6 +46,7 @@ class Job:
     bind: str = "none"
     port: int = 0
     summary: Path | None = None
+    record: Path | None = None
 
 
 class InServer(BaseException):
@@ -78,6 +80,12 @@ def run(job: Job) -> int:
         os.environ["OMP_NUM_THREADS"] = str(job.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // job.ranks)))
     folder = _job_folder()
+    if job.record is not None:
+        try:
+            keep.promise(folder, job.record, [job.name, *job.args])
+        except ValueError:
+            shutil.rmtree(folder)
+            raise
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = _start_server(ours, theirs, folder, [] if fresh else _preloads(job, source))
     theirs.close()
@@ -91,6 +99,8 @@ def run(job: Job) -> int:
         ours.close()
         os.waitpid(server, 0)
         end_children(0.0)  # nobody, unless the rank server itself was killed
+        if folder.exists():
+            keep.clear(folder)
 
 
 def _fresh(job: Job) -> bool:
@@ -191,7 +201,7 @@ def _job_folder() -> Path:
     for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         for old in place.glob(prefix + "*"):
             if _lock(old):
-                shutil.rmtree(old, ignore_errors=True)
+                keep.clear(old)
         folder = place / (prefix + secrets.token_hex(6))
         try:
             folder.mkdir(mode=0o700)
@@ -297,7 +307,10 @@ def _environment(job: Job, folder: Path) -> dict[str, str]:
         **os.environ,
         "PACELINE_COMMAND": json.dumps(command),
         "PACELINE_RECORD": str(folder),
+        "PACELINE_RUN": folder.name,
     }
+    if job.record is not None:
+        variables["PACELINE_ATTACH"] = "1"
     variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no need for its name to resolve
     if sys.stderr.isatty():
         variables["PACELINE_TTY"] = "1"

@@ -15,6 +15,7 @@ import time
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ..record.attach import attach
 from ..record.errors import one_line, told
 from ..record.tell import to_launcher
 from .server import PARENT_DEATH_SIGNAL, Start, prctl
@@ -85,6 +86,8 @@ def execute(command: dict[str, Any]) -> int:
     exception before anybody else can notice this rank's end."""
     sys.argv = [command["name"], *command["args"]]
     try:
+        if os.environ.get("PACELINE_ATTACH"):
+            attach()
         if command["module"]:
             sys.path.insert(0, os.getcwd())
             sys.modules["__main__"] = ModuleType("__main__")

@@ -10,13 +10,14 @@ import ctypes
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from . import keep
 
 PARENT_DEATH_SIGNAL, SUBREAPER = 1, 36  # of prctl
 MESSAGE_BYTES = 1 << 18
@@ -104,7 +105,7 @@ def _end(folder: Path, grace: float) -> NoReturn:
     """Kill whatever is left, and end."""
     signal.set_wakeup_fd(-1)
     end_children(grace)
-    shutil.rmtree(folder, ignore_errors=True)
+    keep.clear(folder)
     os._exit(0)
 
 

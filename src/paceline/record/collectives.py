@@ -4,65 +4,113 @@ DDP's reducer, FSDP2, DTensor and ``torch.distributed``'s functions all call the
 gloo has no completion hook of its own, and DDP's communication hook stays free for the user.
 
 Two events a collective: COLLECTIVE from the call to its known completion, and BLOCKED for the
-time in which this rank stood still for it. In a backward, DDP waits for its buckets after the
-last gradient is there. A callback queued before DDP's own waits for them first, so that what
-was covered by the backward's computation is not taken for blocked time.
+time in which this rank stood still for it. In a backward, DDP takes the futures of its buckets
+and waits for them in C++ after the last gradient is there. A callback queued before DDP's own
+waits for them first, so that what was covered by the backward's computation is not taken for
+blocked time.
+
+Sends and receives are numbered by tag and peer: the n-th send of a tag to a rank is the n-th
+receive of that tag from the sender.
 """
 
+import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    HashStore,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch.autograd import Variable
 
-from .recorder import Recorder, now
-from .states import ROOTED, Op, State
+from .recorder import Recorder, difference_ns, now
+from .states import POINT_TO_POINT, ROOTED, Op, State
+
+LONG_CALL_NS = 20_000  # a call that launches and takes longer is an event of its own
+AT_ONCE_NS = 50_000  # between a call's return and the wait for it: one synchronous call
 
 
 class _Flight:
     """One collective of this rank: what its events have in common."""
 
-    __slots__ = ("fields", "landed", "launched", "recorder")
+    __slots__ = ("fields", "landed", "launched", "recorder", "returned")
 
-    def __init__(self, recorder: Recorder, launched: int, fields: dict[str, int]) -> None:
+    def __init__(
+        self, recorder: Recorder, launched: int, returned: int, fields: dict[str, int]
+    ) -> None:
         self.recorder = recorder
         self.launched = launched
+        self.returned = returned  # the call that launched it; 0: its time is told
         self.fields = fields
         self.landed = False
 
+    def launch_over(self) -> None:
+        """The call itself was long, and nobody waited at once: it stood still for that too."""
+        if self.returned - self.launched > LONG_CALL_NS:
+            self.recorder.event(State.BLOCKED, self.launched, self.returned, **self.fields)
+        self.returned = 0
+
     def blocked(self, start: int, end: int) -> None:
-        """The rank stood still from ``start`` to ``end``, and then the result was there."""
+        """The rank stood still from ``start`` to ``end``, and then the result was there; where
+        it waited right after its call, from the call on."""
+        if start - self.returned < AT_ONCE_NS:
+            start, self.returned = self.launched, 0
+        elif self.returned:
+            self.launch_over()
         self.recorder.event(State.BLOCKED, start, end, **self.fields)
         self.land(end)
 
     def land(self, end: int) -> None:
         if not self.landed:
             self.landed = True
+            if self.returned:
+                self.launch_over()
             self.recorder.event(State.COLLECTIVE, self.launched, end, **self.fields)
 
 
 class RecordedWork(dist.Work):
     """A ``Work`` that records how long ``wait`` blocked, and passes all else on."""
 
-    def __init__(self, work: dist.Work, flight: _Flight) -> None:
+    def __init__(self, work: dist.Work, flight: _Flight, group: "RecordedGroup") -> None:
         super().__init__()
         self._work = work
         self._flight = flight
+        self._group = weakref.ref(group)
 
     def wait(self, *timeout: Any) -> bool:
         if self._flight.landed:
             return bool(self._work.wait(*timeout))
         start = now()
         done = self._work.wait(*timeout)
-        self._flight.blocked(start, now())
+        end = now()
+        if self._flight.fields["op"] == Op.RECV and self._flight.fields["peer"] < 0:
+            self._from_anybody()
+        self._flight.blocked(start, end)
         return bool(done)
 
+    def _from_anybody(self) -> None:
+        """The sender of a receive that took any is known when it is done."""
+        group = self._group()
+        if group is not None:
+            fields = self._flight.fields
+            fields["peer"] = self._work._source_rank()
+            fields["seq"] = group.message_number(Op.RECV, fields["peer"], fields["seq"] >> 20)
+
     def done(self) -> bool:
-        return self._flight.landed or bool(self._work.is_completed())
+        """Whether it is complete; if so, its end is taken to be now where nobody waited."""
+        if not self._flight.landed and self._work.is_completed():
+            self._flight.land(now())
+        return self._flight.landed
 
     def get_future(self) -> torch.futures.Future[Any]:
+        group = self._group()
+        if group is not None and torch._C._current_graph_task_id() != -1:
+            group.land_after_backward(self)
         return self._work.get_future()
 
 
@@ -105,12 +153,14 @@ class RecordedGroup(dist.ProcessGroup):
         self._recorder = recorder
         self._group = recorder.new_group(name, inner.size(), inner.rank())
         self._seq = 0
-        self._pending: list[tuple[Any, _Flight]] = []
+        self._messages: dict[tuple[int, int, int], int] = {}  # op, peer, tag: how many so far
+        self._pending: list[RecordedWork] = []  # futures taken in the backward that runs
         # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
         self._unwaited: list[RecordedWork] = []
         for device in inner._device_types:
             backend = inner._get_backend(device)
-            kind = getattr(dist.ProcessGroup.BackendType, backend.name().upper())
+            kinds = dist.ProcessGroup.BackendType
+            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
             self._set_default_backend(kind)
             self._register_backend(device, kind, backend)
 
@@ -130,30 +180,47 @@ class RecordedGroup(dist.ProcessGroup):
         if op in (Op.GATHER, Op.SCATTER):
             amount *= self.size()
         call = getattr(self.inner, name)
-        if op not in (Op.SEND, Op.RECV):  # both sides of a collective count alike
-            self._seq += 1
-        fields = {
-            "amount": amount,
-            "seq": self._seq,
-            "group": self._group,
-            "op": int(op),
-            "peer": _peer(op, args),
-        }
+        peer = _peer(op, args)
+        if op in POINT_TO_POINT:
+            seq = self.message_number(op, peer, int(args[-1]))
+        else:
+            seq = self._seq = self._seq + 1
+        fields = {"amount": amount, "seq": seq, "group": self._group, "op": int(op), "peer": peer}
         launched = now()
         work = call(*args, **options)
         returned = now()
         if work is None:  # part of a coalesced batch, which is waited for as a whole
             return None
-        flight = _Flight(self._recorder, launched, fields)
-        if torch._C._current_graph_task_id() != -1:
-            if not self._pending:
-                Variable._execution_engine.queue_callback(self._land_pending)
-            self._pending.append((work, flight))
-        wrapped = RecordedWork(work, flight)
+        flight = _Flight(self._recorder, launched, returned, fields)
+        wrapped = RecordedWork(work, flight, self)
         self._unwaited = [w for w in self._unwaited if not w.done()]
         self._unwaited.append(wrapped)
+        self._recorder.entries += 1
         self._recorder.extra_cost_ns += now() - returned + launched - entered
         return wrapped
+
+    def message_number(self, op: Op, peer: int, tag: int) -> int:
+        """The number of the next message with this peer and tag, the tag in its upper bits."""
+        if peer < 0:  # known when it has arrived
+            return (tag & 0xFFF) << 20
+        key = (op, peer, tag)
+        self._messages[key] = count = self._messages.get(key, 0) + 1
+        return (tag & 0xFFF) << 20 | count & 0xFFFFF
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """gloo's barrier that names missing ranks; it blocks and gives no Work."""
+        launched = now()
+        self.inner.monitored_barrier(*args, **options)  # type: ignore[attr-defined]
+        if self._group:
+            self._seq += 1
+            fields = {"amount": 0, "seq": self._seq, "group": self._group, "op": int(Op.BARRIER)}
+            _Flight(self._recorder, launched, launched, fields).blocked(launched, now())
+
+    def land_after_backward(self, work: RecordedWork) -> None:
+        """Whoever took this Work's future waits for it in C++ at the end of the backward."""
+        if not self._pending:
+            Variable._execution_engine.queue_callback(self._land_pending)
+        self._pending.append(work)
 
     def settle(self, seconds: float) -> None:
         """Before the group is destroyed: let what is in flight end, and drop its tensors."""
@@ -166,14 +233,10 @@ class RecordedGroup(dist.ProcessGroup):
         """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""
         pending, self._pending = self._pending, []
         waited, entered = 0, now()
-        for work, flight in pending:
-            if flight.landed:
-                continue
+        for work in pending:
             start = now()
             work.wait()
-            end = now()
-            waited += end - start
-            flight.blocked(start, end)
+            waited += now() - start
         self._recorder.extra_cost_ns += now() - entered - waited
 
 
@@ -208,7 +271,7 @@ _METHODS = {
 
 def _peer(op: Op, args: tuple[Any, ...]) -> int:
     """The root, or the other side of a send or recv; -1 where all members take part alike."""
-    if op in (Op.SEND, Op.RECV):
+    if op in POINT_TO_POINT:
         return int(args[1]) if len(args) > 2 else -1
     if op in ROOTED:
         return next((int(arg.rootRank) for arg in args if hasattr(arg, "rootRank")), -1)
@@ -226,3 +289,37 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
 for _name, (_op, _whole) in _METHODS.items():
     if hasattr(dist.ProcessGroup, _name):  # names differ between PyTorch's versions
         setattr(RecordedGroup, _name, _recorded(_name, _op, _whole))
+
+
+def measure_entry(recorder: Recorder) -> None:
+    """Measure what the wrapper costs where it can't time itself (entering Python from C++ among
+    it), against PyTorch's process group that does nothing. Before a rank's first collective."""
+    fake = getattr(torch._C._distributed_c10d, "FakeProcessGroup", None)
+    if fake is None or not hasattr(fake, "_create_internal"):
+        return
+    if recorder.entry_cost_ns or not recorder.enabled:
+        return
+    plain = dist.ProcessGroup(HashStore(), 0, 1)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    plain._set_default_backend(kind)
+    plain._register_backend(torch.device("cpu"), kind, fake._create_internal(0, 1))
+    scratch = Recorder(0, 1, wait=True)  # writes nothing
+    groups: dict[Any, Any] = {
+        "paceline-plain": plain,
+        "paceline-recorded": RecordedGroup(plain, "none", scratch),
+    }
+    for name, group in groups.items():
+        _register_process_group(name, group)
+    tensor = torch.zeros(1)
+
+    def call(name: str) -> None:  # through C++, as DDP does
+        functional = torch.ops._c10d_functional
+        functional.wait_tensor(functional.all_reduce(tensor, "sum", name))
+
+    try:
+        plainly, recorded = (functools.partial(call, name) for name in groups)
+        difference = difference_ns(plainly, recorded)
+        recorder.entry_cost_ns = max(0.0, difference - scratch.extra_cost_ns / scratch.entries)
+    finally:
+        for name in groups:
+            _unregister_process_group(name)

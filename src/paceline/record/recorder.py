@@ -5,7 +5,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,18 @@ class Recorder:
     """Records the states of one rank.
 
     ``step`` is the number of optimizer steps done; it is written into every event.
-    With ``enabled=False`` every call does nothing.
+    With ``enabled=False`` every call does nothing. With ``wait=True`` nothing is recorded
+    before ``join`` has said which rank this is.
     """
 
     def __init__(
-        self, rank: int, size: int, *, enabled: bool = True, folder: Path | None = None
+        self,
+        rank: int,
+        size: int,
+        *,
+        enabled: bool = True,
+        folder: Path | None = None,
+        wait: bool = False,
     ) -> None:
         self.enabled = enabled
         self.step = 0
@@ -34,15 +42,43 @@ class Recorder:
         self.started = int(os.environ.get("PACELINE_STARTED_NS", 0)) or _process_start()
         self.extra_cost_ns = 0  # measured inside hooks that do more than write an event
         self.event_cost_ns = 0.0
+        # What a hook or a collective's wrapper costs where it can't time itself, measured in
+        # turns with the same call unrecorded; and how many there were.
+        self.hooks, self.hook_cost_ns = 0, 0.0
+        self.entries, self.entry_cost_ns = 0, 0.0
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
         self._full = False  # no room for another group's name
+        self._folder = folder
         self._ring: Ring | None = None
-        if enabled:
-            self._meta = _about(rank, size, self.started)
-            self._ring = _open_ring(rank, self._meta, folder)
-            self.event_cost_ns = self._measure_event_cost()
-            self._ring.clear()
+        if enabled and not wait:
+            self._open(rank, size)
+        _recorders.add(self)
+
+    def _open(self, rank: int, size: int) -> None:
+        self._meta = about(rank, size, self.started)
+        self._ring = _open_ring(rank, self._meta, self._folder)
+        self.event_cost_ns = self._measure_event_cost()
+        self._ring.clear()
+
+    def forget(self) -> None:
+        """In a forked child, a DataLoader's worker say: the ring is the parent's."""
+        self._ring = None
+
+    def join(self, rank: int, size: int) -> None:
+        """The process has become ``rank`` of ``size``, whatever its environment said."""
+        if not self.enabled:
+            return
+        if self._ring is None:
+            self._open(rank, size)
+        elif (rank, size) != (self._meta["rank"], self._meta["size"]):
+            self._meta.update(rank=rank, size=size)
+            self._ring.describe(self._meta)
+
+    @property
+    def path(self) -> Path | None:
+        """The ring's file, which may have no name any more."""
+        return self._ring.path if self._ring is not None else None
 
     def event(
         self,
@@ -75,8 +111,8 @@ class Recorder:
         self._last_step_end = end
         self.samples = 0
         self.step += 1
-        if self._ring is not None and self.step % 32 == 0:
-            self._ring.cost_ns = self.cost_ns()
+        if self.step % 32 == 0:
+            self.tell_cost()
 
     def new_group(self, name: str, size: int, rank: int) -> int:
         """A number for the process group ``name`` (the same name on all its ranks); 0, and a
@@ -101,15 +137,28 @@ class Recorder:
         return self._ring.written if self._ring is not None else 0
 
     def cost_ns(self) -> int:
-        """What recording has cost this rank so far: events times the measured cost of one,
-        and what the wrapper of the process group measured of itself."""
-        return int(self.events * self.event_cost_ns) + self.extra_cost_ns
+        """What recording has cost this rank so far: events, hooks and wrapped collectives, each
+        times its measured cost, and what the wrapper of the process group measured of itself."""
+        counted = self.events * self.event_cost_ns + self.hooks * self.hook_cost_ns
+        return int(counted + self.entries * self.entry_cost_ns) + self.extra_cost_ns
+
+    def tell_cost(self) -> None:
+        """Write the cost so far into the header."""
+        if self._ring is not None:
+            self._ring.cost_ns = self.cost_ns()
+
+    def clear(self) -> None:
+        """Forget what was recorded so far."""
+        self.hooks = self.extra_cost_ns = self.step = self.samples = 0
+        self._last_step_end = now()
+        if self._ring is not None:
+            self._ring.clear()
 
     def snapshot(self) -> bytes:
         """The record as bytes, readable by ``analyze.read``; empty where recording is off."""
         if self._ring is None:
             return b""
-        self._ring.cost_ns = self.cost_ns()
+        self.tell_cost()
         return self._ring.snapshot()
 
     def _measure_event_cost(self) -> float:
@@ -123,6 +172,29 @@ class Recorder:
         return sorted(batches)[2]
 
 
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for recorder in _recorders:
+        recorder.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def difference_ns(plain: Callable[[], Any], recorded: Callable[[], Any], turns: int = 60) -> float:
+    """By how much ``recorded`` takes longer than ``plain``: both in turns, median of pairs."""
+    pairs = []
+    for _ in range(turns):
+        start = now()
+        plain()
+        middle = now()
+        recorded()
+        pairs.append(now() - 2 * middle + start)
+    return float(max(0, sorted(pairs)[turns // 2]))
+
+
 def _process_start() -> int:
     """When this process began, on the clock of ``now()``."""
     try:
@@ -134,17 +206,30 @@ def _process_start() -> int:
     return now() - int(age * 1e9)
 
 
-def _about(rank: int, size: int, started: int) -> dict[str, Any]:
+def about(rank: int, size: int, started: int) -> dict[str, Any]:
+    """What a record says of itself."""
     return {
         "rank": rank,
         "size": size,
+        "run": os.environ.get("PACELINE_RUN", ""),
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         "host": socket.gethostname(),
+        "clock": clock(),
         "pid": os.getpid(),
         "python": sys.version.split()[0],
         "started_ns": started,
         "joined_ns": now(),
         "wall_time": time.time(),
     }
+
+
+def clock() -> str:
+    """Which clock ``now()`` reads: the same text for all processes whose times compare."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/time')}"
+    except OSError:  # not Linux, or an old one
+        return socket.gethostname()
 
 
 def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:
@@ -154,7 +239,7 @@ def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:
     for place in folders:
         path = place / f"paceline-{os.getuid()}-{os.getpid()}-{now()}-rank-{rank}.ring"
         if named:
-            path = place / f"rank-{rank}.ring"
+            path = place / f"rank-{rank}-{os.getpid()}.ring"
         try:
             ring = Ring(path, meta)
         except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"PACELINE"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 16384
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON

@@ -16,6 +16,8 @@ class State(IntEnum):
     COLLECTIVE = 8  # in flight: from the call to its known completion
     BLOCKED = 9  # the rank stands still for the collective of the same group and number
     STEP = 10  # from one optimizer step's end to the next one's; amount = samples of this rank
+    GAP = 11  # from a step's end to the next forward, where no DataLoader was asked meanwhile
+    SAMPLE = 12  # an instant: where in the script the rank was; amount = number of the line
 
 
 class Op(IntEnum):
@@ -34,5 +36,6 @@ class Op(IntEnum):
     RECV = 11
 
 
+POINT_TO_POINT = (Op.SEND, Op.RECV)
 USEFUL = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)
 ROOTED = (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)

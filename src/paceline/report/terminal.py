@@ -1,20 +1,22 @@
-"""The summary as a table in the terminal; colours obey NO_COLOR."""
+"""A run's report as a table in the terminal; colours obey NO_COLOR."""
 
 import io
 import os
 import sys
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ..analyze.report import Report
 from ..analyze.states import STATES
-from ..analyze.summary import Summary
 from ..record.tell import say
+from .sentences import sentence
 
 GOOD = 0.8  # what POP calls good
 BAR = 12
+LARGEST = 3  # losses that are told in a sentence
 COLOURS = {
     "useful": "green",
     "input": "yellow",
@@ -33,118 +35,196 @@ MEANING = {
     "wait": "for the last rank to arrive",
     "transfer": "after the last one arrived",
 }
+# The tree of efficiencies: name, field, depth.
+TREE = (
+    ("parallel efficiency", "parallel", 0),
+    ("load balance", "load_balance", 1),
+    ("communication efficiency", "communication", 1),
+    ("serialisation", "serialisation", 2),
+    ("transfer", "transfer", 2),
+    ("no checkpoint", "checkpoint", 0),
+    ("no validation", "validation", 0),
+    ("no wait for input", "input", 0),
+    ("no other work", "other", 0),
+    ("useful (the product)", "useful", 0),
+)
 
 
-def show(summary: Summary) -> None:
+def show(report: Report) -> None:
     """Tell the user, through the launcher where there is one."""
-    say(drawn(summary))
+    say(drawn(report))
 
 
-def drawn(summary: Summary) -> str:
-    """The summary as text for stderr: as wide as the terminal, coloured where that is one."""
+def drawn(report: Report) -> str:
+    """The short report as text for stderr: as wide as the terminal, coloured where it is one."""
     terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or (None if terminal else 100)
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=width)
-    console.print(panel(summary, console.width))
+    console.print(panel(report, console.width))
     return ("\r\x1b[2K" if terminal else "") + text.getvalue()
 
 
-def panel(summary: Summary, width: int = 100) -> Panel:
-    """The summary; the states' meanings are left out where they would not fit."""
-    explained = width >= 100 or (len(summary.ranks) < 3 and width >= 88)
-    parts: list[Table | Text] = [_head(summary)]
-    if summary.window_s is None:
-        parts.append(Text("Fewer than two steps: too few to measure where the time went."))
+def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
+    """The report; the states' meanings are left out where they would not fit. ``full``: with
+    the tree of efficiencies, the groups, and the largest losses in a sentence each."""
+    explained = width >= 100 or (len(report.ranks) < 3 and width >= 88)
+    parts: list[RenderableType] = [_head(report)]
+    if report.window_s is None:
+        steps = "No optimizer step was" if report.steps == 0 else "Fewer than two steps were"
+        parts.append(Text(f"{steps} recorded: too few to measure where the time went."))
     else:
-        parts += [_states(summary, explained), _efficiencies(summary)]
-    parts += [Text(note, style="yellow") for note in _notes(summary)]
-    ranks = "1 rank" if summary.size == 1 else f"{summary.size} ranks"
-    since = f" since step {summary.first_step}" if summary.first_step else ""
-    title = f"Paceline: {ranks}, {summary.steps} steps{since}"
+        parts += [_states(report, explained), Text()]
+        if full:
+            parts += [_tree(report), Text(), *_groups(report), *_losses(report)]
+        else:
+            parts.append(_efficiencies(report))
+        parts.append(_cost(report))
+    parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
+    if full and report.confidence < 1:
+        parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))
+    ranks = "1 rank" if report.size == 1 else f"{report.size} ranks"
+    since = f" since step {report.first_step}" if report.first_step else ""
+    hosts = len(set(report.hosts))
+    on = f" on {hosts} hosts" if hosts > 1 else ""
+    title = f"Paceline: {ranks}{on}, {report.steps} steps{since}"
     return Panel(Group(*parts), title=title, expand=False)
 
 
-def _head(summary: Summary) -> Text:
-    text = Text(f"wall time {summary.wall_s:.1f} s (start-up {summary.startup_s:.1f} s")
-    if summary.window_s is not None:
-        text.append(f", measured {summary.window_s:.1f} s without the first step")
+def _head(report: Report) -> Text:
+    text = Text(f"wall time {report.wall_s:.1f} s (start-up {report.startup_s:.1f} s")
+    if report.window_s is not None:
+        text.append(f", measured {report.window_s:.1f} s without the first step")
     text.append(")")
-    if summary.samples_per_s is not None:
-        text.append(f"   {summary.samples_per_s:,.0f} samples/s", style="bold")
+    if report.samples_per_s is not None:
+        text.append(f"   {report.samples_per_s:,.0f} samples/s", style="bold")
     return text
 
 
-def _states(summary: Summary, explained: bool) -> Table:
+def _states(report: Report, explained: bool) -> Table:
     table = Table(box=None, pad_edge=False)
-    many = len(summary.ranks) > 4
+    many = len(report.ranks) > 4
     table.add_column("state")
     table.add_column("mean", justify="right")
     if many:
         for heading in ("least", "most"):
             table.add_column(heading, justify="right")
     else:
-        for rank in summary.ranks if len(summary.ranks) > 1 else []:
+        for rank in report.ranks if len(report.ranks) > 1 else []:
             table.add_column(f"rank {rank}", justify="right")
     table.add_column("", min_width=BAR)
     table.add_column("", style="bright_black", no_wrap=True)
     for name in STATES:
-        shares = [rank[name] for rank in summary.states]
+        shares = [rank[name] for rank in report.states]
         mean = sum(shares) / len(shares)
-        cells = [_percent(mean)]
+        cells = [percent(mean)]
         if many:
             for pick in (min, max):
                 share = pick(shares)
-                rank = summary.ranks[shares.index(share)]
-                cells.append(f"{_percent(share)} (rank {rank})")
+                rank = report.ranks[shares.index(share)]
+                cells.append(f"{percent(share)} (rank {rank})")
         elif len(shares) > 1:
-            cells += [_percent(share) for share in shares]
+            cells += [percent(share) for share in shares]
         bar = Text("█" * round(mean * BAR) or ("▏" if mean > 0 else ""), style=COLOURS[name])
-        label = name if summary.clocks_aligned or name != "transfer" else "wait or transfer"
+        label = name if report.clocks_aligned or name != "transfer" else "wait or transfer"
         table.add_row(label, *cells, bar, MEANING[name] if explained else "")
     return table
 
 
-def _efficiencies(summary: Summary) -> Text:
-    e = summary.efficiencies
+def _efficiencies(report: Report) -> Text:
+    """In two lines, for the end of a run."""
+    e = report.efficiencies
     assert e is not None
-    text = Text("\n")
-    if summary.size > 1:
+    text = Text()
+    if report.size > 1:
         for name, value in (
             ("parallel efficiency", e.parallel),
             ("load balance", e.load_balance),
             ("communication efficiency", e.communication),
         ):
             sign = {"parallel efficiency": " = ", "load balance": " x "}.get(name, "\n")
-            style = "bold green" if value >= GOOD else "bold red"
-            text.append(f"{name} ").append(f"{value:.2f}", style=style).append(sign)
-        text.append(
-            f"slowest: rank {summary.slowest_rank}, "
-            f"{100 * (summary.slowest_excess or 0):.1f} % more time outside communication "
-            "than the mean\n"
-        )
-    text.append(
-        f"recording cost {100 * summary.recording_cost:.2g} % of the time after start-up (measured)"
-    )
+            text.append(f"{name} ").append_text(_graded(value)).append(sign)
+        text.append(_slowest(report))
     return text
 
 
-def _notes(summary: Summary) -> list[str]:
-    notes = []
-    if summary.missing_ranks:
-        ranks = ", ".join(map(str, summary.missing_ranks))
-        notes.append(f"No record came from rank {ranks}: the figures leave it out.")
-    if summary.lost_events:
-        notes.append("The run was longer than the record holds: the figures are of its end.")
-    if summary.unmatched_collectives:
-        notes.append(
-            f"{summary.unmatched_collectives} collectives lack a rank's record; their waits are "
-            "booked by the ranks that are there."
+def _tree(report: Report) -> Table:
+    """The table that HPC centres hand out."""
+    e = report.efficiencies
+    assert e is not None
+    table = Table(box=None, pad_edge=False)
+    table.add_column("efficiency (POP, multiplicative)")
+    table.add_column("")
+    table.add_column("", style="bright_black")
+    for name, field, depth in TREE:
+        value = getattr(e, field)
+        if value is None or (report.size == 1 and field in _NEEDS_TWO):
+            continue
+        note = _slowest(report) if field == "load_balance" and report.size > 1 else ""
+        table.add_row("  " * depth + name, _graded(value), note)
+    return table
+
+
+_NEEDS_TWO = ("parallel", "load_balance", "communication", "serialisation", "transfer")
+
+
+def _slowest(report: Report) -> str:
+    if report.slowest_rank is None:
+        return ""
+    return (
+        f"slowest: rank {report.slowest_rank}, {100 * (report.slowest_excess or 0):.1f} % more "
+        "time outside communication than the mean"
+    )
+
+
+def _graded(value: float) -> Text:
+    return Text(f"{value:.2f}", style="bold green" if value >= GOOD else "bold red")
+
+
+def _groups(report: Report) -> list[RenderableType]:
+    if not report.groups:
+        return []
+    table = Table(box=None, pad_edge=False)
+    for heading in ("process group", "ranks", "wait", "transfer", "hidden", "collectives"):
+        right = heading in ("ranks", "wait", "transfer", "hidden")
+        table.add_column(heading, justify="right" if right else "left")
+    for group in sorted(report.groups, key=lambda g: -(g.wait + g.transfer))[:8]:
+        kinds = ", ".join(
+            f"{c.count} {c.name} ({_bytes(c.bytes / c.count)}"
+            + (f", {c.busbw:.2g} GB/s bus" if c.busbw is not None else "")
+            + ")"
+            for c in sorted(group.collectives, key=lambda c: -c.bytes)[:3]
         )
-    if not summary.clocks_aligned:
-        notes.append("Clocks of several hosts are not aligned yet: waits are not told apart.")
-    return notes
+        shares = (percent(share) for share in (group.wait, group.transfer, group.hidden))
+        table.add_row(group.name, str(group.size), *shares, kinds)
+    more = len(report.groups) - 8
+    return [table, Text(f"... and {more} more groups (--json)" if more > 0 else "")]
 
 
-def _percent(share: float) -> str:
+def _losses(report: Report) -> list[RenderableType]:
+    told = [loss for loss in report.losses if loss.share >= 0.001][:LARGEST]
+    if not told:
+        return []
+    parts: list[RenderableType] = [Text("The largest losses, of all ranks' time:", style="bold")]
+    for i, loss in enumerate(told):
+        text = Text(f"{i + 1}. ").append(percent(loss.share), style="bold")
+        parts.append(text.append(f"  {sentence(loss, report)}"))
+    return [*parts, Text()]
+
+
+def _cost(report: Report) -> Text:
+    share = 100 * report.recording_cost
+    return Text(f"recording cost {share:.2g} % of the time after start-up (measured)")
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
+def percent(share: float) -> str:
+    """0.123 as "12.3 %"."""
     return f"{100 * share:.1f} %"

@@ -18,6 +18,7 @@ from ..data.shard import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import Autocast, data_parallel
 from ..record import errors
+from ..record.attach import take_over
 from ..record.phases import Phases
 from ..record.recorder import Recorder
 from .every import Every
@@ -85,7 +86,7 @@ class World:
         self.device = device_of(self.local_rank, device)
         self.precision = precision
         self._dtype = precision_of(precision, self.device)
-        self._recorder = Recorder(self.rank, self.size, enabled=record)
+        self._recorder = take_over() or Recorder(self.rank, self.size, enabled=record)
         join(who, self._recorder, timeout)
         self._store = _own_store()
         seed_everything(seed if self.rank == 0 else mix(seed, self.rank))

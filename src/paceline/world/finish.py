@@ -41,16 +41,17 @@ class Finish:
         records, missing = self._gather()
         if self.rank:
             return
+        from ..analyze.load import Run
         from ..analyze.read import read
-        from ..analyze.summary import summarise
+        from ..analyze.report import analyse
         from ..report.terminal import show
 
-        summary = summarise([read(record) for record in records], missing)
-        if summary.steps:
-            show(summary)
+        report = analyse(Run("this run", [read(record) for record in records], missing))
+        if report.steps:
+            show(report)
         path = os.environ.get("PACELINE_SUMMARY")
         if path:
-            Path(path).write_text(summary.to_json())
+            Path(path).write_text(report.to_json())
 
     def _gather(self) -> tuple[list[bytes], list[int]]:
         """All ranks' records on rank 0, and the ranks that sent none in time."""

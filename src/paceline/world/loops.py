@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ..data.order import Share
-from ..data.shard import ShardedLoader, ShardedStream, samples_in
+from ..data.shard import ShardedLoader, ShardedStream
 from ..parallel.data import set_buffer_exchange
+from ..record.batch import samples_in
 from ..record.recorder import Recorder, now
 from ..record.states import State
 from .progress import Progress

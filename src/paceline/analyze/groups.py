@@ -1,0 +1,125 @@
+"""Figures of each process group by itself: data, tensor and pipeline groups are never mixed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..record.states import POINT_TO_POINT, Op
+from .losses import name_of
+from .match import Matched
+from .pop import busy
+from .read import Record
+from .states import Window, covered
+
+# Bytes that cross a link, per byte of the whole vector, for p ranks (as in nccl-tests).
+_BUS = {
+    Op.ALL_REDUCE: lambda p: 2 * (p - 1) / p,
+    Op.REDUCE_SCATTER: lambda p: (p - 1) / p,
+    Op.ALL_GATHER: lambda p: (p - 1) / p,
+    Op.ALL_TO_ALL: lambda p: (p - 1) / p,
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective in one group. algbw = bytes / time from the last start to the last
+    end, in GB/s, medians over those of at least 64 KiB; busbw as in nccl-tests."""
+
+    name: str
+    count: int
+    bytes: int  # of all of them, of the whole vector each
+    algbw: float | None
+    busbw: float | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """One process group. Shares are of its members' time: wait and transfer blocked in it,
+    hidden in flight without blocking. load_balance = mean(b)/max(b) over its members."""
+
+    name: str
+    size: int
+    ranks: list[int]
+    wait: float
+    transfer: float
+    hidden: float
+    load_balance: float
+    collectives: list[Collective]
+
+
+def groups(
+    records: list[Record], matched: Matched, states: list[dict[str, int]], within: Window
+) -> list[Group]:
+    """Every group of more than one rank in which something happened in the window."""
+    result = []
+    for number, name in enumerate(matched.groups):
+        members = {
+            i: group
+            for i, record in enumerate(records)
+            for group in record.meta.get("groups", {}).values()
+            if group["name"] == name
+        }
+        size = max(int(group["size"]) for group in members.values())
+        launches = matched.launches[matched.launches["group"] == number]
+        inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
+        if size < 2 or not inside.any():
+            continue
+        waits = matched.waits[matched.waits["group"] == number]
+        start = np.clip(waits["start"], within.start, within.end)
+        end = np.clip(waits["end"], within.start, within.end)
+        turn = np.clip(waits["latest"], start, end)
+        whole = len(members) * within.length
+        times = [busy(states[i]) for i in members]
+        result.append(
+            Group(
+                name,
+                size,
+                [records[i].rank for i in members],
+                float((turn - start).sum()) / whole,
+                float((end - turn).sum()) / whole,
+                _hidden(launches, waits, list(members), within) / whole,
+                sum(times) / len(times) / max(times) if max(times) else 1.0,
+                _collectives(launches[inside], size),
+            )
+        )
+    return result
+
+
+def hidden(matched: Matched, record: int, within: Window) -> int:
+    """How long something of this record was in flight without blocking it (ns)."""
+    launches = matched.launches[matched.launches["record"] == record]
+    waits = matched.waits[matched.waits["record"] == record]
+    return _hidden(launches, waits, [record], within)
+
+
+def _hidden(launches: np.ndarray, waits: np.ndarray, records: list[int], within: Window) -> int:
+    total = 0
+    for record in records:
+        flight, blocked = launches[launches["record"] == record], waits[waits["record"] == record]
+        start, end = (np.concatenate([flight[n], blocked[n]]) for n in ("start", "end"))
+        total += covered(start, end, within) - covered(blocked["start"], blocked["end"], within)
+    return total
+
+
+def _collectives(launches: np.ndarray, size: int) -> list[Collective]:
+    result = []
+    for op in np.unique(launches["op"]).tolist():
+        rows = launches[launches["op"] == op]
+        if op in POINT_TO_POINT:
+            count, amount = len(rows), int(rows["amount"].sum())
+            result.append(Collective(name_of(op), count, amount, None, None))
+            continue
+        nodes, at = np.unique(rows["node"], return_inverse=True)
+        last = np.full(len(nodes), np.iinfo(np.int64).min)
+        end = last.copy()
+        amount_of = np.zeros(len(nodes), np.int64)
+        np.maximum.at(last, at, rows["start"])
+        np.maximum.at(end, at, rows["end"])
+        np.maximum.at(amount_of, at, rows["amount"])
+        large = (amount_of >= 1 << 16) & (end > last)
+        speed = amount_of[large] / (end[large] - last[large])  # bytes/ns = GB/s
+        algbw = float(np.median(speed)) if large.any() else None
+        factor = _BUS.get(Op(op))
+        busbw = algbw * factor(size) if algbw is not None and factor is not None else None
+        result.append(Collective(name_of(op), len(nodes), int(amount_of.sum()), algbw, busbw))
+    return result

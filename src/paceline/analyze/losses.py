@@ -1,0 +1,213 @@
+"""Where the time that is not useful went, by cause: whom each wait was for and what that rank
+was doing, transfers by group and collective, and the ranks' own losses.
+
+All shares are of the ranks' time together (P x T), so they add up to 1 - useful.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..record.states import Op, State
+from .match import NOBODY, Matched
+from .pop import LOSSES
+from .read import Record
+from .states import OTHER, STATES, Ints, Timeline, Window
+
+BINS = 10  # ranges of steps that losses are located in
+MOST = 0.8  # of a loss lies in the range of steps that is named
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One cause's share of all ranks' time in the window.
+
+    kind: wait, transfer, checkpoint, validation, input or other. For a wait, ``rank`` is whom
+    it was for and ``doing`` the state that rank was in; None where it was for nobody in
+    particular (below the clocks' residual, or without a record). For the others ``rank`` is the
+    one where it is largest, and ``most`` its share of that rank's time.
+    """
+
+    kind: str
+    share: float
+    rank: int | None = None
+    host: str | None = None
+    doing: str | None = None
+    group: str | None = None
+    collective: str | None = None
+    steps: tuple[int, int] | None = None  # first and last step of the range with most of it
+    most: float | None = None
+    lines: list[dict[str, object]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of steps: edges in time (ns), and the number of the first step in each."""
+
+    edges: Ints
+    steps: list[int]
+
+    def narrow(self, weights: npt.NDArray[np.float64]) -> tuple[int, int] | None:
+        """First and last step of the shortest run of ranges with MOST of ``weights``."""
+        total = float(weights.sum())
+        if total <= 0:
+            return None
+        count = len(weights)
+        sums = np.concatenate(([0.0], np.cumsum(weights)))
+        for length in range(1, count + 1):
+            inside = sums[length:] - sums[:-length]
+            if inside.max() >= MOST * total:
+                first = int(inside.argmax())
+                return self.steps[first], self.steps[first + length] - 1
+        return self.steps[0], self.steps[-1] - 1
+
+
+def ranges(records: list[Record], within: Window, bins: int = BINS) -> Ranges:
+    """The window's steps in ``bins`` ranges of the same number of steps, each as all ranks have
+    done them."""
+    steps = [record.of(State.STEP)[["step", "end"]] for record in records]
+    steps = [s[(s["end"] > within.start) & (s["end"] <= within.end)] for s in steps]
+    first = min((int(s["step"].min()) for s in steps if len(s)), default=0)
+    last = max((int(s["step"].max()) + 1 for s in steps if len(s)), default=first + 1)
+    bounds = np.unique(np.linspace(first, last, min(bins, last - first) + 1).astype(int))
+    edges = [within.start]
+    for bound in bounds[1:-1]:
+        done = [int(s["end"][s["step"] < bound].max()) for s in steps if (s["step"] < bound).any()]
+        edges.append(max([*done, edges[-1]]))
+    return Ranges(np.array([*edges, within.end], np.int64), bounds.tolist())
+
+
+def waits(
+    records: list[Record],
+    timelines: list[Timeline],
+    matched: Matched,
+    within: Window,
+    where: Ranges,
+    residual: int,
+) -> list[Loss]:
+    """Every wait booked to whom it was for, and to what that rank was doing meanwhile."""
+    rows = matched.waits
+    start = np.clip(rows["start"], within.start, within.end)
+    turn = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
+    length = turn - start
+    whole = len(records) * within.length
+    known = (rows["culprit"] != NOBODY) & (length > residual)
+    unknown = (length > 0) & ~known
+    result = []
+    for culprit in np.unique(rows["culprit"][known]).tolist():
+        mine = known & (rows["culprit"] == culprit)
+        line = timelines[culprit]
+        meanwhile = line.until(turn[mine]) - line.until(start[mine])
+        for state in range(len(STATES)):
+            weights = meanwhile[:, state].astype(np.float64)
+            if not weights.any():
+                continue
+            group, op = _most(rows["group"][mine], rows["op"][mine], weights)
+            record = records[culprit]
+            result.append(
+                Loss(
+                    "wait",
+                    float(weights.sum()) / whole,
+                    record.rank,
+                    record.host,
+                    STATES[state],
+                    matched.groups[group],
+                    name_of(op),
+                    where.narrow(_binned(start[mine], weights, where)),
+                )
+            )
+    if unknown.any():
+        result.append(Loss("wait", float(length[unknown].sum()) / whole))
+    return result
+
+
+def transfers(matched: Matched, ranks: int, within: Window, where: Ranges) -> list[Loss]:
+    """Blocked time after the last member has arrived, by group and collective."""
+    rows = matched.waits
+    turn = np.clip(rows["latest"], rows["start"], rows["end"])
+    start = np.clip(turn, within.start, within.end)
+    length = np.clip(rows["end"], within.start, within.end) - start
+    result = []
+    kinds = np.unique(rows[["group", "op"]][length > 0])
+    for group, op in kinds.tolist():
+        mine = (rows["group"] == group) & (rows["op"] == op)
+        weights = length[mine].astype(np.float64)
+        share = float(weights.sum()) / (ranks * within.length)
+        steps = where.narrow(_binned(start[mine], weights, where))
+        result.append(
+            Loss(
+                "transfer", share, group=matched.groups[group], collective=name_of(op), steps=steps
+            )
+        )
+    return result
+
+
+def own(records: list[Record], timelines: list[Timeline], where: Ranges) -> list[Loss]:
+    """What ranks lose by themselves: checkpoint, validation, input, other."""
+    length = int(where.edges[-1] - where.edges[0])
+    spent = np.stack([line.until(where.edges) for line in timelines]).astype(np.float64)
+    per_range = np.diff(spent, axis=1)  # (ranks, ranges, states)
+    result = []
+    for kind in LOSSES:
+        times = per_range[:, :, STATES.index(kind)]
+        if not times.any():
+            continue
+        by_rank = times.sum(axis=1)
+        most = int(by_rank.argmax())
+        result.append(
+            Loss(
+                kind,
+                float(by_rank.mean()) / length,
+                records[most].rank,
+                records[most].host,
+                steps=where.narrow(times.sum(axis=0)),
+                most=float(by_rank[most]) / length,
+                lines=lines_in(records, timelines, STATES.index(kind)),
+            )
+        )
+    return result
+
+
+def lines_in(
+    records: Iterable[Record], timelines: Iterable[Timeline], state: int = OTHER
+) -> list[dict[str, object]]:
+    """The script's lines that samples found it in while it was in ``state``, most frequent
+    first: file, line, function, code, inside (module.function of the library that it was in, if
+    any) and share of these samples."""
+    found: dict[tuple[str, ...], tuple[int, dict[str, object]]] = {}
+    for record, line in zip(records, timelines, strict=True):
+        samples = record.of(State.SAMPLE)
+        inside = (samples["start"] >= line.edges[0]) & (samples["start"] < line.edges[-1])
+        samples = samples[inside]
+        for number in samples["amount"][line.at(samples["start"]) == state].tolist():
+            known = record.lines.get(number)
+            if known is not None:
+                place = tuple(str(known.get(name)) for name in ("file", "line", "inside"))
+                found[place] = (found.get(place, (0, {}))[0] + 1, known)
+    total = sum(count for count, _ in found.values())
+    best = sorted(found.values(), key=lambda both: -both[0])[:5]
+    names = ("file", "line", "function", "inside", "code")
+    return [
+        {**{name: known.get(name) for name in names}, "share": count / total}
+        for count, known in best
+    ]
+
+
+def name_of(op: int) -> str:
+    """all-reduce, broadcast ..."""
+    return Op(op).name.lower().replace("_", "-") if op in set(Op) else f"operation {op}"
+
+
+def _binned(times: Ints, weights: npt.NDArray[np.float64], where: Ranges) -> np.ndarray:
+    at = np.clip(np.searchsorted(where.edges, times, "right") - 1, 0, len(where.edges) - 2)
+    return np.bincount(at, weights, minlength=len(where.edges) - 1)
+
+
+def _most(group: Ints, op: Ints, weights: npt.NDArray[np.float64]) -> tuple[int, int]:
+    """The group and collective with the most weight."""
+    key = group.astype(np.int64) << 8 | op
+    kinds, at = np.unique(key, return_inverse=True)
+    best = int(kinds[np.bincount(at, weights).argmax()])
+    return best >> 8, best & 0xFF

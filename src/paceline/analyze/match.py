@@ -1,0 +1,166 @@
+"""Which events of different ranks belong together, and who arrived last.
+
+Collectives are matched by (group, number), sends and receives by (group, from, to, number).
+Groups go by name, which is the same on all their members.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..record.states import POINT_TO_POINT, ROOTED, Op, State
+from .read import Record
+from .states import Ints
+
+NOBODY = -1
+_NEVER = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True)
+class Matched:
+    """All COLLECTIVE and BLOCKED events of all records, and how they belong together.
+
+    ``launches`` (COLLECTIVE): record, start, end, node, op, group, amount. ``waits`` (BLOCKED):
+    record, start, end, node, op, group, step, latest (start of whom it waits for), culprit
+    (whose record that is, or NOBODY), whole (all members' records are there), root. A node is
+    what one wait may depend on: all launches of one collective, its root's alone, or a
+    message's other side;
+    ``node_rows[n]`` to ``node_rows[n + 1]`` in ``node_launches`` are its launches.
+    """
+
+    launches: npt.NDArray[Any]
+    waits: npt.NDArray[Any]
+    node_rows: Ints
+    node_launches: Ints
+    groups: list[str]
+    unmatched: int  # collectives and messages that lack a member's record
+    unmatched_ns: int  # blocked time in them
+
+    def latest(self, record: int) -> Ints:
+        """For each BLOCKED event of a record: when the last one that it waits for arrived."""
+        return np.asarray(self.waits["latest"][self.waits["record"] == record], np.int64)
+
+
+_LAUNCH = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
+_LAUNCH += [("amount", "i8"), ("node", "i8")]
+_WAIT = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
+_WAIT += [("step", "u4"), ("node", "i8"), ("latest", "i8"), ("culprit", "i4"), ("whole", "?")]
+_WAIT += [("root", "?")]
+
+
+def match(records: list[Record]) -> Matched:
+    """Match the communication of all records; times must be on one clock."""
+    names = sorted({g["name"] for r in records for g in r.meta.get("groups", {}).values()})
+    number = {name: i for i, name in enumerate(names)}
+    launches, keys, mine = _rows(records, State.COLLECTIVE, _LAUNCH, number)
+    waits, wait_keys, wait_mine = _rows(records, State.BLOCKED, _WAIT, number)
+    pairs, pair = np.unique(keys[:, 0], return_inverse=True)
+    unique, place = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
+    # A BLOCKED event has a COLLECTIVE of its own rank, unless the ring has overwritten it.
+    wait_pair = np.minimum(np.searchsorted(pairs, wait_keys[:, 0]), max(len(pairs) - 1, 0))
+    known = pairs[wait_pair] == wait_keys[:, 0] if len(pairs) else np.zeros(len(waits), bool)
+    wait_key = np.where(known, wait_pair << 32 | wait_keys[:, 1], NOBODY)
+    del keys, pair, wait_keys, wait_pair, known
+    launches["node"] = place
+    members = np.bincount(place, minlength=len(unique))
+    wanted = np.zeros(len(unique), np.int64)
+    np.maximum.at(wanted, place, mine["size"])
+    # Launches in the order of their collective, and of their start in it: the last is last.
+    order = np.lexsort((launches["start"], place))
+    rows = np.concatenate(([0], np.cumsum(members)))
+    last = order[rows[1:] - 1] if len(unique) else np.empty(0, np.int64)
+
+    if not len(unique):
+        waits["latest"], waits["culprit"], waits["node"] = waits["start"], NOBODY, NOBODY
+        alone_time = int((waits["end"] - waits["start"]).sum())
+        return Matched(launches, waits, rows, order, names, len(waits), alone_time)
+    found = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
+    who, when = launches["record"][last][found], launches["start"][last][found]
+    met = unique[found] == wait_key
+    waits["whole"] = (members >= wanted)[found] & met
+    node = found.copy()
+
+    # Nodes of one launch: a collective's root, a message's sender, its receiver.
+    p2p = np.isin(launches["op"], POINT_TO_POINT)
+    roots = np.isin(launches["op"], ROOTED) & mine["root"]
+    single = {}
+    for kind, chosen in (
+        ("root", roots),
+        ("send", p2p & (launches["op"] == Op.SEND)),
+        ("recv", p2p & (launches["op"] == Op.RECV)),
+    ):
+        table = np.full(len(unique), NOBODY)
+        table[place[chosen]] = np.flatnonzero(chosen)
+        single[kind] = table
+    is_root = waits["root"] = wait_mine["root"]
+    rooted = np.isin(waits["op"], ROOTED)
+    alone = np.full(len(waits), NOBODY)  # the one launch that decides, where it is one
+    alone = np.where(rooted & ~is_root, single["root"][found], alone)
+    alone = np.where(waits["op"] == Op.RECV, single["send"][found], alone)
+    alone = np.where(waits["op"] == Op.SEND, single["recv"][found], alone)
+    gathers = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
+    nobody = (rooted & is_root & ~gathers) | ~met
+    nobody |= ((rooted & ~is_root) | np.isin(waits["op"], POINT_TO_POINT)) & (alone == NOBODY)
+    has_one = alone != NOBODY
+    who = np.where(has_one, launches["record"][alone], who)
+    when = np.where(has_one, launches["start"][alone], when)
+    own_turn = nobody | (who == waits["record"])
+    waits["latest"] = np.where(nobody, waits["start"], when)
+    waits["culprit"] = np.where(own_turn | (when <= waits["start"]), NOBODY, who)
+    extra, at = np.unique(alone[has_one], return_inverse=True)
+    node[has_one] = len(unique) + at
+    node[nobody] = NOBODY
+    waits["node"] = node
+    rows = np.concatenate((rows, rows[-1] + 1 + np.arange(len(extra))))
+    order = np.concatenate((order, extra))
+    alone_time = waits["end"] - waits["start"]
+    lacking = int((members < wanted).sum())
+    return Matched(
+        launches, waits, rows, order, names, lacking, int(alone_time[~waits["whole"]].sum())
+    )
+
+
+def _rows(
+    records: list[Record], state: State, fields: list[tuple[str, str]], number: dict[str, int]
+) -> tuple[npt.NDArray[Any], Ints, npt.NDArray[Any]]:
+    """Rows of all records with ``fields``, their keys (two integers each), and what each record
+    knows of the row's group: its size, and whether it is the root."""
+    parts = [record.of(state) for record in records]
+    count = sum(len(part) for part in parts)
+    rows = np.zeros(count, fields)
+    keys = np.zeros((count, 2), np.int64)
+    mine = np.zeros(count, [("size", "i8"), ("root", "?")])
+    start = 0
+    for i, (record, part) in enumerate(zip(records, parts, strict=True)):
+        place = slice(start, start + len(part))
+        start += len(part)
+        row = rows[place]
+        for name in ("start", "end", "op", "amount", "step"):
+            if name in (row.dtype.names or ()):
+                row[name] = part[name]
+        row["record"] = i
+        group = _table(record, lambda g: number[g["name"]])[part["group"]]
+        own = _table(record, lambda g: g["rank"])[part["group"]]
+        size = _table(record, lambda g: g["size"])[part["group"]]
+        row["group"] = group
+        peer = part["peer"].astype(np.int64)
+        sends, p2p = part["op"] == Op.SEND, np.isin(part["op"], POINT_TO_POINT)
+        source, target = np.where(sends, own, peer), np.where(sends, peer, own)
+        # group and, for messages, both sides; then the number
+        pair = np.where(p2p, (1 << 62) | (source + 1) << 15 | (target + 1), 0)
+        keys[place, 0] = pair | group << 32
+        keys[place, 1] = part["seq"]
+        mine["size"][place] = np.where(p2p, 2, size)
+        mine["root"][place] = own == peer
+    return rows, keys, mine
+
+
+def _table(record: Record, value: Any) -> Ints:
+    """What ``value`` says of each of a record's groups, by the number of the group."""
+    groups = record.meta.get("groups", {})
+    table = np.zeros(max([int(n) for n in groups] + [0]) + 1, np.int64)
+    for n, group in groups.items():
+        table[int(n)] = value(group)
+    return table

@@ -1,0 +1,83 @@
+"""The run replayed on an ideal network: every transfer takes no time.
+
+The computing between communications, the points where collectives are launched and waited for,
+and the offsets at the window's start are kept; waits are computed anew. What remains longer than
+the longest rank's own time is serialisation: ranks that wait for each other in turns.
+"""
+
+import numpy as np
+
+from .match import Matched
+from .states import Ints, Timeline, Window
+
+
+def ideal_length(matched: Matched, timelines: list[Timeline], within: Window) -> int:
+    """T_id in ns: the window's length with every transfer = 0.
+
+    With B(t) a rank's time outside communication up to t and D its delay so far, a launch
+    happens at B + D, and a wait for a launch at M lifts D to M - B where that is more.
+    """
+    busy = np.array([int(t.busy_until([within.end])[0]) for t in timelines])
+    waits, launches = matched.waits, matched.launches
+    waits = waits[(waits["end"] > within.start) & (waits["start"] < within.end)]
+    waits = waits[np.lexsort((waits["end"], waits["record"]))]
+    if not len(waits):
+        return int(busy.max())
+    ranks = len(timelines)
+    count = np.bincount(waits["record"], minlength=ranks)
+    base = np.concatenate(([0], np.cumsum(count)[:-1]))  # of each rank's waits
+    slots = base + np.arange(ranks)  # of its delays: one more than waits
+    before = np.zeros(len(waits), np.int64)  # B at each wait
+    at_launch = np.zeros(len(launches), np.int64)  # B at each launch
+    waits_before = np.zeros(len(launches), np.int64)
+    for rank, line in enumerate(timelines):
+        mine = slice(base[rank], base[rank] + count[rank])
+        before[mine] = line.busy_until(waits["end"][mine])
+        own = launches["record"] == rank
+        start = np.maximum(launches["start"][own], within.start)
+        at_launch[own] = line.busy_until(start)
+        waits_before[own] = np.searchsorted(waits["end"][mine], start, "right")
+    delays = _delays(matched, waits, before, at_launch, waits_before, base, slots, count)
+    return int((busy + delays).max())
+
+
+def _delays(
+    matched: Matched,
+    waits: np.ndarray,
+    before: Ints,
+    at_launch: Ints,
+    waits_before: Ints,
+    base: Ints,
+    slots: Ints,
+    count: Ints,
+) -> Ints:
+    """Every rank's delay at the end. Nodes go in the order in which their last launch was: all
+    waits that a launch comes after are for nodes that were complete before it."""
+    rows, order, owner = matched.node_rows, matched.node_launches, matched.launches["record"]
+    used = np.unique(waits["node"][waits["node"] >= 0])
+    last = np.maximum.reduceat(matched.launches["start"][order], rows[:-1])[used]
+    never = np.iinfo(np.int64).min // 2
+    complete = np.full(len(rows), never)  # when each node is, in the replay; the last: no node
+    delay = np.zeros(len(waits) + len(count), np.int64)
+    done = np.zeros(len(count), np.int64)  # waits gone through, of each rank
+
+    def advance(who: Ints, goal: Ints) -> None:
+        while True:
+            behind = done[who] < goal
+            if not behind.any():
+                return
+            who, goal = who[behind], goal[behind]
+            at = base[who] + done[who]
+            slot = slots[who] + done[who]
+            lifted = complete[waits["node"][at]] - before[at]
+            delay[slot + 1] = np.maximum(delay[slot], lifted)
+            done[who] += 1
+
+    for node in used[np.argsort(last, kind="stable")].tolist():
+        launch = order[rows[node] : rows[node + 1]]
+        who, goal = owner[launch], waits_before[launch]
+        advance(who, goal)
+        complete[node] = (at_launch[launch] + delay[slots[who] + goal]).max()
+    everybody = np.arange(len(count))
+    advance(everybody, count)
+    return np.asarray(delay[slots + count], np.int64)

@@ -1,0 +1,93 @@
+"""Keep a run's record: from node-local memory to the folder that the user named.
+
+The promise lies in the job's folder, so that whoever is left at the end can fulfil it: the rank
+server, the launcher after it, or the next ``paceline run`` on this host.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from ..analyze.read import Record, read, used_bytes
+from ..record.states import State
+
+PROMISE = "keep.json"
+
+
+def promise(folder: Path, target: Path, command: list[str]) -> None:
+    """Check that ``target`` can take a record, and note it in the job's folder.
+
+    Raises ValueError where it has one already, or can't be written.
+    """
+    target = target.absolute()
+    if target.is_dir() and any(target.rglob("*.ring")):
+        raise ValueError(
+            f"--record {target}: there is a record already. HINT: another folder, or remove it"
+        )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        about = {"run": folder.name, "command": command, "started": time.time()}
+        (target / "run.json").write_text(json.dumps(about, indent=1))
+    except OSError as error:
+        raise ValueError(
+            f"--record {target}: {error.strerror}. HINT: a folder that can be written"
+        ) from None
+    (folder / PROMISE).write_text(json.dumps({"target": str(target)}))
+
+
+def clear(folder: Path) -> None:
+    """Copy the records in the job's folder to where they were promised, and remove it; never
+    raises. A folder whose promise can't be kept stays, and is named."""
+    try:
+        target = Path(json.loads((folder / PROMISE).read_text())["target"])
+        _copy(folder, target)
+    except FileNotFoundError:
+        pass  # nothing was promised
+    except Exception as error:
+        sys.stderr.write(f"paceline: the record could not be kept ({error}). It is in {folder}\n")
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """The last attempt's records to ``target``, earlier ones to attempt-N in it."""
+    found: dict[tuple[int, int], tuple[int, Path, bytes]] = {}
+    for path in sorted(folder.glob("*.ring")):
+        data = path.read_bytes()
+        try:
+            record = read(data, str(path))
+            data = data[: used_bytes(data)]
+        except ValueError as error:
+            sys.stderr.write(f"paceline: {error}: it is kept as it is\n")
+            _write(target / path.name, data)
+            continue
+        key = (int(record.meta.get("attempt", 0)), record.rank)
+        told = _told(record)
+        # A process that only started the ranks is nobody's record.
+        if key not in found or told > found[key][0]:
+            found[key] = (told, path, data)
+    sizes = {read(data).meta["size"] for told, _, data in found.values() if told}
+    last = max((attempt for attempt, _ in found), default=0)
+    for (attempt, rank), (told, path, data) in found.items():
+        if not told and sizes and read(data).meta["size"] not in sizes:
+            continue
+        place = target if attempt == last else target / f"attempt-{attempt}"
+        place.mkdir(exist_ok=True)
+        _write(place / f"rank-{rank}.ring", data)
+        lines = path.with_suffix(".lines")
+        if lines.exists():
+            _write(place / f"rank-{rank}.lines", lines.read_bytes())
+
+
+def _told(record: Record) -> int:
+    """Events that say more than where the script was."""
+    return int((record.events["state"] != State.SAMPLE).sum())
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".part")
+    partial.write_bytes(data)
+    os.replace(partial, path)

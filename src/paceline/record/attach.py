@@ -1,0 +1,82 @@
+"""Record a script that knows nothing of it: set up before the script runs.
+
+``PACELINE_ATTACH`` is set by ``paceline run --record``. Processes that the script starts with
+``multiprocessing`` (``torch.multiprocessing.spawn`` too) may become ranks by themselves: they are
+listened to as well, and recorded once they have joined a process group.
+"""
+
+import atexit
+import multiprocessing.process
+import os
+from typing import Any
+
+from .recorder import Recorder
+
+_loop: Any = None
+_sampler: Any = None
+_pid = 0  # of the process that the two belong to: a forked child inherits them
+
+
+def attach(child: bool = False) -> None:
+    """Listen to this process's script. ``child``: record nothing before it is a rank."""
+    global _loop, _sampler, _pid
+    if _pid == os.getpid():
+        return
+    from . import patches
+    from .loop import Loop
+    from .sampler import Sampler
+
+    if _loop is None:
+        recorder = Recorder(
+            int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), wait=child
+        )
+        _loop = Loop(recorder)
+        patches.install(_loop)
+        patches.measure_hooks(_loop)
+        recorder.clear()
+        multiprocessing.process.BaseProcess.start = _start  # type: ignore[method-assign]
+    _loop.reset()
+    _pid = os.getpid()
+    _sampler = Sampler(_loop.recorder)
+    atexit.register(detach)
+
+
+def detach() -> None:
+    """The script has ended: write what still waits to be written."""
+    if _loop is not None and not _loop.stopped:
+        _loop.end()
+        _loop.recorder.tell_cost()
+    if _sampler is not None:
+        _sampler.stop()
+
+
+def take_over() -> Recorder | None:
+    """For ``paceline.init``, which records the loop by itself: this process's recorder, if there
+    is one. Process groups, saves and samples are still recorded from here."""
+    if _loop is None:
+        return None
+    _loop.stopped = True
+    recorder: Recorder = _loop.recorder
+    return recorder
+
+
+class _Listened:
+    """A process's target that is listened to before it runs."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attach(child=True)
+        return self.target(*args, **kwargs)
+
+
+_original_start = multiprocessing.process.BaseProcess.start
+
+
+def _start(self: Any) -> None:
+    target = getattr(self, "_target", None)
+    module = getattr(target, "__module__", "") or ""
+    if target is not None and not module.startswith(("torch.utils.data", "multiprocessing.")):
+        self._target = _Listened(target)
+    _original_start(self)

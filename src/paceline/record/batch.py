@@ -1,0 +1,19 @@
+"""How many samples a batch has, whatever a loader makes of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def samples_in(batch: Any) -> int:
+    """Samples in a batch: the first tensor's leading dimension, or the length of a list."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)) and batch:
+        first = batch[0]
+        inside = isinstance(first, (torch.Tensor, list, tuple, Mapping))
+        return samples_in(first) if inside else len(batch)
+    return 1

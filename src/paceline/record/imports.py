@@ -1,0 +1,48 @@
+"""Do something right after a module has been imported, whenever that is."""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Patch = Callable[[ModuleType], None]
+
+
+def after_import(patches: dict[str, Patch]) -> None:
+    """Call each patch with its module: now if it is imported, else once it is."""
+    waiting = {}
+    for name, patch in patches.items():
+        if name in sys.modules:
+            patch(sys.modules[name])
+        else:
+            waiting[name] = patch
+    if waiting:
+        sys.meta_path.insert(0, _Finder(waiting))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing by itself: lets the others find, and watches the loader run."""
+
+    def __init__(self, patches: dict[str, Patch]) -> None:
+        self.patches = patches
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        patch = self.patches.pop(name, None)  # popped: the search below does not come back here
+        if patch is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                patch(module)
+
+            loader: Any = spec.loader
+            loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,272 @@
+"""What the seams of any training loop say, made into events.
+
+A script knows nothing of this. ``patches`` calls the methods here around the outermost module's
+forward, every backward, every optimizer step and every batch of a DataLoader.
+
+    fetch  forward  (loss)  backward  step      a training iteration
+    fetch  forward without gradient             an iteration of an evaluation
+    fetch  teacher, forward  (loss) backward    no evaluation: a backward follows
+
+Whether an iteration was an evaluation is known at its end, so its event is written then.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .batch import samples_in
+from .recorder import Recorder, now
+from .states import State
+
+NESTED = 8  # loaders inside each other's loops that are told apart
+HELD = 64  # forwards without gradient that are held until it is known what they were
+
+
+class _Iteration:
+    """One turn of a loop over a DataLoader, from asking for its batch to asking for the next."""
+
+    __slots__ = ("forwards", "iterator", "module", "quiet", "samples", "start", "trains")
+
+    def __init__(self, iterator: int, start: int, samples: int) -> None:
+        self.iterator = iterator  # 0: no loader's, from a forward to the optimizer's step
+        self.module = 0  # the first one called, where there is no loader
+        self.start = start
+        self.samples = samples
+        self.quiet = False  # a forward without gradient, or of a model in eval mode
+        self.trains = False
+        self.forwards: list[tuple[int, int]] = []  # without gradient
+
+
+class Loop:
+    """Records one process's training loop. ``busy``: inside of something that is recorded as a
+    whole, so that modules, backwards and loaders inside it are not recorded by themselves."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.stopped = False  # somebody else records the loop
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen so far."""
+        self.busy = False
+        self._thread = threading.main_thread().ident
+        self._has_parameters: weakref.WeakKeyDictionary[nn.Module, bool]
+        self._has_parameters = weakref.WeakKeyDictionary()
+        self._trained: set[int] = set()  # first parameters of models that had a gradient
+        self._inside: nn.Module | None = None  # the outermost module that runs
+        self._drivers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._iterations: list[_Iteration] = []
+        self._evaluation = [0, 0]  # start and end of forwards outside of any loader's loop
+        self._forward_end = 0  # of a forward that waits for its backward
+        self._opened = (0, 0)  # an iterator that was just made, and when that began
+        self._step_end = 0  # of the last step, until its next forward
+        self._fetched = [0, 0]  # batches, in the last step and since
+        self._stepping: Optimizer | None = None
+        self._step_start = 0
+        self._counted: weakref.ref[Optimizer] | None = None
+        self._other: weakref.ref[Optimizer] | None = None
+        self._backwards = 0  # since the last counted step
+        self._ever_backward = False
+
+    def elsewhere(self) -> bool:
+        """Whether the calling thread is not the one that trains, or all is recorded already."""
+        return self.stopped or threading.get_ident() != self._thread
+
+    # batches
+
+    def fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        """Ask a loader's iterator for its next batch; time and samples."""
+        self.recorder.hooks += 1
+        start = now()
+        self._ask(id(iterator), start)
+        self.busy = True
+        try:
+            batch = fetch(iterator)
+        finally:
+            self.busy = False
+            self.recorder.event(State.INPUT, start, now())
+        opened, began = self._opened
+        start = began if opened == id(iterator) else start
+        self._opened = (0, 0)
+        self._iterations.append(_Iteration(id(iterator), start, samples_in(batch)))
+        del self._iterations[:-NESTED]
+        self._fetched[1] += 1
+        return batch
+
+    def open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        """Make a loader's iterator, its workers too: that is waiting for input as well."""
+        start = now()
+        self.busy = True
+        try:
+            iterator = make(loader)
+        finally:
+            self.busy = False
+            self.recorder.event(State.INPUT, start, now())
+        self._opened = (id(iterator), start)
+        return iterator
+
+    def _ask(self, iterator: int, at: int) -> None:
+        """The iteration that this loader was in is over, and those of loaders inside it."""
+        self._end_evaluation()
+        self._forward_end = 0
+        if any(turn.iterator == iterator for turn in self._iterations):
+            while self._iterations:
+                turn = self._iterations.pop()
+                if turn.quiet and not turn.trains:
+                    self.recorder.event(State.VALIDATION, turn.start, at)
+                if turn.iterator == iterator:
+                    break
+
+    # the model
+
+    def forward(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the outermost module."""
+        if torch.compiler.is_compiling() or not self._is_model(module):
+            return call(module, *args, **kwargs)
+        self.recorder.hooks += 1
+        self.busy, self._inside = True, module
+        start = now()
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            end = now()
+            if self._inside is module:  # else it has trained: see before_step
+                self.busy, self._inside = False, None
+                if torch.is_grad_enabled():
+                    self._with_gradient(module, start, end, args or tuple(kwargs.values()))
+                else:
+                    self._without_gradient(module, start, end)
+
+    def _is_model(self, module: nn.Module) -> bool:
+        """A transform of data or a loss function has no parameters; what trains inside its
+        forward is a loop and no model."""
+        known = self._has_parameters.get(module)
+        if known is None:
+            known = next(module.parameters(), None) is not None
+            self._has_parameters[module] = known
+        return known and module not in self._drivers
+
+    def _with_gradient(self, module: nn.Module, start: int, end: int, inputs: Any) -> None:
+        self._end_evaluation()
+        self.recorder.event(State.FORWARD, start, end)
+        self._forward_end = end
+        self._trained.add(id(next(module.parameters())))
+        if self._step_end and not any(self._fetched):
+            self.recorder.event(State.GAP, self._step_end, start)
+        self._step_end = 0
+        if not self._iterations:
+            self._iterations.append(_Iteration(0, start, 0))
+            self._iterations[-1].module = id(module)
+        turn = self._iterations[-1]
+        if turn.module == id(module) and inputs:
+            turn.samples += samples_in(inputs)
+        turn.quiet |= not module.training
+        turn.trains |= module.training
+
+    def _without_gradient(self, module: nn.Module, start: int, end: int) -> None:
+        turn = self._iterations[-1] if self._iterations else None
+        if turn is not None and turn.iterator and not turn.trains:
+            turn.quiet = True
+            if len(turn.forwards) < HELD:
+                turn.forwards.append((start, end))
+            else:
+                turn.forwards[-1] = (turn.forwards[-1][0], end)
+        elif not module.training and id(next(module.parameters())) in self._trained:
+            self._evaluation = [self._evaluation[0] or start, end]
+        else:
+            self.recorder.event(State.FORWARD, start, end)
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation[0]:
+            self.recorder.event(State.VALIDATION, *self._evaluation)
+            self._evaluation = [0, 0]
+
+    # gradients
+
+    def backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run autograd's engine."""
+        self.recorder.hooks += 1
+        self._end_evaluation()
+        start = now()
+        if self._forward_end:
+            self.recorder.event(State.LOSS, self._forward_end, start)
+            self._forward_end = 0
+        if self._iterations:
+            self._trains(self._iterations[-1])
+        self.busy = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.busy = False
+            end = now()
+            self.recorder.event(State.BACKWARD, start, end)
+            if kwargs.get("accumulate_grad", True):
+                self._backwards += 1
+                self._ever_backward = True
+            else:  # autograd.grad: a part of the loss, and more of it may follow
+                self._forward_end = end
+
+    def _trains(self, turn: _Iteration) -> None:
+        """A backward came: what ran without gradient before it was part of the step."""
+        turn.trains = True
+        for start, end in turn.forwards:
+            self.recorder.event(State.FORWARD, start, end)
+        turn.forwards.clear()
+        self.recorder.samples += turn.samples
+        turn.samples = 0
+
+    # the optimizer
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.stopped or (self._stepping is not None and self._stepping is not optimizer):
+            return  # an optimizer inside another one's step
+        self._thread = threading.get_ident()
+        if self._inside is not None:  # its forward is a training loop
+            self._drivers.add(self._inside)
+            self.busy, self._inside = False, None
+        self._end_evaluation()
+        self._stepping = optimizer
+        self._step_start = now()
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.stopped or self._stepping is not optimizer:
+            return
+        self.recorder.hooks += 1
+        self._stepping = None
+        self._forward_end = 0
+        self.recorder.event(State.OPTIMIZER, self._step_start, now())
+        if self._iterations and not self._iterations[-1].iterator:
+            self._iterations.pop()  # a step ends an iteration that no loader began
+        if self._counts(optimizer):
+            self._backwards = 0
+            self.recorder.end_of_step()
+            self._step_end = now()
+            self._fetched = [self._fetched[1], 0]
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """Whether a step of the job ends here. Engines step one optimizer a group of parameters,
+        with one backward before them all; where several optimizers train in turns, the first
+        one's steps count, until another one steps twice without it."""
+        if self._ever_backward and not self._backwards:
+            return False
+        counted = self._counted() if self._counted is not None else None
+        other = self._other() if self._other is not None else None
+        if counted is None or counted is optimizer or other is optimizer:
+            self._counted, self._other = weakref.ref(optimizer), None
+            return True
+        self._other = weakref.ref(optimizer)
+        return False
+
+    def end(self) -> None:
+        """The script is at its end: what still waited for its kind gets it."""
+        self._end_evaluation()
+        if self._iterations:
+            turn = self._iterations[-1]
+            if turn.quiet and not turn.trains and turn.iterator:
+                self.recorder.event(State.VALIDATION, turn.start, now())
+        self._iterations.clear()

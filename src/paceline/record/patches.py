@@ -1,0 +1,278 @@
+"""Where a script that knows nothing of this is listened to: torch's own seams.
+
+Set once, before the script runs. Each replacement passes on at once where it has nothing to do:
+in a nested module that is one comparison. Nothing of a script's results depends on them.
+"""
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .collectives import RecordedGroup, measure_entry
+from .imports import after_import
+from .loop import Loop
+from .recorder import Recorder, difference_ns, now
+from .states import State
+
+
+def install(loop: Loop) -> None:
+    """Listen to this process's script, now or when it imports torch."""
+    recorder = loop.recorder
+    patches: dict[str, Callable[[ModuleType], None]] = {
+        "torch.nn.modules.module": functools.partial(_modules, loop),
+        "torch.autograd": functools.partial(_backward, loop),
+        "torch.optim.optimizer": functools.partial(_optimizers, loop),
+        "torch.utils.data.dataloader": functools.partial(_loaders, loop),
+        "torch.distributed.distributed_c10d": functools.partial(_groups, recorder),
+        "torch.distributed.rendezvous": _own_store,
+        "torch.nn.utils.clip_grad": functools.partial(_clipping, loop),
+        "torch.amp.grad_scaler": functools.partial(_scaling, loop),
+        "torch.serialization": functools.partial(_saving, recorder, ["save"]),
+        "torch.distributed.checkpoint": functools.partial(
+            _saving, recorder, ["save", "async_save", "save_state_dict"]
+        ),
+        "safetensors.torch": functools.partial(_saving, recorder, ["save_file", "save_model"]),
+    }
+    after_import(patches)
+
+
+def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Callable[..., Any]:
+    """``function``, its time in the main thread recorded as ``state``."""
+    main = threading.main_thread().ident
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != main:
+            return function(*args, **kwargs)
+        start = now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            recorder.event(state, start, now())
+
+    return timed
+
+
+def _modules(loop: Loop, module: ModuleType) -> None:
+    kind = module.Module
+    original = kind.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if loop.busy:  # what original does, without a frame of its own
+            if self._compiled_call_impl is not None:
+                return self._compiled_call_impl(*args, **kwargs)
+            return self._call_impl(*args, **kwargs)
+        if loop.elsewhere():
+            return original(self, *args, **kwargs)
+        return loop.forward(self, original, args, kwargs)
+
+    functools.update_wrapper(__call__, original)
+    kind.__call__ = __call__
+
+    def known_to_dynamo(module: ModuleType) -> None:
+        # torch.compile goes straight to a module's forward only where the call is "unpatched".
+        if hasattr(module, "unpatched_nn_module_call"):
+            module.unpatched_nn_module_call = __call__  # type: ignore[attr-defined]
+
+    after_import(
+        {
+            "torch._dynamo.utils": known_to_dynamo,
+            "torch._dynamo.variables.nn_module": known_to_dynamo,
+            # Nor does it look into this package's own frames.
+            "torch._dynamo.trace_rules": lambda rules: rules.add("paceline"),
+        }
+    )
+
+
+def _backward(loop: Loop, module: ModuleType) -> None:
+    original = module._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if loop.busy or loop.elsewhere():
+            return original(*args, **kwargs)
+        return loop.backward(original, args, kwargs)
+
+    module._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+def _optimizers(loop: Loop, module: ModuleType) -> None:
+    module.register_optimizer_step_pre_hook(loop.before_step)
+    module.register_optimizer_step_post_hook(loop.after_step)
+    kind = module.Optimizer
+    kind.zero_grad = _unless_stopped(loop, kind.zero_grad)
+
+
+def _unless_stopped(loop: Loop, function: Callable[..., Any]) -> Callable[..., Any]:
+    timed = _timed(function, State.OPTIMIZER, loop.recorder)
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (function if loop.stopped else timed)(*args, **kwargs)
+
+    return chosen
+
+
+def _clipping(loop: Loop, module: ModuleType) -> None:
+    import torch.nn.utils as utils
+
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        clip = _unless_stopped(loop, getattr(module, name))
+        setattr(module, name, clip)
+        setattr(utils, name, clip)
+
+
+def _scaling(loop: Loop, module: ModuleType) -> None:
+    for name in ("step", "unscale_", "update"):
+        method = _unless_stopped(loop, getattr(module.GradScaler, name))
+        setattr(module.GradScaler, name, method)
+
+
+def _loaders(loop: Loop, module: ModuleType) -> None:
+    kind, loader = module._BaseDataLoaderIter, module.DataLoader
+    fetch, make = kind.__next__, loader.__iter__
+
+    def __next__(self: Any) -> Any:  # noqa: N807
+        if loop.busy or loop.elsewhere():
+            return fetch(self)
+        return loop.fetch(self, fetch)
+
+    def __iter__(self: Any) -> Any:  # noqa: N807
+        if loop.busy or loop.elsewhere():
+            return make(self)
+        return loop.open(self, make)
+
+    kind.__next__, loader.__iter__ = __next__, __iter__
+
+
+def _saving(recorder: Recorder, names: list[str], module: ModuleType) -> None:
+    import torch
+
+    for name in names:
+        if hasattr(module, name):
+            timed = _timed(getattr(module, name), State.CHECKPOINT, recorder)
+            setattr(module, name, timed)
+            if module.__name__ == "torch.serialization":
+                setattr(torch, name, timed)
+
+
+def _own_store(rendezvous: ModuleType) -> None:
+    """A script that starts its ranks itself, on a port of its own, has no agent to ask there."""
+    original = rendezvous._torchelastic_use_agent_store
+
+    def use_agent_store() -> bool:
+        ours = os.environ.get("PACELINE_STORE_PORT", os.environ.get("MASTER_PORT"))
+        return bool(original()) and os.environ.get("MASTER_PORT") == ours
+
+    rendezvous._torchelastic_use_agent_store = use_agent_store  # type: ignore[attr-defined]
+
+
+def _groups(recorder: Recorder, c10d: ModuleType) -> None:
+    """Every process group that the script makes, behind the recorded seam; what torch knows of
+    it (its backend's name, its tags) stays as it was."""
+    original = c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def helper(size: int, rank: int, members: list[int], *args: Any, **kwargs: Any) -> Any:
+        group, store = original(size, rank, members, *args, **kwargs)
+        if group is c10d.GroupMember.NON_GROUP_MEMBER:
+            return group, store
+        if not members:
+            recorder.join(group.rank(), group.size())
+            measure_entry(recorder)
+        if not isinstance(group, RecordedGroup):
+            group = _seen_by_torch(c10d, group, recorder)
+        return group, store
+
+    c10d._new_process_group_helper = helper  # type: ignore[attr-defined]
+    _batches(c10d)
+    _leaving(c10d)
+
+
+def _seen_by_torch(c10d: ModuleType, group: Any, recorder: Recorder) -> RecordedGroup:
+    """The group behind the seam, in the place of the plain one in torch's tables."""
+    world = c10d._world
+    name = world.pg_names[group]
+    recorded = RecordedGroup(group, str(name), recorder)
+    for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+        if group in table:
+            table[recorded] = table.pop(group)
+    for tagged in world.tags_to_pg.values():
+        tagged[:] = [recorded if one is group else one for one in tagged]
+    if group.bound_device_id is not None:
+        recorded.bound_device_id = group.bound_device_id
+    recorded._set_group_name(name)
+    recorded._set_group_desc(group.group_desc)
+    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+    _unregister_process_group(name)
+    _register_process_group(name, recorded)
+    return recorded
+
+
+def _leaving(c10d: ModuleType) -> None:
+    """A script destroys its groups: gloo's threads come to rest first (see world.join.leave)."""
+    import torch.distributed as dist
+
+    original = c10d.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        for one in [group] if group is not None else list(c10d._world.pg_map):
+            if isinstance(one, RecordedGroup):
+                one.settle(seconds=1.0)
+        time.sleep(0.01)
+        original(group)
+
+    c10d.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+    dist.destroy_process_group = destroy_process_group
+
+
+def _batches(c10d: ModuleType) -> None:
+    """Sends and receives in one batch are coalesced by NCCL only for a plain group's type."""
+    import torch.distributed as dist
+
+    original = c10d.batch_isend_irecv
+
+    @functools.wraps(original)
+    def batch_isend_irecv(operations: list[Any]) -> Any:
+        group = (operations and operations[0].group) or dist.group.WORLD
+        if not isinstance(group, RecordedGroup):
+            return original(operations)
+        device = operations[0].tensor.device
+        if not getattr(group._get_backend(device), "supports_coalescing", False):
+            return original(operations)
+        with c10d._coalescing_manager(group, device, async_ops=True) as coalesced:
+            for one in operations:
+                one.op(one.tensor, one.peer, one.group, one.tag)
+        return coalesced.works
+
+    c10d.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
+    dist.batch_isend_irecv = batch_isend_irecv  # type: ignore[assignment]
+
+
+def measure_hooks(loop: Loop) -> None:
+    """Measure what a hook costs beside its event, in turns with the hook passing on. Before the
+    script runs; what it records is forgotten by the caller."""
+    import torch
+
+    module = torch.nn.ReLU()
+    module.weight = torch.nn.Parameter(torch.zeros(1))
+    nothing = torch.zeros(1)
+
+    def plain() -> None:
+        loop.stopped = True
+        module(nothing)
+        loop.stopped = False
+
+    def recorded() -> None:
+        loop.stopped = False
+        module(nothing)
+        loop.stopped = False
+
+    recorder = loop.recorder
+    recorder.hook_cost_ns = max(0.0, difference_ns(plain, recorded) - recorder.event_cost_ns)
+    loop.reset()
