@@ -5,14 +5,29 @@ import random
 import numpy as np
 import pytest
 
+from paceline.analyze.load import Run
+from paceline.analyze.match import match
 from paceline.analyze.pop import LOSSES, busy, efficiencies
 from paceline.analyze.read import read
-from paceline.analyze.states import STATES, Window, covered, latest_starts, states, window
-from paceline.analyze.summary import summarise
+from paceline.analyze.report import analyse
+from paceline.analyze.states import STATES, Window, covered, timeline, window
 from paceline.record.ring import Ring
 from paceline.record.states import Op, State
 
 MS = 1_000_000
+
+
+def latest_starts(records):
+    matched = match(records)
+    return [matched.latest(i) for i in range(len(records))], matched.unmatched
+
+
+def states(record, latest, within):
+    return timeline(record, latest, within).states
+
+
+def summarise(records):
+    return analyse(Run("test", records, missing=[]))
 
 
 class Rank:
@@ -71,7 +86,7 @@ def test_wait_ends_and_transfer_begins_where_the_last_member_arrives(two):
 
 
 def test_efficiencies_follow_their_definitions(two):
-    summary = summarise([rank.record() for rank in two], missing=[])
+    summary = summarise([rank.record() for rank in two])
     e = summary.efficiencies
     # b = 50 and 80 of 100 ms
     assert e.load_balance == pytest.approx(65 / 80)
@@ -124,7 +139,7 @@ def test_an_exchange_covered_by_the_backward_costs_nothing(tmp_path):
         rank.was(State.BACKWARD, 1, 50)
         rank.collective(launched=10, blocked=50, end=50)
         rank.step(1, 51)
-    summary = summarise([rank.record() for rank in ranks], missing=[])
+    summary = summarise([rank.record() for rank in ranks])
     assert all(rank["wait"] == rank["transfer"] == 0 for rank in summary.states)
 
 
@@ -136,7 +151,7 @@ def test_inside_a_validation_input_and_forward_are_validation(tmp_path):
     rank.was(State.VALIDATION, 20, 60)
     rank.was(State.CHECKPOINT, 50, 60)
     rank.step(10, 110)
-    share = summarise([rank.record()], missing=[]).states[0]
+    share = summarise([rank.record()]).states[0]
     assert share == pytest.approx(
         dict.fromkeys(STATES, 0.0) | {"validation": 0.3, "checkpoint": 0.1, "other": 0.6}
     )
@@ -180,21 +195,10 @@ def test_a_collective_without_a_members_record_is_counted(two):
     assert unmatched == 1
 
 
-def test_clocks_of_two_hosts_are_not_compared(tmp_path):
-    ranks = [Rank(tmp_path, rank, 2, host=f"host{rank}") for rank in range(2)]
-    for rank, arrival in zip(ranks, (10, 50), strict=True):
-        rank.step(0, 1)
-        rank.collective(arrival, arrival, 60)
-        rank.step(1, 101)
-    summary = summarise([rank.record() for rank in ranks], missing=[])
-    assert not summary.clocks_aligned
-    assert all(rank["wait"] == 0 for rank in summary.states)
-
-
 def test_one_step_is_too_few_to_measure(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.step(0, 10, samples=4)
-    summary = summarise([rank.record()], missing=[])
+    summary = summarise([rank.record()])
     assert summary.window_s is None
     assert summary.samples_per_s is None
     assert summary.states == []

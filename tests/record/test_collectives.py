@@ -77,7 +77,7 @@ SCRIPT = """
         new = read(recorder.snapshot()).events[before:]
         flights = new[new["state"] == State.COLLECTIVE]
         ops[name] = [[Op(int(e["op"])).name, int(e["amount"])] for e in flights]
-        assert len(new[new["state"] == State.BLOCKED]) == len(flights), name
+        assert len(new[new["state"] == State.BLOCKED]) >= len(flights), name
     if rank == 0:
         json.dump([results, ops], open(sys.argv[1], "w"))
     """

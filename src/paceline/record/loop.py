@@ -24,6 +24,7 @@ from .recorder import Recorder, now
 from .states import State
 
 NESTED = 8  # loaders inside each other's loops that are told apart
+AHEAD = 16  # batches fetched before their backward; with more the data is only being read
 HELD = 64  # forwards without gradient that are held until it is known what they were
 
 
@@ -61,6 +62,7 @@ class Loop:
         self._inside: nn.Module | None = None  # the outermost module that runs
         self._drivers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._iterations: list[_Iteration] = []
+        self._ahead: list[int] = []  # samples of batches that were fetched before they are used
         self._evaluation = [0, 0]  # start and end of forwards outside of any loader's loop
         self._forward_end = 0  # of a forward that waits for its backward
         self._opened = (0, 0)  # an iterator that was just made, and when that began
@@ -119,6 +121,9 @@ class Loop:
                 turn = self._iterations.pop()
                 if turn.quiet and not turn.trains:
                     self.recorder.event(State.VALIDATION, turn.start, at)
+                    self._ahead = []
+                elif turn.samples:
+                    self._ahead.append(turn.samples)
                 if turn.iterator == iterator:
                     break
 
@@ -163,7 +168,7 @@ class Loop:
             self._iterations.append(_Iteration(0, start, 0))
             self._iterations[-1].module = id(module)
         turn = self._iterations[-1]
-        if turn.module == id(module) and inputs:
+        if turn.module == id(module) and inputs and not any(self._fetched):
             turn.samples += samples_in(inputs)
         turn.quiet |= not module.training
         turn.trains |= module.training
@@ -217,6 +222,9 @@ class Loop:
         for start, end in turn.forwards:
             self.recorder.event(State.FORWARD, start, end)
         turn.forwards.clear()
+        if len(self._ahead) <= AHEAD:
+            self.recorder.samples += sum(self._ahead)
+        self._ahead = []
         self.recorder.samples += turn.samples
         turn.samples = 0
 

@@ -26,15 +26,15 @@ def told(folders: list[Path], steps: str | None, as_json: bool) -> str:
     reports = [analyse(load(folder), chosen) for folder in folders]
     if len(reports) == 1:
         report = reports[0]
-        return (
-            report.to_json() + "\n" if as_json else _drawn(lambda width: panel(report, width, True))
-        )
-    sizes = {report.size for report in reports}
-    if len(reports) == 2 and len(sizes) == 1:
-        changes = compare(*reports)
+        if as_json:
+            return report.to_json() + "\n"
+        return _drawn(lambda width: panel(report, width, full=True))
+    if len(reports) == 2 and reports[0].size == reports[1].size:
+        before, after = reports
+        changes = compare(before, after)
         if as_json:
             return _json("paceline-comparison", reports, [asdict(change) for change in changes])
-        return _drawn(lambda _: tables.compared(*reports, changes))
+        return _drawn(lambda _: tables.compared(before, after, changes))
     scales = scaling(reports)
     if as_json:
         return _json("paceline-scaling", reports, [asdict(scale) for scale in scales])
@@ -42,10 +42,8 @@ def told(folders: list[Path], steps: str | None, as_json: bool) -> str:
 
 
 def _json(kind: str, reports: list[Report], rows: list[dict[str, object]]) -> str:
-    whole = [asdict(report) for report in reports]
-    return (
-        json.dumps({"format": kind, "version": 1, "rows": rows, "reports": whole}, indent=1) + "\n"
-    )
+    whole = {"format": kind, "version": 1, "rows": rows, "reports": [asdict(r) for r in reports]}
+    return json.dumps(whole, indent=1) + "\n"
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -19,26 +19,25 @@ _DOING = {
 def sentence(loss: Loss, report: Report) -> str:
     """The loss for a reader who knows the script, and not the tool."""
     if loss.kind == "wait" and loss.rank is None:
-        return "is waiting that can't be booked to one rank (see the doubts below)."
+        return "waiting that can't be booked to one rank (see below)."
     if loss.kind == "wait":
         return (
-            f"is spent waiting for {_rank(loss, report)}, which {_DOING[str(loss.doing)]}: mostly "
-            f"in {_collective(loss)}{_steps(loss, report)}."
+            f"waiting for {_rank(loss, report)}, which {_DOING[str(loss.doing)]}; mostly in "
+            f"{_collective(loss)}{_steps(loss, report)}."
         )
     if loss.kind == "transfer":
         ending = "" if report.clocks_aligned else " (waits among them)"
-        return (
-            f"is {_collective(loss)} after the last rank had arrived{ending}{_steps(loss, report)}."
-        )
+        when = f"after the last rank had arrived{ending}{_steps(loss, report)}"
+        return f"{_collective(loss)} itself, {when}."
     what = {
-        "input": "is waiting for the next batch",
-        "checkpoint": "is standing still for checkpoints",
-        "validation": "is evaluating",
-        "other": "is outside of all that was recognised",
+        "input": "waiting for the next batch",
+        "checkpoint": "standing still for checkpoints",
+        "validation": "evaluating",
+        "other": "the script's own work outside of all that was recognised",
     }[loss.kind]
     most = ""
     if len(report.ranks) > 1 and loss.most is not None:
-        most = f", most on {_rank(loss, report)}: {100 * loss.most:.1f} % of its time"
+        most = f"; most on {_rank(loss, report)}: {100 * loss.most:.1f} % of its time"
     return f"{what}{most}{_steps(loss, report)}.{_lines(loss)}"
 
 

@@ -208,7 +208,7 @@ def _losses(report: Report) -> list[RenderableType]:
     parts: list[RenderableType] = [Text("The largest losses, of all ranks' time:", style="bold")]
     for i, loss in enumerate(told):
         text = Text(f"{i + 1}. ").append(percent(loss.share), style="bold")
-        parts.append(text.append(f"  {sentence(loss, report)}"))
+        parts.append(text.append(f": {sentence(loss, report)}"))
     return [*parts, Text()]
 
 

@@ -1,0 +1,157 @@
+"""Scripts that know nothing of Paceline, recorded unchanged: each one's oddity, told truly."""
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import ranks
+
+from paceline.analyze.load import load
+from paceline.analyze.report import analyse
+
+ZOO = Path(__file__).parent / "zoo"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a script's report must say. states: those that some rank must (present) or no rank
+    may (absent) have spent more than a thousandth of its time in."""
+
+    collectives: set[str] = field(default_factory=lambda: {"all-reduce"})
+    present: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ("validation", "checkpoint")
+    samples: int | None = None  # of all ranks in each step
+    steps: int = 30
+    args: tuple[object, ...] = ()
+    ranks: int = 2
+    needs: str | None = None
+    other: float = 0.35  # the most that may be unexplained
+
+
+STATES = ("validation", "checkpoint")
+P2P = {"send", "recv"}
+CASES = {
+    "ddp": Told(present=STATES, absent=(), collectives={"all-reduce", "barrier"}, samples=256),
+    "by_hand": Told(samples=256),
+    "accumulate": Told(samples=512),
+    "accumulate --how flag": Told(samples=512, args=("--how", "flag")),
+    "accumulate --how two": Told(samples=512, args=("--how", "two")),
+    "a_list": Told(samples=256),
+    "alone": Told(collectives=set(), samples=128, ranks=1),
+    "closures": Told(),
+    "gan": Told(samples=256),
+    "transforms": Told(present=("input",), samples=128),
+    "methods": Told(),
+    "engine": Told(),
+    "scaler": Told(steps=26),
+    "profiled": Told(),
+    "compiled": Told(),
+    "groups": Told(collectives={"all-reduce", "barrier"}, other=0.5),
+    "p2p": Told(collectives={"all-reduce", *P2P}),
+    "workers": Told(present=("input",), samples=128),
+    "pipeline": Told(collectives=P2P),
+    "tensor_parallel": Told(),
+    "fsdp2": Told(
+        collectives={"all-gather", "reduce-scatter"}, present=("checkpoint",), absent=("validation",)
+    ),
+    "spawn": Told(ranks=1),
+    "spawn --how process": Told(ranks=1, args=("--how", "process")),
+    "lightning_script": Told(present=STATES, absent=(), samples=256, needs="lightning"),
+    "accelerate_script": Told(
+        collectives={"all-reduce", "all-gather"},
+        present=("validation",),
+        absent=("checkpoint",),
+        samples=256,
+        needs="accelerate",
+    ),
+    "trainer_script": Told(
+        collectives={"all-reduce", "all-gather"}, present=STATES, absent=(), needs="transformers"
+    ),
+}
+
+
+def recorded(tmp_path, script, *args, ranks_=2, check=True, **env):
+    """Run a script of the zoo under ``paceline run --record``; the run and its report."""
+    folder = tmp_path / "record"
+    launcher = f"paceline --record {folder}"
+    result = ranks.run(
+        ZOO / f"{script}.py", *args, ranks=ranks_, launcher=launcher, check=check, **env
+    )
+    return result, analyse(load(folder))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_script_is_recorded_unchanged_and_told_truly(tmp_path, name):
+    told = CASES[name]
+    if told.needs and importlib.util.find_spec(told.needs) is None:
+        pytest.skip(f"{told.needs} is not installed (make frameworks)")
+    result, report = recorded(tmp_path, name.split()[0], *told.args, ranks_=told.ranks)
+    assert re.search(r"final loss", result.stdout), result.stdout
+    size = 1 if name == "alone" else 2
+    assert (report.ranks, report.size, report.missing_ranks) == (list(range(size)), size, [])
+    assert report.steps == told.steps
+    assert (report.confidence, report.doubts, report.unmatched) == (1.0, [], 0)
+    if told.samples is not None:
+        steps = report.ranges[-1].last - report.ranges[0].first + 1
+        assert report.samples / steps == pytest.approx(told.samples, rel=0.15)
+    found = {c.name for group in report.groups for c in group.collectives}
+    assert told.collectives <= found
+    for state in told.present:
+        assert max(rank[state] for rank in report.states) > 0.001, state
+    for state in told.absent:
+        assert max(rank[state] for rank in report.states) < 0.001, state
+    for rank in report.states:
+        assert sum(rank.values()) == pytest.approx(1)
+        assert rank["useful"] > 0.1
+        assert rank["other"] < told.other
+    if size == 2:
+        e = report.efficiencies
+        assert e.serialisation * e.transfer == pytest.approx(e.communication)
+        assert e.load_balance * e.communication == pytest.approx(e.parallel)
+    assert json.loads(report.to_json())["format"] == "paceline-report"
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline"])
+def test_recording_does_not_change_the_result(tmp_path, name):
+    plain = ranks.run(ZOO / f"{name}.py").stdout
+    result, _ = recorded(tmp_path, name)
+    loss = re.compile(r"final loss ([\d.]+)")
+    assert loss.search(result.stdout).group(1) == loss.search(plain).group(1)
+
+
+def test_groups_are_told_by_name_and_those_of_one_rank_left_out(tmp_path):
+    _, report = recorded(tmp_path, "groups")
+    assert [group.size for group in report.groups] == [2, 2]
+    assert len({group.name for group in report.groups}) == 2
+
+
+def test_a_profiler_session_of_the_script_gets_all_its_events(tmp_path):
+    plain = ranks.run(ZOO / "profiled.py").stdout
+    result, _ = recorded(tmp_path, "profiled")
+    counts = [int(re.search(r"(\d+) events", text).group(1)) for text in (plain, result.stdout)]
+    assert counts[1] == pytest.approx(counts[0], rel=0.1)
+
+
+@pytest.mark.parametrize(("args", "share"), [((), 0.1), (("--generator", "0.02"), None)])
+def test_without_a_loader_the_gap_between_steps_shows_the_wait_for_input(tmp_path, args, share):
+    _, report = recorded(tmp_path, "a_list", *args)
+    for rank in report.states:
+        if share is not None:
+            assert rank["input"] < share
+        else:
+            slept = 0.02 * (report.ranges[-1].last - report.ranges[0].first + 1)
+            assert rank["input"] == pytest.approx(slept / report.window_s, abs=0.1)
+            assert rank["other"] < 0.1
+
+
+def test_work_between_the_steps_is_other_with_its_line(tmp_path):
+    _, report = recorded(tmp_path, "plain_loop", "--other", "0.03")
+    slept = 0.03 * (report.ranges[-1].last - report.ranges[0].first + 1) / report.window_s
+    for rank in report.states:
+        assert rank["other"] == pytest.approx(slept, abs=0.08)
+    (other,) = [loss for loss in report.losses if loss.kind == "other"]
+    assert other.lines[0]["code"] == "time.sleep(args.other)"
+    assert other.lines[0]["file"].endswith("plain_loop.py")
