@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -105,3 +106,31 @@ def in_memory() -> set[str]:
                 continue
         found.add(path.name)
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_by_hand(script: Path, record: Path, prefixes: list[list[str]]) -> None:
+    """One recorded rank for each prefix of its command, without any launcher: what a cluster's
+    own tools would start."""
+    port, size = free_port(), len(prefixes)
+    started = []
+    for rank, prefix in enumerate(prefixes):
+        variables = environment(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        command = [*prefix, PACELINE, "record", str(record), str(script)]
+        started.append(subprocess.Popen(command, env=variables))
+    try:
+        assert [process.wait(timeout=120) for process in started] == [0] * size
+    finally:
+        for process in started:
+            process.kill()

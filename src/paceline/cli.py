@@ -132,6 +132,30 @@ def run(
 
 
 @app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Example:  torchrun --nproc-per-node 4 --no-python paceline record run/record train.py",
+)
+def record(
+    folder: Annotated[Path, typer.Argument(help="Where the records go, the same for all ranks.")],
+    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+) -> None:
+    """Run SCRIPT as one recorded rank of any launcher: torchrun, srun, mpirun.
+
+    Ranks may be on several hosts, if FOLDER is on a file system that they share. A rank that is
+    killed leaves no record: that needs paceline run --record.
+    """
+    from .launch.rank import record_here
+
+    record_here(folder, {"name": script, "args": args or [], "module": module})
+
+
+@app.command(
     epilog="Examples:  paceline report run/record   ·   paceline report before after   ·   "
     "paceline report n1 n2 n4   ·   paceline report --steps 100:200 run/record",
 )

@@ -5,16 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from paceline.analyze.load import Run
 from paceline.analyze.match import match
 from paceline.analyze.pop import LOSSES, busy, efficiencies
-from paceline.analyze.read import read
-from paceline.analyze.report import analyse
 from paceline.analyze.states import STATES, Window, covered, timeline, window
-from paceline.record.ring import Ring
 from paceline.record.states import Op, State
-
-MS = 1_000_000
+from records import MS, Rank, report_of
 
 
 def latest_starts(records):
@@ -24,35 +19,6 @@ def latest_starts(records):
 
 def states(record, latest, within):
     return timeline(record, latest, within).states
-
-
-def summarise(records):
-    return analyse(Run("test", records, missing=[]))
-
-
-class Rank:
-    """A hand-made record; times in milliseconds."""
-
-    def __init__(self, folder, rank, size, host="host"):
-        meta = {"rank": rank, "size": size, "host": host, "started_ns": 0}
-        meta["groups"] = {"1": {"name": "0", "size": size, "rank": rank}}
-        self.ring = Ring(folder / f"rank-{rank}.ring", meta, capacity=4096)
-        self.seq = 0
-
-    def was(self, state, start, end, **fields):
-        self.ring.write(int(start * MS), int(end * MS), state, **fields)
-
-    def collective(self, launched, blocked, end, op=Op.ALL_REDUCE, peer=-1, amount=0):
-        self.seq += 1
-        fields = {"seq": self.seq, "group": 1, "op": op, "peer": peer, "amount": amount}
-        self.was(State.BLOCKED, blocked, end, **fields)
-        self.was(State.COLLECTIVE, launched, end, **fields)
-
-    def step(self, start, end, samples=0):
-        self.was(State.STEP, start, end, amount=samples)
-
-    def record(self):
-        return read(self.ring.snapshot())
 
 
 @pytest.fixture
@@ -86,7 +52,7 @@ def test_wait_ends_and_transfer_begins_where_the_last_member_arrives(two):
 
 
 def test_efficiencies_follow_their_definitions(two):
-    summary = summarise([rank.record() for rank in two])
+    summary = report_of(two)
     e = summary.efficiencies
     # b = 50 and 80 of 100 ms
     assert e.load_balance == pytest.approx(65 / 80)
@@ -139,7 +105,7 @@ def test_an_exchange_covered_by_the_backward_costs_nothing(tmp_path):
         rank.was(State.BACKWARD, 1, 50)
         rank.collective(launched=10, blocked=50, end=50)
         rank.step(1, 51)
-    summary = summarise([rank.record() for rank in ranks])
+    summary = report_of(ranks)
     assert all(rank["wait"] == rank["transfer"] == 0 for rank in summary.states)
 
 
@@ -151,7 +117,7 @@ def test_inside_a_validation_input_and_forward_are_validation(tmp_path):
     rank.was(State.VALIDATION, 20, 60)
     rank.was(State.CHECKPOINT, 50, 60)
     rank.step(10, 110)
-    share = summarise([rank.record()]).states[0]
+    share = report_of([rank]).states[0]
     assert share == pytest.approx(
         dict.fromkeys(STATES, 0.0) | {"validation": 0.3, "checkpoint": 0.1, "other": 0.6}
     )
@@ -198,7 +164,7 @@ def test_a_collective_without_a_members_record_is_counted(two):
 def test_one_step_is_too_few_to_measure(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.step(0, 10, samples=4)
-    summary = summarise([rank.record()])
+    summary = report_of([rank])
     assert summary.window_s is None
     assert summary.samples_per_s is None
     assert summary.states == []

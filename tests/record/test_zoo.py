@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import ranks
 
+import ranks
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
 
@@ -38,7 +38,7 @@ CASES = {
     "by_hand": Told(samples=256),
     "accumulate": Told(samples=512),
     "accumulate --how flag": Told(samples=512, args=("--how", "flag")),
-    "accumulate --how two": Told(samples=512, args=("--how", "two")),
+    "accumulate --how two": Told(samples=256, args=("--how", "two")),
     "a_list": Told(samples=256),
     "alone": Told(collectives=set(), samples=128, ranks=1),
     "closures": Told(),
@@ -55,7 +55,9 @@ CASES = {
     "pipeline": Told(collectives=P2P),
     "tensor_parallel": Told(),
     "fsdp2": Told(
-        collectives={"all-gather", "reduce-scatter"}, present=("checkpoint",), absent=("validation",)
+        collectives={"all-gather", "reduce-scatter"},
+        present=("checkpoint",),
+        absent=("validation",),
     ),
     "spawn": Told(ranks=1),
     "spawn --how process": Told(ranks=1, args=("--how", "process")),

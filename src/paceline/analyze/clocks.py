@@ -111,7 +111,7 @@ def _bounds(matched: Matched, clock: Ints, count: int) -> dict[tuple[int, int], 
     rows = np.repeat(np.arange(nodes), np.diff(matched.node_rows))
     launch = matched.node_launches
     np.maximum.at(started, (clock[launches["record"][launch]], rows), launches["start"][launch])
-    done = np.full((count, nodes), -never)  # the first end of a wait for it
+    done = np.full((count, nodes), np.iinfo(np.int64).max)  # the first end of a wait for it
     # A sender, or who gives to a reduction, may be done before the other side has come.
     gives = (waits["op"] == Op.SEND) | (
         np.isin(waits["op"], (Op.REDUCE, Op.GATHER)) & ~waits["root"]
@@ -122,7 +122,7 @@ def _bounds(matched: Matched, clock: Ints, count: int) -> dict[tuple[int, int], 
     for a in range(count):
         for b in range(count):
             if a != b:
-                both = (done[a] != -never) & (started[b] != never)
+                both = (done[a] != np.iinfo(np.int64).max) & (started[b] != never)
                 result[a, b] = (done[a][both], started[b][both])
     return result
 

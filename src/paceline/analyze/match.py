@@ -4,13 +4,14 @@ Collectives are matched by (group, number), sends and receives by (group, from, 
 Groups go by name, which is the same on all their members.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..record.states import POINT_TO_POINT, ROOTED, Op, State
+from ..record.states import BLOCKING, POINT_TO_POINT, ROOTED, Op, State
 from .read import Record
 from .states import Ints
 
@@ -20,13 +21,13 @@ _NEVER = np.iinfo(np.int64).min
 
 @dataclass(frozen=True)
 class Matched:
-    """All COLLECTIVE and BLOCKED events of all records, and how they belong together.
+    """The communication of all records, and how it belongs together.
 
-    ``launches`` (COLLECTIVE): record, start, end, node, op, group, amount. ``waits`` (BLOCKED):
-    record, start, end, node, op, group, step, latest (start of whom it waits for), culprit
-    (whose record that is, or NOBODY), whole (all members' records are there), root. A node is
-    what one wait may depend on: all launches of one collective, its root's alone, or a
-    message's other side;
+    ``launches`` (COLLECTIVE): record, start, end, node, op, group, amount. ``waits`` (BLOCKED,
+    CALL): record, start, end, node, op, group, step, latest (start of whom it waits for),
+    culprit (whose record that is, or NOBODY), whole (all members' records are there), root,
+    call (the launching call itself, which waits for nobody). A node is what one wait may depend
+    on: all launches of one collective, its root's alone, or a message's other side;
     ``node_rows[n]`` to ``node_rows[n + 1]`` in ``node_launches`` are its launches.
     """
 
@@ -39,7 +40,7 @@ class Matched:
     unmatched_ns: int  # blocked time in them
 
     def latest(self, record: int) -> Ints:
-        """For each BLOCKED event of a record: when the last one that it waits for arrived."""
+        """For each BLOCKED and CALL event of a record: when whom it waits for had arrived."""
         return np.asarray(self.waits["latest"][self.waits["record"] == record], np.int64)
 
 
@@ -47,15 +48,15 @@ _LAUNCH = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("gro
 _LAUNCH += [("amount", "i8"), ("node", "i8")]
 _WAIT = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
 _WAIT += [("step", "u4"), ("node", "i8"), ("latest", "i8"), ("culprit", "i4"), ("whole", "?")]
-_WAIT += [("root", "?")]
+_WAIT += [("root", "?"), ("call", "?")]
 
 
 def match(records: list[Record]) -> Matched:
     """Match the communication of all records; times must be on one clock."""
     names = sorted({g["name"] for r in records for g in r.meta.get("groups", {}).values()})
     number = {name: i for i, name in enumerate(names)}
-    launches, keys, mine = _rows(records, State.COLLECTIVE, _LAUNCH, number)
-    waits, wait_keys, wait_mine = _rows(records, State.BLOCKED, _WAIT, number)
+    launches, keys, mine = _rows(records, (State.COLLECTIVE,), _LAUNCH, number)
+    waits, wait_keys, wait_mine = _rows(records, BLOCKING, _WAIT, number)
     pairs, pair = np.unique(keys[:, 0], return_inverse=True)
     unique, place = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
     # A BLOCKED event has a COLLECTIVE of its own rank, unless the ring has overwritten it.
@@ -101,11 +102,15 @@ def match(records: list[Record]) -> Matched:
     alone = np.where(waits["op"] == Op.RECV, single["send"][found], alone)
     alone = np.where(waits["op"] == Op.SEND, single["recv"][found], alone)
     gathers = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
-    nobody = (rooted & is_root & ~gathers) | ~met
+    nobody = (rooted & is_root & ~gathers) | ~met | waits["call"]
+    has_one = (alone != NOBODY) & ~nobody
     nobody |= ((rooted & ~is_root) | np.isin(waits["op"], POINT_TO_POINT)) & (alone == NOBODY)
-    has_one = alone != NOBODY
     who = np.where(has_one, launches["record"][alone], who)
     when = np.where(has_one, launches["start"][alone], when)
+    # Who gives (sends, or is no root of a reduction) may be done before the other side comes.
+    gives = (waits["op"] == Op.SEND) | (gathers & ~is_root)
+    nobody |= gives & (when > waits["end"])
+    has_one &= ~nobody
     own_turn = nobody | (who == waits["record"])
     waits["latest"] = np.where(nobody, waits["start"], when)
     waits["culprit"] = np.where(own_turn | (when <= waits["start"]), NOBODY, who)
@@ -123,15 +128,18 @@ def match(records: list[Record]) -> Matched:
 
 
 def _rows(
-    records: list[Record], state: State, fields: list[tuple[str, str]], number: dict[str, int]
+    records: list[Record],
+    states: Sequence[State],
+    fields: list[tuple[str, str]],
+    number: dict[str, int],
 ) -> tuple[npt.NDArray[Any], Ints, npt.NDArray[Any]]:
     """Rows of all records with ``fields``, their keys (two integers each), and what each record
     knows of the row's group: its size, and whether it is the root."""
-    parts = [record.of(state) for record in records]
+    parts = [record.of(*states) for record in records]
     count = sum(len(part) for part in parts)
     rows = np.zeros(count, fields)
     keys = np.zeros((count, 2), np.int64)
-    mine = np.zeros(count, [("size", "i8"), ("root", "?")])
+    mine = np.zeros(count, [("size", "i8"), ("root", "?"), ("call", "?")])
     start = 0
     for i, (record, part) in enumerate(zip(records, parts, strict=True)):
         place = slice(start, start + len(part))
@@ -141,6 +149,8 @@ def _rows(
             if name in (row.dtype.names or ()):
                 row[name] = part[name]
         row["record"] = i
+        if "call" in (row.dtype.names or ()):
+            row["call"] = part["state"] == State.CALL
         group = _table(record, lambda g: number[g["name"]])[part["group"]]
         own = _table(record, lambda g: g["rank"])[part["group"]]
         size = _table(record, lambda g: g["size"])[part["group"]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..record.states import USEFUL, State
+from ..record.states import BLOCKING, USEFUL, State
 from . import losses as lost
 from .clocks import Clocks, align
 from .groups import Group, groups, hidden
@@ -136,7 +136,7 @@ class _Measured:
         for i, record in enumerate(records):
             latest = matched.latest(i)
             if apart:  # nothing says who came last
-                latest = record.of(State.BLOCKED)["start"]
+                latest = record.of(*BLOCKING)["start"]
             self.timelines.append(timeline(record, latest, within))
         self.states = [line.states for line in self.timelines]
         self.residual = clocks.residual_ns

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..record.states import USEFUL, State
+from ..record.states import BLOCKING, USEFUL, State
 from .read import Record
 
 Ints = npt.NDArray[np.int64]
@@ -117,9 +117,9 @@ class Timeline:
 
 
 def timeline(record: Record, latest: Ints, within: Window) -> Timeline:
-    """The states of one rank. latest: for each of its BLOCKED events, when the last member that
-    it had to wait for arrived."""
-    blocked = record.of(State.BLOCKED)
+    """The states of one rank. latest: for each of its BLOCKED and CALL events, when the last
+    member that it had to wait for arrived."""
+    blocked = record.of(*BLOCKING)
     turn = np.clip(latest, blocked["start"], blocked["end"])
     useful = record.of(*USEFUL)
     spans = {

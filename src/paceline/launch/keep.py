@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,25 +18,38 @@ from ..record.states import State
 PROMISE = "keep.json"
 
 
-def promise(folder: Path, target: Path, command: list[str]) -> None:
-    """Check that ``target`` can take a record, and note it in the job's folder.
-
-    Raises ValueError where it has one already, or can't be written.
-    """
-    target = target.absolute()
+def check(target: Path) -> None:
+    """Raises ValueError where ``target`` has a record already, or can't be written."""
     if target.is_dir() and any(target.rglob("*.ring")):
         raise ValueError(
             f"--record {target}: there is a record already. HINT: another folder, or remove it"
         )
     try:
         target.mkdir(parents=True, exist_ok=True)
-        about = {"run": folder.name, "command": command, "started": time.time()}
-        (target / "run.json").write_text(json.dumps(about, indent=1))
+        with tempfile.TemporaryFile(dir=target):
+            pass
     except OSError as error:
         raise ValueError(
             f"--record {target}: {error.strerror}. HINT: a folder that can be written"
         ) from None
-    (folder / PROMISE).write_text(json.dumps({"target": str(target)}))
+
+
+def node_local(name: str) -> Path:
+    """A new folder in node-local memory, or else for temporary files."""
+    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        try:
+            (place / name).mkdir(mode=0o700)
+        except OSError:
+            continue
+        return place / name
+    raise ValueError(f"neither /dev/shm nor {tempfile.gettempdir()} can be written to")
+
+
+def promise(folder: Path, target: Path, command: list[str]) -> None:
+    """Note in the job's folder where its records are to go."""
+    about = {"run": folder.name, "command": command, "started": time.time()}
+    (target / "run.json").write_text(json.dumps(about, indent=1))
+    (folder / PROMISE).write_text(json.dumps({"target": str(target.absolute())}))
 
 
 def clear(folder: Path) -> None:

@@ -7,7 +7,6 @@ import importlib.machinery
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -81,11 +80,7 @@ def run(job: Job) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // job.ranks)))
     folder = _job_folder()
     if job.record is not None:
-        try:
-            keep.promise(folder, job.record, [job.name, *job.args])
-        except ValueError:
-            shutil.rmtree(folder)
-            raise
+        keep.promise(folder, job.record, [job.name, *job.args])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = _start_server(ours, theirs, folder, [] if fresh else _preloads(job, source))
     theirs.close()
@@ -128,6 +123,8 @@ def check(job: Job) -> bytes:
         raise ValueError(
             f"--bind core: {job.ranks} ranks for {len(cores())} cores. HINT: --bind none"
         )
+    if job.record is not None:
+        keep.check(job.record)
     path = _module_file(job.name) if job.module else _script_file(job.name)
     try:
         source = path.read_bytes()
@@ -202,14 +199,9 @@ def _job_folder() -> Path:
         for old in place.glob(prefix + "*"):
             if _lock(old):
                 keep.clear(old)
-        folder = place / (prefix + secrets.token_hex(6))
-        try:
-            folder.mkdir(mode=0o700)
-        except OSError:
-            continue
-        _lock(folder)
-        return folder
-    raise ValueError(f"neither /dev/shm nor {tempfile.gettempdir()} can be written to")
+    folder = keep.node_local(prefix + secrets.token_hex(6))
+    _lock(folder)
+    return folder
 
 
 def _lock(folder: Path) -> bool:

@@ -12,12 +12,14 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ..record.attach import attach
+from ..record.attach import attach, detach
 from ..record.errors import one_line, told
 from ..record.tell import to_launcher
+from . import keep
 from .server import PARENT_DEATH_SIGNAL, Start, prctl
 
 
@@ -63,6 +65,20 @@ def exec_fresh(start: Start) -> NoReturn:
     os.set_inheritable(start.pipes[2], True)
     code = "from paceline.launch.rank import main; main()"
     os.execv(sys.executable, [sys.executable, "-u", "-X", "faulthandler", "-c", code])
+
+
+def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
+    """Be one recorded rank of whatever launcher has started this process; its record is copied
+    to ``target`` at its end, also where the script fails. See ``paceline record``."""
+    target.mkdir(parents=True, exist_ok=True)
+    folder = keep.node_local(f"paceline-record-{os.getuid()}-{os.getpid()}")
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
+    os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)
+    keep.promise(folder, target, [command["name"], *command["args"]])
+    code = execute(command)
+    detach()
+    keep.clear(folder)
+    finish(code)
 
 
 def main() -> NoReturn:

@@ -52,7 +52,7 @@ class _Flight:
     def launch_over(self) -> None:
         """The call itself was long, and nobody waited at once: it stood still for that too."""
         if self.returned - self.launched > LONG_CALL_NS:
-            self.recorder.event(State.BLOCKED, self.launched, self.returned, **self.fields)
+            self.recorder.event(State.CALL, self.launched, self.returned, **self.fields)
         self.returned = 0
 
     def blocked(self, start: int, end: int) -> None:

@@ -17,6 +17,7 @@ class State(IntEnum):
     BLOCKED = 9  # the rank stands still for the collective of the same group and number
     STEP = 10  # from one optimizer step's end to the next one's; amount = samples of this rank
     GAP = 11  # from a step's end to the next forward, where no DataLoader was asked meanwhile
+    CALL = 13  # the call that launches a collective, where nobody waits right after it
     SAMPLE = 12  # an instant: where in the script the rank was; amount = number of the line
 
 
@@ -37,5 +38,6 @@ class Op(IntEnum):
 
 
 POINT_TO_POINT = (Op.SEND, Op.RECV)
+BLOCKING = (State.BLOCKED, State.CALL)
 USEFUL = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)
 ROOTED = (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)

@@ -64,4 +64,5 @@ while step < args.steps:
     accelerator.print(f"step {step}: {right} of {seen} right")
 
 accelerator.print(f"final loss {loss.item():.4f}")
+accelerator.wait_for_everyone()
 accelerator.end_training()

@@ -41,5 +41,6 @@ for step in range(args.steps):
     if rank == 0 and step % 10 == 0:
         print(f"step {step} loss {mean_loss.item():.4f}")
 
+dist.barrier()
 if rank == 0:
     print(f"final loss {mean_loss.item():.4f}")

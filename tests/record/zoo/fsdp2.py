@@ -62,6 +62,7 @@ def main():
     if dist.get_rank() == 0:
         print(f"final loss {loss.item():.4f}, saved {len(os.listdir(folder[0]))} files")
         shutil.rmtree(folder[0])
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -61,6 +61,7 @@ def main():
 
     with torch.no_grad():
         drawn = model.decode(torch.randn(4, 16))
+    dist.barrier()
     if dist.get_rank() == 0:
         print(f"final loss {loss.item():.2f}, drawn {tuple(drawn.shape)}")
 

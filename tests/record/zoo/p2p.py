@@ -54,6 +54,7 @@ def main():
             p.grad = flat[offset : offset + p.numel()].view_as(p) / world
             offset += p.numel()
         optimizer.step()
+    dist.barrier()
     if rank == 0:
         print(f"final loss {loss.item():.4f}")
 

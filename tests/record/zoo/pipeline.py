@@ -51,6 +51,7 @@ def main():
     dist.broadcast(loss, src=world - 1)
     if rank == 0:
         print(f"final loss {loss.item():.4f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,156 @@
+"""``paceline run --record`` and ``paceline record``: what is kept, whatever happens."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ranks
+from paceline.analyze.load import load
+from paceline.analyze.report import analyse
+
+TRAIN = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kill_at, attempt = int(sys.argv[1]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    for step in range(int(sys.argv[2])):
+        model(torch.randn(64, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == kill_at and rank == 1 and attempt == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 20 and rank == 0:
+            print("step 20", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_killed_rank_leaves_its_record_to_the_last_event(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    record = tmp_path / "record"
+    result = ranks.run(script, 30, 1000, launcher=f"paceline --record {record}", check=False)
+    assert result.returncode == 128 + signal.SIGKILL
+    report = analyse(load(record))
+    assert report.ranks == [0, 1]
+    assert report.steps in (30, 31)
+    assert not ranks.in_memory()
+
+
+def test_each_attempt_has_its_record(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    record = tmp_path / "record"
+    ranks.run(script, 25, 40, launcher=f"paceline --max-restarts 1 --record {record}")
+    assert analyse(load(record)).steps == 40
+    assert analyse(load(record / "attempt-0")).steps in (25, 26)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "everybody"])
+def test_the_record_outlives_kill_9_of_the_launcher(tmp_path, victim):
+    script = ranks.write(tmp_path, TRAIN)
+    record = tmp_path / "record"
+    command = ranks.command(script, -1, 10**6, launcher=f"paceline --record {record}")
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=ranks.environment(), start_new_session=True
+    )
+    try:
+        assert b"step 20" in running.stdout.readline()
+        family = _family(running.pid)
+        for pid in family if victim == "everybody" else [running.pid]:
+            os.kill(pid, signal.SIGKILL)
+        running.wait()
+        ranks.wait_until(lambda: not ranks.alive(str(script)))
+    finally:
+        running.kill()
+    if victim == "everybody":  # the next run on this host finds it
+        assert not list(record.glob("*.ring"))
+        ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
+    ranks.wait_until(lambda: list(record.glob("*.ring")))
+    ranks.wait_until(lambda: not ranks.in_memory())
+    report = analyse(load(record))
+    assert report.ranks == [0, 1]
+    assert report.steps >= 20
+
+
+def _family(pid):
+    """The process and all below it, the lowest last."""
+    found = [pid]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += _family(int(entry.name))
+    return found
+
+
+def test_a_folder_that_has_a_record_is_never_overwritten(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    record = tmp_path / "record"
+    ranks.run(script, -1, 5, launcher=f"paceline --record {record}")
+    kept = {path.name: path.read_bytes() for path in record.iterdir()}
+    result = ranks.run(script, -1, 5, launcher=f"paceline --record {record}", check=False)
+    assert result.returncode == 2
+    assert "there is a record already. HINT" in result.stderr
+    assert kept == {path.name: path.read_bytes() for path in record.iterdir()}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_path):
+    script = ranks.write(tmp_path, "print('started')")
+    (tmp_path / "file").write_text("")
+    result = ranks.run(script, launcher=f"paceline --record {tmp_path}/file/x", check=False)
+    assert result.returncode == 2
+    assert "HINT: a folder that can be written" in result.stderr
+    assert "started" not in result.stdout
+
+
+def test_a_script_without_torch_training_is_recorded_as_such(tmp_path):
+    script = ranks.write(tmp_path, "print('hello')")
+    record = tmp_path / "record"
+    assert "hello" in ranks.run(script, launcher=f"paceline --record {record}").stdout
+    report = analyse(load(record))
+    assert (report.ranks, report.steps, report.window_s) == ([0, 1], 0, None)
+
+
+def test_world_scripts_are_recorded_once_and_keep_their_summary(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import paceline, torch
+        world = paceline.init(progress=False)
+        model, optimizer = torch.nn.Linear(64, 64), None
+        model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        data = torch.utils.data.TensorDataset(torch.randn(640, 64))
+        loader = world.shard(torch.utils.data.DataLoader(data, batch_size=16))
+        for epoch in world.epochs(2):
+            for (x,) in world.batches(loader):
+                world.backward(model(x).square().mean())
+                world.step(optimizer)
+        """,
+    )
+    record = tmp_path / "record"
+    result = ranks.run(script, launcher=f"paceline --record {record}")
+    assert "Paceline: 2 ranks, 40 steps" in result.stderr
+    report = analyse(load(record))
+    assert report.steps == 40
+    assert report.samples == 16 * 2 * 39
+
+
+def test_any_launcher_starts_recorded_ranks(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    record = tmp_path / "record"
+    command = [str(ranks.BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [ranks.PACELINE, "record", str(record), str(script), "-1", "30"]
+    subprocess.run(command, check=True, env=ranks.environment(), timeout=120)
+    report = analyse(load(record))
+    assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
+    assert json.loads((record / "run.json").read_text())["command"][0] == str(script)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("paceline-record")]

@@ -1,0 +1,51 @@
+"""Hand-made records with known answers; times in milliseconds."""
+
+from paceline.analyze.load import Run
+from paceline.analyze.read import read
+from paceline.analyze.report import analyse
+from paceline.record.ring import Ring
+from paceline.record.states import Op, State
+
+MS = 1_000_000
+
+
+class Rank:
+    """One rank's record. groups: name -> (size, this rank's number in it)."""
+
+    def __init__(self, folder, rank, size, host="host", groups=None, **meta):
+        known = {"rank": rank, "size": size, "host": host, "started_ns": 0, **meta}
+        groups = groups or {"0": (size, rank)}
+        known["groups"] = {
+            str(i + 1): {"name": name, "size": n, "rank": own}
+            for i, (name, (n, own)) in enumerate(groups.items())
+        }
+        self.number = {name: i + 1 for i, name in enumerate(groups)}
+        self.path = folder / f"rank-{rank}.ring"
+        self.ring = Ring(self.path, known, capacity=8192)
+        self.seq = dict.fromkeys(groups, 0)
+
+    def was(self, state, start, end, **fields):
+        self.ring.write(round(start * MS), round(end * MS), state, **fields)
+
+    def collective(self, launched, blocked, end, op=Op.ALL_REDUCE, peer=-1, amount=0, group="0"):
+        self.seq[group] += 1
+        self._exchange(launched, blocked, end, op, peer, amount, group, self.seq[group])
+
+    def message(self, launched, blocked, end, op, peer, number, amount=0, group="0"):
+        self._exchange(launched, blocked, end, op, peer, amount, group, number)
+
+    def _exchange(self, launched, blocked, end, op, peer, amount, group, seq):
+        fields = {"seq": seq, "group": self.number[group], "op": op, "peer": peer}
+        self.was(State.BLOCKED, blocked, end, amount=amount, **fields)
+        self.was(State.COLLECTIVE, launched, end, amount=amount, **fields)
+
+    def step(self, start, end, samples=0, number=0):
+        self.was(State.STEP, start, end, amount=samples, step=number)
+
+    def record(self):
+        return read(self.ring.snapshot())
+
+
+def report_of(ranks, **options):
+    """The report of hand-made ranks."""
+    return analyse(Run("test", [rank.record() for rank in ranks], missing=[]), **options)

@@ -1,0 +1,186 @@
+"""``paceline report``: what it says of good records, and of bad ones."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import ranks
+from paceline.record.states import State
+from records import Rank
+
+
+def report(*words, check=True):
+    result = subprocess.run(
+        [ranks.PACELINE, "report", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=ranks.environment(NO_COLOR="1"),
+    )
+    if check:
+        assert result.returncode == 0, result.stderr
+    return result
+
+
+def refusal(*words):
+    result = report(*words, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def made(folder, size=2, steps=40, compute=20.0, run="a", **meta):
+    """A run's folder: ``size`` ranks; the last of them computes 10 ms longer."""
+    folder.mkdir(parents=True)
+    for i in range(size):
+        rank = Rank(folder, i, size, host=f"node{i // 2}", clock="one", run=run, **meta)
+        rank.step(0, 10)
+        for step in range(steps):
+            begin = 10 + step * (compute + 20) + step % 3
+            arrived = begin + compute + (10 if i == size - 1 and size > 1 else 0)
+            rank.was(State.FORWARD, begin, arrived)
+            if size > 1:
+                rank.collective(arrived, arrived, begin + compute + 15, amount=1 << 20)
+            rank.step(begin, begin + compute + 15, samples=8, number=step + 1)
+    return folder
+
+
+def test_one_record_gives_states_efficiencies_and_sentences(tmp_path):
+    text = report(made(tmp_path / "run", size=4)).stdout
+    flat = re.sub(r"[│\s]+", " ", text)
+    assert "4 ranks on 2 hosts, 41 steps" in flat
+    assert re.search(r"useful +\d+\.\d %", text)
+    for name in ("parallel efficiency", "load balance", "serialisation", "transfer"):
+        assert re.search(rf"{name} +[01]\.\d\d", text), name
+    assert "waiting for rank 3 (node1), which was still computing; mostly in all-reduce" in flat
+    assert "all-reduce itself, after the last rank had arrived" in flat
+    assert "in all of the steps" in flat
+    assert "recording cost" in flat
+
+
+def test_json_is_versioned_and_has_what_the_table_has(tmp_path):
+    folder = made(tmp_path / "run")
+    data = json.loads(report("--json", folder).stdout)
+    assert (data["format"], data["version"]) == ("paceline-report", 1)
+    assert [sum(rank.values()) for rank in data["states"]] == [pytest.approx(1)] * 2
+    assert data["losses"][0]["kind"] in ("wait", "transfer", "other")
+    assert data["ranks"] == [0, 1]
+    assert data["samples"] == 2 * 8 * 40
+
+
+def test_steps_choose_a_range(tmp_path):
+    folder = made(tmp_path / "run")
+    data = json.loads(report("--json", "--steps", "10:20", folder).stdout)
+    assert data["samples"] == 2 * 8 * 10
+    assert "--steps 20:10 is not understood" in refusal("--steps", "20:10", folder)
+    assert "were not recorded" in refusal("--steps", "900:999", folder)
+
+
+def test_two_of_the_same_size_are_compared_and_noise_is_said(tmp_path):
+    before = made(tmp_path / "before")
+    same = made(tmp_path / "same")
+    faster = made(tmp_path / "faster", compute=10)
+    text = report(before, faster).stdout
+    assert re.search(r"step \(ms\) +\S+ +\S+ +-\d+\.\d % +better", text)
+    assert "better" not in report(before, same).stdout
+    data = json.loads(report("--json", before, faster).stdout)
+    assert data["format"] == "paceline-comparison"
+    (step,) = [row for row in data["rows"] if row["figure"] == "step_ms"]
+    assert step["real"]
+    assert step["after"] < step["before"]
+
+
+def test_several_sizes_give_the_scaling_table(tmp_path):
+    folders = [made(tmp_path / f"n{size}", size=size) for size in (1, 2, 4)]
+    text = report(*folders).stdout
+    assert re.search(r"ranks +1 +2 +4", text)
+    for name in ("computation scalability", "global efficiency", "scaling efficiency"):
+        assert name in text
+    data = json.loads(report("--json", *folders).stdout)
+    rows = data["rows"]
+    assert [row["ranks"] for row in rows] == [1, 2, 4]
+    for row in rows:
+        relative = row["global_efficiency"] / rows[0]["global_efficiency"]
+        assert relative == pytest.approx(row["scaling_efficiency"], rel=0.01)
+    again = made(tmp_path / "again", size=4)
+    assert "both have 4 ranks" in refusal(*folders, again)
+
+
+def test_one_rank_alone_has_no_figures_that_need_two(tmp_path):
+    text = report(made(tmp_path / "run", size=1)).stdout
+    assert "load balance" not in text
+    assert "parallel efficiency" not in text
+    assert re.search(r"useful +\d", text)
+    data = json.loads(report("--json", tmp_path / "run").stdout)
+    assert data["slowest_rank"] is None
+    assert data["efficiencies"]["serialisation"] is None
+
+
+def test_a_missing_rank_is_named_and_lowers_the_confidence(tmp_path):
+    folder = made(tmp_path / "run", size=4)
+    (folder / "rank-2.ring").unlink()
+    text = report(folder).stdout
+    assert "no record of rank 2" in text
+    assert re.search(r"confidence 0\.\d+", text)
+    assert json.loads(report("--json", folder).stdout)["confidence"] < 0.76
+
+
+def test_zero_and_one_steps_are_said(tmp_path):
+    for steps, words in ((None, "No optimizer step"), (0, "Fewer than two steps")):
+        folder = tmp_path / f"steps-{steps}"
+        folder.mkdir()
+        rank = Rank(folder, 0, 1)
+        rank.was(State.FORWARD, 0, 10)
+        if steps is not None:
+            rank.step(0, 10)
+        assert words in report(folder).stdout
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: shutil.rmtree(folder), "does not exist"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "has no record"),
+        (lambda folder: made(folder / "old", run="b") and _mix(folder), "2 different runs"),
+        (lambda folder: _newer(folder), "version 99"),
+        (lambda folder: [path.write_bytes(b"x" * 99) for path in folder.iterdir()], "not a record"),
+    ],
+    ids=["no folder", "empty", "two runs", "newer", "foreign"],
+)
+def test_bad_folders_are_refused_with_the_way_out(tmp_path, spoil, words):
+    folder = made(tmp_path / "run")
+    spoil(folder)
+    said = refusal(folder)
+    assert words in said
+    assert "HINT" in said
+
+
+def _mix(folder):
+    (folder / "old" / "rank-1.ring").rename(folder / "rank-1.ring")
+    shutil.rmtree(folder / "old")
+
+
+def _newer(folder):
+    path = folder / "rank-1.ring"
+    data = bytearray(path.read_bytes())
+    data[8] = 99
+    path.write_bytes(data)
+
+
+def test_one_damaged_file_is_left_out_by_name(tmp_path):
+    folder = made(tmp_path / "run", size=3)
+    path = folder / "rank-1.ring"
+    path.write_bytes(path.read_bytes()[:17000])
+    text = re.sub(r"[│\s]+", " ", report(folder).stdout)
+    assert "rank-1.ring is cut off or damaged" in text
+    assert "no record of rank 1" in text
+    (folder / "rank-2.ring").write_bytes(b"")
+    assert "rank-2.ring is not a record" in re.sub(r"[│\s]+", " ", report(folder).stdout)
+
+
+def test_a_folder_of_attempts_points_to_them(tmp_path):
+    made(tmp_path / "run" / "attempt-0")
+    assert "attempt-0 has one" in refusal(tmp_path / "run")
