@@ -9,7 +9,7 @@ from .losses import name_of
 from .match import Matched
 from .pop import busy
 from .read import Record
-from .states import Window, covered
+from .states import Timeline, Window, merged
 
 # Bytes that cross a link, per byte of the whole vector, for p ranks (as in nccl-tests).
 _BUS = {
@@ -48,10 +48,11 @@ class Group:
 
 
 def groups(
-    records: list[Record], matched: Matched, states: list[dict[str, int]], within: Window
+    records: list[Record], matched: Matched, timelines: list[Timeline], within: Window
 ) -> list[Group]:
     """Every group of more than one rank in which something happened in the window."""
     result = []
+    states = [line.states for line in timelines]
     for number, name in enumerate(matched.groups):
         members = {
             i: group
@@ -77,7 +78,7 @@ def groups(
                 [records[i].rank for i in members],
                 float((turn - start).sum()) / whole,
                 float((end - turn).sum()) / whole,
-                _hidden(launches, waits, list(members), within) / whole,
+                _hidden(launches, waits, timelines, list(members), within) / whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
                 _collectives(launches[inside], size),
             )
@@ -85,19 +86,25 @@ def groups(
     return result
 
 
-def hidden(matched: Matched, record: int, within: Window) -> int:
-    """How long something of this record was in flight without blocking it (ns)."""
-    launches = matched.launches[matched.launches["record"] == record]
-    waits = matched.waits[matched.waits["record"] == record]
-    return _hidden(launches, waits, [record], within)
+def hidden(matched: Matched, timelines: list[Timeline], record: int, within: Window) -> int:
+    """How long something of this record was in flight while it did something else (ns)."""
+    return _hidden(matched.launches, matched.waits, timelines, [record], within)
 
 
-def _hidden(launches: np.ndarray, waits: np.ndarray, records: list[int], within: Window) -> int:
+def _hidden(
+    launches: np.ndarray,
+    waits: np.ndarray,
+    timelines: list[Timeline],
+    records: list[int],
+    within: Window,
+) -> int:
     total = 0
     for record in records:
         flight, blocked = launches[launches["record"] == record], waits[waits["record"] == record]
         start, end = (np.concatenate([flight[n], blocked[n]]) for n in ("start", "end"))
-        total += covered(start, end, within) - covered(blocked["start"], blocked["end"], within)
+        start, end = merged(start, end, within)
+        busy = timelines[record].busy_until
+        total += int((busy(end) - busy(start)).sum()) if len(start) else 0
     return total
 
 

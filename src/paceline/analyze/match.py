@@ -4,16 +4,16 @@ Collectives are matched by (group, number), sends and receives by (group, from, 
 Groups go by name, which is the same on all their members.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..record.states import BLOCKING, POINT_TO_POINT, ROOTED, Op, State
+from ..record.states import POINT_TO_POINT, ROOTED, Op, State
 from .read import Record
-from .states import Ints
+from .states import Ints, blocking
 
 NOBODY = -1
 _NEVER = np.iinfo(np.int64).min
@@ -55,13 +55,16 @@ def match(records: list[Record]) -> Matched:
     """Match the communication of all records; times must be on one clock."""
     names = sorted({g["name"] for r in records for g in r.meta.get("groups", {}).values()})
     number = {name: i for i, name in enumerate(names)}
-    launches, keys, mine = _rows(records, (State.COLLECTIVE,), _LAUNCH, number)
-    waits, wait_keys, wait_mine = _rows(records, BLOCKING, _WAIT, number)
+    launches, keys, mine = _rows(records, _launching, _LAUNCH, number)
+    if not (real := keys[:, 1] > 0).all():  # a kernel whose collective is not known
+        launches, keys, mine = launches[real], keys[real], mine[real]
+    waits, wait_keys, wait_mine = _rows(records, blocking, _WAIT, number)
     pairs, pair = np.unique(keys[:, 0], return_inverse=True)
     unique, place = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
     # A BLOCKED event has a COLLECTIVE of its own rank, unless the ring has overwritten it.
     wait_pair = np.minimum(np.searchsorted(pairs, wait_keys[:, 0]), max(len(pairs) - 1, 0))
     known = pairs[wait_pair] == wait_keys[:, 0] if len(pairs) else np.zeros(len(waits), bool)
+    known &= wait_keys[:, 1] > 0
     wait_key = np.where(known, wait_pair << 32 | wait_keys[:, 1], NOBODY)
     del keys, pair, wait_keys, wait_pair, known
     launches["node"] = place
@@ -127,19 +130,23 @@ def match(records: list[Record]) -> Matched:
     )
 
 
+def _launching(record: Record) -> tuple[State, ...]:
+    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else (State.COLLECTIVE,)
+
+
 def _rows(
     records: list[Record],
-    states: Sequence[State],
+    chosen: Callable[[Record], tuple[State, ...]],
     fields: list[tuple[str, str]],
     number: dict[str, int],
 ) -> tuple[npt.NDArray[Any], Ints, npt.NDArray[Any]]:
     """Rows of all records with ``fields``, their keys (two integers each), and what each record
     knows of the row's group: its size, and whether it is the root."""
-    parts = [record.of(*states) for record in records]
+    parts = [record.of(*chosen(record)) for record in records]
     count = sum(len(part) for part in parts)
     rows = np.zeros(count, fields)
     keys = np.zeros((count, 2), np.int64)
-    mine = np.zeros(count, [("size", "i8"), ("root", "?"), ("call", "?")])
+    mine = np.zeros(count, [("size", "i8"), ("root", "?")])
     start = 0
     for i, (record, part) in enumerate(zip(records, parts, strict=True)):
         place = slice(start, start + len(part))

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..record.ring import EVENT, HEADER, MAGIC, VERSION
+from ..record.states import State
 
 EVENT_DTYPE = np.dtype(
     [
@@ -42,6 +44,11 @@ class Record:
     @property
     def host(self) -> str:
         return str(self.meta["host"])
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether it says what a GPU's kernels did."""
+        return bool((self.events["state"] == State.KERNEL).any())
 
     def of(self, *states: int) -> npt.NDArray[Any]:
         """The events of these states."""

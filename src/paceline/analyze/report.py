@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..record.states import BLOCKING, USEFUL, State
+from ..record.states import USEFUL, State
 from . import losses as lost
 from .clocks import Clocks, align
 from .groups import Group, groups, hidden
@@ -16,7 +16,7 @@ from .match import Matched, match
 from .pop import Efficiencies, busy, check, efficiencies
 from .read import Record
 from .replay import ideal_length
-from .states import STATES, Timeline, Window, timeline, window
+from .states import STATES, Timeline, Window, blocking, timeline, window
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Measured:
         for i, record in enumerate(records):
             latest = matched.latest(i)
             if apart:  # nothing says who came last
-                latest = record.of(*BLOCKING)["start"]
+                latest = record.of(*blocking(record))["start"]
             self.timelines.append(timeline(record, latest, within))
         self.states = [line.states for line in self.timelines]
         self.residual = clocks.residual_ns
@@ -180,11 +180,13 @@ def _figures(m: _Measured | None) -> dict[str, Any]:
         "samples": samples,
         "samples_per_s": samples / (length / 1e9) if samples else None,
         "states": [{name: rank[name] / length for name in STATES} for rank in m.states],
-        "hidden": [hidden(m.matched, i, m.within) / length for i in range(len(m.records))],
+        "hidden": [
+            hidden(m.matched, m.timelines, i, m.within) / length for i in range(len(m.records))
+        ],
         "efficiencies": m.efficiencies,
         "slowest_rank": m.records[slowest].rank if slowest is not None else None,
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
-        "groups": groups(m.records, m.matched, m.states, m.within),
+        "groups": groups(m.records, m.matched, m.timelines, m.within),
         "ranges": _ranges(m),
         "losses": m.losses,
     }

@@ -23,6 +23,16 @@ OTHER = STATES.index("other")
 COMMUNICATION = (STATES.index("wait"), STATES.index("transfer"))
 
 
+def blocking(record: Record) -> tuple[State, ...]:
+    """The events that may stand still for others. On a GPU they are kernels that communicate."""
+    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else BLOCKING
+
+
+def useful(record: Record) -> tuple[State, ...]:
+    """The events of computing for the model. On a GPU: the kernels that do not communicate."""
+    return (State.KERNEL,) if record.on_gpu else USEFUL
+
+
 @dataclass(frozen=True)
 class Window:
     """One interval on the common clock, the same for every rank (ns)."""
@@ -42,6 +52,8 @@ def window(records: list[Record], steps: tuple[int, int] | None = None) -> Windo
     steps: only steps from the first number up to, not including, the second.
     """
     ends = [record.of(State.STEP)[["step", "end"]] for record in records]
+    if records and all(record.on_gpu for record in records):
+        return _sampled(records)
     if not ends or min(len(step) for step in ends) < 2:
         return None
     start = max(int(step["end"][0]) for step in ends)
@@ -54,6 +66,14 @@ def window(records: list[Record], steps: tuple[int, int] | None = None) -> Windo
             return None
         start = max(start, *(int(part.max()) for part in before))
         end = max(int(part.max()) for part in inside)
+    return Window(start, end) if end > start else None
+
+
+def _sampled(records: list[Record]) -> Window | None:
+    """On GPUs: where the kernels of all ranks were looked at."""
+    kernels = [record.of(State.KERNEL) for record in records]
+    start = max(int(part["start"].min()) for part in kernels)
+    end = min(int(part["end"].max()) for part in kernels)
     return Window(start, end) if end > start else None
 
 
@@ -119,20 +139,22 @@ class Timeline:
 def timeline(record: Record, latest: Ints, within: Window) -> Timeline:
     """The states of one rank. latest: for each of its BLOCKED and CALL events, when the last
     member that it had to wait for arrived."""
-    blocked = record.of(*BLOCKING)
+    blocked = record.of(*blocking(record))
     turn = np.clip(latest, blocked["start"], blocked["end"])
-    useful = record.of(*USEFUL)
+    work = record.of(*useful(record))
     spans = {
         "wait": merged(blocked["start"], turn, within),
         "transfer": merged(turn, blocked["end"], within),
         "checkpoint": _of(record, State.CHECKPOINT, within),
         "validation": _of(record, State.VALIDATION, within),
         "input": _of(record, State.INPUT, within),
-        "useful": merged(useful["start"], useful["end"], within),
+        "useful": merged(work["start"], work["end"], within),
     }
+    # A device computes and communicates at a time: there what is covered by computing is hidden.
+    order = ("useful", *ORDER[:-1]) if record.on_gpu else ORDER
     gaps = _input_gaps(record)
     lowest = merged(gaps["start"], gaps["end"], within)
-    layers = [("input", lowest), *((name, spans[name]) for name in reversed(ORDER))]
+    layers = [("input", lowest), *((name, spans[name]) for name in reversed(order))]
     ends = np.array([within.start, within.end])
     edges = np.unique(np.concatenate([ends, *(part for _, both in layers for part in both)]))
     label = np.full(len(edges) - 1, OTHER, np.int8)

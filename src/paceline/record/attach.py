@@ -22,7 +22,10 @@ def attach(child: bool = False) -> None:
     global _loop, _sampler, _pid
     if _pid == os.getpid():
         return
+    import torch
+
     from . import patches
+    from .kernels import KernelSampler
     from .loop import Loop
     from .sampler import Sampler
 
@@ -34,6 +37,8 @@ def attach(child: bool = False) -> None:
         patches.install(_loop)
         patches.measure_hooks(_loop)
         recorder.clear()
+        if torch.version.cuda or torch.version.hip:
+            recorder.kernels = KernelSampler(recorder)
         multiprocessing.process.BaseProcess.start = _start  # type: ignore[method-assign]
     _loop.reset()
     _pid = os.getpid()

@@ -196,6 +196,8 @@ class RecordedGroup(dist.ProcessGroup):
         self._unwaited = [w for w in self._unwaited if not w.done()]
         self._unwaited.append(wrapped)
         self._recorder.entries += 1
+        if self._recorder.launched is not None:
+            self._recorder.launched.append(fields)
         self._recorder.extra_cost_ns += now() - returned + launched - entered
         return wrapped
 

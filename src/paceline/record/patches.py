@@ -35,6 +35,7 @@ def install(loop: Loop) -> None:
         "torch.distributed.checkpoint": functools.partial(
             _saving, recorder, ["save", "async_save", "save_state_dict"]
         ),
+        "torch.autograd.profiler": functools.partial(_profiling, recorder),
         "safetensors.torch": functools.partial(_saving, recorder, ["save_file", "save_model"]),
     }
     after_import(patches)
@@ -146,6 +147,19 @@ def _loaders(loop: Loop, module: ModuleType) -> None:
         return loop.open(self, make)
 
     kind.__next__, loader.__iter__ = __next__, __iter__
+
+
+def _profiling(recorder: Recorder, module: ModuleType) -> None:
+    """Kernels are sampled by PyTorch's profiler: a session of the script's goes first."""
+    original = module.profile._prepare_trace
+
+    @functools.wraps(original)
+    def prepare(self: Any) -> Any:
+        if recorder.kernels is not None:
+            recorder.kernels.give_way()
+        return original(self)
+
+    module.profile._prepare_trace = prepare
 
 
 def _saving(recorder: Recorder, names: list[str], module: ModuleType) -> None:

@@ -46,6 +46,8 @@ class Recorder:
         # turns with the same call unrecorded; and how many there were.
         self.hooks, self.hook_cost_ns = 0, 0.0
         self.entries, self.entry_cost_ns = 0, 0.0
+        self.kernels: Any = None  # samples a GPU's kernels, where there is one
+        self.launched: list[dict[str, int]] | None = None  # while kernels are sampled
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
         self._full = False  # no room for another group's name
@@ -111,6 +113,8 @@ class Recorder:
         self._last_step_end = end
         self.samples = 0
         self.step += 1
+        if self.kernels is not None:
+            self.kernels.after_step()
         if self.step % 32 == 0:
             self.tell_cost()
 

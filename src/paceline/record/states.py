@@ -18,6 +18,8 @@ class State(IntEnum):
     STEP = 10  # from one optimizer step's end to the next one's; amount = samples of this rank
     GAP = 11  # from a step's end to the next forward, where no DataLoader was asked meanwhile
     CALL = 13  # the call that launches a collective, where nobody waits right after it
+    KERNEL = 14  # on a GPU, in sampled steps: kernels that compute; amount = how many
+    COMMUNICATION_KERNEL = 15  # on a GPU, in sampled steps: one kernel that communicates
     SAMPLE = 12  # an instant: where in the script the rank was; amount = number of the line
 
 
