@@ -15,7 +15,9 @@ from records import MS, Rank, report_of
 def replayed(ranks):
     records = [rank.record() for rank in ranks]
     matched, within = match(records), window(records)
-    lines = [timeline(r, matched.latest(i), within) for i, r in enumerate(records)]
+    lines = [
+        timeline(r, at, within) for r, at in zip(records, matched.latest(len(records)), strict=True)
+    ]
     return ideal_length(matched, lines, within), [busy(line.states) for line in lines], within
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..record.states import POINT_TO_POINT, Op
 from .losses import name_of
-from .match import Matched
+from .match import Matched, by_record
 from .pop import busy
 from .read import Record
 from .states import Timeline, Window, merged
@@ -78,7 +78,7 @@ def groups(
                 [records[i].rank for i in members],
                 float((turn - start).sum()) / whole,
                 float((end - turn).sum()) / whole,
-                _hidden(launches, waits, timelines, list(members), within) / whole,
+                sum(_hidden(launches, waits, timelines, within)) / whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
                 _collectives(launches[inside], size),
             )
@@ -86,26 +86,22 @@ def groups(
     return result
 
 
-def hidden(matched: Matched, timelines: list[Timeline], record: int, within: Window) -> int:
-    """How long something of this record was in flight while it did something else (ns)."""
-    return _hidden(matched.launches, matched.waits, timelines, [record], within)
+def hidden(matched: Matched, timelines: list[Timeline], within: Window) -> list[int]:
+    """For how long each rank did something else while something of it was in flight (ns)."""
+    return _hidden(matched.launches, matched.waits, timelines, within)
 
 
 def _hidden(
-    launches: np.ndarray,
-    waits: np.ndarray,
-    timelines: list[Timeline],
-    records: list[int],
-    within: Window,
-) -> int:
-    total = 0
-    for record in records:
-        flight, blocked = launches[launches["record"] == record], waits[waits["record"] == record]
+    launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window
+) -> list[int]:
+    result, count = [], len(timelines)
+    both = zip(by_record(launches, count), by_record(waits, count), timelines, strict=True)
+    for flight, blocked, line in both:
         start, end = (np.concatenate([flight[n], blocked[n]]) for n in ("start", "end"))
         start, end = merged(start, end, within)
-        busy = timelines[record].busy_until
-        total += int((busy(end) - busy(start)).sum()) if len(start) else 0
-    return total
+        time = line.busy_until(end) - line.busy_until(start) if len(start) else start
+        result.append(int(time.sum()))
+    return result
 
 
 def _collectives(launches: np.ndarray, size: int) -> list[Collective]:

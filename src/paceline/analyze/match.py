@@ -39,9 +39,16 @@ class Matched:
     unmatched: int  # collectives and messages that lack a member's record
     unmatched_ns: int  # blocked time in them
 
-    def latest(self, record: int) -> Ints:
-        """For each BLOCKED and CALL event of a record: when whom it waits for had arrived."""
-        return np.asarray(self.waits["latest"][self.waits["record"] == record], np.int64)
+    def latest(self, count: int) -> list[Ints]:
+        """For each of ``count`` records, and each of its BLOCKED and CALL events: when whom it
+        waits for had arrived."""
+        return [np.asarray(rows["latest"], np.int64) for rows in by_record(self.waits, count)]
+
+
+def by_record(rows: npt.NDArray[Any], count: int) -> list[npt.NDArray[Any]]:
+    """Launches or waits, which are in the order of their records, apart by record."""
+    ends = np.cumsum(np.bincount(rows["record"], minlength=count))
+    return np.split(rows, ends[:-1])
 
 
 _LAUNCH = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]

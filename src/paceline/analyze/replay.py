@@ -30,10 +30,12 @@ def ideal_length(matched: Matched, timelines: list[Timeline], within: Window) ->
     before = np.zeros(len(waits), np.int64)  # B at each wait
     at_launch = np.zeros(len(launches), np.int64)  # B at each launch
     waits_before = np.zeros(len(launches), np.int64)
+    counts = np.bincount(launches["record"], minlength=ranks)
+    first = np.concatenate(([0], np.cumsum(counts)))  # of each rank's launches
     for rank, line in enumerate(timelines):
         mine = slice(base[rank], base[rank] + count[rank])
         before[mine] = line.busy_until(waits["end"][mine])
-        own = launches["record"] == rank
+        own = slice(first[rank], first[rank + 1])
         start = np.maximum(launches["start"][own], within.start)
         at_launch[own] = line.busy_until(start)
         waits_before[own] = np.searchsorted(waits["end"][mine], start, "right")

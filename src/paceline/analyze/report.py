@@ -133,8 +133,7 @@ class _Measured:
             host for clock in clocks.clocks if clock.name in clocks.apart for host in clock.hosts
         }
         self.timelines: list[Timeline] = []
-        for i, record in enumerate(records):
-            latest = matched.latest(i)
+        for record, latest in zip(records, matched.latest(len(records)), strict=True):
             if apart:  # nothing says who came last
                 latest = record.of(*blocking(record))["start"]
             self.timelines.append(timeline(record, latest, within))
@@ -180,9 +179,7 @@ def _figures(m: _Measured | None) -> dict[str, Any]:
         "samples": samples,
         "samples_per_s": samples / (length / 1e9) if samples else None,
         "states": [{name: rank[name] / length for name in STATES} for rank in m.states],
-        "hidden": [
-            hidden(m.matched, m.timelines, i, m.within) / length for i in range(len(m.records))
-        ],
+        "hidden": [time / length for time in hidden(m.matched, m.timelines, m.within)],
         "efficiencies": m.efficiencies,
         "slowest_rank": m.records[slowest].rank if slowest is not None else None,
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,

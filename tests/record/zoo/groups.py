@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -54,6 +55,8 @@ def main():
     dist.barrier(group=data_group)
     if rank == 0:
         print(f"final loss {loss.item():.4f}, largest norm {largest.item():.4f}")
+    # PyTorch 2.13's gloo threads can abort a process that ends right after a collective
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ def main():
             print(f"step {step} loss {loss.item():.4f}")
     if mesh.get_rank() == 0:
         print(f"final loss {loss.item():.4f}")
+    # PyTorch 2.13's gloo threads can abort a process that ends right after a collective
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":
