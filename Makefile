@@ -40,6 +40,8 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/start_time.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/recording_cost.py
+	$(BIN)/python benchmarks/report_size.py
 
 picture: $(VENV)/installed
 	$(BIN)/python docs/picture.py

@@ -71,6 +71,10 @@ def measure(order: list[str], args: Any) -> list[dict[str, Any]]:
                 *(str(SCRIPTS / "recorded_steps.py"), str(path), *numbers, json.dumps(order)),
             ],
             OMP_NUM_THREADS="1",
+            # Freed memory stays with the process: whether glibc gives it back at every step, to
+            # take it again, is the heap's luck, and up to a millisecond.
+            MALLOC_TRIM_THRESHOLD_=str(1 << 30),
+            MALLOC_MMAP_THRESHOLD_=str(1 << 25),
         )
         return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(args.ranks)]
 

@@ -1,9 +1,10 @@
 """Claim: the report of 1000 ranks with 10,000 events each takes under 10 seconds and 1 GB.
 
-The record is made up: 250 hosts of 4 ranks with one clock, data parallel in one group, steps of
-about 50 ms with an all-reduce of 4 buckets that hides under the backward, jitter, and one rank
-that is slower. Measured is `paceline report FOLDER --json` in a process of its own, from its
-start to its end; the memory is the most that it held (VmHWM: mapped pages of the record count).
+The record is made up: 250 hosts of 4 ranks with one clock, data parallel in one group (or in
+groups of --members ranks), steps of about 50 ms with an all-reduce of 4 buckets that starts under
+the backward, jitter, and one rank that is slower. Measured is `paceline report FOLDER --json` in a
+process of its own, from its start to its end; the memory is the most that it held (VmHWM: mapped
+pages of the record count).
 """
 
 import json
@@ -38,22 +39,26 @@ def main() -> None:
     parser = options("report_size", __doc__ or "", repeats=3)
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=714, help=f"of {len(STEP)} events")
+    parser.add_argument("--members", type=int, help="ranks in a process group, default all")
     parser.add_argument("--quick", action="store_true", help="8 ranks, 20 steps: shows it runs")
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.steps = 8, 20
+    args.members = args.members or args.ranks
+    if args.ranks % args.members:
+        parser.error("--ranks must be a multiple of --members")
     facts = machine()
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name) / "record"
         folder.mkdir()
-        write(folder, *simulated(args.ranks, args.steps))
+        write(folder, args.members, *simulated(args.ranks, args.steps, args.members))
         turns = track(range(args.repeats), "report size", transient=True)
         found = [measure(folder, args) for _ in turns]
     report(args, facts, found)
 
 
-def simulated(ranks: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def simulated(ranks: int, steps: int, members: int) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends (ns) of all events of all steps of all ranks: (events, steps, ranks)."""
     random = np.random.default_rng(0)
     start, end = np.zeros((2, len(STEP), steps, ranks), np.int64)
@@ -66,10 +71,11 @@ def simulated(ranks: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
         times *= random.lognormal(0, 0.05, times.shape)
         fetched, forward, loss, computed = at + np.cumsum(times[:4], axis=0).astype(np.int64)
         blocks, launches = [], []
-        done, waiting = np.int64(0), computed
+        done, waiting = at, computed
         for bucket in range(1, BUCKETS + 1):
             launched = loss + (computed - loss) * bucket // (BUCKETS + 1)
-            done = max(done, launched.max()) + int(random.normal(3, 0.2) * MS)
+            last = launched.reshape(-1, members).max(axis=1).repeat(members)
+            done = np.maximum(done, last) + int(random.normal(3, 0.2) * MS)
             blocks += [(waiting, np.maximum(waiting + 2000, done))]
             waiting = blocks[-1][1]
             launches += [(launched, waiting)]
@@ -82,7 +88,7 @@ def simulated(ranks: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
     return start, end
 
 
-def write(folder: Path, start: np.ndarray, end: np.ndarray) -> None:
+def write(folder: Path, members: int, start: np.ndarray, end: np.ndarray) -> None:
     """A ring's file for each rank, as docs/record-format.md describes it."""
     steps, ranks = start.shape[1:]
     states = np.array(STEP)
@@ -104,7 +110,9 @@ def write(folder: Path, start: np.ndarray, end: np.ndarray) -> None:
             "host": f"host-{rank // HOST_RANKS:03}",
             "clock": "one",
             "started_ns": began - 2000 * MS,
-            "groups": {"1": {"name": "0", "size": ranks, "rank": rank}},
+            "groups": {
+                "1": {"name": str(rank // members), "size": members, "rank": rank % members}
+            },
         }
         text = json.dumps(meta).encode()
         counts = (HEADER_BYTES, EVENT.size, DEFAULT_CAPACITY, events.size, 0, len(text))

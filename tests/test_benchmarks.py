@@ -57,6 +57,35 @@ def test_step_time(tmp_path):
     assert len(result["targets"]) == 1
 
 
+def test_recording_cost(tmp_path):
+    result = result_of("recording_cost", tmp_path / "cost.json", "--quick")
+    names = {"off", "recorded", "again", "profiler"}
+    assert len(result["measurements"]) == 1  # one rank
+    blocks = result["measurements"][0]["blocks"]
+    assert {block["name"] for block in blocks} == names
+    for block in blocks:
+        assert [len(block[what]) for what in ("wall_us", "cpu_us")] == [3, 3]
+        assert (block["events"] > 8) == (block["told_us"] > 0) == (block["name"] == "recorded")
+    for what in ("wall_us", "cpu_us"):
+        assert set(result["medians"][what]) == set(result["ratios"][what]) == names
+        assert result["ratios"][what]["off"]["median"] == 1
+    for what in ("events", "event_us", "told_us", "added_cpu_us"):
+        assert "median" in result["medians"][what]
+    assert len(result["targets"]) == 3
+
+
+def test_report_size(tmp_path):
+    result = result_of("report_size", tmp_path / "size.json", "--quick")
+    assert len(result["measurements"]) == 1
+    for what in ("seconds", "cpu_seconds", "gigabytes"):
+        assert result["measurements"][0][what] > 0
+        assert "median" in result["medians"][what]
+    parts = result["medians"]["parts"]
+    assert parts.keys() == result["measurements"][0]["parts"].keys()
+    assert {"read", "match", "timelines", "replay", "losses", "groups"} < parts.keys()
+    assert len(result["targets"]) == 2
+
+
 def test_an_interrupt_ends_quietly_and_ends_what_was_started(tmp_path):
     path = tmp_path / "step.json"
     process = started("step_time", "--json", str(path), "--steps", "1000000")

@@ -1,7 +1,7 @@
 """A DDP loop that is recorded and not recorded in turns, for benchmarks/recording_cost.py.
 
-Off means off: torch as it is, and a process group without the recorder's seam. Every block of
-steps wraps the same model anew in DDP, over the group that it is for. Arguments: file (the rank's
+Off means off: torch as it is, and the process group without the recorder around it. Every block
+of steps wraps the same model anew in DDP, over the one or the other. Arguments: file (the rank's
 number is added), warm-up steps, steps, batch, and the blocks as JSON.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -69,16 +68,6 @@ class Recording:
         return self.recorder.events, self.recorder.cost_ns()
 
 
-def plain_group() -> dist.ProcessGroup:
-    """A group of all ranks as torch makes it."""
-    recorded = c10d._new_process_group_helper
-    c10d._new_process_group_helper = recorded.__wrapped__
-    try:
-        return dist.new_group()
-    finally:
-        c10d._new_process_group_helper = recorded
-
-
 def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     while True:
         yield from loader
@@ -97,7 +86,7 @@ def event_ns(batches: int = 50, events: int = 1000) -> list[float]:
 
 def main(path: str, warmup: int, steps: int, batch: int, blocks: list[str]) -> None:
     dist.init_process_group("gloo")
-    rank, groups = dist.get_rank(), {True: dist.group.WORLD, False: plain_group()}
+    rank, world = dist.get_rank(), dist.group.WORLD
     recording = Recording()
     torch.manual_seed(0)
     layers = [nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)]
@@ -107,9 +96,10 @@ def main(path: str, warmup: int, steps: int, batch: int, blocks: list[str]) -> N
     data = TensorDataset(x, x[:, :16].sin())
     train = batches(DataLoader(data, batch, sampler=DistributedSampler(data)))
     results = []
-    for name in blocks:
-        recording.switch(name == "recorded")
-        ddp = DistributedDataParallel(model, process_group=groups[name == "recorded"])
+    for name in ["recorded", "profiler", *blocks]:  # the first two warm up, and are left out
+        on = name == "recorded"
+        recording.switch(on)
+        ddp = DistributedDataParallel(model, process_group=world if on else world.inner)
         profiling = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         stamps, told = [], (0, 0)
         with profiling if name == "profiler" else contextlib.nullcontext():
@@ -126,8 +116,8 @@ def main(path: str, warmup: int, steps: int, batch: int, blocks: list[str]) -> N
         results.append(
             {
                 "name": name,
-                "wall_us": [(b[0] - a[0]) / 1000 for a, b in pairs],
-                "cpu_us": [(b[1] - a[1]) / 1000 for a, b in pairs],
+                "wall_us": [(b[0] - a[0]) // 1000 for a, b in pairs],
+                "cpu_us": [(b[1] - a[1]) // 1000 for a, b in pairs],
                 "events": events / (steps + 1),
                 "told_us": cost / 1000 / (steps + 1),
             }
@@ -135,7 +125,7 @@ def main(path: str, warmup: int, steps: int, batch: int, blocks: list[str]) -> N
         del ddp, loss
         gc.collect()  # its reducer must not see the next block's gradients
     recording.switch(True)
-    whole = {"blocks": results, "event_ns": event_ns()}
+    whole = {"blocks": results[2:], "event_ns": event_ns()}
     Path(f"{path}.{rank}").write_text(json.dumps(whole))
     dist.destroy_process_group()
 

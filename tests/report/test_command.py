@@ -55,7 +55,7 @@ def test_one_record_gives_states_efficiencies_and_sentences(tmp_path):
     assert re.search(r"useful +\d+\.\d %", text)
     for name in ("parallel efficiency", "load balance", "serialisation", "transfer"):
         assert re.search(rf"{name} +[01]\.\d\d", text), name
-    assert "waiting for rank 3 (node1), which was still computing; mostly in all-reduce" in flat
+    assert "waiting for rank 3 (node1), which computed longer; mostly in all-reduce" in flat
     assert "all-reduce itself, after the last rank had arrived" in flat
     assert "in all of the steps" in flat
     assert "recording cost" in flat

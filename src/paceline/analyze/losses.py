@@ -6,6 +6,7 @@ All shares are of the ranks' time together (P x T), so they add up to 1 - useful
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from .read import Record
 from .states import OTHER, STATES, Ints, Timeline, Window
 
 BINS = 10  # ranges of steps that losses are located in
+AT_ONCE = 200_000  # ns between two waits with no work to speak of between them
 MOST = 0.8  # of a loss lies in the range of steps that is named
 
 
@@ -25,7 +27,7 @@ class Loss:
     """One cause's share of all ranks' time in the window.
 
     kind: wait, transfer, checkpoint, validation, input or other. For a wait, ``rank`` is whom
-    it was for and ``doing`` the state that rank was in; None where it was for nobody in
+    it was for and ``doing`` the state that rank was longer in; None where it was for nobody in
     particular (below the clocks' residual, or without a record). For the others ``rank`` is the
     one where it is largest, and ``most`` its share of that rank's time.
     """
@@ -87,25 +89,38 @@ def waits(
     where: Ranges,
     residual: int,
 ) -> list[Loss]:
-    """Every wait booked to whom it was for, and to what that rank was doing meanwhile."""
+    """Every wait booked to whom it was for, and to what that rank had done more than the one
+    that waits since both were last together (at the end of the group's previous wait).
+
+    What it does during the wait itself says less: a rank whose batch came late is computing
+    by the time the others wait for it.
+    """
     rows = matched.waits
     start = np.clip(rows["start"], within.start, within.end)
     turn = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
     length = turn - start
     whole = len(records) * within.length
-    known = (rows["culprit"] != NOBODY) & (length > residual)
-    unknown = (length > 0) & ~known
+    known = np.flatnonzero((rows["culprit"] != NOBODY) & (length > residual))
+    unknown = length[(length > 0)].sum() - length[known].sum()
+    together = np.clip(_together(rows), within.start, start)[known]
+    rows, start, turn, length = rows[known], start[known], turn[known], length[known]
+    own = np.zeros((len(rows), len(STATES)), np.float32)
+    for record in np.unique(rows["record"]).tolist():
+        mine = rows["record"] == record
+        line = timelines[record]
+        own[mine] = line.until(turn[mine]) - line.until(together[mine])
     result = []
-    for culprit in np.unique(rows["culprit"][known]).tolist():
-        mine = known & (rows["culprit"] == culprit)
-        line = timelines[culprit]
-        meanwhile = line.until(turn[mine]) - line.until(start[mine])
+    for culprit in np.unique(rows["culprit"]).tolist():
+        mine = rows["culprit"] == culprit
+        line, record = timelines[culprit], records[culprit]
+        more = np.clip(line.until(turn[mine]) - line.until(together[mine]) - own[mine], 0, None)
+        total = more.sum(axis=1, keepdims=True)
+        more = np.where(total > 0, more / np.maximum(total, 1), _one(line.at(turn[mine] - 1)))
         for state in range(len(STATES)):
-            weights = meanwhile[:, state].astype(np.float64)
-            if not weights.any():
+            weights = more[:, state] * length[mine]
+            if weights.sum() <= 0:
                 continue
             group, op = _most(rows["group"][mine], rows["op"][mine], weights)
-            record = records[culprit]
             result.append(
                 Loss(
                     "wait",
@@ -118,9 +133,33 @@ def waits(
                     where.narrow(_binned(start[mine], weights, where)),
                 )
             )
-    if unknown.any():
-        result.append(Loss("wait", float(length[unknown].sum()) / whole))
+    if unknown > 0:
+        result.append(Loss("wait", float(unknown) / whole))
     return result
+
+
+def _together(rows: npt.NDArray[Any]) -> Ints:
+    """For each wait, when the rank was last together with its group: the end of the last wait
+    before the rank went to work again. Waits that follow each other at once (the buckets of one
+    backward) are one. Far back for the first."""
+    order = np.lexsort((rows["end"], rows["group"], rows["record"]))
+    start, end = rows["start"][order], rows["end"][order]
+    same = np.zeros(len(rows), bool)
+    for name in ("record", "group"):
+        same[1:] |= rows[name][order][1:] != rows[name][order][:-1]
+    same = ~same
+    before = np.concatenate(([np.iinfo(np.int64).min], end[:-1])) if len(rows) else end
+    begins = ~same | (start - before > AT_ONCE)
+    begins[:1] = True
+    first = np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))
+    result = np.empty(len(rows), np.int64)
+    result[order] = np.where(same[first], before[first], np.iinfo(np.int64).min)
+    return result
+
+
+def _one(state: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """1 for each row's state, 0 for all others."""
+    return np.asarray(np.eye(len(STATES))[state], np.float64)
 
 
 def transfers(matched: Matched, ranks: int, within: Window, where: Ranges) -> list[Loss]:

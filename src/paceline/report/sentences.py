@@ -6,13 +6,13 @@ from ..analyze.losses import Loss
 from ..analyze.report import Report
 
 _DOING = {
-    "useful": "was still computing",
-    "input": "was waiting for its next batch",
-    "checkpoint": "was saving",
-    "validation": "was evaluating",
-    "other": "was in the script's own work",
-    "wait": "was itself waiting",
-    "transfer": "was itself exchanging",
+    "useful": "computed longer",
+    "input": "had waited for its batch",
+    "checkpoint": "had been saving",
+    "validation": "had been evaluating",
+    "other": "had been in the script's own work",
+    "wait": "had been waiting itself",
+    "transfer": "had been exchanging elsewhere",
 }
 
 

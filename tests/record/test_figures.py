@@ -1,0 +1,152 @@
+"""Known trouble in a real run moves the figure that it should, by as much as it should."""
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ranks
+from paceline.analyze.load import load
+from paceline.analyze.report import analyse
+
+ZOO = Path(__file__).parent / "zoo"
+
+STEPS = 40
+TOLERANCE = 0.08  # of the window; these machines are busy
+
+
+def trouble(tmp_path, *args, prefix=()):
+    """The report of the plain loop with its knobs turned."""
+    record = tmp_path / "record"
+    command = ranks.command(
+        ZOO / "plain_loop.py",
+        *("--steps", STEPS, *args),
+        launcher=f"paceline --record {record} --threads 1",
+    )
+    subprocess.run([*prefix, *command], check=True, env=ranks.environment(), timeout=300)
+    report = analyse(load(record))
+    assert report.confidence == 1.0
+    return report
+
+
+def share(report, seconds, times):
+    """What ``seconds`` in ``times`` of the window's steps come to."""
+    return seconds * times / report.window_s
+
+
+def in_window(report):
+    return report.ranges[-1].last - report.ranges[0].first + 1
+
+
+def waits_for(report, rank, doing):
+    return sum(
+        loss.share
+        for loss in report.losses
+        if (loss.kind, loss.rank, loss.doing) == ("wait", rank, doing)
+    )
+
+
+def nothing_else(report, *moved, alone=0.0):
+    """States that were not troubled are hardly there. alone: for how long rank 0 still works
+    when the others have ended, which is other time of theirs."""
+    for rank in report.states:
+        for state in {"checkpoint", "validation", "other", "input"} - set(moved):
+            ended = alone / report.window_s if state == "other" else 0.0
+            assert rank[state] < TOLERANCE + ended, state
+
+
+close = functools.partial(pytest.approx, abs=TOLERANCE)
+
+
+def test_without_trouble_nothing_is_found(tmp_path):
+    report = trouble(tmp_path)
+    nothing_else(report)
+    assert report.efficiencies.load_balance > 0.8
+
+
+def test_a_slow_rank_is_load_balance_and_the_others_wait_for_it(tmp_path):
+    report = trouble(tmp_path, "--slow-rank", 1, "--factor", 3)
+    nothing_else(report)
+    fast, slow = (rank["useful"] for rank in report.states)
+    assert slow / fast == pytest.approx(3, rel=0.35)
+    e = report.efficiencies
+    assert e.load_balance == close((1 + slow / fast) / 2 / (slow / fast))
+    assert report.slowest_rank == 1
+    assert report.slowest_excess == close(slow / ((slow + fast) / 2) - 1)
+    # What the fast one waits is what the slow one computes longer.
+    assert 2 * waits_for(report, 1, "useful") == close(slow - fast)
+    assert waits_for(report, 0, "useful") < TOLERANCE
+
+
+def test_a_slow_loader_is_input_on_all_ranks(tmp_path):
+    report = trouble(tmp_path, "--input-sleep", 0.03)
+    nothing_else(report, "input")
+    for rank in report.states:
+        assert rank["input"] == close(share(report, 0.03, in_window(report)))
+    assert report.losses[0].kind == "input"
+    assert report.efficiencies.load_balance > 0.85
+
+
+def test_one_ranks_slow_loader_is_waited_for_by_the_others(tmp_path):
+    report = trouble(tmp_path, "--input-sleep", 0.15, "--input-rank", 0)
+    nothing_else(report, "input")
+    slept = share(report, 0.15, in_window(report))
+    first, second = report.states
+    assert first["input"] == close(slept)
+    assert second["input"] < TOLERANCE
+    assert 2 * waits_for(report, 0, "input") == close(slept)
+
+
+@pytest.mark.parametrize(
+    ("knob", "state"), [("--validate-rank0", "validation"), ("--save-rank0", "checkpoint")]
+)
+def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
+    report = trouble(tmp_path, knob, 0.3)
+    nothing_else(report, state, alone=0.3)
+    done = share(report, 0.3, STEPS // 10)
+    first, second = report.states
+    assert first[state] == close(done)
+    assert second[state] < 0.001
+    # The last of them is at the end of the run: nobody waits for it any more.
+    assert 2 * waits_for(report, 0, state) == close(share(report, 0.3, STEPS // 10 - 1))
+    assert report.slowest_rank == 0
+
+
+def test_work_of_the_scripts_own_is_other(tmp_path):
+    report = trouble(tmp_path, "--other", 0.03)
+    nothing_else(report, "other")
+    for rank in report.states:
+        assert rank["other"] == close(share(report, 0.03, in_window(report)))
+
+
+def throttled(rate):
+    """A command's prefix: a network of its own whose loopback passes ``rate`` at most."""
+    setup = (
+        f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 1s && "
+        'exec "$@"'
+    )
+    return ["unshare", "--net", "sh", "-c", setup, "throttled"]
+
+
+def can_throttle():
+    if not all(map(shutil.which, ("unshare", "ip", "tc"))):
+        return False
+    return subprocess.run([*throttled("1gbit"), "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_throttle(), reason="needs iproute2 and root")
+def test_a_throttled_link_is_transfer(tmp_path):
+    report = trouble(tmp_path, "--steps", 20, prefix=throttled("400mbit"))
+    nothing_else(report)
+    parameters = 64 * 512 + 4 * 512 * 512 + 512 + 5 * 512 + 1
+    # Two ranks: each sends all its bytes once, over the same link.
+    seconds = in_window(report) * 2 * 4 * parameters / (400e6 / 8)
+    moved = report.efficiencies
+    (group,) = [g for g in report.groups if g.size == 2]
+    assert group.transfer + group.hidden > 0.8 * seconds / report.window_s
+    assert moved.transfer < 0.5
+    assert report.losses[0].kind == "transfer"
+    (reduced,) = [c for c in group.collectives if c.name == "all-reduce"]
+    assert reduced.busbw < 2 * 400e6 / 8 / 1e9
