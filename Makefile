@@ -17,10 +17,15 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(BIN)/pip install $(PIP_ARGS) -e '.[examples,dev]'
 	@touch $@
 
+# Frameworks whose scripts are recorded in the tests; without them those tests are skipped.
+$(VENV)/frameworks: $(VENV)/installed
+	@$(BIN)/pip install $(PIP_ARGS) -e '.[frameworks]'
+	@touch $@
+
 demo: $(VENV)/installed
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/installed
+test: $(VENV)/frameworks
 	$(BIN)/pytest --durations=10
 
 soak: $(VENV)/installed

@@ -89,7 +89,7 @@ def recorded(tmp_path, script, *args, ranks_=2, check=True, **env):
 def test_a_script_is_recorded_unchanged_and_told_truly(tmp_path, name):
     told = CASES[name]
     if told.needs and importlib.util.find_spec(told.needs) is None:
-        pytest.skip(f"{told.needs} is not installed (make frameworks)")
+        pytest.skip(f"{told.needs} is not installed (pip install paceline[frameworks])")
     result, report = recorded(tmp_path, name.split()[0], *told.args, ranks_=told.ranks)
     assert re.search(r"final loss", result.stdout), result.stdout
     size = 1 if name == "alone" else 2

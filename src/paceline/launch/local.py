@@ -17,7 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from ..analyze.load import load
+from ..analyze.report import analyse
 from ..cluster.host import cores, free_memory
+from ..report.terminal import drawn
 from . import keep
 from .interrupt import Interrupt
 from .server import SUBREAPER, end_children, prctl
@@ -85,7 +88,7 @@ def run(job: Job) -> int:
     server = _start_server(ours, theirs, folder, [] if fresh else _preloads(job, source))
     theirs.close()
     try:
-        return _watch(job, ours, folder, started, interrupt)
+        code = _watch(job, ours, folder, started, interrupt)
     finally:
         try:
             ours.send(json.dumps({"end": 2.0}).encode())
@@ -96,6 +99,23 @@ def run(job: Job) -> int:
         end_children(0.0)  # nobody, unless the rank server itself was killed
         if folder.exists():
             keep.clear(folder)
+    if job.record is not None:
+        _tell(job, job.record, code)
+    return code
+
+
+def _tell(job: Job, folder: Path, code: int) -> None:
+    """What a recorded run ends with: its figures, unless it failed, and where the record is."""
+    try:
+        report = analyse(load(folder))
+    except ValueError as error:
+        sys.stderr.write(f"paceline: {error}\n")
+        return
+    if code == 0 and report.window_s is not None:
+        sys.stderr.write(drawn(report))
+    sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
+    if job.summary is not None:
+        job.summary.write_text(report.to_json())
 
 
 def _fresh(job: Job) -> bool:
@@ -303,6 +323,7 @@ def _environment(job: Job, folder: Path) -> dict[str, str]:
     }
     if job.record is not None:
         variables["PACELINE_ATTACH"] = "1"
+        variables["PACELINE_TELLS"] = "launcher"
     variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no need for its name to resolve
     if sys.stderr.isatty():
         variables["PACELINE_TTY"] = "1"

@@ -16,6 +16,7 @@ from .sentences import sentence
 
 GOOD = 0.8  # what POP calls good
 BAR = 12
+BLOCKS = "▁▂▃▄▅▆▇█"
 LARGEST = 3  # losses that are told in a sentence
 COLOURS = {
     "useful": "green",
@@ -76,7 +77,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
     else:
         parts += [_states(report, explained), Text()]
         if full:
-            parts += [_tree(report), Text(), *_groups(report), *_losses(report)]
+            parts += [_tree(report), _course(report), *_groups(report), *_losses(report)]
         else:
             parts.append(_efficiencies(report))
         parts.append(_cost(report))
@@ -179,6 +180,18 @@ def _slowest(report: Report) -> str:
 
 def _graded(value: float) -> Text:
     return Text(f"{value:.2f}", style="bold green" if value >= GOOD else "bold red")
+
+
+def _course(report: Report) -> Text:
+    """How the useful share went over the steps, one block a tenth of them."""
+    shares = [part.efficiencies.useful for part in report.ranges]
+    if len(shares) < 3:
+        return Text()
+    blocks = "".join(BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)] for share in shares)
+    first, last = report.ranges[0].first, report.ranges[-1].last
+    least, most = (f"{100 * pick(shares):.0f}" for pick in (min, max))
+    text = Text("\nuseful over the steps  ").append(blocks, style=COLOURS["useful"])
+    return text.append(f"  {least} to {most} %, steps {first} to {last}\n")
 
 
 def _groups(report: Report) -> list[RenderableType]:
