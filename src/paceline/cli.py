@@ -147,8 +147,7 @@ def record(
 ) -> None:
     """Run SCRIPT as one recorded rank of any launcher: torchrun, srun, mpirun.
 
-    Ranks may be on several hosts, if FOLDER is on a file system that they share. A rank that is
-    killed leaves no record: that needs paceline run --record.
+    Ranks may be on several hosts, if FOLDER is on a file system that they share.
     """
     from .launch.rank import record_here
 

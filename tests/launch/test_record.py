@@ -153,4 +153,16 @@ def test_any_launcher_starts_recorded_ranks(tmp_path):
     report = analyse(load(record))
     assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
     assert json.loads((record / "run.json").read_text())["command"][0] == str(script)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("paceline-record")]
+    assert not ranks.in_memory()
+
+
+def test_a_rank_of_any_launcher_that_is_killed_is_kept_by_the_others(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    record = tmp_path / "record"
+    command = [str(ranks.BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [ranks.PACELINE, "record", str(record), str(script), "30", "1000"]
+    result = subprocess.run(command, capture_output=True, env=ranks.environment(), timeout=120)
+    assert result.returncode != 0
+    ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
+    assert analyse(load(record)).ranks == [0, 1]
+    assert not ranks.in_memory()

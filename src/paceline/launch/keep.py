@@ -4,8 +4,10 @@ The promise lies in the job's folder, so that whoever is left at the end can ful
 server, the launcher after it, or the next ``paceline run`` on this host.
 """
 
+import fcntl
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -34,15 +36,48 @@ def check(target: Path) -> None:
         ) from None
 
 
-def node_local(name: str) -> Path:
-    """A new folder in node-local memory, or else for temporary files."""
-    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+def job_folder() -> Path:
+    """A folder in node-local memory for a job's records.
+
+    Its lock lives as long as any process of the job. Folders whose lock is free are of jobs
+    that were killed altogether: what they promised is done here, and they are removed.
+    """
+    rescue()
+    for place in _PLACES:
+        folder = place / (_prefix() + secrets.token_hex(6))
         try:
-            (place / name).mkdir(mode=0o700)
+            folder.mkdir(mode=0o700)
         except OSError:
             continue
-        return place / name
-    raise ValueError(f"neither /dev/shm nor {tempfile.gettempdir()} can be written to")
+        _lock(folder)
+        return folder
+    raise ValueError(f"neither {' nor '.join(map(str, _PLACES))} can be written to")
+
+
+def rescue() -> None:
+    """Clear the folders of jobs that were killed together with all that would have done it."""
+    for place in _PLACES:
+        for old in place.glob(_prefix() + "*"):
+            if _lock(old):
+                clear(old)
+
+
+_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+
+
+def _prefix() -> str:
+    return f"paceline-job-{os.getuid()}-"
+
+
+def _lock(folder: Path) -> bool:
+    """Take the folder's lock, for as long as this process and its children live; whether it
+    was free."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def promise(folder: Path, target: Path, command: list[str]) -> None:

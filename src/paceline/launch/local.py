@@ -1,16 +1,13 @@
 """``paceline run`` on this machine: check, start, watch, tell."""
 
 import ast
-import fcntl
 import gc
 import importlib.machinery
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +78,7 @@ def run(job: Job) -> int:
     if job.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(job.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // job.ranks)))
-    folder = _job_folder()
+    folder = keep.job_folder()
     if job.record is not None:
         keep.promise(folder, job.record, [job.name, *job.args])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -206,33 +203,6 @@ def _preloads(job: Job, source: bytes) -> list[str]:
     if any(name.split(".")[0] == "paceline" for name in found):
         wanted.append("paceline.world")
     return list(dict.fromkeys(wanted))
-
-
-def _job_folder() -> Path:
-    """A folder in node-local memory for the ranks' records; the rank server removes it.
-
-    Its lock lives as long as any process of the job. Folders whose lock is free are of jobs
-    that were killed altogether, rank server included: they are removed here.
-    """
-    prefix = f"paceline-job-{os.getuid()}-"
-    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        for old in place.glob(prefix + "*"):
-            if _lock(old):
-                keep.clear(old)
-    folder = keep.node_local(prefix + secrets.token_hex(6))
-    _lock(folder)
-    return folder
-
-
-def _lock(folder: Path) -> bool:
-    """Take the folder's lock, for as long as this process and its children live; whether it
-    was free."""
-    try:
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _start_server(

@@ -56,8 +56,7 @@ class Loop:
         """Forget what was seen so far."""
         self.busy = False
         self._thread = threading.main_thread().ident
-        self._has_parameters: weakref.WeakKeyDictionary[nn.Module, bool]
-        self._has_parameters = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._trained: set[int] = set()  # first parameters of models that had a gradient
         self._inside: nn.Module | None = None  # the outermost module that runs
         self._drivers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -150,11 +149,12 @@ class Loop:
     def _is_model(self, module: nn.Module) -> bool:
         """A transform of data or a loss function has no parameters; what trains inside its
         forward is a loop and no model."""
-        known = self._has_parameters.get(module)
-        if known is None:
-            known = next(module.parameters(), None) is not None
-            self._has_parameters[module] = known
-        return known and module not in self._drivers
+        if module in self._models:
+            return True
+        if next(module.parameters(), None) is None or module in self._drivers:
+            return False
+        self._models.add(module)
+        return True
 
     def _with_gradient(self, module: nn.Module, start: int, end: int, inputs: Any) -> None:
         self._end_evaluation()
@@ -236,6 +236,7 @@ class Loop:
         self._thread = threading.get_ident()
         if self._inside is not None:  # its forward is a training loop
             self._drivers.add(self._inside)
+            self._models.discard(self._inside)
             self.busy, self._inside = False, None
         self._end_evaluation()
         self._stepping = optimizer
