@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.analyze.load import load
+from paceline.analyze.report import analyse
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 # One thread: two that share a busy core wait for each other many times a step.
@@ -52,6 +55,21 @@ def test_surrogate_reaches_the_same_r_squared(starter):
     short = ("surrogate.py", "--epochs", "2")
     assert reached("alone", *short) > 0.97
     assert abs(reached(starter, *short) - reached("alone", *short)) <= 1e-3
+
+
+@pytest.mark.parametrize(("script", "epochs"), [("digits.py", "6"), ("surrogate.py", "2")])
+def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs):
+    record = tmp_path / "record"
+    start = [*STARTERS["2 ranks"], "--record", record]
+    done = run(*start, f"examples/{script}", "--epochs", epochs)
+    assert done.returncode == 0, done.stderr
+    assert figure(done.stdout) == reached("2 ranks", script, "--epochs", epochs)
+    assert f"the record is in {record}" in done.stderr
+    report = analyse(load(record))
+    assert (report.ranks, report.confidence, report.doubts) == ([0, 1], 1.0, [])
+    assert report.efficiencies.useful > 0.2
+    assert all(rank["validation"] > 0.001 for rank in report.states)
+    assert {c.name for group in report.groups for c in group.collectives} >= {"all-reduce"}
 
 
 def test_digits_reach_what_they_state():

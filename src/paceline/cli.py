@@ -151,7 +151,11 @@ def record(
     """
     from .launch.rank import record_here
 
-    record_here(folder, {"name": script, "args": args or [], "module": module})
+    try:
+        record_here(folder, {"name": script, "args": args or [], "module": module})
+    except ValueError as mistake:
+        typer.echo(f"paceline: {mistake}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command(

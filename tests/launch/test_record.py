@@ -152,6 +152,9 @@ def test_any_launcher_starts_recorded_ranks(tmp_path):
     subprocess.run(command, check=True, env=ranks.environment(), timeout=120)
     report = analyse(load(record))
     assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
+    again = subprocess.run(command, capture_output=True, env=ranks.environment(), timeout=120)
+    assert again.returncode != 0
+    assert b"there is a record already. HINT" in again.stderr
     assert json.loads((record / "run.json").read_text())["command"][0] == str(script)
     assert not ranks.in_memory()
 

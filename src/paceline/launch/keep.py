@@ -23,16 +23,14 @@ PROMISE = "keep.json"
 def check(target: Path) -> None:
     """Raises ValueError where ``target`` has a record already, or can't be written."""
     if target.is_dir() and any(target.rglob("*.ring")):
-        raise ValueError(
-            f"--record {target}: there is a record already. HINT: another folder, or remove it"
-        )
+        raise ValueError(f"{target}: there is a record already. HINT: another folder, or remove it")
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target):
             pass
     except OSError as error:
         raise ValueError(
-            f"--record {target}: {error.strerror}. HINT: a folder that can be written"
+            f"{target}: {error.strerror}. HINT: a folder that can be written"
         ) from None
 
 

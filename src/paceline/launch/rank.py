@@ -70,8 +70,12 @@ def exec_fresh(start: Start) -> NoReturn:
 def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
     """Be one recorded rank of whatever launcher has started this process; its record is copied
     to ``target`` at its end, also where the script fails. That of a rank that was killed is
-    copied by those that end after it on its host. See ``paceline record``."""
-    target.mkdir(parents=True, exist_ok=True)
+    copied by those that end after it on its host. See ``paceline record``.
+
+    Raises ValueError where ``target`` has a record of an earlier run, or can't be written.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        keep.check(target)
     folder = keep.job_folder()
     run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
     os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)
