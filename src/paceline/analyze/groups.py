@@ -1,6 +1,8 @@
 """Figures of each process group by itself: data, tensor and pipeline groups are never mixed."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,19 +55,17 @@ def groups(
     """Every group of more than one rank in which something happened in the window."""
     result = []
     states = [line.states for line in timelines]
-    for number, name in enumerate(matched.groups):
-        members = {
-            i: group
-            for i, record in enumerate(records)
-            for group in record.meta.get("groups", {}).values()
-            if group["name"] == name
-        }
+    members_of: dict[str, dict[int, dict[str, Any]]] = {}
+    for i, record in enumerate(records):
+        for group in record.meta.get("groups", {}).values():
+            members_of.setdefault(group["name"], {})[i] = group
+    count = len(matched.groups)
+    each = zip(_by_group(matched.launches, count), _by_group(matched.waits, count), strict=True)
+    for (name, members), (launches, waits) in zip(sorted(members_of.items()), each, strict=True):
         size = max(int(group["size"]) for group in members.values())
-        launches = matched.launches[matched.launches["group"] == number]
         inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
         if size < 2 or not inside.any():
             continue
-        waits = matched.waits[matched.waits["group"] == number]
         start = np.clip(waits["start"], within.start, within.end)
         end = np.clip(waits["end"], within.start, within.end)
         turn = np.clip(waits["latest"], start, end)
@@ -80,10 +80,22 @@ def groups(
                 float((end - turn).sum()) / whole,
                 sum(_hidden(launches, waits, timelines, within)) / whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
-                _collectives(launches[inside], size),
+                _collectives(launches, inside, size),
             )
         )
     return result
+
+
+def _by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """The rows of each group, still in the order of their records; not copied where there is
+    one group only."""
+    if count == 1:
+        yield rows
+        return
+    order = np.argsort(rows["group"], kind="stable")
+    ends = np.cumsum(np.bincount(rows["group"], minlength=count))
+    for mine in np.split(order, ends[:-1]):
+        yield rows[mine]
 
 
 def hidden(matched: Matched, timelines: list[Timeline], within: Window) -> list[int]:
@@ -97,6 +109,9 @@ def _hidden(
     result, count = [], len(timelines)
     both = zip(by_record(launches, count), by_record(waits, count), timelines, strict=True)
     for flight, blocked, line in both:
+        if not len(flight) and not len(blocked):
+            result.append(0)
+            continue
         start, end = (np.concatenate([flight[n], blocked[n]]) for n in ("start", "end"))
         start, end = merged(start, end, within)
         time = line.busy_until(end) - line.busy_until(start) if len(start) else start
@@ -104,25 +119,27 @@ def _hidden(
     return result
 
 
-def _collectives(launches: np.ndarray, size: int) -> list[Collective]:
+def _collectives(launches: np.ndarray, inside: np.ndarray, size: int) -> list[Collective]:
     result = []
-    for op in np.unique(launches["op"]).tolist():
-        rows = launches[launches["op"] == op]
+    for op in np.flatnonzero(np.bincount(launches["op"][inside])).tolist():
+        mine = inside & (launches["op"] == op)
+        amount = launches["amount"][mine]
         if op in POINT_TO_POINT:
-            count, amount = len(rows), int(rows["amount"].sum())
-            result.append(Collective(name_of(op), count, amount, None, None))
+            result.append(Collective(name_of(op), len(amount), int(amount.sum()), None, None))
             continue
-        nodes, at = np.unique(rows["node"], return_inverse=True)
-        last = np.full(len(nodes), np.iinfo(np.int64).min)
+        at = launches["node"][mine]
+        at -= at.min()  # a group's nodes have numbers in a row
+        count = int(np.count_nonzero(np.bincount(at)))
+        last = np.full(int(at.max()) + 1, np.iinfo(np.int64).min)
         end = last.copy()
-        amount_of = np.zeros(len(nodes), np.int64)
-        np.maximum.at(last, at, rows["start"])
-        np.maximum.at(end, at, rows["end"])
-        np.maximum.at(amount_of, at, rows["amount"])
+        amount_of = np.zeros(len(last), np.int64)
+        np.maximum.at(last, at, launches["start"][mine])
+        np.maximum.at(end, at, launches["end"][mine])
+        np.maximum.at(amount_of, at, amount)
         large = (amount_of >= 1 << 16) & (end > last)
         speed = amount_of[large] / (end[large] - last[large])  # bytes/ns = GB/s
         algbw = float(np.median(speed)) if large.any() else None
         factor = _BUS.get(Op(op))
         busbw = algbw * factor(size) if algbw is not None and factor is not None else None
-        result.append(Collective(name_of(op), len(nodes), int(amount_of.sum()), algbw, busbw))
+        result.append(Collective(name_of(op), count, int(amount_of.sum()), algbw, busbw))
     return result

@@ -19,6 +19,7 @@ from .states import OTHER, STATES, Ints, Timeline, Window
 
 BINS = 10  # ranges of steps that losses are located in
 AT_ONCE = 200_000  # ns between two waits with no work to speak of between them
+PART = 1 << 16  # rows that are looked at together, which bounds the memory
 MOST = 0.8  # of a loss lies in the range of steps that is named
 
 
@@ -105,17 +106,19 @@ def waits(
     together = np.clip(_together(rows), within.start, start)[known]
     rows, start, turn, length = rows[known], start[known], turn[known], length[known]
     own = np.zeros((len(rows), len(STATES)), np.float32)
-    for record in np.unique(rows["record"]).tolist():
-        mine = rows["record"] == record
-        line = timelines[record]
+    for number, mine in _apart(rows["record"]):
+        line = timelines[number]
         own[mine] = line.until(turn[mine]) - line.until(together[mine])
     result = []
-    for culprit in np.unique(rows["culprit"]).tolist():
-        mine = rows["culprit"] == culprit
+    for culprit, mine in _apart(rows["culprit"]):
         line, record = timelines[culprit], records[culprit]
-        more = np.clip(line.until(turn[mine]) - line.until(together[mine]) - own[mine], 0, None)
-        total = more.sum(axis=1, keepdims=True)
-        more = np.where(total > 0, more / np.maximum(total, 1), _one(line.at(turn[mine] - 1)))
+        more = np.empty((len(mine), len(STATES)))
+        for part in range(0, len(mine), PART):
+            some = mine[part : part + PART]
+            by = np.clip(line.until(turn[some]) - line.until(together[some]) - own[some], 0, None)
+            total = by.sum(axis=1, keepdims=True)
+            by = np.where(total > 0, by / np.maximum(total, 1), _one(line.at(turn[some] - 1)))
+            more[part : part + PART] = by
         for state in range(len(STATES)):
             weights = more[:, state] * length[mine]
             if weights.sum() <= 0:
@@ -136,6 +139,13 @@ def waits(
     if unknown > 0:
         result.append(Loss("wait", float(unknown) / whole))
     return result
+
+
+def _apart(values: Ints) -> Iterable[tuple[int, Ints]]:
+    """Each value, and the rows that have it."""
+    order = np.argsort(values, kind="stable")
+    unique, first = np.unique(values[order], return_index=True)
+    return zip(unique.tolist(), np.split(order, first[1:]), strict=False)
 
 
 def _together(rows: npt.NDArray[Any]) -> Ints:
@@ -169,9 +179,10 @@ def transfers(matched: Matched, ranks: int, within: Window, where: Ranges) -> li
     start = np.clip(turn, within.start, within.end)
     length = np.clip(rows["end"], within.start, within.end) - start
     result = []
-    kinds = np.unique(rows[["group", "op"]][length > 0])
-    for group, op in kinds.tolist():
-        mine = (rows["group"] == group) & (rows["op"] == op)
+    real = np.flatnonzero(length > 0)
+    kind = rows["group"][real].astype(np.int64) << 8 | rows["op"][real]
+    for one, at in _apart(kind):
+        group, op, mine = one >> 8, one & 0xFF, real[at]
         weights = length[mine].astype(np.float64)
         share = float(weights.sum()) / (ranks * within.length)
         steps = where.narrow(_binned(start[mine], weights, where))

@@ -149,13 +149,13 @@ def _rows(
 ) -> tuple[npt.NDArray[Any], Ints, npt.NDArray[Any]]:
     """Rows of all records with ``fields``, their keys (two integers each), and what each record
     knows of the row's group: its size, and whether it is the root."""
-    parts = [record.of(*chosen(record)) for record in records]
-    count = sum(len(part) for part in parts)
+    count = sum(record.count(*chosen(record)) for record in records)
     rows = np.zeros(count, fields)
     keys = np.zeros((count, 2), np.int64)
     mine = np.zeros(count, [("size", "i8"), ("root", "?")])
     start = 0
-    for i, (record, part) in enumerate(zip(records, parts, strict=True)):
+    for i, record in enumerate(records):
+        part = record.of(*chosen(record))
         place = slice(start, start + len(part))
         start += len(part)
         row = rows[place]
@@ -170,7 +170,7 @@ def _rows(
         size = _table(record, lambda g: g["size"])[part["group"]]
         row["group"] = group
         peer = part["peer"].astype(np.int64)
-        sends, p2p = part["op"] == Op.SEND, np.isin(part["op"], POINT_TO_POINT)
+        sends, p2p = part["op"] == Op.SEND, part["op"] >= Op.SEND  # the last two
         source, target = np.where(sends, own, peer), np.where(sends, peer, own)
         # group and, for messages, both sides; then the number
         pair = np.where(p2p, (1 << 62) | (source + 1) << 15 | (target + 1), 0)

@@ -1,6 +1,7 @@
 """Reading a record: the layout is in docs/record-format.md, its writer is record.ring."""
 
 import json
+import mmap
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,7 @@ class Record:
     lost: int  # events that the ring has overwritten
     cost_ns: int  # what recording has cost this rank
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the script, by number
+    pages: mmap.mmap | None = None  # of the file that the events lie in
 
     @property
     def rank(self) -> int:
@@ -48,14 +50,31 @@ class Record:
     @cached_property
     def on_gpu(self) -> bool:
         """Whether it says what a GPU's kernels did."""
-        return bool((self.events["state"] == State.KERNEL).any())
+        return bool((self.states == State.KERNEL).any())
+
+    @cached_property
+    def states(self) -> npt.NDArray[np.uint8]:
+        """The events' states, side by side in memory."""
+        return np.ascontiguousarray(self.events["state"])
+
+    def count(self, *states: int) -> int:
+        """How many events of these states there are."""
+        return int(np.count_nonzero(_one_of(states)[self.states]))
 
     def of(self, *states: int) -> npt.NDArray[Any]:
         """The events of these states."""
-        state = self.events["state"]
-        if len(states) == 1:
-            return np.asarray(self.events[state == states[0]])
-        return self.events[np.isin(state, states)]
+        at = np.flatnonzero(_one_of(states)[self.states])
+        rows = self.events[at] if len(at) else self.events[:0]
+        if len(at) and self.pages is not None:  # the file's pages go back until they are read again
+            self.pages.madvise(mmap.MADV_DONTNEED)
+        return rows
+
+
+def _one_of(states: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """For each number of a state, whether it is one of these."""
+    table = np.zeros(256, bool)
+    table[list(states)] = True
+    return table
 
 
 def used_bytes(data: bytes) -> int:
@@ -81,4 +100,6 @@ def read(data: Any, name: str = "the record") -> Record:
     if written > capacity:  # the oldest event stands where the next one would have gone
         events = np.roll(events, -int(written % capacity))
     whole = events["end"] > 0
-    return Record(meta, events if whole.all() else events[whole], max(0, written - capacity), cost)
+    events = events if whole.all() else events[whole]
+    pages = data if isinstance(data, mmap.mmap) else None
+    return Record(meta, events, max(0, written - capacity), cost, pages=pages)

@@ -10,6 +10,8 @@ import numpy as np
 from .match import Matched
 from .states import Ints, Timeline, Window
 
+FEW = 16  # launches of a node
+
 
 def ideal_length(matched: Matched, timelines: list[Timeline], within: Window) -> int:
     """T_id in ns: the window's length with every transfer = 0.
@@ -19,33 +21,35 @@ def ideal_length(matched: Matched, timelines: list[Timeline], within: Window) ->
     """
     busy = np.array([int(t.busy_until([within.end])[0]) for t in timelines])
     waits, launches = matched.waits, matched.launches
-    waits = waits[(waits["end"] > within.start) & (waits["start"] < within.end)]
-    waits = waits[np.lexsort((waits["end"], waits["record"]))]
-    if not len(waits):
+    inside = (waits["end"] > within.start) & (waits["start"] < within.end)
+    rank_of, end, node_of = (waits[name][inside] for name in ("record", "end", "node"))
+    if not len(end):
         return int(busy.max())
+    in_time = np.lexsort((end, rank_of))
+    end, node_of = end[in_time], node_of[in_time]
     ranks = len(timelines)
-    count = np.bincount(waits["record"], minlength=ranks)
+    count = np.bincount(rank_of, minlength=ranks)
     base = np.concatenate(([0], np.cumsum(count)[:-1]))  # of each rank's waits
     slots = base + np.arange(ranks)  # of its delays: one more than waits
-    before = np.zeros(len(waits), np.int64)  # B at each wait
+    before = np.zeros(len(end), np.int64)  # B at each wait
     at_launch = np.zeros(len(launches), np.int64)  # B at each launch
     waits_before = np.zeros(len(launches), np.int64)
     counts = np.bincount(launches["record"], minlength=ranks)
     first = np.concatenate(([0], np.cumsum(counts)))  # of each rank's launches
     for rank, line in enumerate(timelines):
         mine = slice(base[rank], base[rank] + count[rank])
-        before[mine] = line.busy_until(waits["end"][mine])
+        before[mine] = line.busy_until(end[mine])
         own = slice(first[rank], first[rank + 1])
         start = np.maximum(launches["start"][own], within.start)
         at_launch[own] = line.busy_until(start)
-        waits_before[own] = np.searchsorted(waits["end"][mine], start, "right")
-    delays = _delays(matched, waits, before, at_launch, waits_before, base, slots, count)
+        waits_before[own] = np.searchsorted(end[mine], start, "right")
+    delays = _delays(matched, node_of, before, at_launch, waits_before, base, slots, count)
     return int((busy + delays).max())
 
 
 def _delays(
     matched: Matched,
-    waits: np.ndarray,
+    node_of: Ints,
     before: Ints,
     at_launch: Ints,
     waits_before: Ints,
@@ -56,11 +60,11 @@ def _delays(
     """Every rank's delay at the end. Nodes go in the order in which their last launch was: all
     waits that a launch comes after are for nodes that were complete before it."""
     rows, order, owner = matched.node_rows, matched.node_launches, matched.launches["record"]
-    used = np.unique(waits["node"][waits["node"] >= 0])
+    used = np.unique(node_of[node_of >= 0])
     last = np.maximum.reduceat(matched.launches["start"][order], rows[:-1])[used]
     never = np.iinfo(np.int64).min // 2
     complete = np.full(len(rows), never)  # when each node is, in the replay; the last: no node
-    delay = np.zeros(len(waits) + len(count), np.int64)
+    delay = np.zeros(len(node_of) + len(count), np.int64)
     done = np.zeros(len(count), np.int64)  # waits gone through, of each rank
 
     def advance(who: Ints, goal: Ints) -> None:
@@ -71,11 +75,16 @@ def _delays(
             who, goal = who[behind], goal[behind]
             at = base[who] + done[who]
             slot = slots[who] + done[who]
-            lifted = complete[waits["node"][at]] - before[at]
+            lifted = complete[node_of[at]] - before[at]
             delay[slot + 1] = np.maximum(delay[slot], lifted)
             done[who] += 1
 
-    for node in used[np.argsort(last, kind="stable")].tolist():
+    in_turn = used[np.argsort(last, kind="stable")]
+    if len(order) < FEW * len(rows):  # small groups: numbers one by one are faster than arrays
+        return _delays_one_by_one(
+            matched, node_of, before, at_launch, waits_before, base, count, in_turn
+        )
+    for node in in_turn.tolist():
         launch = order[rows[node] : rows[node + 1]]
         who, goal = owner[launch], waits_before[launch]
         advance(who, goal)
@@ -83,3 +92,39 @@ def _delays(
     everybody = np.arange(len(count))
     advance(everybody, count)
     return np.asarray(delay[slots + count], np.int64)
+
+
+def _delays_one_by_one(
+    matched: Matched,
+    node_of: Ints,
+    before: Ints,
+    at_launch: Ints,
+    waits_before: Ints,
+    base: Ints,
+    count: Ints,
+    in_turn: Ints,
+) -> Ints:
+    """The same, number by number."""
+    rows, order = matched.node_rows.data, matched.node_launches
+    owner = matched.launches["record"][order].data
+    goals, launched = waits_before[order].data, at_launch[order].data
+    nodes, at_wait = node_of.data, before.data
+    first, done = base.tolist(), [0] * len(base)
+    complete = [np.iinfo(np.int64).min // 2] * len(rows)
+    delay = np.zeros(len(before) + len(base), np.int64).data
+
+    def advance(who: int, goal: int) -> int:
+        start = first[who]
+        if done[who] < goal:
+            late = delay[start + who + done[who]]
+            for at in range(start + done[who], start + goal):
+                late = max(late, complete[nodes[at]] - at_wait[at])
+                delay[at + who + 1] = late
+            done[who] = goal
+        return int(delay[start + who + goal])
+
+    for node in in_turn.tolist():
+        complete[node] = max(
+            launched[i] + advance(owner[i], goals[i]) for i in range(rows[node], rows[node + 1])
+        )
+    return np.array([advance(who, goal) for who, goal in enumerate(count.tolist())], np.int64)

@@ -123,7 +123,7 @@ class Timeline:
 
     def busy_until(self, times: Any) -> Ints:
         """Nanoseconds outside communication from the window's start to each time."""
-        busy = np.where(np.isin(self.label, COMMUNICATION), 0, np.diff(self.edges))
+        busy = np.where(self.label >= COMMUNICATION[0], 0, np.diff(self.edges))  # the last two
         total = np.concatenate(([0], np.cumsum(busy)))
         times = np.clip(np.asarray(times, np.int64), self.edges[0], self.edges[-1])
         at = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
