@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from ..record.attach import attach, detach
 from ..record.errors import one_line, told
+from ..record.imports import after_import
+from ..record.leaving import guard
 from ..record.tell import to_launcher
 from . import keep
 from .server import PARENT_DEATH_SIGNAL, Start, prctl
@@ -108,6 +110,7 @@ def execute(command: dict[str, Any]) -> int:
     exception before anybody else can notice this rank's end."""
     sys.argv = [command["name"], *command["args"]]
     try:
+        after_import({"torch.distributed.distributed_c10d": guard})
         if os.environ.get("PACELINE_ATTACH"):
             attach()
         if command["module"]:

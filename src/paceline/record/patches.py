@@ -7,11 +7,11 @@ in a nested module that is one comparison. Nothing of a script's results depends
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from . import leaving
 from .collectives import RecordedGroup, measure_entry
 from .imports import after_import
 from .loop import Loop
@@ -203,7 +203,7 @@ def _groups(recorder: Recorder, c10d: ModuleType) -> None:
 
     c10d._new_process_group_helper = helper  # type: ignore[attr-defined]
     _batches(c10d)
-    _leaving(c10d)
+    leaving.guard(c10d)
 
 
 def _seen_by_torch(c10d: ModuleType, group: Any, recorder: Recorder) -> RecordedGroup:
@@ -225,24 +225,6 @@ def _seen_by_torch(c10d: ModuleType, group: Any, recorder: Recorder) -> Recorded
     _unregister_process_group(name)
     _register_process_group(name, recorded)
     return recorded
-
-
-def _leaving(c10d: ModuleType) -> None:
-    """A script destroys its groups: gloo's threads come to rest first (see world.join.leave)."""
-    import torch.distributed as dist
-
-    original = c10d.destroy_process_group
-
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
-        for one in [group] if group is not None else list(c10d._world.pg_map):
-            if isinstance(one, RecordedGroup):
-                one.settle(seconds=1.0)
-        time.sleep(0.01)
-        original(group)
-
-    c10d.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
-    dist.destroy_process_group = destroy_process_group
 
 
 def _batches(c10d: ModuleType) -> None:

@@ -1,9 +1,7 @@
 """Joining the ranks, and leaving them without a hang."""
 
 import datetime
-import gc
 import os
-import time
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +9,7 @@ import torch.distributed as dist
 
 from ..comm import backend
 from ..record.collectives import RecordedGroup
+from ..record.leaving import come_to_rest
 from ..record.recorder import Recorder
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,17 +108,11 @@ def join(who: Place, recorder: Recorder, timeout: float) -> None:
 
 
 def leave() -> None:
-    """Give the process group back so that the interpreter can end.
-
-    gloo's destructor joins its threads while it holds the interpreter's lock, and such a thread
-    may want that lock to free the last reduced tensor (compare pytorch issue 56297). So: drop
-    what we hold, let those threads come to rest, and only then destroy the group.
-    """
+    """Give the process group back so that the interpreter can end."""
     if not dist.is_initialized():
         return
     group = dist.group.WORLD
     if isinstance(group, RecordedGroup):
         group.settle(seconds=5.0)
-    gc.collect()
-    time.sleep(0.02)  # releases the lock: a thread that wants it gets it now
+    come_to_rest()
     dist.destroy_process_group()
