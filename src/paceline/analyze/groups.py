@@ -89,8 +89,8 @@ def groups(
 def _by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
     """The rows of each group, still in the order of their records; not copied where there is
     one group only."""
-    if count == 1:
-        yield rows
+    if count <= 1:
+        yield from [rows] * count
         return
     order = np.argsort(rows["group"], kind="stable")
     ends = np.cumsum(np.bincount(rows["group"], minlength=count))

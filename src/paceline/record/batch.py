@@ -10,10 +10,10 @@ def samples_in(batch: Any) -> int:
     """Samples in a batch: the first tensor's leading dimension, or the length of a list."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
+    if isinstance(batch, (list, tuple)):
+        if not batch:
+            return 1
         first = batch[0]
         inside = isinstance(first, (torch.Tensor, list, tuple, Mapping))
         return samples_in(first) if inside else len(batch)
-    return 1
+    return samples_in(list(batch.values())) if isinstance(batch, Mapping) else 1

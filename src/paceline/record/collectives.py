@@ -14,6 +14,7 @@ receive of that tag from the sender.
 """
 
 import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -38,21 +39,44 @@ AT_ONCE_NS = 50_000  # between a call's return and the wait for it: one synchron
 class _Flight:
     """One collective of this rank: what its events have in common."""
 
-    __slots__ = ("fields", "landed", "launched", "recorder", "returned")
+    __slots__ = (
+        "amount",
+        "group",
+        "landed",
+        "launched",
+        "op",
+        "peer",
+        "recorder",
+        "returned",
+        "seq",
+    )
 
     def __init__(
-        self, recorder: Recorder, launched: int, returned: int, fields: dict[str, int]
+        self,
+        recorder: Recorder,
+        launched: int,
+        returned: int,
+        amount: int,
+        seq: int,
+        group: int,
+        op: int,
+        peer: int,
     ) -> None:
         self.recorder = recorder
         self.launched = launched
         self.returned = returned  # the call that launched it; 0: its time is told
-        self.fields = fields
+        self.amount, self.seq, self.group, self.op, self.peer = amount, seq, group, op, peer
         self.landed = False
 
-    def launch_over(self) -> None:
+    def _tell(self, state: int, start: int, end: int) -> None:
+        self.recorder.event(
+            state, start, end, self.amount, self.seq, self.group, self.op, self.peer
+        )
+
+    def _launch_over(self) -> None:
         """The call itself was long, and nobody waited at once: it stood still for that too."""
         if self.returned - self.launched > LONG_CALL_NS:
-            self.recorder.event(State.CALL, self.launched, self.returned, **self.fields)
+            self._tell(State.CALL, self.launched, self.returned)
         self.returned = 0
 
     def blocked(self, start: int, end: int) -> None:
@@ -60,17 +84,15 @@ class _Flight:
         it waited right after its call, from the call on."""
         if start - self.returned < AT_ONCE_NS:
             start, self.returned = self.launched, 0
-        elif self.returned:
-            self.launch_over()
-        self.recorder.event(State.BLOCKED, start, end, **self.fields)
+        self._tell(State.BLOCKED, start, end)
         self.land(end)
 
     def land(self, end: int) -> None:
         if not self.landed:
             self.landed = True
             if self.returned:
-                self.launch_over()
-            self.recorder.event(State.COLLECTIVE, self.launched, end, **self.fields)
+                self._launch_over()
+            self._tell(State.COLLECTIVE, self.launched, end)
 
 
 class RecordedWork(dist.Work):
@@ -88,18 +110,17 @@ class RecordedWork(dist.Work):
         start = now()
         done = self._work.wait(*timeout)
         end = now()
-        if self._flight.fields["op"] == Op.RECV and self._flight.fields["peer"] < 0:
+        if self._flight.op == Op.RECV and self._flight.peer < 0:
             self._from_anybody()
         self._flight.blocked(start, end)
         return bool(done)
 
     def _from_anybody(self) -> None:
         """The sender of a receive that took any is known when it is done."""
-        group = self._group()
+        group, flight = self._group(), self._flight
         if group is not None:
-            fields = self._flight.fields
-            fields["peer"] = self._work._source_rank()
-            fields["seq"] = group.message_number(Op.RECV, fields["peer"], fields["seq"] >> 20)
+            flight.peer = self._work._source_rank()
+            flight.seq = group.message_number(Op.RECV, flight.peer, flight.seq >> 20)
 
     def done(self) -> bool:
         """Whether it is complete; if so, its end is taken to be now where nobody waited."""
@@ -110,7 +131,7 @@ class RecordedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         group = self._group()
         if group is not None and torch._C._current_graph_task_id() != -1:
-            group.land_after_backward(self)
+            group.land_after_backward(self._work, self._flight)
         return self._work.get_future()
 
 
@@ -154,7 +175,7 @@ class RecordedGroup(dist.ProcessGroup):
         self._group = recorder.new_group(name, inner.size(), inner.rank())
         self._seq = 0
         self._messages: dict[tuple[int, int, int], int] = {}  # op, peer, tag: how many so far
-        self._pending: list[RecordedWork] = []  # futures taken in the backward that runs
+        self._pending: list[tuple[dist.Work, _Flight]] = []  # in the backward that runs
         # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
         self._unwaited: list[RecordedWork] = []
         for device in inner._device_types:
@@ -163,43 +184,6 @@ class RecordedGroup(dist.ProcessGroup):
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
             self._set_default_backend(kind)
             self._register_backend(device, kind, backend)
-
-    def _record(
-        self,
-        name: str,
-        op: Op,
-        whole: int | None,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> Any:
-        """Call ``inner``'s method and wrap the Work that it returns; measures its own cost."""
-        if not self._group:
-            return getattr(self.inner, name)(*args, **options)
-        entered = now()
-        amount = 0 if whole is None else _bytes(args[whole])
-        if op in (Op.GATHER, Op.SCATTER):
-            amount *= self.size()
-        call = getattr(self.inner, name)
-        peer = _peer(op, args)
-        if op in POINT_TO_POINT:
-            seq = self.message_number(op, peer, int(args[-1]))
-        else:
-            seq = self._seq = self._seq + 1
-        fields = {"amount": amount, "seq": seq, "group": self._group, "op": int(op), "peer": peer}
-        launched = now()
-        work = call(*args, **options)
-        returned = now()
-        if work is None:  # part of a coalesced batch, which is waited for as a whole
-            return None
-        flight = _Flight(self._recorder, launched, returned, fields)
-        wrapped = RecordedWork(work, flight, self)
-        self._unwaited = [w for w in self._unwaited if not w.done()]
-        self._unwaited.append(wrapped)
-        self._recorder.entries += 1
-        if self._recorder.launched is not None:
-            self._recorder.launched.append(fields)
-        self._recorder.extra_cost_ns += now() - returned + launched - entered
-        return wrapped
 
     def message_number(self, op: Op, peer: int, tag: int) -> int:
         """The number of the next message with this peer and tag, the tag in its upper bits."""
@@ -215,14 +199,14 @@ class RecordedGroup(dist.ProcessGroup):
         self.inner.monitored_barrier(*args, **options)  # type: ignore[attr-defined]
         if self._group:
             self._seq += 1
-            fields = {"amount": 0, "seq": self._seq, "group": self._group, "op": int(Op.BARRIER)}
-            _Flight(self._recorder, launched, launched, fields).blocked(launched, now())
+            place = (0, self._seq, self._group, int(Op.BARRIER), -1)
+            _Flight(self._recorder, launched, launched, *place).blocked(launched, now())
 
-    def land_after_backward(self, work: RecordedWork) -> None:
-        """Whoever took this Work's future waits for it in C++ at the end of the backward."""
+    def land_after_backward(self, work: dist.Work, flight: _Flight) -> None:
+        """Whoever launched this, or took its future, waits for it in C++ at the backward's end."""
         if not self._pending:
             Variable._execution_engine.queue_callback(self._land_pending)
-        self._pending.append(work)
+        self._pending.append((work, flight))
 
     def settle(self, seconds: float) -> None:
         """Before the group is destroyed: let what is in flight end, and drop its tensors."""
@@ -234,12 +218,11 @@ class RecordedGroup(dist.ProcessGroup):
     def _land_pending(self) -> None:
         """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""
         pending, self._pending = self._pending, []
-        waited, entered = 0, now()
-        for work in pending:
-            start = now()
-            work.wait()
-            waited += now() - start
-        self._recorder.extra_cost_ns += now() - entered - waited
+        for work, flight in pending:
+            if not flight.landed:
+                start = now()
+                work.wait()
+                flight.blocked(start, now())
 
 
 # What torch calls, which collective that is, and which argument is the whole vector.
@@ -275,17 +258,62 @@ def _peer(op: Op, args: tuple[Any, ...]) -> int:
     """The root, or the other side of a send or recv; -1 where all members take part alike."""
     if op in POINT_TO_POINT:
         return int(args[1]) if len(args) > 2 else -1
-    if op in ROOTED:
-        return next((int(arg.rootRank) for arg in args if hasattr(arg, "rootRank")), -1)
-    return -1
+    return next((int(arg.rootRank) for arg in args if hasattr(arg, "rootRank")), -1)
 
 
 def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
+    """``inner``'s method, recorded. What C++ launches in a backward (DDP's buckets) goes back as
+    it is: Python is entered once for it, and once for all of them at the backward's end."""
+    number, message, has_peer = int(op), op in POINT_TO_POINT, op in (*POINT_TO_POINT, *ROOTED)
+    shared = op in (Op.GATHER, Op.SCATTER)
+    in_backward = torch._C._current_graph_task_id
+
     def method(self: RecordedGroup, *args: Any, **options: Any) -> Any:
-        return self._record(name, op, whole, args, options)
+        call = getattr(self.inner, name)
+        if not self._group:
+            return call(*args, **options)
+        amount = 0 if whole is None else _bytes(args[whole])
+        if shared:
+            amount *= self.size()
+        peer = _peer(op, args) if has_peer else -1
+        if message:
+            seq = self.message_number(op, peer, int(args[-1]))
+        else:
+            seq = self._seq = self._seq + 1
+        recorder = self._recorder
+        launched = now()
+        work = call(*args, **options)
+        returned = now()
+        if work is None:  # part of a coalesced batch, which is waited for as a whole
+            return None
+        recorder.entries += 1
+        flight = _Flight(recorder, launched, returned, amount, seq, self._group, number, peer)
+        if recorder.launched is not None:
+            recorder.launched.append(
+                {"amount": amount, "seq": seq, "group": self._group, "op": number, "peer": peer}
+            )
+        if in_backward() != -1 and _called_by_engine():
+            self.land_after_backward(work, flight)
+            return work
+        wrapped = RecordedWork(work, flight, self)
+        self._unwaited = [w for w in self._unwaited if not w.done()]
+        self._unwaited.append(wrapped)
+        return wrapped
 
     method.__name__ = name
     return method
+
+
+def _called_by_engine() -> bool:
+    """Whether it was autograd's engine that called the method above this: DDP's reducer. Python
+    code that launches in a backward waits by itself."""
+    try:
+        return sys._getframe(2).f_code is _ENGINE
+    except ValueError:  # a thread of the engine's own, without any Python
+        return True
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 for _name, (_op, _whole) in _METHODS.items():
@@ -320,8 +348,7 @@ def measure_entry(recorder: Recorder) -> None:
 
     try:
         plainly, recorded = (functools.partial(call, name) for name in groups)
-        difference = difference_ns(plainly, recorded)
-        recorder.entry_cost_ns = max(0.0, difference - scratch.extra_cost_ns / scratch.entries)
+        recorder.entry_cost_ns = difference_ns(plainly, recorded)
     finally:
         for name in groups:
             _unregister_process_group(name)

@@ -58,6 +58,7 @@ class Loop:
         self._thread = threading.main_thread().ident
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._trained: set[int] = set()  # first parameters of models that had a gradient
+        self._newest: Callable[[], nn.Module | None] = lambda: None  # that had a gradient
         self._inside: nn.Module | None = None  # the outermost module that runs
         self._drivers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._iterations: list[_Iteration] = []
@@ -160,7 +161,9 @@ class Loop:
         self._end_evaluation()
         self.recorder.event(State.FORWARD, start, end)
         self._forward_end = end
-        self._trained.add(id(next(module.parameters())))
+        if self._newest() is not module:  # the same one, mostly
+            self._newest = weakref.ref(module)
+            self._trained.add(id(next(module.parameters())))
         if self._step_end and not any(self._fetched):
             self.recorder.event(State.GAP, self._step_end, start)
         self._step_end = 0

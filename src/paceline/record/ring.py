@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,29 @@ class Ring:
             peer,
         )
         COUNTER.pack_into(self._map, WRITTEN_OFFSET, slot + 1)
+
+    def writer(self, of: Any) -> Callable[..., None]:
+        """``write`` for a recorder, whose ``step`` goes into every event: one call, no more."""
+        ring, pack, count_to = self, EVENT.pack_into, COUNTER.pack_into
+        memory, capacity, size = self._map, self.capacity, EVENT.size
+
+        def event(
+            state: int,
+            start: int,
+            end: int,
+            amount: int = 0,
+            seq: int = 0,
+            group: int = 0,
+            op: int = 0,
+            peer: int = -1,
+        ) -> None:
+            slot = next(ring._next)
+            place = HEADER_BYTES + slot % capacity * size
+            number = seq & 0xFFFFFFFF
+            pack(memory, place, start, end, amount, number, of.step, group, state, op, peer)
+            count_to(memory, WRITTEN_OFFSET, slot + 1)
+
+        return event
 
     @property
     def written(self) -> int:

@@ -18,7 +18,7 @@ from types import FrameType
 from .recorder import Recorder, now
 from .states import State
 
-SECONDS = 0.1
+SECONDS = 0.15
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
