@@ -52,7 +52,9 @@ def epoch(folder, size):
             rank.ring.write(1 + time, 1 + length, State.BLOCKED, **fields)
             rank.ring.write(1 + time, 1 + length, State.COLLECTIVE, **fields)
         elif time < length:  # what the trace has of MPI in a run of one rank
-            rank.ring.write(1 + time, 1 + length, State.BLOCKED)
+            alone = {"seq": 1, "group": 1, "op": Op.BARRIER}
+            rank.ring.write(1 + time, 1 + length, State.BLOCKED, **alone)
+            rank.ring.write(1 + time, 1 + length, State.COLLECTIVE, **alone)
         rank.ring.write(1, 1 + length, State.STEP, step=1, amount=1000 // size)
     return report_of(made)
 

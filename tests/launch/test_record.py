@@ -169,3 +169,42 @@ def test_a_rank_of_any_launcher_that_is_killed_is_kept_by_the_others(tmp_path):
     ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
     assert analyse(load(record)).ranks == [0, 1]
     assert not ranks.in_memory()
+
+
+def test_a_fresh_interpreter_is_recorded_like_a_forked_one(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    record = tmp_path / "record"
+    ranks.run(script, -1, 30, launcher=f"paceline --fresh --record {record}")
+    report = analyse(load(record))
+    assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
+
+
+def test_processes_that_are_no_ranks_are_left_alone(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import multiprocessing, sys
+
+        def child():
+            print("the child has torch:", "torch" in sys.modules, flush=True)
+
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("spawn").Process(target=child)
+            process.start()
+            process.join()
+        """,
+    )
+    record = tmp_path / "record"
+    result = ranks.run(script, ranks=1, launcher=f"paceline --record {record}")
+    assert "the child has torch: False" in result.stdout
+    assert len(list(record.glob("*.ring"))) == 1
+
+
+def test_the_json_of_a_recorded_run_is_the_reports(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    record, summary = tmp_path / "record", tmp_path / "summary.json"
+    result = ranks.run(script, -1, 20, launcher=f"paceline --record {record} --json {summary}")
+    assert f"the record is in {record}" in result.stderr
+    assert "parallel efficiency" in result.stderr
+    data = json.loads(summary.read_text())
+    assert (data["format"], data["steps"]) == ("paceline-report", 20)

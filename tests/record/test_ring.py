@@ -13,7 +13,13 @@ from paceline.record.recorder import Recorder
 from paceline.record.ring import HEADER_BYTES, Ring
 from paceline.record.states import State
 
-META = {"rank": 0, "size": 1, "host": "h", "started_ns": 0}
+META = {
+    "rank": 3,
+    "size": 8,
+    "host": "h",
+    "started_ns": 1,
+    "groups": {"2": {"name": "g", "size": 8, "rank": 3}},
+}
 
 
 def test_events_come_back_as_they_were_written(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..record.ring import EVENT, HEADER, MAGIC, VERSION
-from ..record.states import State
+from ..record.states import Op, State
 
 EVENT_DTYPE = np.dtype(
     [
@@ -38,6 +38,7 @@ class Record:
     cost_ns: int  # what recording has cost this rank
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the script, by number
     pages: mmap.mmap | None = None  # of the file that the events lie in
+    damaged: int = 0  # events that can't be what they say, left out
 
     @property
     def rank(self) -> int:
@@ -95,11 +96,50 @@ def read(data: Any, name: str = "the record") -> Record:
     used = min(written, capacity)
     if event != EVENT.size or len(data) < header + used * event or HEADER.size + length > header:
         raise ValueError(f"{name} is cut off or damaged ({len(data)} bytes)")
-    meta = json.loads(data[HEADER.size : HEADER.size + length])
+    meta = _meta(bytes(data[HEADER.size : HEADER.size + length]), name)
     events = np.frombuffer(data, EVENT_DTYPE, count=used, offset=header)
     if written > capacity:  # the oldest event stands where the next one would have gone
         events = np.roll(events, -int(written % capacity))
-    whole = events["end"] > 0
+    whole = _whole(events, meta)
+    never = int((events["end"] == 0).sum())  # taken, and not written any more
+    damaged = len(events) - int(whole.sum()) - never
     events = events if whole.all() else events[whole]
     pages = data if isinstance(data, mmap.mmap) else None
-    return Record(meta, events, max(0, written - capacity), cost, pages=pages)
+    return Record(meta, events, max(0, written - capacity), cost, pages=pages, damaged=damaged)
+
+
+def _meta(text: bytes, name: str) -> dict[str, Any]:
+    """What the record says of itself. ValueError where it does not say what it must."""
+    try:
+        meta = json.loads(text)
+        rank, size = int(meta["rank"]), int(meta["size"])
+        ok = 0 <= rank < size and isinstance(meta["host"], str) and int(meta["started_ns"]) >= 0
+        for number, group in meta.get("groups", {}).items():
+            ok &= 0 < int(number) < 1 << 16 and 0 <= int(group["rank"]) < int(group["size"])
+            ok &= isinstance(group["name"], str)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        ok = False
+    if not ok:
+        raise ValueError(f"{name} is damaged: what it says of itself can't be read")
+    return dict(meta)
+
+
+def _whole(events: npt.NDArray[Any], meta: dict[str, Any]) -> npt.NDArray[np.bool_]:
+    """Which events can be what they say."""
+    groups = np.zeros(1 << 16, bool)
+    groups[[0, *map(int, meta.get("groups", {}))]] = True
+    known = np.zeros(256, bool)
+    known[list(State)] = True
+    operations = np.zeros(256, bool)
+    operations[[0, *Op]] = True
+    whole = known[events["state"]] & groups[events["group"]] & operations[events["op"]]
+    talks = events["state"] == State.BLOCKED
+    for state in (State.COLLECTIVE, State.CALL):
+        talks |= events["state"] == state
+    whole &= ~talks | ((events["group"] > 0) & (events["op"] > 0))
+    start, end = events["start"], events["end"]
+    whole &= (start >= 0) & (end > 0) & (end >= start) & (end < _LATEST)
+    return np.asarray(whole & (events["amount"] >= 0))
+
+
+_LATEST = 1 << 60  # ns: no host has been up for 36 years

@@ -214,6 +214,10 @@ def _doubts(
         named = ", ".join(map(str, run.missing[:8])) + (" ..." if len(run.missing) > 8 else "")
         doubts.append(f"no record of rank {named}: the figures leave it out")
     doubts += [f"{what}: left out" for what in run.refused]
+    for record in records:
+        if record.damaged:
+            confidence *= len(record.events) / (len(record.events) + record.damaged)
+            doubts.append(f"{record.damaged} events of rank {record.rank} are damaged: left out")
     blocked = int((matched.waits["end"] - matched.waits["start"]).sum())
     if matched.unmatched:
         confidence *= 1 - matched.unmatched_ns / blocked if blocked else 1.0

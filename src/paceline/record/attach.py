@@ -10,6 +10,7 @@ import multiprocessing.process
 import os
 from typing import Any
 
+from .imports import after_import
 from .recorder import Recorder
 
 _loop: Any = None
@@ -30,9 +31,7 @@ def attach(child: bool = False) -> None:
     from .sampler import Sampler
 
     if _loop is None:
-        recorder = Recorder(
-            int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), wait=child
-        )
+        recorder = Recorder(_number("RANK", 0), _number("WORLD_SIZE", 1), wait=child)
         _loop = Loop(recorder)
         patches.install(_loop)
         patches.measure_hooks(_loop)
@@ -44,6 +43,11 @@ def attach(child: bool = False) -> None:
     _pid = os.getpid()
     _sampler = Sampler(_loop.recorder)
     atexit.register(detach)
+
+
+def _number(variable: str, otherwise: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else otherwise
 
 
 def detach() -> None:
@@ -72,7 +76,7 @@ class _Listened:
         self.target = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        attach(child=True)
+        after_import({"torch": lambda _: attach(child=True)})  # not all such processes need it
         return self.target(*args, **kwargs)
 
 

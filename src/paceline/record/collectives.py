@@ -175,7 +175,8 @@ class RecordedGroup(dist.ProcessGroup):
         self._group = recorder.new_group(name, inner.size(), inner.rank())
         self._seq = 0
         self._messages: dict[tuple[int, int, int], int] = {}  # op, peer, tag: how many so far
-        self._pending: list[tuple[dist.Work, _Flight]] = []  # in the backward that runs
+        # What is in flight in each backward that runs (re-entrant checkpoints nest them).
+        self._pending: dict[int, list[tuple[dist.Work, _Flight]]] = {}
         # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
         self._unwaited: list[RecordedWork] = []
         for device in inner._device_types:
@@ -204,9 +205,12 @@ class RecordedGroup(dist.ProcessGroup):
 
     def land_after_backward(self, work: dist.Work, flight: _Flight) -> None:
         """Whoever launched this, or took its future, waits for it in C++ at the backward's end."""
-        if not self._pending:
-            Variable._execution_engine.queue_callback(self._land_pending)
-        self._pending.append((work, flight))
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._pending:
+            self._pending[backward] = []
+            land = functools.partial(self._land_pending, backward)
+            Variable._execution_engine.queue_callback(land)
+        self._pending[backward].append((work, flight))
 
     def settle(self, seconds: float) -> None:
         """Before the group is destroyed: let what is in flight end, and drop its tensors."""
@@ -215,10 +219,9 @@ class RecordedGroup(dist.ProcessGroup):
             time.sleep(0.005)
         self._unwaited.clear()
 
-    def _land_pending(self) -> None:
+    def _land_pending(self, backward: int) -> None:
         """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""
-        pending, self._pending = self._pending, []
-        for work, flight in pending:
+        for work, flight in self._pending.pop(backward):
             if not flight.landed:
                 start = now()
                 work.wait()

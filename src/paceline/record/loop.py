@@ -95,7 +95,7 @@ class Loop:
         opened, began = self._opened
         start = began if opened == id(iterator) else start
         self._opened = (0, 0)
-        self._iterations.append(_Iteration(id(iterator), start, samples_in(batch)))
+        self._iterations.append(_Iteration(id(iterator), start, _samples(batch)))
         del self._iterations[:-NESTED]
         self._fetched[1] += 1
         return batch
@@ -172,7 +172,7 @@ class Loop:
             self._iterations[-1].module = id(module)
         turn = self._iterations[-1]
         if turn.module == id(module) and inputs and not any(self._fetched):
-            turn.samples += samples_in(inputs)
+            turn.samples += _samples(inputs)
         turn.quiet |= not module.training
         turn.trains |= module.training
 
@@ -282,3 +282,11 @@ class Loop:
             if turn.quiet and not turn.trains and turn.iterator:
                 self.recorder.event(State.VALIDATION, turn.start, now())
         self._iterations.clear()
+
+
+def _samples(batch: Any) -> int:
+    """Samples in whatever a script calls a batch; 0 where it can't be looked into."""
+    try:
+        return samples_in(batch)
+    except Exception:  # recording never fails a script
+        return 0
