@@ -83,6 +83,20 @@ def alive(marker: str) -> list[str]:
     return found
 
 
+def family(pid: int) -> list[int]:
+    """The process and all below it, the lowest last."""
+    found = [pid]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += family(int(entry.name))
+    return found
+
+
 def wait_until(condition, seconds: float = 20.0) -> None:
     """Wait for a condition, not for a time."""
     deadline = time.monotonic() + seconds

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -61,7 +60,7 @@ def test_the_record_outlives_kill_9_of_the_launcher(tmp_path, victim):
     )
     try:
         assert b"step 20" in running.stdout.readline()
-        family = _family(running.pid)
+        family = ranks.family(running.pid)
         for pid in family if victim == "everybody" else [running.pid]:
             os.kill(pid, signal.SIGKILL)
         running.wait()
@@ -76,20 +75,6 @@ def test_the_record_outlives_kill_9_of_the_launcher(tmp_path, victim):
     report = analyse(load(record))
     assert report.ranks == [0, 1]
     assert report.steps >= 20
-
-
-def _family(pid):
-    """The process and all below it, the lowest last."""
-    found = [pid]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found += _family(int(entry.name))
-    return found
 
 
 def test_a_folder_that_has_a_record_is_never_overwritten(tmp_path):

@@ -119,6 +119,9 @@ def test_work_of_the_scripts_own_is_other(tmp_path):
     nothing_else(report, "other")
     for rank in report.states:
         assert rank["other"] == close(share(report, 0.03, in_window(report)))
+    (other,) = [loss for loss in report.losses if loss.kind == "other"]
+    assert other.lines[0]["code"] == "time.sleep(args.other)"
+    assert other.lines[0]["file"].endswith("plain_loop.py")
 
 
 def throttled(rate):

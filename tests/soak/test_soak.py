@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import ranks
+from paceline.analyze.load import load
+from paceline.analyze.report import analyse
 from scripts import TRAIN
 
 pytestmark = pytest.mark.soak
@@ -121,3 +123,48 @@ def test_fifty_kills_at_random_moments(tmp_path):
             assert result["figures"][-1] == whole["figures"][-1]
     print(f"{kills} in {trainings} trainings")
     assert ranks.in_memory() == set()
+
+
+RECORDED = """
+    import sys, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(10**6):
+        model(torch.randn(64, 256)).square().mean().backward()
+        optimizer.step()
+        if step == 10 and dist.get_rank() == 0:
+            print("trains", flush=True)
+    """
+
+
+def test_records_outlive_kills_at_random_moments(tmp_path):
+    """A rank, the rank server or the launcher is killed: both ranks' records are whole."""
+    draw = random.Random(SEED)
+    print(f"PACELINE_SOAK_SEED={SEED}")
+    script = ranks.write(tmp_path, RECORDED)
+    for turn in range(15):
+        record = tmp_path / f"record-{turn}"
+        command = ranks.command(script, launcher=f"paceline --record {record}")
+        running = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=ranks.environment(),
+            start_new_session=True,
+        )
+        try:
+            assert b"trains" in running.stdout.readline()
+            time.sleep(draw.uniform(0, 1))
+            victim = draw.choice([running.pid, *ranks.family(running.pid)[1:]])
+            os.kill(victim, signal.SIGKILL)
+            running.wait(timeout=60)
+        finally:
+            running.kill()
+        ranks.wait_until(lambda: not ranks.alive(str(script)))
+        ranks.wait_until(lambda at=record: len(list(at.glob("*.ring"))) == 2)
+        report = analyse(load(record))
+        assert report.steps >= 10
+        assert not report.refused
+        assert all(sum(rank.values()) == pytest.approx(1) for rank in report.states)
+    ranks.wait_until(lambda: not ranks.in_memory())

@@ -279,7 +279,7 @@ def test_the_summary_puts_time_where_it_went(tmp_path, where):
             assert rank["useful"] == near(1 - shares[where])
         assert summary["efficiencies"][where] == near(1 - shares[where])
     assert summary["steps"] == 40
-    assert summary["recording_cost"] < 0.01
+    assert 0 < summary["recording_cost"] < 0.1
     assert "Paceline: 2 ranks, 40 steps" in result.stderr
     assert "parallel efficiency" in result.stderr
     assert "\x1b" not in result.stderr  # not a terminal: no colours
