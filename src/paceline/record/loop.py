@@ -13,6 +13,7 @@ Whether an iteration was an evaluation is known at its end, so its event is writ
 import threading
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Loop:
         self._forward_end = 0  # of a forward that waits for its backward
         self._opened = (0, 0)  # an iterator that was just made, and when that began
         self._step_end = 0  # of the last step, until its next forward
-        self._fetched = [0, 0]  # batches, in the last step and since
+        self._fetched = 0  # batches since the last step, and in it
+        self._fetched_before = 0
         self._stepping: Optimizer | None = None
         self._step_start = 0
         self._counted: weakref.ref[Optimizer] | None = None
@@ -77,7 +79,7 @@ class Loop:
 
     def elsewhere(self) -> bool:
         """Whether the calling thread is not the one that trains, or all is recorded already."""
-        return self.stopped or threading.get_ident() != self._thread
+        return self.stopped or get_ident() != self._thread
 
     # batches
 
@@ -85,6 +87,9 @@ class Loop:
         """Ask a loader's iterator for its next batch; time and samples."""
         self.recorder.hooks += 1
         start = now()
+        if self._evaluation[0]:
+            self._end_evaluation()
+        self._forward_end = 0
         self._ask(id(iterator), start)
         self.busy = True
         try:
@@ -92,12 +97,13 @@ class Loop:
         finally:
             self.busy = False
             self.recorder.event(State.INPUT, start, now())
-        opened, began = self._opened
-        start = began if opened == id(iterator) else start
-        self._opened = (0, 0)
+        if self._opened[0]:
+            start = self._opened[1] if self._opened[0] == id(iterator) else start
+            self._opened = (0, 0)
         self._iterations.append(_Iteration(id(iterator), start, _samples(batch)))
-        del self._iterations[:-NESTED]
-        self._fetched[1] += 1
+        if len(self._iterations) > NESTED:
+            del self._iterations[0]
+        self._fetched += 1
         return batch
 
     def open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
@@ -114,9 +120,10 @@ class Loop:
 
     def _ask(self, iterator: int, at: int) -> None:
         """The iteration that this loader was in is over, and those of loaders inside it."""
-        self._end_evaluation()
-        self._forward_end = 0
-        if any(turn.iterator == iterator for turn in self._iterations):
+        turns = self._iterations
+        if turns and (
+            turns[-1].iterator == iterator or any(turn.iterator == iterator for turn in turns)
+        ):
             while self._iterations:
                 turn = self._iterations.pop()
                 if turn.quiet and not turn.trains:
@@ -131,7 +138,7 @@ class Loop:
 
     def forward(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the outermost module."""
-        if torch.compiler.is_compiling() or not self._is_model(module):
+        if self._newest() is not module and not self._is_model(module):
             return call(module, *args, **kwargs)
         self.recorder.hooks += 1
         self.busy, self._inside = True, module
@@ -143,7 +150,7 @@ class Loop:
             if self._inside is module:  # else it has trained: see before_step
                 self.busy, self._inside = False, None
                 if torch.is_grad_enabled():
-                    self._with_gradient(module, start, end, args or tuple(kwargs.values()))
+                    self._with_gradient(module, start, end, args, kwargs)
                 else:
                     self._without_gradient(module, start, end)
 
@@ -157,24 +164,37 @@ class Loop:
         self._models.add(module)
         return True
 
-    def _with_gradient(self, module: nn.Module, start: int, end: int, inputs: Any) -> None:
-        self._end_evaluation()
+    def _with_gradient(
+        self, module: nn.Module, start: int, end: int, args: Any, kwargs: Any
+    ) -> None:
+        if self._evaluation[0]:
+            self._end_evaluation()
         self.recorder.event(State.FORWARD, start, end)
         self._forward_end = end
         if self._newest() is not module:  # the same one, mostly
             self._newest = weakref.ref(module)
             self._trained.add(id(next(module.parameters())))
-        if self._step_end and not any(self._fetched):
-            self.recorder.event(State.GAP, self._step_end, start)
+        if not (self._fetched or self._fetched_before):
+            self._loaderless(module, start, args or tuple(kwargs.values()))
+        elif not self._iterations:
+            self._iterations.append(_Iteration(0, start, 0))
         self._step_end = 0
+        turn = self._iterations[-1]
+        if module.training:
+            turn.trains = True
+        else:
+            turn.quiet = True
+
+    def _loaderless(self, module: nn.Module, start: int, inputs: Any) -> None:
+        """No DataLoader has been asked since the step before the last: the gap since it shows
+        the wait for the batch, and the model's first input its samples."""
+        if self._step_end:
+            self.recorder.event(State.GAP, self._step_end, start)
         if not self._iterations:
             self._iterations.append(_Iteration(0, start, 0))
             self._iterations[-1].module = id(module)
-        turn = self._iterations[-1]
-        if turn.module == id(module) and inputs and not any(self._fetched):
-            turn.samples += _samples(inputs)
-        turn.quiet |= not module.training
-        turn.trains |= module.training
+        if self._iterations[-1].module == id(module) and inputs:
+            self._iterations[-1].samples += _samples(inputs)
 
     def _without_gradient(self, module: nn.Module, start: int, end: int) -> None:
         turn = self._iterations[-1] if self._iterations else None
@@ -190,16 +210,16 @@ class Loop:
             self.recorder.event(State.FORWARD, start, end)
 
     def _end_evaluation(self) -> None:
-        if self._evaluation[0]:
-            self.recorder.event(State.VALIDATION, *self._evaluation)
-            self._evaluation = [0, 0]
+        self.recorder.event(State.VALIDATION, *self._evaluation)
+        self._evaluation = [0, 0]
 
     # gradients
 
     def backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run autograd's engine."""
         self.recorder.hooks += 1
-        self._end_evaluation()
+        if self._evaluation[0]:
+            self._end_evaluation()
         start = now()
         if self._forward_end:
             self.recorder.event(State.LOSS, self._forward_end, start)
@@ -222,12 +242,14 @@ class Loop:
     def _trains(self, turn: _Iteration) -> None:
         """A backward came: what ran without gradient before it was part of the step."""
         turn.trains = True
-        for start, end in turn.forwards:
-            self.recorder.event(State.FORWARD, start, end)
-        turn.forwards.clear()
-        if len(self._ahead) <= AHEAD:
-            self.recorder.samples += sum(self._ahead)
-        self._ahead = []
+        if turn.forwards:
+            for start, end in turn.forwards:
+                self.recorder.event(State.FORWARD, start, end)
+            turn.forwards.clear()
+        if self._ahead:
+            if len(self._ahead) <= AHEAD:
+                self.recorder.samples += sum(self._ahead)
+            self._ahead = []
         self.recorder.samples += turn.samples
         turn.samples = 0
 
@@ -236,12 +258,13 @@ class Loop:
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.stopped or (self._stepping is not None and self._stepping is not optimizer):
             return  # an optimizer inside another one's step
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         if self._inside is not None:  # its forward is a training loop
             self._drivers.add(self._inside)
             self._models.discard(self._inside)
             self.busy, self._inside = False, None
-        self._end_evaluation()
+        if self._evaluation[0]:
+            self._end_evaluation()
         self._stepping = optimizer
         self._step_start = now()
 
@@ -258,7 +281,7 @@ class Loop:
             self._backwards = 0
             self.recorder.end_of_step()
             self._step_end = now()
-            self._fetched = [self._fetched[1], 0]
+            self._fetched, self._fetched_before = 0, self._fetched
 
     def _counts(self, optimizer: Optimizer) -> bool:
         """Whether a step of the job ends here. Engines step one optimizer a group of parameters,
@@ -276,7 +299,8 @@ class Loop:
 
     def end(self) -> None:
         """The script is at its end: what still waited for its kind gets it."""
-        self._end_evaluation()
+        if self._evaluation[0]:
+            self._end_evaluation()
         if self._iterations:
             turn = self._iterations[-1]
             if turn.quiet and not turn.trains and turn.iterator:
