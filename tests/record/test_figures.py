@@ -122,6 +122,7 @@ def test_work_of_the_scripts_own_is_other(tmp_path):
     (other,) = [loss for loss in report.losses if loss.kind == "other"]
     assert other.lines[0]["code"] == "time.sleep(args.other)"
     assert other.lines[0]["file"].endswith("plain_loop.py")
+    assert other.lines[0]["inside"] == ""
 
 
 def throttled(rate):

@@ -66,7 +66,7 @@ class Sampler:
                 iterates |= code.startswith(("for ", "async for ")) or "next(" in code
             at = at.f_back
         own = own or frame
-        inside = "" if own is frame else _library(frame)
+        inside = "" if own is frame else _library(frame, own)
         place = (own.f_code.co_filename, own.f_lineno, inside)
         if place not in self._lines:
             self._lines[place] = len(self._lines) + 1
@@ -92,11 +92,11 @@ class Sampler:
             pass  # the job's folder has gone: so will this process
 
 
-def _library(frame: FrameType) -> str:
-    """Where in a library the rank was: module.function of the innermost frame that is neither
-    Python's own nor torch's, or else of the innermost of all."""
+def _library(frame: FrameType, own: FrameType) -> str:
+    """Where in a library that ``own`` called the rank was: module.function of the innermost
+    frame that is neither Python's own nor torch's, or else of the innermost of all."""
     at: FrameType | None = frame
-    while at is not None:
+    while at is not None and at is not own:
         name = str(at.f_globals.get("__name__", ""))
         file = at.f_code.co_filename
         if file.startswith(_SITES) and not name.startswith(("torch.", "paceline.")):

@@ -82,7 +82,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             parts.append(_efficiencies(report))
         parts.append(_cost(report))
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
-    if full and report.confidence < 1:
+    if full and report.confidence < 0.995:
         parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))
     ranks = "1 rank" if report.size == 1 else f"{report.size} ranks"
     since = f" since step {report.first_step}" if report.first_step else ""
