@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..record.states import Op
-from .match import Matched
+from .match import Matched, gives
 from .read import Record
 from .states import Ints
 
@@ -112,11 +111,7 @@ def _bounds(matched: Matched, clock: Ints, count: int) -> dict[tuple[int, int], 
     launch = matched.node_launches
     np.maximum.at(started, (clock[launches["record"][launch]], rows), launches["start"][launch])
     done = np.full((count, nodes), np.iinfo(np.int64).max)  # the first end of a wait for it
-    # A sender, or who gives to a reduction, may be done before the other side has come.
-    gives = (waits["op"] == Op.SEND) | (
-        np.isin(waits["op"], (Op.REDUCE, Op.GATHER)) & ~waits["root"]
-    )
-    real = (waits["node"] >= 0) & ~gives
+    real = (waits["node"] >= 0) & ~gives(waits)
     np.minimum.at(done, (clock[waits["record"][real]], waits["node"][real]), waits["end"][real])
     result = {}
     for a in range(count):

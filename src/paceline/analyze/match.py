@@ -93,33 +93,13 @@ def match(records: list[Record]) -> Matched:
     waits["whole"] = (members >= wanted)[found] & met
     node = found.copy()
 
-    # Nodes of one launch: a collective's root, a message's sender, its receiver.
-    p2p = np.isin(launches["op"], POINT_TO_POINT)
-    roots = np.isin(launches["op"], ROOTED) & mine["root"]
-    single = {}
-    for kind, chosen in (
-        ("root", roots),
-        ("send", p2p & (launches["op"] == Op.SEND)),
-        ("recv", p2p & (launches["op"] == Op.RECV)),
-    ):
-        table = np.full(len(unique), NOBODY)
-        table[place[chosen]] = np.flatnonzero(chosen)
-        single[kind] = table
-    is_root = waits["root"] = wait_mine["root"]
-    rooted = np.isin(waits["op"], ROOTED)
-    alone = np.full(len(waits), NOBODY)  # the one launch that decides, where it is one
-    alone = np.where(rooted & ~is_root, single["root"][found], alone)
-    alone = np.where(waits["op"] == Op.RECV, single["send"][found], alone)
-    alone = np.where(waits["op"] == Op.SEND, single["recv"][found], alone)
-    gathers = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
-    nobody = (rooted & is_root & ~gathers) | ~met | waits["call"]
+    waits["root"] = wait_mine["root"]
+    alone, nobody = _deciding(launches, waits, mine["root"], place, found)
+    nobody |= ~met
     has_one = (alone != NOBODY) & ~nobody
-    nobody |= ((rooted & ~is_root) | np.isin(waits["op"], POINT_TO_POINT)) & (alone == NOBODY)
     who = np.where(has_one, launches["record"][alone], who)
     when = np.where(has_one, launches["start"][alone], when)
-    # Who gives (sends, or is no root of a reduction) may be done before the other side comes.
-    gives = (waits["op"] == Op.SEND) | (gathers & ~is_root)
-    nobody |= gives & (when > waits["end"])
+    nobody |= gives(waits) & (when > waits["end"])
     has_one &= ~nobody
     own_turn = nobody | (who == waits["record"])
     waits["latest"] = np.where(nobody, waits["start"], when)
@@ -135,6 +115,39 @@ def match(records: list[Record]) -> Matched:
     return Matched(
         launches, waits, rows, order, names, lacking, int(alone_time[~waits["whole"]].sum())
     )
+
+
+def gives(waits: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Waits of who sends, or is no root of a reduction: it may be done before the other side
+    comes."""
+    reduces = np.isin(waits["op"], (Op.REDUCE, Op.GATHER)) & ~waits["root"]
+    return np.asarray((waits["op"] == Op.SEND) | reduces)
+
+
+def _deciding(
+    launches: npt.NDArray[Any], waits: npt.NDArray[Any], is_root: Ints, place: Ints, found: Ints
+) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """For each wait, the one launch that decides when it can end (a collective's root, a
+    message's other side; NOBODY where it is the last of all), and whether it waits for nobody."""
+    count = int(place.max(initial=-1)) + 1
+    single = {}
+    for kind, chosen in (
+        ("root", np.isin(launches["op"], ROOTED) & is_root),
+        ("send", launches["op"] == Op.SEND),
+        ("recv", launches["op"] == Op.RECV),
+    ):
+        table = np.full(count, NOBODY)
+        table[place[chosen]] = np.flatnonzero(chosen)
+        single[kind] = table
+    rooted = np.isin(waits["op"], ROOTED)
+    alone = np.full(len(waits), NOBODY)
+    alone = np.where(rooted & ~waits["root"], single["root"][found], alone)
+    alone = np.where(waits["op"] == Op.RECV, single["send"][found], alone)
+    alone = np.where(waits["op"] == Op.SEND, single["recv"][found], alone)
+    gathers = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
+    needs_one = (rooted & ~waits["root"]) | np.isin(waits["op"], POINT_TO_POINT)
+    nobody = (rooted & waits["root"] & ~gathers) | waits["call"] | (needs_one & (alone == NOBODY))
+    return alone, nobody
 
 
 def _launching(record: Record) -> tuple[State, ...]:
