@@ -171,3 +171,19 @@ def test_where_other_time_went_is_told_by_line(tmp_path):
         (20, pytest.approx(2 / 3)),
         (10, pytest.approx(1 / 3)),
     ]
+
+
+def test_what_a_ring_has_overwritten_is_no_doubt_inside_the_window(tmp_path):
+    """Rank 1's ring begins some steps later: what rank 0 alone still has lies before the window."""
+    ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
+    for step in range(20):
+        begin = 10 + 30 * step
+        for i, rank in enumerate(ranks):
+            if i and step < 5:
+                rank.seq["0"] += 1
+                continue
+            rank.was(State.FORWARD, begin, begin + 20)
+            rank.collective(begin + 20, begin + 20, begin + 25)
+            rank.step(begin, begin + 30, number=step)
+    report = report_of(ranks)
+    assert (report.unmatched, report.confidence, report.doubts) == (0, 1.0, [])

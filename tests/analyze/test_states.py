@@ -14,7 +14,7 @@ from records import MS, Rank, report_of
 
 def latest_starts(records):
     matched = match(records)
-    return matched.latest(len(records)), matched.unmatched
+    return matched.latest(len(records)), matched.unmatched()[0]
 
 
 def states(record, latest, within):

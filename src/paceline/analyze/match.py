@@ -16,16 +16,15 @@ from .read import Record
 from .states import Ints, blocking
 
 NOBODY = -1
-_NEVER = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
 class Matched:
     """The communication of all records, and how it belongs together.
 
-    ``launches`` (COLLECTIVE): record, start, end, node, op, group, amount. ``waits`` (BLOCKED,
-    CALL): record, start, end, node, op, group, step, latest (start of whom it waits for),
-    culprit (whose record that is, or NOBODY), whole (all members' records are there), root,
+    ``launches`` (COLLECTIVE): record, start, end, node, op, group, amount, whole (all members'
+    records are there). ``waits`` (BLOCKED, CALL): record, start, end, node, op, group, step,
+    latest (start of whom it waits for), culprit (whose record that is, or NOBODY), whole, root,
     call (the launching call itself, which waits for nobody). A node is what one wait may depend
     on: all launches of one collective, its root's alone, or a message's other side;
     ``node_rows[n]`` to ``node_rows[n + 1]`` in ``node_launches`` are its launches.
@@ -36,8 +35,15 @@ class Matched:
     node_rows: Ints
     node_launches: Ints
     groups: list[str]
-    unmatched: int  # collectives and messages that lack a member's record
-    unmatched_ns: int  # blocked time in them
+
+    def unmatched(self, start: int = 0, end: int = 1 << 62) -> tuple[int, int]:
+        """Collectives and messages between two times that lack a member's record, and the
+        blocked time in them (ns)."""
+        lack = self.launches[~self.launches["whole"]]
+        lack = lack[(lack["end"] > start) & (lack["start"] < end)]
+        rows = self.waits[~self.waits["whole"]]
+        blocked = np.minimum(rows["end"], end) - np.maximum(rows["start"], start)
+        return len(np.unique(lack["node"])), int(blocked.clip(min=0).sum())
 
     def latest(self, count: int) -> list[Ints]:
         """For each of ``count`` records, and each of its BLOCKED and CALL events: when whom it
@@ -52,7 +58,7 @@ def by_record(rows: npt.NDArray[Any], count: int) -> list[npt.NDArray[Any]]:
 
 
 _LAUNCH = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
-_LAUNCH += [("amount", "i8"), ("node", "i8")]
+_LAUNCH += [("amount", "i8"), ("node", "i8"), ("whole", "?")]
 _WAIT = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
 _WAIT += [("step", "u4"), ("node", "i8"), ("latest", "i8"), ("culprit", "i4"), ("whole", "?")]
 _WAIT += [("root", "?"), ("call", "?")]
@@ -85,12 +91,12 @@ def match(records: list[Record]) -> Matched:
 
     if not len(unique):
         waits["latest"], waits["culprit"], waits["node"] = waits["start"], NOBODY, NOBODY
-        alone_time = int((waits["end"] - waits["start"]).sum())
-        return Matched(launches, waits, rows, order, names, len(waits), alone_time)
+        return Matched(launches, waits, rows, order, names)
     found = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
     who, when = launches["record"][last][found], launches["start"][last][found]
     met = unique[found] == wait_key
     waits["whole"] = (members >= wanted)[found] & met
+    launches["whole"] = (members >= wanted)[place]
     node = found.copy()
 
     waits["root"] = wait_mine["root"]
@@ -110,11 +116,7 @@ def match(records: list[Record]) -> Matched:
     waits["node"] = node
     rows = np.concatenate((rows, rows[-1] + 1 + np.arange(len(extra))))
     order = np.concatenate((order, extra))
-    alone_time = waits["end"] - waits["start"]
-    lacking = int((members < wanted).sum())
-    return Matched(
-        launches, waits, rows, order, names, lacking, int(alone_time[~waits["whole"]].sum())
-    )
+    return Matched(launches, waits, rows, order, names)
 
 
 def gives(waits: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -113,7 +113,7 @@ def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
         missing_ranks=run.missing,
         refused=run.refused,
         lost_events=sum(record.lost for record in records),
-        unmatched=matched.unmatched,
+        unmatched=_unmatched(matched, within)[0],
         clocks_aligned=not clocks.apart,
         clock_residual_s=clocks.residual_ns / 1e9,
         clocks=[asdict(clock) for clock in clocks.clocks],
@@ -219,10 +219,11 @@ def _doubts(
             confidence *= len(record.events) / (len(record.events) + record.damaged)
             doubts.append(f"{record.damaged} events of rank {record.rank} are damaged: left out")
     blocked = int((matched.waits["end"] - matched.waits["start"]).sum())
-    if matched.unmatched:
-        confidence *= 1 - matched.unmatched_ns / blocked if blocked else 1.0
+    unmatched, alone = _unmatched(matched, m.within if m is not None else None)
+    if unmatched:
+        confidence *= 1 - alone / blocked if blocked else 1.0
         doubts.append(
-            f"{matched.unmatched} collectives or messages lack a member's record: their waits "
+            f"{unmatched} collectives or messages lack a member's record: their waits "
             "are booked by those that are there"
         )
     if any(record.lost for record in records):
@@ -241,6 +242,10 @@ def _doubts(
             f"{100 * unsure:.0f} % of the blocked time is in waits too short to be booked to a rank"
         )
     return doubts, confidence
+
+
+def _unmatched(matched: Matched, within: Window | None) -> tuple[int, int]:
+    return matched.unmatched(within.start, within.end) if within else matched.unmatched()
 
 
 def _below(m: _Measured, residual: int) -> int:
