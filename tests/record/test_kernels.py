@@ -26,6 +26,7 @@ KERNELS = [
 
 def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective():
     recorder = Recorder(0, 1)
+    assert recorder.new_group("0", 2, 0) == LAUNCHED[0]["group"]
     assert write(recorder, KERNELS, offset=1_000_000, launched=LAUNCHED)
     events = read(recorder.snapshot()).events
     computing = events[events["state"] == State.KERNEL]
