@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-begun = time.monotonic()
+begun = time.monotonic()  # before the imports below, which are one of the parts
 
 from paceline.analyze import losses, report  # noqa: E402
 from paceline.cli import app  # noqa: E402

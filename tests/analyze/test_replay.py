@@ -114,3 +114,18 @@ def test_it_lies_between_the_longest_rank_and_the_run(tmp_path, seed):
         assert max(times) <= ideal <= within.length
         if transfer == 0.0:
             assert ideal == pytest.approx(within.length, abs=100)
+
+
+def test_ends_before_the_starts_that_they_need_are_said(tmp_path):
+    """On one clock nobody can leave an all-reduce before the last one has entered it."""
+    ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
+    for rank, arrival in zip(ranks, (10, 90), strict=True):
+        rank.step(0, 1)
+        rank.collective(arrival, arrival, arrival + 5)
+        rank.was(State.FORWARD, arrival + 5, arrival + 10)
+        rank.was(State.OPTIMIZER, 100, 101)
+        rank.step(1, 101)
+    report = report_of(ranks)
+    assert report.efficiencies.serialisation is None
+    assert report.efficiencies.transfer is None
+    assert "takes longer than the run" in " ".join(report.doubts)

@@ -7,9 +7,14 @@ import pytest
 
 from paceline.analyze.match import match
 from paceline.analyze.pop import LOSSES, busy, efficiencies
-from paceline.analyze.states import STATES, Window, covered, timeline, window
+from paceline.analyze.states import STATES, Window, merged, timeline, window
 from paceline.record.states import Op, State
 from records import MS, Rank, report_of
+
+
+def covered(start, end, within):
+    start, end = merged(start, end, within)
+    return int((end - start).sum())
 
 
 def latest_starts(records):

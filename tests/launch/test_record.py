@@ -193,3 +193,16 @@ def test_the_json_of_a_recorded_run_is_the_reports(tmp_path):
     assert "parallel efficiency" in result.stderr
     data = json.loads(summary.read_text())
     assert (data["format"], data["steps"]) == ("paceline-report", 20)
+
+
+def test_a_script_that_is_not_there_is_refused_like_by_run(tmp_path):
+    record = tmp_path / "record"
+    result = subprocess.run(
+        [ranks.PACELINE, "record", str(record), str(tmp_path / "nothing.py")],
+        capture_output=True,
+        text=True,
+        env=ranks.environment(),
+    )
+    assert result.returncode == 2
+    assert "nothing.py does not exist. HINT" in result.stderr
+    assert not list(record.glob("*.ring"))

@@ -1,6 +1,6 @@
 """Two runs figure by figure, and one script on more and more ranks."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -130,16 +130,12 @@ def _scale(report: Report, reference: Report) -> Scale:
     speedup = None
     if report.samples_per_s and reference.samples_per_s:
         speedup = report.samples_per_s / reference.samples_per_s
-    names = (
-        *("load_balance", "serialisation", "transfer", "communication", "parallel"),
-        *("checkpoint", "validation", "input", "other", "useful"),
-    )
     return Scale(
         ranks=report.size,
         samples_per_s=report.samples_per_s,
         speedup=speedup,
         scaling_efficiency=speedup / (report.size / reference.size) if speedup else None,
-        **{name: getattr(e, name) for name in names},
+        **asdict(e),
         computation_scalability=computation,
         global_efficiency=e.useful * computation if computation else None,
     )

@@ -139,12 +139,14 @@ class _Measured:
             self.timelines.append(timeline(record, latest, within))
         self.states = [line.states for line in self.timelines]
         self.residual = clocks.residual_ns
-        ideal = None
+        ideal, self.contradicts = None, False
         if len(records) > 1 and not apart:
             ideal = ideal_length(matched, self.timelines, within)
-            most = max(map(busy, self.states))
-            self.slack = (max(ideal - within.length, 0)) / within.length
-            ideal = min(max(ideal, most), within.length)
+            assert ideal >= max(map(busy, self.states)), "T_id is below the longest rank's time"
+            # Each wait may be off by the clocks' residual; more is not the clocks.
+            allowed = self.residual * max(np.bincount(matched.waits["record"], minlength=1))
+            self.contradicts = ideal > within.length + allowed
+            ideal = None if self.contradicts else min(ideal, within.length)
         self.efficiencies = efficiencies(self.states, within.length, ideal)
         check(self.efficiencies)
         self.ranges: Ranges = lost.ranges(records, within)
@@ -233,6 +235,11 @@ def _doubts(
         doubts.append(
             "the clocks of some hosts could not be aligned (they never communicate): waits and "
             "transfers are not told apart"
+        )
+    if m is not None and m.contradicts:
+        doubts.append(
+            "the replay on an ideal network takes longer than the run: some ends lie before the "
+            "starts that they need, and serialisation and transfer are not told apart"
         )
     if m is not None and clocks.residual_ns and blocked:
         unsure = _below(m, clocks.residual_ns) / blocked

@@ -91,12 +91,6 @@ def merged(start: Ints, end: Ints, within: Window) -> Spans:
     return start[first], reached[last]
 
 
-def covered(start: Ints, end: Ints, within: Window) -> int:
-    """Length of the union of intervals, clipped to the window."""
-    start, end = merged(start, end, within)
-    return int((end - start).sum())
-
-
 @dataclass(frozen=True)
 class Timeline:
     """A rank's window: segment i goes from edges[i] to edges[i + 1] and is in STATES[label[i]]."""

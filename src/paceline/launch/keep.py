@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from ..analyze.read import Record, read, used_bytes
 from ..record.states import State
 
 PROMISE = "keep.json"
@@ -101,6 +101,8 @@ def clear(folder: Path) -> None:
 
 def _copy(folder: Path, target: Path) -> None:
     """The last attempt's records to ``target``, earlier ones to attempt-N in it."""
+    from ..analyze.read import read, used_bytes
+
     found: dict[tuple[int, int], tuple[int, Path, bytes]] = {}
     for path in sorted(folder.glob("*.ring")):
         data = path.read_bytes()
@@ -129,7 +131,7 @@ def _copy(folder: Path, target: Path) -> None:
             _write(place / f"rank-{rank}.lines", lines.read_bytes())
 
 
-def _told(record: Record) -> int:
+def _told(record: Any) -> int:
     """Events that say more than where the script was."""
     return int((record.events["state"] != State.SAMPLE).sum())
 

@@ -14,10 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..analyze.load import load
-from ..analyze.report import analyse
 from ..cluster.host import cores, free_memory
-from ..report.terminal import drawn
 from . import keep
 from .interrupt import Interrupt
 from .server import SUBREAPER, end_children, prctl
@@ -103,6 +100,10 @@ def run(job: Job) -> int:
 
 def _tell(job: Job, folder: Path, code: int) -> None:
     """What a recorded run ends with: its figures, unless it failed, and where the record is."""
+    from ..analyze.load import load
+    from ..analyze.report import analyse
+    from ..report.terminal import drawn
+
     try:
         report = analyse(load(folder))
     except ValueError as error:

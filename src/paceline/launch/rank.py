@@ -74,10 +74,13 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
     to ``target`` at its end, also where the script fails. That of a rank that was killed is
     copied by those that end after it on its host. See ``paceline record``.
 
-    Raises ValueError where ``target`` has a record of an earlier run, or can't be written.
+    Raises ValueError for a script that can't be run, and where ``target`` has a record of an
+    earlier run or can't be written.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        keep.check(target)
+    from .local import Job, check
+
+    first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
+    check(Job(**command, record=target if first else None))
     folder = keep.job_folder()
     run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
     os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)

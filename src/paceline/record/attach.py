@@ -38,7 +38,8 @@ def attach(child: bool = False) -> None:
         recorder.clear()
         if torch.version.cuda or torch.version.hip:
             recorder.kernels = KernelSampler(recorder)
-        multiprocessing.process.BaseProcess.start = _start  # type: ignore[method-assign]
+        process: Any = multiprocessing.process.BaseProcess
+        process.start = _start
     _loop.reset()
     _pid = os.getpid()
     _sampler = Sampler(_loop.recorder)

@@ -197,7 +197,8 @@ class RecordedGroup(dist.ProcessGroup):
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """gloo's barrier that names missing ranks; it blocks and gives no Work."""
         launched = now()
-        self.inner.monitored_barrier(*args, **options)  # type: ignore[attr-defined]
+        inner: Any = self.inner  # whose stub lacks it
+        inner.monitored_barrier(*args, **options)
         if self._group:
             self._seq += 1
             place = (0, self._seq, self._group, int(Op.BARRIER), -1)
@@ -325,8 +326,8 @@ for _name, (_op, _whole) in _METHODS.items():
 
 
 def measure_entry(recorder: Recorder) -> None:
-    """Measure what the wrapper costs where it can't time itself (entering Python from C++ among
-    it), against PyTorch's process group that does nothing. Before a rank's first collective."""
+    """Measure what the wrapper costs (entering Python from C++ among it), against PyTorch's
+    process group that does nothing. Before a rank's first collective."""
     fake = getattr(torch._C._distributed_c10d, "FakeProcessGroup", None)
     if fake is None or not hasattr(fake, "_create_internal"):
         return

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-Patch = Callable[[ModuleType], None]
+Patch = Callable[[Any], None]  # called with the module, to change it
 
 
 def after_import(patches: dict[str, Patch]) -> None:

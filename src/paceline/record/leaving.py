@@ -10,7 +10,6 @@ import gc
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 REST = 0.02  # seconds; releases the lock: a thread that wants it gets it now
@@ -38,7 +37,7 @@ def _others_run() -> bool:
     return False
 
 
-def guard(c10d: ModuleType) -> None:
+def guard(c10d: Any) -> None:
     """Make torch.distributed's destroy_process_group careful; once."""
     import torch.distributed as dist
 
@@ -55,5 +54,5 @@ def guard(c10d: ModuleType) -> None:
         original(group)
 
     destroy_process_group.__module__ = __name__
-    c10d.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+    c10d.destroy_process_group = destroy_process_group
     dist.destroy_process_group = destroy_process_group

@@ -8,7 +8,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from . import leaving
@@ -22,7 +21,7 @@ from .states import State
 def install(loop: Loop) -> None:
     """Listen to this process's script, now or when it imports torch."""
     recorder = loop.recorder
-    patches: dict[str, Callable[[ModuleType], None]] = {
+    patches: dict[str, Callable[[Any], None]] = {
         "torch.nn.modules.module": functools.partial(_modules, loop),
         "torch.autograd": functools.partial(_backward, loop),
         "torch.optim.optimizer": functools.partial(_optimizers, loop),
@@ -58,11 +57,11 @@ def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Ca
     return timed
 
 
-def _modules(loop: Loop, module: ModuleType) -> None:
+def _modules(loop: Loop, module: Any) -> None:
     kind = module.Module
     original = kind.__call__
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if loop.busy:  # what original does, without a frame of its own
             if self._compiled_call_impl is not None:
                 return self._compiled_call_impl(*args, **kwargs)
@@ -71,13 +70,13 @@ def _modules(loop: Loop, module: ModuleType) -> None:
             return original(self, *args, **kwargs)
         return loop.forward(self, original, args, kwargs)
 
-    functools.update_wrapper(__call__, original)
-    kind.__call__ = __call__
+    functools.update_wrapper(call, original)
+    kind.__call__ = call
 
-    def known_to_dynamo(module: ModuleType) -> None:
+    def known_to_dynamo(module: Any) -> None:
         # torch.compile goes straight to a module's forward only where the call is "unpatched".
         if hasattr(module, "unpatched_nn_module_call"):
-            module.unpatched_nn_module_call = __call__  # type: ignore[attr-defined]
+            module.unpatched_nn_module_call = call
 
     after_import(
         {
@@ -89,7 +88,7 @@ def _modules(loop: Loop, module: ModuleType) -> None:
     )
 
 
-def _backward(loop: Loop, module: ModuleType) -> None:
+def _backward(loop: Loop, module: Any) -> None:
     original = module._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -97,10 +96,10 @@ def _backward(loop: Loop, module: ModuleType) -> None:
             return original(*args, **kwargs)
         return loop.backward(original, args, kwargs)
 
-    module._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    module._engine_run_backward = run_backward
 
 
-def _optimizers(loop: Loop, module: ModuleType) -> None:
+def _optimizers(loop: Loop, module: Any) -> None:
     module.register_optimizer_step_pre_hook(loop.before_step)
     module.register_optimizer_step_post_hook(loop.after_step)
     kind = module.Optimizer
@@ -117,7 +116,7 @@ def _unless_stopped(loop: Loop, function: Callable[..., Any]) -> Callable[..., A
     return chosen
 
 
-def _clipping(loop: Loop, module: ModuleType) -> None:
+def _clipping(loop: Loop, module: Any) -> None:
     import torch.nn.utils as utils
 
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -126,30 +125,30 @@ def _clipping(loop: Loop, module: ModuleType) -> None:
         setattr(utils, name, clip)
 
 
-def _scaling(loop: Loop, module: ModuleType) -> None:
+def _scaling(loop: Loop, module: Any) -> None:
     for name in ("step", "unscale_", "update"):
         method = _unless_stopped(loop, getattr(module.GradScaler, name))
         setattr(module.GradScaler, name, method)
 
 
-def _loaders(loop: Loop, module: ModuleType) -> None:
+def _loaders(loop: Loop, module: Any) -> None:
     kind, loader = module._BaseDataLoaderIter, module.DataLoader
     fetch, make = kind.__next__, loader.__iter__
 
-    def __next__(self: Any) -> Any:  # noqa: N807
+    def next_batch(self: Any) -> Any:
         if loop.busy or loop.elsewhere():
             return fetch(self)
         return loop.fetch(self, fetch)
 
-    def __iter__(self: Any) -> Any:  # noqa: N807
+    def new_iterator(self: Any) -> Any:
         if loop.busy or loop.elsewhere():
             return make(self)
         return loop.open(self, make)
 
-    kind.__next__, loader.__iter__ = __next__, __iter__
+    kind.__next__, loader.__iter__ = next_batch, new_iterator
 
 
-def _profiling(recorder: Recorder, module: ModuleType) -> None:
+def _profiling(recorder: Recorder, module: Any) -> None:
     """Kernels are sampled by PyTorch's profiler: a session of the script's goes first."""
     original = module.profile._prepare_trace
 
@@ -162,7 +161,7 @@ def _profiling(recorder: Recorder, module: ModuleType) -> None:
     module.profile._prepare_trace = prepare
 
 
-def _saving(recorder: Recorder, names: list[str], module: ModuleType) -> None:
+def _saving(recorder: Recorder, names: list[str], module: Any) -> None:
     import torch
 
     for name in names:
@@ -173,7 +172,7 @@ def _saving(recorder: Recorder, names: list[str], module: ModuleType) -> None:
                 setattr(torch, name, timed)
 
 
-def _own_store(rendezvous: ModuleType) -> None:
+def _own_store(rendezvous: Any) -> None:
     """A script that starts its ranks itself, on a port of its own, has no agent to ask there."""
     original = rendezvous._torchelastic_use_agent_store
 
@@ -181,10 +180,10 @@ def _own_store(rendezvous: ModuleType) -> None:
         ours = os.environ.get("PACELINE_STORE_PORT", os.environ.get("MASTER_PORT"))
         return bool(original()) and os.environ.get("MASTER_PORT") == ours
 
-    rendezvous._torchelastic_use_agent_store = use_agent_store  # type: ignore[attr-defined]
+    rendezvous._torchelastic_use_agent_store = use_agent_store
 
 
-def _groups(recorder: Recorder, c10d: ModuleType) -> None:
+def _groups(recorder: Recorder, c10d: Any) -> None:
     """Every process group that the script makes, behind the recorded seam; what torch knows of
     it (its backend's name, its tags) stays as it was."""
     original = c10d._new_process_group_helper
@@ -201,12 +200,12 @@ def _groups(recorder: Recorder, c10d: ModuleType) -> None:
             group = _seen_by_torch(c10d, group, recorder)
         return group, store
 
-    c10d._new_process_group_helper = helper  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = helper
     _batches(c10d)
     leaving.guard(c10d)
 
 
-def _seen_by_torch(c10d: ModuleType, group: Any, recorder: Recorder) -> RecordedGroup:
+def _seen_by_torch(c10d: Any, group: Any, recorder: Recorder) -> RecordedGroup:
     """The group behind the seam, in the place of the plain one in torch's tables."""
     world = c10d._world
     name = world.pg_names[group]
@@ -227,10 +226,11 @@ def _seen_by_torch(c10d: ModuleType, group: Any, recorder: Recorder) -> Recorded
     return recorded
 
 
-def _batches(c10d: ModuleType) -> None:
+def _batches(c10d: Any) -> None:
     """Sends and receives in one batch are coalesced by NCCL only for a plain group's type."""
-    import torch.distributed as dist
+    from torch import distributed
 
+    dist: Any = distributed
     original = c10d.batch_isend_irecv
 
     @functools.wraps(original)
@@ -246,8 +246,8 @@ def _batches(c10d: ModuleType) -> None:
                 one.op(one.tensor, one.peer, one.group, one.tag)
         return coalesced.works
 
-    c10d.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
-    dist.batch_isend_irecv = batch_isend_irecv  # type: ignore[assignment]
+    c10d.batch_isend_irecv = batch_isend_irecv
+    dist.batch_isend_irecv = batch_isend_irecv
 
 
 def measure_hooks(loop: Loop) -> None:

@@ -40,7 +40,7 @@ class Recorder:
         self.step = 0
         self.samples = 0  # of this rank since the last optimizer step
         self.started = int(os.environ.get("PACELINE_STARTED_NS", 0)) or _process_start()
-        self.extra_cost_ns = 0  # measured inside hooks that do more than write an event
+        self.extra_cost_ns = 0  # that the stack's sampler measured of itself
         self.event_cost_ns = 0.0
         # What a hook or a collective's wrapper costs where it can't time itself, measured in
         # turns with the same call unrecorded; and how many there were.
@@ -143,7 +143,7 @@ class Recorder:
 
     def cost_ns(self) -> int:
         """What recording has cost this rank so far: events, hooks and wrapped collectives, each
-        times its measured cost, and what the wrapper of the process group measured of itself."""
+        times its measured cost, and what the stack's sampler measured of itself."""
         counted = self.events * self.event_cost_ns + self.hooks * self.hook_cost_ns
         return int(counted + self.entries * self.entry_cost_ns) + self.extra_cost_ns
 

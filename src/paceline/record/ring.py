@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 MAGIC = b"PACELINE"
@@ -70,21 +71,7 @@ class Ring:
         peer: int = -1,
     ) -> None:
         """Append one event. Safe from several threads: a slot is taken atomically."""
-        slot = next(self._next)
-        EVENT.pack_into(
-            self._map,
-            HEADER_BYTES + (slot % self.capacity) * EVENT.size,
-            start,
-            end,
-            amount,
-            seq & 0xFFFFFFFF,
-            step,
-            group,
-            state,
-            op,
-            peer,
-        )
-        COUNTER.pack_into(self._map, WRITTEN_OFFSET, slot + 1)
+        self.writer(SimpleNamespace(step=step))(state, start, end, amount, seq, group, op, peer)
 
     def writer(self, of: Any) -> Callable[..., None]:
         """``write`` for a recorder, whose ``step`` goes into every event: one call, no more."""

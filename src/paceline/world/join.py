@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..comm import backend
 from ..record.collectives import RecordedGroup
-from ..record.leaving import come_to_rest
+from ..record.leaving import guard
 from ..record.recorder import Recorder
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,5 +114,5 @@ def leave() -> None:
     group = dist.group.WORLD
     if isinstance(group, RecordedGroup):
         group.settle(seconds=5.0)
-    come_to_rest()
+    guard(dist.distributed_c10d)
     dist.destroy_process_group()
