@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
 import ranks
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
+from paceline.launch import keep
 
 TRAIN = """
     import os, signal, sys, time
@@ -206,3 +209,42 @@ def test_a_script_that_is_not_there_is_refused_like_by_run(tmp_path):
     assert result.returncode == 2
     assert "nothing.py does not exist. HINT" in result.stderr
     assert not list(record.glob("*.ring"))
+
+
+def test_a_folder_that_went_away_meanwhile_loses_no_record(tmp_path):
+    record = tmp_path / "record"
+    script = ranks.write(
+        tmp_path, TRAIN + f"    __import__('shutil').rmtree({str(record)!r}, True)"
+    )
+    ranks.run(script, -1, 20, launcher=f"paceline --record {record}")
+    assert analyse(load(record)).steps == 20
+
+
+def test_what_cannot_be_kept_stays_and_is_named(tmp_path):
+    folder, target = tmp_path / "job", tmp_path / "gone" / "record"
+    folder.mkdir()
+    target.mkdir(parents=True)
+    keep.promise(folder, target, ["script.py"], "run")
+    shutil.rmtree(target.parent)
+    target.parent.write_text("a file where the folder was")
+    keep.clear(folder)
+    assert (folder / keep.PROMISE).exists()
+
+
+def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
+    code = (
+        "import os; from paceline.launch import keep; f = keep.job_folder(); print(f, flush=True)"
+    )
+    code += "; input(); assert (f / 'lock').exists(); keep.clear(f)"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(12)
+    ]
+    for process in started:
+        process.stdout.readline()
+    for process in started:
+        process.communicate(b"go\n", timeout=60)
+    assert [process.returncode for process in started] == [0] * 12
+    assert not ranks.in_memory()

@@ -41,14 +41,15 @@ def job_folder() -> Path:
     that were killed altogether: what they promised is done here, and they are removed.
     """
     rescue()
+    name = secrets.token_hex(6)
     for place in _PLACES:
-        folder = place / (_prefix() + secrets.token_hex(6))
+        unlocked = place / f"paceline-new-{name}"  # not yet one that others would clear
         try:
-            folder.mkdir(mode=0o700)
+            unlocked.mkdir(mode=0o700)
         except OSError:
             continue
-        _lock(folder)
-        return folder
+        _lock(unlocked)
+        return unlocked.rename(place / (_prefix() + name))
     raise ValueError(f"neither {' nor '.join(map(str, _PLACES))} can be written to")
 
 
@@ -72,15 +73,19 @@ def _lock(folder: Path) -> bool:
     was free."""
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        return False
+    try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
+        os.close(fd)
         return False
     return True
 
 
-def promise(folder: Path, target: Path, command: list[str]) -> None:
+def promise(folder: Path, target: Path, command: list[str], run: str) -> None:
     """Note in the job's folder where its records are to go."""
-    about = {"run": folder.name, "command": command, "started": time.time()}
+    about = {"run": run, "command": command, "started": time.time()}
     (target / "run.json").write_text(json.dumps(about, indent=1))
     (folder / PROMISE).write_text(json.dumps({"target": str(target.absolute())}))
 
@@ -88,14 +93,15 @@ def promise(folder: Path, target: Path, command: list[str]) -> None:
 def clear(folder: Path) -> None:
     """Copy the records in the job's folder to where they were promised, and remove it; never
     raises. A folder whose promise can't be kept stays, and is named."""
-    try:
-        target = Path(json.loads((folder / PROMISE).read_text())["target"])
-        _copy(folder, target)
-    except FileNotFoundError:
-        pass  # nothing was promised
-    except Exception as error:
-        sys.stderr.write(f"paceline: the record could not be kept ({error}). It is in {folder}\n")
-        return
+    if (folder / PROMISE).exists():
+        try:
+            target = Path(json.loads((folder / PROMISE).read_text())["target"])
+            target.mkdir(parents=True, exist_ok=True)  # the script may have removed it
+            _copy(folder, target)
+        except Exception as error:
+            said = f"paceline: the record could not be kept ({error}). It is in {folder}\n"
+            sys.stderr.write(said)
+            return
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -103,7 +109,7 @@ def _copy(folder: Path, target: Path) -> None:
     """The last attempt's records to ``target``, earlier ones to attempt-N in it."""
     from ..analyze.read import read, used_bytes
 
-    found: dict[tuple[int, int], tuple[int, Path, bytes]] = {}
+    found: dict[tuple[int, int], tuple[int, int, Path, bytes]] = {}
     for path in sorted(folder.glob("*.ring")):
         data = path.read_bytes()
         try:
@@ -117,11 +123,11 @@ def _copy(folder: Path, target: Path) -> None:
         told = _told(record)
         # A process that only started the ranks is nobody's record.
         if key not in found or told > found[key][0]:
-            found[key] = (told, path, data)
-    sizes = {read(data).meta["size"] for told, _, data in found.values() if told}
+            found[key] = (told, int(record.meta["size"]), path, data)
+    sizes = {size for told, size, _, _ in found.values() if told}
     last = max((attempt for attempt, _ in found), default=0)
-    for (attempt, rank), (told, path, data) in found.items():
-        if not told and sizes and read(data).meta["size"] not in sizes:
+    for (attempt, rank), (told, size, path, data) in found.items():
+        if not told and sizes and size not in sizes:
             continue
         place = target if attempt == last else target / f"attempt-{attempt}"
         place.mkdir(exist_ok=True)

@@ -77,7 +77,7 @@ def run(job: Job) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // job.ranks)))
     folder = keep.job_folder()
     if job.record is not None:
-        keep.promise(folder, job.record, [job.name, *job.args])
+        keep.promise(folder, job.record, [job.name, *job.args], folder.name)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = _start_server(ours, theirs, folder, [] if fresh else _preloads(job, source))
     theirs.close()

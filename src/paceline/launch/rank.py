@@ -84,7 +84,7 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
     folder = keep.job_folder()
     run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
     os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)
-    keep.promise(folder, target, [command["name"], *command["args"]])
+    keep.promise(folder, target, [command["name"], *command["args"]], run)
     code = execute(command)
     detach()
     keep.clear(folder)
