@@ -71,7 +71,8 @@ def measure(name: str, args: Any) -> list[float]:
             [str(BIN / launcher), *words, str(SCRIPTS / script), *arguments],
             OMP_NUM_THREADS="1",
         )
-        return json.loads(path.read_text())  # type: ignore[no-any-return]
+        times: list[float] = json.loads(path.read_text())
+        return times
 
 
 def report(args: Any, facts: dict[str, Any], times: dict[str, list[list[float]]]) -> None:

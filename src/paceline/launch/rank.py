@@ -55,6 +55,7 @@ def run_forked(start: Start) -> NoReturn:
     become(start)
     command = json.loads(os.environ["PACELINE_COMMAND"])
     for stream in (sys.stdout, sys.stderr):
+        # A TextIOWrapper at a rank's start, which the stub does not promise.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _unshare_state(int(os.environ["OMP_NUM_THREADS"]))
     faulthandler.enable()
@@ -159,6 +160,7 @@ def finish(code: int) -> NoReturn:
     """End as the interpreter would, in steps that the launcher can follow: threads, exit
     handlers, then "finished", and only then the interpreter's own end, which may hang in gloo."""
     try:
+        # What the interpreter calls at its end; there is no public name for it.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         _leave_group(code)

@@ -60,6 +60,7 @@ class Recorder:
     def _open(self, rank: int, size: int) -> None:
         self._meta = about(rank, size, self.started)
         self._ring = _open_ring(rank, self._meta, self._folder)
+        # On purpose in the method's place: an event is then one call.
         self.event = self._ring.writer(self)  # type: ignore[method-assign]
         self.event_cost_ns = self._measure_event_cost()
         self._ring.clear()
