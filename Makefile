@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test soak lint types format bench picture clean
+.PHONY: demo test test-frameworks soak lint types format bench picture clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -22,11 +23,23 @@ $(VENV)/frameworks: $(VENV)/installed
 	@$(BIN)/pip install $(PIP_ARGS) -e '.[frameworks]'
 	@touch $@
 
+# TensorFlow and JAX take over a gigabyte and choose versions of what they share: a place of
+# their own. PyTorch is there as well, as it is wherever Paceline is.
+$(TF_VENV)/installed: pyproject.toml constraints.txt
+	@echo "Setting up $(TF_VENV) with TensorFlow and JAX (a minute or two) ..."
+	@$(PYTHON) -m venv $(TF_VENV)
+	@$(TF_VENV)/bin/pip install $(PIP_ARGS) $(TORCH_ARGS) torch
+	@$(TF_VENV)/bin/pip install $(PIP_ARGS) -e '.[other-frameworks,dev]'
+	@touch $@
+
 demo: $(VENV)/installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/frameworks
 	$(BIN)/pytest --durations=10
+
+test-frameworks: $(TF_VENV)/installed
+	$(TF_VENV)/bin/pytest tests/frameworks
 
 soak: $(VENV)/installed
 	$(BIN)/pytest -m soak --durations=0
@@ -52,4 +65,4 @@ picture: $(VENV)/installed
 	$(BIN)/python docs/picture.py
 
 clean:
-	rm -rf $(VENV) run
+	rm -rf $(VENV) $(TF_VENV) run

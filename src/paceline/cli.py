@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .cluster.host import devices
-from .launch.local import InServer, Job, serve
-from .launch.local import run as run_job
+from .launch.here import InServer
+from .launch.job import Job
+from .launch.local import serve
 
 app = typer.Typer(
     add_completion=False,
@@ -40,7 +40,9 @@ def _main(
     context_settings={"allow_interspersed_args": False},
     epilog="Examples:  paceline run -n 4 train.py --epochs 10   ·   "
     "paceline run -n 2 -m package.train   ·   "
-    "paceline run -n 4 --max-restarts 3 train.py",
+    "paceline run -n 4 --max-restarts 3 train.py   ·   "
+    "paceline run -H host1:4,host2:4 train.py   ·   "
+    "salloc -N 2 paceline run train.py",
 )
 def run(
     script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
@@ -50,9 +52,48 @@ def run(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "-n", "--ranks", help="Ranks to start. Default: one a GPU, or one.", show_default=False
+            "-n",
+            "--ranks",
+            help="Ranks to start, in all. Default: on each host its GPUs; else the scheduler's "
+            "tasks; else its NUMA domains.",
+            show_default=False,
         ),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "-H",
+            "--hosts",
+            help="Hosts and their slots, as host1:4,host2:4; reached over ssh.",
+            show_default=False,
+        ),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="The hosts from a file: one a line, as host1, host1:4 or host1 slots=4.",
+            show_default=False,
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A variable that all ranks get, as NAME or NAME=VALUE. Repeatable. (Over ssh, "
+            "PATH, VIRTUAL_ENV, OMP_*, NCCL_* and the like travel by themselves.)",
+            show_default=False,
+        ),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            help="What starts an agent on each host: ssh, srun, jsrun, blaunch, palsrun, flux, "
+            "mpirun or mpiexec. Default: the allocation's own, or ssh.",
+            show_default=False,
+        ),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print what would start where, and start nothing.")
+    ] = False,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,
@@ -99,17 +140,20 @@ def run(
         typer.Option(help="Write the summary's figures to this file as JSON.", show_default=False),
     ] = None,
 ) -> None:
-    """Run SCRIPT on several ranks of this machine.
+    """Run SCRIPT on several ranks: of this machine, of named hosts, or of the whole allocation.
 
-    Ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR ...), so a script
-    written for torchrun runs unchanged. Lines that all ranks print are shown once, others carry
-    their rank. If a rank fails, the others end within seconds, and the exit code is that rank's.
+    Inside an allocation (Slurm, LSF, PBS, Flux, Cobalt) all of its hosts are used; -H and
+    --hostfile name hosts by hand. Ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR ...), so a script written for torchrun runs unchanged. Lines that all ranks print
+    are shown once, others carry their rank. If a rank fails, the others end within seconds, and
+    the exit code is that rank's.
     """
+    from .launch.start import start
+
     job = Job(
         name=script,
         args=args or [],
         module=module,
-        ranks=ranks if ranks is not None else max(1, devices()),
         max_restarts=max_restarts,
         fresh=fresh,
         threads=threads,
@@ -119,7 +163,7 @@ def run(
         record=record,
     )
     try:
-        code = run_job(job)
+        code = start(job, ranks, hosts, hostfile, launcher, env or [], show)
     except ValueError as mistake:
         typer.echo(f"paceline: {mistake}", err=True)
         code = 2
@@ -188,6 +232,162 @@ def report(
         typer.echo(f"paceline: {mistake}", err=True)
         raise typer.Exit(2) from None
     typer.echo(text, nl=False)
+
+
+_SUBMIT_EPILOG = (
+    "Examples:  paceline submit --hosts 2 --gpus-per-host 4 --time 2h train.py --epochs 10   ·   "
+    "paceline submit --dry-run --scheduler pbs --ranks-per-host 4 --cpus-per-rank 7 train.py   ·   "
+    "paceline submit --array 0-15%4 --time 90min --setup 'module load cuda' study.py   ·   "
+    "paceline submit --queue gpu --option --constraint=a100 --max-restarts 3 -m package.train"
+)
+
+
+@app.command(context_settings={"allow_interspersed_args": False}, epilog=_SUBMIT_EPILOG)
+def submit(
+    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="slurm, lsf, pbs (PBS Pro) or torque. Default: whose command is on PATH.",
+            show_default=False,
+        ),
+    ] = None,
+    hosts: Annotated[int, typer.Option(help="Hosts to ask for.")] = 1,
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option(help="Default: one a GPU; without GPUs, one.", show_default=False),
+    ] = None,
+    cpus_per_rank: Annotated[
+        int | None, typer.Option(help="Cores for each rank.", show_default=False)
+    ] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(help="GPUs of each host.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of each host, as 64G.", show_default=False)
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="The limit: 2:00:00, 90min, 2h, 1-12:00:00.", show_default=False),
+    ] = None,
+    queue: Annotated[
+        str | None, typer.Option("--queue", "--partition", help="Where to.", show_default=False)
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option(help="Account or project to charge.", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Default: the script's name.", show_default=False)
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="File for what the job prints, in the scheduler's own words (Slurm: %j, %A_%a; "
+            "LSF: %J, %I). Default: the job's name and number, in this folder.",
+            show_default=False,
+        ),
+    ] = None,
+    array: Annotated[
+        str | None,
+        typer.Option(
+            help="The job once for each number, as 0-15 or 0-15%4 (4 at once); the script finds "
+            "its own in PACELINE_TRIAL.",
+            show_default=False,
+        ),
+    ] = None,
+    warn: Annotated[
+        int,
+        typer.Option(
+            help="So many seconds before the limit the scheduler sends SIGUSR1 to paceline run "
+            "(Slurm; LSF in whole minutes; PBS can't). 0: no signal."
+        ),
+    ] = 0,
+    requeue: Annotated[
+        bool,
+        typer.Option("--requeue", help="Put it back in the queue where its hosts fail or go."),
+    ] = False,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(help="A line of shell before the run; as often as needed."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="An option of the scheduler's own, as it is; as often as needed."),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    max_restarts: Annotated[int, typer.Option(help="See paceline run.", min=0)] = 0,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="See paceline run; of an array each job has a folder of its own in this one.",
+            show_default=False,
+        ),
+    ] = None,
+    run_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Any other of paceline run, as --run-option=--bind=core."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
+    ] = False,
+) -> None:
+    """Write the batch script of SCRIPT's run, and submit it to Slurm, LSF, PBS Pro or Torque.
+
+    Prints the job's number on stdout, and where its output goes on stderr. The script changes to
+    this folder, activates this Python environment, and becomes paceline run (exec), so that the
+    scheduler's signals reach it.
+
+    Run for real: Slurm, and Torque's words through the qsub that Slurm has. Only modelled after
+    their documents: LSF, PBS Pro and Torque's own server; look at --dry-run the first time.
+    """
+    from .launch.submit import batch as said
+    from .launch.submit import command
+
+    try:
+        kind = command.scheduler(scheduler)
+        batch = said.Batch(
+            name=said.job_name(name, script),
+            want=said.Resources(
+                hosts=hosts,
+                ranks=ranks_per_host,
+                cpus=cpus_per_rank,
+                gpus=gpus_per_host,
+                memory=None if memory is None else said.memory(memory),
+                seconds=None if time is None else said.seconds(time),
+            ),
+            queue=queue,
+            account=account,
+            output=output,
+            array=None if array is None else said.array(array),
+            warn=warn,
+            requeue=requeue,
+            options=option or [],
+        )
+        job = Job(
+            name=script,
+            args=args or [],
+            module=module,
+            max_restarts=max_restarts,
+            record=None if dry_run else record,  # looked at only where the job is meant
+        )
+        text = command.written(kind, batch, setup or [], job, record, run_option or [])
+        if kind.no_warning and warn:
+            typer.echo(f"paceline: --warn {warn}: {kind.no_warning}", err=True)
+        if dry_run:
+            typer.echo(text, nl=False)
+            return
+        number = command.sent(kind, batch, text)
+    except ValueError as mistake:
+        typer.echo(f"paceline: {mistake}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(number)
+    where = kind.output(batch, number)
+    typer.echo(f"paceline: {kind.title} has it as job {number}; output: {where}", err=True)
 
 
 def main() -> None:

@@ -17,6 +17,17 @@ def devices() -> int:
     return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
 
 
+def numa_domains() -> int:
+    """NUMA domains that have a core which this process may run on."""
+    mine, found = set(cores()), 0
+    for node in Path("/sys/devices/system/node").glob("node[0-9]*"):
+        try:
+            found += bool(mine & set(unspanned((node / "cpulist").read_text().strip())))
+        except (OSError, ValueError):
+            continue
+    return max(1, found)
+
+
 def free_memory() -> int:
     """Bytes that new processes may take: what the kernel calls available, less where this
     process's control group allows less."""
@@ -54,3 +65,12 @@ def spans(numbers: list[int]) -> str:
             start = number
         previous = number
     return ",".join(parts)
+
+
+def unspanned(text: str) -> list[int]:
+    """ "0-2,5" as [0, 1, 2, 5], as the kernel writes lists of cores."""
+    found: list[int] = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

@@ -3,19 +3,19 @@ are forked from a process that has imported torch.
 
 PyTorch's agents share one store between restarts; ranks of a new attempt then find the old
 attempt's keys and connect to the dead (`connectFullMesh ... Connection refused`). Here every
-attempt has a fresh store on a port that is bound before any rank starts.
+attempt has a fresh store on a port that is bound before any rank starts. And there is one agent
+for all hosts of the job, so that one place knows which rank failed first.
 """
 
-import datetime
-import json
 import os
 import signal
-import socket
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistNetworkError
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -29,40 +29,43 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from . import frameworks
 from .deaths import Watched, describe, first
 from .interrupt import Interrupt
-from .lines import ERR, OUT, STATUS, Output
-from .server import MESSAGE_BYTES, kill_group
+from .layout import Seat
+from .lines import Output
 
 GRACE = 3.0  # seconds between asking a rank to end and killing it
 SETTLE = 0.3  # after a first failure: time for an earlier one to become known
 EXIT_SECONDS = 10.0  # for a rank that has finished to leave its interpreter
 
 
-class LocalRendezvous(RendezvousHandler):
-    """One host, one agent; a new store every time."""
+class Host(Protocol):
+    """What the agent needs of a host: ``here.Here``, or ``there.There`` over a channel."""
 
-    def __init__(self, run_id: str, port: int) -> None:
-        self._run_id = run_id
-        self._port = port
-        self._store: TCPStore | None = None
+    name: str
+    address: str  # by which the other hosts reach it
+
+    def show(self, output: Output) -> None: ...
+    def open_store(self, port: int) -> tuple[str, int]: ...
+    def close_store(self) -> None: ...
+    def free_ports(self, count: int) -> list[int]: ...
+    def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None: ...
+    def deaths(self) -> Iterator[tuple[int, int, float]]: ...
+    def signal(self, rank: int, kind: int) -> None: ...
+    def trouble(self) -> str: ...  # why it can no longer be asked, or ""
+    def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
+
+
+class Rendezvous(RendezvousHandler):
+    """All hosts are there before the agent runs; the ranks' store is new every time."""
+
+    def __init__(self, run_id: str, host: Host, port: int) -> None:
+        self._run_id, self._host, self._port = run_id, host, port
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = None  # closes the last attempt's
-        try:
-            self._store = TCPStore(
-                "127.0.0.1",
-                self._port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=datetime.timedelta(seconds=60),
-            )
-        except (DistNetworkError, RuntimeError) as error:
-            raise ValueError(
-                f"port {self._port} is in use. HINT: another --port, or none: a free one is found"
-            ) from error
-        info = RendezvousStoreInfo("127.0.0.1", self._store.port)
-        return RendezvousInfo(self._store, 0, 1, info)
+        address, port = self._host.open_store(self._port)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(address, port))
 
     @property
     def use_agent_store(self) -> bool:
@@ -84,30 +87,26 @@ class LocalRendezvous(RendezvousHandler):
         return 0
 
     def shutdown(self) -> bool:
-        self._store = None
+        self._host.close_store()
         return True
 
 
 class Agent(SimpleElasticAgent):
-    """Starts, watches and ends the ranks of this host through the rank server."""
+    """Starts, watches and ends the ranks of all hosts."""
 
     # Set before it runs: what tells this agent what ranks say, and whether Ctrl-C was pressed.
     output: Output
     interrupt: Interrupt
+    summary: Path | None = None  # where to write the figures that rank 0 sends
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        channel: socket.socket,
-        environment: dict[str, str],
-        cpus: list[list[int]],
-        started: int,
+        self, spec: WorkerSpec, hosts: Sequence[Host], seats: list[Seat], started: int
     ) -> None:
+        """seats: of the ranks, in their order. started: when the command began, ns of this
+        host's monotonic clock."""
         super().__init__(spec, exit_barrier_timeout=60)
-        self._channel = channel
-        self._environment = environment
-        self._cpus = cpus
-        self._started = started  # of the command, ns of the monotonic clock
+        self._hosts, self._seats = hosts, seats
+        self._started = started
         self.ranks: list[Watched] = []
         self.cause: Watched | None = None  # of the last attempt's failure
 
@@ -122,12 +121,18 @@ class Agent(SimpleElasticAgent):
                 f"{spec.max_restarts})\n"
             )
         self.ranks, self.cause = [], None
+        others, coordinator = self._frameworks_seats()
         for worker in worker_group.workers:
             self.output.tails[worker.global_rank].clear()
-            variables = self._variables(worker_group, worker, attempt)
-            pid = self._start(worker.global_rank, worker.local_rank, variables)
-            self.ranks.append(Watched(worker.global_rank, pid))
-        return {rank.rank: rank.pid for rank in self.ranks}
+            variables = {
+                **self._variables(worker_group, worker, attempt),
+                **frameworks.variables(others, worker.global_rank, coordinator, dict(os.environ)),
+            }
+            seat = self._seats[worker.global_rank]
+            # Watched from before it starts: what it says at once is not lost.
+            self.ranks.append(Watched(worker.global_rank, self._where(seat)))
+            self._hosts[seat.host].start(worker.global_rank, seat.local_rank, variables)
+        return {rank.rank: None for rank in self.ranks}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.interrupt.check()
@@ -167,33 +172,33 @@ class Agent(SimpleElasticAgent):
         try:
             for rank in self.ranks:
                 if rank.running:
-                    kill_group(rank.pid, signal.SIGTERM)
+                    self._signal(rank, signal.SIGTERM)
             while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
                 time.sleep(0.01)
                 self._listen()
         except KeyboardInterrupt:
             pass
         for rank in self.ranks:  # those whose leader has ended may have left others behind
-            kill_group(rank.pid, signal.SIGKILL)
+            self._signal(rank, signal.SIGKILL)
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
             time.sleep(0.005)
             self._listen()
 
     def _variables(self, group: WorkerGroup, worker: Any, attempt: int) -> dict[str, str]:
-        spec = group.spec
+        spec, seat = group.spec, self._seats[worker.global_rank]
+        started = self._started if attempt == 0 else time.monotonic_ns()
         return {
-            **self._environment,
-            "PACELINE_STARTED_NS": str(self._started if attempt == 0 else time.monotonic_ns()),
-            "LOCAL_RANK": str(worker.local_rank),
+            "PACELINE_STARTED_NS": str(started),
+            "LOCAL_RANK": str(seat.local_rank),
             "RANK": str(worker.global_rank),
-            "GROUP_RANK": str(group.group_rank),
+            "GROUP_RANK": str(seat.host),
             "ROLE_RANK": str(worker.role_rank),
             "ROLE_NAME": spec.role,
-            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-            "WORLD_SIZE": str(worker.world_size),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "LOCAL_WORLD_SIZE": str(seat.local_size),
+            "WORLD_SIZE": str(len(self._seats)),
+            "GROUP_WORLD_SIZE": str(len(self._hosts)),
+            "ROLE_WORLD_SIZE": str(len(self._seats)),
             "MASTER_ADDR": str(group.master_addr),
             "MASTER_PORT": str(group.master_port),
             "PACELINE_STORE_PORT": str(group.master_port),
@@ -206,55 +211,50 @@ class Agent(SimpleElasticAgent):
             ),
         }
 
-    def _start(self, rank: int, local_rank: int, environment: dict[str, str]) -> int:
-        pipes = [os.pipe() for _ in range(3)]
-        message = {"environment": environment, "cpus": self._cpus[local_rank]}
-        data = json.dumps(message).encode()
-        if len(data) > MESSAGE_BYTES:
-            raise ValueError(f"the environment takes {len(data)} bytes, more than can be passed on")
-        socket.send_fds(self._channel, [data], [inlet for _, inlet in pipes])
-        for _, inlet in pipes:
-            os.close(inlet)
-        for stream, (outlet, _) in zip((OUT, ERR, STATUS), pipes, strict=True):
-            self.output.add(rank, stream, outlet)
-        while True:  # deaths of other ranks may be told first
-            reply = self._receive()
-            if reply is None:
-                raise RuntimeError("the process that ranks are forked from has ended")
-            if "pid" in reply:
-                return int(reply["pid"])
-            self._died(reply)
+    def _frameworks_seats(self) -> tuple[list[frameworks.Seat], int]:
+        """Ports for what TensorFlow and JAX listen on: one a rank, and JAX's coordinator's."""
+        counts = Counter(seat.host for seat in self._seats)
+        ports = {
+            number: self._hosts[number].free_ports(count + (number == 0))
+            for number, count in counts.items()
+        }
+        coordinator = ports[0].pop()
+        places = [
+            frameworks.Seat(
+                seat.host,
+                seat.local_rank,
+                self._hosts[seat.host].address,
+                ports[seat.host][seat.local_rank],
+            )
+            for seat in self._seats
+        ]
+        return places, coordinator
 
-    def _receive(self) -> dict[str, Any] | None:
-        data = self._channel.recv(MESSAGE_BYTES)
-        return json.loads(data) if data else None
+    def _signal(self, rank: Watched, kind: int) -> None:
+        self._hosts[self._seats[rank.rank].host].signal(rank.rank, kind)
 
-    def _died(self, message: dict[str, Any]) -> None:
-        for rank in self.ranks:
-            if rank.pid == message["died"] and rank.running:
-                rank.exit_code, rank.ended_at = message["status"], message["at"]
+    def _where(self, seat: Seat) -> str:
+        return self._hosts[seat.host].name if len(self._hosts) > 1 else ""
 
     def _listen(self) -> None:
-        """Take in what the rank server has said."""
-        self._channel.setblocking(False)
-        try:
-            while (message := self._receive()) is not None:
-                self._died(message)
-            for rank in self.ranks:  # the server has gone, and takes the ranks with it
-                if rank.running:
-                    rank.exit_code, rank.ended_at = -signal.SIGKILL, time.monotonic()
-        except BlockingIOError:
-            pass
-        finally:
-            self._channel.setblocking(True)
+        """Take in which ranks have ended."""
+        for host in self._hosts:
+            for number, status, at in host.deaths():
+                rank = self.ranks[number] if number < len(self.ranks) else None
+                if rank is not None and rank.running:
+                    rank.exit_code, rank.ended_at = status, at
+                    rank.lost = host.trouble()
 
     def hear(self, number: int, message: dict[str, Any]) -> None:
         """What a rank tells the launcher; called from the output's thread."""
-        rank = next((r for r in self.ranks if r.rank == number), None)
+        rank = self.ranks[number] if number < len(self.ranks) else None
         if rank is not None and "exception" in message:
-            rank.exception, rank.raised_at = message["exception"], message["at"]
+            host = self._hosts[self._seats[number].host]
+            rank.exception, rank.raised_at = message["exception"], host.ours(message["at"])
         elif rank is not None and "finished" in message:
             rank.finished, rank.finished_at = message["finished"], time.monotonic()
+        elif "summary" in message and self.summary is not None:
+            self.summary.write_text(message["summary"])
 
     def _settle(self) -> None:
         """A failure is known; give an earlier one a moment to become known as well."""
@@ -274,4 +274,4 @@ class Agent(SimpleElasticAgent):
                     f"paceline: rank {rank.rank} finished its script but did not exit within "
                     f"{EXIT_SECONDS:.0f} s; it was ended (its work is done)\n"
                 )
-                kill_group(rank.pid, signal.SIGKILL)
+                self._signal(rank, signal.SIGKILL)

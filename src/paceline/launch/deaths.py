@@ -11,13 +11,14 @@ class Watched:
     """One rank of one attempt, as far as the launcher knows."""
 
     rank: int
-    pid: int
+    host: str = ""  # its name, where the job has several
     exit_code: int | None = None  # negative: the signal that killed it
     ended_at: float | None = None
     exception: str | None = None
     raised_at: float | None = None
     finished: int | None = None  # the code it announced before the interpreter's own end
     finished_at: float | None = None
+    lost: str = ""  # why its host can no longer be asked
 
     @property
     def running(self) -> bool:
@@ -57,15 +58,18 @@ def describe(dead: Watched, tail: list[str], others: int) -> str:
     """What happened to the first rank that failed."""
     if dead.exception is not None:
         what = f"failed: {dead.exception}"
+    elif dead.lost:
+        what = f"was lost with its host: {dead.lost}"
     elif dead.exit_code is not None and dead.exit_code < 0:
         what = f"was killed by {_signal_name(-dead.exit_code)}"
     else:
         what = f"ended with exit code {dead.exit_code}"
-    lines = [f"paceline: rank {dead.rank} {what}"]
+    where = f" on {dead.host}" if dead.host else ""
+    lines = [f"paceline: rank {dead.rank}{where} {what}"]
     if tail:
         lines.append(f"  last lines of rank {dead.rank}:")
         lines += [f"    {line}" for line in tail]
-    if dead.exit_code == -signal.SIGKILL:
+    if dead.exit_code == -signal.SIGKILL and not dead.lost:
         lines.append("  HINT: where nobody killed it, the system was out of memory (dmesg says so)")
     if others:
         lines.append(

@@ -85,8 +85,18 @@ def _lock(folder: Path) -> bool:
 
 def promise(folder: Path, target: Path, command: list[str], run: str) -> None:
     """Note in the job's folder where its records are to go."""
+    label(target, command, run)
+    promise_to(folder, target)
+
+
+def label(target: Path, command: list[str], run: str) -> None:
+    """Say in ``target`` whose records it holds."""
     about = {"run": run, "command": command, "started": time.time()}
     (target / "run.json").write_text(json.dumps(about, indent=1))
+
+
+def promise_to(folder: Path, target: Path) -> None:
+    """The records in ``folder`` go to ``target`` when it is cleared."""
     (folder / PROMISE).write_text(json.dumps({"target": str(target.absolute())}))
 
 

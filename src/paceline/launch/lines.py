@@ -54,6 +54,11 @@ class Output:
             self._selector.register(fd, selectors.EVENT_READ, (rank, stream))
         os.write(self._woken, b"+")
 
+    def adopt(self, rank: int, pipes: tuple[int, int, int]) -> None:
+        """Read a rank's stdout, stderr and status pipes."""
+        for stream, fd in zip((OUT, ERR, STATUS), pipes, strict=True):
+            self.add(rank, stream, fd)
+
     def say(self, text: str) -> None:
         """The launcher's own words: to ``err``, after what the ranks have said so far."""
         with self._lock:
@@ -105,12 +110,20 @@ class Output:
         if not data:
             self._selector.unregister(fd)
             os.close(fd)
+        self._feed(rank, stream, data)
+
+    def take(self, rank: int, stream: int, data: bytes) -> None:
+        """What a rank of another host has written; b"" at its end. From any thread."""
+        with self._lock:
+            self._feed(rank, stream, data)
+
+    def _feed(self, rank: int, stream: int, data: bytes) -> None:
         if stream == STATUS:
             *lines, self._status[rank] = (self._status.get(rank, b"") + data).split(b"\n")
             for line in lines:
                 self._hear(rank, json.loads(line))
             if not data:
-                del self._status[rank]
+                self._status.pop(rank, None)
             return
         for line in self._streams[stream].feed(rank, data):
             self.tails[rank].append(line.decode(errors="replace"))

@@ -22,6 +22,7 @@ from ..record.imports import after_import
 from ..record.leaving import guard
 from ..record.tell import to_launcher
 from . import keep
+from .frameworks import introduce_to_jax
 from .server import PARENT_DEATH_SIGNAL, Start, prctl
 
 
@@ -78,7 +79,7 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
     Raises ValueError for a script that can't be run, and where ``target`` has a record of an
     earlier run or can't be written.
     """
-    from .local import Job, check
+    from .job import Job, check
 
     first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
     check(Job(**command, record=target if first else None))
@@ -114,7 +115,12 @@ def execute(command: dict[str, Any]) -> int:
     exception before anybody else can notice this rank's end."""
     sys.argv = [command["name"], *command["args"]]
     try:
-        after_import({"torch.distributed.distributed_c10d": guard})
+        after_import(
+            {
+                "torch.distributed.distributed_c10d": guard,
+                "jax._src.clusters.cluster": introduce_to_jax,
+            }
+        )
         if os.environ.get("PACELINE_ATTACH"):
             attach()
         if command["module"]:

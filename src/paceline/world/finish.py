@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.saver import Saver
 from ..record.recorder import Recorder
-from ..record.tell import say
+from ..record.tell import say, to_launcher
 from .join import leave
 
 GATHER_SECONDS = 20.0  # a rank that says nothing for so long is missing in the summary
@@ -52,7 +52,7 @@ class Finish:
         if report.steps:
             show(report)
         path = os.environ.get("PACELINE_SUMMARY")
-        if path:
+        if path and not to_launcher(summary=report.to_json()):
             Path(path).write_text(report.to_json())
 
     def _gather(self) -> tuple[list[bytes], list[int]]:

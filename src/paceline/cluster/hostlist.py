@@ -1,0 +1,77 @@
+"""Host lists as Slurm and Flux write them: "host[1-3,5],n07", "n[001-012]", "rack[1-2]n[1-4]"."""
+
+import itertools
+import math
+import re
+
+MOST = 100_000  # hosts or numbers from one text; more is a slip of the pen
+
+
+def expand(text: str) -> list[str]:
+    """The names, in the order of the list."""
+    names: list[str] = []
+    for part in split(text):
+        pieces = re.split(r"\[([^][]*)\]", part)  # literal, inside, literal, inside, ..., literal
+        if re.search(r"[\s\[\]]", "".join(pieces[::2])):
+            raise _mistake(text, f"{part!r} is not a host's name")
+        try:
+            choices = [numbers(p) if index % 2 else [p] for index, p in enumerate(pieces)]
+        except ValueError as mistake:
+            raise _mistake(text, str(mistake)) from None
+        if len(names) + math.prod(len(choice) for choice in choices) > MOST:
+            raise _mistake(text, f"that is more than {MOST} hosts")
+        names += ["".join(choice) for choice in itertools.product(*choices)]
+    return names
+
+
+def counts(text: str) -> list[int]:
+    """Slurm's way to say a number for each host: "2(x3),1" is [2, 2, 2, 1]."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part, re.ASCII)
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of counts. HINT: as 2(x3),1")
+        times = int(match[2] or 1)
+        if len(found) + times > MOST:
+            raise ValueError(f"{text!r} counts more than {MOST} hosts")
+        found += [int(match[1])] * times
+    return found
+
+
+def numbers(text: str) -> list[str]:
+    """ "3-5,008" as ["3", "4", "5", "008"]: a range is as wide as its first number."""
+    found: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
+        if match is None:
+            raise ValueError(f"{part!r} is neither a number nor a range")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"the range {part!r} runs backwards")
+        if len(found) + last - first >= MOST:
+            raise ValueError(f"{text!r} is more than {MOST} numbers")
+        found += [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
+    return found
+
+
+def split(text: str) -> list[str]:
+    """At the commas outside brackets."""
+    parts, depth = [""], 0
+    for letter in text.strip():
+        depth += (letter == "[") - (letter == "]")
+        if depth not in (0, 1):
+            raise _mistake(text, "its brackets don't match")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth:
+        raise _mistake(text, "its brackets don't match")
+    parts = [part.strip() for part in parts]
+    if "" in parts:
+        raise _mistake(text, "a name is empty")
+    return parts
+
+
+def _mistake(text: str, what: str) -> ValueError:
+    return ValueError(f"the host list {text!r} is not understood: {what}. HINT: as n[1-3,7],m01")

@@ -1,0 +1,108 @@
+"""The network interfaces of this host, with their addresses: what other hosts may reach it by."""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913
+IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
+# Bridges between the containers and virtual machines of one host: the same address everywhere.
+INSIDE_ONLY = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "tun", "tap")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One interface with one address. speed: Mbit/s where the kernel knows it, else 0."""
+
+    interface: str
+    address: str
+    speed: int = 0
+
+
+def links() -> list[Link]:
+    """Interfaces that are up, loopback left out; the fastest first, those that lead to
+    containers only last. IPv4 where an interface has it, else its global IPv6 address."""
+    found = []
+    for _, name in socket.if_nameindex():
+        if not _up(name):
+            continue
+        address = _ipv4(name) or _ipv6(name)
+        if address is not None:
+            found.append(Link(name, address, _speed(name)))
+    return sorted(found, key=lambda link: (link.interface.startswith(INSIDE_ONLY), -link.speed))
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has ``address``, "lo" included."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    return next((link.interface for link in links() if link.address == address), None)
+
+
+def towards(address: str) -> str | None:
+    """This host's own address on the way to ``address``, as the kernel routes it; nothing is
+    sent. None where there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def is_here(name: str) -> bool:
+    """Whether a host's name means this host: by name, or by an address that it has."""
+    name = name.rpartition("@")[2]
+    own = socket.gethostname()
+    if name in ("localhost", own, own.partition(".")[0]):
+        return True
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    mine = {link.address for link in links()}
+    return any(
+        str(entry[4][0]) in mine or ipaddress.ip_address(entry[4][0]).is_loopback for entry in found
+    )
+
+
+def _up(name: str) -> bool:
+    (flags,) = struct.unpack_from("H", _ask(name, SIOCGIFFLAGS) or bytes(32), 16)
+    return bool(flags & IFF_UP and flags & IFF_RUNNING and not flags & IFF_LOOPBACK)
+
+
+def _ipv4(name: str) -> str | None:
+    answer = _ask(name, SIOCGIFADDR)
+    return socket.inet_ntoa(answer[20:24]) if answer else None
+
+
+def _ask(name: str, question: int) -> bytes | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        try:
+            return fcntl.ioctl(handle, question, struct.pack("256s", os.fsencode(name)[:15]))
+        except OSError:
+            return None
+
+
+def _ipv6(name: str) -> str | None:
+    try:
+        table = Path("/proc/net/if_inet6").read_text()
+    except OSError:
+        return None
+    for line in table.splitlines():
+        digits, _, _, scope, _, interface = line.split()
+        if interface == name and scope == "00":
+            return str(ipaddress.IPv6Address(int(digits, 16)))
+    return None
+
+
+def _speed(name: str) -> int:
+    try:
+        return max(0, int(Path(f"/sys/class/net/{name}/speed").read_text()))
+    except (OSError, ValueError):
+        return 0

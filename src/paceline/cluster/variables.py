@@ -1,0 +1,22 @@
+"""Reading numbers out of an environment, with errors that name the variable."""
+
+from collections.abc import Mapping
+
+Environment = Mapping[str, str]
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def number(environment: Environment, name: str) -> int | None:
+    """The variable's number, None where it is not set."""
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not is_number(text.strip()):
+        raise ValueError(
+            f"the environment has {name}={text!r}, which is not a number. "
+            "HINT: its launcher or scheduler sets it; unset it where it was set by hand"
+        )
+    return int(text)

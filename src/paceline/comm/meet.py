@@ -1,0 +1,247 @@
+"""Where ranks meet that nobody has told an address: under srun, mpirun, mpiexec, jsrun, flux.
+
+Rank 0's host is known by name from the launcher's variables, or its addresses come through PMI
+(comm.pmi). Rank 0 listens on one of a few ports that follow from the job's identity, the first
+that is free; the others knock there until it answers with where the store is. The store itself
+is then bound to the one address by which the others have reached rank 0.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..cluster.links import links
+from .reach import listen_on
+
+PORTS = 8  # tried in turn: another program may have the first
+FIRST_PORT, LAST_PORT = 10_000, 32_000  # below those that the kernel gives to any program
+UNREACHABLE_SECONDS = 12.0  # rank 0's host does not answer at all: it will not later either
+KNOCK_SECONDS = 2.0
+SAY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Appointment:
+    """What all ranks of a start know of their meeting: the same on all, but ``rank``.
+
+    hosts: names or addresses of where rank 0 may be. key: of this start. one_host: all ranks
+    are on one.
+    """
+
+    rank: int
+    size: int
+    hosts: list[str]
+    key: str
+    one_host: bool
+
+    @property
+    def tag(self) -> str:
+        return hashlib.sha256(f"paceline {os.getuid()} {self.key}".encode()).hexdigest()
+
+    @property
+    def ports(self) -> list[int]:
+        start = int(self.tag[:8], 16) % (LAST_PORT - FIRST_PORT - PORTS)
+        return [FIRST_PORT + start + i for i in range(PORTS)]
+
+
+def meet(when: Appointment, timeout: float) -> Any:
+    """The ranks' TCPStore; rank 0's process has it.
+
+    timeout: seconds to wait for ranks that have not started yet. Raises ValueError that names
+    what was tried, or which ranks did not come.
+    """
+    if when.rank == 0:
+        return _Doorman(when, timeout).store()
+    address, port = _knock(when, timeout)
+    return _store(address, port, when.size, timeout)
+
+
+def _store(address: str, port: int, size: int, timeout: float, listening: int = -1) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    server = {"is_master": True, "master_listen_fd": listening} if listening >= 0 else {}
+    return TCPStore(
+        address,
+        port,
+        world_size=size,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout),
+        **({"is_master": False} | server),
+    )
+
+
+class _Doorman:
+    """Rank 0: opens to each of the other ranks once, and tells them where the store is."""
+
+    def __init__(self, when: Appointment, timeout: float) -> None:
+        self.when = when
+        self.deadline = time.monotonic() + timeout
+        self.timeout = timeout
+        self.missing = set(range(1, when.size))
+        self.waiting: list[socket.socket] = []  # of this host, until the address is known
+        self.where: tuple[str, int] | None = None
+        self.made: Any = None
+
+    def store(self) -> Any:
+        doors = self._doors()
+        said = time.monotonic()
+        try:
+            while self.missing:
+                ready, _, _ = select.select(doors, [], [], 1.0)
+                for door in ready:
+                    self._open(door)
+                now = time.monotonic()
+                if now > self.deadline:
+                    raise ValueError(
+                        f"paceline.init: {self._absent()} did not come within {self.timeout:.0f} s "
+                        f"to {socket.gethostname()}. HINT: are they running, and is there a "
+                        "firewall? MASTER_ADDR=HOST MASTER_PORT=PORT takes an address by hand"
+                    )
+                if now - said > SAY_SECONDS:
+                    said = now
+                    sys.stderr.write(f"paceline: waiting for {self._absent()} ...\n")
+        finally:
+            for door in [*doors, *self.waiting]:
+                door.close()
+        return self.made
+
+    def _doors(self) -> list[socket.socket]:
+        addresses = ["127.0.0.1"]
+        if not self.when.one_host:
+            addresses += [link.address for link in links()]
+        for port in self.when.ports:
+            doors = []
+            try:
+                for address in addresses:
+                    doors.append(listen_on(address, port))
+                return doors
+            except OSError:
+                for door in doors:
+                    door.close()
+        raise ValueError(
+            f"paceline.init: ports {self.when.ports[0]} to {self.when.ports[-1]} are all in use on "
+            f"{socket.gethostname()}. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT"
+        )
+
+    def _open(self, door: socket.socket) -> None:
+        try:
+            visitor, _ = door.accept()
+        except OSError:
+            return
+        visitor.settimeout(KNOCK_SECONDS)
+        try:
+            said = json.loads(_line(visitor))
+            rank = int(said["rank"])
+            if said["tag"] != self.when.tag or rank not in self.missing:
+                raise ValueError
+        except (OSError, ValueError, TypeError, KeyError):
+            visitor.close()  # none of ours
+            return
+        self.missing.discard(rank)
+        self.waiting.append(visitor)
+        own = str(visitor.getsockname()[0])
+        outside = visitor.getpeername()[0] != own and own != "127.0.0.1"
+        if self.where is None and (outside or self.when.one_host or not self.missing):
+            self._settle(own)
+        if self.where is not None:
+            self._tell()
+
+    def _settle(self, address: str) -> None:
+        """The store, on the address by which others have come."""
+        listening = listen_on(address)
+        port = listening.getsockname()[1]
+        fd = listening.detach()
+        self.made = _store(address, port, self.when.size, self.timeout, fd)
+        self.where = (address, port)
+
+    def _tell(self) -> None:
+        answer = json.dumps({"tag": self.when.tag, "store": self.where}).encode() + b"\n"
+        for visitor in self.waiting:
+            try:
+                visitor.sendall(answer)
+            except OSError:
+                pass  # it has died; the store's timeout will say so
+            visitor.close()
+        self.waiting.clear()
+
+    def _absent(self) -> str:
+        some = ", ".join(str(rank) for rank in sorted(self.missing)[:8])
+        more = len(self.missing) - 8
+        many = "s" if len(self.missing) > 1 else ""
+        return f"rank{many} {some}{f' and {more} more' if more > 0 else ''}"
+
+
+def _knock(when: Appointment, timeout: float) -> tuple[str, int]:
+    """Every host and port in turn, until rank 0 answers."""
+    begun = time.monotonic()
+    hosts = ["127.0.0.1"] if when.one_host else when.hosts
+    tried: dict[str, str] = {}
+    alive = False  # whether any of these hosts has answered, if only to refuse
+    while True:
+        for host in hosts:
+            for address in _addresses(host, tried):
+                for port in when.ports:
+                    left = begun + timeout - time.monotonic()
+                    answer = _ask(when, address, port, left)
+                    if isinstance(answer, tuple):
+                        return answer
+                    tried[f"{host} = {address}" if host != address else host] = answer
+                    if "refused" in answer or "not rank 0" in answer:
+                        alive = True
+                    else:
+                        break  # the other ports of a silent host are silent too
+        waited = time.monotonic() - begun
+        if waited > (timeout if alive else min(UNREACHABLE_SECONDS, timeout)):
+            lines = "".join(f"\n    {where}: {why}" for where, why in tried.items())
+            raise ValueError(
+                f"paceline.init: rank {when.rank} on {socket.gethostname()} did not find rank 0 in "
+                f"{waited:.0f} s. Tried ports {when.ports[0]} to {when.ports[-1]} of:{lines}\n"
+                "HINT: did rank 0 start, and can this host reach it? MASTER_ADDR=ADDRESS "
+                "MASTER_PORT=PORT takes an address by hand"
+            )
+        time.sleep(0.05)
+
+
+def _addresses(host: str, tried: dict[str, str]) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        tried[host] = f"the name is not known ({error.strerror})"
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _ask(when: Appointment, address: str, port: int, left: float) -> tuple[str, int] | str:
+    """Where the store is, or why there is no answer."""
+    try:
+        with socket.create_connection((address, port), timeout=KNOCK_SECONDS) as door:
+            door.sendall(json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n")
+            door.settimeout(max(0.1, left))  # it answers once it knows its own address
+            said = json.loads(_line(door))
+            if said["tag"] != when.tag:
+                return "not rank 0"
+            return str(said["store"][0]), int(said["store"][1])
+    except TimeoutError:
+        return f"no answer in {KNOCK_SECONDS:.0f} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    except (ValueError, TypeError, KeyError):
+        return "not rank 0"
+
+
+def _line(connection: socket.socket) -> bytes:
+    """One line of at most 4 KiB."""
+    data = b""
+    while not data.endswith(b"\n") and len(data) < 4096:
+        more = connection.recv(4096 - len(data))
+        if not more:
+            raise OSError("the connection was refused after it was made")
+        data += more
+    return data

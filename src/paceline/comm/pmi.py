@@ -1,0 +1,67 @@
+"""What MPICH's and Intel MPI's mpiexec, and Flux, give each process to find the others: a small
+store, spoken to in lines of text over the descriptor PMI_FD.
+
+This is version 1 of PMI's wire protocol (Balaji et al., "PMI: A Scalable Parallel
+Process-Management Interface for Extreme-Scale Systems", EuroMPI 2010; MPICH's simple_pmi.c).
+Only what a meeting needs: one value from rank 0 to all.
+"""
+
+import os
+from collections.abc import Mapping
+
+MOST = 1024  # bytes of a line
+
+
+class Pmi:
+    """The process's connection. Raises ValueError where the other side does not speak PMI 1."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._fd = int(environment["PMI_FD"])
+        self._buffer = b""
+        self._ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
+        self._name = self._ask("get_my_kvsname", "my_kvsname")["kvsname"]
+
+    def put(self, key: str, value: str) -> None:
+        """value: without blanks."""
+        self._ask(f"put kvsname={self._name} key={key} value={value}", "put_result")
+
+    def barrier(self) -> None:
+        """Wait for all ranks; what was put before is there after it."""
+        self._ask("barrier_in", "barrier_out")
+
+    def get(self, key: str) -> str:
+        return self._ask(f"get kvsname={self._name} key={key}", "get_result")["value"]
+
+    def finalize(self) -> None:
+        """Without it mpiexec takes the process's end for a crash."""
+        self._ask("finalize", "finalize_ack")
+
+    def _ask(self, command: str, expected: str) -> dict[str, str]:
+        try:
+            os.write(self._fd, f"cmd={command}\n".encode())
+            answer = dict(word.partition("=")[::2] for word in self._line().split())
+        except OSError as error:
+            raise ValueError(f"PMI_FD={self._fd}: {error.strerror}") from None
+        if answer.get("cmd") != expected or answer.get("rc", "0") != "0":
+            raise ValueError(f"PMI_FD={self._fd}: {command.split()[0]} was answered {answer}")
+        return answer
+
+    def _line(self) -> str:
+        while b"\n" not in self._buffer:
+            data = os.read(self._fd, MOST)
+            if not data:
+                raise ValueError(f"PMI_FD={self._fd}: the launcher has closed it")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode(errors="replace")
+
+
+def from_rank_0(environment: Mapping[str, str], rank: int, key: str, value: str) -> str:
+    """Rank 0's ``value`` on all ranks."""
+    pmi = Pmi(environment)
+    if rank == 0:
+        pmi.put(key, value)
+    pmi.barrier()
+    found = pmi.get(key)
+    pmi.finalize()
+    return found

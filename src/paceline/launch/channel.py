@@ -1,0 +1,194 @@
+"""Plain messages between Paceline's own processes on different hosts.
+
+A message is a JSON object, and raw bytes where it carries output or a file. Over ssh the channel
+is the remote command's standard input and output, and ssh has authenticated both sides. Over TCP
+both sides prove first that they know the job's secret, without sending it; after that each
+message carries a keyed hash (HMAC-SHA256 over a counter and the message), so that nobody can put
+words into a connection. Nothing is encrypted, and nothing is ever unpickled. See docs/security.md.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+HEAD = struct.Struct(">II")  # bytes of JSON, raw bytes
+MOST_JSON, MOST_RAW = 16 << 20, 16 << 20
+MAC_BYTES = 32
+NONCE_BYTES = 32
+GREETING_SECONDS = 10.0
+# Over ssh, what login scripts print comes first; the channel begins behind this line.
+BEGIN = b"\n--paceline-channel-1--\n"
+
+
+class BrokenError(Exception):
+    """What came is no message: the peer is not Paceline, or somebody changed it."""
+
+
+class Channel:
+    """Messages over two file descriptors, or one socket. Not for several threads at once, but
+    one may send while another receives."""
+
+    def __init__(self, inlet: int, outlet: int, keys: tuple[bytes, bytes] | None = None) -> None:
+        self._inlet, self._outlet = inlet, outlet
+        self._key = keys[0] if keys is not None else None
+        self._peer_key = keys[1] if keys is not None else None
+        self._sent = self._received = 0
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self._inlet
+
+    @property
+    def descriptors(self) -> set[int]:
+        return {self._inlet, self._outlet}
+
+    def send(self, message: dict[str, Any], raw: bytes = b"") -> None:
+        """Raises OSError where the other side has gone."""
+        text = json.dumps(message).encode()
+        frame = HEAD.pack(len(text), len(raw)) + text + raw
+        if self._key is not None:
+            frame += _mac(self._key, b"%d" % self._sent, frame)
+            self._sent += 1
+        view = memoryview(frame)
+        while view:
+            view = view[os.write(self._outlet, view) :]
+
+    def take(self) -> list[tuple[dict[str, Any], bytes]] | None:
+        """The messages that are there once the descriptor is readable; None at the end.
+
+        Raises BrokenError for what is no message.
+        """
+        try:
+            data = os.read(self._inlet, 1 << 18)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        self._buffer += data
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def receive(self, seconds: float) -> list[tuple[dict[str, Any], bytes]] | None:
+        """``take`` with a limit: [] where nothing came in time."""
+        ready, _, _ = select.select([self._inlet], [], [], max(0.0, seconds))
+        return self.take() if ready else []
+
+    def skip_greeting(self, seconds: float) -> bytes | None:
+        """Read up to ``BEGIN``; what stood before it, or None where it did not come."""
+        deadline = time.monotonic() + seconds
+        while BEGIN not in self._buffer:
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._inlet], [], [], max(0.0, left))
+            data = os.read(self._inlet, 1 << 16) if ready else b""
+            if not data:
+                return None
+            self._buffer += data
+        before, _, rest = bytes(self._buffer).partition(BEGIN)
+        self._buffer = bytearray(rest)
+        return before
+
+    def close(self) -> None:
+        for fd in self.descriptors:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+
+    def _next(self) -> tuple[dict[str, Any], bytes] | None:
+        if len(self._buffer) < HEAD.size:
+            return None
+        json_bytes, raw_bytes = HEAD.unpack_from(self._buffer)
+        if json_bytes > MOST_JSON or raw_bytes > MOST_RAW:
+            raise BrokenError(f"a message of {json_bytes + raw_bytes} bytes")
+        end = HEAD.size + json_bytes + raw_bytes
+        whole = end + (MAC_BYTES if self._peer_key is not None else 0)
+        if len(self._buffer) < whole:
+            return None
+        frame = bytes(self._buffer[:end])
+        if self._peer_key is not None:
+            mac = bytes(self._buffer[end:whole])
+            if not hmac.compare_digest(mac, _mac(self._peer_key, b"%d" % self._received, frame)):
+                raise BrokenError("a message whose keyed hash is wrong")
+            self._received += 1
+        del self._buffer[:whole]
+        try:
+            message = json.loads(frame[HEAD.size : HEAD.size + json_bytes])
+        except ValueError:
+            raise BrokenError("a message that is no JSON") from None
+        if not isinstance(message, dict):
+            raise BrokenError("a message that is no object")
+        return message, frame[HEAD.size + json_bytes :]
+
+
+def new_secret() -> str:
+    """A job's secret: 256 random bits, as text."""
+    return secrets.token_hex(32)
+
+
+def welcome(visitor: socket.socket, secret: str) -> Channel | None:
+    """The listening side: a channel if the visitor knows the secret, else None (and closed)."""
+    try:
+        visitor.settimeout(GREETING_SECONDS)
+        ours = secrets.token_bytes(NONCE_BYTES)
+        visitor.sendall(ours)
+        theirs = _exactly(visitor, NONCE_BYTES)
+        proof = _exactly(visitor, MAC_BYTES)
+        if not hmac.compare_digest(proof, _mac(secret.encode(), b"visitor", ours + theirs)):
+            visitor.close()
+            return None
+        visitor.sendall(_mac(secret.encode(), b"host", ours + theirs))
+    except OSError:
+        visitor.close()
+        return None
+    return _over(visitor, secret, ours + theirs, b"host", b"visitor")
+
+
+def visit(address: str, port: int, secret: str, seconds: float) -> Channel:
+    """The connecting side. Raises OSError where nobody answers, or where whoever answers does
+    not know the secret."""
+    host = socket.create_connection((address, port), timeout=seconds)
+    try:
+        theirs = _exactly(host, NONCE_BYTES)
+        ours = secrets.token_bytes(NONCE_BYTES)
+        host.sendall(ours + _mac(secret.encode(), b"visitor", theirs + ours))
+        proof = _exactly(host, MAC_BYTES)
+        if not hmac.compare_digest(proof, _mac(secret.encode(), b"host", theirs + ours)):
+            raise OSError(f"{address} port {port} does not know this job's secret")
+    except OSError:
+        host.close()
+        raise
+    return _over(host, secret, theirs + ours, b"visitor", b"host")
+
+
+def _over(
+    connection: socket.socket, secret: str, nonces: bytes, own: bytes, peer: bytes
+) -> Channel:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    fd = connection.detach()
+    key, peer_key = (_mac(secret.encode(), b"from " + side, nonces) for side in (own, peer))
+    return Channel(fd, fd, (key, peer_key))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise OSError("the connection was closed during the greeting")
+        data += more
+    return data
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"|".join(parts), hashlib.sha256).digest()

@@ -1,0 +1,224 @@
+"""Reaching the hosts of a job: an agent started on each, and a channel to each agent."""
+
+import os
+import re
+import selectors
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+from ..cluster.links import is_here, links
+from .channel import Channel, new_secret, welcome
+from .there import There
+from .tools import Tool
+
+START_SECONDS = 120.0  # for an agent's first word; a Python from a slow file system takes long
+SAY_SECONDS = 10.0  # between two lines about who is still waited for
+
+# What ssh and the shells behind it say, and what helps.
+EXPLAINED = (
+    ("resolve hostname|Name or service not known", "no such host. HINT: getent hosts {host}"),
+    (
+        "Host key verification failed|host key .* (has changed|is not known)|REMOTE HOST IDENT",
+        "its host key was never seen, or has changed. HINT: run `ssh {host}` once by hand",
+    ),
+    (
+        "Permission denied",
+        "ssh refused our key. HINT: `ssh {host}` must work without a password (ssh-copy-id)",
+    ),
+    (
+        "Connection (timed out|refused)|No route to host|port 22: Connection",
+        "ssh can't reach it ({said}). HINT: is it up, and does it run sshd?",
+    ),
+    (
+        "No module named .?paceline",
+        "{python} is there, but has no Paceline. HINT: the same virtual environment on all hosts",
+    ),
+    (
+        "(not found|No such file or directory)",
+        "there is no {python}. HINT: the same virtual environment on all hosts, at the same path",
+    ),
+)
+
+
+class Contact:
+    """The started tools and the channels to the agents. To be closed in the end."""
+
+    def __init__(self, tool: Tool, names: list[str]) -> None:
+        self.tool, self.names = tool, names
+        self.hosts: list[There] = []
+        self._started: list[_Started] = []
+
+    def make(self) -> list[There]:
+        """Start an agent on every host; the hosts in their order.
+
+        Raises ValueError where one does not answer: in the tool's own words where it has some.
+        """
+        if self.tool.one_call_a_host:
+            with ThreadPoolExecutor(32) as pool:
+                found = list(pool.map(self._alone, self.names))
+            mistakes = [str(answer) for answer in found if isinstance(answer, ValueError)]
+            self.hosts = [answer for answer in found if isinstance(answer, There)]
+            if mistakes:
+                raise ValueError("\n".join(dict.fromkeys(mistakes)))
+        else:
+            self._together()
+        for host in self.hosts:
+            host.hello = host.answer("hello", START_SECONDS)["hello"]
+        return self.hosts
+
+    def close(self) -> None:
+        """Close the channels, whereupon agents end, and end the tools."""
+        for host in self.hosts:
+            host.close()
+        for started in self._started:
+            started.end()
+
+    def _alone(self, name: str) -> There | ValueError:
+        """The agent of one host, over the standard input and output of a call."""
+        agent = agent_command()
+        command = agent if is_here(name) else self.tool.command([name], agent)
+        started = _Started(command, None, piped=True)
+        self._started.append(started)
+        process = started.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
+        process.stdin.close()
+        process.stdout.close()
+        if channel.skip_greeting(START_SECONDS) is None:
+            channel.close()
+            return ValueError(f"{name}: {explained(name, started.last_words())}")
+        return There(name, channel)
+
+    def _together(self) -> None:
+        """The agents that one call starts: they connect to us."""
+        secret = new_secret()
+        listening = socket.create_server(("", 0), backlog=1024)
+        port = listening.getsockname()[1]
+        addresses = [link.address for link in links() if ":" not in link.address] or ["127.0.0.1"]
+        where = ";".join(f"{address},{port}" for address in addresses)
+        variables = {k: v for k, v in os.environ.items() if k not in self.tool.without}
+        variables["PACELINE_SECRET"] = secret
+        command = self.tool.command(self.names, [*agent_command(), "--connect", where])
+        started = _Started(command, variables)
+        self._started.append(started)
+        found: dict[int, There] = {}
+        with listening:
+            self._accept(listening, secret, started, found)
+        self.hosts = [found[place] for place in sorted(found)]
+
+    def _accept(
+        self, listening: socket.socket, secret: str, started: "_Started", found: dict[int, There]
+    ) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(listening, selectors.EVENT_READ)
+        begun = said = time.monotonic()
+        with ThreadPoolExecutor(16) as pool:
+            while len(found) < len(self.names):
+                if selector.select(0.2):
+                    visitor, _ = listening.accept()
+                    pool.submit(self._admit, visitor, secret, found)
+                if started.process.poll() is not None:
+                    words = started.last_words()
+                    raise ValueError(f"{self.tool.name} has ended: {words or 'without a word'}")
+                now = time.monotonic()
+                missing = [name for i, name in enumerate(self.names) if i not in found]
+                if now - begun > START_SECONDS:
+                    raise ValueError(
+                        f"no agent came from {', '.join(missing[:8])} within {START_SECONDS:.0f} s."
+                        f" {self.tool.name} says: {started.last_words() or 'nothing'}. HINT: can "
+                        "these hosts reach this one? --launcher ssh needs no way back"
+                    )
+                if now - said > SAY_SECONDS:
+                    said = now
+                    waiting = f"paceline: waiting for {', '.join(missing[:8])} ...\n"
+                    sys.stderr.write(waiting + started.said_since())
+
+    def _admit(self, visitor: socket.socket, secret: str, found: dict[int, There]) -> None:
+        """A visitor that knows the secret is the agent of one of the hosts."""
+        channel = welcome(visitor, secret)
+        if channel is None:
+            return  # whoever it was, it is none of ours
+        host = There("", channel)
+        try:
+            place = int(host.answer("place", START_SECONDS)["place"])
+        except (ValueError, TypeError):
+            host.close()
+            return
+        if place < len(self.names):
+            host.name = self.names[place]
+            found[place] = host
+
+
+class _Started:
+    """A tool's process, in a session of its own: Ctrl-C is ours to handle."""
+
+    def __init__(
+        self, command: list[str], variables: dict[str, str] | None, piped: bool = False
+    ) -> None:
+        self.words: deque[str] = deque(maxlen=50)
+        self.shown = 0
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if piped else subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
+        self._words = self.process.stderr if piped else self.process.stdout
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._words is not None
+        for line in self._words:
+            self.words.append(line.decode(errors="replace").rstrip())
+
+    def last_words(self) -> str:
+        """What it said on stderr; complete where it has ended."""
+        try:
+            self.process.wait(2.0)
+            self._reader.join(1.0)
+        except subprocess.TimeoutExpired:
+            pass
+        return "\n".join(line for line in self.words if line)
+
+    def said_since(self) -> str:
+        """Its words since the last call."""
+        new = list(self.words)[self.shown :]
+        self.shown = len(self.words)
+        return "".join(f"  {line}\n" for line in new)
+
+    def end(self) -> None:
+        """It ends by itself when its agents do; else it is asked, and killed."""
+        for ask in (None, self.process.terminate, self.process.kill):
+            if ask is not None:
+                ask()
+            try:
+                self.process.wait(5.0)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def agent_command() -> list[str]:
+    """This Python, with the modules that this process finds."""
+    command = [sys.executable, "-P", "-m", "paceline.launch.on_host"]
+    path = os.environ.get("PYTHONPATH")
+    return ["env", f"PYTHONPATH={path}", *command] if path else command
+
+
+def explained(host: str, said: str) -> str:
+    """A failed call's words, with what helps."""
+    for pattern, told in EXPLAINED:
+        if re.search(pattern, said):
+            line = next((x for x in said.splitlines() if re.search(pattern, x)), said)
+            return told.format(host=host, python=shlex.quote(sys.executable), said=line.strip())
+    return said or "its agent ended without a word. HINT: ssh to it and start paceline there"

@@ -1,0 +1,189 @@
+"""The ranks of this host: forked by the rank server, which this process talks to."""
+
+import datetime
+import gc
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..comm.reach import listen_on
+from .frameworks import free_ports
+from .server import MESSAGE_BYTES, kill_group
+
+
+class InServer(BaseException):
+    """Raised in the forked rank server to leave the command line's stack behind: what a rank's
+    traceback shows below the script is then a few lines. ``cli.main`` catches it."""
+
+    def __init__(self, channel: socket.socket, folder: Path, preloads: list[str]) -> None:
+        super().__init__()
+        self.channel, self.folder, self.preloads = channel, folder, preloads
+
+
+def start_server(folder: Path, preloads: list[str], close: Iterable[int] = ()) -> "Server":
+    """Import torch, then fork the process that the ranks will be forked from.
+
+    close: descriptors that are this process's alone: who else held them would keep a connection
+    open that should end with this process.
+    """
+    gc.disable()  # a collection in the middle of an import finds nothing and costs a third
+    if preloads:
+        import torch  # noqa: F401  once, before the fork, for this process and all ranks
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        gc.enable()
+        theirs.close()
+        return Server(pid, ours)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    ours.close()
+    for fd in close:
+        os.close(fd)
+    raise InServer(theirs, folder, preloads)
+
+
+class Server:
+    """The rank server, seen from the process that has forked it."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.channel = pid, channel
+
+    def end(self, grace: float) -> None:
+        """Have all ranks and the server end, the records kept, the folder removed."""
+        try:
+            self.channel.send(json.dumps({"end": grace}).encode())
+        except OSError:
+            pass
+        self.channel.close()
+        os.waitpid(self.pid, 0)
+
+
+class Reader(Protocol):
+    """Takes the read ends of a rank's stdout, stderr and status pipes."""
+
+    def adopt(self, rank: int, pipes: tuple[int, int, int]) -> None: ...
+
+
+class Here:
+    """A host of the job, and that is this one."""
+
+    def __init__(
+        self,
+        server: Server,
+        environment: dict[str, str],
+        cpus: list[list[int]],
+        address: str = "127.0.0.1",
+    ) -> None:
+        """environment: of every rank. cpus: of each local rank. address: where the ranks of
+        other hosts reach a store here."""
+        self.name, self.address = socket.gethostname(), address
+        self._channel = server.channel
+        self._environment, self._cpus = environment, cpus
+        self._output: Reader | None = None
+        self._pids: dict[int, int] = {}  # of the last attempt
+        self._running: set[int] = set()
+        self._early: list[dict[str, Any]] = []  # deaths, not yet told
+        self._store: Any = None
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def show(self, output: "Reader") -> None:
+        """What the ranks write goes there."""
+        self._output = output
+
+    def open_store(self, port: int) -> tuple[str, int]:
+        """A new store for the ranks, on the job's interface alone; the last one is closed."""
+        from torch._C._distributed_c10d import TCPStore
+
+        self._store = None
+        try:
+            listening = listen_on(self.address, port)
+        except OSError as error:
+            if port == 0:
+                raise
+            raise ValueError(
+                f"port {port} is in use. HINT: another --port, or none: a free one is found"
+            ) from error
+        port = listening.getsockname()[1]
+        self._store = TCPStore(
+            self.address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=60),
+            master_listen_fd=listening.detach(),
+        )
+        return self.address, port
+
+    def close_store(self) -> None:
+        self._store = None
+
+    def free_ports(self, count: int) -> list[int]:
+        return free_ports(count)
+
+    def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None:
+        """Fork a rank. Raises ValueError for an environment that is too large."""
+        pipes = [os.pipe() for _ in range(3)]
+        environment = {**self._environment, **variables}
+        message = {"environment": environment, "cpus": self._cpus[local_rank]}
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE_BYTES:
+            raise ValueError(f"the environment takes {len(data)} bytes, more than can be passed on")
+        socket.send_fds(self._channel, [data], [inlet for _, inlet in pipes])
+        for _, inlet in pipes:
+            os.close(inlet)
+        assert self._output is not None
+        self._output.adopt(rank, (pipes[0][0], pipes[1][0], pipes[2][0]))
+        while True:  # deaths of other ranks may be told first
+            reply = self._receive()
+            if reply is None:
+                raise RuntimeError("the process that ranks are forked from has ended")
+            if "pid" in reply:
+                break
+            self._early.append(reply)
+        self._pids[rank] = int(reply["pid"])
+        self._running.add(rank)
+
+    def deaths(self) -> Iterator[tuple[int, int, float]]:
+        """(rank, exit code or minus the signal, when on the monotonic clock) of those that have
+        ended since the last call."""
+        messages, self._early = self._early, []
+        self._channel.setblocking(False)
+        try:
+            while (message := self._receive()) is not None:
+                messages.append(message)
+            gone = True  # the server has gone, and takes the ranks with it
+        except BlockingIOError:
+            gone = False
+        finally:
+            self._channel.setblocking(True)
+        ranks = {self._pids[rank]: rank for rank in self._running}
+        for message in messages:
+            if message["died"] in ranks:
+                rank = ranks[message["died"]]
+                self._running.discard(rank)
+                yield rank, message["status"], message["at"]
+        for rank in sorted(self._running) if gone else []:
+            self._running.discard(rank)
+            yield rank, -signal.SIGKILL, time.monotonic()
+
+    def signal(self, rank: int, kind: int) -> None:
+        """Signal a rank and all in its session that did not leave it, also where it has ended."""
+        if rank in self._pids:
+            kill_group(self._pids[rank], kind)
+
+    def trouble(self) -> str:
+        return ""  # this host can always be asked
+
+    def ours(self, at: float) -> float:
+        return at
+
+    def _receive(self) -> dict[str, Any] | None:
+        data = self._channel.recv(MESSAGE_BYTES)
+        return json.loads(data) if data else None

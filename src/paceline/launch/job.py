@@ -1,0 +1,144 @@
+"""What the user asked for, and whether it can work on this host."""
+
+import ast
+import importlib.machinery
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..cluster.host import cores, free_memory
+from . import keep
+
+# What a rank takes before it has any data (its share of memory, measured with a tiny model).
+RANK_BYTES = 64 << 20
+FRESH_RANK_BYTES = 230 << 20
+# A variable of these is meant for one rank's interpreter from its very start.
+OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
+# Imported before the fork where the script imports them: heavy, and without side effects.
+PRELOADED = ("torch", "numpy", "scipy", "sklearn", "pandas", "PIL")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asked for."""
+
+    name: str  # the script's path, or the module's name
+    args: list[str] = field(default_factory=list)
+    module: bool = False
+    ranks: int = 1
+    max_restarts: int = 0
+    fresh: bool = False
+    threads: int | None = None
+    bind: str = "none"
+    port: int = 0
+    summary: Path | None = None
+    record: Path | None = None
+
+    @property
+    def own_interpreters(self) -> bool:
+        """Whether each rank gets an interpreter of its own."""
+        return self.fresh or any(name in os.environ for name in OWN_INTERPRETER)
+
+    def cpus(self) -> list[list[int]]:
+        """Each local rank's cores; empty: those of the launcher."""
+        if self.bind == "none":
+            return [[] for _ in range(self.ranks)]
+        available = cores()
+        each = len(available) // self.ranks
+        return [available[i * each : (i + 1) * each] for i in range(self.ranks)]
+
+
+def check(job: Job) -> bytes:
+    """Refuse what can't work; the source of the script or module."""
+    if job.ranks < 1:
+        raise ValueError(f"-n {job.ranks}: at least one rank is needed. HINT: -n 1")
+    each = FRESH_RANK_BYTES if job.own_interpreters else RANK_BYTES
+    free = free_memory()
+    if job.ranks * each > free:
+        raise ValueError(
+            f"-n {job.ranks}: {job.ranks} ranks take about {job.ranks * each / 2**30:.1f} GiB "
+            f"before they have any data, and {free / 2**30:.1f} GiB are free here. "
+            f"HINT: -n {max(1, free // each // 2)} or fewer"
+        )
+    if job.threads is not None and job.threads < 1:
+        raise ValueError(f"--threads {job.threads}: HINT: 1 or more")
+    if job.bind not in ("none", "core"):
+        raise ValueError(f"--bind {job.bind} is not known. HINT: none or core")
+    if job.bind == "core" and job.ranks > len(cores()):
+        raise ValueError(
+            f"--bind core: {job.ranks} ranks for {len(cores())} cores. HINT: --bind none"
+        )
+    if job.record is not None:
+        keep.check(job.record)
+    path = _module_file(job.name) if job.module else _script_file(job.name)
+    try:
+        source = path.read_bytes()
+        compile(source, str(path), "exec")
+    except SyntaxError as error:
+        if error.lineno is None:
+            raise ValueError(f"{path} can't be read as Python: {error.msg}") from None
+        code = f"\n    {error.text.strip()}" if error.text else ""
+        raise ValueError(
+            f"{path}, line {error.lineno}: {error.msg}{code}\nHINT: no rank was started"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read as Python: {error}") from None
+    return source
+
+
+def threads_of(job: Job) -> None:
+    """Set OMP_NUM_THREADS for the ranks: what was asked for, else an equal part of the cores."""
+    if job.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // job.ranks)))
+
+
+def _script_file(name: str) -> Path:
+    path = Path(name)
+    if path.is_dir():
+        raise ValueError(f"{name} is a folder. HINT: a script's path, or -m for a package")
+    if not path.exists():
+        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
+        hint = f"Python files there: {', '.join(near)}" if near else "-m runs a module by its name"
+        raise ValueError(f"{name} does not exist. HINT: {hint}")
+    return path
+
+
+def _module_file(name: str) -> Path:
+    """The file that ``python -m name`` would run, found without importing anything."""
+    folders: Any = [os.getcwd(), *sys.path]
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        qualified = ".".join(parts[: i + 1])
+        spec = importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None:
+            raise ValueError(f"there is no module {qualified}. HINT: a path needs no -m")
+        folders = spec.submodule_search_locations
+        if folders is None and i < len(parts) - 1:
+            raise ValueError(f"{qualified} is no package. HINT: -m {qualified}")
+    if folders is not None:  # a package runs its __main__
+        spec = importlib.machinery.PathFinder.find_spec("__main__", folders)
+        if spec is None:
+            raise ValueError(f"the package {name} has no __main__. HINT: -m {name}.MODULE")
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ValueError(f"{name} is not a module of Python source")
+    return Path(spec.origin)
+
+
+def preloads(job: Job, source: bytes) -> list[str]:
+    """Modules worth importing once for all ranks: torch, and those of PRELOADED that the
+    script names at its top. None, where ranks get interpreters of their own."""
+    if job.own_interpreters:
+        return []
+    found = ["torch", "torch.distributed", "torch.utils.data", "torch._dynamo"]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module)
+    wanted = [name for name in found if name.split(".")[0] in PRELOADED]
+    if any(name.split(".")[0] == "paceline" for name in found):
+        wanted.append("paceline.world")
+    return list(dict.fromkeys(wanted))

@@ -1,0 +1,348 @@
+"""The agent of one host of a job on several: ``python -m paceline.launch.on_host``.
+
+It does what the launcher tells it through a channel: checks that the job can run here, forks the
+rank server, starts and signals ranks, passes on what they write and how they end. When the
+channel ends, for whatever reason, it ends the ranks, keeps their records, and ends itself.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import __version__
+from ..cluster.host import cores, devices, numa_domains
+from ..cluster.who import launched_by
+from ..comm.reach import Listener, others_of, try_all
+from . import keep
+from .channel import BEGIN, BrokenError, Channel, visit
+from .frameworks import free_ports
+from .here import Here, InServer, Server, start_server
+from .job import Job, check, preloads, threads_of
+from .server import SUBREAPER, end_children, prctl
+
+CONNECT_SECONDS = 10.0
+SILENCE = 300.0  # seconds without a word from the launcher: it or the network is gone
+PIECE = 4 << 20  # bytes of a record's file in one message
+
+
+class GoneError(Exception):
+    """The launcher has gone, or a signal asks this agent to end."""
+
+
+class OnHost:
+    """One agent. Each message of the launcher is a method: ``do_`` and the message's first key."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.job: Job | None = None
+        self.here: Here | None = None
+        self.server: Server | None = None
+        self.listener: Listener | None = None
+        self.folder: Path | None = None
+        self.kept: Path | None = None  # where records wait to be sent
+        self.pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(channel, selectors.EVENT_READ)
+        self.heard = time.monotonic()
+        self.over = False
+
+    def serve(self, place: int) -> None:
+        """Until the launcher says that it is over. Raises GoneError without that.
+
+        place: which of the agents this is, as the tool that has started them numbers them.
+        """
+        self.say(place=place)
+        self.say(hello=_hello())
+        while not self.over:
+            for key, _ in self.selector.select(5.0):
+                self._ready(key.fileobj)
+            if time.monotonic() - self.heard > SILENCE:
+                raise GoneError(f"the launcher has said nothing for {SILENCE:.0f} s")
+
+    def _ready(self, source: Any) -> None:
+        if source is self.channel:
+            messages = self.channel.take()
+            if messages is None:
+                raise GoneError("the connection to the launcher has ended")
+            self.heard = time.monotonic()
+            for message, _ in messages:
+                self._do(message)
+        elif source is self.here:
+            self._tell_deaths()
+        elif source in self.pipes:
+            self._pass_on(source)
+        elif self.listener is not None:
+            self.listener.answer(source)
+
+    def _do(self, message: dict[str, Any]) -> None:
+        try:
+            getattr(self, "do_" + next(iter(message)))(**message)
+        except ValueError as mistake:
+            self.say(mistake=str(mistake))
+
+    def say(self, raw: bytes = b"", **message: Any) -> None:
+        try:
+            self.channel.send(message, raw)
+        except OSError:
+            raise GoneError("the connection to the launcher has ended") from None
+
+    # what the launcher asks
+
+    def do_ping(self, ping: float) -> None:
+        self.say(pong=ping, at=time.monotonic())
+
+    def do_check(self, check: dict[str, Any], environment: dict[str, str], folder: str) -> None:
+        """Whether the job can run here. ``check``: of the Job, its ranks those of this host."""
+        os.environ.update(environment)
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise ValueError(
+                f"{folder}: {error.strerror}. HINT: the working directory must be there on every "
+                "host: a shared file system, or the same path"
+            ) from None
+        self.job = Job(**{**check, "record": None, "summary": None})
+        self.source = check_job(self.job)
+        self.say(fits=True)
+
+    def do_listen(self, listen: list[str] | None) -> None:
+        """Listen where other hosts may reach this one."""
+        self.listener = Listener(listen)
+        for listening in self.listener.sockets.values():
+            self.selector.register(listening, selectors.EVENT_READ)
+        self.say(listening=self.listener.offer())
+
+    def do_reach(self, reach: list[dict[str, Any]], me: int) -> None:
+        """Try to reach the other hosts by each of their addresses."""
+        offers = {host: reach[host] for host in others_of(me, len(reach))}
+        self.say(reached=try_all(offers, self.listener))
+
+    def do_begin(
+        self, begin: dict[str, str], interface: str, address: str, record: str | None
+    ) -> None:
+        """Import torch and fork the rank server. begin: variables of every rank."""
+        assert self.job is not None
+        self._stop_listening()
+        threads_of(self.job)
+        self.folder = keep.job_folder()
+        if record is not None:
+            self._promise(Path(record), begin["PACELINE_RUN"])
+        environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}
+        environment.pop("PACELINE_SECRET", None)
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface != "lo":
+            environment.setdefault("NCCL_SOCKET_IFNAME", interface)
+            environment.setdefault("TP_SOCKET_IFNAME", interface)
+        self.server = start_server(
+            self.folder, preloads(self.job, self.source), self.channel.descriptors
+        )
+        self.here = Here(self.server, environment, self.job.cpus(), address)
+        self.here.show(self)
+        self.selector.register(self.here, selectors.EVENT_READ)
+        self.say(ready=True)
+
+    def do_store(self, store: int | None) -> None:
+        assert self.here is not None
+        if store is None:
+            self.here.close_store()
+            return
+        address, port = self.here.open_store(store)
+        self.say(store=port, address=address)
+
+    def do_ports(self, ports: int) -> None:
+        self.say(ports=free_ports(ports))
+
+    def do_start(self, start: int, local_rank: int, variables: dict[str, str]) -> None:
+        assert self.here is not None
+        self.here.start(start, local_rank, variables)
+
+    def do_signal(self, signal: int, kind: int) -> None:
+        assert self.here is not None
+        self.here.signal(signal, kind)
+
+    def do_end(self, end: float) -> None:
+        """All is over: end what is left, keep the records, and say so."""
+        self.finish(end)
+        self._send_kept()
+        self.say(ended=True)
+        self.over = True
+
+    # inside
+
+    def finish(self, grace: float) -> None:
+        """End the ranks, and the rank server with all that they left."""
+        self._stop_listening()
+        if self.here is not None and self.server is not None:
+            self.selector.unregister(self.here)
+            self.server.end(grace)
+            self.here = self.server = None
+        end_children(0.0)  # nobody, unless the rank server itself was killed
+        if self.folder is not None and self.folder.exists():
+            keep.clear(self.folder)
+
+    def _promise(self, record: Path, run: str) -> None:
+        """Keep the records in the launcher's folder if it is the same here, else send them."""
+        assert self.folder is not None
+        try:
+            shared = json.loads((record / "run.json").read_text())["run"] == run
+        except (OSError, ValueError, KeyError):
+            shared = False
+        if not shared:
+            record = self.kept = keep.job_folder()
+        keep.promise_to(self.folder, record)
+
+    def _send_kept(self) -> None:
+        if self.kept is None:
+            return
+        for path in sorted(self.kept.rglob("rank-*")):
+            name, data = str(path.relative_to(self.kept)), path.read_bytes()
+            for start in range(0, len(data), PIECE):
+                self.say(data[start : start + PIECE], file=name)
+        keep.clear(self.kept)
+
+    def _stop_listening(self) -> None:
+        if self.listener is not None:
+            for listening in self.listener.sockets.values():
+                self.selector.unregister(listening)
+            self.listener.close()
+            self.listener = None
+
+    def adopt(self, rank: int, pipes: tuple[int, int, int]) -> None:
+        """Read what a rank writes."""
+        for stream, outlet in enumerate(pipes, start=1):
+            os.set_blocking(outlet, False)
+            self.pipes[outlet] = (rank, stream)
+            self.selector.register(outlet, selectors.EVENT_READ)
+
+    def _pass_on(self, pipe: int) -> bool:
+        """What a rank has written; whether there may be more."""
+        rank, stream = self.pipes[pipe]
+        try:
+            data = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self.say(data, out=rank, stream=stream)
+        if not data:
+            self.selector.unregister(pipe)
+            os.close(pipe)
+            del self.pipes[pipe]
+        return bool(data)
+
+    def _tell_deaths(self) -> None:
+        """A rank's last words come before its death."""
+        assert self.here is not None
+        for rank, status, at in self.here.deaths():
+            for pipe in [p for p, (writer, _) in self.pipes.items() if writer == rank]:
+                for _ in range(256):  # a process that it left may go on writing for ever
+                    if not self._pass_on(pipe):
+                        break
+            self.say(died=rank, status=status, at=at)
+
+
+check_job = check  # a message's name too
+
+
+def _hello() -> dict[str, Any]:
+    """What the launcher compares between hosts, and lays the ranks out by."""
+    return {
+        "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "versions": versions(),
+        "cores": len(cores()),
+        "devices": devices(),
+        "numa": numa_domains(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all hosts."""
+    found = {"Paceline": __version__, "Python": platform.python_version()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["PyTorch"] = importlib.metadata.version("torch")
+    return found
+
+
+def _channel() -> Channel:
+    """To the launcher: over TCP where it has given addresses, else standard input and output."""
+    parser = argparse.ArgumentParser(prog="paceline.launch.on_host", description=__doc__)
+    parser.add_argument("--connect", help="addresses of the launcher: ADDRESS,PORT;...")
+    wanted = parser.parse_args().connect
+    null = os.open(os.devnull, os.O_RDWR)
+    if wanted is None:
+        inlet, outlet = os.dup(0), os.dup(1)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        channel = Channel(inlet, outlet)
+        os.write(outlet, BEGIN)
+        return channel
+    os.dup2(null, 0)
+    secret = os.environ.pop("PACELINE_SECRET", "")
+    if not secret:
+        sys.exit("paceline: the job's secret (PACELINE_SECRET) did not come to this host")
+    tried = []
+    for pair in wanted.split(";"):
+        address, _, port = pair.rpartition(",")
+        try:
+            return visit(address, int(port), secret, CONNECT_SECONDS)
+        except OSError as error:
+            tried.append(f"{address}: {error.strerror or error}")
+    sys.exit(
+        f"paceline: {socket.gethostname()} can't reach the launcher. Tried {'; '.join(tried)}. "
+        "HINT: is there a firewall between the hosts?"
+    )
+
+
+def _ended(number: int, _: Any) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise GoneError(signal.Signals(number).name)
+
+
+def _work() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    prctl(SUBREAPER, 1)
+    started = launched_by(dict(os.environ))
+    place = started.rank if started is not None else 0
+    agent = OnHost(_channel())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _ended)
+    try:
+        agent.serve(place)
+        return 0
+    except (GoneError, BrokenError) as end:
+        with contextlib.suppress(GoneError):
+            agent.say(leaving=f"its agent was ended: {end}")
+        return 1
+    finally:
+        if not isinstance(sys.exception(), InServer):
+            agent.finish(2.0)
+
+
+def main() -> None:
+    """The agent, and in processes forked from it the rank server and the ranks."""
+    from .local import serve
+
+    try:
+        code = _work()
+    except InServer as forked:
+        job = forked
+    else:
+        sys.stderr.flush()
+        os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
+    serve(job)  # not in the handler: a rank's exceptions have no context of ours
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What ``paceline run`` does with its options: where, how many, and off."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from . import local, several
+from .job import Job, check
+from .layout import counts
+from .target import shown, target
+
+
+def start(
+    job: Job,
+    ranks: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    launcher: str | None,
+    variables: list[str],
+    show: bool,
+) -> int:
+    """Run the job where the options and the allocation say; the exit code.
+
+    Raises ValueError for the user's mistakes.
+    """
+    environment = several.named(variables)
+    where = target(hosts, hostfile, launcher)
+    if show:
+        check(replace(job, ranks=1, record=None))
+        sys.stdout.write(shown(job, where, ranks, sorted(environment)))
+        return 0
+    if where.tool is None:
+        os.environ.update(environment)
+        (count,) = counts(where.hosts, ranks, where.explicit)
+        return local.run(replace(job, ranks=count))
+    return several.run(
+        job,
+        where.hosts,
+        where.tool,
+        ranks=ranks,
+        explicit=where.explicit,
+        environment=environment,
+    )

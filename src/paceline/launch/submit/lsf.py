@@ -1,0 +1,55 @@
+"""LSF: bsub, and lines of #BSUB. Times are whole minutes; an array's numbers begin at 1."""
+
+from .batch import Batch, filled
+from .scheduler import Scheduler
+
+
+def _options(batch: Batch) -> list[str]:
+    want = batch.want
+    if batch.array is not None and batch.array.first == 0:
+        raise ValueError(
+            f"--array {batch.array}: LSF's numbers begin at 1. HINT: --array 1-16 for 0-15"
+        )
+    # memory is a host's unless the site has it a task's: so it is said
+    memory = f" rusage[mem={want.memory}B/host]" if want.memory else ""
+    table = {
+        "-J {}": batch.name if batch.array is None else _name(batch),
+        "-n {}": want.hosts * want.slots,
+        "-R {}": f"span[ptile={want.slots}]{memory}",
+        "-gpu {}": want.gpus and f"num={want.gpus}/host",
+        "-W {}": want.seconds and _minutes(want.seconds),
+        "-q {}": batch.queue,
+        "-P {}": batch.account,
+        "-o {}": _pattern(batch),
+        "-wa USR1": batch.warn or None,
+        "-wt {}": (batch.warn and -(-batch.warn // 60)) or None,
+        "-r": batch.requeue or None,
+    }
+    return filled(table)
+
+
+def _name(batch: Batch) -> str:
+    assert batch.array is not None
+    most = f"%{batch.array.at_once}" if batch.array.at_once else ""
+    return f"{batch.name}[{batch.array.indices}]{most}"
+
+
+def _minutes(total: int) -> str:
+    minutes = -(-total // 60)
+    return f"{minutes // 60}:{minutes % 60:02}"
+
+
+def _pattern(batch: Batch) -> str:
+    return batch.output or f"{batch.name}-{'%J_%I' if batch.array else '%J'}.out"
+
+
+LSF = Scheduler(
+    title="LSF",
+    mark="#BSUB",
+    trial="$LSB_JOBINDEX",
+    options=_options,
+    command=lambda batch: ["bsub"],
+    by_file=False,
+    identity=r"Job <(\d+)>",
+    output=lambda batch, job: _pattern(batch).replace("%J", job).replace("%I", "*"),
+)

@@ -1,0 +1,52 @@
+"""Slurm: sbatch, and lines of #SBATCH."""
+
+from .batch import Batch, clock, filled
+from .scheduler import Scheduler
+
+
+def _options(batch: Batch) -> list[str]:
+    want = batch.want
+    table = {
+        "--job-name={}": batch.name,
+        "--nodes={}": want.hosts,
+        "--ntasks-per-node={}": want.tasks,
+        "--cpus-per-task={}": want.cpus,
+        "--gpus-per-node={}": want.gpus,
+        "--mem={}": want.memory,
+        "--time={}": want.seconds and _days(want.seconds),
+        "--partition={}": batch.queue,
+        "--account={}": batch.account,
+        "--output={}": _pattern(batch),
+        "--array={}": batch.array,
+        "--signal=B:USR1@{}": batch.warn or None,  # B: to the script alone, which is the launcher
+        "--requeue": batch.requeue or None,
+        "--open-mode=append": batch.requeue or None,
+    }
+    return filled(table)
+
+
+def _days(total: int) -> str:
+    days, rest = divmod(total, 24 * 3600)
+    return f"{days}-{clock(rest)}" if days else clock(rest)
+
+
+def _pattern(batch: Batch) -> str:
+    return batch.output or f"{batch.name}-{'%A_%a' if batch.array else '%j'}.out"
+
+
+def _output(batch: Batch, job: str) -> str:
+    number = job.split(";")[0]  # of a federation: 12;cluster
+    name = _pattern(batch).replace("%x", batch.name).replace("%A", number)
+    return name.replace("%a", "*") if batch.array else name.replace("%j", number)
+
+
+SLURM = Scheduler(
+    title="Slurm",
+    mark="#SBATCH",
+    trial="$SLURM_ARRAY_TASK_ID",
+    options=_options,
+    command=lambda batch: ["sbatch", "--parsable"],
+    by_file=False,
+    identity=r"^(\d+(?:;\S+)?)$",
+    output=_output,
+)

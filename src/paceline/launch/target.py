@@ -1,0 +1,122 @@
+"""Where ``paceline run`` starts the ranks: here, on named hosts, or on the allocation's."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..cluster import flux
+from ..cluster.allocation import Allocation, find
+from ..cluster.host import devices, numa_domains
+from ..cluster.hosts import Host, parse_hosts, read_hostfile
+from ..cluster.links import is_here
+from ..cluster.who import launched_by
+from .contact import agent_command
+from .job import Job
+from .layout import counts, told
+from .tools import Tool
+from .tools import tool as tool_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """tool: what starts the agents, None for ranks of this machine. explicit: the hosts' slots
+    are the user's own words. why: where the hosts come from, for people."""
+
+    hosts: list[Host]
+    tool: Tool | None
+    explicit: bool
+    why: str
+
+
+def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Target:
+    """As the options say (-H, --hostfile, --launcher), else the scheduler's allocation, else
+    this machine.
+
+    Raises ValueError for options that contradict each other, an allocation that contradicts
+    itself, or where a launcher has started several of us.
+    """
+    if hosts is not None and hostfile is not None:
+        raise ValueError("-H and --hostfile both name the hosts. HINT: one of them")
+    environment = dict(os.environ)
+    _once(environment)
+    if hosts is not None or hostfile is not None:
+        named = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile or "")
+        return Target(named, tool_of(launcher or "ssh"), True, "-H" if hosts else str(hostfile))
+    allocation = _allocation(environment)
+    here = Host("this machine", devices=devices(), numa=numa_domains())
+    if allocation is None:
+        if launcher is not None:
+            raise ValueError(f"--launcher {launcher}: on which hosts? HINT: -H host1:4,host2:4")
+        return Target([here], None, False, "no allocation, no hosts named")
+    why = f"{allocation.scheduler} job {allocation.job}"
+    found = list(allocation.hosts)
+    if len(found) == 1 and launcher is None and is_here(found[0].name):
+        slots = found[0].slots
+        return Target([Host(found[0].name, slots, here.devices, numa=here.numa)], None, False, why)
+    return Target(found, tool_of(launcher or allocation.tool), False, why)
+
+
+def _once(environment: dict[str, str]) -> None:
+    """Ranks are started by us: one ``paceline run`` is enough."""
+    if "PACELINE_RUN" in environment:
+        return  # a script's own business
+    started = launched_by(environment)
+    if started is not None and started.size > 1:
+        raise ValueError(
+            f"{started.source} has started {started.size} copies of `paceline run`, and each would "
+            "start ranks. HINT: one `paceline run SCRIPT` in the allocation starts them all; or "
+            "let the launcher start the ranks: `srun python SCRIPT` with paceline.init()"
+        )
+
+
+def _allocation(environment: dict[str, str]) -> Allocation | None:
+    found = find(environment)
+    if found is None or found.hosts:
+        return found
+    # Only Flux tells its hosts by a command alone.
+    try:
+        asked = subprocess.run(
+            ["flux", "getattr", "hostlist"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"Flux job {found.job}: `flux getattr hostlist`: {error}") from None
+    if asked.returncode:
+        raise ValueError(f"Flux job {found.job}: {asked.stderr.strip()}")
+    return flux.allocation(environment, asked.stdout.strip())
+
+
+def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> str:
+    """``--show``: what would start where, and with what. Starts nothing."""
+    lines = [f"{where.why}: {_tool(where)}"]
+    unknown = any(host.devices is None and host.slots is None for host in where.hosts)
+    if ranks is None and unknown and where.tool is not None:
+        lines.append("  ranks: on each host its GPUs, else its NUMA domains; asked at the start")
+        lines += [f"    {host.name}" for host in where.hosts]
+    else:
+        counted = counts(where.hosts, ranks, where.explicit)
+        lines.append(f"  {sum(counted)} ranks: {told([h.name for h in where.hosts], counted)}")
+    if where.tool is not None:
+        names = [host.name for host in where.hosts]
+        alone = where.tool.one_call_a_host
+        calls = [[name] for name in names] if alone else [names]
+        for call in calls[:4]:
+            agent = agent_command() + ([] if alone else ["--connect", "ADDRESS,PORT"])
+            command = agent if alone and is_here(call[0]) else where.tool.command(call, agent)
+            lines.append(f"  starts: {' '.join(command)}")
+        if len(calls) > 4:
+            lines.append(f"  ... and {len(calls) - 4} more")
+    module = "-m " if job.module else ""
+    lines.append(f"  script: {module}{' '.join([job.name, *job.args])}")
+    lines.append(f"  in {os.getcwd()}, with {sys.executable}")
+    if variables:
+        lines.append(f"  variables: {', '.join(variables)}")
+    return "\n".join(lines) + "\n"
+
+
+def _tool(where: Target) -> str:
+    count = len(where.hosts)
+    if where.tool is None:
+        return "ranks on this machine"
+    return f"{count} host{'s' if count > 1 else ''} over {where.tool.name}"

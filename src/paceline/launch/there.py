@@ -1,0 +1,190 @@
+"""A host of the job that is another one: its agent, seen from the launcher over a channel."""
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .channel import BrokenError, Channel
+from .lines import Output
+
+SILENCE = 120.0  # seconds without a word from a host: it is lost; a cut of some seconds is not
+PULSE = 5.0  # seconds between two questions whether the other side is there
+
+
+class There:
+    """Speaks to the agent of one host. A thread reads what it says.
+
+    name: of the host. address: by which the other hosts reach it.
+    """
+
+    def __init__(self, name: str, channel: Channel) -> None:
+        self.name, self.address = name, ""
+        self.hello: dict[str, Any] = {}
+        self._output: Output | None = None
+        self.record: Path | None = None  # where files go that the host sends
+        self._channel = channel
+        self._answers: deque[dict[str, Any]] = deque()
+        self._deaths: deque[tuple[int, int, float]] = deque()
+        self._news = threading.Condition()
+        self._running: set[int] = set()
+        self._trouble = ""
+        self._heard = time.monotonic()
+        self._offset = 0.0  # of that host's monotonic clock to ours, seconds
+        self._round_trip = float("inf")
+        self._closing = False
+        self._sending = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._pulse, daemon=True).start()
+
+    # what launch.agent asks of a host
+
+    def show(self, output: Output) -> None:
+        self._output = output
+
+    def open_store(self, port: int) -> tuple[str, int]:
+        self.send(store=port)
+        answer = self.answer("store", 60.0)
+        return str(answer["address"]), int(answer["store"])
+
+    def close_store(self) -> None:
+        self.send(store=None)
+
+    def free_ports(self, count: int) -> list[int]:
+        self.send(ports=count)
+        return [int(port) for port in self.answer("ports", 60.0)["ports"]]
+
+    def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None:
+        started = int(variables["PACELINE_STARTED_NS"]) + int(self._offset * 1e9)
+        there = {**variables, "PACELINE_STARTED_NS": str(started)}
+        self._running.add(rank)
+        self.send(start=rank, local_rank=local_rank, variables=there)
+
+    def deaths(self) -> Iterator[tuple[int, int, float]]:
+        """Those that have ended since the last call; all, where the host itself is lost."""
+        while self._deaths:
+            rank, status, at = self._deaths.popleft()
+            self._running.discard(rank)
+            yield rank, status, at
+        if self._trouble:
+            for rank in sorted(self._running):
+                self._running.discard(rank)
+                yield rank, -signal.SIGKILL, self._heard
+
+    def signal(self, rank: int, kind: int) -> None:
+        self.send(signal=rank, kind=int(kind))
+
+    def trouble(self) -> str:
+        """Why the host can no longer be asked, or ""."""
+        return self._trouble
+
+    def ours(self, at: float) -> float:
+        """A time of that host's monotonic clock on ours."""
+        return at - self._offset
+
+    # what else the launcher asks
+
+    def send(self, **message: Any) -> None:
+        """A host that is lost hears nothing; ``trouble`` says why."""
+        try:
+            with self._sending:
+                self._channel.send(message)
+        except OSError as error:
+            self._lost(f"the connection was lost ({error.strerror})")
+
+    def answer(self, about: str, seconds: float) -> dict[str, Any]:
+        """The next answer that has ``about``.
+
+        Raises ValueError for a mistake that the host's agent has found, or where the host is
+        lost or silent for ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        with self._news:
+            while True:
+                for message in self._answers:
+                    if about in message or "mistake" in message:
+                        self._answers.remove(message)
+                        if "mistake" in message:
+                            raise ValueError(f"{self.name}: {message['mistake']}")
+                        return message
+                if self._trouble:
+                    raise ValueError(f"{self.name}: {self._trouble}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ValueError(
+                        f"{self.name} did not answer within {seconds:.0f} s ({about}). HINT: is "
+                        "the host overloaded, or its file system slow?"
+                    )
+                self._news.wait(min(left, 0.5))
+
+    def close(self) -> None:
+        self._closing = True
+        self._channel.close()
+
+    # its threads
+
+    def _read(self) -> None:
+        try:
+            while (messages := self._channel.take()) is not None:
+                self._heard = time.monotonic()
+                for message, raw in messages:
+                    self._hear(message, raw)
+            self._lost("its agent has ended, or the connection was lost")
+        except BrokenError as error:
+            self._lost(f"it sent {error}")
+
+    def _hear(self, message: dict[str, Any], raw: bytes) -> None:
+        if "out" in message:
+            assert self._output is not None
+            self._output.take(message["out"], message["stream"], raw)
+        elif "died" in message:
+            self._deaths.append((message["died"], message["status"], self.ours(message["at"])))
+        elif "pong" in message:
+            self._learn(message["pong"], message["at"])
+        elif "file" in message:
+            self._keep(message["file"], raw)
+        elif "leaving" in message:
+            self._lost(message["leaving"])
+        else:
+            with self._news:
+                self._answers.append(message)
+                self._news.notify_all()
+
+    def _learn(self, asked: float, at: float) -> None:
+        """The offset of the clocks, from the quickest question and answer."""
+        now = time.monotonic()
+        if now - asked < self._round_trip:
+            self._round_trip, self._offset = now - asked, at - (asked + now) / 2
+
+    def _keep(self, name: str, raw: bytes) -> None:
+        """A piece of a record's file. Its name is of our own making or it is not written."""
+        parts = name.split("/")
+        plain = all(part and part.strip(".") and part[0] != "." for part in parts)
+        if self.record is None or len(parts) > 2 or not plain or not name.endswith(ENDINGS):
+            return
+        path = self.record / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(raw)
+
+    def _pulse(self) -> None:
+        """Ask whether the host is there; often at first, which also compares the clocks."""
+        wait = 0.02
+        while not self._closing and not self._trouble:
+            self.send(ping=time.monotonic())
+            time.sleep(wait)
+            wait = min(wait * 2, PULSE)
+            if time.monotonic() - self._heard > SILENCE:
+                self._lost(f"it has said nothing for {SILENCE:.0f} s")
+
+    def _lost(self, why: str) -> None:
+        if not self._closing and not self._trouble:
+            with self._news:
+                self._trouble = why
+                self._news.notify_all()
+
+
+ENDINGS = (".ring", ".lines")  # of a record's files

@@ -1,0 +1,144 @@
+"""What starts one agent on each host: ssh, or the scheduler's own tool. A table of commands.
+
+A tool either starts one process a call (ssh, blaunch: the agent speaks through its standard input
+and output) or one on each of several hosts (srun, mpirun ...: the agents connect to the launcher).
+Each agent is given all cores and GPUs of its host; ranks are bound by Paceline, not by the tool.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Nothing may ask for a password behind our back, and a dead connection is noticed by both ends.
+SSH = (
+    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
+)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """How to start agents. command: given the hosts' names and the agent's own command."""
+
+    name: str
+    command: Callable[[list[str], list[str]], list[str]]
+    one_call_a_host: bool = False
+    passes_environment: bool = True
+    # Of the launcher's variables, those that would change what the tool does.
+    without: tuple[str, ...] = ()
+
+
+def _ssh(hosts: list[str], agent: list[str]) -> list[str]:
+    import shlex
+
+    return [*SSH, *hosts, "exec " + shlex.join(agent)]
+
+
+def _blaunch(hosts: list[str], agent: list[str]) -> list[str]:
+    return ["blaunch", "-no-shell", *hosts, *agent]
+
+
+def _srun(hosts: list[str], agent: list[str]) -> list[str]:
+    return [
+        *("srun", "--overlap", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"),
+        *("--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"),
+        # Without -c a step has all cores of its nodes, and unbound the agent may use them.
+        *("--cpu-bind=none", "--mem=0", "--mpi=none", "--input=none", "--unbuffered"),
+        *("--wait=0", "--kill-on-bad-exit=0", "--export=ALL", *agent),
+    ]
+
+
+def _jsrun(hosts: list[str], agent: list[str]) -> list[str]:
+    every = ("-c", "ALL_CPUS", "-g", "ALL_GPUS", "-b", "none")
+    return ["jsrun", "-n", str(len(hosts)), "-r", "1", "-a", "1", *every, *agent]
+
+
+def _pals(hosts: list[str], agent: list[str]) -> list[str]:
+    count = str(len(hosts))
+    spread = ("--ppn", "1", "--cpu-bind", "none", "--hosts", ",".join(hosts))
+    return ["mpiexec", "-n", count, *spread, *agent]
+
+
+def _flux(hosts: list[str], agent: list[str]) -> list[str]:
+    count = str(len(hosts))
+    unbound = ("-o", "cpu-affinity=off", "-o", "gpu-affinity=off")
+    return ["flux", "run", "-N", count, "-n", count, "--exclusive", *unbound, *agent]
+
+
+def _open_mpi(program: str) -> Callable[[list[str], list[str]], list[str]]:
+    def command(hosts: list[str], agent: list[str]) -> list[str]:
+        spread = ("--host", ",".join(hosts), "--map-by", "ppr:1:node", "--bind-to", "none")
+        passed = ("-x", "PACELINE_SECRET", "-x", "PATH", "-x", "LD_LIBRARY_PATH")
+        return [program, "-n", str(len(hosts)), *spread, *passed, *agent]
+
+    return command
+
+
+def _hydra(program: str) -> Callable[[list[str], list[str]], list[str]]:
+    def command(hosts: list[str], agent: list[str]) -> list[str]:
+        spread = ("-ppn", "1", "-hosts", ",".join(hosts), "-bind-to", "none", "-genvall")
+        return [program, "-n", str(len(hosts)), *spread, *agent]
+
+    return command
+
+
+# What the batch script asked for its tasks must not shape the step of the agents.
+_OF_TASKS = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    *("SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK"),
+    *("SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_VERBOSE"),
+    *("SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_HINT", "SLURM_THREADS_PER_CORE"),
+    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_ARBITRARY"),
+    *("SLURM_HOSTFILE", "SLURM_EXCLUSIVE", "SLURM_EXACT", "SLURM_OVERCOMMIT"),
+)
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        Tool("ssh", _ssh, one_call_a_host=True, passes_environment=False),
+        Tool("blaunch", _blaunch, one_call_a_host=True, passes_environment=False),
+        Tool("srun", _srun, without=_OF_TASKS),
+        Tool("jsrun", _jsrun),
+        Tool("palsrun", _pals),
+        Tool("flux", _flux),
+    )
+}
+
+
+def tool(name: str) -> Tool:
+    """By its name; mpirun and mpiexec (or a path to them) are asked which MPI they belong to.
+
+    Raises ValueError for one that is not known or not there.
+    """
+    if name in TOOLS:
+        found = TOOLS[name]
+        program = found.command(["host"], ["agent"])[0]
+    elif name.rpartition("/")[2].startswith(("mpirun", "mpiexec")):
+        found, program = _of_mpi(name), name
+    else:
+        raise ValueError(
+            f"--launcher {name} is not known. HINT: one of {', '.join(TOOLS)}, mpirun, mpiexec"
+        )
+    if shutil.which(program) is None:
+        raise ValueError(f"{program} is not on this machine. HINT: --launcher takes another one")
+    return found
+
+
+def _of_mpi(program: str) -> Tool:
+    try:
+        asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+        said = asked.stdout + asked.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"--launcher {program}: {error}") from None
+    if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
+        return Tool(program, _open_mpi(program))
+    if "HYDRA" in said.upper() or "Intel(R) MPI" in said:
+        return Tool(program, _hydra(program))
+    if "PALS" in said.upper():
+        return TOOLS["palsrun"]
+    first = said.strip().splitlines()[:1]
+    raise ValueError(
+        f"--launcher {program}: of which MPI? It says {first or 'nothing'}. HINT: --launcher ssh"
+    )

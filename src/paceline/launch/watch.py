@@ -1,0 +1,87 @@
+"""Being the agent of a job until its ranks have ended, on one host or on several."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+
+from .agent import Agent, Host, Rendezvous
+from .interrupt import Interrupt
+from .job import Job
+from .layout import Seat
+from .lines import Output
+
+
+class TerminatedError(Exception):
+    """A signal asks the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def watch(
+    job: Job,
+    hosts: Sequence[Host],
+    seats: list[Seat],
+    run: str,
+    started: int,
+    interrupt: Interrupt,
+) -> int:
+    """Start the ranks and be their agent until they have ended; the exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminate)
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=len(seats),
+        rdzv_handler=Rendezvous(run, hosts[0], job.port),
+        entrypoint=job.name,
+        max_restarts=job.max_restarts,
+        monitor_interval=0.05,
+    )
+    agent = Agent(spec, hosts, seats, started)
+    agent.interrupt, agent.summary = interrupt, job.summary
+    output = agent.output = Output(len(seats), sys.stdout.buffer, sys.stderr.buffer, agent.hear)
+    for host in hosts:
+        host.show(output)
+    try:
+        result = agent.run()
+    except KeyboardInterrupt:
+        return _interrupted(output, "interrupted", signal.SIGINT)
+    except TerminatedError as end:
+        return _interrupted(output, signal.Signals(end.number).name, end.number)
+    finally:
+        output.close()
+    if result.state == WorkerState.SUCCEEDED:
+        return 0
+    return agent.cause.code or 1 if agent.cause is not None else 1
+
+
+def _interrupted(output: Any, why: str, number: int) -> int:
+    output.say(f"paceline: {why}: all ranks were ended; checkpoints written so far are whole\n")
+    return 128 + number
+
+
+def _terminate(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise TerminatedError(number)
+
+
+def variables(job: Job, run: str) -> dict[str, str]:
+    """What every rank gets on every host, beside torchrun's variables."""
+    command = {"name": job.name, "args": job.args, "module": job.module}
+    found = {"PACELINE_COMMAND": json.dumps(command), "PACELINE_RUN": run}
+    if job.record is not None:
+        found["PACELINE_ATTACH"] = "1"
+        found["PACELINE_TELLS"] = "launcher"
+    if sys.stderr.isatty():
+        found["PACELINE_TTY"] = "1"
+        found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
+    if job.summary is not None:
+        found["PACELINE_SUMMARY"] = str(job.summary.absolute())
+    return found

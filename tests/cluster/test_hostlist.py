@@ -1,0 +1,46 @@
+"""Host lists as the schedulers write them."""
+
+import pytest
+
+from paceline.cluster.hostlist import counts, expand, numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("host1", "host1"),
+        ("host[1-3,5],n07", "host1 host2 host3 host5 n07"),
+        ("n[001-003,12]", "n001 n002 n003 n12"),
+        ("n[8-11]", "n8 n9 n10 n11"),
+        ("n[09-10]-ib.site", "n09-ib.site n10-ib.site"),
+        ("rack[1-2]n[1-2]", "rack1n1 rack1n2 rack2n1 rack2n2"),
+        ("b, a[2,1]", "b a2 a1"),  # the order is the scheduler's
+    ],
+)
+def test_host_lists_are_written_out(text, hosts):
+    assert expand(text) == hosts.split()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "n[1-3", "n1-3]", "n[[1]]", "n[]", "n[1-]", "n[3-1]", "n[a-c]", "a,,b", "a b"),
+        *("n[²]", "n[1-999999999]", "a[1-999]b[1-999]"),
+    ],
+)
+def test_a_host_list_with_a_mistake_is_shown(text):
+    with pytest.raises(ValueError, match=r"is not understood: .* HINT: as n") as said:
+        expand(text)
+    assert repr(text) in str(said.value)
+
+
+def test_counts_of_each_host():
+    assert counts("2(x3),1") == [2, 2, 2, 1]
+    assert counts("72") == [72]
+    for text in ("", "2(x)", "2x3", "a", "1(x999999999)"):
+        with pytest.raises(ValueError, match="counts"):
+            counts(text)
+
+
+def test_ranges_of_bare_numbers():
+    assert numbers("3-5,008") == ["3", "4", "5", "008"]

@@ -1,0 +1,68 @@
+"""Scripts of the real TensorFlow and the real JAX find their world under paceline run.
+
+They need an environment with both: ``make test-frameworks``.
+"""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import ranks
+
+SCRIPTS = Path(__file__).parent
+# Ranks are forked from a process that has imported torch, or have interpreters of their own.
+LAUNCHERS = pytest.mark.parametrize("launcher", ["paceline", "paceline --fresh"])
+
+
+def needs(name):
+    there = importlib.util.find_spec(name) is not None
+    return pytest.mark.skipif(not there, reason=f"{name} is not installed: make test-frameworks")
+
+
+def results(script, launcher="paceline", number=2, **env):
+    """What each rank says at its end, in rank order."""
+    said = ranks.run(SCRIPTS / script, ranks=number, launcher=launcher, **env).stdout
+    found = [json.loads(text) for text in re.findall(r"RESULT (\{.*\})", said)]
+    assert len(found) == number, said
+    return sorted(found, key=lambda result: result.get("worker", result.get("process")))
+
+
+@needs("tensorflow")
+@LAUNCHERS
+def test_tensorflows_workers_are_the_ranks(launcher):
+    first, second = results("train_tf.py", launcher)
+    assert (first.pop("worker"), second.pop("worker")) == (0, 1)
+    assert first == second
+    assert first["replicas"] == 2
+    assert first["slope"] == pytest.approx(0.75, abs=0.01)
+
+
+@needs("jax")
+@LAUNCHERS
+def test_jax_finds_its_processes_without_arguments(launcher):
+    first, second = results("train_jax.py", launcher)
+    assert (first.pop("process"), second.pop("process")) == (0, 1)
+    assert first == second
+    assert (first["processes"], first["devices"], first["total"]) == (2, 2, 10 + 11)
+    assert first["slope"] == pytest.approx(0.75, abs=0.01)
+
+
+@needs("jax")
+def test_in_a_slurm_step_jax_counts_the_ranks_and_not_the_steps_tasks():
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
+    assert [result["processes"] for result in results("train_jax.py", **step)] == [2, 2]
+
+
+@needs("jax")
+def test_one_rank_is_a_world_of_one_to_jax():
+    (only,) = results("train_jax.py", number=1)
+    assert only["processes"] == 1
