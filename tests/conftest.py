@@ -1,4 +1,59 @@
+import os
+import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+import bed  # noqa: E402 - found through the line above
+
+
+def _need(missing: list[str]) -> None:
+    """Skip a cluster test that this machine cannot run; fail it where none may be skipped."""
+    if missing:
+        text = f"cluster tests need {', '.join(missing)}: make cluster-packages, and run as root"
+        if os.environ.get("PACELINE_CLUSTER_TESTS") == "required":
+            pytest.fail(text, pytrace=False)
+        pytest.skip(text)
+
+
+@pytest.fixture(scope="session")
+def hosts():
+    """host0 and host1 .. host4, with sshd; see bed/hosts.py. Between tests they are as new."""
+    _need(bed.missing())
+    made = bed.Hosts(4)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def slurm(hosts):
+    """Slurm over the hosts; see bed/slurm.py. After each test its jobs are cancelled."""
+    _need(bed.missing_slurm())
+    return bed.Slurm(hosts)
+
+
+@pytest.fixture(scope="session")
+def mpi(hosts):
+    """Open MPI and MPICH over the hosts; see bed/mpi.py."""
+    _need(bed.missing_mpi())
+    return bed.MPI_VARIABLES
+
+
+@pytest.fixture
+def shared_folder(hosts):
+    """A new folder that all hosts see, where tmp_path is each host's own."""
+    folder = hosts.new_folder()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _hosts_as_new(request):
+    used = "hosts" in request.fixturenames
+    made = request.getfixturevalue("hosts") if used else None
+    yield
+    if made:
+        made.restore()

@@ -22,7 +22,8 @@ files() {
   mkdir -p "$S"/{state,log,run,spool,gpus,munge}; chmod 755 "$S" "$S"/*; chmod 700 "$S/munge"
   head -c 128 /dev/urandom > "$S/munge/key"; chmod 400 "$S/munge/key"
   for g in $(seq 0 $((GPUS - 1))); do mknod "$S/gpus/gpu$g" c 1 3; done
-  echo "AutoDetect=off Name=gpu File=$S/gpus/gpu[0-$((GPUS - 1))]" > "$S/gres.conf"
+  for i in $(seq "$1"); do mkdir "$S/spool/host$i"; done
+  echo "Name=gpu File=$S/gpus/gpu[0-$((GPUS - 1))]" > "$S/gres.conf"
   echo "CgroupPlugin=cgroup/v1" > "$S/cgroup.conf"   # loaded, never used
   : > "$S/plugstack.conf"
   cat > "$SLURM_CONF" <<CONF

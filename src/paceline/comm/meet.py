@@ -14,6 +14,7 @@ import select
 import socket
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,17 +64,17 @@ def meet(when: Appointment, timeout: float) -> Any:
     return _store(address, port, when.size, timeout)
 
 
-def _store(address: str, port: int, size: int, timeout: float, listening: int = -1) -> Any:
+def _store(address: str, port: int, size: int, timeout: float, listening: int | None = None) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
-    server = {"is_master": True, "master_listen_fd": listening} if listening >= 0 else {}
     return TCPStore(
         address,
         port,
         world_size=size,
+        is_master=listening is not None,
         wait_for_workers=False,
         timeout=datetime.timedelta(seconds=timeout),
-        **({"is_master": False} | server),
+        master_listen_fd=listening,
     )
 
 
@@ -117,14 +118,13 @@ class _Doorman:
         if not self.when.one_host:
             addresses += [link.address for link in links()]
         for port in self.when.ports:
-            doors = []
-            try:
-                for address in addresses:
-                    doors.append(listen_on(address, port))
+            with ExitStack() as opened:
+                try:
+                    doors = [opened.enter_context(listen_on(a, port)) for a in addresses]
+                except OSError:
+                    continue
+                opened.pop_all()
                 return doors
-            except OSError:
-                for door in doors:
-                    door.close()
         raise ValueError(
             f"paceline.init: ports {self.when.ports[0]} to {self.when.ports[-1]} are all in use on "
             f"{socket.gethostname()}. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT"

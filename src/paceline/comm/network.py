@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from .reach import NEIGHBOURS, Listener, choose, others_of, try_all
+from .reach import Listener, choose, others_of, try_all
 
 SAY_SECONDS = 10.0
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -121,6 +121,3 @@ def _answer(listener: Listener) -> None:
         for key, _ in selector.select(0.2):
             listener.answer(key.fileobj)  # type: ignore[arg-type]
     selector.close()
-
-
-__all__ = ["NEIGHBOURS", "settle"]

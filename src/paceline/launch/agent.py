@@ -109,6 +109,7 @@ class Agent(SimpleElasticAgent):
         self._started = started
         self.ranks: list[Watched] = []
         self.cause: Watched | None = None  # of the last attempt's failure
+        self.signals: list[int] = []  # to be passed on
 
     # what SimpleElasticAgent asks for
 
@@ -137,6 +138,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.interrupt.check()
         self._listen()
+        self._forward()
         if first(self.ranks) is not None or any(not rank.running for rank in self.ranks):
             self.output.drain()  # a rank's last words come before its death
         if first(self.ranks) is not None:
@@ -210,6 +212,15 @@ class Agent(SimpleElasticAgent):
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
         }
+
+    def _forward(self) -> None:
+        """Pass the user's signals (a scheduler's warning, say) on to the ranks."""
+        while self.signals:
+            kind = self.signals.pop(0)
+            self.output.say(f"paceline: {signal.Signals(kind).name} is passed on to the ranks\n")
+            for rank in self.ranks:
+                if rank.running:
+                    self._signal(rank, kind)
 
     def _frameworks_seats(self) -> tuple[list[frameworks.Seat], int]:
         """Ports for what TensorFlow and JAX listen on: one a rank, and JAX's coordinator's."""

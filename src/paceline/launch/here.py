@@ -174,9 +174,12 @@ class Here:
             yield rank, -signal.SIGKILL, time.monotonic()
 
     def signal(self, rank: int, kind: int) -> None:
-        """Signal a rank and all in its session that did not leave it, also where it has ended."""
-        if rank in self._pids:
+        """Signal a rank and all in its session that did not leave it, also where it has ended.
+        The user's own signals go to the rank alone."""
+        if rank in self._pids and kind not in (signal.SIGUSR1, signal.SIGUSR2):
             kill_group(self._pids[rank], kind)
+        elif rank in self._running:
+            os.kill(self._pids[rank], kind)  # not reaped before we have heard of its end
 
     def trouble(self) -> str:
         return ""  # this host can always be asked

@@ -33,6 +33,8 @@ def become(start: Start) -> None:
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(kind, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for kind in (signal.SIGUSR1, signal.SIGUSR2):  # passed on from the scheduler: a script that
+        signal.signal(kind, signal.SIG_IGN)  # has no handler for them goes on
     out, err, status = start.pipes
     os.dup2(out, 1)
     os.dup2(err, 2)

@@ -46,6 +46,8 @@ def watch(
     )
     agent = Agent(spec, hosts, seats, started)
     agent.interrupt, agent.summary = interrupt, job.summary
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda kind, _: agent.signals.append(kind))
     output = agent.output = Output(len(seats), sys.stdout.buffer, sys.stderr.buffer, agent.hear)
     for host in hosts:
         host.show(output)

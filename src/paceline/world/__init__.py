@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from ..checkpoint.saver import Saver
+from ..cluster.who import place
 from ..data.order import mix, seed_everything
 from ..data.shard import shard
 from ..optim.rates import scale_learning_rate
@@ -23,7 +24,7 @@ from ..record.phases import Phases
 from ..record.recorder import Recorder
 from .every import Every
 from .finish import Finish
-from .join import device_of, join, place, precision_of
+from .join import device_of, join, precision_of
 from .loops import Loops
 from .meter import Meter
 from .progress import Progress
@@ -87,10 +88,12 @@ class World:
         self.precision = precision
         self._dtype = precision_of(precision, self.device)
         self._recorder = take_over() or Recorder(self.rank, self.size, enabled=record)
-        join(who, self._recorder, timeout)
+        network = join(who, self._recorder, timeout)
         self._store = _own_store()
         seed_everything(seed if self.rank == 0 else mix(seed, self.rank))
         self._progress = Progress(self.rank, progress)
+        if network:
+            self._progress.say(f"{self.size} ranks ({who.source}), network {network}")
         self._warned: set[str] = set()
         phases = Phases(self._recorder)
         self._training = Training(self.rank, self.size, self.device, self._dtype, phases)

@@ -2,49 +2,26 @@
 
 import datetime
 import os
-from dataclasses import dataclass
+import secrets
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
+from ..cluster.links import links
+from ..cluster.who import Place, hosts_of, job_key, launched_by
 from ..comm import backend
+from ..comm.meet import Appointment, meet
+from ..comm.network import settle
+from ..comm.pmi import from_rank_0
 from ..record.collectives import RecordedGroup
 from ..record.leaving import guard
 from ..record.recorder import Recorder
 
+MEET_SECONDS = 600.0  # for ranks that have not started yet; the timeout, if it is shorter
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Who this process is among the ranks. ``alone``: nobody started it as a rank."""
-
-    rank: int
-    size: int
-    local_rank: int
-    alone: bool
-
-
-def place(environment: dict[str, str]) -> Place:
-    """From torchrun's variables; a process without them is a world of one."""
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Place(0, 1, 0, alone=True)
-    numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        text = environment.get(name, environment.get("RANK", "") if name == "LOCAL_RANK" else "")
-        if not text.isdigit():
-            raise ValueError(
-                f"paceline.init: the environment has {name}={text or 'nothing'} beside "
-                f"RANK={environment.get('RANK')} and WORLD_SIZE={environment.get('WORLD_SIZE')}. "
-                "HINT: start with `paceline run` or torchrun, or unset them to run alone"
-            )
-        numbers[name] = int(text)
-    rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
-    if rank >= size:
-        raise ValueError(
-            f"paceline.init: RANK={rank} is not below WORLD_SIZE={size}. HINT: ranks count from 0"
-        )
-    return Place(rank, size, numbers["LOCAL_RANK"], alone=False)
 
 
 def device_of(local_rank: int, wanted: str | None) -> torch.device:
@@ -81,14 +58,21 @@ def precision_of(name: str, device: torch.device) -> torch.dtype | None:
     return PRECISIONS[name]
 
 
-def join(who: Place, recorder: Recorder, timeout: float) -> None:
-    """Make the default process group, unless the script has made it already."""
+def join(who: Place, recorder: Recorder, timeout: float) -> str:
+    """Make the default process group, unless the script has made it already; the interface and
+    address that was chosen to reach other hosts, or ""."""
     if who.alone or dist.is_initialized():
-        return
+        return ""
     backend.register(recorder)
+    _tell_others(who)
+    network = ""
     try:
+        store = _store(who, timeout)
+        if not os.environ.get("PACELINE_STATUS") and who.local_size != who.size:
+            network = settle(PrefixStore("network", store), who.rank, who.size, timeout)
         dist.init_process_group(
             backend.NAME,
+            store=store,
             rank=who.rank,
             world_size=who.size,
             timeout=datetime.timedelta(seconds=timeout),
@@ -100,11 +84,47 @@ def join(who: Place, recorder: Recorder, timeout: float) -> None:
                 f"paceline.init: port {port} on {address} (MASTER_PORT) is in use. "
                 "HINT: another port, or `paceline run`, which finds a free one"
             ) from None
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and not str(error).startswith("paceline.init"):
             raise ValueError(
                 f"paceline.init: {error}. HINT: start with `paceline run` or torchrun"
             ) from None
         raise
+    return network
+
+
+def _store(who: Place, timeout: float) -> Any:
+    """The ranks' store: at MASTER_ADDR and MASTER_PORT where these are given, else where the
+    launcher's own means lead."""
+    given = os.environ
+    if given.get("MASTER_PORT") and given.get("MASTER_ADDR"):
+        wait = datetime.timedelta(seconds=timeout)
+        pairs = rendezvous("env://", rank=who.rank, world_size=who.size, timeout=wait)
+        return next(iter(pairs))[0]
+    variables = dict(given)
+    started = launched_by(variables) or who
+    key, hosts = job_key(variables, started), hosts_of(variables, started)
+    one_host = who.local_size == who.size
+    if given.get("MASTER_ADDR"):
+        hosts = [given["MASTER_ADDR"]]
+    elif not hosts and not one_host and "PMI_FD" in given:
+        own = ",".join(link.address for link in links())
+        said = from_rank_0(given, who.rank, "paceline", f"{own};{secrets.token_hex(8)}")
+        addresses, _, key = said.partition(";")
+        hosts = addresses.split(",")
+    if not (hosts or one_host):
+        raise ValueError(
+            f"paceline.init: rank {who.rank} of {who.size} ({who.source}) does not know where "
+            "rank 0 is. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT, the same for all ranks"
+        )
+    return meet(Appointment(who.rank, who.size, hosts, key, one_host), min(timeout, MEET_SECONDS))
+
+
+def _tell_others(who: Place) -> None:
+    """Libraries in this process look for torchrun's variables."""
+    local_size = {} if who.local_size is None else {"LOCAL_WORLD_SIZE": who.local_size}
+    numbers = {"RANK": who.rank, "WORLD_SIZE": who.size, "LOCAL_RANK": who.local_rank}
+    for name, number in {**numbers, **local_size}.items():
+        os.environ.setdefault(name, str(number))
 
 
 def leave() -> None:

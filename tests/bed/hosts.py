@@ -1,0 +1,257 @@
+"""Real hosts: host0, where a user logs in, and host1 .. hostN, brought up by hosts.sh."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import inside
+from .needs import PRIVATE
+
+HERE = Path(__file__).parent
+PARENT = Path("/var/tmp")  # seen by all hosts
+PREFIX = "paceline-bed-"
+
+
+class Guest(Protocol):
+    """What runs on the hosts for the whole of the tests, as Slurm does."""
+
+    def leave(self) -> None: ...  # end what a test started
+    def heal(self) -> None: ...  # be whole again, after the hosts are
+
+
+class Hosts:
+    """Between tests ``restore`` makes them as new: what a test changed need not be undone."""
+
+    def __init__(self, number: int = 4) -> None:
+        self.names = [f"host{i}" for i in range(number + 1)]
+        self.guests: list[Guest] = []
+        self.root, lock = _new_folder()
+        self.folder = self.root / "shared"
+        self.folder.mkdir()
+        self._keeper = subprocess.Popen(
+            ["unshare", "--net", "bash", HERE / "hosts.sh", self.root, str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(self.root / "log").open("w"),
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the tests; it goes down when they end
+            pass_fds=[lock],
+        )
+        os.close(lock)
+        self._answer("coming up")
+        self.ssh = self.root / "ssh"  # ssh_config, known_hosts, authorized_keys, id: tests may edit
+        self._written = {path: path.read_bytes() for path in self._files()}
+        self.settle()
+
+    def close(self) -> None:
+        self._keeper.stdin.close()
+        self._keeper.wait(timeout=30)
+
+    def address(self, name: str) -> str:
+        return "10.77.0.100" if name == "host0" else f"10.77.0.{name.removeprefix('host')}"
+
+    def dead_address(self, name: str) -> str:
+        """That of its second network."""
+        return self.address(name).replace("10.77", "10.78")
+
+    def new_folder(self) -> Path:
+        """A folder that all hosts see."""
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def first(self, name: str) -> int:
+        """The machine's number of a host's first process."""
+        return int((self.root / name / "pid").read_text())
+
+    def start(
+        self,
+        name: str,
+        *command: object,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """A process in the host, with ``options`` of Popen; stdout and stderr are pipes unless
+        told. It leads a session: ``os.killpg(it.pid, SIGINT)`` is the user's Ctrl-C."""
+        words = [str(word) for word in command]
+        return inside.start(self.first(name), words, cwd or self.folder, env or {}, **options)
+
+    def run(
+        self,
+        name: str,
+        *command: object,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        check: bool = True,
+        input: str | None = None,  # noqa: A002 - as subprocess.run has it
+    ) -> subprocess.CompletedProcess[str]:
+        """Run and wait; with ``check`` a failure shows all that was said."""
+        stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
+        process = self.start(name, *command, cwd=cwd, env=env, stdin=stdin)
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            said = [(part or b"").decode(errors="replace") for part in (error.output, error.stderr)]
+            text = "\n".join([f"not done in {timeout} s: {command}", *said])
+            raise AssertionError(text) from None
+        result = subprocess.CompletedProcess(command, process.returncode, out, err)
+        if check and result.returncode:
+            raise AssertionError(f"exit code {result.returncode}: {command}\n{out}\n{err}")
+        return result
+
+    def link(self, name: str, up: bool) -> None:
+        """Plug the cable in or pull it: what is sent there then meets silence."""
+        self._ask(f"link {name} {'up' if up else 'down'}")
+
+    def crash(self, name: str) -> None:
+        """All its processes end at once and the others' connections to it break. With its link
+        down before, it is a host that lost power: nobody hears of it."""
+        self._ask(f"crash {name}")
+
+    def boot(self, name: str) -> None:
+        """Up again after a crash, with an empty /tmp; guests come back with ``restore``."""
+        self._ask(f"boot {name}")
+        self.settle(name)
+
+    def up(self, name: str) -> bool:
+        return (self.root / name / "pid").exists()
+
+    def second_network(self, *names: str, listed_in: list[str] | None = None) -> None:
+        """Give hosts (all unless named) an interface eth1 that is up, has the address
+        ``dead_address``, and reaches nobody, without a word. In the /etc/hosts of the hosts
+        ``listed_in`` these names then stand for those addresses."""
+        for name in names or self.names:
+            self._ask(f"second {name} on")
+            for reader in listed_in or []:
+                path = self.root / reader / "hosts"
+                text = path.read_text()
+                path.write_text(  # in place: the file is mounted
+                    text.replace(
+                        f"{self.address(name)} {name}\n", f"{self.dead_address(name)} {name}\n"
+                    )
+                )
+
+    def one_network(self) -> None:
+        """Take the second network away again."""
+        for name in self.names:
+            self._ask(f"second {name} off")
+            self._write_back(self.root / name / "hosts")
+
+    def left_over(self, seconds: float = 2.0) -> list[str]:
+        """What a test left: processes in any host and files in its /tmp, /dev/shm and /run. Some
+        need a moment to end: it is looked again until nothing is there or time is up."""
+        deadline = time.monotonic() + seconds
+        while True:
+            running, files = self._new()
+            left = [f"{host}: {pid} {line}" for (host, pid, _), line in running.items()]
+            left += [f"{host}: {path}" for host, path in files]
+            if not left or time.monotonic() > deadline:
+                return sorted(left)
+            time.sleep(0.05)
+
+    def settle(self, *names: str) -> None:
+        """What runs and lies in these hosts (all unless named) now belongs there."""
+        names = names or tuple(self.names)
+        firsts = {name: self.first(name) for name in names}
+        if set(names) == set(self.names):
+            self._running, self._lying = set(), set()
+        self._running |= set(inside.processes(firsts))
+        self._lying = {entry for entry in self._lying if entry[0] not in names}
+        self._lying |= self._files_in(firsts)
+
+    def restore(self) -> None:
+        """As new: all up, linked, on one network, with nothing left of a test."""
+        for guest in self.guests:
+            guest.leave()
+        for name in self.names:
+            if not self.up(name):
+                self.boot(name)
+            self.link(name, True)
+        self.one_network()
+        for path in self._written:
+            self._write_back(path)
+        self._clean()
+        for guest in self.guests:
+            guest.heal()
+
+    def _clean(self) -> None:
+        running, files = self._new()
+        for _, pid, _ in running:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for name, path in files:
+            file = Path(f"/proc/{self.first(name)}/root{path}")
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file, ignore_errors=True)
+            else:
+                file.unlink(missing_ok=True)
+
+    def _new(self) -> tuple[dict[tuple[str, int, str], str], set[tuple[str, str]]]:
+        firsts = {name: self.first(name) for name in self.names if self.up(name)}
+        running = inside.processes(firsts)
+        new = {who: line for who, line in running.items() if who not in self._running}
+        return new, self._files_in(firsts) - self._lying
+
+    def _files_in(self, firsts: dict[str, int]) -> set[tuple[str, str]]:
+        """The uppermost only: a new folder stands for all that is in it."""
+        found = set()
+        for name, first in firsts.items():
+            for folder in PRIVATE:
+                names = os.listdir(f"/proc/{first}/root{folder}")
+                found |= {(name, f"{folder}/{file}") for file in names}
+        return found
+
+    def _files(self) -> list[Path]:
+        names = ("ssh_config", "known_hosts", "authorized_keys", "id")
+        return [self.ssh / n for n in names] + [self.root / n / "hosts" for n in self.names]
+
+    def _write_back(self, path: Path) -> None:
+        if not path.exists() or path.read_bytes() != self._written[path]:
+            path.write_bytes(self._written[path])
+
+    def _ask(self, line: str) -> None:
+        self._keeper.stdin.write(line + "\n")
+        self._keeper.stdin.flush()
+        self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        said = self._keeper.stdout.readline().strip()
+        if said != "done":
+            log = self.root / "log"
+            why = log.read_text() if log.exists() else "the hosts have gone"
+            raise RuntimeError(f"the bed of hosts failed at: {line}\n{why}")
+
+
+def _new_folder() -> tuple[Path, int]:
+    """A folder and the lock on it, which its hosts hold as long as they live. Folders that
+    nobody holds are removed: they are of runs that were killed with their keeper."""
+    gate = os.open(PARENT, os.O_RDONLY)
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        for old in PARENT.glob(PREFIX + "*"):
+            lock = os.open(old, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(lock)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
+        folder.chmod(0o755)
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    finally:
+        os.close(gate)
+    return folder, lock

@@ -1,0 +1,129 @@
+"""A real Slurm over the hosts: its controller on host0, where users submit, a node on each other.
+
+Each node has 2 CPUs, bound by task/affinity, and 2 GPUs that no job gets without asking.
+"""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from .hosts import HERE, Hosts
+
+_WELL = ("idle", "allocated", "mixed", "completing")
+_GOING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+
+
+class Slurm:
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.nodes = hosts.names[1:]
+        self.folder = hosts.root / "slurm"
+        self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self._script("start", str(len(self.nodes)))
+        hosts.settle()
+        hosts.guests.append(self)
+
+    def run(
+        self,
+        *command: object,
+        host: str = "host0",
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        """``hosts.run`` for a user of Slurm, with its options."""
+        return self.hosts.run(host, *command, env=self.variables | (env or {}), **options)
+
+    def start(
+        self,
+        *command: object,
+        host: str = "host0",
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        return self.hosts.start(host, *command, env=self.variables | (env or {}), **options)
+
+    def batch(self, text: str, *options: object, **more: Any) -> str:
+        """Submit a script with sbatch's ``options``; the job's number. It writes what it says
+        into slurm-NUMBER.out in ``cwd``, the shared folder unless told."""
+        return self.run("sbatch", "--parsable", *options, input=text, **more).stdout.strip()
+
+    def state(self, job: str) -> str:
+        said = self.run("scontrol", "show", "job", job).stdout
+        return re.findall(r"JobState=(\w+)", said)[-1]
+
+    def wait(self, job: str, seconds: float = 60) -> str:
+        """The state in which the job ended: COMPLETED, FAILED, CANCELLED, TIMEOUT ..."""
+        return self.wait_while(job, _GOING, seconds)
+
+    def wait_while(self, job: str, states: tuple[str, ...], seconds: float = 60) -> str:
+        """The first state that is none of these: with ("PENDING",) it waits for the start."""
+        deadline = time.monotonic() + seconds
+        while (state := self.state(job)) in states:
+            if time.monotonic() > deadline:
+                said = self.run("scontrol", "show", "job", job).stdout
+                raise AssertionError(f"job {job} is {state} after {seconds} s\n{said}")
+            time.sleep(0.1)
+        return state
+
+    def cancel(self, job: str, *options: object) -> None:
+        self.run("scancel", *options, job)
+
+    def pbs(self, on: bool = True) -> None:
+        """Whether jobs get PBS's variables beside Slurm's, as sites with slurm-wlm-torque can
+        have it. qsub and qstat work without, too."""
+        (self.folder / "plugstack.conf").write_text("optional spank_pbs.so\n" if on else "")
+
+    def left_over(self, seconds: float = 2.0) -> list[str]:
+        """Jobs that are not over, then as ``hosts.left_over``."""
+        return [f"job {job}" for job in self._jobs()] + self.hosts.left_over(seconds)
+
+    def leave(self) -> None:
+        if not self.hosts.up("host0") or not (jobs := self._jobs()):
+            return
+        self.run("scancel", *jobs, check=False)
+        deadline = time.monotonic() + 5  # what lasts longer is killed with all that is new
+        while self._jobs() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def heal(self) -> None:
+        """After hosts crashed or were cut off: daemons and nodes as they were."""
+        self.pbs(False)
+        asleep = {name for name in self.nodes if not self._has_daemon(name)}
+        for name in asleep:
+            self._script("slurmd", name)
+        self.hosts.settle(*asleep) if asleep else None
+        deadline = time.monotonic() + 30
+        while ill := self._ill():
+            for name in ill:
+                self.run("scontrol", "update", f"NodeName={name}", "State=RESUME", check=False)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"Slurm's nodes did not come back: {ill}")
+            time.sleep(0.2)
+
+    def _jobs(self) -> list[str]:
+        return self.run("squeue", "-h", "-o", "%i").stdout.split()
+
+    def _ill(self) -> list[str]:
+        lines = self.run("sinfo", "-h", "-N", "-o", "%N %T").stdout.splitlines()
+        return sorted({line.split()[0] for line in lines if line.split()[1] not in _WELL})
+
+    def _has_daemon(self, name: str) -> bool:
+        first = self.hosts.first(name)
+        pid = self.folder / "run" / f"slurmd.{name}.pid"  # as the host itself counts
+        if not pid.exists():
+            return False
+        comm = Path(f"/proc/{first}/root/proc/{pid.read_text().strip()}/comm")
+        return comm.exists() and comm.read_text().strip() == "slurmd"
+
+    def _script(self, command: str, last: str) -> None:
+        done = subprocess.run(
+            [HERE / "slurm.sh", command, self.hosts.root, last],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            logs = "".join(p.read_text()[-3000:] for p in (self.folder / "log").glob("*.log"))
+            raise RuntimeError(f"slurm.sh {command} failed\n{done.stdout}{done.stderr}{logs}")
