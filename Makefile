@@ -41,6 +41,10 @@ test: $(VENV)/frameworks
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
 
+# Real ssh, Slurm and MPI for the tests that need hosts; without them those tests are skipped.
+cluster-packages:
+	@tests/bed/packages.sh
+
 soak: $(VENV)/installed
 	$(BIN)/pytest -m soak --durations=0
 

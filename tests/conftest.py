@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import bed  # noqa: E402 - found through the line above
+import bed
 
 
 def _need(missing: list[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import inside
-from .needs import PRIVATE
+from .needs import PRIVATE, hidden
 
 HERE = Path(__file__).parent
 PARENT = Path("/var/tmp")  # seen by all hosts
@@ -34,14 +34,16 @@ class Hosts:
         self.root, lock = _new_folder()
         self.folder = self.root / "shared"
         self.folder.mkdir()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the hosts are
         self._keeper = subprocess.Popen(
             ["unshare", "--net", "bash", HERE / "hosts.sh", self.root, str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(self.root / "log").open("w"),
+            stderr=self._log,
             text=True,
             start_new_session=True,  # Ctrl-C is for the tests; it goes down when they end
             pass_fds=[lock],
+            env={**os.environ, "SEEN": "\n".join(hidden())},
         )
         os.close(lock)
         self._answer("coming up")
@@ -228,9 +230,8 @@ class Hosts:
     def _answer(self, line: str) -> None:
         said = self._keeper.stdout.readline().strip()
         if said != "done":
-            log = self.root / "log"
-            why = log.read_text() if log.exists() else "the hosts have gone"
-            raise RuntimeError(f"the bed of hosts failed at: {line}\n{why}")
+            self._log.seek(0)
+            raise RuntimeError(f"the bed of hosts failed at: {line}\n{self._log.read()}")
 
 
 def _new_folder() -> tuple[Path, int]:

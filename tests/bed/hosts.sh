@@ -25,13 +25,35 @@ init() { # what a host's first process does; its number is still the machine's w
   read -r self _ < /proc/self/stat
   hostname "$host" &&
     mount -t proc proc /proc && { mount -t sysfs sysfs /sys 2>/dev/null || :; } &&
+    set_aside &&
     mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -t tmpfs -o mode=1777 tmpfs /dev/shm &&
     mount -t tmpfs -o mode=755 tmpfs /run && mkdir /run/sshd &&
+    bring_back &&
     mount --bind "$DIR/$host/hosts" /etc/hosts &&
     mount --bind "$DIR/ssh/ssh_config" /etc/ssh/ssh_config || exit 1
   [ ! -d ~/.ssh ] || mount -t tmpfs tmpfs ~/.ssh   # nothing of the user's own keys and settings
   echo "$self" > "$DIR/$host/pid.new"; mv "$DIR/$host/pid.new" "$DIR/$host/pid"
   exec env --ignore-signal=CHLD sleep infinity     # the kernel itself reaps orphans then
+}
+
+# What must be seen in every host though it lies in /tmp, where each host has its own: the
+# folders named in SEEN. Read-only there.
+set_aside() {
+  local i=0 folder
+  while IFS= read -r folder; do
+    [ -n "$folder" ] || continue
+    mkdir -p "$DIR/seen/$i" && mount --bind "$folder" "$DIR/seen/$i" || return
+    i=$((i + 1))
+  done <<< "${SEEN:-}"
+}
+bring_back() {
+  local i=0 folder
+  while IFS= read -r folder; do
+    [ -n "$folder" ] || continue
+    mkdir -p "$folder" && mount --bind "$DIR/seen/$i" "$folder" &&
+      mount -o remount,bind,ro "$folder" && umount "$DIR/seen/$i" || return
+    i=$((i + 1))
+  done <<< "${SEEN:-}"
 }
 
 boot() { # in two halves, so that all hosts come up at the same time

@@ -35,10 +35,15 @@ def _missing_hosts() -> tuple[str, ...]:
     absent = _absent(_HOSTS)
     if not absent and not _may_unshare():
         absent.append("the right to make namespaces (in a container: --privileged)")
-    for what, path in (("a checkout", __file__), ("a virtual environment", sys.prefix)):
-        if any(Path(path).is_relative_to(folder) for folder in PRIVATE):
-            absent.append(f"{what} outside {', '.join(PRIVATE)}")
     return tuple(absent)
+
+
+def hidden() -> list[str]:
+    """The checkout and its virtual environment, where they lie in what each host has of its
+    own."""
+    checkout, environment = Path(__file__).resolve().parents[2], Path(sys.prefix).resolve()
+    found = [checkout] if environment.is_relative_to(checkout) else [checkout, environment]
+    return [str(p) for p in found if any(p.is_relative_to(folder) for folder in PRIVATE)]
 
 
 def missing() -> list[str]:

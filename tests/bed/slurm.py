@@ -93,7 +93,8 @@ class Slurm:
         asleep = {name for name in self.nodes if not self._has_daemon(name)}
         for name in asleep:
             self._script("slurmd", name)
-        self.hosts.settle(*asleep) if asleep else None
+        if asleep:
+            self.hosts.settle(*asleep)
         deadline = time.monotonic() + 30
         while ill := self._ill():
             for name in ill:

@@ -26,6 +26,7 @@ FIRST_PORT, LAST_PORT = 10_000, 32_000  # below those that the kernel gives to a
 UNREACHABLE_SECONDS = 12.0  # rank 0's host does not answer at all: it will not later either
 KNOCK_SECONDS = 2.0
 SAY_SECONDS = 10.0
+NOT_RANK_0 = "not rank 0"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class _Doorman:
 
     def store(self) -> Any:
         doors = self._doors()
-        said = time.monotonic()
+        begun = said = time.monotonic()
+        asked = False
         try:
             while self.missing:
                 ready, _, _ = select.select(doors, [], [], 1.0)
@@ -105,6 +107,9 @@ class _Doorman:
                         f"to {socket.gethostname()}. HINT: are they running, and is there a "
                         "firewall? MASTER_ADDR=HOST MASTER_PORT=PORT takes an address by hand"
                     )
+                if now - begun > UNREACHABLE_SECONDS and self.where is None and not asked:
+                    asked = True
+                    self._are_they_there()
                 if now - said > SAY_SECONDS:
                     said = now
                     sys.stderr.write(f"paceline: waiting for {self._absent()} ...\n")
@@ -171,6 +176,25 @@ class _Doorman:
             visitor.close()
         self.waiting.clear()
 
+    def _are_they_there(self) -> None:
+        """Nobody came from elsewhere. Where this host reaches none of the others either, they
+        can't come. ValueError that names what was tried."""
+        tried: dict[str, str] = {}
+        mine = {link.address for link in links()} | {"127.0.0.1"}
+        for host in [] if self.when.one_host else self.when.hosts[:16]:
+            for address in set(_addresses(host, tried)) - mine:
+                answer = _ask(self.when, address, self.when.ports[0], KNOCK_SECONDS)
+                if not isinstance(answer, str) or "refused" in answer or answer == NOT_RANK_0:
+                    return
+                tried[f"{host} = {address}" if host != address else host] = answer
+        if tried:
+            lines = "".join(f"\n    {where}: {why}" for where, why in tried.items())
+            raise ValueError(
+                f"paceline.init: {self._absent()} did not come to {socket.gethostname()}, which "
+                f"does not reach the other hosts either:{lines}\nHINT: MASTER_ADDR=ADDRESS "
+                "MASTER_PORT=PORT takes an address by hand"
+            )
+
     def _absent(self) -> str:
         some = ", ".join(str(rank) for rank in sorted(self.missing)[:8])
         more = len(self.missing) - 8
@@ -193,7 +217,7 @@ def _knock(when: Appointment, timeout: float) -> tuple[str, int]:
                     if isinstance(answer, tuple):
                         return answer
                     tried[f"{host} = {address}" if host != address else host] = answer
-                    if "refused" in answer or "not rank 0" in answer:
+                    if "refused" in answer or answer == NOT_RANK_0:
                         alive = True
                     else:
                         break  # the other ports of a silent host are silent too
@@ -226,14 +250,14 @@ def _ask(when: Appointment, address: str, port: int, left: float) -> tuple[str, 
             door.settimeout(max(0.1, left))  # it answers once it knows its own address
             said = json.loads(_line(door))
             if said["tag"] != when.tag:
-                return "not rank 0"
+                return NOT_RANK_0
             return str(said["store"][0]), int(said["store"][1])
     except TimeoutError:
         return f"no answer in {KNOCK_SECONDS:.0f} s"
     except OSError as error:
         return (error.strerror or str(error)).lower()
     except (ValueError, TypeError, KeyError):
-        return "not rank 0"
+        return NOT_RANK_0
 
 
 def _line(connection: socket.socket) -> bytes:
