@@ -16,6 +16,7 @@ from .needs import PRIVATE, hidden
 HERE = Path(__file__).parent
 PARENT = Path("/var/tmp")  # seen by all hosts
 PREFIX = "paceline-bed-"
+CACHES = "torchinductor_"  # PyTorch's own, made by its import and kept from run to run
 
 
 class Guest(Protocol):
@@ -211,7 +212,7 @@ class Hosts:
         for name, first in firsts.items():
             for folder in PRIVATE:
                 names = os.listdir(f"/proc/{first}/root{folder}")
-                found |= {(name, f"{folder}/{file}") for file in names}
+                found |= {(name, f"{folder}/{f}") for f in names if not f.startswith(CACHES)}
         return found
 
     def _files(self) -> list[Path]:

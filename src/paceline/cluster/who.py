@@ -4,6 +4,7 @@ RANK and WORLD_SIZE (torchrun's) come first, then the launchers of sources.py. W
 the same start must agree.
 """
 
+import os
 from dataclasses import dataclass
 
 from . import lsf, nodefile, openmpi, slurm
@@ -49,6 +50,17 @@ def launched_by(environment: Environment) -> Place | None:
     """The place that a launcher other than torchrun gave, where it started several ranks."""
     found = _launcher(environment)
     return None if found is None or found.alone else found
+
+
+def tell_others(place: Place) -> None:
+    """Set torchrun's variables in this process, where they are not: libraries look for them."""
+    if place.alone:
+        return
+    numbers = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
+    if place.local_size is not None:
+        numbers["LOCAL_WORLD_SIZE"] = place.local_size
+    for name, number in numbers.items():
+        os.environ.setdefault(name, str(number))
 
 
 def hosts_of(environment: Environment, place: Place) -> list[str]:

@@ -77,17 +77,14 @@ class Channel:
             messages.append(message)
         return messages
 
-    def receive(self, seconds: float) -> list[tuple[dict[str, Any], bytes]] | None:
-        """``take`` with a limit: [] where nothing came in time."""
-        ready, _, _ = select.select([self._inlet], [], [], max(0.0, seconds))
-        return self.take() if ready else []
-
     def skip_greeting(self, seconds: float) -> bytes | None:
         """Read up to ``BEGIN``; what stood before it, or None where it did not come."""
         deadline = time.monotonic() + seconds
+        poll = select.poll()  # select takes no descriptors above 1023
+        poll.register(self._inlet, select.POLLIN)
         while BEGIN not in self._buffer:
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([self._inlet], [], [], max(0.0, left))
+            ready = poll.poll(max(0.0, left) * 1000)
             data = os.read(self._inlet, 1 << 16) if ready else b""
             if not data:
                 return None

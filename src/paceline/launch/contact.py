@@ -53,6 +53,7 @@ class Contact:
         self.tool, self.names = tool, names
         self.hosts: list[There] = []
         self._started: list[_Started] = []
+        self._closing = False
 
     def make(self) -> list[There]:
         """Start an agent on every host; the hosts in their order.
@@ -61,7 +62,13 @@ class Contact:
         """
         if self.tool.one_call_a_host:
             with ThreadPoolExecutor(32) as pool:
-                found = list(pool.map(self._alone, self.names))
+                try:
+                    found = list(pool.map(self._alone, self.names))
+                except BaseException:  # Ctrl-C: nobody is waited for
+                    self._closing = True
+                    for started in self._started:
+                        started.process.kill()
+                    raise
             mistakes = [str(answer) for answer in found if isinstance(answer, ValueError)]
             self.hosts = [answer for answer in found if isinstance(answer, There)]
             if mistakes:
@@ -81,6 +88,8 @@ class Contact:
 
     def _alone(self, name: str) -> There | ValueError:
         """The agent of one host, over the standard input and output of a call."""
+        if self._closing:
+            return ValueError("interrupted")
         agent = agent_command()
         command = agent if is_here(name) else self.tool.command([name], agent)
         started = _Started(command, None, piped=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..cluster.host import cores, devices, numa_domains
+from ..cluster.host import devices, numa_domains
 from ..cluster.who import launched_by
 from ..comm.reach import Listener, others_of, try_all
 from . import keep
@@ -30,7 +30,7 @@ from .here import Here, InServer, Server, start_server
 from .job import Job, check, preloads, threads_of
 from .server import SUBREAPER, end_children, prctl
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 5.0  # to each address of the launcher
 SILENCE = 300.0  # seconds without a word from the launcher: it or the network is gone
 PIECE = 4 << 20  # bytes of a record's file in one message
 
@@ -259,7 +259,6 @@ def _hello() -> dict[str, Any]:
     return {
         "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "versions": versions(),
-        "cores": len(cores()),
         "devices": devices(),
         "numa": numa_domains(),
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ..cluster.who import place, tell_others
 from ..record.attach import attach, detach
 from ..record.errors import one_line, told
 from ..record.imports import after_import
@@ -78,11 +79,12 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
     to ``target`` at its end, also where the script fails. That of a rank that was killed is
     copied by those that end after it on its host. See ``paceline record``.
 
-    Raises ValueError for a script that can't be run, and where ``target`` has a record of an
-    earlier run or can't be written.
+    Raises ValueError for a script that can't be run, where ``target`` has a record of an earlier
+    run or can't be written, and for contradictions in the launcher's variables.
     """
     from .job import Job, check
 
+    tell_others(place(dict(os.environ)))
     first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
     check(Job(**command, record=target if first else None))
     folder = keep.job_folder()

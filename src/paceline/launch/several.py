@@ -1,6 +1,7 @@
 """``paceline run`` on several hosts: an agent on each, one launcher that knows them all."""
 
 import os
+import resource
 import secrets
 import sys
 import time
@@ -49,6 +50,8 @@ def run(
     starts.
     """
     check(replace(job, ranks=1))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each host
     prctl(SUBREAPER, 1)
     interrupt = Interrupt()
     started = time.monotonic_ns()

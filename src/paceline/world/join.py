@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..cluster.links import links
-from ..cluster.who import Place, hosts_of, job_key, launched_by
+from ..cluster.who import Place, hosts_of, job_key, launched_by, tell_others
 from ..comm import backend
 from ..comm.meet import Appointment, meet
 from ..comm.network import settle
@@ -64,7 +64,7 @@ def join(who: Place, recorder: Recorder, timeout: float) -> str:
     if who.alone or dist.is_initialized():
         return ""
     backend.register(recorder)
-    _tell_others(who)
+    tell_others(who)
     network = ""
     try:
         store = _store(who, timeout)
@@ -117,14 +117,6 @@ def _store(who: Place, timeout: float) -> Any:
             "rank 0 is. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT, the same for all ranks"
         )
     return meet(Appointment(who.rank, who.size, hosts, key, one_host), min(timeout, MEET_SECONDS))
-
-
-def _tell_others(who: Place) -> None:
-    """Libraries in this process look for torchrun's variables."""
-    local_size = {} if who.local_size is None else {"LOCAL_WORLD_SIZE": who.local_size}
-    numbers = {"RANK": who.rank, "WORLD_SIZE": who.size, "LOCAL_RANK": who.local_rank}
-    for name, number in {**numbers, **local_size}.items():
-        os.environ.setdefault(name, str(number))
 
 
 def leave() -> None:

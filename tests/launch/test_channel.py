@@ -1,0 +1,340 @@
+"""Messages between Paceline's own processes: what arrives, who is refused, what is noticed."""
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from paceline.launch import channel
+from paceline.launch.channel import BEGIN, HEAD, BrokenError, Channel, new_secret, visit, welcome
+from paceline.launch.contact import Contact
+from paceline.launch.tools import Tool
+
+SECRET = new_secret()
+# Messages of every kind: words, numbers, output that is no text, nothing at all.
+SAID = [
+    ({"out": 3, "stream": 1}, b"\x00\xff not text \n"),
+    ({"größe": [1, 2.5, None, {"a": "\n--"}]}, b""),
+    ({}, b"x" * 3_000_000),
+    ({"died": 0, "status": -9, "at": 12.25}, b""),
+]
+
+
+@pytest.fixture
+def closing():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def pipes(closing):
+    """Two channels over two pipes, as with ssh."""
+    (to_right, from_left), (to_left, from_right) = os.pipe(), os.pipe()
+    left, right = Channel(to_left, from_left), Channel(to_right, from_right)
+    closing.callback(left.close)
+    closing.callback(right.close)
+    return left, right
+
+
+class Between:
+    """A visitor and the host it wants, and somebody on the way who sees and changes what he
+    likes."""
+
+    def __init__(self, closing, visitors_secret=SECRET):
+        self.seen = b""
+        door, false_door = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+        visitor = _in_thread(visit, *false_door.getsockname(), visitors_secret, 10.0)
+        self.to_visitor, _ = false_door.accept()
+        self.to_host = socket.create_connection(door.getsockname())
+        for end in (door, false_door, self.to_visitor, self.to_host):
+            closing.callback(end.close)
+        host = _in_thread(welcome, door.accept()[0], SECRET)
+        for source, target, count in (
+            (self.to_host, self.to_visitor, 32),
+            (self.to_visitor, self.to_host, 64),
+            (self.to_host, self.to_visitor, 32),
+        ):
+            data = source.recv(count, socket.MSG_WAITALL)
+            self.seen += data
+            if data:
+                target.sendall(data)
+            else:
+                target.close()
+        self.host, self.visitor = host(), visitor()
+        for made in (self.host, self.visitor):
+            if isinstance(made, Channel):
+                closing.callback(made.close)
+
+    def catch(self, **message):
+        """What the visitor sends, whole, as it would reach the host."""
+        self.visitor.send(message)
+        frame = self.to_visitor.recv(1 << 16)
+        self.seen += frame
+        return frame
+
+
+def _in_thread(function, *args):
+    """Starts it; the returned function waits for what it returned or raised."""
+    found = []
+
+    def work():
+        try:
+            found.append(function(*args))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(10.0)
+        return found[0]
+
+    return result
+
+
+def all_of(receiver, count):
+    found = []
+    while len(found) < count:
+        found += receiver.take()
+    return found
+
+
+def exchange(left, right):
+    """All of SAID in both directions, at the same time."""
+    for sender, receiver in ((left, right), (right, left)):
+        sent = _in_thread(lambda sender=sender: [sender.send(*said) for said in SAID])
+        assert all_of(receiver, len(SAID)) == SAID
+        assert not isinstance(sent(), Exception)
+
+
+def test_messages_and_raw_bytes_arrive_over_pipes(pipes):
+    exchange(*pipes)
+    pipes[0].close()
+    assert pipes[1].take() is None
+
+
+def test_messages_and_raw_bytes_arrive_over_tcp(closing):
+    door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+    visitor = _in_thread(visit, *door.getsockname(), SECRET, 10.0)
+    host = welcome(door.accept()[0], SECRET)
+    closing.callback(host.close)
+    exchange(host, visitor())
+    visitor().close()
+    assert host.take() is None
+
+
+def test_several_messages_in_one_piece_and_one_in_many(pipes):
+    left, right = pipes
+    for number in range(3):
+        left.send({"n": number})
+    assert [message["n"] for message, _ in right.take()] == [0, 1, 2]
+    text = HEAD.pack(8, 2) + b'{"n": 3}' + b"ab"
+    for byte in text[:-1]:
+        os.write(left._outlet, bytes([byte]))
+        assert right.take() == []
+    os.write(left._outlet, text[-1:])
+    assert right.take() == [({"n": 3}, b"ab")]
+
+
+def test_what_login_scripts_print_is_skipped(pipes):
+    left, right = pipes
+    for piece in (b"Welcome to host1!\n", b"\x00\x01{}--paceline\n", BEGIN[:7], BEGIN[7:]):
+        os.write(left._outlet, piece)
+    greeting = right.skip_greeting(5.0)
+    assert greeting == b"Welcome to host1!\n\x00\x01{}--paceline\n"
+    left.send({"place": 0})
+    assert right.take() == [({"place": 0}, b"")]
+
+
+def test_a_message_that_came_together_with_the_greeting_is_not_lost(pipes):
+    left, right = pipes
+    os.write(left._outlet, b"hello\n" + BEGIN)
+    left.send({"leaving": "no room"})
+    left.close()
+    assert right.skip_greeting(5.0) == b"hello\n"
+    assert right.take() == [({"leaving": "no room"}, b"")]
+
+
+def test_a_greeting_without_end_is_no_channel(pipes):
+    left, right = pipes
+    os.write(left._outlet, b"Password: ")
+    begun = time.monotonic()
+    assert right.skip_greeting(0.2) is None
+    assert time.monotonic() - begun < 2.0
+    left.close()
+    assert right.skip_greeting(5.0) is None
+
+
+@pytest.mark.parametrize(
+    ("frame", "said"),
+    [
+        (HEAD.pack((16 << 20) + 1, 0), "bytes"),
+        (HEAD.pack(2, 0xFFFFFFFF) + b"{}", "bytes"),
+        (b"bash: no such command\n", "bytes"),
+        (HEAD.pack(5, 0) + b"[1,2]", "no object"),
+        (HEAD.pack(4, 0) + b"null", "no object"),
+        (HEAD.pack(3, 0) + b"{a}", "no JSON"),
+        (HEAD.pack(2, 0) + b"\xff\xfe", "no JSON"),
+        (HEAD.pack(0, 3) + b"abc", "no JSON"),
+        (HEAD.pack(200_000, 0) + b"[" * 200_000, "no"),
+    ],
+    ids=["long JSON", "long raw", "words", "list", "null", "no JSON", "no text", "none", "deep"],
+)
+def test_what_is_no_message_is_broken(pipes, frame, said):
+    left, right = pipes
+    _in_thread(os.write, left._outlet, frame)
+    with pytest.raises(BrokenError, match=said):
+        while right.take() is not None:
+            pass
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_pickle_is_never_loaded(pipes, tmp_path):
+    left, right = pipes
+    bomb = pickle.dumps(Bomb(str(tmp_path / "loaded")))
+    left.send({"out": 0}, bomb)
+    assert right.take() == [({"out": 0}, bomb)]
+    os.write(left._outlet, HEAD.pack(len(bomb), 0) + bomb)
+    with pytest.raises(BrokenError):
+        right.take()
+    assert not (tmp_path / "loaded").exists()
+    with pickle.loads(bomb):  # it is a live one
+        assert (tmp_path / "loaded").exists()
+
+
+def test_who_does_not_know_the_secret_is_refused_by_both_sides(closing):
+    between = Between(closing, visitors_secret=new_secret())
+    assert between.host is None
+    assert isinstance(between.visitor, OSError)
+    assert SECRET.encode() not in between.seen
+
+
+def test_a_false_host_is_found_out(closing):
+    door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+    address, port = door.getsockname()
+    visitor = _in_thread(visit, address, port, SECRET, 10.0)
+    host, _ = door.accept()
+    closing.callback(host.close)
+    host.sendall(bytes(32))
+    proof = host.recv(64, socket.MSG_WAITALL)[32:]
+    host.sendall(proof)  # the only proof that it has seen
+    assert isinstance(visitor(), OSError)
+    assert str(visitor()) == f"127.0.0.1 port {port} does not know this job's secret"
+
+
+def test_a_visitor_that_says_nothing_is_dropped(monkeypatch):
+    monkeypatch.setattr(channel, "GREETING_SECONDS", 0.3)
+    ours, theirs = socket.socketpair()
+    begun = time.monotonic()
+    assert welcome(ours, SECRET) is None
+    assert time.monotonic() - begun < 3.0
+    assert len(theirs.recv(1000)) == 32
+    assert theirs.recv(1000) == b""
+    theirs.close()
+
+
+def test_a_visitor_that_takes_its_time_for_each_byte_is_dropped_too(monkeypatch):
+    monkeypatch.setattr(channel, "GREETING_SECONDS", 0.3)
+    ours, theirs = socket.socketpair()
+    outcome = _in_thread(welcome, ours, SECRET)
+    begun = time.monotonic()
+    try:
+        while time.monotonic() - begun < 5.0:
+            theirs.send(b"x")
+            time.sleep(0.1)
+    except OSError:
+        pass
+    theirs.close()
+    assert outcome() is None
+    assert time.monotonic() - begun < 2.0
+
+
+def test_a_message_that_was_changed_on_the_way_is_broken(closing):
+    for place in (0, 7, 12, -1):  # lengths, text, hash
+        between = Between(closing)
+        frame = bytearray(between.catch(start=1))
+        frame[place] ^= 1
+        between.to_host.sendall(frame)
+        between.to_host.close()
+        with pytest.raises(BrokenError):
+            while between.host.take() is not None:
+                pass
+            raise BrokenError("cut short: no message was taken")
+
+
+def test_a_message_that_comes_twice_or_back_or_too_early_is_broken(closing):
+    between = Between(closing)
+    first, second = between.catch(signal=1), between.catch(signal=2)
+    between.to_host.sendall(first)
+    assert between.host.take() == [({"signal": 1}, b"")]
+    between.to_host.sendall(first)  # again
+    with pytest.raises(BrokenError, match="keyed hash is wrong"):
+        between.host.take()
+    between.to_visitor.sendall(first)  # to whom it came from
+    with pytest.raises(BrokenError, match="keyed hash is wrong"):
+        between.visitor.take()
+    other = Between(closing)
+    other.catch(signal=1)
+    other.to_host.sendall(second)  # of another connection, with the same secret
+    with pytest.raises(BrokenError, match="keyed hash is wrong"):
+        other.host.take()
+
+
+def test_the_secret_is_never_sent(closing):
+    between = Between(closing)
+    between.to_host.sendall(between.catch(begin={"A": "b"}))
+    assert between.host.take() == [({"begin": {"A": "b"}}, b"")]
+    assert len(between.seen) > 128
+    for form in (SECRET.encode(), bytes.fromhex(SECRET), SECRET[:16].encode()):
+        assert form not in between.seen
+
+
+def test_the_secret_reaches_agents_but_no_command_line_and_no_rank(tmp_path, closing):
+    """A stranger knocks first, then an agent with the secret."""
+    tool = tmp_path / "tool.py"
+    tool.write_text(
+        "import json, os, socket, sys\n"
+        "where = sys.argv[sys.argv.index('--connect') + 1].split(';')[0].split(',')\n"
+        "stranger = socket.create_connection((where[0], int(where[1])))\n"
+        "stranger.sendall(bytes(64))\n"
+        "open('secret', 'w').write(os.environ['PACELINE_SECRET'])\n"
+        "os.execvp(sys.argv[1], sys.argv[1:])\n"
+    )
+    old = os.getcwd()
+    os.chdir(tmp_path)
+    closing.callback(os.chdir, old)
+    start = Tool("tool", lambda hosts, agent: [sys.executable, str(tool), *agent])
+    contact = Contact(start, ["host1"])
+    closing.callback(contact.close)
+    (host,) = contact.make()
+    assert host.name == "host1"
+    secret = Path("secret").read_text()
+    assert len(secret) == 64
+    lines = b"".join(path.read_bytes() for path in _command_lines())
+    assert b"paceline.launch.on_host" in lines
+    assert secret.encode() not in lines
+
+
+def _command_lines():
+    for entry in Path("/proc").iterdir():
+        path = entry / "cmdline"
+        try:
+            path.read_bytes()
+        except OSError:
+            continue
+        if entry.name.isdigit():
+            yield path

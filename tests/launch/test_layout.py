@@ -1,0 +1,63 @@
+"""Which rank sits where."""
+
+import pytest
+
+from paceline.cluster.hosts import Host
+from paceline.launch.layout import Seat, counts, seats, share, told
+
+
+def test_ranks_of_a_host_are_neighbours_in_rank_order():
+    assert seats([2, 1]) == [Seat(0, 0, 2), Seat(0, 1, 2), Seat(1, 0, 1)]
+    assert seats([0, 2]) == [Seat(1, 0, 2), Seat(1, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks"),
+    [
+        (Host("a", slots=8, devices=4, numa=2), 4),
+        (Host("a", slots=8, devices=0, numa=2), 8),
+        (Host("a", numa=2), 2),
+        (Host("a", cpus=64), 1),
+    ],
+    ids=["GPUs", "tasks", "NUMA domains", "nothing known"],
+)
+def test_a_host_gets_its_gpus_else_its_tasks_else_its_numa_domains(host, ranks):
+    assert share(host) == ranks
+    assert counts([host, host], None, explicit=False) == [ranks, ranks]
+
+
+def test_the_users_own_slots_come_before_gpus_and_are_filled_in_order():
+    hosts = [Host("a", slots=2, devices=8), Host("b", slots=3), Host("c", slots=1)]
+    assert counts(hosts, None, explicit=True) == [2, 3, 1]
+    assert counts(hosts, 6, explicit=True) == [2, 3, 1]
+    assert counts(hosts, 3, explicit=True) == [2, 1, 0]
+
+
+def test_other_slots_are_no_limit_and_ranks_are_spread_evenly():
+    hosts = [Host("a", slots=1), Host("b", slots=1), Host("c", slots=1)]
+    assert counts(hosts, 8, explicit=False) == [3, 3, 2]
+    assert counts(hosts, 2, explicit=False) == [1, 1, 0]
+    # -H a,b,c: names without numbers
+    assert counts([Host("a"), Host("b")], 3, explicit=True) == [2, 1]
+    assert counts([Host("a", devices=4), Host("b", devices=2)], None, explicit=True) == [4, 2]
+
+
+def test_more_ranks_than_slots_and_no_ranks_are_refused():
+    hosts = [Host("a", slots=2), Host("b", slots=3)]
+    with pytest.raises(ValueError, match=r"-n 6: 6 ranks for 5 slots \(a:2, b:3\)\. HINT: -n 5"):
+        counts(hosts, 6, explicit=True)
+    for explicit in (True, False):
+        with pytest.raises(ValueError, match="-n 0: at least one rank is needed"):
+            counts(hosts, 0, explicit)
+    many = [Host(f"n{i}", slots=1) for i in range(20)]
+    with pytest.raises(ValueError, match=r"n7:1, \.\.\.\)"):
+        counts(many, 21, explicit=True)
+
+
+def test_where_ranks_sit_is_told_in_one_line():
+    assert told(["a", "b"], [4, 4]) == "a: 0-3, b: 4-7"
+    assert told(["a", "b", "c"], [1, 0, 2]) == "a: 0, c: 1-2"
+    text = told([f"n{i}" for i in range(100)], [2] * 100)
+    assert text == (
+        "n0: 0-1, n1: 2-3, n2: 4-5, n3: 6-7, ... 94 more ..., n98: 196-197, n99: 198-199"
+    )
