@@ -6,6 +6,7 @@ Scripts without torch, in fresh interpreters, wherever the launcher is what is t
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -49,6 +50,12 @@ def up(folder, number):
     ranks.wait_until(lambda: len(list(folder.glob("up-*"))) == number, 40)
 
 
+def over(slurm, seconds=8):
+    """Soon nothing is left of the job on any host, and of the allocation."""
+    ranks.wait_until(lambda: not any(x.startswith("job ") for x in slurm.left_over(0)), seconds)
+    assert slurm.left_over(seconds) == []
+
+
 @pytest.mark.parametrize(
     ("options", "each", "cores", "gpus"),
     [
@@ -57,9 +64,7 @@ def up(folder, number):
         (["--gres=gpu:2", "--exclusive"], 2, 2, "0,1"),
     ],
 )
-def test_a_batch_script_uses_the_whole_allocation(
-    slurm, shared_folder, options, each, cores, gpus
-):
+def test_a_batch_script_uses_the_whole_allocation(slurm, shared_folder, options, each, cores, gpus):
     script = ranks.write(shared_folder, SHOW)
     state, said = batch(slurm, shared_folder, f"exec {RUN} {script}", "-N2", *options)
     assert state == "COMPLETED", said
@@ -87,18 +92,15 @@ def test_salloc_on_the_login_host_uses_the_nodes_and_its_variables_arrive(slurm,
 ALONE = """
     import os, paceline
     assert os.environ["SLURM_NTASKS"] == "2"
-    with paceline.init(progress=False) as world:
-        print("a world of", world.size)
+    print("a world of", paceline.init(progress=False).size)
     """
 
 
 def test_on_its_only_node_a_batch_script_needs_no_srun(slurm, shared_folder):
     script = ranks.write(shared_folder, SHOW)
-    text = f"exec {RUN} {script}"
-    job = slurm.batch(f"#!/bin/sh\n{text}\n", "-N1", "-n2", cwd=shared_folder)
-    assert slurm.wait(job) == "COMPLETED"
+    state, said = batch(slurm, shared_folder, f"exec {RUN} {script}", "-N1", "-n2")
+    assert (state, "over srun" in said) == ("COMPLETED", False)
     assert [one["host"] for one in shown(shared_folder)] == ["host1"] * 2
-    assert "over srun" not in (shared_folder / f"slurm-{job}.out").read_text()
     assert slurm.left_over() == []
 
 
@@ -154,7 +156,7 @@ def test_a_failing_rank_gives_the_job_its_exit_code(slurm, shared_folder):
     assert slurm.wait(job) == "FAILED"
     assert "ExitCode=7:0" in slurm.run("scontrol", "show", "job", job).stdout
     said = (shared_folder / f"slurm-{job}.out").read_text()
-    assert "paceline: rank 3 failed on host2: exit code 7" in said
+    assert "paceline: rank 3 on host2 failed: exit code 7" in said
     assert "    last words" in said
     assert slurm.left_over() == []
 
@@ -165,12 +167,29 @@ def test_scancel_ends_all_ranks(slurm, shared_folder):
     up(shared_folder, 4)
     slurm.cancel(job)
     assert slurm.wait(job) == "CANCELLED"
-    assert slurm.left_over(8) == []
+    said = (shared_folder / f"slurm-{job}.out").read_text()
+    assert "paceline: SIGTERM: all ranks were ended" in said
+    over(slurm)
+
+
+def test_ctrl_c_in_a_terminal_ends_all_ranks(slurm, shared_folder):
+    """To salloc's command, which has the terminal then."""
+    script = ranks.write(shared_folder, WAIT)
+    terminal = ["script", "-qec", f"salloc -N2 {RUN} -n 4 {script}", "/dev/null"]
+    process = slurm.start(*terminal, cwd=shared_folder, stdin=subprocess.PIPE)
+    up(shared_folder, 4)
+    process.stdin.write("\x03")
+    process.stdin.flush()
+    ranks.wait_until(lambda: process.poll() is not None)  # with its input open: no hang-up
+    said, _ = process.communicate()
+    assert process.returncode == 130
+    assert "paceline: interrupted: all ranks were ended" in said
+    over(slurm)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_on_salloc_ends_all_ranks(slurm, shared_folder, kind):
-    """Or the terminal's end."""
+def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
+    """A signal that reaches salloc alone, which then gives the allocation back."""
     script = ranks.write(shared_folder, WAIT)
     words = ["salloc", "-N2", *RUN.split(), "-n", "4", script]
     process = slurm.start(*words, cwd=shared_folder)
@@ -178,8 +197,9 @@ def test_ctrl_c_on_salloc_ends_all_ranks(slurm, shared_folder, kind):
     os.killpg(process.pid, kind)
     _, said = process.communicate(timeout=30)
     assert process.returncode
-    assert "all ranks were ended" in said
-    assert slurm.left_over(8) == []
+    assert "salloc: Job allocation" in said
+    assert "ranks were ended" in said
+    over(slurm)
 
 
 def test_the_launcher_killed_takes_all_ranks_with_it(slurm, shared_folder):
@@ -190,7 +210,7 @@ def test_the_launcher_killed_takes_all_ranks_with_it(slurm, shared_folder):
     launcher = (shared_folder / "launcher").read_text().strip()
     slurm.hosts.run("host1", "kill", "-9", launcher)
     slurm.wait(job)
-    assert slurm.left_over(8) == []
+    over(slurm)
 
 
 def test_a_warning_reaches_ranks_that_listen_and_kills_none(slurm, shared_folder):
@@ -214,7 +234,7 @@ def test_a_warning_reaches_ranks_that_listen_and_kills_none(slurm, shared_folder
     assert slurm.wait(job) == "COMPLETED"
     said = (shared_folder / f"slurm-{job}.out").read_text()
     assert "paceline: SIGUSR1 is passed on to the ranks\n" in said
-    assert "ended well" in said.splitlines()
+    assert ranks.untagged(said) >= {"ended well"}
     assert slurm.left_over() == []
 
 
@@ -230,18 +250,27 @@ RECORDED = """
     """
 
 
-@pytest.mark.parametrize("record", ["record", "/tmp/record"], ids=["shared", "of one host"])
-def test_a_record_has_the_ranks_of_all_hosts(slurm, shared_folder, record):
+def test_a_record_has_the_ranks_of_all_hosts(slurm, shared_folder):
+    """In a folder that all hosts share, and in one of the launcher's host."""
     script = ranks.write(shared_folder, RECORDED)
-    text = f"""
-        export TORCHINDUCTOR_CACHE_DIR={shared_folder}/torch  # PyTorch's own, else in /tmp
-        {ranks.PACELINE} run -n 4 --record {record} {script} || exit
-        exec {ranks.PACELINE} report {record} --json > report.json
-        """
-    state, said = batch(slurm, shared_folder, text, "-N2")
-    assert state == "COMPLETED", said
-    report = json.loads((shared_folder / "report.json").read_text())
-    print(said, report.keys())
-    assert f"paceline: the record is in {record}. HINT" in said
-    left = [] if record == "record" else ["host1: /tmp/record"]
-    assert slurm.left_over(0) == left
+    jobs = {}
+    for name, record in (("shared", "record"), ("own", "/tmp/record")):
+        text = f"""#!/bin/sh
+            export TORCHINDUCTOR_CACHE_DIR={shared_folder}/torch  # PyTorch's own, else in /tmp
+            {ranks.PACELINE} run -n 4 --record {record} {script} || exit
+            exec {ranks.PACELINE} report {record} --json > {name}.json
+            """
+        jobs[name] = slurm.batch(text, "-N2", cwd=shared_folder)
+    for name, job in jobs.items():
+        state, said = slurm.wait(job), (shared_folder / f"slurm-{job}.out").read_text()
+        assert (state, "Paceline: 4 ranks on 2 hosts, 20 steps" in said) == ("COMPLETED", True), (
+            said
+        )
+        assert "record. HINT: paceline report" in said
+        report = json.loads((shared_folder / f"{name}.json").read_text())
+        assert report["ranks"] == [0, 1, 2, 3]
+        assert report["steps"] == 20
+        assert report["missing_ranks"] == report["refused"] == []
+        assert len(set(report["hosts"])) == 2
+    left = slurm.left_over(0.5)
+    assert [line.partition(" ")[2] for line in left] == ["/tmp/record"]

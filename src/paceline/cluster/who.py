@@ -59,8 +59,8 @@ def tell_others(place: Place) -> None:
     numbers = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
     if place.local_size is not None:
         numbers["LOCAL_WORLD_SIZE"] = place.local_size
-    for name, number in numbers.items():
-        os.environ.setdefault(name, str(number))
+    for name, value in numbers.items():
+        os.environ.setdefault(name, str(value))
 
 
 def hosts_of(environment: Environment, place: Place) -> list[str]:

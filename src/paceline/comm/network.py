@@ -14,10 +14,9 @@ import threading
 import time
 from typing import Any
 
-from .reach import Listener, choose, others_of, try_all
+from .reach import Listener, choose, others_of, try_all, variables
 
 SAY_SECONDS = 10.0
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def settle(store: Any, rank: int, size: int, timeout: float) -> str:
@@ -34,7 +33,7 @@ def settle(store: Any, rank: int, size: int, timeout: float) -> str:
     if store.add(f"at/{host}", 1) == 1:  # the first of its host
         me = store.add("hosts", 1) - 1
         asked = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
-        listener = Listener(asked.split(",") if asked else None)
+        listener = Listener(asked)
         store.set(f"offer/{me}", json.dumps({"host": host, **listener.offer()}))
         threading.Thread(target=_answer, args=(listener,), daemon=True).start()
     if store.add("ranks", 1) == size:
@@ -52,8 +51,8 @@ def settle(store: Any, rank: int, size: int, timeout: float) -> str:
     if not verdict["chosen"]:
         return ""
     interface, address = verdict["chosen"][host]
-    for name in VARIABLES:
-        os.environ.setdefault(name, interface)
+    for name, value in variables(interface).items():
+        os.environ.setdefault(name, value)
     return f"{interface} {address}"
 
 

@@ -21,9 +21,12 @@ NEIGHBOURS = 16  # each host tries this many others; all of them in most jobs
 
 
 class Listener:
-    """Listens on each of this host's addresses, or on those of ``only``, and shows its token."""
+    """Listens on each of this host's addresses and shows its token to who comes.
 
-    def __init__(self, only: list[str] | None = None) -> None:
+    only: what GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says, where the user has set it.
+    """
+
+    def __init__(self, only: str | None = None) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.sockets: dict[Link, socket.socket] = {}
         for link in links():
@@ -73,6 +76,15 @@ def listen_on(address: str, port: int = 0) -> socket.socket:
         raise
     listening.setblocking(False)
     return listening
+
+
+def variables(interface: str) -> dict[str, str]:
+    """What makes gloo, NCCL and TensorPipe use one interface and no other."""
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # without = it is the beginning of a name
+        "TP_SOCKET_IFNAME": interface,
+    }
 
 
 def others_of(me: int, hosts: int) -> list[int]:
@@ -172,6 +184,10 @@ def _verdict(attempt: socket.socket, token: str) -> str:
     return "" if said.hex() == token else "another host has this address too"
 
 
-def _named(interface: str, only: list[str]) -> bool:
-    """As GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name interfaces: a name or its beginning."""
-    return any(interface == name or interface.startswith(name) for name in only if name)
+def _named(interface: str, only: str) -> bool:
+    """Whether GLOO_SOCKET_IFNAME's or NCCL_SOCKET_IFNAME's words mean this interface: beginnings
+    of names; of NCCL's, =name is a whole name and ^name all but that one."""
+    exclude, exact = only.startswith("^"), only.lstrip("^").startswith("=")
+    names = [name for name in only.lstrip("^").lstrip("=").split(",") if name]
+    found = any(interface == name or (not exact and interface.startswith(name)) for name in names)
+    return found != exclude

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..cluster.host import devices, numa_domains
 from ..cluster.who import launched_by
-from ..comm.reach import Listener, others_of, try_all
+from ..comm.reach import Listener, others_of, try_all, variables
 from . import keep
 from .channel import BEGIN, BrokenError, Channel, visit
 from .frameworks import free_ports
@@ -115,7 +115,7 @@ class OnHost:
         self.source = check_job(self.job)
         self.say(fits=True)
 
-    def do_listen(self, listen: list[str] | None) -> None:
+    def do_listen(self, listen: str | None) -> None:
         """Listen where other hosts may reach this one."""
         self.listener = Listener(listen)
         for listening in self.listener.sockets.values():
@@ -139,10 +139,10 @@ class OnHost:
             self._promise(Path(record), begin["PACELINE_RUN"])
         environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}
         environment.pop("PACELINE_SECRET", None)
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface != "lo":
-            environment.setdefault("NCCL_SOCKET_IFNAME", interface)
-            environment.setdefault("TP_SOCKET_IFNAME", interface)
+        if interface == "lo":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        else:
+            environment = {**variables(interface), **environment}
         self.server = start_server(
             self.folder, preloads(self.job, self.source), self.channel.descriptors
         )

@@ -24,12 +24,10 @@ REACH_SECONDS = 30.0
 BEGIN_SECONDS = 300.0  # importing torch from a file system that all hosts read at once
 END_SECONDS = 60.0  # records travel
 # Variables that travel to hosts whose tool does not pass the environment on.
-TRAVEL = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "LANG", "TZ", "NO_COLOR"),
-)
+TRAVEL = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PACELINE_TRIAL", "LANG", "TZ", "NO_COLOR")
 TRAVEL_PREFIXES = (
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_"),
-    *("UCX_", "FI_", "CONDA_", "LC_", "PYTHON", "HF_", "TF_", "JAX_", "XLA_"),
+    *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "NCCL_"),
+    *("GLOO_", "UCX_", "FI_", "CONDA_", "LC_", "HF_", "TF_", "JAX_", "XLA_", "PBS_"),
 )
 
 
@@ -126,7 +124,7 @@ def _reach(hosts: list[There]) -> list[tuple[str, str]]:
         return [("lo", "127.0.0.1")]
     named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     for host in hosts:
-        host.send(listen=named.split(",") if named else None)
+        host.send(listen=named)
     offers = [host.answer("listening", REACH_SECONDS)["listening"] for host in hosts]
     for me, host in enumerate(hosts):
         host.send(reach=offers, me=me)
