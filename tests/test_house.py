@@ -60,7 +60,11 @@ def test_the_checker_sees_an_import_up_the_house(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module", ["cli", "launch.local", "report.terminal", "analyze.report", "cluster.host"]
+    "module",
+    [
+        *("cli", "launch.local", "launch.several", "launch.on_host", "report.terminal"),
+        *("analyze.report", "cluster.host", "cluster.who", "comm.meet"),
+    ],
 )
 def test_the_launcher_and_reports_start_without_torch(module):
     code = f"import sys, paceline.{module}; sys.exit('torch' in sys.modules)"

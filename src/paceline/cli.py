@@ -299,12 +299,14 @@ def submit(
         ),
     ] = None,
     warn: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="So many seconds before the limit the scheduler sends SIGUSR1 to paceline run "
-            "(Slurm; LSF in whole minutes; PBS can't). 0: no signal."
+            help="So many seconds before the limit the scheduler sends SIGUSR1, which paceline "
+            "run passes on to the ranks (Slurm; LSF in whole minutes; PBS can't). 0: no signal. "
+            "Default: 120 where --time is 10 minutes or more.",
+            show_default=False,
         ),
-    ] = 0,
+    ] = None,
     requeue: Annotated[
         bool,
         typer.Option("--requeue", help="Put it back in the queue where its hosts fail or go."),
@@ -350,6 +352,7 @@ def submit(
 
     try:
         kind = command.scheduler(scheduler)
+        limit = None if time is None else said.seconds(time)
         batch = said.Batch(
             name=said.job_name(name, script),
             want=said.Resources(
@@ -358,13 +361,13 @@ def submit(
                 cpus=cpus_per_rank,
                 gpus=gpus_per_host,
                 memory=None if memory is None else said.memory(memory),
-                seconds=None if time is None else said.seconds(time),
+                seconds=limit,
             ),
             queue=queue,
             account=account,
             output=output,
             array=None if array is None else said.array(array),
-            warn=warn,
+            warn=warn if warn is not None else said.usual_warning(limit),
             requeue=requeue,
             options=option or [],
         )

@@ -203,14 +203,16 @@ def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
 
 
 def test_the_launcher_killed_takes_all_ranks_with_it(slurm, shared_folder):
+    """Also where the job goes on, so that Slurm ends nobody."""
     script = ranks.write(shared_folder, WAIT)
-    text = f"{RUN} -n 4 {script} & echo $! > launcher; wait"
+    text = f"{RUN} -n 4 {script} & echo $! > launcher; wait; exec sleep 77"
     job = slurm.batch(f"#!/bin/sh\n{text}\n", "-N2", cwd=shared_folder)
     up(shared_folder, 4)
     launcher = (shared_folder / "launcher").read_text().strip()
     slurm.hosts.run("host1", "kill", "-9", launcher)
-    slurm.wait(job)
-    over(slurm)
+    ranks.wait_until(lambda: len(slurm.left_over(0)) == 3, 10)
+    words = [line.split()[-1] for line in slurm.left_over(0)]
+    assert words == [job, f"[{job}.batch]", "77"]
 
 
 def test_a_warning_reaches_ranks_that_listen_and_kills_none(slurm, shared_folder):

@@ -249,6 +249,13 @@ def test_none_or_two_schedulers_ask_for_a_choice(tmp_path):
     assert "the commands of slurm and lsf are on PATH. HINT: --scheduler" in result.stderr
 
 
+def test_a_long_job_is_warned_before_its_limit_unless_told_otherwise(tmp_path):
+    args = ["--dry-run", "--scheduler", "slurm", "--time", "2h"]
+    ranks.write(tmp_path, "", "train.py")
+    assert "#SBATCH --signal=B:USR1@120\n" in submit(tmp_path, *args, "train.py").stdout
+    assert "--signal" not in submit(tmp_path, *args, "--warn", "0", "train.py").stdout
+
+
 def test_pbs_says_that_it_cannot_warn(tmp_path):
     args = ["--dry-run", "--scheduler", "pbs", "--warn", "120", "train.py"]
     result = submit(tmp_path, *args)

@@ -92,6 +92,11 @@ def seconds(text: str) -> int:
     return total
 
 
+def usual_warning(limit: int | None) -> int:
+    """Seconds before the limit, where the user does not say."""
+    return 120 if limit is not None and limit >= 600 else 0
+
+
 def clock(total: int) -> str:
     """HH:MM:SS, as Slurm and PBS read it; hours may be more than 24."""
     return f"{total // 3600:02}:{total // 60 % 60:02}:{total % 60:02}"
