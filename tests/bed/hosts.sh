@@ -136,7 +136,10 @@ up() {
   ssh_files && ip link set lo up && ip link add bridge type bridge && ip link set bridge up || return
   for host in $all; do
     mkdir -p "$DIR/$host" || return
-    { echo 127.0.0.1 localhost; for h in $all; do echo "$(address "$h") $h"; done; } > "$DIR/$host/hosts"
+    # The second form is what PyTorch looks up; where no DNS answers, it warns.
+    { echo 127.0.0.1 localhost
+      for h in $all; do echo "$(address "$h") $h"; echo "::ffff:$(address "$h") $h"; done
+    } > "$DIR/$host/hosts"
     switch_on "$host"
   done
   for host in $all; do connect "$host" || return; done

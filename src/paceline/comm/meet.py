@@ -8,6 +8,7 @@ is then bound to the one address by which the others have reached rank 0.
 
 import datetime
 import hashlib
+import ipaddress
 import json
 import os
 import select
@@ -140,13 +141,13 @@ class _Doorman:
             visitor, _ = door.accept()
         except OSError:
             return
-        visitor.settimeout(KNOCK_SECONDS)
         try:
-            said = json.loads(_line(visitor))
+            said = json.loads(_line(visitor, KNOCK_SECONDS))
             rank = int(said["rank"])
             if said["tag"] != self.when.tag or rank not in self.missing:
                 raise ValueError
-        except (OSError, ValueError, TypeError, KeyError):
+            visitor.sendall(self.when.tag.encode() + b"\n")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             visitor.close()  # none of ours
             return
         self.missing.discard(rank)
@@ -167,7 +168,7 @@ class _Doorman:
         self.where = (address, port)
 
     def _tell(self) -> None:
-        answer = json.dumps({"tag": self.when.tag, "store": self.where}).encode() + b"\n"
+        answer = json.dumps({"store": self.where}).encode() + b"\n"
         for visitor in self.waiting:
             try:
                 visitor.sendall(answer)
@@ -239,7 +240,14 @@ def _addresses(host: str, tried: dict[str, str]) -> list[str]:
     except OSError as error:
         tried[host] = f"the name is not known ({error.strerror})"
         return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    addresses = []
+    for entry in found:
+        address = ipaddress.ip_address(str(entry[4][0]).partition("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        # Debian has a host's own name at 127.0.1.1; rank 0 listens at 127.0.0.1.
+        own = str(address) == "127.0.1.1"
+        addresses.append("127.0.0.1" if own else str(address))
+    return list(dict.fromkeys(addresses))
 
 
 def _ask(when: Appointment, address: str, port: int, left: float) -> tuple[str, int] | str:
@@ -247,24 +255,28 @@ def _ask(when: Appointment, address: str, port: int, left: float) -> tuple[str, 
     try:
         with socket.create_connection((address, port), timeout=KNOCK_SECONDS) as door:
             door.sendall(json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n")
-            door.settimeout(max(0.1, left))  # it answers once it knows its own address
-            said = json.loads(_line(door))
-            if said["tag"] != when.tag:
-                return NOT_RANK_0
+            try:
+                if _line(door, KNOCK_SECONDS).decode(errors="replace").strip() != when.tag:
+                    return NOT_RANK_0
+            except TimeoutError:
+                return NOT_RANK_0  # it would have answered
+            said = json.loads(_line(door, max(0.1, left)))  # once it knows its own address
             return str(said["store"][0]), int(said["store"][1])
     except TimeoutError:
         return f"no answer in {KNOCK_SECONDS:.0f} s"
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return NOT_RANK_0
 
 
-def _line(connection: socket.socket) -> bytes:
-    """One line of at most 4 KiB."""
+def _line(connection: socket.socket, seconds: float) -> bytes:
+    """One line of at most 4 KiB, and nothing behind it."""
+    deadline = time.monotonic() + seconds
     data = b""
     while not data.endswith(b"\n") and len(data) < 4096:
-        more = connection.recv(4096 - len(data))
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        more = connection.recv(1)
         if not more:
             raise OSError("the connection was refused after it was made")
         data += more

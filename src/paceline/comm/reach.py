@@ -104,16 +104,19 @@ def try_all(
     for host, offer in offers.items():
         for _, address, _, port in offer["links"]:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            attempt = socket.socket(family, socket.SOCK_STREAM)
-            attempt.setblocking(False)
+            attempt = None
             try:
+                attempt = socket.socket(family, socket.SOCK_STREAM)
+                attempt.setblocking(False)
                 attempt.connect((address, port))
             except BlockingIOError:
                 pass
             except OSError as error:
                 results[host][address] = error.strerror or str(error)
-                attempt.close()
+                if attempt is not None:
+                    attempt.close()
                 continue
+            assert attempt is not None
             selector.register(attempt, selectors.EVENT_READ, (host, address, offer["token"]))
             waiting += 1
     for listening in listener.sockets.values() if listener is not None else ():

@@ -65,6 +65,11 @@ class Channel:
 
         Raises BrokenError for what is no message.
         """
+        messages = []
+        while (message := self._next()) is not None:  # some came with the greeting
+            messages.append(message)
+        if messages:
+            return messages
         try:
             data = os.read(self._inlet, 1 << 18)
         except OSError:
@@ -72,7 +77,6 @@ class Channel:
         if not data:
             return None
         self._buffer += data
-        messages = []
         while (message := self._next()) is not None:
             messages.append(message)
         return messages
@@ -94,6 +98,13 @@ class Channel:
         return before
 
     def close(self) -> None:
+        """The other side sees the end at once, also while a thread reads here."""
+        if self._inlet == self._outlet:
+            try:
+                with socket.socket(fileno=os.dup(self._inlet)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
         for fd in self.descriptors:
             try:
                 os.close(fd)
@@ -119,7 +130,7 @@ class Channel:
         del self._buffer[:whole]
         try:
             message = json.loads(frame[HEAD.size : HEAD.size + json_bytes])
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BrokenError("a message that is no JSON") from None
         if not isinstance(message, dict):
             raise BrokenError("a message that is no object")
@@ -135,10 +146,11 @@ def welcome(visitor: socket.socket, secret: str) -> Channel | None:
     """The listening side: a channel if the visitor knows the secret, else None (and closed)."""
     try:
         visitor.settimeout(GREETING_SECONDS)
+        deadline = time.monotonic() + GREETING_SECONDS
         ours = secrets.token_bytes(NONCE_BYTES)
         visitor.sendall(ours)
-        theirs = _exactly(visitor, NONCE_BYTES)
-        proof = _exactly(visitor, MAC_BYTES)
+        theirs = _exactly(visitor, NONCE_BYTES, deadline)
+        proof = _exactly(visitor, MAC_BYTES, deadline)
         if not hmac.compare_digest(proof, _mac(secret.encode(), b"visitor", ours + theirs)):
             visitor.close()
             return None
@@ -153,11 +165,12 @@ def visit(address: str, port: int, secret: str, seconds: float) -> Channel:
     """The connecting side. Raises OSError where nobody answers, or where whoever answers does
     not know the secret."""
     host = socket.create_connection((address, port), timeout=seconds)
+    deadline = time.monotonic() + GREETING_SECONDS
     try:
-        theirs = _exactly(host, NONCE_BYTES)
+        theirs = _exactly(host, NONCE_BYTES, deadline)
         ours = secrets.token_bytes(NONCE_BYTES)
         host.sendall(ours + _mac(secret.encode(), b"visitor", theirs + ours))
-        proof = _exactly(host, MAC_BYTES)
+        proof = _exactly(host, MAC_BYTES, deadline)
         if not hmac.compare_digest(proof, _mac(secret.encode(), b"host", theirs + ours)):
             raise OSError(f"{address} port {port} does not know this job's secret")
     except OSError:
@@ -177,9 +190,10 @@ def _over(
     return Channel(fd, fd, (key, peer_key))
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         more = connection.recv(count - len(data))
         if not more:
             raise OSError("the connection was closed during the greeting")

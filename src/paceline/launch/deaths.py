@@ -18,7 +18,7 @@ class Watched:
     raised_at: float | None = None
     finished: int | None = None  # the code it announced before the interpreter's own end
     finished_at: float | None = None
-    lost: str = ""  # why its host can no longer be asked
+    lost: str = ""  # what happened to its host, where it can no longer be asked
 
     @property
     def running(self) -> bool:
@@ -59,7 +59,7 @@ def describe(dead: Watched, tail: list[str], others: int) -> str:
     if dead.exception is not None:
         what = f"failed: {dead.exception}"
     elif dead.lost:
-        what = f"was lost with its host: {dead.lost}"
+        what = dead.lost
     elif dead.exit_code is not None and dead.exit_code < 0:
         what = f"was killed by {_signal_name(-dead.exit_code)}"
     else:

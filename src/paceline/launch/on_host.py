@@ -36,7 +36,11 @@ PIECE = 4 << 20  # bytes of a record's file in one message
 
 
 class GoneError(Exception):
-    """The launcher has gone, or a signal asks this agent to end."""
+    """The launcher has gone, or a signal (its number) asks this agent to end."""
+
+    def __init__(self, told: str, number: int = signal.SIGKILL) -> None:
+        super().__init__(told)
+        self.told, self.number = told, int(number)
 
 
 class OnHost:
@@ -71,7 +75,10 @@ class OnHost:
 
     def _ready(self, source: Any) -> None:
         if source is self.channel:
-            messages = self.channel.take()
+            try:
+                messages = self.channel.take()
+            except BrokenError as error:
+                raise GoneError(f"the launcher sent {error}") from None
             if messages is None:
                 raise GoneError("the connection to the launcher has ended")
             self.heard = time.monotonic()
@@ -304,7 +311,8 @@ def _channel() -> Channel:
 
 def _ended(number: int, _: Any) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)
-    raise GoneError(signal.Signals(number).name)
+    name = signal.Signals(number).name
+    raise GoneError(f"was ended with its host's agent, by {name} (a cancelled job, say)", number)
 
 
 def _work() -> int:
@@ -320,9 +328,9 @@ def _work() -> int:
     try:
         agent.serve(place)
         return 0
-    except (GoneError, BrokenError) as end:
+    except GoneError as end:
         with contextlib.suppress(GoneError):
-            agent.say(leaving=f"its agent was ended: {end}")
+            agent.say(leaving=end.told, signal=end.number)
         return 1
     finally:
         if not isinstance(sys.exception(), InServer):

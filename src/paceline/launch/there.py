@@ -31,7 +31,7 @@ class There:
         self._deaths: deque[tuple[int, int, float]] = deque()
         self._news = threading.Condition()
         self._running: set[int] = set()
-        self._trouble = ""
+        self._trouble, self._status = "", -int(signal.SIGKILL)
         self._heard = time.monotonic()
         self._offset = 0.0  # of that host's monotonic clock to ours, seconds
         self._round_trip = float("inf")
@@ -72,13 +72,13 @@ class There:
         if self._trouble:
             for rank in sorted(self._running):
                 self._running.discard(rank)
-                yield rank, -signal.SIGKILL, self._heard
+                yield rank, self._status, self._heard
 
     def signal(self, rank: int, kind: int) -> None:
         self.send(signal=rank, kind=int(kind))
 
     def trouble(self) -> str:
-        """Why the host can no longer be asked, or ""."""
+        """What happened to the host and its ranks, where it can no longer be asked, or ""."""
         return self._trouble
 
     def ours(self, at: float) -> float:
@@ -93,7 +93,7 @@ class There:
             with self._sending:
                 self._channel.send(message)
         except OSError as error:
-            self._lost(f"the connection was lost ({error.strerror})")
+            self._lost(f"was lost with its host: the connection broke ({error.strerror})")
 
     def answer(self, about: str, seconds: float) -> dict[str, Any]:
         """The next answer that has ``about``.
@@ -132,9 +132,9 @@ class There:
                 self._heard = time.monotonic()
                 for message, raw in messages:
                     self._hear(message, raw)
-            self._lost("its agent has ended, or the connection was lost")
+            self._lost("was lost with its host: its agent has ended, or the connection broke")
         except BrokenError as error:
-            self._lost(f"it sent {error}")
+            self._lost(f"was lost with its host: it sent {error}")
 
     def _hear(self, message: dict[str, Any], raw: bytes) -> None:
         if "out" in message:
@@ -147,6 +147,7 @@ class There:
         elif "file" in message:
             self._keep(message["file"], raw)
         elif "leaving" in message:
+            self._status = -int(message["signal"])
             self._lost(message["leaving"])
         else:
             with self._news:
@@ -178,7 +179,7 @@ class There:
             time.sleep(wait)
             wait = min(wait * 2, PULSE)
             if time.monotonic() - self._heard > SILENCE:
-                self._lost(f"it has said nothing for {SILENCE:.0f} s")
+                self._lost(f"was lost with its host: nothing was heard of it for {SILENCE:.0f} s")
 
     def _lost(self, why: str) -> None:
         if not self._closing and not self._trouble:

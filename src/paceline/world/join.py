@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ..cluster.links import links
+from ..cluster.links import is_here, links
 from ..cluster.who import Place, hosts_of, job_key, launched_by, tell_others
 from ..comm import backend
 from ..comm.meet import Appointment, meet
@@ -104,6 +104,10 @@ def _store(who: Place, timeout: float) -> Any:
     started = launched_by(variables) or who
     key, hosts = job_key(variables, started), hosts_of(variables, started)
     one_host = who.local_size == who.size
+    if who.rank and started.source in ("Slurm", "PALS"):
+        hosts = hosts[:1]  # rank 0 is on the first; other launchers' lists are of where it may be
+    elif who.rank and not who.local_rank:
+        hosts = [host for host in hosts if not is_here(host)]  # or our local rank were higher
     if given.get("MASTER_ADDR"):
         hosts = [given["MASTER_ADDR"]]
     elif not hosts and not one_host and "PMI_FD" in given:

@@ -1,0 +1,51 @@
+"""Which interface the ranks of several hosts talk over. Several hosts are in tests/launch."""
+
+import datetime
+import os
+import threading
+import time
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from paceline.comm.network import settle
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@pytest.fixture
+def store(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return TCPStore("127.0.0.1", 0, 3, True, datetime.timedelta(seconds=10), False)
+
+
+def client(store):
+    """A connection of its own, as every rank has one."""
+    timeout = datetime.timedelta(seconds=10)
+    return TCPStore("127.0.0.1", store.port, 3, False, timeout, False)
+
+
+def test_ranks_of_one_host_need_no_interface(store):
+    found = {}
+
+    def rank(number):
+        found[number] = settle(client(store), number, 3, 10.0)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15.0)
+    assert found == {0: "", 1: "", 2: ""}
+    assert not set(VARIABLES) & set(os.environ)
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time(store):
+    begun = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"^paceline.init: 1 of 2 ranks came within 1 s. HINT: are the others"
+    ):
+        settle(store, 0, 2, 1.0)
+    assert time.monotonic() - begun < 4.0
+    assert not set(VARIABLES) & set(os.environ)

@@ -1,0 +1,133 @@
+"""The small store of MPICH's mpiexec, Intel MPI's and Flux: against a server of it."""
+
+import socket
+import threading
+
+import pytest
+
+from paceline.comm.pmi import Pmi, from_rank_0
+
+
+class Server:
+    """What mpiexec is to its processes, as PMI 1's wire protocol has it: for each rank a socket,
+    one store for all, and barriers."""
+
+    def __init__(self, size):
+        self.store = {}
+        self.heard = [[] for _ in range(size)]  # commands of each rank
+        self._all = threading.Barrier(size)
+        pairs = [socket.socketpair() for _ in range(size)]
+        self.ends = [theirs for _, theirs in pairs]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank, ours), daemon=True)
+            for rank, (ours, _) in enumerate(pairs)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def environment(self, rank):
+        return {"PMI_FD": str(self.ends[rank].fileno()), "PMI_RANK": str(rank)}
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def _serve(self, rank, connection):
+        with connection, connection.makefile("r") as lines:
+            for line in lines:
+                said = dict(word.split("=", 1) for word in line.split())
+                self.heard[rank].append(said["cmd"])
+                answer = self._answer(said).encode() + b"\n"
+                connection.sendall(answer[:5])  # in two pieces, as a pipe may deliver it
+                connection.sendall(answer[5:])
+
+    def _answer(self, said):
+        if said["cmd"] == "init":
+            assert said["pmi_version"] == "1"
+            return "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+        if said["cmd"] == "get_my_kvsname":
+            return "cmd=my_kvsname kvsname=kvs_4_0"
+        if said["cmd"] == "barrier_in":
+            self._all.wait(5.0)
+            return "cmd=barrier_out"
+        if said["cmd"] == "finalize":
+            return "cmd=finalize_ack"
+        assert said["kvsname"] == "kvs_4_0"
+        if said["cmd"] == "put":
+            self.store[said["key"]] = said["value"]
+            return "cmd=put_result rc=0 msg=success"
+        if said["key"] in self.store:
+            return f"cmd=get_result rc=0 msg=success value={self.store[said['key']]}"
+        return "cmd=get_result rc=-1 msg=key_not_found value=unknown"
+
+
+@pytest.fixture
+def server():
+    made = []
+
+    def make(size):
+        made.append(Server(size))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_all_ranks_get_what_rank_0_says(server):
+    launcher = server(3)
+    found = {}
+
+    def rank(number):
+        found[number] = from_rank_0(
+            launcher.environment(number), number, "paceline", f"10.0.0.{number};{number}=key"
+        )
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert found == dict.fromkeys(range(3), "10.0.0.0;0=key")
+    assert launcher.store == {"paceline": "10.0.0.0;0=key"}
+    # mpiexec takes a process that leaves without its goodbye for a crash
+    assert [commands[-1] for commands in launcher.heard] == ["finalize"] * 3
+
+
+def test_a_refusal_is_shown_in_the_launchers_words(server):
+    launcher = server(1)
+    pmi = Pmi(launcher.environment(0))
+    with pytest.raises(ValueError, match=r"PMI_FD=\d+: get was answered .*'rc': '-1'.*not_found"):
+        pmi.get("nobody_put_it")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "the launcher has closed it"),
+        (b"cmd=response_to_init", "the launcher has closed it"),  # in the middle of a line
+        (b"cmd=response_to_init rc=-1\n", "init was answered"),
+        (b"cmd=init_ack pmi_version=2\n", "init was answered"),
+        (b"220 smtp ready\n", "init was answered"),
+        (b"\xff\xfe\n", "init was answered"),
+    ],
+    ids=["closed", "cut", "refused", "other", "no PMI", "no text"],
+)
+def test_what_does_not_speak_pmi_1_is_an_error(answer, said):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(answer)
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(ValueError, match=rf"PMI_FD={theirs.fileno()}: {said}"):
+            Pmi({"PMI_FD": str(theirs.fileno())})
+
+
+def test_a_descriptor_that_is_not_open_is_an_error():
+    ours, theirs = socket.socketpair()
+    number = theirs.fileno()
+    ours.close()
+    theirs.close()
+    with pytest.raises(ValueError, match=rf"PMI_FD={number}: Bad file descriptor"):
+        Pmi({"PMI_FD": str(number)})

@@ -1,0 +1,189 @@
+"""Where ``paceline run`` starts the ranks, from its options and the allocation around it."""
+
+import json
+import os
+import socket
+import subprocess
+
+import pytest
+
+import ranks
+from paceline.cluster.hosts import Host
+from paceline.launch.target import target
+
+OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
+HERE = socket.gethostname().partition(".")[0]
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_any_allocation(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith((*OUTER, "PACELINE", "OMPI_", "MPI_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def slurm(nodes, tasks):
+    """The variables of a batch script."""
+    return {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_TASKS_PER_NODE": str(tasks),
+        "SLURM_PROCID": "0",
+    }
+
+
+def run(folder, *words, **variables):
+    return subprocess.run(
+        [ranks.PACELINE, "run", *words],
+        cwd=folder,
+        env=ranks.environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_without_hosts_and_allocation_ranks_are_this_machines():
+    found = target(None, None, None)
+    assert found.tool is None
+    assert [host.devices for host in found.hosts] == [0]
+    assert found.hosts[0].numa >= 1
+
+
+def test_named_hosts_come_before_the_allocation_and_take_ssh(tmp_path, monkeypatch):
+    for name, value in slurm("node[1-4]", 8).items():
+        monkeypatch.setenv(name, value)
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("# ours\nhost1 slots=2\nhost2:3\n")
+    for hosts, path, why in (("host1:2,host2:3", None, "-H"), (None, hostfile, str(hostfile))):
+        found = target(hosts, path, None)
+        assert found.hosts == [Host("host1", 2), Host("host2", 3)]
+        assert found.tool.name == "ssh"
+        assert found.explicit
+        assert found.why == why
+
+
+def test_hosts_named_twice_over_are_refused(tmp_path):
+    script = ranks.write(tmp_path, "")
+    (tmp_path / "hosts.txt").write_text("host1\n")
+    result = run(tmp_path, "-H", "host1", "--hostfile", "hosts.txt", script)
+    assert result.returncode == 2
+    assert "-H and --hostfile both name the hosts. HINT: one of them" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("host1:2\n\n# more\nhost2:x\n", "line 4: 'host2:x': 'x' slots are not a number above 0"),
+        ("host1 slots=0\n", "line 1: 'host1 slots=0': '0' slots are not a number above 0"),
+        ("# none\n", "names no host. HINT: one host a line"),
+    ],
+    ids=["a word", "zero", "empty"],
+)
+def test_a_hostfile_with_a_mistake_names_the_line(tmp_path, text, said):
+    script = ranks.write(tmp_path, "")
+    (tmp_path / "hosts.txt").write_text(text)
+    result = run(tmp_path, "--hostfile", "hosts.txt", script)
+    assert result.returncode == 2
+    assert "hosts.txt" in result.stderr
+    assert said in result.stderr.replace("\n", " ")
+
+
+def test_a_hostfile_that_is_not_there_and_a_host_without_a_name_are_mistakes(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"none.txt can't be read: No such file or directory. HINT"
+    ):
+        target(None, tmp_path / "none.txt", None)
+    with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
+        target("host1,,host2", None, None)
+    with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
+        target("", None, None)
+
+
+def test_a_launcher_without_hosts_is_refused():
+    with pytest.raises(
+        ValueError, match=r"--launcher ssh: on which hosts. HINT: -H host1:4,host2:4"
+    ):
+        target(None, None, "ssh")
+
+
+@pytest.mark.parametrize(
+    ("by", "variables"),
+    [
+        (
+            "Slurm",
+            {
+                **slurm("node1", 2),
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NODELIST": "node1",
+            },
+        ),
+        ("Open MPI", {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}),
+    ],
+    ids=["srun", "mpirun"],
+)
+def test_one_paceline_run_of_several_that_a_launcher_started_is_refused(tmp_path, by, variables):
+    script = ranks.write(tmp_path, "open('ran', 'w')")
+    for hosts in ([], ["-H", "host1:2"]):
+        result = run(tmp_path, *hosts, script, **variables)
+        assert result.returncode == 2
+        said = " ".join(result.stderr.split())
+        assert f"{by} has started 2 copies of `paceline run`, and each would start ranks" in said
+        assert "HINT: one `paceline run SCRIPT` in the allocation starts them all" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_that_srun_started_alone_is_welcome(monkeypatch):
+    variables = {**slurm(HERE, 1), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert target(None, None, None).tool is None
+
+
+def test_an_allocation_of_this_host_alone_needs_no_tool(tmp_path):
+    """And its tasks are the ranks."""
+    script = ranks.write(
+        tmp_path,
+        """
+        import json, os
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
+        rank = os.environ["RANK"]
+        json.dump([int(os.environ[n]) for n in names], open(f"rank-{rank}", "w"))
+        """,
+    )
+    result = run(tmp_path, "--fresh", script, **slurm(HERE, 3), PATH="/usr/bin:/bin")
+    assert result.returncode == 0, result.stderr
+    found = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
+    assert found == [[rank, 3, rank, 3, 0] for rank in range(3)]
+    shown = run(tmp_path, "--show", "-n", "5", script, **slurm(HERE, 3))
+    assert shown.stdout.startswith("Slurm job 77: ranks on this machine\n")
+    assert f"5 ranks: {HERE}: 0-4\n" in shown.stdout
+    assert "starts:" not in shown.stdout
+
+
+def test_an_allocation_that_contradicts_itself_or_has_ended_is_a_mistake(tmp_path):
+    script = ranks.write(tmp_path, "")
+    result = run(tmp_path, script, **slurm("node[1-2]", 2), SLURM_JOB_NUM_NODES="3")
+    assert result.returncode == 2
+    assert "SLURM_JOB_NUM_NODES=3 beside SLURM_JOB_NODELIST=node[1-2]" in result.stderr
+    gone = str(tmp_path / "3089.server")
+    result = run(tmp_path, script, PBS_JOBID="3089.server", PBS_NODEFILE=gone)
+    assert result.returncode == 2
+    assert f"PBS_NODEFILE={gone}: No such file or directory" in result.stderr
+    assert "has the allocation ended?" in result.stderr
+
+
+def test_variables_for_all_hosts_are_given_or_set(tmp_path):
+    script = ranks.write(tmp_path, "import os; print(os.environ['A'], os.environ['B'])")
+    words = ["--fresh", "-n", "1", "--env", "A=1=2", "--env", "B", script]
+    assert run(tmp_path, *words, B="b").stdout == "1=2 b\n"
+    result = run(tmp_path, *words)
+    assert result.returncode == 2
+    assert "--env B: it is not set here. HINT: --env B=VALUE" in result.stderr
+    result = run(tmp_path, "--env", "a b=1", script)
+    assert result.returncode == 2
+    assert "--env a b=1: HINT: NAME, or NAME=VALUE" in result.stderr
