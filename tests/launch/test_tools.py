@@ -33,9 +33,9 @@ def end(started):
 
 TOOLS = {
     "blaunch": """
-        assert words[0] == "-no-shell" and words[1] in ("node1", "node2")
+        assert words[0] in ("node1", "node2")
         kept = ("PATH", "CUDA_VISIBLE_DEVICES")  # the least that a task may find
-        os.execvpe(words[2], words[2:], {name: os.environ[name] for name in kept})
+        os.execvpe(words[1], words[1:], {name: os.environ[name] for name in kept})
         """,
     "jsrun": """
         count = int(words[words.index("-n") + 1])
@@ -209,8 +209,8 @@ def test_in_an_lsf_job_blaunch_starts_an_agent_on_each_host(tmp_path, job):
     made = start(tmp_path, job, "LSF")
     assert {name for _, name, _, _ in made} == {"blaunch"}
     assert sorted(without_path(words) for _, _, words, _ in made) == [
-        ["-no-shell", "node1", *PYTHON],
-        ["-no-shell", "node2", *PYTHON],
+        ["node1", *PYTHON],
+        ["node2", *PYTHON],
     ]
     assert all(secret is None for *_, secret in made)  # it would not be needed
 

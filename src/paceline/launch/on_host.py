@@ -31,7 +31,9 @@ from .job import Job, check, preloads, threads_of
 from .server import SUBREAPER, end_children, prctl
 
 CONNECT_SECONDS = 5.0  # to each address of the launcher
-SILENCE = 300.0  # seconds without a word from the launcher: it or the network is gone
+# Without a word from the launcher: it or the network is gone. Longer than a launcher that is
+# stopped for a while (Ctrl-Z).
+SILENCE = 900.0  # seconds
 PIECE = 4 << 20  # bytes of a record's file in one message
 
 

@@ -149,6 +149,7 @@ def _begin(job: Job, hosts: list[There], interfaces: list[tuple[str, str]], run_
 
     for host in hosts:
         host.answer("ready", BEGIN_SECONDS)
+        host.watched = True
 
 
 def _variables(job: Job, run_id: str) -> dict[str, str]:

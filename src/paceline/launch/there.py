@@ -26,6 +26,7 @@ class There:
         self.hello: dict[str, Any] = {}
         self._output: Output | None = None
         self.record: Path | None = None  # where files go that the host sends
+        self.watched = False  # its silence means something: not while it imports torch
         self._channel = channel
         self._answers: deque[dict[str, Any]] = deque()
         self._deaths: deque[tuple[int, int, float]] = deque()
@@ -178,7 +179,7 @@ class There:
             self.send(ping=time.monotonic())
             time.sleep(wait)
             wait = min(wait * 2, PULSE)
-            if time.monotonic() - self._heard > SILENCE:
+            if self.watched and time.monotonic() - self._heard > SILENCE:
                 self._lost(f"was lost with its host: nothing was heard of it for {SILENCE:.0f} s")
 
     def _lost(self, why: str) -> None:

@@ -36,7 +36,7 @@ def _ssh(hosts: list[str], agent: list[str]) -> list[str]:
 
 
 def _blaunch(hosts: list[str], agent: list[str]) -> list[str]:
-    return ["blaunch", "-no-shell", *hosts, *agent]
+    return ["blaunch", *hosts, *agent]
 
 
 def _srun(hosts: list[str], agent: list[str]) -> list[str]:
