@@ -6,14 +6,14 @@ import socket
 import pytest
 
 from paceline.launch import frameworks
-from paceline.launch.frameworks import Seat, free_ports, variables
+from paceline.launch.frameworks import Worker, free_ports, variables
 
 
 def seats(*addresses):
     """Ranks side by side on hosts with these addresses."""
     hosts = list(dict.fromkeys(addresses))
     return [
-        Seat(hosts.index(address), addresses[:rank].count(address), address, 20000 + rank)
+        Worker(hosts.index(address), addresses[:rank].count(address), address, 20000 + rank)
         for rank, address in enumerate(addresses)
     ]
 
@@ -78,7 +78,7 @@ def test_a_run_inside_a_rank_does_not_keep_what_describes_the_outer_run():
 
 
 def test_a_list_of_workers_that_no_program_could_be_started_with_is_left_out():
-    many = [Seat(rank // 8, rank % 8, f"10.0.10.{rank // 8}", 20000) for rank in range(8000)]
+    many = [Worker(rank // 8, rank % 8, f"10.0.10.{rank // 8}", 20000) for rank in range(8000)]
     made = variables(many, 7999, 30000, {})
     assert "TF_CONFIG" not in made
     assert made["JAX_NUM_PROCESSES"] == "8000"

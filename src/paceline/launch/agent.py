@@ -122,12 +122,12 @@ class Agent(SimpleElasticAgent):
                 f"{spec.max_restarts})\n"
             )
         self.ranks, self.cause = [], None
-        others, coordinator = self._frameworks_seats()
+        workers, coordinator = self._workers()
         for worker in worker_group.workers:
             self.output.tails[worker.global_rank].clear()
             variables = {
                 **self._variables(worker_group, worker, attempt),
-                **frameworks.variables(others, worker.global_rank, coordinator, dict(os.environ)),
+                **frameworks.variables(workers, worker.global_rank, coordinator, dict(os.environ)),
             }
             seat = self._seats[worker.global_rank]
             # Watched from before it starts: what it says at once is not lost.
@@ -222,7 +222,7 @@ class Agent(SimpleElasticAgent):
                 if rank.running:
                     self._signal(rank, kind)
 
-    def _frameworks_seats(self) -> tuple[list[frameworks.Seat], int]:
+    def _workers(self) -> tuple[list[frameworks.Worker], int]:
         """Ports for what TensorFlow and JAX listen on: one a rank, and JAX's coordinator's."""
         counts = Counter(seat.host for seat in self._seats)
         ports = {
@@ -231,7 +231,7 @@ class Agent(SimpleElasticAgent):
         }
         coordinator = ports[0].pop()
         places = [
-            frameworks.Seat(
+            frameworks.Worker(
                 seat.host,
                 seat.local_rank,
                 self._hosts[seat.host].address,

@@ -36,8 +36,8 @@ FIRST_PORT = 10_000  # below are the ports that services are known by
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where one rank sits."""
+class Worker:
+    """Where one rank is reached."""
 
     host: int  # which host, counted from 0
     local_rank: int
@@ -46,16 +46,16 @@ class Seat:
 
 
 def variables(
-    seats: list[Seat], rank: int, coordinator: int, environment: dict[str, str]
+    workers: list[Worker], rank: int, coordinator: int, environment: dict[str, str]
 ) -> dict[str, str]:
     """What ``rank`` gets beside torchrun's variables and ``environment``.
 
-    ``seats`` are all ranks', in rank order; ``coordinator`` is one more free port on rank 0's
+    ``workers`` are all ranks', in rank order; ``coordinator`` is one more free port on rank 0's
     host. What the user has set in ``environment`` by himself (``KEPT``) is left out here, except
     inside a rank of another run, where it describes that run. So is a TF_CONFIG that is too long
     to be passed on (from about 3000 ranks).
     """
-    made = _tensorflow(seats, rank) | _jax(seats, rank, coordinator) | _horovod(seats, rank)
+    made = _tensorflow(workers, rank) | _jax(workers, rank, coordinator) | _horovod(workers, rank)
     if "PACELINE_STATUS" in environment:
         return made
     for name in KEPT:
@@ -66,34 +66,34 @@ def variables(
     return made
 
 
-def _tensorflow(seats: list[Seat], rank: int) -> dict[str, str]:
-    workers = [_joined(seat.address, seat.port) for seat in seats]
-    config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+def _tensorflow(workers: list[Worker], rank: int) -> dict[str, str]:
+    addresses = [_joined(worker.address, worker.port) for worker in workers]
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
     text = json.dumps(config, separators=(",", ":"))
     return {"TF_CONFIG": text} if len(text) <= LONGEST else {}
 
 
-def _jax(seats: list[Seat], rank: int, coordinator: int) -> dict[str, str]:
-    address = _joined(seats[0].address, coordinator)
+def _jax(workers: list[Worker], rank: int, coordinator: int) -> dict[str, str]:
+    address = _joined(workers[0].address, coordinator)
     made = {
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(len(seats)),
+        "JAX_NUM_PROCESSES": str(len(workers)),
         "JAX_PROCESS_ID": str(rank),
     }
-    if _is_number(seats[0].address):  # a name may mean another address on the host itself
+    if _is_number(workers[0].address):  # a name may mean another address on the host itself
         made["JAX_COORDINATOR_BIND_ADDRESS"] = address  # JAX's default: every interface
     return made
 
 
-def _horovod(seats: list[Seat], rank: int) -> dict[str, str]:
-    mine = seats[rank]
+def _horovod(workers: list[Worker], rank: int) -> dict[str, str]:
+    mine = workers[rank]
     # Horovod's cross communicator: the ranks with this local rank, one a host at most.
-    cross = sorted(seat.host for seat in seats if seat.local_rank == mine.local_rank)
+    cross = sorted(worker.host for worker in workers if worker.local_rank == mine.local_rank)
     numbers = {
         "RANK": rank,
-        "SIZE": len(seats),
+        "SIZE": len(workers),
         "LOCAL_RANK": mine.local_rank,
-        "LOCAL_SIZE": sum(seat.host == mine.host for seat in seats),
+        "LOCAL_SIZE": sum(worker.host == mine.host for worker in workers),
         "CROSS_RANK": cross.index(mine.host),
         "CROSS_SIZE": len(cross),
     }

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Ta
             raise ValueError(f"--launcher {launcher}: on which hosts? HINT: -H host1:4,host2:4")
         return Target([here], None, False, "no allocation, no hosts named")
     why = f"{allocation.scheduler} job {allocation.job}"
+    if allocation.ends_at is not None:
+        why += f" ({max(0.0, allocation.ends_at - time.time()) / 60:.0f} min left)"
     found = list(allocation.hosts)
     if len(found) == 1 and launcher is None and is_here(found[0].name):
         slots = found[0].slots
