@@ -55,5 +55,5 @@ def _hosts_as_new(request):
     used = "hosts" in request.fixturenames
     made = request.getfixturevalue("hosts") if used else None
     yield
-    if made:
+    if isinstance(made, bed.Hosts):  # other tests may call a parameter so
         made.restore()

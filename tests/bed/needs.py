@@ -17,6 +17,7 @@ _HOSTS = {
     "iproute2": ["ip"],
     "util-linux": ["unshare", "nsenter", "setpriv", "mount"],
     "hostname": ["hostname"],
+    "procps": ["pkill"],
 }
 _SLURM = {
     "munge": ["munged"],

@@ -2,7 +2,7 @@
 # What the cluster tests need from Debian or Ubuntu: real ssh, Slurm and MPI. Nothing is started.
 set -eu
 PACKAGES="iproute2 openssh-client openssh-server munge slurmctld slurmd slurm-client
-  slurm-wlm-torque openmpi-bin mpich"
+  slurm-wlm-torque openmpi-bin mpich procps"
 
 command -v apt-get >/dev/null || {
   echo "No apt-get here. HINT: install the like of: $(echo $PACKAGES)" >&2; exit 1; }

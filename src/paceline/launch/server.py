@@ -143,7 +143,7 @@ def _children() -> list[int]:
                 stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if stat[1] == own:
+            if len(stat) > 1 and stat[1] == own:  # empty, of one that ended as it was read
                 found.append(int(entry))
     return found
 
