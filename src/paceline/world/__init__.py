@@ -88,12 +88,12 @@ class World:
         self.precision = precision
         self._dtype = precision_of(precision, self.device)
         self._recorder = take_over() or Recorder(self.rank, self.size, enabled=record)
-        network = join(who, self._recorder, timeout)
+        joined = join(who, self._recorder, timeout)
         self._store = _own_store()
         seed_everything(seed if self.rank == 0 else mix(seed, self.rank))
         self._progress = Progress(self.rank, progress)
-        if network:
-            self._progress.say(f"{self.size} ranks ({who.source}), network {network}")
+        if joined:
+            self._progress.say(joined)
         self._warned: set[str] = set()
         phases = Phases(self._recorder)
         self._training = Training(self.rank, self.size, self.device, self._dtype, phases)

@@ -59,8 +59,9 @@ def precision_of(name: str, device: torch.device) -> torch.dtype | None:
 
 
 def join(who: Place, recorder: Recorder, timeout: float) -> str:
-    """Make the default process group, unless the script has made it already; the interface and
-    address that was chosen to reach other hosts, or ""."""
+    """Make the default process group, unless the script has made it already; for people, how
+    many ranks there are, who started them, and by which network they reach each other, where
+    that had to be found out."""
     if who.alone or dist.is_initialized():
         return ""
     backend.register(recorder)
@@ -89,7 +90,10 @@ def join(who: Place, recorder: Recorder, timeout: float) -> str:
                 f"paceline.init: {error}. HINT: start with `paceline run` or torchrun"
             ) from None
         raise
-    return network
+    started = launched_by(dict(os.environ))
+    same = started is not None and (started.rank, started.size) == (who.rank, who.size)
+    source = started.source if same and started is not None else who.source
+    return f"{who.size} ranks ({source}), network {network}" if network else ""
 
 
 def _store(who: Place, timeout: float) -> Any:
