@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..cluster.host import devices, numa_domains
 from ..cluster.who import launched_by
-from ..comm.reach import Listener, others_of, try_all, variables
+from ..comm.reach import Listener, try_all, variables
 from . import keep
 from .channel import BEGIN, BrokenError, Channel, visit
 from .frameworks import free_ports
@@ -131,9 +131,9 @@ class OnHost:
             self.selector.register(listening, selectors.EVENT_READ)
         self.say(listening=self.listener.offer())
 
-    def do_reach(self, reach: list[dict[str, Any]], me: int) -> None:
-        """Try to reach the other hosts by each of their addresses."""
-        offers = {host: reach[host] for host in others_of(me, len(reach))}
+    def do_reach(self, reach: dict[str, dict[str, Any]]) -> None:
+        """Try to reach other hosts by each of their addresses."""
+        offers = {int(host): offer for host, offer in reach.items()}
         self.say(reached=try_all(offers, self.listener))
 
     def do_begin(

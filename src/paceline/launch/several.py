@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, replace
 
 from ..cluster.hosts import Host
-from ..comm.reach import choose
+from ..comm.reach import choose, others_of
 from . import keep
 from .contact import Contact
 from .interrupt import Interrupt
@@ -127,7 +127,8 @@ def _reach(hosts: list[There]) -> list[tuple[str, str]]:
         host.send(listen=named)
     offers = [host.answer("listening", REACH_SECONDS)["listening"] for host in hosts]
     for me, host in enumerate(hosts):
-        host.send(reach=offers, me=me)
+        others = others_of(me, len(hosts))
+        host.send(reach={str(other): offers[other] for other in others})
     tried = {
         me: {int(k): v for k, v in host.answer("reached", REACH_SECONDS)["reached"].items()}
         for me, host in enumerate(hosts)
