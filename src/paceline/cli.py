@@ -168,7 +168,7 @@ def run(
         typer.echo(f"paceline: {mistake}", err=True)
         code = 2
     except KeyboardInterrupt:
-        typer.echo("paceline: interrupted before the ranks started", err=True)
+        typer.echo("paceline: interrupted", err=True)
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()

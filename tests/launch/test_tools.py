@@ -191,7 +191,7 @@ def start(folder, job, name):
 
 
 def without_address(words):
-    """The words of a call, without the path that PYTHONPATH has, and where the launcher is."""
+    """The words of a call, without the variables that travel, and where the launcher is."""
     *words, option, where = words
     assert option == "--connect"
     for pair in where.split(";"):
@@ -202,7 +202,7 @@ def without_address(words):
 
 
 def without_path(words):
-    return [w for w in words if w != "env" and not w.startswith("PYTHONPATH=")]
+    return [w for w in words if w != "env" and not re.match(r"(PYTHON\w*|LD_LIBRARY_PATH)=", w)]
 
 
 def test_in_an_lsf_job_blaunch_starts_an_agent_on_each_host(tmp_path, job):

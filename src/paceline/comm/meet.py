@@ -144,7 +144,7 @@ class _Doorman:
         try:
             said = json.loads(_line(visitor, KNOCK_SECONDS))
             rank = int(said["rank"])
-            if said["tag"] != self.when.tag or rank not in self.missing:
+            if said["tag"] != self.when.tag or not 0 < rank < self.when.size:
                 raise ValueError
             visitor.sendall(self.when.tag.encode() + b"\n")
         except (OSError, ValueError, TypeError, KeyError, RecursionError):

@@ -7,6 +7,7 @@ Only what a meeting needs: one value from rank 0 to all.
 """
 
 import os
+import select
 from collections.abc import Mapping
 
 MOST = 1024  # bytes of a line
@@ -15,8 +16,9 @@ MOST = 1024  # bytes of a line
 class Pmi:
     """The process's connection. Raises ValueError where the other side does not speak PMI 1."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], timeout: float = 600.0) -> None:
         self._fd = int(environment["PMI_FD"])
+        self._timeout = timeout
         self._buffer = b""
         self._ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
         self._name = self._ask("get_my_kvsname", "my_kvsname")["kvsname"]
@@ -47,7 +49,14 @@ class Pmi:
         return answer
 
     def _line(self) -> str:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
         while b"\n" not in self._buffer:
+            if not poll.poll(self._timeout * 1000):
+                raise ValueError(
+                    f"PMI_FD={self._fd}: the launcher has not answered for {self._timeout:.0f} s. "
+                    "HINT: do all ranks call paceline.init()?"
+                )
             data = os.read(self._fd, MOST)
             if not data:
                 raise ValueError(f"PMI_FD={self._fd}: the launcher has closed it")
@@ -56,9 +65,11 @@ class Pmi:
         return line.decode(errors="replace")
 
 
-def from_rank_0(environment: Mapping[str, str], rank: int, key: str, value: str) -> str:
-    """Rank 0's ``value`` on all ranks."""
-    pmi = Pmi(environment)
+def from_rank_0(
+    environment: Mapping[str, str], rank: int, key: str, value: str, timeout: float = 600.0
+) -> str:
+    """Rank 0's ``value`` on all ranks. ValueError where some don't come within ``timeout``."""
+    pmi = Pmi(environment, timeout)
     if rank == 0:
         pmi.put(key, value)
     pmi.barrier()

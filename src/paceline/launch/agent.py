@@ -53,7 +53,7 @@ class Host(Protocol):
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None: ...
     def deaths(self) -> Iterator[tuple[int, int, float]]: ...
     def signal(self, rank: int, kind: int) -> None: ...
-    def trouble(self) -> str: ...  # why it can no longer be asked, or ""
+    def why(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
     def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
 
 
@@ -254,7 +254,7 @@ class Agent(SimpleElasticAgent):
                 rank = self.ranks[number] if number < len(self.ranks) else None
                 if rank is not None and rank.running:
                     rank.exit_code, rank.ended_at = status, at
-                    rank.lost = host.trouble()
+                    rank.lost = host.why(number)
 
     def hear(self, number: int, message: dict[str, Any]) -> None:
         """What a rank tells the launcher; called from the output's thread."""
@@ -265,7 +265,10 @@ class Agent(SimpleElasticAgent):
         elif rank is not None and "finished" in message:
             rank.finished, rank.finished_at = message["finished"], time.monotonic()
         elif "summary" in message and self.summary is not None:
-            self.summary.write_text(message["summary"])
+            try:
+                self.summary.write_text(message["summary"])
+            except OSError as error:
+                self.output.say(f"paceline: --json {self.summary}: {error.strerror}\n")
 
     def _settle(self) -> None:
         """A failure is known; give an earlier one a moment to become known as well."""

@@ -60,6 +60,12 @@ class Channel:
         while view:
             view = view[os.write(self._outlet, view) :]
 
+    def has_room(self) -> bool:
+        """Whether a short message can be sent without waiting for the reader."""
+        poll = select.poll()
+        poll.register(self._outlet, select.POLLOUT)
+        return bool(poll.poll(0))
+
     def take(self) -> list[tuple[dict[str, Any], bytes]] | None:
         """The messages that are there once the descriptor is readable; None at the end.
 

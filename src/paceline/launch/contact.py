@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from ..cluster.links import is_here, links
 from .channel import Channel, new_secret, welcome
 from .there import There
 from .tools import Tool
+from .travel import as_after_login, early
 
 START_SECONDS = 120.0  # for an agent's first word; a Python from a slow file system takes long
 SAY_SECONDS = 10.0  # between two lines about who is still waited for
@@ -28,7 +29,7 @@ EXPLAINED = (
         "its host key was never seen, or has changed. HINT: run `ssh {host}` once by hand",
     ),
     (
-        "Permission denied",
+        r"Permission denied \(",
         "ssh refused our key. HINT: `ssh {host}` must work without a password (ssh-copy-id)",
     ),
     (
@@ -40,7 +41,12 @@ EXPLAINED = (
         "{python} is there, but has no Paceline. HINT: the same virtual environment on all hosts",
     ),
     (
-        "(not found|No such file or directory)",
+        "error while loading shared libraries",
+        "{python} does not start there ({said}). HINT: LD_LIBRARY_PATH travels; is the library "
+        "on that host?",
+    ),
+    (
+        "{python}.*(not found|No such file or directory)",
         "there is no {python}. HINT: the same virtual environment on all hosts, at the same path",
     ),
 )
@@ -54,6 +60,7 @@ class Contact:
         self.hosts: list[There] = []
         self._started: list[_Started] = []
         self._closing = False
+        self._twice: int | None = None
 
     def make(self) -> list[There]:
         """Start an agent on every host; the hosts in their order.
@@ -61,38 +68,72 @@ class Contact:
         Raises ValueError where one does not answer: in the tool's own words where it has some.
         """
         if self.tool.one_call_a_host:
-            with ThreadPoolExecutor(32) as pool:
-                try:
-                    found = list(pool.map(self._alone, self.names))
-                except BaseException:  # Ctrl-C: nobody is waited for
-                    self._closing = True
-                    for started in self._started:
-                        started.process.kill()
-                    raise
-            mistakes = [str(answer) for answer in found if isinstance(answer, ValueError)]
-            self.hosts = [answer for answer in found if isinstance(answer, There)]
-            if mistakes:
-                raise ValueError("\n".join(dict.fromkeys(mistakes)))
+            self._each_alone()
         else:
             self._together()
         for host in self.hosts:
             host.hello = host.answer("hello", START_SECONDS)["hello"]
+        if not self.tool.one_call_a_host:
+            self.hosts = in_order(self.hosts, self.names)
         return self.hosts
 
     def close(self) -> None:
         """Close the channels, whereupon agents end, and end the tools."""
+        self._closing = True
         for host in self.hosts:
             host.close()
+        deadline = time.monotonic() + 5.0  # they end by themselves when their agents do
         for started in self._started:
-            started.end()
+            started.wait_until(deadline)
+        for ask in ("terminate", "kill"):
+            left = [started for started in self._started if started.process.poll() is None]
+            for started in left:
+                getattr(started.process, ask)()
+            for started in left:
+                started.wait_until(time.monotonic() + 5.0)
+        self._show_words()
+
+    def _show_words(self) -> None:
+        """What agents had to say to people, and where a host was lost all that was said."""
+        lost = any(host.trouble for host in self.hosts)
+        for started in self._started:
+            lines = [line for line in started.new_words() if lost or line.startswith("paceline:")]
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+    def _each_alone(self) -> None:
+        """A call for each host, many at the same time."""
+        pool = ThreadPoolExecutor(64)
+        calls = {pool.submit(self._alone, name): name for name in self.names}
+        try:
+            waiting = set(calls)
+            while waiting:
+                done, waiting = wait(waiting, SAY_SECONDS, FIRST_COMPLETED)
+                if not done:
+                    some = sorted(calls[call] for call in waiting)
+                    more = f" and {len(some) - 8} more" if len(some) > 8 else ""
+                    sys.stderr.write(f"paceline: waiting for {', '.join(some[:8])}{more} ...\n")
+        except BaseException:  # Ctrl-C: nobody is waited for
+            self._closing = True
+            for started in self._started:
+                started.process.kill()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        answers = [call.result() for call in calls]
+        self.hosts = [answer for answer in answers if isinstance(answer, There)]
+        mistakes = [str(answer) for answer in answers if isinstance(answer, ValueError)]
+        if mistakes:
+            raise ValueError("\n".join(list(dict.fromkeys(mistakes))[:8]))
 
     def _alone(self, name: str) -> There | ValueError:
         """The agent of one host, over the standard input and output of a call."""
         if self._closing:
             return ValueError("interrupted")
-        agent = agent_command()
-        command = agent if is_here(name) else self.tool.command([name], agent)
-        started = _Started(command, None, piped=True)
+        agent = agent_command(self.tool)
+        if is_here(name):
+            started = _Started(agent, as_after_login(), piped=True)
+        else:
+            started = _Started(self.tool.command([name], agent), None, piped=True)
         self._started.append(started)
         process = started.process
         assert process.stdin is not None
@@ -103,7 +144,7 @@ class Contact:
         if channel.skip_greeting(START_SECONDS) is None:
             channel.close()
             return ValueError(f"{name}: {explained(name, started.last_words())}")
-        return There(name, channel)
+        return There(name, channel, process.kill)
 
     def _together(self) -> None:
         """The agents that one call starts: they connect to us."""
@@ -114,13 +155,15 @@ class Contact:
         where = ";".join(f"{address},{port}" for address in addresses)
         variables = {k: v for k, v in os.environ.items() if k not in self.tool.without}
         variables["PACELINE_SECRET"] = secret
-        command = self.tool.command(self.names, [*agent_command(), "--connect", where])
+        command = self.tool.command(self.names, [*agent_command(self.tool), "--connect", where])
         started = _Started(command, variables)
         self._started.append(started)
         found: dict[int, There] = {}
         with listening:
-            self._accept(listening, secret, started, found)
-        self.hosts = [found[place] for place in sorted(found)]
+            try:
+                self._accept(listening, secret, started, found)
+            finally:
+                self.hosts = [found[place] for place in sorted(found)]
 
     def _accept(
         self, listening: socket.socket, secret: str, started: "_Started", found: dict[int, There]
@@ -128,11 +171,17 @@ class Contact:
         selector = selectors.DefaultSelector()
         selector.register(listening, selectors.EVENT_READ)
         begun = said = time.monotonic()
-        with ThreadPoolExecutor(16) as pool:
+        with ThreadPoolExecutor(64) as pool:
             while len(found) < len(self.names):
                 if selector.select(0.2):
                     visitor, _ = listening.accept()
                     pool.submit(self._admit, visitor, secret, found)
+                if self._twice is not None:
+                    raise ValueError(
+                        f"two agents say that they are number {self._twice}: {self.tool.name} does "
+                        "not tell its processes apart by a variable that is known here. HINT: "
+                        "--launcher ssh"
+                    )
                 if started.process.poll() is not None:
                     words = started.last_words()
                     raise ValueError(f"{self.tool.name} has ended: {words or 'without a word'}")
@@ -146,20 +195,22 @@ class Contact:
                     )
                 if now - said > SAY_SECONDS:
                     said = now
-                    waiting = f"paceline: waiting for {', '.join(missing[:8])} ...\n"
-                    sys.stderr.write(waiting + started.said_since())
+                    sys.stderr.write(f"paceline: waiting for {', '.join(missing[:8])} ...\n")
+                    sys.stderr.write("".join(f"  {line}\n" for line in started.new_words()))
 
     def _admit(self, visitor: socket.socket, secret: str, found: dict[int, There]) -> None:
         """A visitor that knows the secret is the agent of one of the hosts."""
         channel = welcome(visitor, secret)
         if channel is None:
             return  # whoever it was, it is none of ours
-        host = There("", channel)
+        host = There("", channel, channel.close)
         try:
             place = int(host.answer("place", START_SECONDS)["place"])
         except (ValueError, TypeError):
             host.close()
             return
+        if place in found:
+            self._twice = place
         if place < len(self.names):
             host.name = self.names[place]
             found[place] = host
@@ -199,34 +250,56 @@ class _Started:
             pass
         return "\n".join(line for line in self.words if line)
 
-    def said_since(self) -> str:
-        """Its words since the last call."""
+    def new_words(self) -> list[str]:
+        """Its lines since the last call."""
         new = list(self.words)[self.shown :]
         self.shown = len(self.words)
-        return "".join(f"  {line}\n" for line in new)
+        return new
 
-    def end(self) -> None:
-        """It ends by itself when its agents do; else it is asked, and killed."""
-        for ask in (None, self.process.terminate, self.process.kill):
-            if ask is not None:
-                ask()
-            try:
-                self.process.wait(5.0)
-                return
-            except subprocess.TimeoutExpired:
-                continue
+    def wait_until(self, deadline: float) -> None:
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+            self._reader.join(1.0)
+        except subprocess.TimeoutExpired:
+            pass
 
 
-def agent_command() -> list[str]:
-    """This Python, with the modules that this process finds."""
+def in_order(hosts: list[There], names: list[str]) -> list[There]:
+    """The agents in the order of the hosts' names, where these are what the hosts call
+    themselves: tools order hosts as they like. Else in the tool's order, under their own names,
+    unless all have the same."""
+    own = [_short(host.hello["name"]) for host in hosts]
+    wanted = [_short(name) for name in names]
+    if len(set(own)) < len(own):
+        return hosts
+    if set(own) == set(wanted):
+        by_name = dict(zip(own, hosts, strict=True))
+        hosts = [by_name[name] for name in wanted]
+        for host, name in zip(hosts, names, strict=True):
+            host.name = name
+        return hosts
+    for host in hosts:
+        host.name = host.hello["name"]
+    return hosts
+
+
+def _short(name: str) -> str:
+    return name.rpartition("@")[2].partition(".")[0]
+
+
+def agent_command(tool: Tool) -> list[str]:
+    """This Python; with what it reads from the environment before anything else, where the tool
+    does not pass that on."""
     command = [sys.executable, "-P", "-m", "paceline.launch.on_host"]
-    path = os.environ.get("PYTHONPATH")
-    return ["env", f"PYTHONPATH={path}", *command] if path else command
+    passed = {} if tool.passes_environment else early()
+    variables = [f"{name}={value}" for name, value in passed.items()]
+    return ["env", *variables, *command] if variables else command
 
 
 def explained(host: str, said: str) -> str:
     """A failed call's words, with what helps."""
-    for pattern, told in EXPLAINED:
+    for known, told in EXPLAINED:
+        pattern = known.replace("{python}", re.escape(sys.executable))
         if re.search(pattern, said):
             line = next((x for x in said.splitlines() if re.search(pattern, x)), said)
             return told.format(host=host, python=shlex.quote(sys.executable), said=line.strip())

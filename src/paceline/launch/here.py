@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ..comm.reach import listen_on
 from .frameworks import free_ports
+from .keep import note_attempt
 from .server import MESSAGE_BYTES, kill_group
 
 
@@ -89,6 +90,9 @@ class Here:
         self._running: set[int] = set()
         self._early: list[dict[str, Any]] = []  # deaths, not yet told
         self._store: Any = None
+        self._attempt = ""
+        self.ready = False  # the server has imported what the ranks need; deaths() sees it
+        self.gone = False  # the server has ended
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -128,7 +132,9 @@ class Here:
         return free_ports(count)
 
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None:
-        """Fork a rank. Raises ValueError for an environment that is too large."""
+        """Fork a rank. Raises ValueError for an environment that is too large, OSError where
+        descriptors run out, RuntimeError where the rank server has ended."""
+        self._note_attempt(variables["TORCHELASTIC_RESTART_COUNT"])
         pipes = [os.pipe() for _ in range(3)]
         environment = {**self._environment, **variables}
         message = {"environment": environment, "cpus": self._cpus[local_rank]}
@@ -150,6 +156,12 @@ class Here:
         self._pids[rank] = int(reply["pid"])
         self._running.add(rank)
 
+    def _note_attempt(self, number: str) -> None:
+        """For the records: which attempt was the last, also where a rank never wrote of it."""
+        if number != self._attempt:
+            self._attempt = number
+            note_attempt(Path(self._environment["PACELINE_RECORD"]), int(number))
+
     def deaths(self) -> Iterator[tuple[int, int, float]]:
         """(rank, exit code or minus the signal, when on the monotonic clock) of those that have
         ended since the last call."""
@@ -164,8 +176,10 @@ class Here:
         finally:
             self._channel.setblocking(True)
         ranks = {self._pids[rank]: rank for rank in self._running}
+        self.gone = self.gone or gone
         for message in messages:
-            if message["died"] in ranks:
+            self.ready = self.ready or "ready" in message
+            if message.get("died") in ranks:
                 rank = ranks[message["died"]]
                 self._running.discard(rank)
                 yield rank, message["status"], message["at"]
@@ -181,7 +195,7 @@ class Here:
         elif rank in self._running:
             os.kill(self._pids[rank], kind)  # not reaped before we have heard of its end
 
-    def trouble(self) -> str:
+    def why(self, rank: int) -> str:
         return ""  # this host can always be asked
 
     def ours(self, at: float) -> float:

@@ -7,6 +7,33 @@ the import system the exception is swallowed. So it is also remembered, and aske
 import signal
 from types import FrameType
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class TerminatedError(Exception):
+    """A signal asks the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def raise_on_end() -> None:
+    """From now on SIGTERM and SIGHUP raise TerminatedError, the first time."""
+    for number in ENDING:
+        signal.signal(number, _terminate)
+
+
+def no_longer_end() -> None:
+    """What is left to do takes little: no signal breaks it off."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _terminate(number: int, _: FrameType | None) -> None:
+    no_longer_end()
+    raise TerminatedError(number)
+
 
 class Interrupt:
     """Handles SIGINT from its making on, unless the process was started to ignore it."""

@@ -72,6 +72,11 @@ def check(job: Job) -> bytes:
         )
     if job.record is not None:
         keep.check(job.record)
+    if job.summary is not None and not job.summary.absolute().parent.is_dir():
+        raise ValueError(
+            f"--json {job.summary}: there is no folder {job.summary.absolute().parent}. "
+            "HINT: make it, or another path"
+        )
     path = _module_file(job.name) if job.module else _script_file(job.name)
     try:
         source = path.read_bytes()

@@ -18,6 +18,7 @@ from typing import Any
 from ..record.states import State
 
 PROMISE = "keep.json"
+ATTEMPT = "attempt"
 
 
 def check(target: Path) -> None:
@@ -95,17 +96,34 @@ def label(target: Path, command: list[str], run: str) -> None:
     (target / "run.json").write_text(json.dumps(about, indent=1))
 
 
-def promise_to(folder: Path, target: Path) -> None:
-    """The records in ``folder`` go to ``target`` when it is cleared."""
-    (folder / PROMISE).write_text(json.dumps({"target": str(target.absolute())}))
+def promise_to(folder: Path, target: Path, sent: bool = False) -> None:
+    """The records in ``folder`` go to ``target`` when it is cleared; with ``sent``, to be sent
+    on from there to another host, by the process that this one is cleared for."""
+    promise = {"target": str(target.absolute()), "sent": sent}
+    (folder / PROMISE).write_text(json.dumps(promise))
 
 
-def clear(folder: Path) -> None:
+def note_attempt(folder: Path, number: int) -> None:
+    """Attempt ``number`` begins: only its records are the run's."""
+    try:
+        (folder / ATTEMPT).write_text(str(number))
+    except OSError:
+        pass  # the records themselves say it too, nearly always
+
+
+def clear(folder: Path, orphan: bool = False) -> None:
     """Copy the records in the job's folder to where they were promised, and remove it; never
-    raises. A folder whose promise can't be kept stays, and is named."""
+    raises. A folder whose promise can't be kept stays, and is named. orphan: nobody is left who
+    would send them on."""
     if (folder / PROMISE).exists():
         try:
-            target = Path(json.loads((folder / PROMISE).read_text())["target"])
+            promise = json.loads((folder / PROMISE).read_text())
+            target = Path(promise["target"])
+            if orphan and promise.get("sent"):
+                sys.stderr.write("paceline: the records of this host are lost with its agent\n")
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                return
             target.mkdir(parents=True, exist_ok=True)  # the script may have removed it
             _copy(folder, target)
         except Exception as error:
@@ -135,7 +153,8 @@ def _copy(folder: Path, target: Path) -> None:
         if key not in found or told > found[key][0]:
             found[key] = (told, int(record.meta["size"]), path, data)
     sizes = {size for told, size, _, _ in found.values() if told}
-    last = max((attempt for attempt, _ in found), default=0)
+    noted = (folder / ATTEMPT).read_text() if (folder / ATTEMPT).exists() else "0"
+    last = max([int(noted), *(attempt for attempt, _ in found)])
     for (attempt, rank), (told, size, path, data) in found.items():
         if not told and sizes and size not in sizes:
             continue

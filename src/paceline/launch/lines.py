@@ -121,7 +121,8 @@ class Output:
         if stream == STATUS:
             *lines, self._status[rank] = (self._status.get(rank, b"") + data).split(b"\n")
             for line in lines:
-                self._hear(rank, json.loads(line))
+                with contextlib.suppress(ValueError):  # not ours: a script has found the pipe
+                    self._hear(rank, json.loads(line))
             if not data:
                 self._status.pop(rank, None)
             return

@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,6 +99,10 @@ class OnHost:
             getattr(self, "do_" + next(iter(message)))(**message)
         except ValueError as mistake:
             self.say(mistake=str(mistake))
+        except GoneError:
+            raise
+        except Exception as error:  # a torch that can't be imported, say: the launcher tells it
+            self.say(mistake=f"{type(error).__name__}: {error}")
 
     def say(self, raw: bytes = b"", **message: Any) -> None:
         try:
@@ -139,7 +144,8 @@ class OnHost:
     def do_begin(
         self, begin: dict[str, str], interface: str, address: str, record: str | None
     ) -> None:
-        """Import torch and fork the rank server. begin: variables of every rank."""
+        """Import torch and fork the rank server. begin: variables of every rank. "ready" is
+        said once the server has imported what the ranks need."""
         assert self.job is not None
         self._stop_listening()
         threads_of(self.job)
@@ -157,8 +163,7 @@ class OnHost:
         )
         self.here = Here(self.server, environment, self.job.cpus(), address)
         self.here.show(self)
-        self.selector.register(self.here, selectors.EVENT_READ)
-        self.say(ready=True)
+        self.selector.register(self.here, selectors.EVENT_READ)  # which says when it is ready
 
     def do_store(self, store: int | None) -> None:
         assert self.here is not None
@@ -173,7 +178,10 @@ class OnHost:
 
     def do_start(self, start: int, local_rank: int, variables: dict[str, str]) -> None:
         assert self.here is not None
-        self.here.start(start, local_rank, variables)
+        try:
+            self.here.start(start, local_rank, variables)
+        except (ValueError, OSError, RuntimeError) as error:
+            self.say(died=start, status=1, at=time.monotonic(), why=f"was not started: {error}")
 
     def do_signal(self, signal: int, kind: int) -> None:
         assert self.here is not None
@@ -182,7 +190,7 @@ class OnHost:
     def do_end(self, end: float) -> None:
         """All is over: end what is left, keep the records, and say so."""
         self.finish(end)
-        self._send_kept()
+        self.send_kept()
         self.say(ended=True)
         self.over = True
 
@@ -191,10 +199,12 @@ class OnHost:
     def finish(self, grace: float) -> None:
         """End the ranks, and the rank server with all that they left."""
         self._stop_listening()
-        if self.here is not None and self.server is not None:
-            self.selector.unregister(self.here)
-            self.server.end(grace)
-            self.here = self.server = None
+        here, server = self.here, self.server
+        self.here = self.server = None  # a signal meanwhile comes here again
+        if here is not None and server is not None:
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(here)
+            server.end(grace)
         end_children(0.0)  # nobody, unless the rank server itself was killed
         if self.folder is not None and self.folder.exists():
             keep.clear(self.folder)
@@ -204,20 +214,28 @@ class OnHost:
         assert self.folder is not None
         try:
             shared = json.loads((record / "run.json").read_text())["run"] == run
+            with tempfile.TemporaryFile(dir=record):
+                pass  # here it can be written, too
         except (OSError, ValueError, KeyError):
             shared = False
         if not shared:
             record = self.kept = keep.job_folder()
-        keep.promise_to(self.folder, record)
+        keep.promise_to(self.folder, record, sent=not shared)
 
-    def _send_kept(self) -> None:
-        if self.kept is None:
+    def send_kept(self) -> None:
+        """Send the records that lie here only, and remove them, also where nobody takes them."""
+        kept, self.kept = self.kept, None
+        if kept is None:
             return
-        for path in sorted(self.kept.rglob("rank-*")):
-            name, data = str(path.relative_to(self.kept)), path.read_bytes()
-            for start in range(0, len(data), PIECE):
-                self.say(data[start : start + PIECE], file=name)
-        keep.clear(self.kept)
+        try:
+            for path in sorted(kept.rglob("rank-*")):
+                name, data = str(path.relative_to(kept)), path.read_bytes()
+                for start in range(0, len(data), PIECE):
+                    piece = data[start : start + PIECE]
+                    last = start + PIECE >= len(data)
+                    self.say(piece, file=name, start=start, last=last)
+        finally:
+            keep.clear(kept)
 
     def _stop_listening(self) -> None:
         if self.listener is not None:
@@ -252,12 +270,18 @@ class OnHost:
     def _tell_deaths(self) -> None:
         """A rank's last words come before its death."""
         assert self.here is not None
+        was_ready = self.here.ready
         for rank, status, at in self.here.deaths():
             for pipe in [p for p, (writer, _) in self.pipes.items() if writer == rank]:
                 for _ in range(256):  # a process that it left may go on writing for ever
                     if not self._pass_on(pipe):
                         break
             self.say(died=rank, status=status, at=at)
+        if self.here.ready and not was_ready:
+            self.say(ready=True)
+        if self.here.gone:
+            self.selector.unregister(self.here)
+            self.say(mistake="the process that ranks are forked from has ended")
 
 
 check_job = check  # a message's name too
@@ -333,10 +357,15 @@ def _work() -> int:
     except GoneError as end:
         with contextlib.suppress(GoneError):
             agent.say(leaving=end.told, signal=end.number)
+        agent.finish(2.0)
+        with contextlib.suppress(GoneError):
+            agent.send_kept()
         return 1
-    finally:
-        if not isinstance(sys.exception(), InServer):
-            agent.finish(2.0)
+    except InServer:
+        raise
+    except BaseException:
+        agent.finish(2.0)
+        raise
 
 
 def main() -> None:

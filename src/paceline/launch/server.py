@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from . import keep
 
 PARENT_DEATH_SIGNAL, SUBREAPER = 1, 36  # of prctl
-MESSAGE_BYTES = 1 << 18
+MESSAGE_BYTES = 180_000  # the kernel takes no longer one unless told to
 
 
 def prctl(option: int, value: int) -> None:
@@ -51,6 +51,7 @@ def serve(channel: socket.socket, folder: Path) -> Start:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
     ranks: set[int] = set()
+    _send(channel, {"ready": True})
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
         if wake_out in ready:
@@ -62,9 +63,9 @@ def serve(channel: socket.socket, folder: Path) -> Start:
             data, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
         except ConnectionError:
             data, fds = b"", []
-        message: dict[str, Any] = json.loads(data) if data else {"end": 0.0}
+        message: dict[str, Any] = json.loads(data) if data else {"end": 0.0, "orphan": True}
         if "end" in message:
-            _end(folder, float(message["end"]))
+            _end(folder, float(message["end"]), "orphan" in message)
         start = Start(message["environment"], message["cpus"], (fds[0], fds[1], fds[2]))
         pid = os.fork()
         if pid == 0:
@@ -101,11 +102,11 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         pass  # the agent has gone: the next receive says so
 
 
-def _end(folder: Path, grace: float) -> NoReturn:
+def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
     """Kill whatever is left, and end."""
     signal.set_wakeup_fd(-1)
     end_children(grace)
-    keep.clear(folder)
+    keep.clear(folder, orphan)
     os._exit(0)
 
 

@@ -3,6 +3,7 @@
 import os
 import resource
 import secrets
+import signal
 import sys
 import time
 from dataclasses import asdict, replace
@@ -11,24 +12,20 @@ from ..cluster.hosts import Host
 from ..comm.reach import choose, others_of
 from . import keep
 from .contact import Contact
-from .interrupt import Interrupt
+from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .job import Job, check
 from .layout import counts, seats, told
 from .local import tell
 from .server import SUBREAPER, end_children, prctl
-from .there import There
+from .there import SilentError, There
 from .tools import Tool
+from .travel import travelling
 
 CHECK_SECONDS = 60.0
 REACH_SECONDS = 30.0
 BEGIN_SECONDS = 300.0  # importing torch from a file system that all hosts read at once
-END_SECONDS = 60.0  # records travel
-# Variables that travel to hosts whose tool does not pass the environment on.
-TRAVEL = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PACELINE_TRIAL", "LANG", "TZ", "NO_COLOR")
-TRAVEL_PREFIXES = (
-    *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "NCCL_"),
-    *("GLOO_", "UCX_", "FI_", "CONDA_", "LC_", "HF_", "TF_", "JAX_", "XLA_", "PBS_"),
-)
+END_SECONDS = 600.0  # records travel, or go to a slow file system
+SAY_SECONDS = 10.0
 
 
 def run(
@@ -52,31 +49,54 @@ def run(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each host
     prctl(SUBREAPER, 1)
     interrupt = Interrupt()
+    raise_on_end()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # until there are ranks to pass them on to
+        signal.signal(number, signal.SIG_IGN)
     started = time.monotonic_ns()
     contact = Contact(tool, [host.name for host in hosts])
     try:
-        found = contact.make()
-        _same_versions(found)
-        on_each = _counts(hosts, found, ranks, explicit)
-        there = [host for host, count in zip(found, on_each, strict=True) if count]
-        on_each = [count for count in on_each if count]
-        if not tool.passes_environment:
-            environment = {**_travelling(), **environment}
-        _check(job, there, on_each, environment)
-        interfaces = _reach(there)
-        run_id = secrets.token_hex(6)
-        _begin(job, there, interfaces, run_id)
-        _say(there, on_each, interfaces, tool)
+        there, on_each = _ready(job, contact, hosts, ranks, explicit, environment)
         from .watch import watch
 
-        code = watch(job, there, seats(on_each), run_id, started, interrupt)
-        _end(there)
+        run_id = there[0].run
+        try:
+            code = watch(job, there, seats(on_each), run_id, started, interrupt)
+        finally:
+            _end(there)
+    except TerminatedError as end:
+        name = signal.Signals(end.number).name
+        sys.stderr.write(f"paceline: {name} before the ranks started\n")
+        return 128 + end.number
     finally:
+        no_longer_end()
         contact.close()
         end_children(0.0)
     if job.record is not None:
         tell(job, job.record, code)
     return code
+
+
+def _ready(
+    job: Job,
+    contact: Contact,
+    hosts: list[Host],
+    ranks: int | None,
+    explicit: bool,
+    environment: dict[str, str],
+) -> tuple[list[There], list[int]]:
+    """The hosts that get ranks, ready to start them, and how many each."""
+    found = contact.make()
+    _same_versions(found)
+    on_each = _counts(hosts, found, ranks, explicit)
+    there = [host for host, count in zip(found, on_each, strict=True) if count]
+    on_each = [count for count in on_each if count]
+    if not contact.tool.passes_environment:
+        environment = {**travelling(), **environment}
+    _check(job, there, on_each, environment)
+    interfaces = _reach(there)
+    _begin(job, there, interfaces, secrets.token_hex(6))
+    _say(there, on_each, interfaces, contact.tool)
+    return there, on_each
 
 
 def _same_versions(hosts: list[There]) -> None:
@@ -144,7 +164,7 @@ def _begin(job: Job, hosts: list[There], interfaces: list[tuple[str, str]], run_
         record = str(job.record.absolute())
     variables = _variables(job, run_id)
     for host, (interface, address) in zip(hosts, interfaces, strict=True):
-        host.address, host.record = address, job.record
+        host.address, host.record, host.run = address, job.record, run_id
         host.send(begin=variables, interface=interface, address=address, record=record)
     import torch.distributed.elastic.agent.server  # noqa: F401
 
@@ -178,33 +198,14 @@ def _end(hosts: list[There]) -> None:
     for host in hosts:
         host.send(end=2.0)
     for host in hosts:
-        try:
-            host.answer("ended", END_SECONDS)
-        except ValueError as trouble:
-            if host.trouble():
-                continue  # said already, where a rank was lost with it
-            sys.stderr.write(f"paceline: {trouble}\n")
-
-
-def _travelling() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in TRAVEL or name.startswith(TRAVEL_PREFIXES)
-    }
-
-
-def named(wanted: list[str]) -> dict[str, str]:
-    """``--env NAME`` and ``--env NAME=VALUE`` as variables.
-
-    Raises ValueError for a name without a value here.
-    """
-    found = {}
-    for text in wanted:
-        name, given, value = text.partition("=")
-        if not name.isidentifier():
-            raise ValueError(f"--env {text}: HINT: NAME, or NAME=VALUE")
-        if not given and name not in os.environ:
-            raise ValueError(f"--env {name}: it is not set here. HINT: --env {name}=VALUE")
-        found[name] = value if given else os.environ[name]
-    return found
+        waited = 0.0
+        while not host.trouble and waited < END_SECONDS:
+            try:
+                host.answer("ended", SAY_SECONDS)
+                break
+            except SilentError:
+                waited += SAY_SECONDS
+                sys.stderr.write(f"paceline: waiting for {host.name} to end ...\n")
+            except ValueError as mistake:
+                if not host.trouble:  # that has been told where its ranks were lost
+                    sys.stderr.write(f"paceline: {mistake}\n")

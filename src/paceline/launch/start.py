@@ -9,6 +9,7 @@ from . import local, several
 from .job import Job, check
 from .layout import counts
 from .target import shown, target
+from .travel import named
 
 
 def start(
@@ -24,7 +25,7 @@ def start(
 
     Raises ValueError for the user's mistakes.
     """
-    environment = several.named(variables)
+    environment = named(variables)
     where = target(hosts, hostfile, launcher)
     if show:
         check(replace(job, ranks=1, record=None))

@@ -44,7 +44,13 @@ def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Ta
     _once(environment)
     if hosts is not None or hostfile is not None:
         named = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile or "")
-        return Target(named, tool_of(launcher or "ssh"), True, "-H" if hosts else str(hostfile))
+        chosen = tool_of(launcher or "ssh")
+        if not chosen.takes_hosts:
+            raise ValueError(
+                f"--launcher {chosen.name} takes all hosts of its allocation, and no names. HINT: "
+                "without -H and --hostfile, or --launcher ssh"
+            )
+        return Target(named, chosen, True, "-H" if hosts else str(hostfile))
     allocation = _allocation(environment)
     here = Host("this machine", devices=devices(), numa=numa_domains())
     if allocation is None:
@@ -105,7 +111,7 @@ def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> s
         alone = where.tool.one_call_a_host
         calls = [[name] for name in names] if alone else [names]
         for call in calls[:4]:
-            agent = agent_command() + ([] if alone else ["--connect", "ADDRESS,PORT"])
+            agent = agent_command(where.tool) + ([] if alone else ["--connect", "ADDRESS,PORT"])
             command = agent if alone and is_here(call[0]) else where.tool.command(call, agent)
             lines.append(f"  starts: {' '.join(command)}")
         if len(calls) > 4:

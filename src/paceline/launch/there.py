@@ -4,27 +4,36 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .channel import BrokenError, Channel
 from .lines import Output
 
-SILENCE = 120.0  # seconds without a word from a host: it is lost; a cut of some seconds is not
 PULSE = 5.0  # seconds between two questions whether the other side is there
+# So many of them without an answer: the host is lost. Counted and not timed, so that a launcher
+# that was stopped (Ctrl-Z) does not take its own absence for the hosts'.
+UNANSWERED = 24
+
+
+class SilentError(ValueError):
+    """A host did not answer in time."""
 
 
 class There:
     """Speaks to the agent of one host. A thread reads what it says.
 
-    name: of the host. address: by which the other hosts reach it.
+    name: of the host. address: by which the other hosts reach it. abort: breaks a connection
+    that nobody reads at the other end.
     """
 
-    def __init__(self, name: str, channel: Channel) -> None:
+    def __init__(self, name: str, channel: Channel, abort: Callable[[], None]) -> None:
         self.name, self.address = name, ""
+        self._abort = abort
         self.hello: dict[str, Any] = {}
         self._output: Output | None = None
+        self.run = ""  # the job's name
         self.record: Path | None = None  # where files go that the host sends
         self.watched = False  # its silence means something: not while it imports torch
         self._channel = channel
@@ -32,8 +41,10 @@ class There:
         self._deaths: deque[tuple[int, int, float]] = deque()
         self._news = threading.Condition()
         self._running: set[int] = set()
+        self._why: dict[int, str] = {}  # ranks that could not be started
         self._trouble, self._status = "", -int(signal.SIGKILL)
         self._heard = time.monotonic()
+        self._unanswered, self._busy = 0, False
         self._offset = 0.0  # of that host's monotonic clock to ours, seconds
         self._round_trip = float("inf")
         self._closing = False
@@ -78,8 +89,13 @@ class There:
     def signal(self, rank: int, kind: int) -> None:
         self.send(signal=rank, kind=int(kind))
 
+    def why(self, rank: int) -> str:
+        """What the host itself has to do with a rank's end, or ""."""
+        return self._why.get(rank, self._trouble)
+
+    @property
     def trouble(self) -> str:
-        """What happened to the host and its ranks, where it can no longer be asked, or ""."""
+        """What happened to the host, where it can no longer be asked, or ""."""
         return self._trouble
 
     def ours(self, at: float) -> float:
@@ -94,7 +110,7 @@ class There:
             with self._sending:
                 self._channel.send(message)
         except OSError as error:
-            self._lost(f"was lost with its host: the connection broke ({error.strerror})")
+            self._broke(error)
 
     def answer(self, about: str, seconds: float) -> dict[str, Any]:
         """The next answer that has ``about``.
@@ -112,10 +128,10 @@ class There:
                             raise ValueError(f"{self.name}: {message['mistake']}")
                         return message
                 if self._trouble:
-                    raise ValueError(f"{self.name}: {self._trouble}")
+                    raise ValueError(f"{self.name} {self._trouble}")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise ValueError(
+                    raise SilentError(
                         f"{self.name} did not answer within {seconds:.0f} s ({about}). HINT: is "
                         "the host overloaded, or its file system slow?"
                     )
@@ -131,22 +147,29 @@ class There:
         try:
             while (messages := self._channel.take()) is not None:
                 self._heard = time.monotonic()
+                self._busy = True  # what takes us long is not the host's silence
                 for message, raw in messages:
                     self._hear(message, raw)
+                self._busy, self._unanswered = False, 0
             self._lost("was lost with its host: its agent has ended, or the connection broke")
         except BrokenError as error:
             self._lost(f"was lost with its host: it sent {error}")
+        except Exception as error:  # a full disk, say: nobody else would tell of it
+            told = f"{type(error).__name__}: {error}"
+            self._lost(f"was lost: what its host sent could not be handled ({told})")
 
     def _hear(self, message: dict[str, Any], raw: bytes) -> None:
         if "out" in message:
             assert self._output is not None
             self._output.take(message["out"], message["stream"], raw)
         elif "died" in message:
+            if "why" in message:
+                self._why[message["died"]] = message["why"]
             self._deaths.append((message["died"], message["status"], self.ours(message["at"])))
         elif "pong" in message:
             self._learn(message["pong"], message["at"])
         elif "file" in message:
-            self._keep(message["file"], raw)
+            self._keep(message["file"], message["start"], message["last"], raw)
         elif "leaving" in message:
             self._status = -int(message["signal"])
             self._lost(message["leaving"])
@@ -161,26 +184,45 @@ class There:
         if now - asked < self._round_trip:
             self._round_trip, self._offset = now - asked, at - (asked + now) / 2
 
-    def _keep(self, name: str, raw: bytes) -> None:
+    def _keep(self, name: str, start: int, last: bool, raw: bytes) -> None:
         """A piece of a record's file. Its name is of our own making or it is not written."""
         parts = name.split("/")
         plain = all(part and part.strip(".") and part[0] != "." for part in parts)
         if self.record is None or len(parts) > 2 or not plain or not name.endswith(ENDINGS):
             return
         path = self.record / name
+        partial = path.with_name(path.name + ".part")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+        with partial.open("ab" if start else "wb") as file:
             file.write(raw)
+        if last:
+            partial.replace(path)
 
     def _pulse(self) -> None:
         """Ask whether the host is there; often at first, which also compares the clocks."""
         wait = 0.02
         while not self._closing and not self._trouble:
-            self.send(ping=time.monotonic())
+            if self._unanswered > UNANSWERED and self.watched and not self._busy:
+                self._lost(
+                    f"was lost with its host: {UNANSWERED} questions in "
+                    f"{UNANSWERED * PULSE:.0f} s were not answered"
+                )
+                self._abort()
+                return
+            self._unanswered += wait >= PULSE
+            # One that does not read must not stop the clock: ask only where there is room.
+            if self._channel.has_room() and self._sending.acquire(blocking=False):
+                try:
+                    self._channel.send({"ping": time.monotonic()})
+                except OSError as error:
+                    self._broke(error)
+                finally:
+                    self._sending.release()
             time.sleep(wait)
             wait = min(wait * 2, PULSE)
-            if self.watched and time.monotonic() - self._heard > SILENCE:
-                self._lost(f"was lost with its host: nothing was heard of it for {SILENCE:.0f} s")
+
+    def _broke(self, error: OSError) -> None:
+        self._lost(f"was lost with its host: the connection broke ({error.strerror})")
 
     def _lost(self, why: str) -> None:
         if not self._closing and not self._trouble:

@@ -25,6 +25,7 @@ class Tool:
     command: Callable[[list[str], list[str]], list[str]]
     one_call_a_host: bool = False
     passes_environment: bool = True
+    takes_hosts: bool = True  # else it is always all of the allocation
     # Of the launcher's variables, those that would change what the tool does.
     without: tuple[str, ...] = ()
 
@@ -69,7 +70,7 @@ def _flux(hosts: list[str], agent: list[str]) -> list[str]:
 def _open_mpi(program: str) -> Callable[[list[str], list[str]], list[str]]:
     def command(hosts: list[str], agent: list[str]) -> list[str]:
         spread = ("--host", ",".join(hosts), "--map-by", "ppr:1:node", "--bind-to", "none")
-        passed = ("-x", "PACELINE_SECRET", "-x", "PATH", "-x", "LD_LIBRARY_PATH")
+        passed = ("-x", "PACELINE_SECRET")
         return [program, "-n", str(len(hosts)), *spread, *passed, *agent]
 
     return command
@@ -100,9 +101,9 @@ TOOLS = {
         Tool("ssh", _ssh, one_call_a_host=True, passes_environment=False),
         Tool("blaunch", _blaunch, one_call_a_host=True, passes_environment=False),
         Tool("srun", _srun, without=_OF_TASKS),
-        Tool("jsrun", _jsrun),
+        Tool("jsrun", _jsrun, takes_hosts=False),
         Tool("palsrun", _pals),
-        Tool("flux", _flux),
+        Tool("flux", _flux, takes_hosts=False),
     )
 }
 
@@ -133,7 +134,7 @@ def _of_mpi(program: str) -> Tool:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"--launcher {program}: {error}") from None
     if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
-        return Tool(program, _open_mpi(program))
+        return Tool(program, _open_mpi(program), passes_environment=False)
     if "HYDRA" in said.upper() or "Intel(R) MPI" in said:
         return Tool(program, _hydra(program))
     if "PALS" in said.upper():

@@ -5,24 +5,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
 from .agent import Agent, Host, Rendezvous
-from .interrupt import Interrupt
+from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .job import Job
 from .layout import Seat
 from .lines import Output
-
-
-class TerminatedError(Exception):
-    """A signal asks the launcher to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def watch(
@@ -34,8 +25,7 @@ def watch(
     interrupt: Interrupt,
 ) -> int:
     """Start the ranks and be their agent until they have ended; the exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminate)
+    raise_on_end()
     spec = WorkerSpec(
         role="default",
         local_world_size=len(seats),
@@ -57,7 +47,13 @@ def watch(
         return _interrupted(output, "interrupted", signal.SIGINT)
     except TerminatedError as end:
         return _interrupted(output, signal.Signals(end.number).name, end.number)
+    except ValueError as mistake:
+        if agent.cause is None:
+            raise
+        output.say(f"paceline: no further attempt: {mistake}\n")
+        return agent.cause.code or 1
     finally:
+        no_longer_end()
         output.close()
     if result.state == WorkerState.SUCCEEDED:
         return 0
@@ -67,11 +63,6 @@ def watch(
 def _interrupted(output: Any, why: str, number: int) -> int:
     output.say(f"paceline: {why}: all ranks were ended; checkpoints written so far are whole\n")
     return 128 + number
-
-
-def _terminate(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise TerminatedError(number)
 
 
 def variables(job: Job, run: str) -> dict[str, str]:

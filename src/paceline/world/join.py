@@ -106,7 +106,9 @@ def _store(who: Place, timeout: float) -> Any:
         return next(iter(pairs))[0]
     variables = dict(given)
     started = launched_by(variables) or who
-    key, hosts = job_key(variables, started), hosts_of(variables, started)
+    # Open MPI gives its ranks a random number that nobody else knows.
+    key = job_key(variables, started) + given.get("OMPI_MCA_orte_precondition_transports", "")
+    hosts = hosts_of(variables, started)
     one_host = who.local_size == who.size
     if who.rank and started.source in ("Slurm", "PALS"):
         hosts = hosts[:1]  # rank 0 is on the first; other launchers' lists are of where it may be
@@ -116,7 +118,8 @@ def _store(who: Place, timeout: float) -> Any:
         hosts = [given["MASTER_ADDR"]]
     elif not hosts and not one_host and "PMI_FD" in given:
         own = ",".join(link.address for link in links())
-        said = from_rank_0(given, who.rank, "paceline", f"{own};{secrets.token_hex(8)}")
+        mine = f"{own};{secrets.token_hex(8)}"
+        said = from_rank_0(given, who.rank, "paceline", mine, min(timeout, MEET_SECONDS))
         addresses, _, key = said.partition(";")
         hosts = addresses.split(",")
     if not (hosts or one_host):

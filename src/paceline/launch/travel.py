@@ -1,0 +1,44 @@
+"""Which variables travel to hosts whose tool does not pass the environment on (ssh, blaunch)."""
+
+import os
+
+NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PACELINE_TRIAL", "LANG", "TZ", "NO_COLOR")
+PREFIXES = (
+    *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "NCCL_"),
+    *("GLOO_", "UCX_", "FI_", "CONDA_", "LC_", "HF_", "TF_", "JAX_", "XLA_", "PBS_"),
+)
+# What the loader and Python read before any program of ours runs.
+EARLY = ("LD_LIBRARY_PATH", "PYTHON")
+# Of a login on the host itself.
+LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
+
+
+def travelling() -> dict[str, str]:
+    """By name, of this process."""
+    return {k: v for k, v in os.environ.items() if k in NAMES or k.startswith(PREFIXES)}
+
+
+def early() -> dict[str, str]:
+    """Those that must be there when the agent's Python starts."""
+    return {k: v for k, v in os.environ.items() if k.startswith(EARLY)}
+
+
+def as_after_login() -> dict[str, str]:
+    """What an agent on this host gets, so that it is like those on other hosts."""
+    return {k: v for k, v in os.environ.items() if k in LOGIN} | travelling()
+
+
+def named(wanted: list[str]) -> dict[str, str]:
+    """``--env NAME`` and ``--env NAME=VALUE`` as variables.
+
+    Raises ValueError for a name without a value here.
+    """
+    found = {}
+    for text in wanted:
+        name, given, value = text.partition("=")
+        if not name.isidentifier():
+            raise ValueError(f"--env {text}: HINT: NAME, or NAME=VALUE")
+        if not given and name not in os.environ:
+            raise ValueError(f"--env {name}: it is not set here. HINT: --env {name}=VALUE")
+        found[name] = value if given else os.environ[name]
+    return found
