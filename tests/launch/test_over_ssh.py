@@ -94,6 +94,7 @@ def test_a_hostfile_names_the_hosts_and_this_host_needs_no_ssh(hosts, shared_fol
         (["-H", "host1,host2", "--env", "NOPE"], "--env NOPE: it is not set here. HINT"),
         (["-H", "host1", "--launcher", "rsh"], "--launcher rsh is not known. HINT"),
         (["--launcher", "ssh"], "on which hosts? HINT"),
+        (["-H", "host1,host2", "--json", "none/s.json"], "--json none/s.json: there is no folder"),
     ],
 )
 def test_mistakes_about_hosts_are_told_before_any_rank_starts(hosts, shared_folder, words, message):
@@ -147,7 +148,8 @@ def test_a_host_that_lacks_something_or_has_another_version_is_named(hosts, shar
     hosts.run("host0", "cp", shared_folder / "script.py", own)
     result = run(hosts, Path(own), *words, check=False)
     assert f"host1: {own}: No such file or directory. HINT: the working directory" in result.stderr
-    assert hosts.left_over() == ["host0: " + own]
+    hosts.run("host0", "rm", "-r", own)
+    assert hosts.left_over() == []
 
 
 def test_words_of_login_scripts_do_no_harm(hosts, shared_folder):
@@ -215,6 +217,43 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_told(hosts, shared
     _, said = process.communicate(timeout=20)
     assert "rank 2 on host2 was lost with its host: its agent has ended" in said
     assert process.returncode == 137
+    assert hosts.left_over(10) == []
+
+
+def test_a_rank_that_cannot_be_started_is_told_and_ends_the_others(hosts, shared_folder):
+    ranks.write(shared_folder, "import time; time.sleep(300)")
+    big = [word for name in "AB" for word in ("--env", f"{name}={'x' * 100_000}")]
+    words = ["-H", "host1:1,host2:1", *big, "script.py"]
+    result = run(hosts, shared_folder, *words, check=False)
+    assert result.returncode == 1
+    assert re.search(r"on host\d was not started: the environment takes \d+ bytes", result.stderr)
+    assert hosts.left_over() == []
+
+
+def test_a_launcher_that_is_ended_while_agents_start_leaves_nothing(hosts, shared_folder):
+    ranks.write(shared_folder, "")
+    keys = hosts.ssh / "authorized_keys"
+    keys.write_text(f'command="touch {shared_folder}/up-1; cat" {keys.read_text()}')
+    process = hosts.start(
+        "host0", ranks.PACELINE, "run", "-H", "host1:1,host2:1", "script.py", cwd=shared_folder
+    )
+    ranks.wait_until(lambda: (shared_folder / "up-1").exists(), 30)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (143, "paceline: SIGTERM before the ranks started\n")
+    assert hosts.left_over(10) == []
+
+
+@pytest.mark.parametrize("kind", ["TERM", "KILL"])
+def test_records_that_lie_on_a_host_only_are_sent_or_removed(hosts, shared_folder, kind):
+    own = hosts.run("host0", "mktemp", "-d").stdout.strip()
+    process = started(hosts, shared_folder, 2, "-H", "host1:1,host2:1", "--record", f"{own}/record")
+    hosts.run("host2", "pkill", f"-{kind}", "-f", "-o", "paceline.launch.on_host", check=False)
+    process.communicate(timeout=30)
+    kept = set(hosts.run("host0", "ls", f"{own}/record").stdout.split())
+    assert "rank-0.ring" in kept
+    assert ("rank-1.ring" in kept) == (kind == "TERM")
+    hosts.run("host0", "rm", "-r", own)
     assert hosts.left_over(10) == []
 
 
@@ -288,5 +327,6 @@ def test_records_of_all_hosts_come_to_the_users_folder(hosts, shared_folder, sha
     assert report["ranks"] == [0, 1]
     kept = hosts.run("host0", "ls", record).stdout.split()
     assert {"rank-0.ring", "rank-1.ring", "run.json"} <= set(kept)
-    left = hosts.left_over()
-    assert left == ([] if shared else ["host0: " + str(Path(record).parent)])
+    if not shared:
+        hosts.run("host0", "rm", "-r", Path(record).parent)
+    assert hosts.left_over() == []

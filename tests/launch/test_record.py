@@ -13,6 +13,7 @@ import ranks
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
 from paceline.launch import keep
+from records import Rank
 
 TRAIN = """
     import os, signal, sys, time
@@ -229,6 +230,18 @@ def test_what_cannot_be_kept_stays_and_is_named(tmp_path):
     target.parent.write_text("a file where the folder was")
     keep.clear(folder)
     assert (folder / keep.PROMISE).exists()
+
+
+def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_one_for_it(tmp_path):
+    folder, target = tmp_path / "job", tmp_path / "record"
+    folder.mkdir()
+    target.mkdir()
+    Rank(folder, 1, 2, attempt=0).step(0, 1)
+    keep.note_attempt(folder, 1)
+    keep.promise(folder, target, ["script.py"], "run")
+    keep.clear(folder)
+    assert [str(p.relative_to(target)) for p in target.rglob("*.ring")] == ["attempt-0/rank-1.ring"]
+    assert not folder.exists()
 
 
 def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():

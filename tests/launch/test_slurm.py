@@ -96,6 +96,13 @@ ALONE = """
     """
 
 
+def test_named_hosts_keep_their_slots_though_srun_orders_nodes_by_name(slurm, shared_folder):
+    ranks.write(shared_folder, "import os; print(os.environ['RANK'], os.uname().nodename)", "s.py")
+    words = [*RUN.split(), "--fresh", "--launcher", "srun", "-H", "host2:2,host1:1", "s.py"]
+    said = slurm.run("salloc", "-N2", "-w", "host1,host2", *words, cwd=shared_folder).stdout
+    assert ranks.untagged(said) == {"0 host2", "1 host2", "2 host1"}
+
+
 def test_on_its_only_node_a_batch_script_needs_no_srun(slurm, shared_folder):
     script = ranks.write(shared_folder, SHOW)
     state, said = batch(slurm, shared_folder, f"exec {RUN} {script}", "-N1", "-n2")

@@ -198,6 +198,8 @@ def _end(hosts: list[There]) -> None:
     for host in hosts:
         host.send(end=2.0)
     for host in hosts:
+        if host.trouble:
+            host.last_words(SAY_SECONDS)
         waited = 0.0
         while not host.trouble and waited < END_SECONDS:
             try:

@@ -49,6 +49,7 @@ class There:
         self._round_trip = float("inf")
         self._closing = False
         self._sending = threading.Lock()
+        self._over = threading.Event()  # nothing more comes
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._pulse, daemon=True).start()
 
@@ -137,6 +138,10 @@ class There:
                     )
                 self._news.wait(min(left, 0.5))
 
+    def last_words(self, seconds: float) -> None:
+        """Wait for what a host still sends that is leaving: its records."""
+        self._over.wait(seconds)
+
     def close(self) -> None:
         self._closing = True
         self._channel.close()
@@ -157,6 +162,8 @@ class There:
         except Exception as error:  # a full disk, say: nobody else would tell of it
             told = f"{type(error).__name__}: {error}"
             self._lost(f"was lost: what its host sent could not be handled ({told})")
+        finally:
+            self._over.set()
 
     def _hear(self, message: dict[str, Any], raw: bytes) -> None:
         if "out" in message:
