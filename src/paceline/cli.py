@@ -237,8 +237,7 @@ def report(
 _SUBMIT_EPILOG = (
     "Examples:  paceline submit --hosts 2 --gpus-per-host 4 --time 2h train.py --epochs 10   ·   "
     "paceline submit --dry-run --scheduler pbs --ranks-per-host 4 --cpus-per-rank 7 train.py   ·   "
-    "paceline submit --array 0-15%4 --time 90min --setup 'module load cuda' study.py   ·   "
-    "paceline submit --queue gpu --option --constraint=a100 --max-restarts 3 -m package.train"
+    "paceline submit --array 0-15%4 --time 90min --setup 'module load cuda' -m package.study"
 )
 
 
