@@ -37,6 +37,7 @@ def result_of(name, path, *options):
     return result
 
 
+@pytest.mark.soak
 def test_start_time(tmp_path):
     result = result_of("start_time", tmp_path / "out" / "start.json", "--ranks", "1")
     for launcher in ("paceline", "torchrun"):
@@ -47,6 +48,7 @@ def test_start_time(tmp_path):
     assert len(result["targets"]) == 1
 
 
+@pytest.mark.soak
 def test_step_time(tmp_path):
     path = tmp_path / "step.json"
     result = result_of("step_time", path, "--ranks", "1", "--steps", "30", "--warmup", "2")

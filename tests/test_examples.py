@@ -43,14 +43,17 @@ def reached(starter, script, *arguments):
     return figure(done.stdout)
 
 
-@pytest.mark.parametrize("starter", ["2 ranks", "4 ranks", "torchrun"])
+FOUR = pytest.param("4 ranks", marks=pytest.mark.soak)  # slow on two cores
+
+
+@pytest.mark.parametrize("starter", ["2 ranks", FOUR, "torchrun"])
 def test_digits_reach_the_same_accuracy(starter):
     short = ("digits.py", "--epochs", "6")
     assert reached("alone", *short) > 0.9
     assert abs(reached(starter, *short) - reached("alone", *short)) <= IMAGE + 1e-4
 
 
-@pytest.mark.parametrize("starter", ["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("starter", ["2 ranks", FOUR])
 def test_surrogate_reaches_the_same_r_squared(starter):
     short = ("surrogate.py", "--epochs", "2")
     assert reached("alone", *short) > 0.97
@@ -85,6 +88,7 @@ def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
     assert figure(done.stdout) == reached("2 ranks", "digits.py")
 
 
+@pytest.mark.soak
 def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
     script, folder = tmp_path / "digits.py", tmp_path / "checkpoints"
     source = (ROOT / "examples/digits.py").read_text()

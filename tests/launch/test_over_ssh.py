@@ -244,6 +244,7 @@ def test_a_launcher_that_is_ended_while_agents_start_leaves_nothing(hosts, share
     assert hosts.left_over(10) == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["TERM", "KILL"])
 def test_records_that_lie_on_a_host_only_are_sent_or_removed(hosts, shared_folder, kind):
     own = hosts.run("host0", "mktemp", "-d").stdout.strip()
