@@ -1,7 +1,9 @@
 """The command line: one function a command; parse, call, print."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Scale a PyTorch training script, and see where every second of every rank goes.",
 )
+
+
+@contextlib.contextmanager
+def _mistakes_told() -> Iterator[None]:
+    """The user's mistakes in a line, and exit code 2."""
+    try:
+        yield
+    except ValueError as mistake:
+        typer.echo(f"paceline: {mistake}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _version(wanted: bool) -> None:
@@ -195,11 +207,8 @@ def record(
     """
     from .launch.rank import record_here
 
-    try:
+    with _mistakes_told():
         record_here(folder, {"name": script, "args": args or [], "module": module})
-    except ValueError as mistake:
-        typer.echo(f"paceline: {mistake}", err=True)
-        raise typer.Exit(2) from None
 
 
 @app.command(
@@ -226,12 +235,8 @@ def report(
     """
     from .report.command import told
 
-    try:
-        text = told(folders, steps, json)
-    except ValueError as mistake:
-        typer.echo(f"paceline: {mistake}", err=True)
-        raise typer.Exit(2) from None
-    typer.echo(text, nl=False)
+    with _mistakes_told():
+        typer.echo(told(folders, steps, json), nl=False)
 
 
 _SUBMIT_EPILOG = (
@@ -349,7 +354,7 @@ def submit(
     from .launch.submit import batch as said
     from .launch.submit import command
 
-    try:
+    with _mistakes_told():
         kind = command.scheduler(scheduler)
         limit = None if time is None else said.seconds(time)
         batch = said.Batch(
@@ -384,9 +389,6 @@ def submit(
             typer.echo(text, nl=False)
             return
         number = command.sent(kind, batch, text)
-    except ValueError as mistake:
-        typer.echo(f"paceline: {mistake}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(number)
     where = kind.output(batch, number)
     typer.echo(f"paceline: {kind.title} has it as job {number}; output: {where}", err=True)

@@ -36,25 +36,6 @@ def links() -> list[Link]:
     return sorted(found, key=lambda link: (link.interface.startswith(INSIDE_ONLY), -link.speed))
 
 
-def interface_of(address: str) -> str | None:
-    """The interface that has ``address``, "lo" included."""
-    if ipaddress.ip_address(address).is_loopback:
-        return "lo"
-    return next((link.interface for link in links() if link.address == address), None)
-
-
-def towards(address: str) -> str | None:
-    """This host's own address on the way to ``address``, as the kernel routes it; nothing is
-    sent. None where there is no route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
-
-
 def is_here(name: str) -> bool:
     """Whether a host's name means this host: by name, or by an address that it has."""
     name = name.rpartition("@")[2]

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from .reach import Listener, choose, others_of, try_all, variables
+from .reach import Listener, asked, choose, others_of, try_all, variables
 
 SAY_SECONDS = 10.0
 
@@ -32,8 +32,7 @@ def settle(store: Any, rank: int, size: int, timeout: float) -> str:
     me = -1
     if store.add(f"at/{host}", 1) == 1:  # the first of its host
         me = store.add("hosts", 1) - 1
-        asked = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
-        listener = Listener(asked)
+        listener = Listener(asked())
         store.set(f"offer/{me}", json.dumps({"host": host, **listener.offer()}))
         threading.Thread(target=_answer, args=(listener,), daemon=True).start()
     if store.add("ranks", 1) == size:
@@ -115,8 +114,8 @@ def _answer(listener: Listener) -> None:
 
     selector = selectors.DefaultSelector()
     for listening in listener.sockets.values():
-        selector.register(listening, selectors.EVENT_READ)
+        selector.register(listening, selectors.EVENT_READ, listening)
     while listener.sockets:
         for key, _ in selector.select(0.2):
-            listener.answer(key.fileobj)  # type: ignore[arg-type]
+            listener.answer(key.data)
     selector.close()

@@ -7,6 +7,7 @@ every host), and each host's best address that all others reached is the one tha
 Plain sockets; no torch.
 """
 
+import os
 import secrets
 import selectors
 import socket
@@ -79,12 +80,20 @@ def listen_on(address: str, port: int = 0) -> socket.socket:
 
 
 def variables(interface: str) -> dict[str, str]:
-    """What makes gloo, NCCL and TensorPipe use one interface and no other."""
+    """What makes gloo, NCCL and TensorPipe use one interface and no other; of one host's
+    loopback, gloo alone, which would else ask for the host's name."""
+    if interface == "lo":
+        return {"GLOO_SOCKET_IFNAME": "lo"}
     return {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",  # without = it is the beginning of a name
         "TP_SOCKET_IFNAME": interface,
     }
+
+
+def asked() -> str | None:
+    """The interfaces that the user wants."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
 
 
 def others_of(me: int, hosts: int) -> list[int]:
@@ -117,27 +126,28 @@ def try_all(
                     attempt.close()
                 continue
             assert attempt is not None
-            selector.register(attempt, selectors.EVENT_READ, (host, address, offer["token"]))
+            waits = (attempt, host, address, offer["token"])
+            selector.register(attempt, selectors.EVENT_READ, waits)
             waiting += 1
     for listening in listener.sockets.values() if listener is not None else ():
-        selector.register(listening, selectors.EVENT_READ, None)
+        selector.register(listening, selectors.EVENT_READ, (listening, None, "", ""))
     deadline = time.monotonic() + SECONDS
     while waiting and (left := deadline - time.monotonic()) > 0:
         for key, _ in selector.select(left):
-            if key.data is None:
+            connection, host, address, token = key.data
+            if host is None:
                 assert listener is not None
-                listener.answer(key.fileobj)  # type: ignore[arg-type]
+                listener.answer(connection)
                 continue
-            host, address, token = key.data
-            results[host][address] = _verdict(key.fileobj, token)  # type: ignore[arg-type]
-            selector.unregister(key.fileobj)
-            key.fileobj.close()  # type: ignore[union-attr]
+            results[host][address] = _verdict(connection, token)
+            selector.unregister(connection)
+            connection.close()
             waiting -= 1
     for key in list(selector.get_map().values()):
-        if key.data is not None:
-            host, address, _ = key.data
+        connection, host, address, _ = key.data
+        if host is not None:
             results[host][address] = f"no answer in {SECONDS:.0f} s"
-            key.fileobj.close()  # type: ignore[union-attr]
+            connection.close()
     selector.close()
     return results
 

@@ -123,11 +123,12 @@ class Agent(SimpleElasticAgent):
             )
         self.ranks, self.cause = [], None
         workers, coordinator = self._workers()
+        environment = dict(os.environ)
         for worker in worker_group.workers:
             self.output.tails[worker.global_rank].clear()
             variables = {
                 **self._variables(worker_group, worker, attempt),
-                **frameworks.variables(workers, worker.global_rank, coordinator, dict(os.environ)),
+                **frameworks.variables(workers, worker.global_rank, coordinator, environment),
             }
             seat = self._seats[worker.global_rank]
             # Watched from before it starts: what it says at once is not lost.

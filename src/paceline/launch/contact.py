@@ -171,7 +171,8 @@ class Contact:
         selector = selectors.DefaultSelector()
         selector.register(listening, selectors.EVENT_READ)
         begun = said = time.monotonic()
-        with ThreadPoolExecutor(64) as pool:
+        pool = ThreadPoolExecutor(64)
+        try:
             while len(found) < len(self.names):
                 if selector.select(0.2):
                     visitor, _ = listening.accept()
@@ -197,6 +198,8 @@ class Contact:
                     said = now
                     sys.stderr.write(f"paceline: waiting for {', '.join(missing[:8])} ...\n")
                     sys.stderr.write("".join(f"  {line}\n" for line in started.new_words()))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a silent visitor holds nobody up
 
     def _admit(self, visitor: socket.socket, secret: str, found: dict[int, There]) -> None:
         """A visitor that knows the secret is the agent of one of the hosts."""
@@ -223,7 +226,7 @@ class _Started:
         self, command: list[str], variables: dict[str, str] | None, piped: bool = False
     ) -> None:
         self.words: deque[str] = deque(maxlen=50)
-        self.shown = 0
+        self.unshown: deque[str] = deque(maxlen=50)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
@@ -239,7 +242,9 @@ class _Started:
     def _read(self) -> None:
         assert self._words is not None
         for line in self._words:
-            self.words.append(line.decode(errors="replace").rstrip())
+            text = line.decode(errors="replace").rstrip()
+            self.words.append(text)
+            self.unshown.append(text)
 
     def last_words(self) -> str:
         """What it said on stderr; complete where it has ended."""
@@ -252,9 +257,7 @@ class _Started:
 
     def new_words(self) -> list[str]:
         """Its lines since the last call."""
-        new = list(self.words)[self.shown :]
-        self.shown = len(self.words)
-        return new
+        return [self.unshown.popleft() for _ in range(len(self.unshown))]
 
     def wait_until(self, deadline: float) -> None:
         try:

@@ -162,6 +162,7 @@ def introduce_to_jax(cluster: Any) -> None:
     defined first are asked first.
     """
 
+    # To the checker its base is anything: JAX is no dependency of ours.
     class Paceline(cluster.ClusterEnv):  # type: ignore[misc]
         name = "paceline"
 

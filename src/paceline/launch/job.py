@@ -2,6 +2,7 @@
 
 import ast
 import importlib.machinery
+import json
 import os
 import sys
 from dataclasses import dataclass, field
@@ -48,6 +49,21 @@ class Job:
         available = cores()
         each = len(available) // self.ranks
         return [available[i * each : (i + 1) * each] for i in range(self.ranks)]
+
+
+def variables(job: Job, run: str) -> dict[str, str]:
+    """What every rank gets on every host, beside torchrun's variables."""
+    command = {"name": job.name, "args": job.args, "module": job.module}
+    found = {"PACELINE_COMMAND": json.dumps(command), "PACELINE_RUN": run}
+    if job.record is not None:
+        found["PACELINE_ATTACH"] = "1"
+        found["PACELINE_TELLS"] = "launcher"
+    if sys.stderr.isatty():
+        found["PACELINE_TTY"] = "1"
+        found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
+    if job.summary is not None:
+        found["PACELINE_SUMMARY"] = str(job.summary.absolute())
+    return found
 
 
 def check(job: Job) -> bytes:

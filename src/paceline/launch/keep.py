@@ -59,7 +59,7 @@ def rescue() -> None:
     for place in _PLACES:
         for old in place.glob(_prefix() + "*"):
             if _lock(old):
-                clear(old)
+                clear(old, orphan=True)
 
 
 _PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from ..comm.reach import variables as interface_variables
 from . import keep
 from .here import Here, InServer, start_server
 from .interrupt import Interrupt
-from .job import Job, check, preloads, threads_of
+from .job import Job, check, preloads, threads_of, variables
 from .layout import seats
 from .server import SUBREAPER, end_children, prctl
 
@@ -31,11 +32,10 @@ def run(job: Job) -> int:
         keep.promise(folder, job.record, [job.name, *job.args], folder.name)
     server = start_server(folder, preloads(job, source))
     try:
-        from .watch import variables, watch
+        from .watch import watch
 
-        environment = {**os.environ, **variables(job, folder.name), "PACELINE_RECORD": str(folder)}
-        # One host: no need for its name to resolve.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        own = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
+        environment = {**interface_variables("lo"), **os.environ, **own}
         here = Here(server, environment, job.cpus())
         code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt)
     finally:

@@ -154,10 +154,7 @@ class OnHost:
             self._promise(Path(record), begin["PACELINE_RUN"])
         environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}
         environment.pop("PACELINE_SECRET", None)
-        if interface == "lo":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        else:
-            environment = {**variables(interface), **environment}
+        environment = {**variables(interface), **environment}
         self.server = start_server(
             self.folder, preloads(self.job, self.source), self.channel.descriptors
         )

@@ -1,5 +1,6 @@
 """``paceline run`` on several hosts: an agent on each, one launcher that knows them all."""
 
+import importlib
 import os
 import resource
 import secrets
@@ -9,11 +10,11 @@ import time
 from dataclasses import asdict, replace
 
 from ..cluster.hosts import Host
-from ..comm.reach import choose, others_of
+from ..comm.reach import asked, choose, others_of
 from . import keep
 from .contact import Contact
 from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
-from .job import Job, check
+from .job import Job, check, variables
 from .layout import counts, seats, told
 from .local import tell
 from .server import SUBREAPER, end_children, prctl
@@ -142,9 +143,8 @@ def _reach(hosts: list[There]) -> list[tuple[str, str]]:
     """(interface, address) of each host, by which the others reach it: tried."""
     if len(hosts) == 1:
         return [("lo", "127.0.0.1")]
-    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     for host in hosts:
-        host.send(listen=named)
+        host.send(listen=asked())
     offers = [host.answer("listening", REACH_SECONDS)["listening"] for host in hosts]
     for me, host in enumerate(hosts):
         others = others_of(me, len(hosts))
@@ -162,21 +162,15 @@ def _begin(job: Job, hosts: list[There], interfaces: list[tuple[str, str]], run_
     if job.record is not None:
         keep.label(job.record, [job.name, *job.args], run_id)
         record = str(job.record.absolute())
-    variables = _variables(job, run_id)
+    common = variables(job, run_id)
     for host, (interface, address) in zip(hosts, interfaces, strict=True):
         host.address, host.record, host.run = address, job.record, run_id
-        host.send(begin=variables, interface=interface, address=address, record=record)
-    import torch.distributed.elastic.agent.server  # noqa: F401
+        host.send(begin=common, interface=interface, address=address, record=record)
+    importlib.import_module("torch.distributed.elastic.agent.server")
 
     for host in hosts:
         host.answer("ready", BEGIN_SECONDS)
         host.watched = True
-
-
-def _variables(job: Job, run_id: str) -> dict[str, str]:
-    from .watch import variables
-
-    return variables(job, run_id)
 
 
 def _say(

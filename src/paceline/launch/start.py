@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from . import local, several
+from . import local
 from .job import Job, check
 from .layout import counts
 from .target import shown, target
@@ -35,6 +35,8 @@ def start(
         os.environ.update(environment)
         (count,) = counts(where.hosts, ranks, where.explicit)
         return local.run(replace(job, ranks=count))
+    from . import several  # not needed, and not waited for, on one machine
+
     return several.run(
         job,
         where.hosts,

@@ -13,7 +13,6 @@ from ..cluster.host import devices, numa_domains
 from ..cluster.hosts import Host, parse_hosts, read_hostfile
 from ..cluster.links import is_here
 from ..cluster.who import launched_by
-from .contact import agent_command
 from .job import Job
 from .layout import counts, told
 from .tools import Tool
@@ -98,6 +97,8 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
 
 def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> str:
     """``--show``: what would start where, and with what. Starts nothing."""
+    from .contact import agent_command
+
     lines = [f"{where.why}: {_tool(where)}"]
     unknown = any(host.devices is None and host.slots is None for host in where.hosts)
     if ranks is None and unknown and where.tool is not None:

@@ -15,6 +15,7 @@ PULSE = 5.0  # seconds between two questions whether the other side is there
 # So many of them without an answer: the host is lost. Counted and not timed, so that a launcher
 # that was stopped (Ctrl-Z) does not take its own absence for the hosts'.
 UNANSWERED = 24
+ENDINGS = (".ring", ".lines")  # of a record's files
 
 
 class SilentError(ValueError):
@@ -236,6 +237,3 @@ class There:
             with self._news:
                 self._trouble = why
                 self._news.notify_all()
-
-
-ENDINGS = (".ring", ".lines")  # of a record's files

@@ -5,6 +5,7 @@ and output) or one on each of several hosts (srun, mpirun ...: the agents connec
 Each agent is given all cores and GPUs of its host; ranks are bound by Paceline, not by the tool.
 """
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -31,8 +32,6 @@ class Tool:
 
 
 def _ssh(hosts: list[str], agent: list[str]) -> list[str]:
-    import shlex
-
     return [*SSH, *hosts, "exec " + shlex.join(agent)]
 
 

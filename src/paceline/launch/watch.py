@@ -1,7 +1,5 @@
 """Being the agent of a job until its ranks have ended, on one host or on several."""
 
-import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -63,18 +61,3 @@ def watch(
 def _interrupted(output: Any, why: str, number: int) -> int:
     output.say(f"paceline: {why}: all ranks were ended; checkpoints written so far are whole\n")
     return 128 + number
-
-
-def variables(job: Job, run: str) -> dict[str, str]:
-    """What every rank gets on every host, beside torchrun's variables."""
-    command = {"name": job.name, "args": job.args, "module": job.module}
-    found = {"PACELINE_COMMAND": json.dumps(command), "PACELINE_RUN": run}
-    if job.record is not None:
-        found["PACELINE_ATTACH"] = "1"
-        found["PACELINE_TELLS"] = "launcher"
-    if sys.stderr.isatty():
-        found["PACELINE_TTY"] = "1"
-        found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
-    if job.summary is not None:
-        found["PACELINE_SUMMARY"] = str(job.summary.absolute())
-    return found
