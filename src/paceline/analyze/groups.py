@@ -1,6 +1,6 @@
 """Figures of each process group by itself: data, tensor and pipeline groups are never mixed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,16 @@ _BUS = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective in one group. algbw = bytes / time from the last start to the last
-    end, in GB/s, medians over those of at least 64 KiB; busbw as in nccl-tests."""
+    """One kind of collective in one group. wait, transfer and hidden as in Group. algbw = bytes /
+    time from the last start to the last end, in GB/s, medians over those of at least 64 KiB; busbw
+    as in nccl-tests."""
 
     name: str
     count: int
     bytes: int  # of all of them, of the whole vector each
+    wait: float
+    transfer: float
+    hidden: float
     algbw: float | None
     busbw: float | None
 
@@ -66,24 +70,35 @@ def groups(
         inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
         if size < 2 or not inside.any():
             continue
-        start = np.clip(waits["start"], within.start, within.end)
-        end = np.clip(waits["end"], within.start, within.end)
-        turn = np.clip(waits["latest"], start, end)
-        whole = len(members) * within.length
         times = [busy(states[i]) for i in members]
+
+        def share(launches: np.ndarray, waits: np.ndarray, of: int = len(members)) -> Any:
+            return _shares(launches, waits, timelines, within, of)
+
+        whole = share(launches, waits)
         result.append(
             Group(
                 name,
                 size,
                 [records[i].rank for i in members],
-                float((turn - start).sum()) / whole,
-                float((end - turn).sum()) / whole,
-                sum(_hidden(launches, waits, timelines, within)) / whole,
+                *whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
-                _collectives(launches, inside, size),
+                _collectives(launches, waits, inside, size, whole, share),
             )
         )
     return result
+
+
+def _shares(
+    launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window, members: int
+) -> tuple[float, float, float]:
+    """Wait, transfer and hidden of some communication, as shares of the members' time."""
+    start = np.clip(waits["start"], within.start, within.end)
+    end = np.clip(waits["end"], within.start, within.end)
+    turn = np.clip(waits["latest"], start, end)
+    covered = sum(_hidden(launches, waits, timelines, within))
+    whole = members * within.length
+    return float((turn - start).sum()) / whole, float((end - turn).sum()) / whole, covered / whole
 
 
 def _by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
@@ -119,13 +134,25 @@ def _hidden(
     return result
 
 
-def _collectives(launches: np.ndarray, inside: np.ndarray, size: int) -> list[Collective]:
+def _collectives(
+    launches: np.ndarray,
+    waits: np.ndarray,
+    inside: np.ndarray,
+    size: int,
+    whole: tuple[float, float, float],
+    shares: Callable[[np.ndarray, np.ndarray], tuple[float, float, float]],
+) -> list[Collective]:
+    """Each kind by itself. whole: the group's shares; shares: of some of its communication."""
     result = []
     for op in np.flatnonzero(np.bincount(launches["op"][inside])).tolist():
-        mine = inside & (launches["op"] == op)
+        of_op = launches["op"] == op
+        mine = inside & of_op
         amount = launches["amount"][mine]
+        alone = of_op.all()
+        share = whole if alone else shares(launches[of_op], waits[waits["op"] == op])
         if op in POINT_TO_POINT:
-            result.append(Collective(name_of(op), len(amount), int(amount.sum()), None, None))
+            count, total = len(amount), int(amount.sum())
+            result.append(Collective(name_of(op), count, total, *share, None, None))
             continue
         at = launches["node"][mine]
         at -= at.min()  # a group's nodes have numbers in a row
@@ -141,5 +168,6 @@ def _collectives(launches: np.ndarray, inside: np.ndarray, size: int) -> list[Co
         algbw = float(np.median(speed)) if large.any() else None
         factor = _BUS.get(Op(op))
         busbw = algbw * factor(size) if algbw is not None and factor is not None else None
-        result.append(Collective(name_of(op), count, int(amount_of.sum()), algbw, busbw))
+        total = int(amount_of.sum())
+        result.append(Collective(name_of(op), count, total, *share, algbw, busbw))
     return result

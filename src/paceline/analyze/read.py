@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..record.ring import EVENT, HEADER, MAGIC, VERSION
+from ..record.ring import BEGUN, BEGUN_OFFSET, EVENT, HEADER, MAGIC, VERSION
 from ..record.states import Op, State
 
 EVENT_DTYPE = np.dtype(
@@ -29,6 +29,18 @@ assert EVENT_DTYPE.itemsize == EVENT.size
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What a rank has begun last: since when (ns), and for a collective which."""
+
+    since: int
+    seq: int
+    step: int
+    group: int
+    state: int
+    op: int
+
+
+@dataclass(frozen=True)
 class Record:
     """One rank's record: what it says of itself, and its events in the order of writing."""
 
@@ -39,6 +51,7 @@ class Record:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the script, by number
     pages: mmap.mmap | None = None  # of the file that the events lie in
     damaged: int = 0  # events that can't be what they say, left out
+    begun: Begun | None = None  # None before format version 3
 
     @property
     def rank(self) -> int:
@@ -105,7 +118,13 @@ def read(data: Any, name: str = "the record") -> Record:
     damaged = len(events) - int(whole.sum()) - never
     events = events if whole.all() else events[whole]
     pages = data if isinstance(data, mmap.mmap) else None
-    return Record(meta, events, max(0, written - capacity), cost, pages=pages, damaged=damaged)
+    begun = Begun(*BEGUN.unpack_from(data, BEGUN_OFFSET)) if version >= 3 else None
+    return Record(
+        *(meta, events, max(0, written - capacity), cost),
+        pages=pages,
+        damaged=damaged,
+        begun=begun if begun is not None and begun.since > 0 else None,
+    )
 
 
 def _meta(text: bytes, name: str) -> dict[str, Any]:

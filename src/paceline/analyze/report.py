@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 
 from ..record.states import USEFUL, State
-from . import losses as lost
 from .clocks import Clocks, align
 from .groups import Group, groups, hidden
 from .load import Run
-from .losses import Loss, Ranges
+from .losses import Loss
 from .match import Matched, match
-from .pop import Efficiencies, busy, check, efficiencies
+from .measured import Measured
+from .places import Place, places
+from .pop import Efficiencies, busy, efficiencies
 from .read import Record
-from .replay import ideal_length
-from .states import STATES, Timeline, Window, blocking, timeline, window
+from .states import STATES, Window, window
+from .steps import StepTimes, step_times, steps_of
+from .waiting import Pair, pairs
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Report:
     groups: list[Group]
     ranges: list[Range]
     losses: list[Loss]  # the largest first; they add up to 1 - useful
+    step_times: StepTimes | None
+    waited_for: list[Pair]  # the largest shares first, of a rank's time
     recording_cost: float  # share of the time after start-up, the rank where it is largest
     events: int
     missing_ranks: list[int]
@@ -69,13 +73,30 @@ class Report:
     clocks: list[dict[str, object]]
     confidence: float
     doubts: list[str] = field(default_factory=list)  # what lowers the confidence
+    places: list[Place] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
 
 
+@dataclass(frozen=True)
+class Examined:
+    """A run's report, and what it was made from: None where there is no window."""
+
+    report: Report
+    measured: Measured | None
+
+
 def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
-    """The report of one run. steps: only those from the first number up to the second."""
+    """The report of one run. steps: only those from the first number up to the second.
+
+    Raises ValueError where these steps were not recorded.
+    """
+    return examine(run, steps).report
+
+
+def examine(run: Run, steps: tuple[int, int] | None = None) -> Examined:
+    """``analyse``, with what pictures are made from."""
     records = sorted(run.records, key=lambda record: record.rank)
     matched = match(records)
     records, clocks = align(records, matched)
@@ -88,7 +109,7 @@ def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
             f"{run.name}: steps {steps[0]}:{steps[1]} were not recorded on all ranks. "
             f"HINT: two numbers between 1 and {done}"
         )
-    measured = _Measured(records, matched, clocks, within) if within is not None else None
+    measured = Measured(records, matched, clocks, within) if within is not None else None
     started = min(int(record.meta["started_ns"]) for record in records)
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
@@ -97,7 +118,7 @@ def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
     stepped = [record.of(State.STEP) for record in records]
     cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
-    return Report(
+    report = Report(
         name=run.name,
         command=run.command,
         ranks=[record.rank for record in records],
@@ -119,56 +140,18 @@ def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
         clocks=[asdict(clock) for clock in clocks.clocks],
         confidence=confidence,
         doubts=doubts,
+        places=places(records),
     )
+    return Examined(report, measured)
 
 
-class _Measured:
-    """What lies in the window."""
-
-    def __init__(
-        self, records: list[Record], matched: Matched, clocks: Clocks, within: Window
-    ) -> None:
-        self.records, self.matched, self.within = records, matched, within
-        apart = {
-            host for clock in clocks.clocks if clock.name in clocks.apart for host in clock.hosts
-        }
-        self.timelines: list[Timeline] = []
-        for record, latest in zip(records, matched.latest(len(records)), strict=True):
-            if apart:  # nothing says who came last
-                latest = record.of(*blocking(record))["start"]
-            self.timelines.append(timeline(record, latest, within))
-        self.states = [line.states for line in self.timelines]
-        self.residual = clocks.residual_ns
-        ideal, self.contradicts = None, False
-        if len(records) > 1 and not apart:
-            ideal = ideal_length(matched, self.timelines, within)
-            assert ideal >= max(map(busy, self.states)), "T_id is below the longest rank's time"
-            # Each wait may be off by the clocks' residual; more is not the clocks.
-            allowed = self.residual * max(np.bincount(matched.waits["record"], minlength=1))
-            self.contradicts = ideal > within.length + allowed
-            ideal = None if self.contradicts else min(ideal, within.length)
-        self.efficiencies = efficiencies(self.states, within.length, ideal)
-        check(self.efficiencies)
-        self.ranges: Ranges = lost.ranges(records, within)
-        self.losses = self._losses(bool(apart))
-
-    def _losses(self, apart: bool) -> list[Loss]:
-        found = lost.own(self.records, self.timelines, self.ranges)
-        ranks = len(self.records)
-        if not apart:
-            found += lost.waits(
-                self.records, self.timelines, self.matched, self.within, self.ranges, self.residual
-            )
-        found += lost.transfers(self.matched, ranks, self.within, self.ranges)
-        return sorted(found, key=lambda loss: -loss.share)
-
-
-def _figures(m: _Measured | None) -> dict[str, Any]:
+def _figures(m: Measured | None) -> dict[str, Any]:
     """The part of a Report that needs a window."""
     if m is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
-        lists: dict[str, Any] = {"states": [], "hidden": [], "groups": [], "ranges": []}
-        return lists | dict.fromkeys(names) | {"losses": [], "samples": 0}
+        lists = ("states", "hidden", "groups", "ranges", "losses", "waited_for")
+        nothing: dict[str, Any] = dict.fromkeys((*names, "step_times")) | {"samples": 0}
+        return nothing | {name: [] for name in lists}
     length = m.within.length
     rows = [record.of(State.STEP) for record in m.records]
     inside = [s[(s["end"] > m.within.start) & (s["end"] <= m.within.end)] for s in rows]
@@ -176,6 +159,7 @@ def _figures(m: _Measured | None) -> dict[str, Any]:
     times = [busy(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
+    steps = steps_of(m)
     return {
         "window_s": length / 1e9,
         "samples": samples,
@@ -188,10 +172,12 @@ def _figures(m: _Measured | None) -> dict[str, Any]:
         "groups": groups(m.records, m.matched, m.timelines, m.within),
         "ranges": _ranges(m),
         "losses": m.losses,
+        "step_times": step_times(m, steps) if steps is not None else None,
+        "waited_for": pairs(m),
     }
 
 
-def _ranges(m: _Measured) -> list[Range]:
+def _ranges(m: Measured) -> list[Range]:
     """The efficiencies of each range of steps."""
     edges, steps = m.ranges.edges, m.ranges.steps
     spent = [np.diff(line.until(edges), axis=0) for line in m.timelines]
@@ -206,7 +192,7 @@ def _ranges(m: _Measured) -> list[Range]:
 
 
 def _doubts(
-    run: Run, records: list[Record], matched: Matched, clocks: Clocks, m: _Measured | None
+    run: Run, records: list[Record], matched: Matched, clocks: Clocks, m: Measured | None
 ) -> tuple[list[str], float]:
     """What could not be read, matched or told apart, and the confidence that is left: the share
     of ranks that is there x of blocked time that is matched x of waits above the residual."""
@@ -255,7 +241,7 @@ def _unmatched(matched: Matched, within: Window | None) -> tuple[int, int]:
     return matched.unmatched(within.start, within.end) if within else matched.unmatched()
 
 
-def _below(m: _Measured, residual: int) -> int:
+def _below(m: Measured, residual: int) -> int:
     """Blocked time in waits that are not longer than the clocks' residual."""
     rows = m.matched.waits
     wait = np.clip(rows["latest"], rows["start"], rows["end"]) - rows["start"]

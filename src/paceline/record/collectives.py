@@ -34,6 +34,7 @@ from .states import POINT_TO_POINT, ROOTED, Op, State
 
 LONG_CALL_NS = 20_000  # a call that launches and takes longer is an event of its own
 AT_ONCE_NS = 50_000  # between a call's return and the wait for it: one synchronous call
+_COLLECTIVE, _BLOCKED = int(State.COLLECTIVE), int(State.BLOCKED)  # quicker than the enum's
 
 
 class _Flight:
@@ -79,6 +80,10 @@ class _Flight:
             self._tell(State.CALL, self.launched, self.returned)
         self.returned = 0
 
+    def stands(self, since: int) -> None:
+        """The rank begins to stand still for it."""
+        self.recorder.begins(_BLOCKED, since, self.seq, self.group, self.op)
+
     def blocked(self, start: int, end: int) -> None:
         """The rank stood still from ``start`` to ``end``, and then the result was there; where
         it waited right after its call, from the call on."""
@@ -108,6 +113,7 @@ class RecordedWork(dist.Work):
         if self._flight.landed:
             return bool(self._work.wait(*timeout))
         start = now()
+        self._flight.stands(start)
         done = self._work.wait(*timeout)
         end = now()
         if self._flight.op == Op.RECV and self._flight.peer < 0:
@@ -197,6 +203,7 @@ class RecordedGroup(dist.ProcessGroup):
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """gloo's barrier that names missing ranks; it blocks and gives no Work."""
         launched = now()
+        self._recorder.begins(_BLOCKED, launched, self._seq + 1, self._group, int(Op.BARRIER))
         inner: Any = self.inner  # whose stub lacks it
         inner.monitored_barrier(*args, **options)
         if self._group:
@@ -225,6 +232,7 @@ class RecordedGroup(dist.ProcessGroup):
         for work, flight in self._pending.pop(backward):
             if not flight.landed:
                 start = now()
+                flight.stands(start)
                 work.wait()
                 flight.blocked(start, now())
 
@@ -286,6 +294,7 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
             seq = self._seq = self._seq + 1
         recorder = self._recorder
         launched = now()
+        recorder.begins(_COLLECTIVE, launched, seq, self._group, number)
         work = call(*args, **options)
         returned = now()
         if work is None:  # part of a coalesced batch, which is waited for as a whole

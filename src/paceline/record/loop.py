@@ -91,6 +91,7 @@ class Loop:
             self._end_evaluation()
         self._forward_end = 0
         self._ask(id(iterator), start)
+        self.recorder.begins(State.INPUT, start)
         self.busy = True
         try:
             batch = fetch(iterator)
@@ -109,6 +110,7 @@ class Loop:
     def open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         """Make a loader's iterator, its workers too: that is waiting for input as well."""
         start = now()
+        self.recorder.begins(State.INPUT, start)
         self.busy = True
         try:
             iterator = make(loader)

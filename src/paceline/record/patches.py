@@ -49,6 +49,7 @@ def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Ca
         if threading.get_ident() != main:
             return function(*args, **kwargs)
         start = now()
+        recorder.begins(state, start)
         try:
             return function(*args, **kwargs)
         finally:

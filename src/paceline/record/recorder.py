@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from .ring import Ring
 from .states import State
 from .tell import say
@@ -62,6 +63,7 @@ class Recorder:
         self._ring = _open_ring(rank, self._meta, self._folder)
         # On purpose in the method's place: an event is then one call.
         self.event = self._ring.writer(self)  # type: ignore[method-assign]
+        self.begins = self._ring.beginner(self)  # type: ignore[method-assign]
         self.event_cost_ns = self._measure_event_cost()
         self._ring.clear()
 
@@ -69,6 +71,7 @@ class Recorder:
         """In a forked child, a DataLoader's worker say: the ring is the parent's."""
         self._ring = None
         self.__dict__.pop("event", None)
+        self.__dict__.pop("begins", None)
 
     def join(self, rank: int, size: int) -> None:
         """The process has become ``rank`` of ``size``, whatever its environment said."""
@@ -99,10 +102,15 @@ class Recorder:
         """Record that the rank was in ``state`` from ``start`` to ``end`` (ns of ``now()``).
         Replaced by the ring's writer where there is a ring."""
 
+    def begins(self, state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
+        """Say what the rank is in from ``since`` on, for whoever looks while it lasts. Replaced
+        like ``event``."""
+
     @contextmanager
     def span(self, state: int) -> Iterator[None]:
         """Record the body of a ``with`` as ``state``, also where it raises."""
         start = now()
+        self.begins(state, start)
         try:
             yield
         finally:
@@ -222,11 +230,34 @@ def about(rank: int, size: int, started: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "clock": clock(),
         "pid": os.getpid(),
-        "python": sys.version.split()[0],
+        **_versions(),
+        **_binding(),
         "started_ns": started,
         "joined_ns": now(),
         "wall_time": time.time(),
     }
+
+
+def _versions() -> dict[str, str]:
+    torch = sys.modules.get("torch")
+    found = {"python": sys.version.split()[0], "paceline": __version__}
+    return found | ({"torch": str(torch.__version__)} if torch is not None else {})
+
+
+def _binding() -> dict[str, Any]:
+    """The cores this process may run on (bits, as the kernel writes masks), its threads, and the
+    devices that it sees."""
+    found: dict[str, Any] = {}
+    if hasattr(os, "sched_getaffinity"):
+        found["cores"] = f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["threads"] = torch.get_num_threads()
+        found["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if os.environ.get(name):
+            found["devices"] = os.environ[name]
+    return found
 
 
 def clock() -> str:

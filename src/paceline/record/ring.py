@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 MAGIC = b"PACELINE"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 16384
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON
@@ -26,6 +26,10 @@ WRITTEN_OFFSET = 28
 COST_OFFSET = 36
 # start, end (ns of CLOCK_MONOTONIC), amount, sequence number, step, group, state, op, peer
 EVENT = struct.Struct("<qqqIIHBBi")
+# What the rank has begun last, at the header's end: since when (ns), sequence number, step, group,
+# state, op.
+BEGUN = struct.Struct("<qIIHBB")
+BEGUN_OFFSET = HEADER_BYTES - 64
 DEFAULT_CAPACITY = 1 << 16
 
 
@@ -50,7 +54,7 @@ class Ring:
     def describe(self, meta: dict[str, Any]) -> None:
         """Write the header with ``meta`` as its JSON; the counters stay."""
         text = json.dumps(meta).encode()
-        if HEADER.size + len(text) > HEADER_BYTES:
+        if HEADER.size + len(text) > BEGUN_OFFSET:
             raise ValueError(f"the record's description takes {len(text)} bytes, over its header's")
         HEADER.pack_into(
             *(self._map, 0, MAGIC, VERSION, HEADER_BYTES, EVENT.size, self.capacity),
@@ -96,6 +100,16 @@ class Ring:
 
         return event
 
+    def beginner(self, of: Any) -> Callable[..., None]:
+        """For a recorder: says what the rank begins, over what it began before. Whether that has
+        ended is in the events."""
+        pack, memory = BEGUN.pack_into, self._map
+
+        def begins(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
+            pack(memory, BEGUN_OFFSET, since, seq & 0xFFFFFFFF, of.step, group, state, op)
+
+        return begins
+
     @property
     def written(self) -> int:
         """Events written so far, those that were overwritten included."""
@@ -114,6 +128,7 @@ class Ring:
         """Forget all events."""
         self._next = count()
         COUNTER.pack_into(self._map, WRITTEN_OFFSET, 0)
+        BEGUN.pack_into(self._map, BEGUN_OFFSET, 0, 0, 0, 0, 0, 0)
 
     def snapshot(self) -> bytes:
         """The file's bytes, without the slots that were never used."""
