@@ -1,5 +1,6 @@
 """Figures of each process group by itself: data, tensor and pipeline groups are never mixed."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +73,10 @@ def groups(
             continue
         times = [busy(states[i]) for i in members]
 
-        def share(launches: np.ndarray, waits: np.ndarray, of: int = len(members)) -> Any:
-            return _shares(launches, waits, timelines, within, of)
-
-        whole = share(launches, waits)
+        shares = functools.partial(
+            _shares, timelines=timelines, within=within, members=len(members)
+        )
+        whole = shares(launches, waits)
         result.append(
             Group(
                 name,
@@ -83,7 +84,7 @@ def groups(
                 [records[i].rank for i in members],
                 *whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
-                _collectives(launches, waits, inside, size, whole, share),
+                _collectives(launches, waits, inside, size, whole, shares),
             )
         )
     return result
