@@ -15,7 +15,7 @@ FLOORS = [
     *("cli", "study", "predict", "launch", "world", "parallel", "comm", "data", "checkpoint"),
     *("optim", "deploy", "report", "analyze", "cost", "cluster", "record"),
 ]
-MODULES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE or p.stem == "cli")
+MODULES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE)
 
 
 def floor_of(path: Path) -> str:

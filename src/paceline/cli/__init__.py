@@ -1,0 +1,21 @@
+"""The command line: one file a command; parse, call, print."""
+
+from ..launch.here import InServer
+from ..launch.local import serve
+from .base import app
+
+# In the order in which --help lists them.
+# isort: off
+from . import run, record, report, submit
+
+# isort: on
+__all__ = ["app", "main", "record", "report", "run", "submit"]
+
+
+def main() -> None:
+    """The ``paceline`` command."""
+    try:
+        app()
+    except InServer as forked:
+        job = forked
+    serve(job)  # not in the handler: a rank's exceptions have no context of ours

@@ -1,0 +1,32 @@
+"""``paceline record``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .base import app, mistakes_told
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Example:  torchrun --nproc-per-node 4 --no-python paceline record run/record train.py",
+)
+def record(
+    folder: Annotated[Path, typer.Argument(help="Where the records go, the same for all ranks.")],
+    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+) -> None:
+    """Run SCRIPT as one recorded rank of any launcher: torchrun, srun, mpirun.
+
+    Ranks may be on several hosts, if FOLDER is on a file system that they share.
+    """
+    from ..launch.rank import record_here
+
+    with mistakes_told():
+        record_here(folder, {"name": script, "args": args or [], "module": module})

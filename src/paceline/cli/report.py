@@ -1,0 +1,36 @@
+"""``paceline report``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .base import app, mistakes_told
+
+
+@app.command(
+    epilog="Examples:  paceline report run/record   ·   paceline report before after   ·   "
+    "paceline report n1 n2 n4   ·   paceline report --steps 100:200 run/record",
+)
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders that paceline run --record has written.")
+    ],
+    steps: Annotated[
+        str | None,
+        typer.Option(help="Only these steps, as 100:200 (100 to 199).", show_default=False),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="The figures as JSON instead (docs/measures.md).")
+    ] = False,
+) -> None:
+    """Say what every second of every rank went into.
+
+    One record: states, efficiencies and the three largest losses. Two of the same number of
+    ranks: before and after, figure by figure, with what is noise. Several with different numbers
+    of ranks: the scaling table.
+    """
+    from ..report.command import told
+
+    with mistakes_told():
+        typer.echo(told(folders, steps, json), nl=False)
