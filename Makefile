@@ -7,7 +7,7 @@ TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks cluster-packages soak lint types format bench picture clean
+.PHONY: demo test test-frameworks test-packages soak lint types format bench picture clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -41,8 +41,9 @@ test: $(VENV)/frameworks
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
 
-# Real ssh, Slurm and MPI for the tests that need hosts; without them those tests are skipped.
-cluster-packages:
+# Real ssh, Slurm, MPI and Chromium for the tests that need hosts or open pages; without them those
+# tests are skipped.
+test-packages:
 	@tests/bed/packages.sh
 
 soak: $(VENV)/installed

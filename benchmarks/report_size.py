@@ -28,11 +28,18 @@ HOST_RANKS = 4
 BUCKETS = 4
 BUCKET_BYTES = 25 << 20
 MS = 1_000_000  # ns
-STEP = [  # the events of one step, in the order of writing
-    *(State.INPUT, State.FORWARD, State.LOSS),
-    *[State.BLOCKED, State.COLLECTIVE] * BUCKETS,
-    *(State.BACKWARD, State.OPTIMIZER, State.STEP),
-]
+
+
+def step_events(buckets: int = BUCKETS) -> list[State]:
+    """The events of one step, in the order of writing."""
+    return [
+        *(State.INPUT, State.FORWARD, State.LOSS),
+        *[State.BLOCKED, State.COLLECTIVE] * buckets,
+        *(State.BACKWARD, State.OPTIMIZER, State.STEP),
+    ]
+
+
+STEP = step_events()
 
 
 def main() -> None:
@@ -58,10 +65,12 @@ def main() -> None:
     report(args, facts, found)
 
 
-def simulated(ranks: int, steps: int, members: int) -> tuple[np.ndarray, np.ndarray]:
+def simulated(
+    ranks: int, steps: int, members: int, buckets: int = BUCKETS
+) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends (ns) of all events of all steps of all ranks: (events, steps, ranks)."""
     random = np.random.default_rng(0)
-    start, end = np.zeros((2, len(STEP), steps, ranks), np.int64)
+    start, end = np.zeros((2, len(step_events(buckets)), steps, ranks), np.int64)
     speed = random.normal(1, 0.02, ranks)
     speed[ranks // 2] *= 1.1
     at = random.integers(0, MS, ranks)  # the end of each rank's last step
@@ -72,8 +81,8 @@ def simulated(ranks: int, steps: int, members: int) -> tuple[np.ndarray, np.ndar
         fetched, forward, loss, computed = at + np.cumsum(times[:4], axis=0).astype(np.int64)
         blocks, launches = [], []
         done, waiting = at, computed
-        for bucket in range(1, BUCKETS + 1):
-            launched = loss + (computed - loss) * bucket // (BUCKETS + 1)
+        for bucket in range(1, buckets + 1):
+            launched = loss + (computed - loss) * bucket // (buckets + 1)
             last = launched.reshape(-1, members).max(axis=1).repeat(members)
             done = np.maximum(done, last) + int(random.normal(3, 0.2) * MS)
             blocks += [(waiting, np.maximum(waiting + 2000, done))]
@@ -90,16 +99,17 @@ def simulated(ranks: int, steps: int, members: int) -> tuple[np.ndarray, np.ndar
 
 def write(folder: Path, members: int, start: np.ndarray, end: np.ndarray) -> None:
     """A ring's file for each rank, as docs/record-format.md describes it."""
-    steps, ranks = start.shape[1:]
-    states = np.array(STEP)
+    kinds, steps, ranks = start.shape
+    buckets = (kinds - len(step_events(0))) // 2
+    states = np.array(step_events(buckets))
     flight = (states == State.COLLECTIVE) | (states == State.BLOCKED)
-    events = np.zeros((steps, len(STEP)), EVENT_DTYPE)
+    events = np.zeros((steps, kinds), EVENT_DTYPE)
     events["state"], events["peer"] = states, -1
     events["step"] = np.arange(steps)[:, None]
     events["amount"] = np.where(flight, BUCKET_BYTES, np.where(states == State.STEP, 32, 0))
     events["op"], events["group"] = np.where(flight, Op.ALL_REDUCE, 0), flight
     bucket = np.cumsum(states == State.BLOCKED)
-    events["seq"] = np.where(flight, np.arange(steps)[:, None] * BUCKETS + bucket, 0)
+    events["seq"] = np.where(flight, np.arange(steps)[:, None] * buckets + bucket, 0)
     began = 10**12
     for rank in range(ranks):
         events["start"] = start[:, :, rank].T + began
@@ -115,7 +125,8 @@ def write(folder: Path, members: int, start: np.ndarray, end: np.ndarray) -> Non
             },
         }
         text = json.dumps(meta).encode()
-        counts = (HEADER_BYTES, EVENT.size, DEFAULT_CAPACITY, events.size, 0, len(text))
+        capacity = max(DEFAULT_CAPACITY, events.size)
+        counts = (HEADER_BYTES, EVENT.size, capacity, events.size, 0, len(text))
         header = HEADER.pack(MAGIC, VERSION, *counts) + text
         data = header.ljust(HEADER_BYTES, b"\0") + events.tobytes()
         (folder / f"rank-{rank}.ring").write_bytes(data)

@@ -10,13 +10,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bed
 
 
-def _need(missing: list[str]) -> None:
-    """Skip a cluster test that this machine cannot run; fail it where none may be skipped."""
+def _need(missing: list[str], hint: str = "make test-packages, and run as root") -> None:
+    """Skip a test that this machine cannot run; fail it where none may be skipped."""
     if missing:
-        text = f"cluster tests need {', '.join(missing)}: make cluster-packages, and run as root"
-        if os.environ.get("PACELINE_CLUSTER_TESTS") == "required":
+        text = f"this test needs {', '.join(missing)}. HINT: {hint}"
+        if os.environ.get("PACELINE_ALL_TESTS") == "required":
             pytest.fail(text, pytrace=False)
         pytest.skip(text)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium without a window."""
+    found = shutil.which("chromium")
+    _need([] if found else ["chromium"], "make test-packages")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(scope="session")

@@ -49,3 +49,19 @@ class Rank:
 def report_of(ranks, **options):
     """The report of hand-made ranks."""
     return analyse(Run("test", [rank.record() for rank in ranks], missing=[]), **options)
+
+
+def made(folder, size=2, steps=40, compute=20.0, run="a", host="node", **meta):
+    """A run's folder: ``size`` ranks; the last of them computes 10 ms longer."""
+    folder.mkdir(parents=True)
+    for i in range(size):
+        rank = Rank(folder, i, size, host=f"{host}{i // 2}", clock="one", run=run, **meta)
+        rank.step(0, 10)
+        for step in range(steps):
+            begin = 10 + step * (compute + 20) + step % 3
+            arrived = begin + compute + (10 if i == size - 1 and size > 1 else 0)
+            rank.was(State.FORWARD, begin, arrived)
+            if size > 1:
+                rank.collective(arrived, arrived, begin + compute + 15, amount=1 << 20)
+            rank.step(begin, begin + compute + 15, samples=8, number=step + 1)
+    return folder

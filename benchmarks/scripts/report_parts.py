@@ -10,7 +10,7 @@ from typing import Any
 
 begun = time.monotonic()  # before the imports below, which are one of the parts
 
-from paceline.analyze import losses, report  # noqa: E402
+from paceline.analyze import losses, measured, report  # noqa: E402
 from paceline.cli import app  # noqa: E402
 from paceline.report import command  # noqa: E402
 
@@ -19,11 +19,12 @@ PARTS = {
     "read": [(command, "load")],
     "match": [(report, "match"), (report, "align")],
     "window": [(report, "window"), (losses, "ranges")],
-    "timelines": [(report, "timeline"), (report.Matched, "latest")],
-    "replay": [(report, "ideal_length")],
+    "timelines": [(measured, "timeline"), (report.Matched, "latest")],
+    "replay": [(measured, "ideal_length")],
     "losses": [(losses, "own"), (losses, "waits"), (losses, "transfers")],
     "groups": [(report, "groups"), (report, "hidden")],
     "ranges": [(report, "_ranges")],
+    "steps": [(report, "steps_of"), (report, "step_times"), (report, "pairs")],
 }
 seconds: dict[str, float] = defaultdict(float)
 

@@ -1,8 +1,9 @@
 #!/bin/bash
-# What the cluster tests need from Debian or Ubuntu: real ssh, Slurm and MPI. Nothing is started.
+# What tests need from Debian or Ubuntu: real ssh, Slurm and MPI, and Chromium, which opens pages.
+# Nothing is started.
 set -eu
 PACKAGES="iproute2 openssh-client openssh-server munge slurmctld slurmd slurm-client
-  slurm-wlm-torque openmpi-bin mpich procps"
+  slurm-wlm-torque openmpi-bin mpich procps chromium"
 
 command -v apt-get >/dev/null || {
   echo "No apt-get here. HINT: install the like of: $(echo $PACKAGES)" >&2; exit 1; }

@@ -9,8 +9,10 @@ from .base import app, mistakes_told
 
 
 @app.command(
-    epilog="Examples:  paceline report run/record   ·   paceline report before after   ·   "
-    "paceline report n1 n2 n4   ·   paceline report --steps 100:200 run/record",
+    epilog="Examples:  paceline report run/record   ·   paceline report n1 n2 n4   ·   "
+    "paceline report run/record --html run.html   ·   "
+    "paceline report before after --html change.html   ·   "
+    "paceline report --steps 100:200 --timeline run.json.gz run/record"
 )
 def report(
     folders: Annotated[
@@ -23,6 +25,22 @@ def report(
     json: Annotated[
         bool, typer.Option("--json", help="The figures as JSON instead (docs/measures.md).")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page to this file: the figures in words and pictures, for any browser, "
+            "with everything inside.",
+            show_default=False,
+        ),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write every rank's states and collectives to this file, for ui.perfetto.dev or "
+            "chrome://tracing; ending in .gz it is compressed.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Say what every second of every rank went into.
 
@@ -33,4 +51,4 @@ def report(
     from ..report.command import told
 
     with mistakes_told():
-        typer.echo(told(folders, steps, json), nl=False)
+        typer.echo(told(folders, steps, json, html, timeline), nl=False)

@@ -1,4 +1,4 @@
-"""What ``paceline report`` prints."""
+"""What ``paceline report`` prints and writes."""
 
 import io
 import json
@@ -12,24 +12,40 @@ from rich.console import Console, RenderableType
 
 from ..analyze.compare import compare, scaling
 from ..analyze.load import load
-from ..analyze.report import Report, analyse
+from ..analyze.report import Examined, Report, examine
 from . import tables
 from .terminal import panel
 
 
-def told(folders: list[Path], steps: str | None, as_json: bool) -> str:
-    """The report of one folder's record, of two before and after, or of several sizes.
+def told(
+    folders: list[Path],
+    steps: str | None = None,
+    as_json: bool = False,
+    html: Path | None = None,
+    timeline: Path | None = None,
+) -> str:
+    """The report of one folder's record, of two before and after, or of several sizes: as text,
+    or with html or timeline written to these files, and then what was written.
 
-    Raises ValueError for what can't be read, or can't be compared.
+    Raises ValueError for what can't be read, compared or written.
     """
     chosen = _range(steps) if steps is not None else None
-    reports = [analyse(load(folder), chosen) for folder in folders]
+    if timeline is not None and len(folders) > 1:
+        raise ValueError(f"--timeline takes one record, not {len(folders)}. HINT: one at a time")
+    examined = [examine(load(folder), chosen) for folder in folders]
+    written = []
+    if html is not None:
+        written.append(_page(examined, html))
+    if timeline is not None:
+        from .timeline import write
+
+        written.append(write(examined[0], timeline, chosen))
+    if written and not as_json:
+        return "".join(f"{line}\n" for line in written)
+    reports = [one.report for one in examined]
     if len(reports) == 1:
-        report = reports[0]
-        if as_json:
-            return report.to_json() + "\n"
-        return _drawn(lambda width: panel(report, width, full=True))
-    if len(reports) == 2 and reports[0].size == reports[1].size:
+        return _one(reports[0], as_json)
+    if _before_and_after(reports):
         before, after = reports
         changes = compare(before, after)
         if as_json:
@@ -39,6 +55,32 @@ def told(folders: list[Path], steps: str | None, as_json: bool) -> str:
     if as_json:
         return _json("paceline-scaling", reports, [asdict(scale) for scale in scales])
     return _drawn(lambda _: tables.scaled(scales, reports))
+
+
+def _one(report: Report, as_json: bool) -> str:
+    if as_json:
+        return report.to_json() + "\n"
+    return _drawn(lambda width: panel(report, width, full=True))
+
+
+def _before_and_after(reports: list[Report]) -> bool:
+    return len(reports) == 2 and reports[0].size == reports[1].size
+
+
+def _page(examined: list[Examined], path: Path) -> str:
+    """Write the page; imported here, because templates take their time."""
+    from .page.several import before_and_after, scales
+    from .page.single import single
+    from .page.write import save
+
+    reports = [one.report for one in examined]
+    if len(examined) == 1:
+        text = single(examined[0])
+    elif _before_and_after(reports):
+        text = before_and_after(*examined)
+    else:
+        text = scales(examined)
+    return save(text, path)
 
 
 def _json(kind: str, reports: list[Report], rows: list[dict[str, object]]) -> str:

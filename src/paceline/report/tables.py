@@ -9,7 +9,7 @@ from ..analyze.compare import Change, Scale
 from ..analyze.report import Report
 from .terminal import GOOD
 
-_NAMES = {
+NAMES = {
     "samples_per_s": "samples/s",
     "step_ms": "step (ms)",
     "useful": "useful (the product)",
@@ -27,6 +27,11 @@ _NAMES = {
     "speedup": "speed-up",
     "scaling_efficiency": "scaling efficiency",
 }
+# What a scaling table shows of each run, from the whole to its factors.
+FACTORS = (
+    *("global_efficiency", "parallel", "load_balance", "communication", "serialisation"),
+    *("transfer", "checkpoint", "validation", "input", "other", "computation_scalability"),
+)
 
 
 def compared(before: Report, after: Report, changes: list[Change]) -> Panel:
@@ -37,15 +42,9 @@ def compared(before: Report, after: Report, changes: list[Change]) -> Panel:
     table.add_column("")
     for change in changes:
         relative = change.after / change.before - 1 if change.before else 0.0
-        if change.real is None:
-            verdict, style = "too few steps to tell it from noise", "bright_black"
-        elif not change.real:
-            verdict, style = "within the noise", "bright_black"
-        else:
-            better = (change.after > change.before) != (change.figure == "step_ms")
-            verdict, style = ("better", "bold green") if better else ("worse", "bold red")
-        cells = (_number(change.before), _number(change.after), f"{100 * relative:+.1f} %")
-        table.add_row(_NAMES[change.figure], *cells, Text(verdict, style=style))
+        told, kind = verdict(change)
+        cells = (number(change.before), number(change.after), f"{100 * relative:+.1f} %")
+        table.add_row(NAMES[change.figure], *cells, Text(told, style=_STYLES[kind]))
     about = Text(f"before: {before.name}\nafter:  {after.name}\n")
     doubts = [f"{r.name}: {doubt}." for r in (before, after) for doubt in r.doubts]
     return Panel(
@@ -55,26 +54,35 @@ def compared(before: Report, after: Report, changes: list[Change]) -> Panel:
     )
 
 
+_STYLES = {"better": "bold green", "worse": "bold red", "none": "bright_black"}
+
+
+def verdict(change: Change) -> tuple[str, str]:
+    """Whether it is a change, in words, and better, worse or none."""
+    if change.real is None:
+        return "too few steps to tell it from noise", "none"
+    if not change.real:
+        return "within the noise", "none"
+    better = (change.after > change.before) != (change.figure == "step_ms")
+    return ("better", "better") if better else ("worse", "worse")
+
+
 def scaled(scales: list[Scale], reports: list[Report]) -> Panel:
     """Efficiencies per number of ranks; the first is the reference."""
     table = Table(box=None, pad_edge=False)
     table.add_column("ranks")
     for scale in scales:
         table.add_column(str(scale.ranks), justify="right")
-    rows = (
-        *("global_efficiency", "parallel", "load_balance", "communication", "serialisation"),
-        *("transfer", "checkpoint", "validation", "input", "other", "computation_scalability"),
-    )
-    for name in rows:
+    for name in FACTORS:
         values = [getattr(scale, name) for scale in scales]
         if any(value is not None for value in values):
-            table.add_row(_NAMES[name], *(_graded(value) for value in values))
+            table.add_row(NAMES[name], *(_graded(value) for value in values))
     table.add_section()
     for name in ("samples_per_s", "speedup", "scaling_efficiency"):
         values = [getattr(scale, name) for scale in scales]
         if any(value is not None for value in values):
-            cells = ("-" if value is None else _number(value) for value in values)
-            table.add_row(_NAMES[name], *cells)
+            cells = ("-" if value is None else number(value) for value in values)
+            table.add_row(NAMES[name], *cells)
     doubts = [f"{report.name}: {doubt}." for report in reports for doubt in report.doubts]
     return Panel(
         Group(table, *(Text(doubt, style="yellow") for doubt in doubts)),
@@ -89,5 +97,6 @@ def _graded(value: float | None) -> Text:
     return Text(f"{value:.3f}", style="green" if value >= GOOD else "bold red")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """With the digits that a table needs."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"

@@ -159,14 +159,14 @@ def _tree(report: Report) -> Table:
     table.add_column("", style="bright_black")
     for name, field, depth in TREE:
         value = getattr(e, field)
-        if value is None or (report.size == 1 and field in _NEEDS_TWO):
+        if value is None or (report.size == 1 and field in NEEDS_TWO):
             continue
         note = _slowest(report) if field == "load_balance" and report.size > 1 else ""
         table.add_row("  " * depth + name, _graded(value), note)
     return table
 
 
-_NEEDS_TWO = ("parallel", "load_balance", "communication", "serialisation", "transfer")
+NEEDS_TWO = ("parallel", "load_balance", "communication", "serialisation", "transfer")
 
 
 def _slowest(report: Report) -> str:
@@ -203,7 +203,7 @@ def _groups(report: Report) -> list[RenderableType]:
         table.add_column(heading, justify="right" if right else "left")
     for group in sorted(report.groups, key=lambda g: -(g.wait + g.transfer))[:8]:
         kinds = ", ".join(
-            f"{c.count} {c.name} ({_bytes(c.bytes / c.count)}"
+            f"{c.count} {c.name} ({size(c.bytes / c.count)}"
             + (f", {c.busbw:.2g} GB/s bus" if c.busbw is not None else "")
             + ")"
             for c in sorted(group.collectives, key=lambda c: -c.bytes)[:3]
@@ -230,12 +230,13 @@ def _cost(report: Report) -> Text:
     return Text(f"recording cost {share:.2g} % of the time after start-up (measured)")
 
 
-def _bytes(size: float) -> str:
+def size(count: float) -> str:
+    """2048 bytes as "2 KiB"."""
     for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
 
 
 def percent(share: float) -> str:

@@ -1,0 +1,244 @@
+"use strict";
+// Draws the page's charts from the JSON in #data. Figures are computed in Python; here is only
+// what they look like.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const css = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+  const LINES = ["validation", "wait", "useful", "transfer", "input", "checkpoint", "other"]; // colours
+  const FULL = 250; // stands for a share of 1
+  const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+
+  function rows(base64, width, make) {
+    const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
+    const found = [];
+    for (let start = 0; start < bytes.length; start += width) {
+      found.push(Array.from(bytes.subarray(start, start + width), make));
+    }
+    return found;
+  }
+
+  function layout(height, more) {
+    const axis = { gridcolor: css("line"), zerolinecolor: css("line"), linecolor: css("line"), automargin: true };
+    const base = {
+      height, margin: { l: 60, r: 20, t: 10, b: 45 }, showlegend: false,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: css("ink"), family: "system-ui, Liberation Sans, sans-serif", size: 13 },
+      hoverlabel: { bgcolor: css("ink"), font: { color: css("ground") } },
+    };
+    const found = { ...base, ...more };
+    for (const name of ["xaxis", "yaxis"]) found[name] = { ...axis, ...(more[name] || {}) };
+    return found;
+  }
+
+  const unit = (seconds) => (seconds < 1 ? ["ms", 1e3] : ["s", 1]); // one for a whole axis
+
+  const scale = () => [[0, css("map0")], [0.35, css("map1")], [1, css("map2")]];
+  const chosen = (name, otherwise) => {
+    const box = document.querySelector(`input[name=${name}]:checked`);
+    return box ? box.value : otherwise;
+  };
+  const category = (title, more) => ({ title: { text: title }, type: "category", nticks: 16, ...more });
+  // A row of a map never gets less than a pixel: what can't be seen would be left out.
+  const tall = (count, least) => Math.max(least, Math.min(24, Math.max(1, 420 / count)) * count + 90);
+
+  function states() {
+    const { ranks, shares } = data.shares;
+    const order = ranks.map((_, i) => i);
+    if (chosen("sort", "rank") === "loss") order.sort((a, b) => shares.useful[a] - shares.useful[b]);
+    const names = order.map((i) => String(ranks[i]));
+    const traces = data.states.map((state) => ({
+      type: "bar", name: state, x: names, y: order.map((i) => shares[state][i]),
+      marker: { color: css(state), line: { width: 0 } },
+      hovertemplate: `rank %{x}<br>${state} %{y:.1%}<extra></extra>`,
+    }));
+    return [traces, layout(320, {
+      barmode: "stack", bargap: ranks.length > 64 ? 0 : 0.15,
+      xaxis: category("rank"), yaxis: { title: { text: "share of its time" }, tickformat: ".0%", range: [0, 1] },
+    })];
+  }
+
+  function steps() {
+    const { at, names, together } = data.steps;
+    const [sign, times] = unit(data.medianStep);
+    const [median, least, most] = ["median", "least", "most"].map((name) => data.steps[name].map((v) => v * times));
+    const traces = [];
+    if (together) {
+      const band = { type: "scatter", mode: "lines", x: at, line: { width: 0 }, hoverinfo: "skip" };
+      traces.push({ ...band, y: least }, { ...band, y: most, fill: "tonexty", fillcolor: css("line") });
+    }
+    traces.push({
+      type: "scatter", mode: "lines", x: at, y: median, line: { color: css("validation"), width: 1.5 },
+      customdata: names.map((name, i) => [name, least[i], most[i]]),
+      hovertemplate: together
+        ? `steps %{customdata[0]}<br>median %{y:.4~g} ${sign}, %{customdata[1]:.4~g} to %{customdata[2]:.4~g} ${sign}<extra></extra>`
+        : `step %{x}<br>%{y:.4~g} ${sign}<extra></extra>`,
+    });
+    traces.push({
+      type: "scatter", mode: "markers", x: data.outliers.map((o) => o.step), y: data.outliers.map((o) => o.seconds * times),
+      marker: { color: css("wait"), size: 7, symbol: "diamond" },
+      text: data.outliers.map((o) => o.text), hovertemplate: `step %{x}: %{y:.4~g} ${sign}<br>%{text}<extra></extra>`,
+    });
+    const wide = Math.max(...most) > 8 * data.medianStep * times; // a few long steps would flatten all others
+    return [traces, layout(320, {
+      xaxis: { title: { text: "step" } },
+      yaxis: { title: { text: `step time (${sign})` },
+        ...(wide ? { type: "log", dtick: "D2" } : { rangemode: "tozero" }) },
+    })];
+  }
+
+  function waiting() {
+    const map = data.waiting;
+    const which = chosen("map", "mean");
+    const z = rows(map[which], map.columns.length, (v) => v / FULL);
+    const most = z.reduce((top, row) => Math.max(top, ...row), 0.05);
+    const trace = {
+      type: "heatmap", z, x: map.columns, y: map.rows, zmin: 0, zmax: most, colorscale: scale(),
+      colorbar: { tickformat: ".0%", thickness: 12, outlinewidth: 0, title: { text: "waiting", side: "right" } },
+      hovertemplate: "rank %{y}, step %{x}<br>waited %{z:.1%} of it<extra></extra>",
+    };
+    return [[trace], layout(tall(map.rows.length, 220), {
+      xaxis: category("step", { tickangle: 0, nticks: 10 }), yaxis: category("rank", { autorange: "reversed" }),
+    })];
+  }
+
+  function late() {
+    const { names, shares } = data.late;
+    const traces = Object.keys(shares).map((state) => ({
+      type: "bar", orientation: "h", y: names, x: shares[state], name: state, marker: { color: css(state) },
+      hovertemplate: `%{y} was late: ${data.longer[state]}<br>%{x:.1%} of all ranks' time<extra></extra>`,
+    }));
+    return [traces, layout(Math.max(220, 26 * names.length + 80), {
+      barmode: "stack", xaxis: { title: { text: "of all ranks' time" }, tickformat: ".1%", rangemode: "tozero" },
+      yaxis: { type: "category", autorange: "reversed" },
+    })];
+  }
+
+  function pairs() {
+    const { names, shares, most } = data.pairs;
+    const trace = {
+      type: "heatmap", z: rows(shares, names.length, (v) => (v / FULL) * most), x: names, y: names,
+      colorscale: scale(), zmin: 0, zmax: most || 1, colorbar: { tickformat: ".1%", thickness: 12, outlinewidth: 0 },
+      hovertemplate: "rank %{y} waited for rank %{x}<br>%{z:.1%} of its time<extra></extra>",
+    };
+    return [[trace], layout(Math.min(560, tall(names.length, 260)), {
+      xaxis: category("for rank"), yaxis: category("rank that waited", { autorange: "reversed" }),
+    })];
+  }
+
+  function moment(number) {
+    const one = data.moments[number];
+    const z = rows(one.state, one.columns, (v) => (v >= FULL ? null : v));
+    const text = z.map((row) => row.map((v) => (v === null ? "" : data.states[v])));
+    const count = data.states.length;
+    const steps = data.states.flatMap((state, i) => [[i / count, css(state)], [(i + 1) / count, css(state)]]);
+    const width = one.span_ms / one.columns;
+    const trace = {
+      type: "heatmap", z, text, x0: width / 2, dx: width, y: one.rows, zmin: -0.5, zmax: count - 0.5,
+      colorscale: steps, showscale: false, zsmooth: false,
+      hovertemplate: "rank %{y}, at %{x:.3~f} ms<br>%{text}<extra></extra>",
+    };
+    return [[trace], layout(tall(one.rows.length, 150), {
+      xaxis: { title: { text: "ms" }, showgrid: false }, yaxis: category("rank", { autorange: "reversed", showgrid: false }),
+    })];
+  }
+
+  function runs() { // time a step of several runs, by state
+    const { names, seconds } = data.runs;
+    const whole = names.map((_, i) => data.states.reduce((sum, state) => sum + seconds[state][i], 0));
+    const [sign, times] = unit(Math.max(...whole));
+    const traces = data.states.map((state) => ({
+      type: "bar", orientation: "h", y: names, x: seconds[state].map((v) => v * times), name: state,
+      marker: { color: css(state) }, hovertemplate: `%{y}<br>${state} %{x:.3~g} ${sign} a step<extra></extra>`,
+    }));
+    return [traces, layout(Math.max(180, 48 * names.length + 90), {
+      barmode: "stack", xaxis: { title: { text: `a step, mean of all ranks (${sign})` } },
+      yaxis: { type: "category", autorange: "reversed" },
+    })];
+  }
+
+  function courses() { // step times of several runs
+    const [sign, times] = unit(Math.max(...data.courses.flatMap((run) => run.median)));
+    const traces = data.courses.map((run, i) => ({
+      type: "scatter", mode: "lines", name: run.name, x: run.at, y: run.median.map((v) => v * times),
+      line: { color: css(LINES[i % LINES.length]), width: 1.5 },
+      hovertemplate: `%{fullData.name}, step %{x}<br>%{y:.4~g} ${sign}<extra></extra>`,
+    }));
+    return [traces, layout(320, {
+      showlegend: true, legend: { orientation: "h", y: 1.12 }, xaxis: { title: { text: "step" } },
+      yaxis: { title: { text: `step time (${sign})` }, rangemode: "tozero" },
+    })];
+  }
+
+  function curves(which) {
+    const found = data[which];
+    const traces = found.lines.map((line, i) => ({
+      type: "scatter", mode: "lines+markers", name: line.name, x: found.ranks, y: line.values,
+      line: line.ideal ? { color: css("soft"), dash: "dash" } : { color: css(LINES[i % LINES.length]) },
+      hovertemplate: `%{x} ranks<br>${line.name} %{y:.3f}<extra></extra>`,
+    }));
+    return [traces, layout(340, {
+      showlegend: true, legend: { orientation: "h", y: 1.15 },
+      xaxis: { title: { text: "ranks" }, type: "log", tickvals: found.ranks, ticktext: found.ranks.map(String) },
+      yaxis: found.log ? { type: "log", dtick: "D2" } : { range: [0, 1.05] },
+    })];
+  }
+
+  const DRAW = {
+    states, steps, waiting, late, pairs, runs, courses,
+    moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
+    speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),
+  };
+  const plots = [...document.querySelectorAll("[data-chart]")];
+  const drawn = new Set();
+
+  function draw(plot) {
+    const [traces, how] = DRAW[plot.dataset.chart]();
+    drawn.add(plot);
+    plot.style.minHeight = how.height + "px";
+    return Plotly.react(plot, traces, how, CONFIG);
+  }
+  const redraw = () => Promise.all([...drawn].map(draw));
+  const drawAll = () => plots.forEach((plot) => drawn.has(plot) || draw(plot));
+
+  // Charts are drawn when they come near: a page of 512 ranks opens at once.
+  const near = new IntersectionObserver((seen) => {
+    for (const one of seen) if (one.isIntersecting) { near.unobserve(one.target); drawn.has(one.target) || draw(one.target); }
+  }, { rootMargin: "600px" });
+  plots.forEach((plot) => near.observe(plot));
+
+  const button = document.getElementById("theme");
+  function theme(name) {
+    root.dataset.theme = name;
+    button.setAttribute("aria-pressed", String(name === "dark"));
+    redraw();
+  }
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  theme(dark.matches ? "dark" : "light");
+  dark.addEventListener("change", (event) => theme(event.matches ? "dark" : "light"));
+  button.addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
+  document.querySelectorAll(".choice input").forEach((box) => box.addEventListener("change", redraw));
+
+  let before = "light";
+  addEventListener("beforeprint", () => {
+    before = root.dataset.theme;
+    theme("light");
+    drawAll();
+  });
+  addEventListener("afterprint", () => theme(before));
+
+  // Escape closes a definition; one that would leave the window is moved back into it.
+  document.querySelectorAll(".term").forEach((term) => {
+    const tip = term.querySelector(".tip");
+    const place = () => {
+      tip.style.marginLeft = "";
+      const over = tip.getBoundingClientRect().right - root.clientWidth + 8;
+      if (over > 0 && getComputedStyle(tip).position === "absolute") tip.style.marginLeft = -over + "px";
+    };
+    const unhush = () => term.classList.remove("hushed");
+    for (const kind of ["mouseenter", "focus"]) term.addEventListener(kind, place);
+    for (const kind of ["mouseleave", "blur"]) term.addEventListener(kind, unhush);
+    term.addEventListener("keydown", (event) => event.key === "Escape" && term.classList.add("hushed"));
+  });
+  root.dataset.ready = "true";
+})();

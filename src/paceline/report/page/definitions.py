@@ -1,0 +1,82 @@
+"""What each figure means, in a sentence or two: docs/measures.md for those who hover over it."""
+
+DEFINITIONS = {
+    # states
+    "useful": "Computing for the model: forward, loss, backward, optimizer. On a GPU: the kernels "
+    "that do not communicate.",
+    "input": "Waiting for the next batch: the loader was not ahead.",
+    "checkpoint": "Standing still for a save.",
+    "validation": "Evaluating.",
+    "other": "What no state explains, the script's own work between its steps' phases included.",
+    "wait": "Blocked in a communication before the last member of its group has arrived.",
+    "transfer": "Blocked in a communication after the last member arrived, and in the calls that "
+    "launch one: the exchange itself.",
+    "hidden": "Communication in flight while the rank did something else: it costs nothing.",
+    # the tree
+    "useful share": "Useful time of all ranks over all their time: mean(u) / T. Parallel "
+    "efficiency times the four factors below it, exactly.",
+    "parallel": "PE = LB x CommE = mean(b) / T, where b is a rank's time outside communication "
+    "(POP Centre of Excellence). 0.8 and above is called good.",
+    "load_balance": "LB = mean(b) / max(b), where b is a rank's time outside communication. Below "
+    "1 where one rank has more to do, or is slower, than the others.",
+    "communication": "CommE = max(b) / T = serialisation x transfer: how much of the time even "
+    "the busiest rank spends outside communication.",
+    "serialisation": "SerE = max(b) / T_id, with T_id the run replayed on a network that takes no "
+    "time. Below 1 where ranks wait for each other in turns.",
+    "transfer efficiency": "TE = T_id / T, with T_id the run replayed on a network that takes no "
+    "time. Below 1 where the exchange itself takes time that nothing hides.",
+    "no checkpoint": "Time outside communication without saves, over time outside communication.",
+    "no validation": "What is left without validation, over what was left before.",
+    "no input": "What is left without waiting for batches, over what was left before.",
+    "no other": "What is left without the script's other work (that is the useful time), over "
+    "what was left before.",
+    # the run
+    "window": "The measured part, the same for all ranks: from the end of the first optimizer step "
+    "(the warm-up) of the last rank to have finished it, to the last event of all.",
+    "samples/s": "Samples of all ranks in the window's steps, over the window. Validation and "
+    "saves in it count as time.",
+    "start-up": "From the command (without paceline run: from the process's start) to the first "
+    "training step's start.",
+    "step time": "From the last rank's end of one optimizer step to the last rank's end of the "
+    "next: a validation or a save between them belongs to the later step.",
+    "outlier": "A step that took longer than the median by 5 scaled median absolute deviations, "
+    "and by half of the median. It is explained by what ranks did longer in it than in their "
+    "median step.",
+    "waiting map": "The share of a rank's step in which it waited for the last rank to arrive.",
+    "waited for": "Every wait is booked to the rank that arrived last in its collective, or to the "
+    "root or peer. Waits not longer than the clocks' residual are booked to nobody.",
+    "did longer": "A wait is explained by what the late rank did more than the waiting one since "
+    "both were last together.",
+    "loss": "A share of all ranks' time (P x T) that was not useful. All losses add up to 1 minus "
+    "the useful share.",
+    # collectives
+    "group": "A torch.distributed process group. Shares are of its members' time.",
+    "count": "How often the collective was called in the window, all members together once.",
+    "bytes": "Of the whole vector, one call on average: an all-reduce's tensor, an all-gather's "
+    "output, a reduce-scatter's input.",
+    "algbw": "Algorithm bandwidth: bytes over the time from the last start to the last end. Median "
+    "over those of at least 64 KiB.",
+    "busbw": "Bus bandwidth, as in nccl-tests: algbw x 2(p-1)/p for all-reduce, x (p-1)/p for "
+    "reduce-scatter, all-gather and all-to-all. Compare it with the link's.",
+    # where and how sure
+    "cores": "The cores that a rank's process may run on.",
+    "threads": "Threads that PyTorch computes with in a rank.",
+    "recording cost": "What recording itself took, of the time after start-up, on the rank where "
+    "it is largest: every event, hook and wrapped collective times its cost measured in the "
+    "process before it trained.",
+    "clock residual": "How far the clock of another host may be off after the alignment, by the "
+    "bounds that collectives give: nobody can leave one before the last one has entered it.",
+    "confidence": "The share of ranks with a record x the share of blocked time whose collectives "
+    "have all members' records x the share of blocked time not in waits below the clocks' residual "
+    "x the share of undamaged events.",
+    # several runs
+    "noise": "A change is more than noise where it exceeds twice its standard error, from the "
+    "figure's spread over tenths of each run.",
+    "speed-up": "Samples/s over those of the run with the fewest ranks.",
+    "scaling efficiency": "Speed-up over the ratio of the ranks: GE(P) / GE(P_ref).",
+    "computation scalability": "CS = (useful time a sample on the fewest ranks) / (useful time a "
+    "sample here). Below 1 where the same work takes longer: smaller batches a rank, memory "
+    "bandwidth shared by more ranks.",
+    "global efficiency": "GE = useful share x computation scalability.",
+    "step_ms": "The window over its steps, in milliseconds.",
+}

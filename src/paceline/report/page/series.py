@@ -1,0 +1,180 @@
+"""What the page's charts are drawn from: small enough for 512 ranks of 10,000 steps.
+
+Nothing is sampled: where there is more than can be shown, neighbours are taken together, with
+their mean and their worst beside each other.
+"""
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...analyze.measured import Measured
+from ...analyze.report import Examined
+from ...analyze.states import STATES
+from ...analyze.steps import Steps, spent, steps_of
+from ...analyze.waiting import matrix
+
+COLUMNS = 400  # of a map: steps, or parts of one step
+ROWS = 1024  # of a map: ranks
+POINTS = 1000  # of the line of step times
+PAIRS = 64  # ranks, or blocks of them, that the matrix shows
+LATE = 15  # ranks whose lateness has a bar of its own
+FULL = 250  # stands for a share of 1
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Neighbours taken together: block i is from edges[i] up to edges[i + 1]."""
+
+    edges: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, count: int, most: int) -> "Blocks":
+        return cls(np.unique(np.linspace(0, count, min(count, most) + 1).astype(np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def names(self, numbers: list[int]) -> list[str]:
+        """What each block holds, as "8" or "8-15"."""
+        pairs = zip(self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True)
+        ends = [(numbers[first], numbers[last - 1]) for first, last in pairs]
+        return [f"{first}" if first == last else f"{first}-{last}" for first, last in ends]
+
+
+def series(examined: Examined) -> dict[str, Any]:
+    """Everything that charts.js draws; empty where the run has no window."""
+    m = examined.measured
+    if m is None:
+        return {}
+    steps = steps_of(m)
+    found: dict[str, Any] = {"states": list(STATES), "ranks": examined.report.ranks}
+    if steps is not None:
+        found |= {"steps": times(steps), "moments": moments(m, steps, examined)}
+        found |= {"waiting": waiting(m, steps)} if len(m.records) > 1 else {}
+    if len(m.records) > 1 and not m.apart:
+        found |= {"pairs": who(m), "late": late(examined)}
+    return found
+
+
+def times(steps: Steps) -> dict[str, Any]:
+    """The line of step times: of each step, or the median, least and most of neighbours."""
+    blocks = Blocks.of(len(steps), POINTS)
+    edges = blocks.edges
+    parts = np.split(steps.seconds, edges[1:-1])
+    numbers = range(steps.first, steps.first + len(steps))
+    return {
+        "names": blocks.names(list(numbers)),
+        "at": (steps.first + (edges[:-1] + edges[1:] - 1) / 2).tolist(),
+        "median": [_digits(float(np.median(part))) for part in parts],
+        "least": [_digits(float(part.min())) for part in parts],
+        "most": [_digits(float(part.max())) for part in parts],
+        "together": len(blocks) < len(steps),
+    }
+
+
+def waiting(m: Measured, steps: Steps) -> dict[str, Any]:
+    """The map of waiting: shares of each rank's step, the mean of neighbours and their worst."""
+    columns, rows = Blocks.of(len(steps), COLUMNS), Blocks.of(len(m.records), ROWS)
+    mean, worst = np.zeros((2, len(m.records), len(columns)))
+    for i in range(len(m.records)):
+        wait = spent(m, steps, i)[:, STATES.index("wait")]
+        length = np.maximum(np.diff(steps.bounds[i]), 1)
+        starts = columns.edges[:-1]
+        mean[i] = np.add.reduceat(wait, starts) / np.add.reduceat(length, starts)
+        worst[i] = np.maximum.reduceat(wait / length, starts)
+    starts, count = rows.edges[:-1], np.diff(rows.edges)[:, None]
+    numbers = list(range(steps.first, steps.first + len(steps)))
+    return {
+        "rows": rows.names([record.rank for record in m.records]),
+        "columns": columns.names(numbers),
+        "mean": _packed(np.add.reduceat(mean, starts, axis=0) / count),
+        "worst": _packed(np.maximum.reduceat(worst, starts, axis=0)),
+        "together": len(columns) < len(steps) or len(rows) < len(m.records),
+    }
+
+
+def who(m: Measured) -> dict[str, Any]:
+    """Who waited (rows) for whom (columns), as shares of the waiting rank's time; for blocks of
+    ranks the mean over those that waited."""
+    shares = matrix(m)
+    blocks = Blocks.of(len(shares), PAIRS)
+    starts = blocks.edges[:-1]
+    summed = np.add.reduceat(np.add.reduceat(shares, starts, axis=0), starts, axis=1)
+    summed /= np.diff(blocks.edges)[:, None]
+    most = float(summed.max())
+    return {
+        "names": blocks.names([record.rank for record in m.records]),
+        "most": most,
+        "shares": _packed(summed / most if most else summed),
+        "together": len(blocks) < len(shares),
+    }
+
+
+def late(examined: Examined) -> dict[str, Any]:
+    """Waiting that each rank caused, of all ranks' time, by what it did longer."""
+    shares: dict[int, dict[str, float]] = {}
+    for loss in examined.report.losses:
+        if loss.kind == "wait" and loss.rank is not None and loss.doing is not None:
+            doing = shares.setdefault(loss.rank, {})
+            doing[loss.doing] = doing.get(loss.doing, 0.0) + loss.share
+    order = sorted(shares, key=lambda rank: -sum(shares[rank].values()))
+    names = [f"rank {rank}" for rank in order[:LATE]]
+    bars = [shares[rank] for rank in order[:LATE]]
+    if rest := order[LATE:]:
+        names.append(f"{len(rest)} others")
+        bars.append({s: sum(shares[rank].get(s, 0.0) for rank in rest) for s in STATES})
+    return {
+        "names": names,
+        "shares": {state: [_digits(bar.get(state, 0.0)) for bar in bars] for state in STATES},
+    }
+
+
+def moments(m: Measured, steps: Steps, examined: Examined) -> list[dict[str, Any]]:
+    """The typical, the best and the worst step, all ranks beside each other."""
+    found = examined.report.step_times
+    assert found is not None
+    rows = Blocks.of(len(m.records), ROWS)
+    result = []
+    for kind, step in (
+        ("typical", found.typical),
+        ("best", found.best),
+        ("worst", found.worst),
+    ):
+        start, end = steps.span(step)
+        edges = np.linspace(start, end, COLUMNS + 1).astype(np.int64)
+        spans = np.stack([np.diff(line.until(edges), axis=0) for line in m.timelines])
+        spans = np.add.reduceat(spans, rows.edges[:-1], axis=0)
+        state = np.where(spans.sum(axis=2) > 0, spans.argmax(axis=2), FULL + 1)
+        result.append(
+            {
+                "kind": kind,
+                "step": step,
+                "seconds": _digits(float(steps.seconds[step - steps.first])),
+                "span_ms": (end - start) / 1e6,
+                "rows": rows.names([record.rank for record in m.records]),
+                "state": _base64(state.astype(np.uint8)),
+                "columns": COLUMNS,
+            }
+        )
+    return result
+
+
+def _packed(shares: Floats) -> str:
+    """Shares of 0 to 1 as bytes of 0 to ``FULL``, rows one after the other. What is more than
+    nothing stays so."""
+    scaled = np.rint(np.clip(shares, 0, 1) * FULL)
+    return _base64(np.where((shares > 1e-4) & (scaled < 1), 1, scaled).astype(np.uint8))
+
+
+def _base64(values: npt.NDArray[np.uint8]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")

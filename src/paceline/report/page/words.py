@@ -1,0 +1,199 @@
+"""What the page says in words, for a reader who has never seen a profiler."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...analyze.losses import Loss
+from ...analyze.report import Report
+from ...analyze.steps import Outlier
+from ..sentences import sentence
+from ..terminal import LARGEST, percent
+
+# Why a loss is one, and where to look, by its kind or by what the late rank did longer.
+_OWN = {
+    "input": (
+        "The model stood still because its next batch was not there yet: the loader was not ahead.",
+        "the loader: its number of workers, what it does to each sample, the files' place and size",
+    ),
+    "checkpoint": (
+        "Training stood still while a checkpoint was copied or written.",
+        "how often it saves, how much, and to which file system",
+    ),
+    "validation": (
+        "Training stood still while the model was evaluated.",
+        "how often it evaluates, on how many samples, and whether all ranks share them",
+    ),
+    "other": (
+        "The script did work of its own between the phases of its steps.",
+        "the lines named above: logging, metrics, waiting for files, copies to the device",
+    ),
+}
+_LATE = {
+    "useful": (
+        "{rank} needed longer to compute the same step. All others stood still at the next "
+        "exchange until it arrived: the slowest rank sets the pace of all.",
+        "what else runs on its host or its cores, its binding, its clock rate, and whether it got "
+        "more or longer samples than the others",
+    ),
+    "input": (
+        "{rank} got its batches late, and all others waited for it at the next exchange.",
+        "this rank's loader and the host it reads from",
+    ),
+    "checkpoint": (
+        "{rank} saved a checkpoint while the others stood still.",
+        "saving beside the training, or all ranks writing their part",
+    ),
+    "validation": (
+        "{rank} evaluated alone while all others stood still: a part of the run that more ranks "
+        "do not make shorter.",
+        "evaluating on all ranks, each its share of the samples",
+    ),
+    "other": (
+        "{rank} did work of the script's own while the others stood still.",
+        "what the script does on this rank only: logging, plots, writing files",
+    ),
+    "wait": ("{rank} came late because it had waited itself.", "whom {rank} waited for"),
+    "transfer": (
+        "{rank} came late because its exchange in another group took longer.",
+        "how that group's ranks are placed, and how much they exchange",
+    ),
+}
+_TRANSFER = (
+    "All ranks were there, and the exchange itself took this long: the data had to go through the "
+    "network, or through the host's memory.",
+    "the bandwidth in the table of collectives against what the link can do, which interface is "
+    "used, and how much is sent how often",
+)
+_NOBODY = (
+    "Short waits, which can't be booked to one rank.",
+    "the spread of step times below: small differences from step to step, on all ranks",
+)
+_DID = {
+    "useful": "computed",
+    "input": "waited for a batch",
+    "checkpoint": "saved",
+    "validation": "evaluated",
+    "other": "did the script's own work",
+    "transfer": "exchanged data",
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """One loss: its share of all ranks' time, what it is, why, and where to look. together: with
+    its other half (a rank's own loss, and the others' waiting for it), where there is one."""
+
+    share: float
+    what: str
+    why: str
+    look: str
+    together: float | None
+
+
+def largest(report: Report) -> list[Told]:
+    """The largest losses, explained."""
+    found = [loss for loss in report.losses if loss.share >= 0.001][:LARGEST]
+    return [_told(loss, report) for loss in found]
+
+
+def _told(loss: Loss, report: Report) -> Told:
+    rank = f"Rank {loss.rank}"
+    if loss.kind == "transfer":
+        why, look = _TRANSFER
+    elif loss.kind == "wait" and loss.rank is None:
+        why, look = _NOBODY
+    elif loss.kind == "wait":
+        why, look = (part.format(rank=rank) for part in _LATE[str(loss.doing)])
+    else:
+        why, look = _OWN[loss.kind]
+    what = sentence(loss, report)
+    return Told(loss.share, what[0].upper() + what[1:], why, look, _together(loss, report))
+
+
+def _together(loss: Loss, report: Report) -> float | None:
+    """A rank's own loss and all waiting for ranks that had it."""
+    kind = loss.doing if loss.kind == "wait" else loss.kind
+    if kind not in _OWN:
+        return None
+    halves = [one.share for one in report.losses if kind in (one.kind, one.doing)]
+    return sum(halves) if len(halves) > 1 else None
+
+
+def achieved(report: Report) -> str:
+    """What the job did, in a sentence or two."""
+    ranks = "1 rank" if report.size == 1 else f"{report.size} ranks"
+    hosts = len(set(report.hosts))
+    on = f" on {hosts} hosts" if hosts > 1 else ""
+    if report.window_s is None or report.efficiencies is None:
+        return f"{ranks}{on} ran for {duration(report.wall_s)}: too few steps to measure."
+    rate = f", {amount(report.samples_per_s)} samples/s" if report.samples_per_s else ""
+    median = report.step_times
+    step = f", {duration(median.median_s)} a step" if median is not None else ""
+    useful = report.efficiencies.useful
+    return (
+        f"{ranks}{on} trained {report.steps} steps in {duration(report.wall_s)}{rate}{step}. "
+        f"{percent(useful)} of the ranks' time went into computing for the model, "
+        f"{percent(1 - useful)} did not."
+    )
+
+
+def outliers(report: Report) -> list[str]:
+    """Those of one cause in a sentence, the most costly cause first."""
+    found = report.step_times
+    if found is None:
+        return []
+    causes: dict[tuple[str | None, int | None], list[Outlier]] = {}
+    for one in found.outliers:
+        causes.setdefault((one.state, one.rank), []).append(one)
+    order = sorted(causes.values(), key=lambda ones: -sum(o.longer_s for o in ones))
+    return [_alike(ones) for ones in order]
+
+
+def _alike(ones: list[Outlier]) -> str:
+    steps = [one.step for one in ones]
+    longer = duration(float(np.median([one.longer_s for one in ones])))
+    about = "about " if len(ones) > 1 else ""
+    return f"{_which(steps)}: {cause(ones[0])}, {about}{longer} longer than usual"
+
+
+def cause(one: Outlier) -> str:
+    """Who did what longer in an outlier."""
+    if one.state is None:
+        return "no rank and no state explains it alone"
+    who = "the ranks" if one.rank is None else f"rank {one.rank}"
+    return f"{who} {_DID.get(one.state, one.state)}"
+
+
+def _which(steps: list[int]) -> str:
+    """Numbers of steps, with their rhythm where they have one."""
+    if len(steps) == 1:
+        return f"Step {steps[0]}"
+    gaps = np.unique(np.diff(steps))
+    if len(steps) > 3 and len(gaps) == 1 and gaps[0] > 1:
+        return f"{len(steps)} steps, every {gaps[0]}th from {steps[0]} to {steps[-1]}"
+    named = ", ".join(map(str, steps[:8]))
+    return f"Steps {named}" + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+
+
+def duration(seconds: float) -> str:
+    """0.0123 as "12.3 ms"."""
+    for unit, least in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= least:
+            if unit == "s" and seconds >= 600:
+                minutes = seconds / 60
+                return f"{minutes:.0f} min" if minutes < 600 else f"{minutes / 60:.1f} h"
+            return f"{seconds / least:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def amount(value: float) -> str:
+    """12345.6 as "12,346"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def joined(parts: Iterable[str]) -> str:
+    """ "a, b and c"."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last

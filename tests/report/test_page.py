@@ -1,0 +1,380 @@
+"""The page, opened in Chromium: its figures are those of --json, it asks nobody for anything, it
+runs nothing that a record says, and it can be read by those who use a keyboard or a telephone."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import ranks
+from paceline.analyze.load import load
+from paceline.analyze.report import examine
+from paceline.record.states import State
+from paceline.report.command import told
+from paceline.report.page.definitions import DEFINITIONS
+from paceline.report.page.several import before_and_after
+from paceline.report.page.words import largest
+from records import Rank, made
+
+UNITS = {"%": 0.01, "s": 1, "ms": 1e-3, "µs": 1e-6, "min": 60, "h": 3600}
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Write the page of some folders and open it; fails for any request, error or warning."""
+    troubles, contexts = [], []
+
+    def open_(*folders, width=1280, theme="light", steps=None):
+        path = tmp_path / f"page-{len(contexts)}.html"
+        said = told(list(folders), steps, html=path)
+        assert str(path) in said
+        assert "HINT" in said
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=theme, offline=True
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("dialog", lambda dialog: troubles.append(dialog.message))
+        page.on("request", lambda request: troubles.append(request.url))
+        page.goto(f"file://{path}")
+        troubles.remove(f"file://{path}")
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    open_.troubles = troubles
+    yield open_
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def drawn(page, name):
+    """A chart's traces, as plotly holds them, once it is drawn."""
+    plot = page.locator(f"[data-chart={name}]")
+    plot.scroll_into_view_if_needed()
+    page.wait_for_selector(f"[data-chart={name}] .main-svg")
+    return page.evaluate(
+        "name => document.querySelector(`[data-chart=${name}]`).data.map(one => ({"
+        "x: [...(one.x || [])], y: [...(one.y || [])], z: (one.z || []).map(row => [...row]),"
+        "name: one.name, text: one.text}))",
+        name,
+    )
+
+
+def number(text):
+    """What a displayed figure says, as half of its last digit's worth allows."""
+    value, _, unit = text.strip().replace(",", "").partition(" ")
+    last = 10.0 ** -len(value.partition(".")[2]) if "e" not in value else abs(float(value)) / 10
+    one = UNITS.get(unit, 1)
+    return pytest.approx(float(value) * one, abs=0.51 * last * one, rel=0)
+
+
+def at(data, path):
+    for part in path.split("."):
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    return data
+
+
+def agree(page, data):
+    """Every figure on the page is that of the JSON; how many there are."""
+    shown = page.eval_on_selector_all(
+        "[data-figure]", "all => all.map(one => [one.dataset.figure, one.textContent.trim()])"
+    )
+    for path, text in shown:
+        if path.startswith("mean."):
+            shares = [rank[path[5:]] for rank in data["states"]]
+            wanted = sum(shares) / len(shares)
+        else:
+            wanted = at(data, path)
+        if text == "\N{EN DASH}":
+            assert wanted is None, path
+        elif text == "one clock":
+            assert wanted == 0, path
+        elif isinstance(wanted, str):
+            assert text == wanted, path
+        else:
+            assert wanted == number(text), path
+    return len(shown)
+
+
+def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened):
+    folder = made(tmp_path / "run", size=4)
+    page = opened(folder)
+    data = json.loads(told([folder], as_json=True))
+    assert agree(page, data) > 60
+    traces = {trace["name"]: trace for trace in drawn(page, "states")}
+    for state in data["states"][0]:
+        assert traces[state]["y"] == pytest.approx([r[state] for r in data["states"]], abs=1e-5)
+    (waiting,) = drawn(page, "waiting")
+    assert len(waiting["z"]) == 4
+    # The last rank computes longer: it does not wait, all others do, in every step.
+    assert max(waiting["z"][3]) == 0
+    assert min(min(row) for row in waiting["z"][:3]) > 0.1
+    late = max(drawn(page, "late"), key=lambda trace: trace["x"])
+    assert (late["name"], late["y"][0]) == ("useful", "rank 3")
+    (pairs,) = drawn(page, "pairs")
+    share = next(p["share"] for p in data["waited_for"] if (p["rank"], p["waited_for"]) == (0, 3))
+    assert pairs["z"][0][3] == pytest.approx(share, rel=0.01)
+    line = drawn(page, "steps")[0]
+    assert sorted(line["y"])[len(line["y"]) // 2] == pytest.approx(
+        1e3 * data["step_times"]["median_s"], rel=0.01
+    )
+    for number_of_moment in range(3):
+        (moment,) = drawn(page, f"moment{number_of_moment}")
+        assert {word for row in moment["text"] for word in row} >= {"useful", "transfer"}
+    # In words: what it lost, why, and where to look.
+    losses = page.inner_text(".losses")
+    assert "Waiting for rank 3 (node1), which computed longer" in losses
+    assert "Rank 3 needed longer to compute the same step." in losses
+    assert "the slowest rank sets the pace of all" in losses
+    assert "Where to look: what else runs on its host" in losses
+    assert "4 ranks on 2 hosts trained 41 steps" in page.inner_text(".lead")
+    assert "rank 3: 27.4 % more" in page.inner_text("#efficiencies")
+
+
+def test_a_step_that_stands_out_is_marked_and_explained(tmp_path, opened):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for i in range(2):
+        rank = Rank(folder, i, 2)
+        rank.step(0, 10)
+        begin = 10
+        for step in range(60):
+            saved = 200 if i == 0 and step % 20 == 9 else 0  # the others wait for it
+            rank.was(State.CHECKPOINT, begin, begin + saved)
+            rank.was(State.FORWARD, begin + saved, begin + saved + 20)
+            end = begin + 25 + (200 if step % 20 == 9 else 0)
+            rank.collective(begin + saved + 20, begin + saved + 20, end, amount=1 << 20)
+            rank.step(begin, end, samples=8, number=step + 1)
+            begin = end
+    page = opened(folder)
+    text = page.inner_text("#steps")
+    assert "3 of 60 steps stand out" in text
+    assert "Steps 10, 30, 50: rank 0 saved, about 200 ms longer than usual" in text
+    marks = drawn(page, "steps")[-1]
+    assert marks["x"] == [10, 30, 50]
+    assert marks["text"] == ["rank 0 saved"] * 3
+    assert "Rank 0 saved a checkpoint while the others stood still." in page.inner_text(".losses")
+
+
+HOSTILE = "<img src=x onerror=alert(1)></script><script>window.ours=1</script>\"'&{{7*7}}"
+
+
+def test_what_a_record_says_is_shown_and_not_run(tmp_path, opened):
+    folder = made(tmp_path / "run", size=3, host=HOSTILE)
+    (folder / "run.json").write_text(json.dumps({"command": [HOSTILE, "--x"], "run": HOSTILE}))
+    page = opened(folder)
+    assert page.inner_text(".command") == f"{HOSTILE} --x"
+    assert page.inner_text("[data-figure='places.0.host']") == f"{HOSTILE}0"
+    assert page.evaluate("window.ours") is None
+    for name in ("states", "waiting", "late", "pairs"):
+        drawn(page, name)
+    assert page.locator("img").count() == 0
+    # A script that got in nevertheless would not run.
+    page.evaluate(
+        "() => { const bad = document.createElement('script'); bad.textContent = 'window.ours = 2';"
+        "document.body.append(bad); }"
+    )
+    assert page.evaluate("window.ours") is None
+    assert "violates the following Content Security Policy" in opened.troubles.pop()
+
+
+CONTRAST = """() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (one) => { for (; one; one = one.parentElement) {
+    const c = parse(getComputedStyle(one).backgroundColor);
+    if (c.length < 4 || c[3] > 0) return c; } return [255, 255, 255]; };
+  const all = "p, li, td, th, dt, dd, a, b, small, figcaption, button, label, h1, h2, h3, summary";
+  return [...document.querySelectorAll(all)]
+    .filter((one) => one.checkVisibility() && one.textContent.trim())
+    .map((one) => { const [a, b] = [light(parse(getComputedStyle(one).color)), light(ground(one))];
+      return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), one.outerHTML.slice(0, 80)]; })
+    .filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 380)])
+def test_it_can_be_read_by_everybody(tmp_path, opened, theme, width):
+    folder = made(tmp_path / "run", size=4)
+    (folder / "rank-2.ring").unlink()  # a doubt has colours of its own
+    page = opened(folder, theme=theme, width=width)
+    assert page.evaluate("document.documentElement.dataset.theme") == theme
+    assert page.evaluate(CONTRAST) == []
+    assert "no record of rank 2" in page.inner_text("#summary")
+    assert "1 of 4" in page.inner_text("#trust")
+    beyond = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(beyond) == 0
+    # What a screen reader needs.
+    assert page.get_attribute("html", "lang") == "en"
+    assert page.locator("[role=img]:not([aria-label]), [role=img][aria-label='']").count() == 0
+    assert page.locator("th:not([scope]):not(:empty)").count() == 0
+    ids = page.eval_on_selector_all("[id]", "all => all.map(one => one.id)")
+    assert len(ids) == len(set(ids))
+    levels = page.eval_on_selector_all("h1, h2, h3", "all => all.map(one => +one.tagName[1])")
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    # The keyboard: past the header, a definition opens with focus and closes with Escape.
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    tip = page.locator(".term:focus .tip")
+    assert tip.is_visible()
+    assert tip.inner_text() == DEFINITIONS["samples/s"]
+    box = tip.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    button = page.locator("#theme")
+    button.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.documentElement.dataset.theme") != theme
+    assert page.evaluate(CONTRAST) == []
+
+
+def test_ranks_are_sorted_by_loss_and_all_of_it_is_printed(tmp_path, opened):
+    page = opened(made(tmp_path / "run", size=4), theme="dark")
+    assert drawn(page, "states")[0]["x"] == ["0", "1", "2", "3"]
+    page.get_by_label("what they lost").check()
+    assert drawn(page, "states")[0]["x"][-1] == "3"  # the one that never waits
+    page.pdf(path=tmp_path / "page.pdf")
+    charts = page.locator("[data-chart]").count()
+    assert page.locator("[data-chart] .main-svg").count() >= charts >= 8
+
+
+def test_512_ranks_stay_readable_and_outliers_are_kept(tmp_path, opened):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    size, steps, late = 512, 25, (300, 17)
+    for i in range(size):
+        rank = Rank(folder, i, size, host=f"host{i // 4}", clock="one")
+        rank.step(0, 10)
+        begin = 10
+        for step in range(steps):
+            longer = 100 if step == late[1] else 0
+            mine = longer if i == late[0] else 0
+            rank.was(State.FORWARD, begin, begin + 20 + mine)
+            rank.collective(begin + 20 + mine, begin + 20 + mine, begin + 22 + longer)
+            begin += 22 + longer
+            rank.step(begin - 22 - longer, begin, samples=1, number=step + 1)
+        rank.path.write_bytes(rank.ring.snapshot())
+    page = opened(folder)
+    assert (tmp_path / "page-0.html").stat().st_size < 10_000_000
+    (waiting,) = drawn(page, "waiting")
+    assert len(waiting["z"]) == size
+    assert waiting["z"][0][late[1]] == pytest.approx(100 / 122, abs=0.01)
+    assert waiting["z"][late[0]][late[1]] == 0
+    assert page.locator("[data-chart=waiting]").bounding_box()["height"] > size
+    (pairs,) = drawn(page, "pairs")
+    assert len(pairs["z"]) == 64  # blocks of 8 ranks
+    assert "Neighbouring ranks are one cell" in page.inner_text("#whom")
+    assert "128 hosts" in page.inner_text("#places")
+    assert "rank 300 computed, 100 ms longer than usual" in page.inner_text("#steps")
+
+
+def test_one_rank_and_too_few_steps_have_pages_too(tmp_path, opened):
+    page = opened(made(tmp_path / "alone", size=1))
+    assert "load balance" not in page.inner_text("main")
+    assert agree(page, json.loads(told([tmp_path / "alone"], as_json=True))) > 20
+    folder = tmp_path / "short"
+    folder.mkdir()
+    Rank(folder, 0, 1).was(State.FORWARD, 0, 10)
+    assert "too few steps to measure" in opened(folder).inner_text(".lead")
+
+
+def test_before_and_after_beside_each_other(tmp_path, opened):
+    before = made(tmp_path / "before", size=4)
+    after = made(tmp_path / "after", size=4, compute=10)
+    page = opened(before, after)
+    data = json.loads(told([before, after], as_json=True))
+    assert agree(page, data) > 15
+    assert re.search(r"After is 1\.\d\d times as fast as before", page.inner_text("#lead"))
+    assert "better" in page.inner_text("#figures")
+    assert len(drawn(page, "courses")) == 2
+    bars = {trace["name"]: trace["x"] for trace in drawn(page, "runs")}
+    assert bars["useful"][0] - bars["useful"][1] == pytest.approx(10, abs=0.5)
+
+
+def test_several_sizes_have_curves_and_say_what_falls(tmp_path, opened):
+    folders = [made(tmp_path / f"n{size}", size=size) for size in (1, 2, 4)]
+    page = opened(*folders)
+    data = json.loads(told(folders, as_json=True))
+    assert agree(page, data) > 25
+    measured, ideal = drawn(page, "speedup")
+    assert measured["y"] == pytest.approx([row["speedup"] for row in data["rows"]], abs=1e-3)
+    assert ideal["y"] == [1, 2, 4]
+    assert "From 1 to 2 ranks" in page.inner_text("#summary")
+    assert "What falls most is" in page.inner_text("#summary")
+
+
+def refusal(folder, path):
+    command = [ranks.PACELINE, "report", folder, "--html", path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "HINT" in result.stderr
+    return result.stderr
+
+
+def test_a_file_that_cant_be_written_is_said_and_leaves_nothing(tmp_path):
+    folder = made(tmp_path / "run")
+    assert "No such file" in refusal(folder, tmp_path / "nowhere" / "page.html")
+    (tmp_path / "taken").mkdir()
+    assert "Is a directory" in refusal(folder, tmp_path / "taken")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux and root")
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
+    folder = made(tmp_path / "run")
+    full = tmp_path / "full"
+    full.mkdir()
+    mount = f"mount -t tmpfs -o size=1m none {full} && "
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount + "true"]).returncode:
+        pytest.skip("may not mount here")
+    command = f"{mount} {ranks.PACELINE} report {folder} --html {full}/page.html; ls -A {full}"
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True
+    )
+    assert "No space left on device" in result.stderr
+    assert "HINT" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_run_beside_itself_has_not_changed(tmp_path):
+    run = examine(load(made(tmp_path / "run", size=4)))
+    assert "No change beyond noise" in before_and_after(run, run)
+
+
+def test_words_and_pages_need_no_torch():
+    code = "import sys, paceline.report.page.single, paceline.report.page.several as s; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_late_ranks_own_loss_and_the_waiting_for_it_are_one(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for i in range(2):
+        rank = Rank(folder, i, 2)
+        rank.step(0, 10)
+        for step in range(20):
+            begin = 10 + 40 * step
+            if i == 0:
+                rank.was(State.INPUT, begin, begin + 15)
+            rank.was(State.FORWARD, begin + (15 if i == 0 else 0), begin + (35 if i == 0 else 20))
+            rank.collective(*([begin + (35 if i == 0 else 20)] * 2), begin + 40)
+            rank.step(begin, begin + 40, samples=8, number=step + 1)
+    report = examine(load(folder)).report
+    own = next(one for one in largest(report) if one.what.startswith("Waiting for the next batch"))
+    assert own.share == pytest.approx(15 / 80, rel=0.01)
+    assert own.together == pytest.approx(30 / 80, rel=0.01)
