@@ -65,6 +65,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/recording_cost.py
 	$(BIN)/python benchmarks/report_size.py
+	$(BIN)/python benchmarks/top_cost.py
+	$(BIN)/python benchmarks/page_size.py
 
 picture: $(VENV)/installed
 	$(BIN)/python docs/picture.py

@@ -10,6 +10,7 @@ import pytest
 import ranks
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
+from paceline.report.page.words import largest
 
 ZOO = Path(__file__).parent / "zoo"
 
@@ -48,6 +49,12 @@ def waits_for(report, rank, doing):
     )
 
 
+def page_says(report, words):
+    """The page's first loss says why, for those who have never seen a profiler."""
+    first = largest(report)[0]
+    assert words in first.why, first
+
+
 def nothing_else(report, *moved, alone=0.0):
     """States that were not troubled are hardly there. alone: for how long rank 0 still works
     when the others have ended, which is other time of theirs."""
@@ -78,6 +85,7 @@ def test_a_slow_rank_is_load_balance_and_the_others_wait_for_it(tmp_path):
     # What the fast one waits is what the slow one computes longer.
     assert 2 * waits_for(report, 1, "useful") == close(slow - fast)
     assert waits_for(report, 0, "useful") < TOLERANCE
+    page_says(report, "Rank 1 needed longer to compute the same step")
 
 
 def test_a_slow_loader_is_input_on_all_ranks(tmp_path):
@@ -87,6 +95,7 @@ def test_a_slow_loader_is_input_on_all_ranks(tmp_path):
         assert rank["input"] == close(share(report, 0.03, in_window(report)))
     assert report.losses[0].kind == "input"
     assert report.efficiencies.load_balance > 0.85
+    page_says(report, "its next batch was not there yet")
 
 
 def test_one_ranks_slow_loader_is_waited_for_by_the_others(tmp_path):
@@ -112,6 +121,11 @@ def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
     # The last of them is at the end of the run: nobody waits for it any more.
     assert 2 * waits_for(report, 0, state) == close(share(report, 0.3, STEPS // 10 - 1))
     assert report.slowest_rank == 0
+    what = {"validation": "evaluated alone", "checkpoint": "saved a checkpoint"}[state]
+    stood = {"validation": "was evaluated", "checkpoint": "copied or written"}[state]
+    both = [one.why for one in largest(report)[:2]]
+    assert any(f"Rank 0 {what} while" in why for why in both)
+    assert any(stood in why for why in both)
 
 
 def test_work_of_the_scripts_own_is_other(tmp_path):
@@ -154,3 +168,5 @@ def test_a_throttled_link_is_transfer(tmp_path):
     assert report.losses[0].kind == "transfer"
     (reduced,) = [c for c in group.collectives if c.name == "all-reduce"]
     assert reduced.busbw < 2 * 400e6 / 8 / 1e9
+    page_says(report, "the exchange itself took this long")
+    page_says(report, "GB/s of bus bandwidth")

@@ -134,7 +134,9 @@ def _captions(report: Report, charts: dict[str, Any]) -> dict[str, str]:
         if shown < times.outlier_count:
             found["outlier_note"] = f"Diamonds are the {shown} longest of those that stand out."
         if charts.get("steps", {}).get("together"):
-            found["outlier_note"] += " The line is the median of neighbours, the band from their least to their most."
+            found["outlier_note"] += (
+                " The line is the median of neighbours, the band from their least to their most."
+            )
     if "waiting" in charts:
         together = (
             " Neighbouring steps or ranks are one cell." if charts["waiting"]["together"] else ""

@@ -9,7 +9,7 @@ from ...analyze.losses import Loss
 from ...analyze.report import Report
 from ...analyze.steps import Outlier
 from ..sentences import sentence
-from ..terminal import LARGEST, percent
+from ..terminal import LARGEST, percent, size
 
 # Why a loss is one, and where to look, by its kind or by what the late rank did longer.
 _OWN = {
@@ -56,13 +56,14 @@ _LATE = {
     ),
     "wait": ("{rank} came late because it had waited itself.", "whom {rank} waited for"),
     "transfer": (
-        "{rank} came late because its exchange in another group took longer.",
-        "how that group's ranks are placed, and how much they exchange",
+        "{rank} came late because an exchange before this one, of this group or another, took "
+        "longer for it than for the others.",
+        "where its group's ranks are placed, and whether its host's link is slower",
     ),
 }
 _TRANSFER = (
-    "All ranks were there, and the exchange itself took this long: the data had to go through the "
-    "network, or through the host's memory.",
+    "All ranks were there, and the exchange itself took this long{rate}: the data had to go "
+    "through the network, or through the host's memory.",
     "the bandwidth in the table of collectives against what the link can do, which interface is "
     "used, and how much is sent how often",
 )
@@ -102,6 +103,7 @@ def _told(loss: Loss, report: Report) -> Told:
     rank = f"Rank {loss.rank}"
     if loss.kind == "transfer":
         why, look = _TRANSFER
+        why = why.format(rate=_rate(loss, report))
     elif loss.kind == "wait" and loss.rank is None:
         why, look = _NOBODY
     elif loss.kind == "wait":
@@ -110,6 +112,16 @@ def _told(loss: Loss, report: Report) -> Told:
         why, look = _OWN[loss.kind]
     what = sentence(loss, report)
     return Told(loss.share, what[0].upper() + what[1:], why, look, _together(loss, report))
+
+
+def _rate(loss: Loss, report: Report) -> str:
+    """How much the collective moved, and how fast."""
+    for group in report.groups:
+        for one in group.collectives:
+            if (group.name, one.name) == (loss.group, loss.collective) and one.busbw is not None:
+                each = size(one.bytes / one.count)
+                return f" ({each} on average, at {one.busbw:.2g} GB/s of bus bandwidth)"
+    return ""
 
 
 def _together(loss: Loss, report: Report) -> float | None:
