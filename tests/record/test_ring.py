@@ -1,6 +1,7 @@
 """The record's file: kept after kill -9, bounded, refused where it is not ours."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from paceline.analyze.read import read
 from paceline.record.recorder import Recorder
 from paceline.record.ring import HEADER_BYTES, Ring
-from paceline.record.states import State
+from paceline.record.states import Op, State
 
 META = {
     "rank": 3,
@@ -31,6 +32,38 @@ def test_events_come_back_as_they_were_written(tmp_path):
     (event,) = record.events
     names = ("start", "end", "amount", "seq", "step", "group", "state", "op", "peer")
     assert [int(event[name]) for name in names] == [5, 9, 7, 3, 4, 2, 1, 1, -1]
+
+
+def test_what_a_rank_has_begun_is_there_before_it_ends(tmp_path):
+    ring = Ring(tmp_path / "a.ring", META, capacity=10)
+    assert read(ring.snapshot()).begun is None
+    recorder = Recorder(0, 1, folder=tmp_path)
+    recorder.step = 7
+    recorder.begins(State.BLOCKED, 123, 2**32 + 5, 0, Op.ALL_REDUCE)
+    begun = read(recorder.snapshot()).begun
+    assert (begun.since, begun.seq, begun.step) == (123, 5, 7)
+    assert (begun.state, begun.op) == (State.BLOCKED, Op.ALL_REDUCE)
+    with recorder.span(State.CHECKPOINT):
+        assert read(recorder.snapshot()).begun.state == State.CHECKPOINT
+    recorder.clear()
+    assert read(recorder.snapshot()).begun is None
+
+
+def test_a_record_of_version_2_has_not_begun_anything(tmp_path):
+    ring = Ring(tmp_path / "a.ring", META, capacity=10)
+    ring.write(5, 9, State.INPUT)
+    data = bytearray(ring.snapshot())
+    data[8] = 2
+    record = read(bytes(data))
+    assert record.begun is None
+    assert len(record.events) == 1
+
+
+def test_it_says_where_and_with_what_it_ran(tmp_path):
+    meta = read(Recorder(0, 1, folder=tmp_path).snapshot()).meta
+    assert int(meta["cores"], 16) == sum(1 << core for core in os.sched_getaffinity(0))
+    assert meta["paceline"]
+    assert meta["python"] == platform.python_version()
 
 
 def test_a_full_ring_keeps_the_newest_and_says_what_it_lost(tmp_path):
