@@ -1,9 +1,14 @@
-"""A loss in a sentence: what it is, whose, where, in which steps and in which collective."""
+"""A loss in a sentence: what it is, whose, where, in which steps and in which collective. And the
+steps that stand out."""
 
 from pathlib import Path
 
+import numpy as np
+
 from ..analyze.losses import Loss
 from ..analyze.report import Report
+from ..analyze.steps import Outlier
+from .numbers import duration
 
 _DOING = {
     "useful": "computed longer",
@@ -13,6 +18,15 @@ _DOING = {
     "other": "had been in the script's own work",
     "wait": "had been waiting itself",
     "transfer": "had been exchanging elsewhere",
+}
+
+_DID = {
+    "useful": "computed",
+    "input": "waited for a batch",
+    "checkpoint": "saved",
+    "validation": "evaluated",
+    "other": "did the script's own work",
+    "transfer": "exchanged data",
 }
 
 
@@ -67,3 +81,41 @@ def _lines(loss: Loss) -> str:
     inside = f" (in {line['inside']})" if line.get("inside") else ""
     place = f"{Path(str(line['file'])).name}:{line['line']}"
     return f" Seen there: {place}{inside}  {line['code']}"
+
+
+def outliers(report: Report) -> list[str]:
+    """Those of one cause in a sentence, the most costly cause first."""
+    found = report.step_times
+    if found is None:
+        return []
+    causes: dict[tuple[str | None, int | None], list[Outlier]] = {}
+    for one in found.outliers:
+        causes.setdefault((one.state, one.rank), []).append(one)
+    order = sorted(causes.values(), key=lambda ones: -sum(o.longer_s for o in ones))
+    return [_alike(ones) for ones in order]
+
+
+def _alike(ones: list[Outlier]) -> str:
+    steps = [one.step for one in ones]
+    longer = duration(float(np.median([one.longer_s for one in ones])))
+    about = "about " if len(ones) > 1 else ""
+    return f"{_which(steps)}: {cause(ones[0])}, {about}{longer} longer than usual"
+
+
+def cause(one: Outlier) -> str:
+    """Who did what longer in an outlier."""
+    if one.state is None:
+        return "no rank and no state explains it alone"
+    who = "the ranks" if one.rank is None else f"rank {one.rank}"
+    return f"{who} {_DID.get(one.state, one.state)}"
+
+
+def _which(steps: list[int]) -> str:
+    """Numbers of steps, with their rhythm where they have one."""
+    if len(steps) == 1:
+        return f"Step {steps[0]}"
+    gaps = np.unique(np.diff(steps))
+    if len(steps) > 3 and len(gaps) == 1 and gaps[0] > 1:
+        return f"{len(steps)} steps, every {gaps[0]}th from {steps[0]} to {steps[-1]}"
+    named = ", ".join(map(str, steps[:8]))
+    return f"Steps {named}" + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ..analyze.compare import Change, Scale
 from ..analyze.report import Report
+from .numbers import figure
 from .terminal import GOOD
 
 NAMES = {
@@ -43,7 +44,7 @@ def compared(before: Report, after: Report, changes: list[Change]) -> Panel:
     for change in changes:
         relative = change.after / change.before - 1 if change.before else 0.0
         told, kind = verdict(change)
-        cells = (number(change.before), number(change.after), f"{100 * relative:+.1f} %")
+        cells = (figure(change.before), figure(change.after), f"{100 * relative:+.1f} %")
         table.add_row(NAMES[change.figure], *cells, Text(told, style=_STYLES[kind]))
     about = Text(f"before: {before.name}\nafter:  {after.name}\n")
     doubts = [f"{r.name}: {doubt}." for r in (before, after) for doubt in r.doubts]
@@ -81,7 +82,7 @@ def scaled(scales: list[Scale], reports: list[Report]) -> Panel:
     for name in ("samples_per_s", "speedup", "scaling_efficiency"):
         values = [getattr(scale, name) for scale in scales]
         if any(value is not None for value in values):
-            cells = ("-" if value is None else number(value) for value in values)
+            cells = ("-" if value is None else figure(value) for value in values)
             table.add_row(NAMES[name], *cells)
     doubts = [f"{report.name}: {doubt}." for report in reports for doubt in report.doubts]
     return Panel(
@@ -95,8 +96,3 @@ def _graded(value: float | None) -> Text:
     if value is None:
         return Text("-")
     return Text(f"{value:.3f}", style="green" if value >= GOOD else "bold red")
-
-
-def number(value: float) -> str:
-    """With the digits that a table needs."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"

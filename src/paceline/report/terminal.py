@@ -12,7 +12,8 @@ from rich.text import Text
 from ..analyze.report import Report
 from ..analyze.states import STATES
 from ..record.tell import say
-from .sentences import sentence
+from .numbers import duration, percent, size
+from .sentences import outliers, sentence
 
 GOOD = 0.8  # what POP calls good
 BAR = 12
@@ -77,7 +78,8 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
     else:
         parts += [_states(report, explained), Text()]
         if full:
-            parts += [_tree(report), _course(report), *_groups(report), *_losses(report)]
+            parts += [_tree(report), _course(report), *_steps(report), *_groups(report)]
+            parts += _losses(report)
         else:
             parts.append(_efficiencies(report))
         parts.append(_cost(report))
@@ -194,6 +196,19 @@ def _course(report: Report) -> Text:
     return text.append(f"  {least} to {most} %, steps {first} to {last}\n")
 
 
+def _steps(report: Report) -> list[Text]:
+    """The steps' times, and the causes of those that stand out."""
+    times = report.step_times
+    if times is None:
+        return []
+    text = f"step time {duration(times.median_s)}, nine of ten {duration(times.p5_s)} to "
+    text += duration(times.p95_s)
+    if times.outlier_count:
+        text += f"; {times.outlier_count} of {times.last - times.first + 1} steps stand out:"
+    told = [Text(f"  {line[0].lower()}{line[1:]}") for line in outliers(report)[:LARGEST]]
+    return [Text(text), *told, Text()]
+
+
 def _groups(report: Report) -> list[RenderableType]:
     if not report.groups:
         return []
@@ -228,17 +243,3 @@ def _losses(report: Report) -> list[RenderableType]:
 def _cost(report: Report) -> Text:
     share = 100 * report.recording_cost
     return Text(f"recording cost {share:.2g} % of the time after start-up (measured)")
-
-
-def size(count: float) -> str:
-    """2048 bytes as "2 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"
-
-
-def percent(share: float) -> str:
-    """0.123 as "12.3 %"."""
-    return f"{100 * share:.1f} %"

@@ -8,11 +8,12 @@ from ...analyze.losses import Loss
 from ...analyze.report import Examined, Report
 from ...analyze.states import STATES
 from ...analyze.steps import steps_of
+from ..numbers import amount
 from ..sentences import sentence
 from ..tables import FACTORS, NAMES, verdict
 from ..terminal import GOOD
 from .series import times
-from .words import amount, joined
+from .words import joined
 from .write import page
 
 _SHOWN = 8  # changed losses, those that

@@ -4,9 +4,11 @@ from typing import Any
 
 from ...analyze.report import Examined, Report
 from ...analyze.states import STATES
-from ..terminal import NEEDS_TWO, TREE, percent
+from ..numbers import duration, percent
+from ..sentences import cause, outliers
+from ..terminal import NEEDS_TWO, TREE
 from .series import series
-from .words import achieved, cause, duration, largest, outliers
+from .words import achieved, largest
 from .write import page
 
 SHOWN_GROUPS = 40

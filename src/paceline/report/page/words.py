@@ -3,13 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from ...analyze.losses import Loss
 from ...analyze.report import Report
-from ...analyze.steps import Outlier
+from ..numbers import amount, duration, percent, size
 from ..sentences import sentence
-from ..terminal import LARGEST, percent, size
+from ..terminal import LARGEST
 
 # Why a loss is one, and where to look, by its kind or by what the late rank did longer.
 _OWN = {
@@ -71,14 +69,6 @@ _NOBODY = (
     "Short waits, which can't be booked to one rank.",
     "the spread of step times below: small differences from step to step, on all ranks",
 )
-_DID = {
-    "useful": "computed",
-    "input": "waited for a batch",
-    "checkpoint": "saved",
-    "validation": "evaluated",
-    "other": "did the script's own work",
-    "transfer": "exchanged data",
-}
 
 
 @dataclass(frozen=True)
@@ -149,60 +139,6 @@ def achieved(report: Report) -> str:
         f"{percent(useful)} of the ranks' time went into computing for the model, "
         f"{percent(1 - useful)} did not."
     )
-
-
-def outliers(report: Report) -> list[str]:
-    """Those of one cause in a sentence, the most costly cause first."""
-    found = report.step_times
-    if found is None:
-        return []
-    causes: dict[tuple[str | None, int | None], list[Outlier]] = {}
-    for one in found.outliers:
-        causes.setdefault((one.state, one.rank), []).append(one)
-    order = sorted(causes.values(), key=lambda ones: -sum(o.longer_s for o in ones))
-    return [_alike(ones) for ones in order]
-
-
-def _alike(ones: list[Outlier]) -> str:
-    steps = [one.step for one in ones]
-    longer = duration(float(np.median([one.longer_s for one in ones])))
-    about = "about " if len(ones) > 1 else ""
-    return f"{_which(steps)}: {cause(ones[0])}, {about}{longer} longer than usual"
-
-
-def cause(one: Outlier) -> str:
-    """Who did what longer in an outlier."""
-    if one.state is None:
-        return "no rank and no state explains it alone"
-    who = "the ranks" if one.rank is None else f"rank {one.rank}"
-    return f"{who} {_DID.get(one.state, one.state)}"
-
-
-def _which(steps: list[int]) -> str:
-    """Numbers of steps, with their rhythm where they have one."""
-    if len(steps) == 1:
-        return f"Step {steps[0]}"
-    gaps = np.unique(np.diff(steps))
-    if len(steps) > 3 and len(gaps) == 1 and gaps[0] > 1:
-        return f"{len(steps)} steps, every {gaps[0]}th from {steps[0]} to {steps[-1]}"
-    named = ", ".join(map(str, steps[:8]))
-    return f"Steps {named}" + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
-
-
-def duration(seconds: float) -> str:
-    """0.0123 as "12.3 ms"."""
-    for unit, least in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= least:
-            if unit == "s" and seconds >= 600:
-                minutes = seconds / 60
-                return f"{minutes:.0f} min" if minutes < 600 else f"{minutes / 60:.1f} h"
-            return f"{seconds / least:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def amount(value: float) -> str:
-    """12345.6 as "12,346"."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def joined(parts: Iterable[str]) -> str:

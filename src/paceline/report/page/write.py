@@ -14,10 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ... import __version__
-from ..tables import number as number_of
-from ..terminal import GOOD, percent, size
+from ..numbers import amount, duration, figure, percent, size
+from ..terminal import GOOD
 from .definitions import DEFINITIONS
-from .words import amount, duration
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -51,7 +50,7 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         bytes=size,
         duration=duration,
         amount=amount,
-        number_of=number_of,
+        figure_of=figure,
         good=GOOD,
     )
     return environment.get_template(template).render(

@@ -1,0 +1,36 @@
+"""Numbers as people read them."""
+
+
+def percent(share: float) -> str:
+    """0.123 as "12.3 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def size(count: float) -> str:
+    """2048 bytes as "2 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def duration(seconds: float) -> str:
+    """0.0123 as "12.3 ms"."""
+    if seconds >= 36_000:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+
+
+def amount(value: float) -> str:
+    """12345.6 as "12,346"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def figure(value: float) -> str:
+    """With the digits that a table needs: 12,346, 12.3 or 0.123."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"
