@@ -108,7 +108,7 @@ def job(folder: Path, args: Any) -> Iterator[None]:
         if process.returncode:
             raise SystemExit(said)
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.communicate(timeout=30)
 
 
@@ -133,11 +133,11 @@ def looking(record: Path, words: list[str] | None) -> Iterator[int | None]:
     try:
         yield process.pid
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         code = process.wait(30)
         reader.join()
         os.close(outer)
-    if code != 130:
+    if code != 128 + signal.SIGTERM:
         raise SystemExit(f"paceline top ended with {code}")
 
 

@@ -88,6 +88,18 @@ def test_report_size(tmp_path):
     assert len(result["targets"]) == 2
 
 
+@pytest.mark.soak
+def test_top_cost(tmp_path):
+    result = result_of("top_cost", tmp_path / "top.json", "--quick")
+    names = {"nobody", "top", "again", "every"}
+    assert {block["name"] for block in result["measurements"]} == names
+    for what in ("wall_us", "cpu_us"):
+        assert set(result["medians"][what]) == set(result["ratios"][what]) == names
+        assert all(block[what] > 0 for block in result["measurements"])
+    assert result["medians"]["own_share"]["nobody"]["median"] == 0
+    assert len(result["targets"]) == 4
+
+
 def test_an_interrupt_ends_quietly_and_ends_what_was_started(tmp_path):
     path = tmp_path / "step.json"
     process = started("step_time", "--json", str(path), "--steps", "1000000")

@@ -12,11 +12,11 @@ begun = time.monotonic()  # before the imports below, which are one of the parts
 
 from paceline.analyze import losses, measured, report  # noqa: E402
 from paceline.cli import app  # noqa: E402
-from paceline.report import command  # noqa: E402
+from paceline.launch import so_far  # noqa: E402
 
 # What a report is made of; the rest of its time is the interpreter's start and the JSON.
 PARTS = {
-    "read": [(command, "load")],
+    "read": [(so_far, "load")],
     "match": [(report, "match"), (report, "align")],
     "window": [(report, "window"), (losses, "ranges")],
     "timelines": [(measured, "timeline"), (report.Matched, "latest")],

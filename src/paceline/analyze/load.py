@@ -18,6 +18,7 @@ class Run:
     missing: list[int]  # ranks without a record
     refused: list[str] = field(default_factory=list)  # files that are no record, and why
     command: list[str] = field(default_factory=list)
+    running: bool = False  # the job goes on: this is of it so far
 
 
 def load(folder: Path) -> Run:

@@ -197,6 +197,8 @@ def _doubts(
     """What could not be read, matched or told apart, and the confidence that is left: the share
     of ranks that is there x of blocked time that is matched x of waits above the residual."""
     doubts, confidence = [], 1.0
+    if run.running:
+        doubts.append("the job still runs: the figures are of what it has recorded so far")
     if run.missing:
         confidence *= len(records) / (len(records) + len(run.missing))
         named = ", ".join(map(str, run.missing[:8])) + (" ..." if len(run.missing) > 8 else "")

@@ -6,10 +6,10 @@ from .base import app
 
 # In the order in which --help lists them.
 # isort: off
-from . import run, record, report, submit
+from . import run, record, report, top, submit
 
 # isort: on
-__all__ = ["app", "main", "record", "report", "run", "submit"]
+__all__ = ["app", "main", "record", "report", "run", "submit", "top"]
 
 
 def main() -> None:

@@ -46,9 +46,10 @@ def report(
 
     One record: states, efficiencies and the three largest losses. Two of the same number of
     ranks: before and after, figure by figure, with what is noise. Several with different numbers
-    of ranks: the scaling table.
+    of ranks: the scaling table. Of a job that still runs: what there is so far.
     """
+    from ..launch.so_far import load_so_far
     from ..report.command import told
 
     with mistakes_told():
-        typer.echo(told(folders, steps, json, html, timeline), nl=False)
+        typer.echo(told(folders, steps, json, html, timeline, load_so_far), nl=False)

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ from ..record.states import State
 
 PROMISE = "keep.json"
 ATTEMPT = "attempt"
+ABOUT = "run.json"
 
 
 def check(target: Path) -> None:
@@ -84,16 +86,74 @@ def _lock(folder: Path) -> bool:
     return True
 
 
+def running() -> list[Path]:
+    """The folders of this user's jobs that run on this host. Looking changes nothing."""
+    found = [folder for place in _PLACES for folder in sorted(place.glob(_prefix() + "*"))]
+    return [folder for folder in found if _locked(folder)]
+
+
+def _locked(folder: Path) -> bool:
+    """Whether somebody holds the folder's lock. It is shared for the moment of the question, so
+    that another who asks is not told wrong; a rescue at that very moment is left to the next."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def promise(folder: Path, target: Path, command: list[str], run: str) -> None:
     """Note in the job's folder where its records are to go."""
     label(target, command, run)
+    introduce(folder, command, run)
     promise_to(folder, target)
 
 
-def label(target: Path, command: list[str], run: str) -> None:
-    """Say in ``target`` whose records it holds."""
-    about = {"run": run, "command": command, "started": time.time()}
-    (target / "run.json").write_text(json.dumps(about, indent=1))
+def label(folder: Path, command: list[str], run: str) -> None:
+    """Say in a folder whose records it holds."""
+    host = socket.gethostname()
+    about = {"run": run, "command": command, "started": time.time(), "host": host}
+    (folder / ABOUT).write_text(json.dumps(about, indent=1))
+
+
+def introduce(folder: Path, command: list[str], run: str) -> None:
+    """``label`` a job's own folder, if there is room: only who looks at running jobs reads it."""
+    try:
+        label(folder, command, run)
+    except OSError:
+        pass
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """What ``label`` has said in a folder; empty where it has not."""
+    try:
+        found = json.loads((folder / ABOUT).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def promised(folder: Path) -> Path | None:
+    """Where the records in a job's folder are to go on this host, if anywhere."""
+    try:
+        promise = json.loads((folder / PROMISE).read_text())
+        return None if promise.get("sent") else Path(promise["target"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def noted_attempt(folder: Path) -> int | None:
+    """Which attempt of the job began last; None where nobody notes that."""
+    try:
+        return int((folder / ATTEMPT).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def promise_to(folder: Path, target: Path, sent: bool = False) -> None:

@@ -27,9 +27,11 @@ def run(job: Job) -> int:
     interrupt = Interrupt()
     started = time.monotonic_ns()
     threads_of(job)
-    folder = keep.job_folder()
+    folder, command = keep.job_folder(), [job.name, *job.args]
     if job.record is not None:
-        keep.promise(folder, job.record, [job.name, *job.args], folder.name)
+        keep.promise(folder, job.record, command, folder.name)
+    else:
+        keep.introduce(folder, command, folder.name)
     server = start_server(folder, preloads(job, source))
     try:
         from .watch import watch

@@ -24,7 +24,7 @@ from .. import __version__
 from ..cluster.host import devices, numa_domains
 from ..cluster.who import launched_by
 from ..comm.reach import Listener, try_all, variables
-from . import keep
+from . import keep, live
 from .channel import BEGIN, BrokenError, Channel, visit
 from .frameworks import free_ports
 from .here import Here, InServer, Server, start_server
@@ -150,6 +150,7 @@ class OnHost:
         self._stop_listening()
         threads_of(self.job)
         self.folder = keep.job_folder()
+        keep.introduce(self.folder, [self.job.name, *self.job.args], begin["PACELINE_RUN"])
         if record is not None:
             self._promise(Path(record), begin["PACELINE_RUN"])
         environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}
@@ -179,6 +180,10 @@ class OnHost:
             self.here.start(start, local_rank, variables)
         except (ValueError, OSError, RuntimeError) as error:
             self.say(died=start, status=1, at=time.monotonic(), why=f"was not started: {error}")
+
+    def do_tails(self, tails: int, most: int) -> None:
+        for message, raw in live.answers(self.folder, most):
+            self.say(raw, tails=tails, **message)
 
     def do_signal(self, signal: int, kind: int) -> None:
         assert self.here is not None

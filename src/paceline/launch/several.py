@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, replace
+from typing import Any
 
 from ..cluster.hosts import Host
 from ..comm.reach import asked, choose, others_of
@@ -16,6 +17,7 @@ from .contact import Contact
 from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .job import Job, check, variables
 from .layout import counts, seats, told
+from .live import Live
 from .local import tell
 from .server import SUBREAPER, end_children, prctl
 from .there import SilentError, There
@@ -60,10 +62,13 @@ def run(
         from .watch import watch
 
         run_id = there[0].run
+        live = Live(run_id, there, _about(job, there, on_each))
         try:
             code = watch(job, there, seats(on_each), run_id, started, interrupt)
         finally:
+            live.ending = True
             _end(there)
+            live.close()
     except TerminatedError as end:
         name = signal.Signals(end.number).name
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
@@ -171,6 +176,13 @@ def _begin(job: Job, hosts: list[There], interfaces: list[tuple[str, str]], run_
     for host in hosts:
         host.answer("ready", BEGIN_SECONDS)
         host.watched = True
+
+
+def _about(job: Job, hosts: list[There], on_each: list[int]) -> dict[str, Any]:
+    """What a live view is told of the job."""
+    record = str(job.record.absolute()) if job.record is not None else None
+    names = [host.name for host in hosts]
+    return {"command": [job.name, *job.args], "record": record, "hosts": names, "on_each": on_each}
 
 
 def _say(

@@ -15,6 +15,7 @@ PULSE = 5.0  # seconds between two questions whether the other side is there
 # So many of them without an answer: the host is lost. Counted and not timed, so that a launcher
 # that was stopped (Ctrl-Z) does not take its own absence for the hosts'.
 UNANSWERED = 24
+LOCK_SECONDS = 0.1  # for another message to be sent
 ENDINGS = (".ring", ".lines")  # of a record's files
 
 
@@ -36,6 +37,8 @@ class There:
         self._output: Output | None = None
         self.run = ""  # the job's name
         self.record: Path | None = None  # where files go that the host sends
+        # Called with what the host says of its records' tails; must take no time.
+        self.on_tail: Callable[[dict[str, Any], bytes], None] = lambda message, raw: None
         self.watched = False  # its silence means something: not while it imports torch
         self._channel = channel
         self._answers: deque[dict[str, Any]] = deque()
@@ -114,6 +117,21 @@ class There:
         except OSError as error:
             self._broke(error)
 
+    def offer(self, **message: Any) -> bool:
+        """Send a short message where nobody has to wait for that; whether it was sent."""
+        if self._trouble or not self._sending.acquire(timeout=LOCK_SECONDS):
+            return False
+        try:
+            if not self._channel.has_room():
+                return False
+            self._channel.send(message)
+        except OSError as error:
+            self._broke(error)
+            return False
+        finally:
+            self._sending.release()
+        return True
+
     def answer(self, about: str, seconds: float) -> dict[str, Any]:
         """The next answer that has ``about``.
 
@@ -174,6 +192,8 @@ class There:
             if "why" in message:
                 self._why[message["died"]] = message["why"]
             self._deaths.append((message["died"], message["status"], self.ours(message["at"])))
+        elif "tails" in message:
+            self.on_tail(message, raw)
         elif "pong" in message:
             self._learn(message["pong"], message["at"])
         elif "file" in message:
@@ -219,13 +239,7 @@ class There:
                 return
             self._unanswered += wait >= PULSE
             # One that does not read must not stop the clock: ask only where there is room.
-            if self._channel.has_room() and self._sending.acquire(blocking=False):
-                try:
-                    self._channel.send({"ping": time.monotonic()})
-                except OSError as error:
-                    self._broke(error)
-                finally:
-                    self._sending.release()
+            self.offer(ping=time.monotonic())
             time.sleep(wait)
             wait = min(wait * 2, PULSE)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from ..analyze.compare import compare, scaling
-from ..analyze.load import load
+from ..analyze.load import Run, load
 from ..analyze.report import Examined, Report, examine
 from . import tables
 from .terminal import panel
@@ -23,9 +23,11 @@ def told(
     as_json: bool = False,
     html: Path | None = None,
     timeline: Path | None = None,
+    load: Callable[[Path], Run] = load,
 ) -> str:
     """The report of one folder's record, of two before and after, or of several sizes: as text,
-    or with html or timeline written to these files, and then what was written.
+    or with html or timeline written to these files, and then what was written. load: reads a
+    folder.
 
     Raises ValueError for what can't be read, compared or written.
     """

@@ -34,3 +34,20 @@ def amount(value: float) -> str:
 def figure(value: float) -> str:
     """With the digits that a table needs: 12,346, 12.3 or 0.123."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"
+
+
+def elapsed(seconds: float) -> str:
+    """A time that passes: 3.2 s, 45 s, 12 min 3 s, 3 h 4 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 rank", "4 ranks"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..analyze.report import Report
 from ..analyze.states import STATES
 from ..record.tell import say
-from .numbers import duration, percent, size
+from .numbers import counted, duration, percent, size
 from .sentences import outliers, sentence
 
 GOOD = 0.8  # what POP calls good
@@ -86,11 +86,10 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
     if full and report.confidence < 0.995:
         parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))
-    ranks = "1 rank" if report.size == 1 else f"{report.size} ranks"
     since = f" since step {report.first_step}" if report.first_step else ""
     hosts = len(set(report.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
-    title = f"Paceline: {ranks}{on}, {report.steps} steps{since}"
+    title = f"Paceline: {counted(report.size, 'rank')}{on}, {report.steps} steps{since}"
     return Panel(Group(*parts), title=title, expand=False)
 
 

@@ -8,7 +8,7 @@ from ...analyze.losses import Loss
 from ...analyze.report import Examined, Report
 from ...analyze.states import STATES
 from ...analyze.steps import steps_of
-from ..numbers import amount
+from ..numbers import amount, counted
 from ..sentences import sentence
 from ..tables import FACTORS, NAMES, verdict
 from ..terminal import GOOD
@@ -60,7 +60,7 @@ def scales(runs: list[Examined]) -> str:
     runs = sorted(runs, key=lambda one: one.report.size)
     reports = [one.report for one in runs]
     found = scaling(reports)
-    labels = [f"{report.size} rank{'s' if report.size > 1 else ''}" for report in reports]
+    labels = [counted(report.size, "rank") for report in reports]
     rows = [
         (NAMES[name].strip(), name, _defined(name), [getattr(scale, name) for scale in found])
         for name in (*FACTORS, "samples_per_s", "speedup", "scaling_efficiency")

@@ -4,7 +4,7 @@ from typing import Any
 
 from ...analyze.report import Examined, Report
 from ...analyze.states import STATES
-from ..numbers import duration, percent
+from ..numbers import counted, duration, percent
 from ..sentences import cause, outliers
 from ..terminal import NEEDS_TWO, TREE
 from .series import series
@@ -70,12 +70,11 @@ def _data(report: Report) -> dict[str, Any]:
 def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
     told = largest(report)
     lost = sum(loss.share for loss in report.losses)
-    ranks = "1 rank" if report.size == 1 else f"{report.size} ranks"
     count = len(report.states)
     return {
         "report": report,
         "title": f"Paceline: {report.name}",
-        "heading": f"Where the time of {ranks} went",
+        "heading": f"Where the time of {counted(report.size, 'rank')} went",
         "achieved": achieved(report),
         "told": told,
         "rest": lost - sum(loss.share for loss in told),

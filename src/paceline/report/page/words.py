@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...analyze.losses import Loss
 from ...analyze.report import Report
-from ..numbers import amount, duration, percent, size
+from ..numbers import amount, counted, duration, percent, size
 from ..sentences import sentence
 from ..terminal import LARGEST
 
@@ -125,7 +125,7 @@ def _together(loss: Loss, report: Report) -> float | None:
 
 def achieved(report: Report) -> str:
     """What the job did, in a sentence or two."""
-    ranks = "1 rank" if report.size == 1 else f"{report.size} ranks"
+    ranks = counted(report.size, "rank")
     hosts = len(set(report.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
     if report.window_s is None or report.efficiencies is None:

@@ -1,0 +1,252 @@
+"""The rings of a job on several hosts, for whoever wants to see them while it runs.
+
+The launcher listens on an abstract Unix socket (nothing lies in a file system, nothing is to be
+cleaned up) to processes of the same user on its host. For each question it asks every host's
+agent for the tails of its rings, and passes on what comes within a time: a host that is silent is
+named, and the others are shown. Each visitor has a thread of its own, so that a slow one holds up
+nobody; what reads the hosts' channels only puts their answers down here.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..record.tail import Tail, tails
+from . import keep
+from .channel import BrokenError, Channel
+
+ANSWER_SECONDS = 2.0  # for all hosts together
+VISITOR_SECONDS = 10.0  # to say what he wants, and to take a piece of the answer
+VISITORS = 8  # at a time
+PATIENCE_SECONDS = 5.0  # of a visitor
+TRIES, BUSY_SECONDS = 5, 0.3
+MOST_EVENTS = 1 << 16
+_PEER = struct.Struct("iII")  # pid, uid, gid
+Message = tuple[dict[str, Any], bytes]
+
+
+class Host(Protocol):
+    """What this needs of ``there.There``."""
+
+    name: str
+    on_tail: Any  # called with what the host's agent answers
+
+    def offer(self, **message: Any) -> bool: ...
+    @property
+    def trouble(self) -> str: ...
+
+
+def answers(folder: Path | None, most: int) -> Iterator[Message]:
+    """On the host: the tails of its rings, each in a message; then one that says it is done."""
+    if folder is not None:
+        for found in tails(folder, most, keep.noted_attempt(folder)):
+            about = {"ring": found.name, "now": found.now, "process": found.process}
+            yield about, zlib.compress(found.data, 1)
+    yield {"done": True}, b""
+
+
+class Live:
+    """In the launcher: answers visitors until it is closed.
+
+    about: what visitors are told of the job. ``ending``: the hosts can't be asked any more.
+    """
+
+    def __init__(self, run: str, hosts: Sequence[Host], about: dict[str, Any]) -> None:
+        self._hosts, self._about = hosts, about
+        self.ending = False
+        self._turn = threading.Lock()  # one question to the hosts at a time
+        self._news = threading.Condition()
+        self._numbers = count(1)
+        self._number = 0
+        self._heard: list[Message] = []
+        self._owing: set[int] = set()  # hosts that have not answered an earlier question
+        self._visitors = threading.Semaphore(VISITORS)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        for place, host in enumerate(hosts):
+            host.on_tail = partial(self._hear, place)
+        try:
+            self._socket.bind(_address(run))
+            self._socket.listen(VISITORS)
+        except OSError:  # the job runs all the same
+            self._socket.close()
+            return
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody is answered any more; who looks sees the job's end."""
+        self.ending = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._socket.accept()
+            except OSError:
+                return
+            if not _own(visitor) or not self._visitors.acquire(blocking=False):
+                visitor.close()
+                continue
+            threading.Thread(target=self._welcome, args=(visitor,), daemon=True).start()
+
+    def _welcome(self, visitor: socket.socket) -> None:
+        patience = struct.pack("ll", int(VISITOR_SECONDS), 0)
+        try:
+            for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                visitor.setsockopt(socket.SOL_SOCKET, which, patience)
+            channel = Channel(visitor.fileno(), visitor.fileno())
+            for message, _ in channel.take() or []:
+                most = min(max(int(message["tails"]), 0), MOST_EVENTS)
+                for answer, raw in self._collect(most):
+                    channel.send(answer, raw)
+        except (OSError, BrokenError, KeyError, TypeError, ValueError):
+            pass  # it has gone, or is none of ours
+        finally:
+            visitor.close()
+            self._visitors.release()
+
+    def _collect(self, most: int) -> list[Message]:
+        """What all hosts answer, and at the end who did not."""
+        if self.ending or most == 0:
+            return [({"end": True, "silent": [], "ending": self.ending, **self._about}, b"")]
+        with self._turn:
+            with self._news:
+                self._number, self._heard = next(self._numbers), []
+                free = [place for place in range(len(self._hosts)) if place not in self._owing]
+                self._owing.update(free)
+            for place in free:
+                if not self._hosts[place].offer(tails=self._number, most=most):
+                    with self._news:
+                        self._owing.discard(place)
+                        free = [other for other in free if other != place]
+            with self._news:
+                self._news.wait_for(partial(self._all_answered, free), ANSWER_SECONDS)
+                silent = [
+                    host.name
+                    for place, host in enumerate(self._hosts)
+                    if place not in free or place in self._owing
+                ]
+                heard, self._heard = self._heard, []
+        return [*heard, ({"end": True, "silent": silent, "ending": False, **self._about}, b"")]
+
+    def _all_answered(self, asked: list[int]) -> bool:
+        return self.ending or not any(
+            place in self._owing and not self._hosts[place].trouble for place in asked
+        )
+
+    def _hear(self, place: int, message: dict[str, Any], raw: bytes) -> None:
+        """Called by the thread that reads the host's channel: takes no time."""
+        with self._news:
+            if "done" in message:
+                self._owing.discard(place)
+                self._news.notify_all()
+            elif message.get("tails") == self._number:
+                self._heard.append((message, raw))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is seen of a job at one time. silent: names of hosts that have not answered. about:
+    what the launcher says of the job."""
+
+    tails: list[Tail]
+    silent: list[str]
+    ending: bool
+    about: dict[str, Any]
+
+
+def ask(run: str, most: int) -> Seen | None:
+    """Ask the launcher of a job on several hosts; None where it is not there (any more).
+
+    Raises ValueError where it is there and does not answer.
+    """
+    for _ in range(TRIES):
+        try:
+            return _ask(run, most)
+        except BusyError:
+            time.sleep(BUSY_SECONDS)
+        except ConnectionRefusedError:
+            return None
+    raise ValueError(_SILENT)
+
+
+class BusyError(Exception):
+    """The launcher has broken the conversation off: others are there, or it ends."""
+
+
+def _ask(run: str, most: int) -> Seen | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(PATIENCE_SECONDS)
+        try:
+            connection.connect(_address(run))
+        except ConnectionRefusedError:
+            raise
+        except OSError:
+            raise ValueError(_SILENT) from None
+        if not _own(connection):
+            return None
+        patience = struct.pack("ll", int(PATIENCE_SECONDS), 0)
+        connection.settimeout(None)
+        for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, which, patience)
+        return _conversation(Channel(connection.fileno(), connection.fileno()), most)
+
+
+_SILENT = (
+    "the launcher of the job does not answer. HINT: is it stopped (Ctrl-Z), or do "
+    "many look at once?"
+)
+
+
+def _conversation(channel: Channel, most: int) -> Seen:
+    found: list[Tail] = []
+    started = time.monotonic()
+    try:
+        channel.send({"tails": most})
+        while (messages := channel.take()) is not None:
+            for message, raw in messages:
+                if "end" in message:
+                    return Seen(found, message["silent"], message["ending"], message)
+                data = zlib.decompress(raw)
+                found.append(Tail(message["ring"], message["now"], message["process"], data))
+    except (OSError, BrokenError, zlib.error):
+        pass
+    if time.monotonic() - started > PATIENCE_SECONDS - 1.0:
+        raise ValueError(_SILENT)
+    raise BusyError
+
+
+def listening() -> list[str]:
+    """Names of this user's jobs on several hosts whose launchers are on this one."""
+    prefix = "@" + _prefix()
+    try:
+        lines = Path("/proc/net/unix").read_text().splitlines()
+    except OSError:
+        return []
+    names = {line.split()[-1] for line in lines if prefix in line}
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def _prefix() -> str:
+    return f"paceline-live-{os.getuid()}-"
+
+
+def _address(run: str) -> str:
+    return "\0" + _prefix() + run
+
+
+def _own(connection: socket.socket) -> bool:
+    """Whether the other side is the same user."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return bool(_PEER.unpack(peer)[1] == os.geteuid())

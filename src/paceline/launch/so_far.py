@@ -1,0 +1,37 @@
+"""The record in a folder; of a job that still runs and records there, what there is so far."""
+
+import socket
+from pathlib import Path
+
+from ..analyze.live import last_attempt
+from ..analyze.load import Run, load
+from ..record.ring import DEFAULT_CAPACITY
+from . import keep, running
+
+FROM_HOSTS = 8192  # newest events of a rank that are fetched from other hosts
+
+
+def load_so_far(folder: Path) -> Run:
+    """As ``analyze.load``. Raises ValueError where there is nothing to read, also with the host
+    that knows more."""
+    if any(folder.glob("*.ring")):
+        return load(folder)
+    about = keep.about(folder)
+    try:
+        job = running.find(folder, None)
+        seen = job.look(FROM_HOSTS if job.over else DEFAULT_CAPACITY)
+    except ValueError:
+        seen = None
+    ranks, notes = last_attempt(seen.tails) if seen is not None else ([], [])
+    if ranks:
+        records = [rank.record for rank in ranks]
+        missing = set(range(int(records[0].meta["size"]))) - {one.rank for one in records}
+        command = [str(word) for word in about.get("command", [])]
+        return Run(str(folder), records, sorted(missing), notes, command, running=True)
+    host = str(about.get("host", ""))
+    if host and host != socket.gethostname():
+        raise ValueError(
+            f"{folder} has no record yet: its job was started on {host}, and may still run. HINT: "
+            f"ssh {host} paceline report {folder.resolve()}"
+        )
+    return load(folder)

@@ -1,0 +1,104 @@
+"""The newest events of records that are still being written, as small records of their own.
+
+A live view reads these: the header and the last events of a ring, never the whole file. Nothing
+is asked of the rank, which does not notice.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .ring import COUNTER, EVENT, HEADER, HEADER_BYTES, MAGIC, VERSION, WRITTEN_OFFSET
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of one rank's record, and what was true on its host when it was read.
+
+    now: the host's monotonic clock (ns), the one that the events' times are on. process: the
+    letter of its process's state (``R``, ``S``, ``T`` for stopped, ...); "" where it has ended, "?"
+    where processes of ranks can't be seen from here (in a container, say).
+    """
+
+    name: str
+    now: int
+    process: str
+    data: bytes
+
+
+def tail(path: Path, most: int) -> bytes:
+    """The last ``most`` events of a ring's file as a record that ``analyze.read`` reads.
+
+    Raises ValueError where the file is no record, or not yet; OSError where it has gone.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        head = bytearray(os.pread(fd, HEADER_BYTES, 0))
+        if len(head) < HEADER_BYTES or head[: len(MAGIC)] != MAGIC:
+            raise ValueError(f"{path} is not a record, or not yet")
+        magic, version, header, event, capacity, written, cost, length = HEADER.unpack_from(head)
+        if version > VERSION or header != HEADER_BYTES or event != EVENT.size:
+            return bytes(head)  # whoever reads it says what is wrong
+        first = written - min(written, most, capacity)
+        events = b"".join(
+            os.pread(fd, (stop - start) * event, header + start * event)
+            for start, stop in _places(first, written, capacity)
+        )
+        (by_now,) = COUNTER.unpack(os.pread(fd, COUNTER.size, WRITTEN_OFFSET))
+    finally:
+        os.close(fd)
+    # What the rank has overwritten meanwhile, or may be overwriting now, is not what it was.
+    events = events[max(0, by_now + 1 - capacity - first) * event :]
+    kept = len(events) // event
+    HEADER.pack_into(head, 0, magic, version, header, event, kept, kept, cost, length)
+    return bytes(head) + events
+
+
+def _places(first: int, last: int, capacity: int) -> list[tuple[int, int]]:
+    """Where the events from ``first`` up to ``last`` lie: one range of slots, or two."""
+    if first == last:
+        return []
+    start, stop = first % capacity, (last - 1) % capacity + 1
+    return [(start, stop)] if start < stop else [(start, capacity), (0, stop)]
+
+
+def tails(folder: Path, most: int, attempt: int | None = None) -> list[Tail]:
+    """The tails of all rings in a running job's folder; only of this attempt, where one is
+    named."""
+    found = list(_tails(folder, most, attempt))
+    if any(one.process for one in found):
+        return found
+    return [replace(one, process="?") for one in found]  # the job runs, so somebody is there
+
+
+def _tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
+    for path in sorted(folder.glob("*.ring")):
+        try:
+            data = tail(path, most)
+            about = meta(data)
+            if attempt is None or int(about.get("attempt", 0)) == attempt:
+                yield Tail(path.name, time.monotonic_ns(), _process(int(about["pid"])), data)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # just made, or just removed
+
+
+def meta(data: bytes) -> dict[str, Any]:
+    """What a record says of itself. Raises ValueError where that can't be read."""
+    length = HEADER.unpack_from(data)[-1]
+    found = json.loads(data[HEADER.size : HEADER.size + length])
+    if not isinstance(found, dict):
+        raise ValueError("a record that says nothing of itself")
+    return found
+
+
+def _process(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return "" if state in "ZX" else state

@@ -1,0 +1,92 @@
+"""The ends of records that are being written, as records."""
+
+import itertools
+import os
+import subprocess
+import threading
+
+import pytest
+
+from paceline.analyze.read import read
+from paceline.record.ring import HEADER_BYTES, Ring
+from paceline.record.states import Op, State
+from paceline.record.tail import meta, tail, tails
+
+META = {"rank": 3, "size": 4, "host": "here", "started_ns": 1, "groups": {}}
+
+
+def ring_with(folder, number, capacity=64, **more):
+    ring = Ring(folder / "rank-3.ring", {**META, "pid": os.getpid()} | more, capacity)
+    for i in range(number):
+        ring.write(i + 1, i + 2, State.FORWARD, step=i)
+    return ring
+
+
+@pytest.mark.parametrize(
+    ("written", "most", "steps"),
+    [
+        (0, 10, []),
+        (5, 10, range(5)),
+        (40, 10, range(30, 40)),
+        (63, 100, range(63)),
+        (70, 10, range(60, 70)),  # it lies in two pieces of the file
+        (128, 10, range(118, 128)),  # up to the file's end
+        (100, 1000, range(37, 100)),  # the oldest is where the rank writes next
+    ],
+)
+def test_the_last_events_come_in_the_order_of_writing(tmp_path, written, most, steps):
+    record = read(tail(ring_with(tmp_path, written).path, most))
+    assert record.events["step"].tolist() == list(steps)
+    assert (record.rank, record.lost, record.damaged) == (3, 0, 0)
+
+
+def test_what_was_begun_and_the_cost_come_along_and_the_file_is_not_read_whole(tmp_path):
+    ring = ring_with(tmp_path, 1000, capacity=1 << 12)
+    ring.cost_ns = 77
+    ring.beginner(type("At", (), {"step": 9}))(State.BLOCKED, 55, 6, 1, Op.BARRIER)
+    data = tail(ring.path, 10)
+    assert len(data) == HEADER_BYTES + 10 * 40
+    record = read(data)
+    assert record.cost_ns == 77
+    assert (record.begun.since, record.begun.seq, record.begun.step) == (55, 6, 9)
+
+
+def test_files_that_are_no_records_yet_and_other_attempts_are_left_out(tmp_path):
+    ring_with(tmp_path, 3, attempt=1)
+    (tmp_path / "rank-0.ring").write_bytes(bytes(HEADER_BYTES))  # just made
+    (tmp_path / "rank-1.ring").write_bytes(b"")
+    (found,) = tails(tmp_path, 10)
+    assert (found.name, found.process) == ("rank-3.ring", "R")
+    assert meta(found.data)["attempt"] == 1
+    assert found.now > 0
+    assert not tails(tmp_path, 10, attempt=0)
+
+
+def test_ranks_whose_processes_cannot_be_seen_have_not_ended(tmp_path):
+    """A running job whose ranks are in containers with process numbers of their own."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ring_with(tmp_path, 3, pid=gone.pid)
+    assert [found.process for found in tails(tmp_path, 10)] == ["?"]
+    Ring(tmp_path / "rank-2.ring", {**META, "rank": 2, "pid": os.getpid()}, 64)
+    assert [found.process for found in tails(tmp_path, 10)] == ["R", ""]
+
+
+def test_a_rank_that_writes_meanwhile_does_no_harm(tmp_path):
+    ring, over = ring_with(tmp_path, 0, capacity=4096), threading.Event()
+
+    def write():
+        at = 1
+        while not over.is_set():
+            ring.write(at, at + 1, State.FORWARD, step=at)
+            at += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            steps = read(tail(ring.path, 256)).events["step"].astype(int)
+            assert all(b == a + 1 for a, b in itertools.pairwise(steps))
+    finally:
+        over.set()
+        writer.join()
