@@ -12,7 +12,8 @@ from paceline.analyze.live import view
 from paceline.record.ring import BEGUN, BEGUN_OFFSET
 from paceline.record.states import Op, State
 from paceline.record.tail import Tail, tail
-from paceline.report.top import drawn, duration
+from paceline.report.numbers import elapsed
+from paceline.report.top import drawn
 from records import MS, Rank
 
 
@@ -202,6 +203,6 @@ def _longer(data, more):
 
 
 def test_durations():
-    assert [duration(s) for s in (0.04, 3.21, 45.4, 183, 11_040)] == [
+    assert [elapsed(s) for s in (0.04, 3.21, 45.4, 183, 11_040)] == [
         *("0.0 s", "3.2 s", "45 s", "3 min 3 s", "3 h 4 min"),
     ]
