@@ -108,6 +108,9 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     page = opened(folder)
     data = json.loads(told([folder], as_json=True))
     assert agree(page, data) > 60
+    # Every figure has its definition: in its heading, its row's or its column's.
+    assert page.locator("dt:not(:has(.term))").count() == 0
+    assert page.locator("#efficiencies tbody th:not(:has(.term))").count() == 0
     traces = {trace["name"]: trace for trace in drawn(page, "states")}
     for state in data["states"][0]:
         assert traces[state]["y"] == pytest.approx([r[state] for r in data["states"]], abs=1e-5)

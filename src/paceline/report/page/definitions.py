@@ -37,6 +37,11 @@ DEFINITIONS = {
     "saves in it count as time.",
     "start-up": "From the command (without paceline run: from the process's start) to the first "
     "training step's start.",
+    "steps": "Optimizer steps of this run, or since its last restart.",
+    "wall time": "From the command (without paceline run: from the process's start) to the last "
+    "event of all.",
+    "slowest": "The rank with the most time outside communication (b), and by how much that is "
+    "over the mean of all ranks.",
     "step time": "From the last rank's end of one optimizer step to the last rank's end of the "
     "next: a validation or a save between them belongs to the later step.",
     "outlier": "A step that took longer than the median by 5 scaled median absolute deviations, "
@@ -66,6 +71,9 @@ DEFINITIONS = {
     "process before it trained.",
     "clock residual": "How far the clock of another host may be off after the alignment, by the "
     "bounds that collectives give: nobody can leave one before the last one has entered it.",
+    "missing": "Ranks of the job without a record: the figures leave them out.",
+    "unmatched": "Collectives and messages that lack a member's record.",
+    "events": "What the ranks have written down: a phase, a step, a collective, a wait.",
     "confidence": "The share of ranks with a record x the share of blocked time whose collectives "
     "have all members' records x the share of blocked time not in waits below the clocks' residual "
     "x the share of undamaged events.",
