@@ -201,3 +201,41 @@ def test_a_crash_after_the_script_finished_is_no_failure(tmp_path):
         """,
     )
     ranks.run(script)
+
+
+@pytest.fixture
+def small_group():
+    """A control group that allows 600 MiB: the command's prefix that puts it in."""
+    place = Path("/sys/fs/cgroup/memory")
+    limit = "memory.limit_in_bytes" if place.is_dir() else "memory.max"
+    group = (place if place.is_dir() else Path("/sys/fs/cgroup")) / f"paceline-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(600 << 20))
+    except OSError:
+        group.is_dir() and group.rmdir()
+        pytest.skip("may not make a control group with a limit here")
+    yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "in-group"]
+    ranks.wait_until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_a_rank_that_runs_out_of_memory_is_told_so(tmp_path, small_group):
+    script = ranks.write(
+        tmp_path,
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            held = bytearray(2 << 30)
+        time.sleep(30)
+        """,
+    )
+    command = [*small_group, *ranks.command(script, launcher="paceline --fresh")]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=ranks.environment(), timeout=60
+    )
+    assert result.returncode == 128 + signal.SIGKILL
+    text = " ".join(result.stderr.split())
+    assert "rank 1 was killed by the kernel: out of memory. It had 0." in text
+    assert "its control group allows 0.59 GiB for all ranks here" in text
+    assert "HINT: fewer ranks on a host" in text

@@ -99,6 +99,14 @@ def run(
     bind: Annotated[
         str, typer.Option(help="core: each rank keeps to its own part of the cores. none: not.")
     ] = "none",
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            help="After so many seconds in which no rank begins or ends anything (and three times "
+            "as long as that ever took before) the job hangs: it is told who is missing where, "
+            "with every rank's stack; then it is ended (exit code 124) or restarted. 0: never.",
+        ),
+    ] = 300.0,
     port: Annotated[
         int, typer.Option(help="Port of the ranks' store; 0 finds a free one.", min=0, max=65535)
     ] = 0,
@@ -134,6 +142,7 @@ def run(
         threads=threads,
         bind=bind,
         port=port,
+        hang_timeout=hang_timeout,
         summary=json,
         record=record,
     )

@@ -35,22 +35,43 @@ def free_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limits = [_left("/sys/fs/cgroup", "memory.max", "memory.current")]
-    limits.append(_left("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
-    return min([free, *(limit for limit in limits if limit is not None)])
+    return min([free, *(limit - used for limit, used in memory_limits())])
 
 
-def _left(mount: str, limit: str, usage: str) -> int | None:
+def memory_limits() -> list[tuple[int, int]]:
+    """(bytes allowed, bytes used) of each control group with a limit that this process is in, of
+    version 1 and 2, its parents included."""
+    found = []
+    for mount, controller, limit, usage in (
+        ("/sys/fs/cgroup", "", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/unified", "", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        group = Path(mount + _group(controller))
+        for folder in (group, *group.parents):
+            try:
+                allowed = (folder / limit).read_text().strip()
+                if allowed != "max" and int(allowed) < _UNLIMITED:
+                    found.append((int(allowed), int((folder / usage).read_text())))
+            except (OSError, ValueError):
+                continue
+    return found
+
+
+_UNLIMITED = 1 << 60  # version 1 writes a number for no limit, too
+
+
+def _group(controller: str) -> str:
+    """This process's control group: of version 2 without a controller's name."""
     try:
-        group = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1].split(":")[-1]
-        for folder in (Path(mount + group), Path(mount)):
-            if (folder / limit).exists():
-                most = (folder / limit).read_text().strip()
-                if most != "max":
-                    return int(most) - int((folder / usage).read_text())
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return path
+    return ""
 
 
 def spans(numbers: list[int]) -> str:

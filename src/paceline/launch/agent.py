@@ -34,6 +34,8 @@ from .deaths import Watched, describe, first
 from .interrupt import Interrupt
 from .layout import Seat
 from .lines import Output
+from .progress import Progress
+from .silence import CODE, Hang, Silence
 
 GRACE = 3.0  # seconds between asking a rank to end and killing it
 SETTLE = 0.3  # after a first failure: time for an earlier one to become known
@@ -54,6 +56,7 @@ class Host(Protocol):
     def deaths(self) -> Iterator[tuple[int, int, float]]: ...
     def signal(self, rank: int, kind: int) -> None: ...
     def why(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
+    def progress(self) -> Progress: ...
     def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
 
 
@@ -97,6 +100,7 @@ class Agent(SimpleElasticAgent):
     # Set before it runs: what tells this agent what ranks say, and whether Ctrl-C was pressed.
     output: Output
     interrupt: Interrupt
+    silence: Silence
     summary: Path | None = None  # where to write the figures that rank 0 sends
 
     def __init__(
@@ -109,6 +113,7 @@ class Agent(SimpleElasticAgent):
         self._started = started
         self.ranks: list[Watched] = []
         self.cause: Watched | None = None  # of the last attempt's failure
+        self.hang: Hang | None = None  # where that is why it was ended
         self.signals: list[int] = []  # to be passed on
 
     # what SimpleElasticAgent asks for
@@ -121,7 +126,7 @@ class Agent(SimpleElasticAgent):
                 f"paceline: starting again from the last checkpoint ({attempt} of "
                 f"{spec.max_restarts})\n"
             )
-        self.ranks, self.cause = [], None
+        self.ranks, self.cause, self.hang = [], None, None
         workers, coordinator = self._workers()
         environment = dict(os.environ)
         for worker in worker_group.workers:
@@ -148,15 +153,22 @@ class Agent(SimpleElasticAgent):
             assert self.cause is not None
             return RunResult(state=WorkerState.FAILED)
         self._end_stuck()
+        if any(rank.running and rank.finished is None for rank in self.ranks):
+            self.hang = self.silence.check(self._progress, self.output.say)
+        if self.hang is not None:
+            self.cause = Watched(self.hang.rank or 0, exit_code=CODE)
+            return RunResult(state=WorkerState.FAILED)
         if any(rank.running for rank in self.ranks):
             return RunResult(state=WorkerState.HEALTHY)
         results = {rank.rank: None for rank in self.ranks}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        if self.hang is not None:  # told before anybody is ended
+            self.output.say(f"{self.hang.told}  The job hangs: its ranks are ended.\n")
         self.end_ranks()
         self.output.drain()
-        if self.cause is not None:
+        if self.cause is not None and self.hang is None:
             tail = list(self.output.tails[self.cause.rank])
             self.output.say(describe(self.cause, tail, len(self.ranks) - 1))
 
@@ -176,6 +188,7 @@ class Agent(SimpleElasticAgent):
             for rank in self.ranks:
                 if rank.running:
                     self._signal(rank, signal.SIGTERM)
+                    self._signal(rank, signal.SIGCONT)  # who is stopped could not hear it
             while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
                 time.sleep(0.01)
                 self._listen()
@@ -270,6 +283,9 @@ class Agent(SimpleElasticAgent):
                 self.summary.write_text(message["summary"])
             except OSError as error:
                 self.output.say(f"paceline: --json {self.summary}: {error.strerror}\n")
+
+    def _progress(self) -> list[Progress]:
+        return [host.progress() for host in self._hosts]
 
     def _settle(self) -> None:
         """A failure is known; give an earlier one a moment to become known as well."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ..comm.reach import listen_on
 from .frameworks import free_ports
 from .keep import note_attempt
+from .progress import Observer, Progress
 from .server import MESSAGE_BYTES, kill_group
 
 
@@ -88,9 +89,11 @@ class Here:
         self._output: Reader | None = None
         self._pids: dict[int, int] = {}  # of the last attempt
         self._running: set[int] = set()
+        self._why: dict[int, str] = {}
         self._early: list[dict[str, Any]] = []  # deaths, not yet told
         self._store: Any = None
         self._attempt = ""
+        self._observer = Observer(Path(environment["PACELINE_RECORD"]))
         self.ready = False  # the server has imported what the ranks need; deaths() sees it
         self.gone = False  # the server has ended
 
@@ -128,6 +131,10 @@ class Here:
     def close_store(self) -> None:
         self._store = None
 
+    def progress(self) -> Progress:
+        """Whether its ranks move."""
+        return self._observer.look()
+
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count)
 
@@ -161,6 +168,7 @@ class Here:
         if number != self._attempt:
             self._attempt = number
             note_attempt(Path(self._environment["PACELINE_RECORD"]), int(number))
+            self._observer.restart()
 
     def deaths(self) -> Iterator[tuple[int, int, float]]:
         """(rank, exit code or minus the signal, when on the monotonic clock) of those that have
@@ -181,6 +189,7 @@ class Here:
             self.ready = self.ready or "ready" in message
             if message.get("died") in ranks:
                 rank = ranks[message["died"]]
+                self._why[rank] = message["why"]
                 self._running.discard(rank)
                 yield rank, message["status"], message["at"]
         for rank in sorted(self._running) if gone else []:
@@ -196,7 +205,8 @@ class Here:
             os.kill(self._pids[rank], kind)  # not reaped before we have heard of its end
 
     def why(self, rank: int) -> str:
-        return ""  # this host can always be asked
+        """Whether memory ran out on this host, or ""."""
+        return self._why.get(rank, "")
 
     def ours(self, at: float) -> float:
         return at

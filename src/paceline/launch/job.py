@@ -34,6 +34,7 @@ class Job:
     threads: int | None = None
     bind: str = "none"
     port: int = 0
+    hang_timeout: float = 300.0  # s; 0: never
     summary: Path | None = None
     record: Path | None = None
 
@@ -80,6 +81,8 @@ def check(job: Job) -> bytes:
         )
     if job.threads is not None and job.threads < 1:
         raise ValueError(f"--threads {job.threads}: HINT: 1 or more")
+    if job.hang_timeout < 0:
+        raise ValueError(f"--hang-timeout {job.hang_timeout:g}: HINT: seconds, or 0 for never")
     if job.bind not in ("none", "core"):
         raise ValueError(f"--bind {job.bind} is not known. HINT: none or core")
     if job.bind == "core" and job.ranks > len(cores()):

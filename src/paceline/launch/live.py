@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,8 +24,10 @@ from typing import Any, Protocol
 from ..record.tail import Tail, tails
 from . import keep
 from .channel import BrokenError, Channel
+from .stacks import ask as ask_for_stacks
 
 ANSWER_SECONDS = 2.0  # for all hosts together
+STACK_SECONDS = 2.0  # more, where ranks are asked as well
 VISITOR_SECONDS = 10.0  # to say what he wants, and to take a piece of the answer
 VISITORS = 8  # at a time
 PATIENCE_SECONDS = 5.0  # of a visitor
@@ -46,11 +48,24 @@ class Host(Protocol):
     def trouble(self) -> str: ...
 
 
-def answers(folder: Path | None, most: int) -> Iterator[Message]:
+def here(folder: Path, most: int, stacks: bool = False) -> list[Tail]:
+    """The tails of the rings in a job's folder on this host; with the ranks' stacks, if wanted."""
+    asked = ask_for_stacks(folder) if stacks else {}
+    found = tails(folder, most, keep.noted_attempt(folder))
+    return [replace(one, stack=asked.get(int(one.name.split("-")[1]), "")) for one in found]
+
+
+def look_here(folder: Path, most: int) -> "Seen":
+    """``Live.look`` for a job on this host alone."""
+    return Seen(here(folder, most, stacks=True), [], False, {})
+
+
+def answers(folder: Path | None, most: int, stacks: bool) -> Iterator[Message]:
     """On the host: the tails of its rings, each in a message; then one that says it is done."""
     if folder is not None:
-        for found in tails(folder, most, keep.noted_attempt(folder)):
+        for found in here(folder, most, stacks):
             about = {"ring": found.name, "now": found.now, "process": found.process}
+            about["stack"] = found.stack
             yield about, zlib.compress(found.data, 1)
     yield {"done": True}, b""
 
@@ -108,7 +123,7 @@ class Live:
             channel = Channel(visitor.fileno(), visitor.fileno())
             for message, _ in channel.take() or []:
                 most = min(max(int(message["tails"]), 0), MOST_EVENTS)
-                for answer, raw in self._collect(most):
+                for answer, raw in self._collect(most, False):
                     channel.send(answer, raw)
         except (OSError, BrokenError, KeyError, TypeError, ValueError):
             pass  # it has gone, or is none of ours
@@ -116,7 +131,11 @@ class Live:
             visitor.close()
             self._visitors.release()
 
-    def _collect(self, most: int) -> list[Message]:
+    def look(self, most: int) -> "Seen":
+        """For the launcher itself, with the ranks' stacks."""
+        return seen(self._collect(most, True))
+
+    def _collect(self, most: int, stacks: bool) -> list[Message]:
         """What all hosts answer, and at the end who did not."""
         if self.ending or most == 0:
             return [({"end": True, "silent": [], "ending": self.ending, **self._about}, b"")]
@@ -126,12 +145,13 @@ class Live:
                 free = [place for place in range(len(self._hosts)) if place not in self._owing]
                 self._owing.update(free)
             for place in free:
-                if not self._hosts[place].offer(tails=self._number, most=most):
+                if not self._hosts[place].offer(tails=self._number, most=most, stacks=stacks):
                     with self._news:
                         self._owing.discard(place)
                         free = [other for other in free if other != place]
             with self._news:
-                self._news.wait_for(partial(self._all_answered, free), ANSWER_SECONDS)
+                wait = ANSWER_SECONDS + (STACK_SECONDS if stacks else 0.0)
+                self._news.wait_for(partial(self._all_answered, free), wait)
                 silent = [
                     host.name
                     for place, host in enumerate(self._hosts)
@@ -209,17 +229,25 @@ _SILENT = (
 )
 
 
+def seen(messages: list[Message]) -> Seen:
+    """What a whole answer says; its last message is the end."""
+    *told, (end, _) = messages
+    found = [
+        Tail(about["ring"], about["now"], about["process"], zlib.decompress(raw), about["stack"])
+        for about, raw in told
+    ]
+    return Seen(found, end["silent"], end["ending"], end)
+
+
 def _conversation(channel: Channel, most: int) -> Seen:
-    found: list[Tail] = []
+    found: list[Message] = []
     started = time.monotonic()
     try:
         channel.send({"tails": most})
         while (messages := channel.take()) is not None:
-            for message, raw in messages:
-                if "end" in message:
-                    return Seen(found, message["silent"], message["ending"], message)
-                data = zlib.decompress(raw)
-                found.append(Tail(message["ring"], message["now"], message["process"], data))
+            found += messages
+            if found and "end" in found[-1][0]:
+                return seen(found)
     except (OSError, BrokenError, zlib.error):
         pass
     if time.monotonic() - started > PATIENCE_SECONDS - 1.0:

@@ -1,5 +1,6 @@
 """``paceline run`` on this machine: check, start, watch, tell."""
 
+import functools
 import gc
 import importlib
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..comm.reach import variables as interface_variables
-from . import keep
+from . import keep, live
 from .here import Here, InServer, start_server
 from .interrupt import Interrupt
 from .job import Job, check, preloads, threads_of, variables
@@ -39,7 +40,8 @@ def run(job: Job) -> int:
         own = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
         environment = {**interface_variables("lo"), **os.environ, **own}
         here = Here(server, environment, job.cpus())
-        code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt)
+        look = functools.partial(live.look_here, folder)
+        code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt, look)
     finally:
         server.end(2.0)
         end_children(0.0)  # nobody, unless the rank server itself was killed

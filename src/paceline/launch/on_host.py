@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,7 +114,8 @@ class OnHost:
     # what the launcher asks
 
     def do_ping(self, ping: float) -> None:
-        self.say(pong=ping, at=time.monotonic())
+        moved = asdict(self.here.progress()) if self.here is not None else None
+        self.say(pong=ping, at=time.monotonic(), progress=moved)
 
     def do_check(self, check: dict[str, Any], environment: dict[str, str], folder: str) -> None:
         """Whether the job can run here. ``check``: of the Job, its ranks those of this host."""
@@ -181,8 +183,8 @@ class OnHost:
         except (ValueError, OSError, RuntimeError) as error:
             self.say(died=start, status=1, at=time.monotonic(), why=f"was not started: {error}")
 
-    def do_tails(self, tails: int, most: int) -> None:
-        for message, raw in live.answers(self.folder, most):
+    def do_tails(self, tails: int, most: int, stacks: bool) -> None:
+        for message, raw in live.answers(self.folder, most, stacks):
             self.say(raw, tails=tails, **message)
 
     def do_signal(self, signal: int, kind: int) -> None:
@@ -278,7 +280,7 @@ class OnHost:
                 for _ in range(256):  # a process that it left may go on writing for ever
                     if not self._pass_on(pipe):
                         break
-            self.say(died=rank, status=status, at=at)
+            self.say(died=rank, status=status, at=at, why=self.here.why(rank))
         if self.here.ready and not was_ready:
             self.say(ready=True)
         if self.here.gone:

@@ -22,7 +22,7 @@ from ..record.errors import one_line, told
 from ..record.imports import after_import
 from ..record.leaving import guard
 from ..record.tell import to_launcher
-from . import keep
+from . import keep, stacks
 from .frameworks import introduce_to_jax
 from .server import PARENT_DEATH_SIGNAL, Start, prctl
 
@@ -118,6 +118,7 @@ def execute(command: dict[str, Any]) -> int:
     """Run the script or module as ``__main__``; its exit code. Tells the launcher of an
     exception before anybody else can notice this rank's end."""
     sys.argv = [command["name"], *command["args"]]
+    stacks.answer()
     try:
         after_import(
             {

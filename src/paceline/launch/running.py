@@ -8,7 +8,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..record.tail import tails
 from . import keep, live
 
 
@@ -29,7 +28,7 @@ class Running:
         if self.over:
             return live.ask(self.name, most)
         folders = [folder for folder in keep.running() if _name(folder) == self.name]
-        found = [t for f in folders for t in tails(f, most, keep.noted_attempt(f))]
+        found = [tail for folder in folders for tail in live.here(folder, most)]
         return live.Seen(found, [], False, {}) if folders else None
 
 

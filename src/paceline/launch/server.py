@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import keep
+from .memory import Memory
 
 PARENT_DEATH_SIGNAL, SUBREAPER = 1, 36  # of prctl
 MESSAGE_BYTES = 180_000  # the kernel takes no longer one unless told to
@@ -51,12 +52,13 @@ def serve(channel: socket.socket, folder: Path) -> Start:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
     ranks: set[int] = set()
+    memory = Memory()
     _send(channel, {"ready": True})
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
         if wake_out in ready:
             os.read(wake_out, 4096)
-            _reap(channel, ranks)
+            _reap(channel, ranks, memory)
         if channel.fileno() not in ready:
             continue
         try:
@@ -80,11 +82,12 @@ def serve(channel: socket.socket, folder: Path) -> Start:
         _send(channel, {"pid": pid})
 
 
-def _reap(channel: socket.socket, ranks: set[int]) -> None:
-    """Tell the agent of each rank that ended; forget processes that ranks had left."""
+def _reap(channel: socket.socket, ranks: set[int], memory: Memory) -> None:
+    """Tell the agent of each rank that ended, and why if memory ran out; forget processes that
+    ranks had left."""
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, used = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if pid == 0:
@@ -92,7 +95,8 @@ def _reap(channel: socket.socket, ranks: set[int]) -> None:
         if pid in ranks:
             ranks.discard(pid)
             code = os.waitstatus_to_exitcode(status)
-            _send(channel, {"died": pid, "status": code, "at": time.monotonic()})
+            why = memory.why(used.ru_maxrss << 10) if code == -signal.SIGKILL else ""
+            _send(channel, {"died": pid, "status": code, "at": time.monotonic(), "why": why})
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from .layout import counts, seats, told
 from .live import Live
 from .local import tell
 from .server import SUBREAPER, end_children, prctl
-from .there import SilentError, There
+from .there import PULSE, SilentError, There
 from .tools import Tool
 from .travel import travelling
 
@@ -62,9 +62,11 @@ def run(
         from .watch import watch
 
         run_id = there[0].run
+        for host in there if job.hang_timeout else []:
+            host.every = min(PULSE, max(0.5, job.hang_timeout / 4))
         live = Live(run_id, there, _about(job, there, on_each))
         try:
-            code = watch(job, there, seats(on_each), run_id, started, interrupt)
+            code = watch(job, there, seats(on_each), run_id, started, interrupt, live.look)
         finally:
             live.ending = True
             _end(there)

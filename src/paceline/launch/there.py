@@ -5,11 +5,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .channel import BrokenError, Channel
 from .lines import Output
+from .progress import Progress
 
 PULSE = 5.0  # seconds between two questions whether the other side is there
 # So many of them without an answer: the host is lost. Counted and not timed, so that a launcher
@@ -27,7 +29,7 @@ class There:
     """Speaks to the agent of one host. A thread reads what it says.
 
     name: of the host. address: by which the other hosts reach it. abort: breaks a connection
-    that nobody reads at the other end.
+    that nobody reads at the other end. every: seconds between two questions whether it is there.
     """
 
     def __init__(self, name: str, channel: Channel, abort: Callable[[], None]) -> None:
@@ -52,6 +54,8 @@ class There:
         self._offset = 0.0  # of that host's monotonic clock to ours, seconds
         self._round_trip = float("inf")
         self._closing = False
+        self._progress = (Progress(), time.monotonic())
+        self.every = PULSE
         self._sending = threading.Lock()
         self._over = threading.Event()  # nothing more comes
         threading.Thread(target=self._read, daemon=True).start()
@@ -93,6 +97,11 @@ class There:
 
     def signal(self, rank: int, kind: int) -> None:
         self.send(signal=rank, kind=int(kind))
+
+    def progress(self) -> Progress:
+        """Whether its ranks move, as last heard; time that passed since is silence."""
+        last, at = self._progress
+        return replace(last, still_s=last.still_s + time.monotonic() - at)
 
     def why(self, rank: int) -> str:
         """What the host itself has to do with a rank's end, or ""."""
@@ -189,13 +198,15 @@ class There:
             assert self._output is not None
             self._output.take(message["out"], message["stream"], raw)
         elif "died" in message:
-            if "why" in message:
+            if message["why"]:
                 self._why[message["died"]] = message["why"]
             self._deaths.append((message["died"], message["status"], self.ours(message["at"])))
         elif "tails" in message:
             self.on_tail(message, raw)
         elif "pong" in message:
             self._learn(message["pong"], message["at"])
+            if message["progress"] is not None:
+                self._progress = (Progress(**message["progress"]), time.monotonic())
         elif "file" in message:
             self._keep(message["file"], message["start"], message["last"], raw)
         elif "leaving" in message:
@@ -233,15 +244,15 @@ class There:
             if self._unanswered > UNANSWERED and self.watched and not self._busy:
                 self._lost(
                     f"was lost with its host: {UNANSWERED} questions in "
-                    f"{UNANSWERED * PULSE:.0f} s were not answered"
+                    f"{UNANSWERED * self.every:.0f} s were not answered"
                 )
                 self._abort()
                 return
-            self._unanswered += wait >= PULSE
+            self._unanswered += wait >= self.every
             # One that does not read must not stop the clock: ask only where there is room.
             self.offer(ping=time.monotonic())
             time.sleep(wait)
-            wait = min(wait * 2, PULSE)
+            wait = min(wait * 2, self.every)
 
     def _broke(self, error: OSError) -> None:
         self._lost(f"was lost with its host: the connection broke ({error.strerror})")

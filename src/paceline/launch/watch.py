@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
@@ -12,6 +12,8 @@ from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .job import Job
 from .layout import Seat
 from .lines import Output
+from .live import Seen
+from .silence import Silence
 
 
 def watch(
@@ -21,8 +23,10 @@ def watch(
     run: str,
     started: int,
     interrupt: Interrupt,
+    look: Callable[[int], Seen | None],
 ) -> int:
-    """Start the ranks and be their agent until they have ended; the exit code."""
+    """Start the ranks and be their agent until they have ended; the exit code. look: fetches the
+    ends of the ranks' records, and their stacks."""
     raise_on_end()
     spec = WorkerSpec(
         role="default",
@@ -34,6 +38,7 @@ def watch(
     )
     agent = Agent(spec, hosts, seats, started)
     agent.interrupt, agent.summary = interrupt, job.summary
+    agent.silence = Silence(job.hang_timeout, look)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda kind, _: agent.signals.append(kind))
     output = agent.output = Output(len(seats), sys.stdout.buffer, sys.stderr.buffer, agent.hear)

@@ -20,7 +20,7 @@ from .states import State
 
 SECONDS = 0.15
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
-_LIBRARIES = (
+LIBRARIES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
     *(_PACKAGE, "<"),
 )
@@ -60,7 +60,7 @@ class Sampler:
         iterates = False
         at: FrameType | None = frame
         while at is not None:
-            if not at.f_code.co_filename.startswith(_LIBRARIES):
+            if not at.f_code.co_filename.startswith(LIBRARIES):
                 own = own or at
                 code = linecache.getline(at.f_code.co_filename, at.f_lineno).strip()
                 iterates |= code.startswith(("for ", "async for ")) or "next(" in code

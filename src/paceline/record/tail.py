@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .ring import COUNTER, EVENT, HEADER, HEADER_BYTES, MAGIC, VERSION, WRITTEN_OFFSET
+from .ring import (
+    BEGUN,
+    BEGUN_OFFSET,
+    COUNTER,
+    EVENT,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    WRITTEN_OFFSET,
+)
+from .states import State
 
 
 @dataclass(frozen=True)
@@ -21,13 +32,15 @@ class Tail:
 
     now: the host's monotonic clock (ns), the one that the events' times are on. process: the
     letter of its process's state (``R``, ``S``, ``T`` for stopped, ...); "" where it has ended, "?"
-    where processes of ranks can't be seen from here (in a container, say).
+    where processes of ranks can't be seen from here (in a container, say). stack: where its
+    Python stands, if that was asked.
     """
 
     name: str
     now: int
     process: str
     data: bytes
+    stack: str = ""
 
 
 def tail(path: Path, most: int) -> bytes:
@@ -81,9 +94,26 @@ def _tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
             data = tail(path, most)
             about = meta(data)
             if attempt is None or int(about.get("attempt", 0)) == attempt:
-                yield Tail(path.name, time.monotonic_ns(), _process(int(about["pid"])), data)
+                yield Tail(path.name, time.monotonic_ns(), process(int(about["pid"])), data)
         except (OSError, ValueError, KeyError, TypeError):
             continue  # just made, or just removed
+
+
+_NOTE = 64  # events that are looked at for one of note
+
+
+def last_of_note(path: Path) -> tuple[bytes, int, int]:
+    """What a rank has begun last, as it is written; when its newest event ended that is no sample
+    of the stack (0: none of the last ones); and its steps so far.
+
+    Raises ValueError where the file is no record, or not yet; OSError where it has gone.
+    """
+    record = tail(path, _NOTE)
+    events = [EVENT.unpack_from(record, at) for at in range(HEADER_BYTES, len(record), EVENT.size)]
+    told = [event for event in events if event[6] != State.SAMPLE]
+    begun = record[BEGUN_OFFSET : BEGUN_OFFSET + BEGUN.size]
+    steps = [event[4] + (event[6] == State.STEP) for event in events]
+    return begun, max((event[1] for event in told), default=0), max(steps, default=0)
 
 
 def meta(data: bytes) -> dict[str, Any]:
@@ -95,7 +125,8 @@ def meta(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _process(pid: int) -> str:
+def process(pid: int) -> str:
+    """The letter of a process's state; "" where it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]

@@ -54,7 +54,7 @@ def drawn(view: View, width: int, rows: int = EACH + MOST) -> RenderableType:
     for head, lines, style in (
         ("slowest", _slowest(view), ""),
         ("waits", _waits(view), ""),
-        ("stands", [_stands(one, view) for one in view.standing[:3]], "bold red"),
+        ("stands", [standing_in_words(one, view) for one in view.standing[:3]], "bold red"),
         ("now", _doing(view), ""),
     ):
         for i, line in enumerate(lines):
@@ -62,7 +62,7 @@ def drawn(view: View, width: int, rows: int = EACH + MOST) -> RenderableType:
     parts.append(facts)
     if view.missing_ranks and not view.silent_hosts:
         several = "ranks" if len(view.missing_ranks) > 1 else "rank"
-        parts.append(_warning(f"no record of {several} {_numbers(view.missing_ranks)}"))
+        parts.append(_warning(f"no record of {several} {numbered(view.missing_ranks)}"))
     parts += [_warning(note) for note in view.notes]
     return Group(*parts)
 
@@ -185,7 +185,7 @@ def _waits(view: View) -> list[str]:
     ]
 
 
-def _stands(one: Standing, view: View) -> str:
+def standing_in_words(one: Standing, view: View) -> str:
     """A collective that some are in, and why it does not go on."""
     now = {rank.rank: rank for rank in view.now}
     halted = [rank for rank in one.inside if now[rank].process == "stopped"]
@@ -234,6 +234,11 @@ def _doing(view: View) -> list[str]:
         lines.append(f"{_ranks([now.rank for now in ranks])}: {_told(kind, longest)}")
     more = len(lines) - LINES
     return [*lines[:LINES], f"... {counted(more, 'more line')} (--json)"] if more > 0 else lines
+
+
+def doing_in_words(now: Now) -> str:
+    """What one rank is in, and for how long."""
+    return _told(_kind(now), now)
 
 
 def _kind(now: Now) -> str:
@@ -289,9 +294,10 @@ def _warning(text: str) -> Text:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbered(ranks)}"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def numbered(ranks: Sequence[int]) -> str:
+    """0,2-4"""
     parts = spans(list(ranks)).split(",")
     return ",".join(parts[:8]) + (" ..." if len(parts) > 8 else "")

@@ -1,0 +1,66 @@
+"""Where every rank's Python stands, asked from outside.
+
+A rank answers a signal of its own with all its threads' stacks: faulthandler writes them from the
+C signal handler, so a rank that is deep in a wait of C++ answers too. One that is stopped can't.
+"""
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+
+from ..record.tail import process
+
+# None that a scheduler or a script uses.
+SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
+SECONDS = 1.0  # for all answers together
+_QUIET = 0.05  # nothing new for so long: a stack is whole
+
+
+def answer() -> None:
+    """In a rank, before its script runs: answer the signal from now on."""
+    folder, rank = os.environ.get("PACELINE_RECORD"), os.environ.get("RANK", "0")
+    if folder is None:
+        return
+    path = Path(folder) / f"rank-{rank}-{os.getpid()}.stack"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
+    except (OSError, ValueError, RuntimeError):
+        path.unlink(missing_ok=True)  # it is the file that says that it answers
+
+
+def pids(folder: Path) -> dict[int, int]:
+    """The process of each rank that answers."""
+    found = {}
+    for path in folder.glob("rank-*.stack"):
+        _, rank, pid = path.stem.split("-")
+        if process(int(pid)):
+            found[int(rank)] = int(pid)
+    return found
+
+
+def ask(folder: Path) -> dict[int, str]:
+    """The stacks of the ranks whose records lie in a job's folder on this host; of those that
+    answer in time."""
+    before: dict[int, tuple[Path, int]] = {}
+    for rank, pid in pids(folder).items():
+        path = folder / f"rank-{rank}-{pid}.stack"
+        if process(pid) in ("T", "t"):  # it would answer when it goes on
+            continue
+        before[rank] = (path, path.stat().st_size)
+        try:
+            os.kill(pid, SIGNAL)
+        except OSError:
+            del before[rank]
+    deadline = time.monotonic() + SECONDS
+    sizes: dict[int, int] = {}
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET)
+        now = {rank: path.stat().st_size for rank, (path, _) in before.items()}
+        if now == sizes and all(now[rank] > size for rank, (_, size) in before.items()):
+            break
+        sizes = now
+    texts = {rank: path.read_bytes()[size:] for rank, (path, size) in before.items()}
+    return {rank: text.decode(errors="replace") for rank, text in texts.items() if text}

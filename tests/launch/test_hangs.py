@@ -1,0 +1,112 @@
+"""Jobs that hang: told in words who is missing where, and ended; those that are slow are not."""
+
+import re
+import subprocess
+
+import ranks
+
+# A training loop in which something goes wrong at step 5 of 12.
+LOOP = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def batches():
+        for step in range(12):
+            if step == 5:
+                {in_loader}
+                pass
+            yield torch.randn(4, 8)
+
+    loader = torch.utils.data.DataLoader([torch.randn(8)] * 48, batch_size=4)
+    for step, x in enumerate({batches}):
+        if step == 5:
+            {in_loop}
+            pass
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+    print("done", rank)
+    dist.destroy_process_group()
+"""
+
+
+def hanging(folder, *, in_loop="pass", in_loader="pass", batches="loader", timeout=2, number=3):
+    """What a recorded run of the loop says, its exit code, and how long it took."""
+    script = ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader=in_loader, batches=batches))
+    launcher = f"paceline --record {folder / 'record'} --hang-timeout {timeout}"
+    command = ranks.command(script, ranks=number, launcher=launcher)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=ranks.environment(NO_COLOR="1"),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def told(result):
+    """The words of the report, on one line."""
+    assert result.returncode == 124, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "The job hangs: its ranks are ended." in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def test_a_rank_that_is_stopped_is_named_and_where_the_others_are(tmp_path):
+    stop = "rank == 2 and os.kill(os.getpid(), signal.SIGSTOP)"
+    text = told(hanging(tmp_path, in_loop=stop))
+    assert re.search(r"no rank has begun or ended anything for \d+\.\d s", text)
+    assert re.search(r"all-reduce \d+: ranks 0-1 have waited for", text)
+    assert "rank 2 is not there: its process is stopped by a signal (SIGSTOP)" in text
+    assert re.search(r"rank 0: in all-reduce \d+ for [\d.]+ s; stands at script\.py:\d+ in", text)
+    assert "model(x).square().mean().backward()" in text
+
+
+def test_a_loader_that_never_gives_a_batch(tmp_path):
+    forever = "while rank == 1: time.sleep(0.01)"
+    text = told(hanging(tmp_path, in_loader=forever, batches="batches()"))
+    assert re.search(r"all-reduce \d+: ranks 0,2 have waited", text)
+    assert "rank 1 is not there" in text
+    assert "in batches: while rank == 1: time.sleep(0.01)" in text
+
+
+def test_a_rank_that_leaves_the_loop_early(tmp_path):
+    text = told(hanging(tmp_path, in_loop="if rank == 0: time.sleep(1000)"))
+    assert re.search(r"all-reduce \d+: ranks 1-2 have waited", text)
+    assert "rank 0 is not there" in text
+    assert "if rank == 0: time.sleep(1000)" in text
+
+
+def test_ranks_in_different_collectives(tmp_path):
+    wrong = "dist.broadcast(torch.zeros(4), 2) if rank == 1 else dist.all_reduce(torch.zeros(4))"
+    result = hanging(tmp_path, in_loop=wrong, number=2)
+    text = " ".join(result.stderr.split())
+    assert result.returncode != 0
+    assert "broadcast" in text
+
+
+def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
+    compute = "end = time.time() + 4 * (rank == 1)\n"
+    compute += 12 * " " + "while time.time() < end: sum(range(999))"
+    result = hanging(tmp_path, in_loop=compute, timeout=1.5)
+    assert result.returncode == 0, result.stderr
+    text = " ".join(result.stderr.split())
+    assert "Rank 1 computes, so it may be slow and not stuck" in text
+    assert "HINT: a longer --hang-timeout" in text
+
+
+def test_brief_stops_are_survived_in_silence(tmp_path):
+    stop = (
+        "rank == 1 and (os.fork() or (time.sleep(1.0), os.kill(os.getppid(), signal.SIGCONT), "
+        "os._exit(0))) and os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    result = hanging(tmp_path, in_loop=stop, timeout=3)
+    assert result.returncode == 0, result.stderr
+    assert "hangs" not in result.stderr
+    assert result.stdout.count("done") >= 1
