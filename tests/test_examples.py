@@ -53,7 +53,8 @@ def test_digits_reach_the_same_accuracy(starter):
     assert abs(reached(starter, *short) - reached("alone", *short)) <= IMAGE + 1e-4
 
 
-@pytest.mark.parametrize("starter", ["2 ranks", FOUR])
+@pytest.mark.soak
+@pytest.mark.parametrize("starter", ["2 ranks", "4 ranks"])
 def test_surrogate_reaches_the_same_r_squared(starter):
     short = ("surrogate.py", "--epochs", "2")
     assert reached("alone", *short) > 0.97

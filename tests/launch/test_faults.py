@@ -27,7 +27,11 @@ DIE = """
     """
 
 
-@pytest.mark.parametrize("launcher", ["paceline", "paceline --fresh"])
+# Interpreters of their own end like forked ranks: told apart in make soak.
+FRESH = pytest.param("paceline --fresh", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("launcher", ["paceline", FRESH])
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -170,6 +174,7 @@ def test_restarts_run_out(tmp_path):
     assert result.stderr.count("ended with exit code 5") == 2
 
 
+@pytest.mark.soak
 def test_a_rank_that_finishes_but_does_not_exit_is_told_from_a_hang(tmp_path):
     script = ranks.write(
         tmp_path,

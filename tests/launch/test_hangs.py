@@ -3,6 +3,8 @@
 import re
 import subprocess
 
+import pytest
+
 import ranks
 
 # A training loop in which something goes wrong at step 5 of 12.
@@ -76,6 +78,7 @@ def test_a_loader_that_never_gives_a_batch(tmp_path):
     assert "in batches: while rank == 1: time.sleep(0.01)" in text
 
 
+@pytest.mark.soak
 def test_a_rank_that_leaves_the_loop_early(tmp_path):
     text = told(hanging(tmp_path, in_loop="if rank == 0: time.sleep(1000)"))
     assert re.search(r"all-reduce \d+: ranks 1-2 have waited", text)
@@ -101,6 +104,7 @@ def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
     assert "HINT: a longer --hang-timeout" in text
 
 
+@pytest.mark.soak
 def test_brief_stops_are_survived_in_silence(tmp_path):
     stop = (
         "rank == 1 and (os.fork() or (time.sleep(1.0), os.kill(os.getppid(), signal.SIGCONT), "

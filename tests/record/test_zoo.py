@@ -90,7 +90,11 @@ def recorded(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+# Compiling takes 15 s.
+SLOW = [pytest.param(n, marks=pytest.mark.soak) if n == "compiled" else n for n in CASES]
+
+
+@pytest.mark.parametrize("name", SLOW)
 def test_a_script_is_recorded_unchanged_and_told_truly(recorded, name):
     told = CASES[name]
     if told.needs and importlib.util.find_spec(told.needs) is None:
