@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import time
 
 import pytest
 
@@ -114,3 +115,43 @@ def test_brief_stops_are_survived_in_silence(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "hangs" not in result.stderr
     assert result.stdout.count("done") >= 1
+
+
+TWO_HOSTS = ["--hang-timeout", "3", "--record", "record", "-H", "host1:1,host2:1", "script.py"]
+
+
+def over_hosts(hosts, folder, in_loop):
+    """The loop on two hosts."""
+    ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader="pass", batches="loader"))
+    return hosts.start("host0", ranks.PACELINE, "run", *TWO_HOSTS, cwd=folder)
+
+
+def test_a_host_that_loses_its_network_is_named_and_the_job_ends(hosts, shared_folder):
+    wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
+    process = over_hosts(hosts, shared_folder, wait)
+    ranks.wait_until(lambda: len(list(shared_folder.glob("at-5-*"))) == 2, 30)
+    hosts.link("host2", False)
+    (shared_folder / "go").touch()
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    took = time.monotonic() - began
+    hosts.link("host2", True)
+    assert process.returncode == 124, said
+    assert "host2 does not answer: it may have lost power or its network" in said
+    assert "nothing is seen of rank 1" in said
+    assert "rank 0 (host1): in all-reduce" in said
+    assert took < 30
+    assert hosts.left_over(15) == []
+
+
+@pytest.mark.soak
+def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_folder):
+    stop = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)"
+    process = over_hosts(hosts, shared_folder, stop)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 124, said
+    text = " ".join(said.split())
+    assert "rank 1 on host2 is not there: its process is stopped by a signal (SIGSTOP)" in text
+    assert "rank 0 (host1): in all-reduce" in text
+    assert "stands at script.py:" in text
+    assert hosts.left_over(10) == []

@@ -57,6 +57,7 @@ class Host(Protocol):
     def signal(self, rank: int, kind: int) -> None: ...
     def why(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
     def progress(self) -> Progress: ...
+    def give_up(self) -> None: ...  # it is silent: not waited for any more
     def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
 
 
@@ -156,6 +157,9 @@ class Agent(SimpleElasticAgent):
         if any(rank.running and rank.finished is None for rank in self.ranks):
             self.hang = self.silence.check(self._progress, self.output.say)
         if self.hang is not None:
+            for host in self._hosts:
+                if host.name in self.hang.silent:
+                    host.give_up()
             self.cause = Watched(self.hang.rank or 0, exit_code=CODE)
             return RunResult(state=WorkerState.FAILED)
         if any(rank.running for rank in self.ranks):

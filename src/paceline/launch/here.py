@@ -135,6 +135,9 @@ class Here:
         """Whether its ranks move."""
         return self._observer.look()
 
+    def give_up(self) -> None:
+        raise AssertionError("this host always answers")
+
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count)
 

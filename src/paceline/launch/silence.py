@@ -23,10 +23,12 @@ _EVERY = 1.0  # s between two looks
 
 @dataclass(frozen=True)
 class Hang:
-    """Why the job is ended, and the rank that the others wait for, where one is known."""
+    """Why the job is ended, the rank that the others wait for, where one is known, and hosts that
+    do not answer."""
 
     told: str
     rank: int | None
+    silent: list[str]
 
 
 class Silence:
@@ -81,7 +83,7 @@ class Silence:
                 f"{more:.0f} s more. HINT: a longer --hang-timeout, or 0 for none\n"
             )
             return None
-        return Hang(text, suspect(shown))
+        return Hang(text, suspect(shown), looked.silent)
 
 
 def _rank(tail: Tail) -> int:

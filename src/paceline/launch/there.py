@@ -103,6 +103,11 @@ class There:
         last, at = self._progress
         return replace(last, still_s=last.still_s + time.monotonic() - at)
 
+    def give_up(self) -> None:
+        """The host does not answer, and is not waited for any more."""
+        self._lost("was lost with its host, which does not answer")
+        self._abort()
+
     def why(self, rank: int) -> str:
         """What the host itself has to do with a rank's end, or ""."""
         return self._why.get(rank, self._trouble)

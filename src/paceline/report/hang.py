@@ -26,12 +26,13 @@ def told(
     lines += [f"  {line}" for line in causes(view, silent)]
     ranks = view.ranks if view is not None else sorted(stacks)
     now = {one.rank: one for one in view.now} if view is not None else {}
+    several = bool(silent) or (view is not None and len(set(view.hosts)) > 1)
     for rank in _chosen(ranks, view)[:MOST]:
         what = doing_in_words(now[rank]) if rank in now else "no record"
         using = ", using its processor" if rank in busy else ""
         frame = own_line(stacks.get(rank, ""))
         where = f"; stands at {frame}" if frame is not None else ""
-        host = f" ({now[rank].host})" if view is not None and len(set(view.hosts)) > 1 else ""
+        host = f" ({now[rank].host})" if several and rank in now else ""
         lines.append(f"    rank {rank}{host}: {what}{using}{where}")
     if len(ranks) > MOST:
         lines.append(f"    ... and {counted(len(ranks) - MOST, 'more rank')}")
@@ -51,8 +52,9 @@ def causes(view: View | None, silent: Sequence[str]) -> list[str]:
     found += disagreeing
     if not disagreeing:
         found += [standing_in_words(one, view) for one in view.standing[:3]]
-    if view.missing_ranks and not silent:
-        found.append(f"no record of rank {numbered(view.missing_ranks)}: it has not joined")
+    if view.missing_ranks:
+        why = "nothing is seen" if silent else "it has not joined: no record"
+        found.append(f"{why} of rank {numbered(view.missing_ranks)}")
     if not found:
         found += [_alone(now) for now in view.now if now.process == "stopped"]
     if not found and all(now.doing == "input" for now in view.now):
