@@ -192,14 +192,35 @@
   const plots = [...document.querySelectorAll("[data-chart]")];
   const drawn = new Set();
 
-  function draw(plot) {
+  // plotly is 5 MB: the page can be read before it is made to run. Its hash allows it.
+  let plotly = null;
+  function started() {
+    plotly = plotly || new Promise((done) => setTimeout(() => {
+      start();
+      done();
+    }));
+    return plotly;
+  }
+  function start() {
+    if (window.Plotly) return;
+    const script = document.createElement("script");
+    script.textContent = document.getElementById("plotly").textContent;
+    document.head.append(script);
+  }
+
+  async function draw(plot) {
+    await started();
+    drawNow(plot);
+  }
+
+  function drawNow(plot) {
     const [traces, how] = DRAW[plot.dataset.chart]();
     drawn.add(plot);
     plot.style.minHeight = how.height + "px";
     return Plotly.react(plot, traces, how, CONFIG);
   }
-  const redraw = () => Promise.all([...drawn].map(draw));
-  const drawAll = () => plots.forEach((plot) => drawn.has(plot) || draw(plot));
+  const redraw = () => [...drawn].forEach(drawNow);
+  const drawAll = () => { start(); plots.forEach((plot) => drawn.has(plot) || drawNow(plot)); };
 
   // Charts are drawn when they come near: a page of 512 ranks opens at once.
   const near = new IntersectionObserver((seen) => {
