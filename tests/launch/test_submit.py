@@ -104,6 +104,7 @@ def test_a_script_for_lsf_counts_slots_and_whole_minutes(tmp_path):
         "-wa USR1",
         "-wt 3",
         "-r",
+        "-Q 75",
     ]
 
 
@@ -254,6 +255,17 @@ def test_a_long_job_is_warned_before_its_limit_unless_told_otherwise(tmp_path):
     ranks.write(tmp_path, "", "train.py")
     assert "#SBATCH --signal=B:USR1@120\n" in submit(tmp_path, *args, "train.py").stdout
     assert "--signal" not in submit(tmp_path, *args, "--warn", "0", "train.py").stdout
+
+
+def test_a_job_learns_when_its_time_ends_and_whether_it_is_to_be_queued_again(tmp_path):
+    def exports(kind):
+        args = ["--dry-run", "--scheduler", kind, "--time", "2h", "--requeue", "train.py"]
+        lines = submit(tmp_path, *args).stdout.splitlines()
+        return [line for line in lines if line.startswith("export PACELINE")]
+
+    ends = 'export PACELINE_END_TIME="$(($(date +%s) + 7200))"'
+    assert exports("slurm") == ["export PACELINE_REQUEUE=1"]  # which can be asked for the time
+    assert exports("lsf") == exports("pbs") == exports("torque") == [ends]
 
 
 def test_pbs_says_that_it_cannot_warn(tmp_path):

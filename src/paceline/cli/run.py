@@ -80,6 +80,14 @@ def run(
             min=0,
         ),
     ] = 0,
+    min_hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="With --max-restarts: when hosts are lost, go on with those that are left if "
+            "there are at least so many. Default: all are needed.",
+            show_default=False,
+        ),
+    ] = None,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -129,7 +137,8 @@ def run(
     --hostfile name hosts by hand. Ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR ...), so a script written for torchrun runs unchanged. Lines that all ranks print
     are shown once, others carry their rank. If a rank fails, the others end within seconds, and
-    the exit code is that rank's.
+    the exit code is that rank's. On SIGUSR1 or SIGTERM, and before the job's time limit, a script
+    with world.epochs(checkpoint=...) writes a checkpoint and leaves: exit code 75.
     """
     from ..launch.start import start
 
@@ -138,6 +147,7 @@ def run(
         args=args or [],
         module=module,
         max_restarts=max_restarts,
+        min_hosts=min_hosts,
         fresh=fresh,
         threads=threads,
         bind=bind,

@@ -75,14 +75,19 @@ def submit(
         int | None,
         typer.Option(
             help="So many seconds before the limit the scheduler sends SIGUSR1, which paceline "
-            "run passes on to the ranks (Slurm; LSF in whole minutes; PBS can't). 0: no signal. "
+            "run passes on to the ranks (Slurm; LSF in whole minutes; PBS can't): world.epochs "
+            "then writes a checkpoint and leaves (exit code 75). 0: no signal. "
             "Default: 120 where --time is 10 minutes or more.",
             show_default=False,
         ),
     ] = None,
     requeue: Annotated[
         bool,
-        typer.Option("--requeue", help="Put it back in the queue where its hosts fail or go."),
+        typer.Option(
+            "--requeue",
+            help="Put it back in the queue where its hosts fail or go, and (Slurm, LSF) where it "
+            "has left early with a checkpoint, until it is done.",
+        ),
     ] = False,
     setup: Annotated[
         list[str] | None,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from ..record.agree import agreement, announce
 from ..record.collectives import RecordedGroup, measure_entry
 from ..record.recorder import Recorder
 
@@ -22,11 +23,13 @@ def register(recorder: Recorder) -> None:
         return
 
     def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
-        group = _plain_group(options)
         if not recorder.enabled:
-            return group
+            return _plain_group(options)
+        key = announce(options.store, str(options.group_id))
+        group = _plain_group(options)
         measure_entry(recorder)
-        return RecordedGroup(group, str(options.group_id), recorder)
+        checks = agreement(group, options.store, key)
+        return RecordedGroup(group, str(options.group_id), recorder, checks)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -90,6 +90,7 @@ class ShardedLoader:
         rank: int,
         ranks: int,
         seed: int,
+        full_ranks: int | None = None,
         global_batch: int | None = None,
         every_sample_once: bool = False,
         agree: Callable[[int, str], None] | None = None,
@@ -107,7 +108,7 @@ class ShardedLoader:
                 f"world.shard: {self.name} has {samples} samples for {ranks} ranks, so some "
                 f"would have none. HINT: start at most {max(samples, 1)} ranks"
             )
-        batch = global_batch_of(loader, ranks, global_batch)
+        batch = global_batch_of(loader, full_ranks or ranks, global_batch)
         self.split = Split(samples, batch, ranks, loader.drop_last)
         if not len(self.split):
             raise ValueError(
@@ -188,6 +189,7 @@ class ShardedStream:
         ranks: int,
         seed: int,
         count_all: Callable[[int], int],
+        full_ranks: int | None = None,
         global_batch: int | None = None,
         every_sample_once: bool = False,
         split: str | None = None,
@@ -197,13 +199,14 @@ class ShardedStream:
         self._count_all = count_all
         self._epoch = 0
         self.name = f"DataLoader({type(loader.dataset).__name__})"
-        self.batch = global_batch_of(loader, ranks, global_batch)
+        self.batch = global_batch_of(loader, full_ranks or ranks, global_batch)
+        each, more = divmod(self.batch, ranks)
         options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
         if not options.get("pin_memory_device"):
             options.pop("pin_memory_device", None)
         self.loader: DataLoader[Any] = DataLoader(
             _own_part(loader.dataset, rank, ranks, split, self.name),
-            batch_size=self.batch // ranks,
+            batch_size=each + (rank < more),
             drop_last=loader.drop_last,
             generator=torch.Generator().manual_seed(seed),
             **options,
@@ -276,7 +279,8 @@ def _own_part(dataset: Any, rank: int, ranks: int, split: str | None, name: str)
 
 
 def global_batch_of(loader: DataLoader[Any], ranks: int, global_batch: int | None) -> int:
-    """The global batch: as given, or the loader's batch size on each rank."""
+    """The global batch: as given, or the loader's batch size on each rank. ranks: as many as the
+    job has at its full size."""
     if global_batch is None:
         if loader.batch_size is None:
             raise ValueError(

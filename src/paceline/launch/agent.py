@@ -9,13 +9,13 @@ for all hosts of the job, so that one place knows which rank failed first.
 
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -23,18 +23,15 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
 
 from . import frameworks
 from .deaths import Watched, describe, first
-from .interrupt import Interrupt
-from .layout import Seat
+from .interrupt import LEAVE_SECONDS, Interrupt, TerminatedError
+from .layout import Seat, seats
 from .lines import Output
 from .progress import Progress
+from .remaining import Remaining
+from .rendezvous import Rendezvous
 from .silence import CODE, Hang, Silence
 
 GRACE = 3.0  # seconds between asking a rank to end and killing it
@@ -47,6 +44,7 @@ class Host(Protocol):
 
     name: str
     address: str  # by which the other hosts reach it
+    ending: bool  # whether the scheduler asks it to end
 
     def show(self, output: Output) -> None: ...
     def open_store(self, port: int) -> tuple[str, int]: ...
@@ -56,43 +54,10 @@ class Host(Protocol):
     def deaths(self) -> Iterator[tuple[int, int, float]]: ...
     def signal(self, rank: int, kind: int) -> None: ...
     def why(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
+    def can_leave(self, can: bool) -> None: ...  # the ranks are given time, where it is to end
     def progress(self) -> Progress: ...
     def give_up(self) -> None: ...  # it is silent: not waited for any more
     def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
-
-
-class Rendezvous(RendezvousHandler):
-    """All hosts are there before the agent runs; the ranks' store is new every time."""
-
-    def __init__(self, run_id: str, host: Host, port: int) -> None:
-        self._run_id, self._host, self._port = run_id, host, port
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        address, port = self._host.open_store(self._port)
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(address, port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "paceline"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        self._host.close_store()
-        return True
 
 
 class Agent(SimpleElasticAgent):
@@ -102,6 +67,7 @@ class Agent(SimpleElasticAgent):
     output: Output
     interrupt: Interrupt
     silence: Silence
+    remaining: Remaining | None = None  # where there are several hosts: the job may lose some
     summary: Path | None = None  # where to write the figures that rank 0 sends
 
     def __init__(
@@ -111,24 +77,47 @@ class Agent(SimpleElasticAgent):
         host's monotonic clock."""
         super().__init__(spec, exit_barrier_timeout=60)
         self._hosts, self._seats = hosts, seats
+        self._places: tuple[list[frameworks.Worker], int] = [], 0
         self._started = started
         self.ranks: list[Watched] = []
         self.cause: Watched | None = None  # of the last attempt's failure
         self.hang: Hang | None = None  # where that is why it was ended
         self.signals: list[int] = []  # to be passed on
+        self.leave_by: float | None = None  # the ranks were asked to leave; until then they may
+        self._told_hosts = False  # that the ranks can leave
 
     # what SimpleElasticAgent asks for
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """A store and ports for an attempt; a further one goes on with the hosts that are left."""
+        spec = worker_group.spec
+        attempt = spec.max_restarts - self._remaining_restarts
+        remaining = self.remaining if attempt else None
+        if remaining is not None:
+            remaining.attempt = attempt
+            if remaining.drop_lost() | remaining.blame(None if self.hang else self.cause):
+                self._go_on_with(remaining, spec)
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                self._places = self._workers()
+                return
+            except ValueError:  # a host of which that was not known
+                if remaining is None or not remaining.drop_lost():
+                    raise
+                self._go_on_with(remaining, spec)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         attempt = spec.max_restarts - self._remaining_restarts
         if attempt:
+            news = self.remaining.news() if self.remaining is not None else ""
             self.output.say(
-                f"paceline: starting again from the last checkpoint ({attempt} of "
+                f"paceline: {news or 'starting again'} from the last checkpoint ({attempt} of "
                 f"{spec.max_restarts})\n"
             )
         self.ranks, self.cause, self.hang = [], None, None
-        workers, coordinator = self._workers()
+        workers, coordinator = self._places
         environment = dict(os.environ)
         for worker in worker_group.workers:
             self.output.tails[worker.global_rank].clear()
@@ -145,6 +134,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.interrupt.check()
         self._listen()
+        self._look_at_hosts()
         self._forward()
         if first(self.ranks) is not None or any(not rank.running for rank in self.ranks):
             self.output.drain()  # a rank's last words come before its death
@@ -152,6 +142,8 @@ class Agent(SimpleElasticAgent):
             self._settle()
             self.cause = first(self.ranks)
             assert self.cause is not None
+            if self.leave_by is not None:  # the scheduler ends the job: no further attempt
+                self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
         self._end_stuck()
         if any(rank.running and rank.finished is None for rank in self.ranks):
@@ -191,7 +183,8 @@ class Agent(SimpleElasticAgent):
         try:
             for rank in self.ranks:
                 if rank.running:
-                    self._signal(rank, signal.SIGTERM)
+                    # to a rank that leaves on a warning SIGTERM is one
+                    self._signal(rank, signal.SIGHUP if rank.leaves else signal.SIGTERM)
                     self._signal(rank, signal.SIGCONT)  # who is stopped could not hear it
             while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
                 time.sleep(0.01)
@@ -229,16 +222,77 @@ class Agent(SimpleElasticAgent):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
+            **(self.remaining.variables() if self.remaining is not None else {}),
         }
+
+    def _go_on_with(self, remaining: Remaining, spec: WorkerSpec) -> None:
+        """Other hosts and seats for the next attempt; ranks are numbered anew."""
+        self.ranks, self._hosts, self._seats = [], remaining.hosts, seats(remaining.on_each)
+        spec.local_world_size = len(self._seats)
+        handler = spec.rdzv_handler
+        assert isinstance(handler, Rendezvous)
+        handler.shutdown()  # the store may lie on a host that is left out
+        handler.host = self._hosts[0]
+        self.output.close()
+        self.show()
+
+    def show(self) -> None:
+        """From now on what the ranks say is read and shown, of as many as there are now."""
+        out, err = sys.stdout.buffer, sys.stderr.buffer
+        self.output = Output(len(self._seats), out, err, self.hear)
+        for host in self._hosts:
+            host.show(self.output)
 
     def _forward(self) -> None:
         """Pass the user's signals (a scheduler's warning, say) on to the ranks."""
         while self.signals:
             kind = self.signals.pop(0)
+            if kind == signal.SIGTERM:
+                self._ask_to_leave()
+                continue
             self.output.say(f"paceline: {signal.Signals(kind).name} is passed on to the ranks\n")
             for rank in self.ranks:
                 if rank.running:
                     self._signal(rank, kind)
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether a warning makes all ranks write a checkpoint and leave."""
+        return bool(self.ranks) and all(rank.leaves for rank in self.ranks)
+
+    @property
+    def left(self) -> int | None:
+        """The step of the checkpoint with which all ranks have left before the end."""
+        steps = [rank.left for rank in self.ranks]
+        return steps[0] if steps and None not in steps else None
+
+    def take_end(self, number: int) -> bool:
+        """Whether SIGTERM is passed on as a warning: the first, where all ranks can leave."""
+        if number != signal.SIGTERM or self.leave_by is not None or not self.can_leave:
+            return False
+        self.leave_by = time.monotonic() + LEAVE_SECONDS
+        self.signals.append(number)
+        return True
+
+    def _ask_to_leave(self) -> None:
+        self.output.say(
+            "paceline: SIGTERM: the ranks write a checkpoint and leave, within "
+            f"{LEAVE_SECONDS:.0f} s. A second one ends them at once.\n"
+        )
+        for rank in self.ranks:
+            if rank.running:
+                self._signal(rank, signal.SIGUSR1)
+
+    def _look_at_hosts(self) -> None:
+        """Tell them whether the ranks can leave; hear from them that the job is to end."""
+        if self.can_leave != self._told_hosts:
+            self._told_hosts = self.can_leave
+            for host in self._hosts:
+                host.can_leave(self._told_hosts)
+        if any(host.ending for host in self._hosts):
+            self.take_end(signal.SIGTERM)
+        if self.leave_by is not None and time.monotonic() > self.leave_by:
+            raise TerminatedError(signal.SIGTERM)
 
     def _workers(self) -> tuple[list[frameworks.Worker], int]:
         """Ports for what TensorFlow and JAX listen on: one a rank, and JAX's coordinator's."""
@@ -263,7 +317,8 @@ class Agent(SimpleElasticAgent):
         self._hosts[self._seats[rank.rank].host].signal(rank.rank, kind)
 
     def _where(self, seat: Seat) -> str:
-        return self._hosts[seat.host].name if len(self._hosts) > 1 else ""
+        several = len(self._hosts) > 1 or (self.remaining is not None and self.remaining.fewer)
+        return self._hosts[seat.host].name if several else ""
 
     def _listen(self) -> None:
         """Take in which ranks have ended."""
@@ -282,6 +337,12 @@ class Agent(SimpleElasticAgent):
             rank.exception, rank.raised_at = message["exception"], host.ours(message["at"])
         elif rank is not None and "finished" in message:
             rank.finished, rank.finished_at = message["finished"], time.monotonic()
+        elif rank is not None and "leaves" in message:
+            rank.leaves = bool(message["leaves"])
+        elif "ending" in message:
+            self.take_end(signal.SIGTERM)
+        elif rank is not None and "left" in message:
+            rank.left = int(message["left"])
         elif "summary" in message and self.summary is not None:
             try:
                 self.summary.write_text(message["summary"])

@@ -19,6 +19,8 @@ class Watched:
     finished: int | None = None  # the code it announced before the interpreter's own end
     finished_at: float | None = None
     lost: str = ""  # what happened to its host, where it can no longer be asked
+    leaves: bool = False  # whether it leaves on a warning
+    left: int | None = None  # the step of its checkpoint, where it has left before the end
 
     @property
     def running(self) -> bool:
@@ -26,11 +28,19 @@ class Watched:
 
     @property
     def failed(self) -> bool:
+        if self.left is not None:
+            return False  # whatever it died of then: its work so far is on the disk
         if self.raised_at is not None or self.finished:
             return True
         if self.exit_code is None or self.finished == 0:
             return False  # what dies after a finished script has done its work
         return self.exit_code != 0
+
+    @property
+    def killed(self) -> bool:
+        """Whether something outside of the script has ended it: a signal, memory, its host."""
+        code = self.exit_code
+        return self.exception is None and not self.finished and code is not None and code < 0
 
     @property
     def order(self) -> tuple[bool, float]:

@@ -96,6 +96,7 @@ class Here:
         self._observer = Observer(Path(environment["PACELINE_RECORD"]))
         self.ready = False  # the server has imported what the ranks need; deaths() sees it
         self.gone = False  # the server has ended
+        self.ending = False  # the launcher is here as well, and hears that itself
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -137,6 +138,9 @@ class Here:
 
     def give_up(self) -> None:
         raise AssertionError("this host always answers")
+
+    def can_leave(self, can: bool) -> None:
+        pass
 
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count)

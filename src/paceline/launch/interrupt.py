@@ -4,10 +4,16 @@ Python raises KeyboardInterrupt wherever it happens to be, and in a destructor o
 the import system the exception is swallowed. So it is also remembered, and asked for later.
 """
 
+import functools
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+# For ranks to write a checkpoint and leave, once the scheduler asks the job to end: Slurm kills
+# after 30 s (KillWait) unless told otherwise.
+LEAVE_SECONDS = 25.0
 
 
 class TerminatedError(Exception):
@@ -18,10 +24,11 @@ class TerminatedError(Exception):
         self.number = number
 
 
-def raise_on_end() -> None:
-    """From now on SIGTERM and SIGHUP raise TerminatedError, the first time."""
+def raise_on_end(take: Callable[[int], bool] = lambda number: False) -> None:
+    """From now on SIGTERM and SIGHUP raise TerminatedError, the first time. take: is asked
+    before; whether it sees to the end itself."""
     for number in ENDING:
-        signal.signal(number, _terminate)
+        signal.signal(number, functools.partial(_terminate, take))
 
 
 def no_longer_end() -> None:
@@ -30,7 +37,9 @@ def no_longer_end() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _terminate(number: int, _: FrameType | None) -> None:
+def _terminate(take: Callable[[int], bool], number: int, _: FrameType | None) -> None:
+    if take(number):
+        return
     no_longer_end()
     raise TerminatedError(number)
 
@@ -40,6 +49,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._pressed = False
+        self.go_on_later = False  # the ranks have left early, and nobody has ended the job
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
 
@@ -51,3 +61,32 @@ class Interrupt:
         """Raise KeyboardInterrupt where it was raised before and got lost."""
         if self._pressed:
             raise KeyboardInterrupt
+
+
+class Patience:
+    """SIGTERM of an agent's own scheduler, where the ranks can leave by themselves: it is put off,
+    and the launcher, which ends them or lets them leave, is told.
+
+    granted: whether the ranks can leave.
+    """
+
+    def __init__(self) -> None:
+        self.granted = False
+        self._until: float | None = None
+        self._told = False
+
+    def take(self, number: int) -> bool:
+        """Whether this signal is put off: the first SIGTERM."""
+        if number != signal.SIGTERM or not self.granted or self._until is not None:
+            return False
+        self._until = time.monotonic() + LEAVE_SECONDS + 3
+        return True
+
+    def news(self) -> bool:
+        """Whether one has come since the last call."""
+        told, self._told = self._told, self._until is not None
+        return self._told and not told
+
+    @property
+    def over(self) -> bool:
+        return self._until is not None and time.monotonic() > self._until

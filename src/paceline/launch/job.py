@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.host import cores, free_memory
-from . import keep
+from . import keep, later
 
 # What a rank takes before it has any data (its share of memory, measured with a tiny model).
 RANK_BYTES = 64 << 20
@@ -30,6 +30,7 @@ class Job:
     module: bool = False
     ranks: int = 1
     max_restarts: int = 0
+    min_hosts: int | None = None  # that an attempt needs; None: all
     fresh: bool = False
     threads: int | None = None
     bind: str = "none"
@@ -62,6 +63,9 @@ def variables(job: Job, run: str) -> dict[str, str]:
     if sys.stderr.isatty():
         found["PACELINE_TTY"] = "1"
         found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
+    end = later.end_time()
+    if end is not None:
+        found["PACELINE_END_TIME"] = end
     if job.summary is not None:
         found["PACELINE_SUMMARY"] = str(job.summary.absolute())
     return found
@@ -81,6 +85,13 @@ def check(job: Job) -> bytes:
         )
     if job.threads is not None and job.threads < 1:
         raise ValueError(f"--threads {job.threads}: HINT: 1 or more")
+    if job.min_hosts is not None and job.min_hosts < 1:
+        raise ValueError(f"--min-hosts {job.min_hosts}: HINT: 1 or more")
+    if job.min_hosts is not None and not job.max_restarts:
+        raise ValueError(
+            f"--min-hosts {job.min_hosts}: without restarts the job ends with the first failure. "
+            "HINT: --max-restarts 3, say"
+        )
     if job.hang_timeout < 0:
         raise ValueError(f"--hang-timeout {job.hang_timeout:g}: HINT: seconds, or 0 for never")
     if job.bind not in ("none", "core"):
@@ -89,6 +100,7 @@ def check(job: Job) -> bytes:
         raise ValueError(
             f"--bind core: {job.ranks} ranks for {len(cores())} cores. HINT: --bind none"
         )
+    later.said_by_variables()
     if job.record is not None:
         keep.check(job.record)
     if job.summary is not None and not job.summary.absolute().parent.is_dir():

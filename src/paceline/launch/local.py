@@ -14,12 +14,14 @@ from . import keep, live
 from .here import Here, InServer, start_server
 from .interrupt import Interrupt
 from .job import Job, check, preloads, threads_of, variables
+from .later import LEFT, put_back
 from .layout import seats
 from .server import SUBREAPER, end_children, prctl
 
 
 def run(job: Job) -> int:
-    """Run the job; its exit code: 0, the first failing rank's, or 128 + a signal's number.
+    """Run the job; its exit code: 0, the first failing rank's, 128 + a signal's number, or
+    ``later.LEFT``.
 
     Raises ValueError for the user's mistakes, before any rank starts.
     """
@@ -49,6 +51,8 @@ def run(job: Job) -> int:
             keep.clear(folder)
     if job.record is not None:
         tell(job, job.record, code)
+    if interrupt.go_on_later:
+        put_back()
     return code
 
 
@@ -63,7 +67,7 @@ def tell(job: Job, folder: Path, code: int) -> None:
     except ValueError as error:
         sys.stderr.write(f"paceline: {error}\n")
         return
-    if code == 0 and report.window_s is not None:
+    if code in (0, LEFT) and report.window_s is not None:
         sys.stderr.write(drawn(report))
     sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
     if job.summary is not None:

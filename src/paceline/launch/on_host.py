@@ -29,6 +29,7 @@ from . import keep, live
 from .channel import BEGIN, BrokenError, Channel, visit
 from .frameworks import free_ports
 from .here import Here, InServer, Server, start_server
+from .interrupt import Patience
 from .job import Job, check, preloads, threads_of
 from .server import SUBREAPER, end_children, prctl
 
@@ -63,6 +64,7 @@ class OnHost:
         self.selector.register(channel, selectors.EVENT_READ)
         self.heard = time.monotonic()
         self.over = False
+        self.patience = Patience()
 
     def serve(self, place: int) -> None:
         """Until the launcher says that it is over. Raises GoneError without that.
@@ -72,8 +74,12 @@ class OnHost:
         self.say(place=place)
         self.say(hello=_hello())
         while not self.over:
-            for key, _ in self.selector.select(5.0):
+            for key, _ in self.selector.select(1.0):
                 self._ready(key.fileobj)
+            if self.patience.news():
+                self.say(ending=True)
+            if self.patience.over:
+                _ended(signal.SIGTERM, None)
             if time.monotonic() - self.heard > SILENCE:
                 raise GoneError(f"the launcher has said nothing for {SILENCE:.0f} s")
 
@@ -190,6 +196,9 @@ class OnHost:
     def do_signal(self, signal: int, kind: int) -> None:
         assert self.here is not None
         self.here.signal(signal, kind)
+
+    def do_leaves(self, leaves: bool) -> None:
+        self.patience.granted = leaves
 
     def do_end(self, end: float) -> None:
         """All is over: end what is left, keep the records, and say so."""
@@ -354,7 +363,7 @@ def _work() -> int:
     place = started.rank if started is not None else 0
     agent = OnHost(_channel())
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _ended)
+        signal.signal(number, lambda kind, _: agent.patience.take(kind) or _ended(kind, _))
     try:
         agent.serve(place)
         return 0

@@ -161,7 +161,7 @@ def _exit_code(end: SystemExit) -> int:
     else:
         sys.stderr.write(f"{end.code}\n")
         code = 1
-    if code:
+    if code and not getattr(end, "early", False):  # see world.early
         sys.last_value = end
         to_launcher(exception=f"exit code {code}", at=time.monotonic())
     return code

@@ -16,9 +16,12 @@ from . import keep
 from .contact import Contact
 from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .job import Job, check, variables
+from .later import put_back
 from .layout import counts, seats, told
 from .live import Live
 from .local import tell
+from .remaining import Remaining, sort_out
+from .remaining import check as enough
 from .server import SUBREAPER, end_children, prctl
 from .there import PULSE, SilentError, There
 from .tools import Tool
@@ -48,6 +51,7 @@ def run(
     starts.
     """
     check(replace(job, ranks=1))
+    enough(job.min_hosts, len(hosts))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each host
     prctl(SUBREAPER, 1)
@@ -56,6 +60,8 @@ def run(
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # until there are ranks to pass them on to
         signal.signal(number, signal.SIG_IGN)
     started = time.monotonic_ns()
+    if job.min_hosts is not None:
+        os.environ.setdefault("SLURM_NO_KILL", "set")  # or srun ends all agents with one host's
     contact = Contact(tool, [host.name for host in hosts])
     try:
         there, on_each = _ready(job, contact, hosts, ranks, explicit, environment)
@@ -64,11 +70,16 @@ def run(
         run_id = there[0].run
         for host in there if job.hang_timeout else []:
             host.every = min(PULSE, max(0.5, job.hang_timeout / 4))
-        live = Live(run_id, there, _about(job, there, on_each))
+        about = _about(job, there, on_each)
+        remaining = Remaining(there, on_each, job.min_hosts, about)
+        live = Live(run_id, there, about)
+        look = remaining.only(live.look)
         try:
-            code = watch(job, there, seats(on_each), run_id, started, interrupt, live.look)
+            code = watch(job, there, seats(on_each), run_id, started, interrupt, look, remaining)
         finally:
             live.ending = True
+            if job.record is not None and remaining.fewer:  # before others write theirs
+                sort_out(job.record, remaining.attempt)
             _end(there)
             live.close()
     except TerminatedError as end:
@@ -80,7 +91,11 @@ def run(
         contact.close()
         end_children(0.0)
     if job.record is not None:
+        if remaining.fewer:
+            sort_out(job.record, remaining.attempt)
         tell(job, job.record, code)
+    if interrupt.go_on_later:
+        put_back()
     return code
 
 

@@ -17,6 +17,7 @@ PULSE = 5.0  # seconds between two questions whether the other side is there
 # So many of them without an answer: the host is lost. Counted and not timed, so that a launcher
 # that was stopped (Ctrl-Z) does not take its own absence for the hosts'.
 UNANSWERED = 24
+DUE_SECONDS = 60.0  # for what takes no time
 LOCK_SECONDS = 0.1  # for another message to be sent
 ENDINGS = (".ring", ".lines")  # of a record's files
 
@@ -41,6 +42,7 @@ class There:
         self.record: Path | None = None  # where files go that the host sends
         # Called with what the host says of its records' tails; must take no time.
         self.on_tail: Callable[[dict[str, Any], bytes], None] = lambda message, raw: None
+        self.ending = False  # its scheduler has asked its agent to end
         self.watched = False  # its silence means something: not while it imports torch
         self._channel = channel
         self._answers: deque[dict[str, Any]] = deque()
@@ -68,7 +70,7 @@ class There:
 
     def open_store(self, port: int) -> tuple[str, int]:
         self.send(store=port)
-        answer = self.answer("store", 60.0)
+        answer = self._due("store")
         return str(answer["address"]), int(answer["store"])
 
     def close_store(self) -> None:
@@ -76,12 +78,13 @@ class There:
 
     def free_ports(self, count: int) -> list[int]:
         self.send(ports=count)
-        return [int(port) for port in self.answer("ports", 60.0)["ports"]]
+        return [int(port) for port in self._due("ports")["ports"]]
 
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None:
         started = int(variables["PACELINE_STARTED_NS"]) + int(self._offset * 1e9)
         there = {**variables, "PACELINE_STARTED_NS": str(started)}
         self._running.add(rank)
+        self._why.pop(rank, None)
         self.send(start=rank, local_rank=local_rank, variables=there)
 
     def deaths(self) -> Iterator[tuple[int, int, float]]:
@@ -97,6 +100,9 @@ class There:
 
     def signal(self, rank: int, kind: int) -> None:
         self.send(signal=rank, kind=int(kind))
+
+    def can_leave(self, can: bool) -> None:
+        self.send(leaves=can)
 
     def progress(self) -> Progress:
         """Whether its ranks move, as last heard; time that passed since is silence."""
@@ -171,6 +177,14 @@ class There:
                     )
                 self._news.wait(min(left, 0.5))
 
+    def _due(self, about: str) -> dict[str, Any]:
+        """An answer that takes no time: a host that does not give it is lost."""
+        try:
+            return self.answer(about, DUE_SECONDS)
+        except SilentError:
+            self.give_up()
+            raise
+
     def last_words(self, seconds: float) -> None:
         """Wait for what a host still sends that is leaving: its records."""
         self._over.wait(seconds)
@@ -201,11 +215,15 @@ class There:
     def _hear(self, message: dict[str, Any], raw: bytes) -> None:
         if "out" in message:
             assert self._output is not None
+            if message["out"] not in self._output.tails:
+                return  # it is of an attempt that had more ranks
             self._output.take(message["out"], message["stream"], raw)
         elif "died" in message:
             if message["why"]:
                 self._why[message["died"]] = message["why"]
             self._deaths.append((message["died"], message["status"], self.ours(message["at"])))
+        elif "ending" in message:
+            self.ending = True
         elif "tails" in message:
             self.on_tail(message, raw)
         elif "pong" in message:

@@ -3,16 +3,18 @@
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
-from .agent import Agent, Host, Rendezvous
+from .agent import Agent, Host
 from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .job import Job
+from .later import LEFT
 from .layout import Seat
 from .lines import Output
 from .live import Seen
+from .remaining import Remaining, check
+from .rendezvous import Rendezvous
 from .silence import Silence
 
 
@@ -24,9 +26,13 @@ def watch(
     started: int,
     interrupt: Interrupt,
     look: Callable[[int], Seen | None],
+    remaining: Remaining | None = None,
 ) -> int:
     """Start the ranks and be their agent until they have ended; the exit code. look: fetches the
-    ends of the ranks' records, and their stacks."""
+    ends of the ranks' records, and their stacks. remaining: keeps account of several hosts, of
+    which some may be lost."""
+    if remaining is None:
+        check(job.min_hosts, len(hosts))
     raise_on_end()
     spec = WorkerSpec(
         role="default",
@@ -38,31 +44,38 @@ def watch(
     )
     agent = Agent(spec, hosts, seats, started)
     agent.interrupt, agent.summary = interrupt, job.summary
+    agent.remaining = remaining
+    raise_on_end(agent.take_end)
     agent.silence = Silence(job.hang_timeout, look)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda kind, _: agent.signals.append(kind))
-    output = agent.output = Output(len(seats), sys.stdout.buffer, sys.stderr.buffer, agent.hear)
-    for host in hosts:
-        host.show(output)
+    agent.show()
     try:
         result = agent.run()
     except KeyboardInterrupt:
-        return _interrupted(output, "interrupted", signal.SIGINT)
+        return _interrupted(agent.output, "interrupted", signal.SIGINT)
     except TerminatedError as end:
-        return _interrupted(output, signal.Signals(end.number).name, end.number)
+        return _interrupted(agent.output, signal.Signals(end.number).name, end.number)
     except ValueError as mistake:
         if agent.cause is None:
             raise
-        output.say(f"paceline: no further attempt: {mistake}\n")
+        agent.output.say(f"paceline: no further attempt: {mistake}\n")
         return agent.cause.code or 1
     finally:
         no_longer_end()
-        output.close()
+        agent.output.close()
+    if agent.left is not None:
+        interrupt.go_on_later = agent.leave_by is None
+        sys.stderr.write(
+            f"paceline: a checkpoint of step {agent.left} was written; the job left early (exit "
+            f"code {LEFT}). HINT: start it again and it goes on\n"
+        )
+        return LEFT
     if result.state == WorkerState.SUCCEEDED:
         return 0
     return agent.cause.code or 1 if agent.cause is not None else 1
 
 
-def _interrupted(output: Any, why: str, number: int) -> int:
+def _interrupted(output: Output, why: str, number: int) -> int:
     output.say(f"paceline: {why}: all ranks were ended; checkpoints written so far are whole\n")
     return 128 + number

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.autograd import Variable
 
+from .agree import ENGINE, Agreement, Check, due
 from .recorder import Recorder, difference_ns, now
 from .states import POINT_TO_POINT, ROOTED, Op, State
 
@@ -41,21 +42,15 @@ class _Flight:
     """One collective of this rank: what its events have in common."""
 
     __slots__ = (
-        "amount",
-        "group",
-        "landed",
-        "launched",
-        "op",
-        "peer",
-        "recorder",
-        "returned",
-        "seq",
+        *("amount", "called", "group", "landed", "launched", "op", "peer", "recorder"),
+        *("returned", "seq"),
     )
 
     def __init__(
         self,
         recorder: Recorder,
         launched: int,
+        called: int,
         returned: int,
         amount: int,
         seq: int,
@@ -65,6 +60,7 @@ class _Flight:
     ) -> None:
         self.recorder = recorder
         self.launched = launched
+        self.called = called  # later where ranks had to agree first: that time is told
         self.returned = returned  # the call that launched it; 0: its time is told
         self.amount, self.seq, self.group, self.op, self.peer = amount, seq, group, op, peer
         self.landed = False
@@ -76,8 +72,8 @@ class _Flight:
 
     def _launch_over(self) -> None:
         """The call itself was long, and nobody waited at once: it stood still for that too."""
-        if self.returned - self.launched > LONG_CALL_NS:
-            self._tell(State.CALL, self.launched, self.returned)
+        if self.returned - self.called > LONG_CALL_NS:
+            self._tell(State.CALL, self.called, self.returned)
         self.returned = 0
 
     def stands(self, since: int) -> None:
@@ -88,7 +84,7 @@ class _Flight:
         """The rank stood still from ``start`` to ``end``, and then the result was there; where
         it waited right after its call, from the call on."""
         if start - self.returned < AT_ONCE_NS:
-            start, self.returned = self.launched, 0
+            start, self.returned = self.called, 0
         self._tell(State.BLOCKED, start, end)
         self.land(end)
 
@@ -103,17 +99,24 @@ class _Flight:
 class RecordedWork(dist.Work):
     """A ``Work`` that records how long ``wait`` blocked, and passes all else on."""
 
-    def __init__(self, work: dist.Work, flight: _Flight, group: "RecordedGroup") -> None:
+    def __init__(
+        self, work: dist.Work, flight: _Flight, group: "RecordedGroup", check: Check | None = None
+    ) -> None:
         super().__init__()
         self._work = work
         self._flight = flight
+        self._check = check  # whether ranks agree, where that is not known yet
         self._group = weakref.ref(group)
 
     def wait(self, *timeout: Any) -> bool:
         if self._flight.landed:
+            if self._check is not None:
+                self._check.finish()
             return bool(self._work.wait(*timeout))
         start = now()
         self._flight.stands(start)
+        if self._check is not None:
+            self._check.finish()
         done = self._work.wait(*timeout)
         end = now()
         if self._flight.op == Op.RECV and self._flight.peer < 0:
@@ -137,7 +140,7 @@ class RecordedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         group = self._group()
         if group is not None and torch._C._current_graph_task_id() != -1:
-            group.land_after_backward(self._work, self._flight)
+            group.land_after_backward(self._work, self._flight, self._check)
         return self._work.get_future()
 
 
@@ -160,6 +163,8 @@ for _name in (
 def _bytes(tensors: Any) -> int:
     """Bytes of the whole vector: every tensor of a nested list."""
     if isinstance(tensors, torch.Tensor):
+        if tensors.is_sparse:
+            return int(tensors._indices().nbytes + tensors._values().nbytes)
         return int(tensors.nbytes)
     if len(tensors) == 1:
         return _bytes(tensors[0])
@@ -173,16 +178,23 @@ class RecordedGroup(dist.ProcessGroup):
     so that whoever asks for a backend by device gets the real one.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, name: str, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        name: str,
+        recorder: Recorder,
+        agreement: Agreement | None = None,
+    ) -> None:
         # The stub knows only the constructor with a store.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
         self._recorder = recorder
         self._group = recorder.new_group(name, inner.size(), inner.rank())
-        self._seq = 0
+        self._agreement = agreement
+        self._seq = 0  # collectives so far: the same number on all members
         self._messages: dict[tuple[int, int, int], int] = {}  # op, peer, tag: how many so far
         # What is in flight in each backward that runs (re-entrant checkpoints nest them).
-        self._pending: dict[int, list[tuple[dist.Work, _Flight]]] = {}
+        self._pending: dict[int, list[tuple[dist.Work, _Flight, Check | None]]] = {}
         # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
         self._unwaited: list[RecordedWork] = []
         for device in inner._device_types:
@@ -206,19 +218,32 @@ class RecordedGroup(dist.ProcessGroup):
         self._recorder.begins(_BLOCKED, launched, self._seq + 1, self._group, int(Op.BARRIER))
         inner: Any = self.inner  # whose stub lacks it
         inner.monitored_barrier(*args, **options)
+        self._seq += 1
         if self._group:
-            self._seq += 1
             place = (0, self._seq, self._group, int(Op.BARRIER), -1)
-            _Flight(self._recorder, launched, launched, *place).blocked(launched, now())
+            _Flight(self._recorder, launched, launched, launched, *place).blocked(launched, now())
 
-    def land_after_backward(self, work: dist.Work, flight: _Flight) -> None:
+    def land_after_backward(
+        self, work: dist.Work, flight: _Flight, check: Check | None = None
+    ) -> None:
         """Whoever launched this, or took its future, waits for it in C++ at the backward's end."""
         backward = torch._C._current_graph_task_id()
         if backward not in self._pending:
             self._pending[backward] = []
             land = functools.partial(self._land_pending, backward)
             Variable._execution_engine.queue_callback(land)
-        self._pending[backward].append((work, flight))
+        self._pending[backward].append((work, flight, check))
+
+    def _agreed(
+        self, agreement: Agreement, launched: int, name: str, op: Op, args: tuple[Any, ...]
+    ) -> Check | None:
+        """Whether ranks agree on what they launch; None where that is known, else to be asked
+        again. The wait for late ranks is this collective's; the rest is recording's cost."""
+        if self._group:
+            self._recorder.begins(_BLOCKED, launched, self._seq, self._group, int(op))
+        check = agreement.begin(self, self._seq, name, op, args)
+        self._recorder.extra_cost_ns += agreement.cost_ns
+        return None if check.done else check
 
     def settle(self, seconds: float) -> None:
         """Before the group is destroyed: let what is in flight end, and drop its tensors."""
@@ -229,10 +254,12 @@ class RecordedGroup(dist.ProcessGroup):
 
     def _land_pending(self, backward: int) -> None:
         """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""
-        for work, flight in self._pending.pop(backward):
+        for work, flight, check in self._pending.pop(backward):
             if not flight.landed:
                 start = now()
                 flight.stands(start)
+                if check is not None:
+                    check.finish()
                 work.wait()
                 flight.blocked(start, now())
 
@@ -277,38 +304,45 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
     """``inner``'s method, recorded. What C++ launches in a backward (DDP's buckets) goes back as
     it is: Python is entered once for it, and once for all of them at the backward's end."""
     number, message, has_peer = int(op), op in POINT_TO_POINT, op in (*POINT_TO_POINT, *ROOTED)
-    shared = op in (Op.GATHER, Op.SCATTER)
+    shared, reduces = op in (Op.GATHER, Op.SCATTER), op == Op.ALL_REDUCE
     in_backward = torch._C._current_graph_task_id
 
     def method(self: RecordedGroup, *args: Any, **options: Any) -> Any:
-        call = getattr(self.inner, name)
+        call, recorder, launched = getattr(self.inner, name), self._recorder, now()
+        check, checked = None, False
+        if not message:
+            self._seq += 1
+            if checked := self._agreement is not None and due(self._seq):
+                check = self._agreed(self._agreement, launched, name, op, args)
+        engine = in_backward() != -1 and _called_by_engine()
+        if reduces and recorder.exchanging is not None and in_backward() != -1:
+            recorder.exchanging(self, args[0] if engine else [])
         if not self._group:
             return call(*args, **options)
+        called = now() if checked else launched
         amount = 0 if whole is None else _bytes(args[whole])
         if shared:
             amount *= self.size()
         peer = _peer(op, args) if has_peer else -1
-        if message:
-            seq = self.message_number(op, peer, int(args[-1]))
-        else:
-            seq = self._seq = self._seq + 1
-        recorder = self._recorder
-        launched = now()
-        recorder.begins(_COLLECTIVE, launched, seq, self._group, number)
+        seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
+        if checked:
+            recorder.event(_BLOCKED, launched, called, amount, seq, self._group, number, peer)
+        recorder.begins(_COLLECTIVE, called, seq, self._group, number)
         work = call(*args, **options)
         returned = now()
         if work is None:  # part of a coalesced batch, which is waited for as a whole
             return None
         recorder.entries += 1
-        flight = _Flight(recorder, launched, returned, amount, seq, self._group, number, peer)
+        place = (amount, seq, self._group, number, peer)
+        flight = _Flight(recorder, launched, called, returned, *place)
         if recorder.launched is not None:
             recorder.launched.append(
                 {"amount": amount, "seq": seq, "group": self._group, "op": number, "peer": peer}
             )
-        if in_backward() != -1 and _called_by_engine():
-            self.land_after_backward(work, flight)
+        if engine:
+            self.land_after_backward(work, flight, check)
             return work
-        wrapped = RecordedWork(work, flight, self)
+        wrapped = RecordedWork(work, flight, self, check)
         self._unwaited = [w for w in self._unwaited if not w.done()]
         self._unwaited.append(wrapped)
         return wrapped
@@ -321,12 +355,9 @@ def _called_by_engine() -> bool:
     """Whether it was autograd's engine that called the method above this: DDP's reducer. Python
     code that launches in a backward waits by itself."""
     try:
-        return sys._getframe(2).f_code is _ENGINE
+        return sys._getframe(2).f_code is ENGINE
     except ValueError:  # a thread of the engine's own, without any Python
         return True
-
-
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 for _name, (_op, _whole) in _METHODS.items():

@@ -21,7 +21,8 @@ def peer_gone(text: str) -> str | None:
     return next((phrase for phrase in PEER_GONE if phrase in text), None)
 
 
-def _ours(filename: str) -> bool:
+def ours(filename: str) -> bool:
+    """Whether a file is Paceline's, or what starts a script."""
     return filename.startswith(_PACKAGE) or filename in _RUNNERS
 
 
@@ -35,21 +36,21 @@ def told(error: BaseException) -> str:
     """The traceback of ``error``; where Paceline refused the user's input (a ValueError raised
     in it), only the script's line and the message."""
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, ValueError) and frames and _ours(frames[-1].filename):
+    if isinstance(error, ValueError) and frames and ours(frames[-1].filename):
         return f"{_place(frames)}error: {error}\n"
     phrase = peer_gone(str(error))
     if phrase:  # the rest of gloo's and NCCL's text says no more
         return f"{_place(frames)}error: another rank has gone ({phrase})\n"
     # What started the script stands on top of every traceback; it says nothing to the user.
     outer = error.__traceback__
-    while outer is not None and _ours(outer.tb_frame.f_code.co_filename) and outer.tb_next:
+    while outer is not None and ours(outer.tb_frame.f_code.co_filename) and outer.tb_next:
         outer = outer.tb_next
     return "".join(traceback.format_exception(type(error), error, outer))
 
 
 def _place(frames: traceback.StackSummary) -> str:
     """The innermost line that is neither Paceline's nor a library's."""
-    own = [f for f in frames if not _ours(f.filename) and "site-packages" not in f.filename]
+    own = [f for f in frames if not ours(f.filename) and "site-packages" not in f.filename]
     if not own:
         return ""
     code = f"    {own[-1].line}\n" if own[-1].line else ""

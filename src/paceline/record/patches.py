@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import leaving
+from .agree import Agreement, agreement, announce
 from .collectives import RecordedGroup, measure_entry
 from .imports import after_import
 from .loop import Loop
@@ -191,6 +192,9 @@ def _groups(recorder: Recorder, c10d: Any) -> None:
 
     @functools.wraps(original)
     def helper(size: int, rank: int, members: list[int], *args: Any, **kwargs: Any) -> Any:
+        # Of members alone; torch passes the backend and the store, and the name by its own.
+        shared = args[1] if len(args) > 1 and rank is not None else None
+        key = announce(shared, str(kwargs.get("group_name", args[2:3])))
         group, store = original(size, rank, members, *args, **kwargs)
         if group is c10d.GroupMember.NON_GROUP_MEMBER:
             return group, store
@@ -198,7 +202,8 @@ def _groups(recorder: Recorder, c10d: Any) -> None:
             recorder.join(group.rank(), group.size())
             measure_entry(recorder)
         if not isinstance(group, RecordedGroup):
-            group = _seen_by_torch(c10d, group, recorder)
+            checks = agreement(group, shared, key)
+            group = _seen_by_torch(c10d, group, recorder, checks)
         return group, store
 
     c10d._new_process_group_helper = helper
@@ -206,11 +211,13 @@ def _groups(recorder: Recorder, c10d: Any) -> None:
     leaving.guard(c10d)
 
 
-def _seen_by_torch(c10d: Any, group: Any, recorder: Recorder) -> RecordedGroup:
+def _seen_by_torch(
+    c10d: Any, group: Any, recorder: Recorder, checks: Agreement | None
+) -> RecordedGroup:
     """The group behind the seam, in the place of the plain one in torch's tables."""
     world = c10d._world
     name = world.pg_names[group]
-    recorded = RecordedGroup(group, str(name), recorder)
+    recorded = RecordedGroup(group, str(name), recorder, checks)
     for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
         if group in table:
             table[recorded] = table.pop(group)

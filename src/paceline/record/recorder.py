@@ -49,6 +49,8 @@ class Recorder:
         self.entries, self.entry_cost_ns = 0, 0.0
         self.kernels: Any = None  # samples a GPU's kernels, where there is one
         self.launched: list[dict[str, int]] | None = None  # while kernels are sampled
+        # Called where a backward reduces over a group, with the tensors where it is DDP that does.
+        self.exchanging: Callable[[Any, Any], None] | None = None
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
         self._full = False  # no room for another group's name

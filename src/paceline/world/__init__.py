@@ -46,6 +46,8 @@ def init(
     record: bool = True,
     progress: bool = True,
     timeout: float = 1800.0,
+    nonfinite: str = "raise",
+    replicas: str = "raise",
 ) -> "World":
     """Join the ranks; without a launcher, a world of one.
 
@@ -54,6 +56,8 @@ def init(
     (autocast and loss scaling, on a GPU). device: "cpu" or "cuda"; default the local rank's
     GPU, else the CPU. record: write the record that the summary is made from. progress: say on
     rank 0 how far the run is. timeout: seconds until a collective without answer is an error.
+    nonfinite: "raise", "warn" or "ignore" where a loss or a gradient is not finite. replicas:
+    the same where the ranks' parameters have come apart.
 
     A second call returns the same world. Raises ValueError for contradictions in the launcher's
     variables, an unknown precision, a rank without a GPU, or a port in use.
@@ -61,7 +65,7 @@ def init(
     global _world
     if _world is None:
         errors.install()
-        _world = World(seed, precision, device, record, progress, timeout)
+        _world = World(seed, precision, device, record, progress, timeout, nonfinite, replicas)
         atexit.register(_world.close)
     return _world
 
@@ -80,9 +84,13 @@ class World:
         record: bool,
         progress: bool,
         timeout: float,
+        nonfinite: str,
+        replicas: str,
     ) -> None:
         who = place(dict(os.environ))
         self.rank, self.size, self.local_rank = who.rank, who.size, who.local_rank
+        # Of ranks, before the job lost hosts (launch.remaining).
+        self._full_size = max(self.size, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
         self.seed = seed
         self.device = device_of(self.local_rank, device)
         self.precision = precision
@@ -94,9 +102,11 @@ class World:
         self._progress = Progress(self.rank, progress)
         if joined:
             self._progress.say(joined)
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
         phases = Phases(self._recorder)
-        self._training = Training(self.rank, self.size, self.device, self._dtype, phases)
+        self._training = Training(
+            self.rank, self.size, self.device, self._dtype, phases, nonfinite, replicas
+        )
         self._everything = Everything(self._training, Position())
         self._loops = Loops(
             self._training, self._everything, self._recorder, self._progress, self._warn_once
@@ -160,7 +170,8 @@ class World:
     ) -> Any:
         """This rank's part of a DataLoader.
 
-        The loader's batch_size is per rank, or ``global_batch`` fixes the total. The order
+        The loader's batch_size is per rank, or ``global_batch`` fixes the total. In a job that
+        goes on with fewer hosts (``--min-hosts``) the total stays what it was. The order
         depends on seed and epoch, not on the number of ranks; every sample is used, and uneven
         last batches are weighted by their true size in ``world.backward``, meters and means.
         every_sample_once: for validation. Each sample is seen by one rank, ranks may have
@@ -175,6 +186,8 @@ class World:
             loader,
             rank=self.rank,
             ranks=self.size,
+            # validation's sums are the same for any batch
+            full_ranks=self.size if every_sample_once else self._full_size,
             seed=self.seed,
             global_batch=global_batch,
             every_sample_once=every_sample_once,
@@ -183,6 +196,12 @@ class World:
             count_all=self._count_all,
         )
         self._loops.loaders.append(sharded)
+        if self._full_size > self.size and global_batch is None and not every_sample_once:
+            self._say_once(
+                f"{self.size} of {self._full_size} ranks are left: the global batch stays "
+                f"{loader.batch_size * self._full_size} samples ({loader.batch_size} a rank "
+                f"before, now up to {-(-loader.batch_size * self._full_size // self.size)})"
+            )
         return sharded
 
     def keep(self, **things: Any) -> None:
@@ -223,7 +242,10 @@ class World:
         stopped, inside an epoch too.
 
         every: "epoch", "2 epochs", 500 (steps), "30s", "10min", "1h". The last epoch's end is
-        always saved. Raises ValueError where the folder can't be written, before training.
+        always saved. On SIGUSR1, or where the job's time limit is close by, a checkpoint is
+        written and the script ends on all ranks with exit code 75 (SystemExit), unless it has a
+        handler for SIGUSR1 itself; started again it goes on.
+        Raises ValueError where the folder can't be written, before training.
         """
         if count < 0:
             raise ValueError(f"world.epochs({count}): HINT: 0 or more")
@@ -239,6 +261,7 @@ class World:
             self._recorder,
             self._from_rank_0,
             self.any,
+            self._progress.say,
         )
         self._finish.saver = saver
         return self._loops.epochs(count, saves)
@@ -252,7 +275,8 @@ class World:
         """Backward of the batch's mean loss, weighted so that ranks' gradients average to that
         of the global batch, also where its parts are uneven.
 
-        loss: one element. Raises ValueError where it is not finite, naming rank and step.
+        loss: one element. Raises ValueError where it or a gradient is not finite, naming rank,
+        step and layer, and where the ranks' parameters have come apart.
         """
         self._training.backward(loss)
 
@@ -334,9 +358,12 @@ class World:
             self._progress.say(f"warning: {message}")
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            self._warn(message)
+        self._say_once(f"warning: {message}")
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._progress.say(line)
 
 
 def _own_store() -> Any:

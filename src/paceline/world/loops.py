@@ -157,14 +157,23 @@ class Loops:
     # over epochs
 
     def epochs(self, count: int, saves: Saves | None) -> Iterator[int]:
-        first = 0
         self.count = count
         self.saves = saves
-        if saves is not None:
-            first = self._go_on(saves)
+        if saves is None:
+            yield from self._epochs(0, count, None)
+            return
+        saves.early.listen()
+        try:
+            yield from self._epochs(self._go_on(saves), count, saves)
+            saves.finish()
+        finally:
+            saves.early.stop()
+
+    def _epochs(self, first: int, count: int, saves: Saves | None) -> Iterator[int]:
         outer = len(self.everything.meters)
         for epoch in range(first, count):
             self.position.new_epoch(epoch)
+            self.training.replicas.new_epoch()
             del self.everything.meters[outer:]
             self.progress.epoch(epoch, count)
             yield epoch
@@ -174,12 +183,12 @@ class Loops:
                     f"epoch {epoch + 1} ended without reaching the loop that its checkpoint was "
                     "taken in, so it ran whole. HINT: did the script change?"
                 )
+            self.training.check_previous_loss()
+            self.training.replicas.end_of_epoch()
             self.position.new_epoch(epoch + 1)
             del self.everything.meters[outer:]
             if saves is not None:
                 saves.after_epoch(epoch, last=epoch == count - 1)
-        if saves is not None:
-            saves.finish()
 
     def _go_on(self, saves: Saves) -> int:
         """Lay the newest checkpoint, if there is one; the epoch to go on in."""

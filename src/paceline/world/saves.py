@@ -1,4 +1,10 @@
-"""When a checkpoint is due, the same moment on every rank, and going on from the last one."""
+"""When a checkpoint is due, the same moment on every rank, and going on from the last one.
+
+Ranks agree by a broadcast of rank 0's clock and warnings. It is asked for only every so many
+batches, about once a second: where the agreement falls follows from the number of batches alone,
+so all ranks make it at the same step, whenever a signal reaches each of them. (A rank that acted
+on its own flag would leave one step before another, which then waits for it for ever.)
+"""
 
 import time
 from collections.abc import Callable
@@ -8,17 +14,20 @@ from ..checkpoint import files
 from ..checkpoint.saver import Saver, load, newest
 from ..record.recorder import Recorder
 from ..record.states import State
+from ..record.tell import to_launcher
+from .early import Early, LeftEarly
 from .every import Every
 from .state import Everything, Position
 
-AGREE_SECONDS = 1.0  # how often ranks agree on whether a checkpoint by time is due
+AGREE_SECONDS = 1.0  # how often ranks agree on whether to save or to leave
+AGREE_BATCHES = 100  # and at least so often: steps may become slower than they were
 
 
 class Saves:
     """The checkpoints of one ``world.epochs``.
 
     ``from_rank_0(numbers)`` gives rank 0's numbers to all; ``any_rank(flag)`` is true on all
-    ranks if it is on one.
+    ranks if it is on one. ``say`` shows a line, on rank 0.
     """
 
     def __init__(
@@ -29,6 +38,7 @@ class Saves:
         recorder: Recorder,
         from_rank_0: Callable[[list[int]], list[int]],
         any_rank: Callable[[bool], bool],
+        say: Callable[[str], None],
     ) -> None:
         self.saver = saver
         self.every = every
@@ -36,11 +46,16 @@ class Saves:
         self.recorder = recorder
         self.from_rank_0 = from_rank_0
         self.any_rank = any_rank
+        self.say = say
+        self.early = Early()
         self._saved_step = -1
         self._saved_at = time.monotonic()
-        self._until_agreement = 0
+        self._took: float | None = None  # the last save, until it was on the disk
+        self._timed = True
+        self._reason = ""  # why rank 0 wants to leave
+        self._batches = 0  # since ranks agreed last
+        self._interval = 1  # batches until they agree again
         self._agreed_at = time.monotonic()
-        self._interval = 1
 
     def prepare(self) -> None:
         """Find out now, and on every rank, what would otherwise fail at the first save."""
@@ -81,37 +96,74 @@ class Saves:
         return lambda: self.everything.lay(shared, own, rank, size)
 
     def after_batch(self) -> None:
-        """Between two batches: save if due."""
+        """Between two batches: save if due, and leave if asked to."""
         training = self.everything.training
         if not training.between_steps or self.recorder.step == self._saved_step:
             return
+        save, leave = self._agreed()
         if self.every.unit == "step":
-            if self.recorder.step - max(self._saved_step, 0) >= self.every.number:
-                self.save()
-        elif self.every.unit == "second" and self._time_is_up():
+            save = self.recorder.step - max(self._saved_step, 0) >= self.every.number
+        if leave:
+            self._leave()
+        elif save:
             self.save()
 
-    def _time_is_up(self) -> bool:
-        """Whether rank 0's clock says so. Asked only every so many batches, about once a
-        second, because asking is a broadcast."""
-        self._until_agreement -= 1
-        if self._until_agreement > 0:
-            return False
-        now = time.monotonic()
-        due = now - self._saved_at >= self.every.number and not self.saver.busy
-        each = (now - self._agreed_at) / self._interval
-        interval = min(self.every.number, AGREE_SECONDS) / max(each, 1e-6)
-        agreed, batches = self.from_rank_0([int(due), max(1, int(interval))])
-        self._until_agreement = self._interval = batches
-        self._agreed_at = now
-        return bool(agreed)
+    def _agreed(self, now: bool = False) -> tuple[bool, bool]:
+        """Whether rank 0's clock says to save, and whether it wants to leave; False for both
+        where it is not yet time to ask, unless ``now``."""
+        self._batches += 1
+        if self._batches < self._interval and not now:
+            return False, False
+        at, seconds, due = time.monotonic(), AGREE_SECONDS, False
+        if self.every.unit == "second":
+            seconds = min(self.every.number, AGREE_SECONDS)
+            due = at - self._saved_at >= self.every.number and not self.saver.busy
+        each = (at - self._agreed_at) / self._batches
+        interval = min(AGREE_BATCHES, max(1, int(seconds / max(each, 1e-6))))
+        self.early.tell()
+        if self.saver.rank == 0:
+            self._time_save()
+            self._reason = self.early.why(self._took)
+        told = [int(due), int(self._reason != ""), interval]
+        save, leave, self._interval = self.from_rank_0(told)
+        self._agreed_at, self._batches = at, 0
+        return bool(save), bool(leave)
+
+    def _time_save(self) -> None:
+        """How long the last save took, to the next time that anybody looks."""
+        if not self._timed and not self.saver.busy:
+            self._took, self._timed = time.monotonic() - self._saved_at, True
+
+    def _leave(self) -> None:
+        """Save, wait until that is on the disk, and end the script on all ranks."""
+        self.say(f"{self._reason}: a checkpoint, and the run leaves early")
+        step = self.recorder.step
+        if step != self._saved_step:
+            self.save()
+        self.finish()
+        whole = (self.saver.directory / f"step-{step:08}" / files.MANIFEST).exists()
+        (whole,) = map(bool, self.from_rank_0([int(whole)]))
+        if not whole:
+            raise ValueError(
+                f"the checkpoint of step {step} could not be written before leaving; the one "
+                f"before it is kept. HINT: is there room in {self.saver.directory}?"
+            )
+        to_launcher(left=step)
+        raise LeftEarly
 
     def after_epoch(self, epoch: int, last: bool) -> None:
-        """At an epoch's end: save if due, and always at the end of the last one."""
+        """At an epoch's end: save if due, and always at the end of the last one; leave if asked
+        to, which validation may have kept us from."""
+        if not last:
+            _, leave = self._agreed(now=True)
+            if leave:
+                self._leave()
         if last or (self.every.unit == "epoch" and (epoch + 1) % self.every.number == 0):
             self.save()
 
     def save(self) -> None:
+        self._time_save()
+        began = time.monotonic()
         with self.recorder.span(State.CHECKPOINT):
             self.everything.training.check_previous_loss()
             position = self.everything.position
@@ -123,7 +175,7 @@ class Saves:
                 self.everything.buffers(),
             )
         self._saved_step = self.recorder.step
-        self._saved_at = time.monotonic()
+        self._saved_at, self._timed = began, False
 
     def finish(self) -> None:
         """Wait until the last checkpoint is whole."""

@@ -1,6 +1,6 @@
 """The step: weights of uneven batches, accumulation, mixed precision, clipping."""
 
-import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,13 +12,22 @@ from ..parallel.data import set_exchange
 from ..record.phases import Phases
 from ..record.recorder import now
 from ..record.states import State
+from .finite import Finite, mode
+from .replicas import Replicas
 
 
 class Training:
     """Models and optimizers of one rank, and what one step of them takes."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, precision: torch.dtype | None, p: Phases
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        precision: torch.dtype | None,
+        p: Phases,
+        nonfinite: str,
+        replicas: str,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.phases = p
@@ -35,7 +44,11 @@ class Training:
         self.last_total = 0  # samples of the newest batch over all ranks
         self._unsettled = 0.0  # samples x weight of a group whose true sum is known at its end
         self._group_samples = 0
-        self._finite: torch.Tensor | None = None  # on a GPU: of the previous loss
+        recorder = p.recorder
+        self._finite = Finite(rank, mode("nonfinite", nonfinite), recorder, self.models)
+        self._finite.gradients = self.scaler is None  # steps that it skips are no error
+        self.replicas = Replicas(rank, size, mode("replicas", replicas), recorder, self.models)
+        recorder.exchanging = self._exchanging
 
     # one batch
 
@@ -78,7 +91,7 @@ class Training:
                 "HINT: loss.mean()"
             )
         start = self.phases.backward_starts()
-        self.last_loss = self._checked(loss)
+        self.last_loss = self._finite.loss(loss)
         self.backwards += 1
         scaled = loss if self.weight == 1.0 else loss * self.weight
         if self.scaler is not None:
@@ -87,6 +100,12 @@ class Training:
             scaled.backward()
         finally:
             self.phases.recorder.event(State.BACKWARD, start, now())
+        self.replicas.after_backward()
+
+    def _exchanging(self, group: Any, tensors: Any) -> None:
+        """A backward is about to reduce these gradients."""
+        self._finite.exchanging(tensors)
+        self.replicas.exchanging(group)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> bool:
         if not self.exchanges:
@@ -95,6 +114,7 @@ class Training:
         if self.scaler is not None and (clip is not None or self._unsettled):
             self.scaler.unscale_(optimizer)
         self._settle(optimizer)
+        self._finite.stepping(optimizer)
         if clip is not None:
             if not clip > 0:
                 raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
@@ -123,37 +143,9 @@ class Training:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def _checked(self, loss: torch.Tensor) -> torch.Tensor | float:
-        """The loss, finite. Looked at before the backward, so that no parameter is touched; on
-        a GPU one step later, so that nothing waits for the device."""
-        if loss.device.type == "cpu":
-            value = float(loss.item())
-            if not math.isfinite(value):
-                step = self.phases.recorder.step
-                raise _not_finite(
-                    f"the loss is {value} on rank {self.rank} at step {step}. No rank has "
-                    "stepped with it: parameters and the last checkpoint are as they were."
-                )
-            return value
-        self.check_previous_loss()
-        detached = loss.detach()
-        self._finite = torch.isfinite(detached)
-        return detached
-
     def check_previous_loss(self) -> None:
-        """On a GPU: raise where the previous loss was not finite. Before every checkpoint too."""
-        if self._finite is not None and not bool(self._finite):
-            raise _not_finite(
-                f"the loss was not finite on rank {self.rank} at step "
-                f"{self.phases.recorder.step - 1}. The last checkpoint is from before it."
-            )
-
-
-def _not_finite(what: str) -> ValueError:
-    return ValueError(
-        f"{what} HINT: a lower learning rate or a warm-up, clip=1.0 in world.step, or a look at "
-        "this batch"
-    )
+        """On a GPU: raise where the previous loss or gradient was not finite."""
+        self._finite.settle()
 
 
 def weightless(share: Share | None) -> bool:

@@ -104,6 +104,10 @@ def written(
     lines += setup
     if batch.array is not None:
         lines.append(f'export PACELINE_TRIAL="{kind.trial}"')
+    if kind.can_ask and batch.requeue:
+        lines.append("export PACELINE_REQUEUE=1")
+    if not kind.can_ask and batch.want.seconds is not None:
+        lines.append(f'export PACELINE_END_TIME="$(($(date +%s) + {batch.want.seconds}))"')
     # exec: the signals that the scheduler sends to this script are the launcher's
     lines.append(f"exec {_paceline()} run {run}")
     return "\n".join(lines) + "\n"

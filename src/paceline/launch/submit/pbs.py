@@ -5,7 +5,8 @@ from .scheduler import Scheduler
 
 # Both send SIGTERM at the limit and SIGKILL some seconds later, and nothing before.
 NO_WARNING = (
-    "PBS sends nothing before the time limit, only SIGTERM at it; save often enough to do without"
+    "PBS sends nothing before the time limit, only SIGTERM at it; with --time a run with "
+    "checkpoints leaves before it by itself"
 )
 
 

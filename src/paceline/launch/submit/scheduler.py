@@ -19,3 +19,4 @@ class Scheduler:
     identity: str  # finds the job's number in what the command said
     output: Callable[[Batch, str], str]  # where a job's output goes
     no_warning: str | None = None  # why there is no signal before the limit
+    can_ask: bool = False  # a job can ask it when it ends, and to be queued again: launch.later

@@ -49,4 +49,5 @@ SLURM = Scheduler(
     by_file=False,
     identity=r"^(\d+(?:;\S+)?)$",
     output=_output,
+    can_ask=True,
 )

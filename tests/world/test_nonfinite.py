@@ -1,0 +1,80 @@
+"""What is not finite, and ranks whose parameters have come apart, are named."""
+
+import ranks
+
+TRAIN = """
+    import sys, torch
+    from torch import nn
+    import paceline
+
+    what, options = sys.argv[1].split(","), dict(pair.split("=") for pair in sys.argv[2:])
+    world = paceline.init(progress=False, **options)
+
+    class Root(nn.Module):  # whose gradient at 0 is infinite, and its value is not
+        at = None
+        def forward(self, x):
+            return (x * 0).sqrt() if self.at else x
+
+    root = Root()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), root, nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = world.distribute(model, optimizer)
+    last = world.rank == world.size - 1
+    heard = ""
+    for epoch in world.epochs(2):
+        for step in range(10):
+            root.at = "gradient" in what and (epoch, step) == (1, 3) and last
+            loss = model(torch.randn(3, 4)).square().mean()
+            if "loss" in what and last and epoch and step > 2:
+                loss = loss * float("nan")
+            world.backward(loss)
+            world.step(optimizer, clip=1.0 if step % 2 else None)
+            here = (epoch, step, world.rank) == (0, 6, 1)
+            if "apart" in what and here:
+                with torch.no_grad():
+                    model.module[3].weight[0, 0] += 0.125
+            if "rounding" in what and here:
+                with torch.no_grad():
+                    model.module[4].weight[0, 0] *= 1 + 2**-22
+    print("done")
+"""
+
+
+def said_by(tmp_path, *args, number=2, fails=True, **options):
+    script = ranks.write(tmp_path, TRAIN)
+    result = ranks.run(script, *args, ranks=number, check=not fails, **options)
+    assert (result.returncode != 0) == fails
+    assert ("done" in result.stdout) != fails
+    return result.stderr
+
+
+def test_a_gradient_is_named_by_rank_step_and_layer_and_rounding_is_no_error(tmp_path):
+    said = said_by(tmp_path, "rounding,gradient")
+    first = "the gradient of 0.bias (and of 1 more that come after it in the backward)"
+    assert f"rank 1 failed: ValueError: {first} is not finite on rank 1 at step 13" in said
+    assert "Traceback" not in said
+    assert "warning: rank 1's parameters differ from rank 0's in rounding" in said
+    assert said.count("differ") == 1
+    said = said_by(tmp_path, "gradient", launcher="python")
+    assert f"{first} is not finite on rank 0 at step 13" in said
+
+
+@pytest.mark.soak
+def test_warnings_and_silence_on_request(tmp_path):
+    said = said_by(tmp_path, "apart,loss", "nonfinite=warn", "replicas=warn", fails=False)
+    assert "warning: rank 1's parameters differ from rank 0's at step 10" in said
+    assert "warning: the loss is nan on rank 1 at step 13" in said
+    assert said.count("No more is said of such on this rank.") == 2  # 1's loss is 0's gradient
+    said = said_by(tmp_path, "apart,loss", "nonfinite=ignore", "replicas=ignore", fails=False)
+    assert "nan" not in said
+    assert "differ" not in said
+    said = said_by(tmp_path, "loss", "nonfinite=no", launcher="python")
+    assert "nonfinite='no' is not known" in said
+
+
+def test_a_rank_that_has_come_apart_is_named_with_the_layer(tmp_path):
+    said = said_by(tmp_path, "apart", number=3)
+    assert (
+        "rank 1's parameters differ from the other ranks' at step 10 (at step 0 they were "
+        "equal), first in 3.weight, by up to 0.1"
+    ) in said
