@@ -91,8 +91,9 @@ def _over(record: Record) -> bool:
     if begun.state in _IN_FLIGHT:
         ended = np.isin(record.states, _IN_FLIGHT)
         same = (events["group"] == begun.group) & (events["seq"] == begun.seq)
+        same &= events["end"] > begun.since  # what was before it: the check that ranks agree
         if begun.op in POINT_TO_POINT:  # their numbers count by themselves for each peer
-            same &= (events["op"] == begun.op) & (events["end"] >= begun.since)
+            same &= events["op"] == begun.op
         return bool((ended & same).any())
     return bool(((record.states == begun.state) & (events["start"] >= begun.since)).any())
 
