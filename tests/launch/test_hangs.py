@@ -7,6 +7,8 @@ import time
 import pytest
 
 import ranks
+from paceline.launch.progress import Progress
+from paceline.launch.silence import Silence
 
 # A training loop in which something goes wrong at step 5 of 12.
 LOOP = """
@@ -155,3 +157,14 @@ def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_fol
     assert "rank 0 (host1): in all-reduce" in text
     assert "stands at script.py:" in text
     assert hosts.left_over(10) == []
+
+
+def test_a_timeout_shorter_than_a_step_is_told_once_and_adapts():
+    said = []
+    silence = Silence(0.04, lambda most: pytest.fail("nothing hangs"))
+    for _ in range(3):
+        time.sleep(0.02)
+        assert silence.check(lambda: [Progress(0.2, longest_s=5.0)], said.append) is None
+    (line,) = said
+    assert line.startswith("paceline: --hang-timeout 0.04: ranks are silent for 5.0 s here")
+    assert "a hang is told after 15.0 s" in line

@@ -37,6 +37,7 @@ class Silence:
     def __init__(self, timeout: float, look: Callable[[int], Seen | None]) -> None:
         self._timeout, self._look = timeout, look
         self._looked = time.monotonic()
+        self._adapted = False  # it was told that the timeout is too short
         self._warned = 0.0  # at which limit it was told that the job may be slow
 
     def check(
@@ -51,6 +52,12 @@ class Silence:
         still = min(host.still_s for host in seen)
         longest = max(host.longest_s for host in seen)
         limit = max(self._timeout, _USUAL * longest)
+        if longest > self._timeout and not self._adapted:
+            self._adapted = True
+            say(
+                f"paceline: --hang-timeout {self._timeout:g}: ranks are silent for {longest:.1f} s "
+                f"here and go on, so a hang is told after {limit:.1f} s\n"
+            )
         if still < limit or (self._warned and still < _SLOW * self._warned):
             self._warned = self._warned if still >= limit else 0.0
             return None
