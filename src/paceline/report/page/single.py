@@ -4,9 +4,10 @@ from typing import Any
 
 from ...analyze.report import Examined, Report
 from ...analyze.states import STATES
-from ..numbers import counted, duration, percent
+from ..numbers import counted
 from ..sentences import cause, outliers
 from ..terminal import NEEDS_TWO, TREE
+from . import captions
 from .series import series
 from .words import achieved, largest
 from .write import page
@@ -87,7 +88,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "groups": _groups(report),
         "shown_groups": SHOWN_GROUPS,
         "outliers": outliers(report),
-        **_captions(report, charts),
+        "caption": captions.of(report, charts),
     }
 
 
@@ -108,58 +109,3 @@ def _groups(report: Report) -> list[dict[str, Any]]:
     """Groups by what their members lost in them, with their place in the JSON."""
     order = sorted(enumerate(report.groups), key=lambda one: -(one[1].wait + one[1].transfer))
     return [{"place": place, **vars(group)} for place, group in order]
-
-
-def _captions(report: Report, charts: dict[str, Any]) -> dict[str, str]:
-    found = dict.fromkeys(
-        ("states_caption", "steps_caption", "outlier_note", "waiting_caption"), ""
-    ) | dict.fromkeys(("pairs_caption", "pairs_label", "late_label"), "")
-    if report.states:
-        useful = [rank["useful"] for rank in report.states]
-        least = report.ranks[useful.index(min(useful))]
-        found["states_caption"] = (
-            f"Useful time is {percent(min(useful))} (rank {least}) to {percent(max(useful))} of a "
-            "rank's time."
-            if len(useful) > 1
-            else f"Useful time is {percent(useful[0])} of the rank's time."
-        )
-    if (times := report.step_times) is not None:
-        out = f"{times.outlier_count} of {times.last - times.first + 1} steps stand out"
-        found["steps_caption"] = (
-            f"Median {duration(times.median_s)}, nine of ten steps between "
-            f"{duration(times.p5_s)} and {duration(times.p95_s)}; "
-            f"{out if times.outlier_count else 'none stands out'}."
-        )
-        shown = len(times.outliers)
-        found["outlier_note"] = "Diamonds are steps that stand out." if shown else ""
-        if shown < times.outlier_count:
-            found["outlier_note"] = f"Diamonds are the {shown} longest of those that stand out."
-        if charts.get("steps", {}).get("together"):
-            found["outlier_note"] += (
-                " The line is the median of neighbours, the band from their least to their most."
-            )
-    if "waiting" in charts:
-        together = (
-            " Neighbouring steps or ranks are one cell." if charts["waiting"]["together"] else ""
-        )
-        wait = [rank["wait"] for rank in report.states]
-        found["waiting_caption"] = (
-            f"A rank that waits little while the others wait is the late one. Waiting is "
-            f"{percent(min(wait))} to {percent(max(wait))} of a rank's time.{together}"
-        )
-    if "pairs" in charts:
-        blocks = (
-            " Neighbouring ranks are one cell, with their mean."
-            if charts["pairs"]["together"]
-            else ""
-        )
-        found["pairs_caption"] = f"Who waited for whom, of the waiting rank's time.{blocks}"
-        if report.waited_for:
-            first = report.waited_for[0]
-            found["pairs_label"] = (
-                f"Most: rank {first.rank} waited for rank {first.waited_for} during "
-                f"{percent(first.share)} of its time"
-            )
-        late = charts["late"]["names"]
-        found["late_label"] = f"Most waiting was caused by {late[0]}" if late else "Nobody was late"
-    return found
