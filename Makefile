@@ -71,6 +71,7 @@ bench: $(VENV)/installed
 
 picture: $(VENV)/installed
 	$(BIN)/python docs/picture.py
+	$(BIN)/python docs/pictures.py
 
 clean:
 	rm -rf $(VENV) $(TF_VENV) run

@@ -97,6 +97,7 @@ def test_ranks_in_different_collectives(tmp_path):
     assert "broadcast" in text
 
 
+@pytest.mark.soak
 def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
     compute = "end = time.time() + 7 * (rank == 1)\n"
     compute += 12 * " " + "while time.time() < end: sum(range(999))"
@@ -128,6 +129,7 @@ def over_hosts(hosts, folder, in_loop):
     return hosts.start("host0", ranks.PACELINE, "run", *TWO_HOSTS, cwd=folder)
 
 
+@pytest.mark.soak
 def test_a_host_that_loses_its_network_is_named_and_the_job_ends(hosts, shared_folder):
     wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
     process = over_hosts(hosts, shared_folder, wait)

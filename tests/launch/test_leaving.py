@@ -220,7 +220,8 @@ def submitted(slurm, folder, count):
     return told.stdout.strip()
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [1, 2])
 def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole, count):
     job = submitted(slurm, shared_folder, count)
     slurm.cancel(job, "-s", "USR1", "--batch")

@@ -290,6 +290,7 @@ def test_a_cut_of_some_seconds_does_no_harm(hosts, shared_folder):
     assert hosts.left_over() == []
 
 
+@pytest.mark.soak
 def test_the_network_that_reaches_the_others_is_found(hosts, shared_folder):
     ranks.write(shared_folder, SHOW)
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])

@@ -139,6 +139,7 @@ RIGHT = """
 """
 
 
+@pytest.mark.soak
 def test_what_works_without_the_check_works_with_it(tmp_path):
     script = ranks.write(tmp_path, RIGHT)
     assert "all well" in ranks.run(script).stdout

@@ -43,6 +43,7 @@ def test_ranks_equal_one_process(tmp_path, case):
         assert_equal(alone, train(tmp_path, number, *CASES[case]))
 
 
+@pytest.mark.soak
 def test_under_torchrun_and_as_one_rank_it_is_the_same(tmp_path):
     alone = train(tmp_path, 1, launcher="python")
     assert_equal(alone, train(tmp_path, 1), exact=True)
