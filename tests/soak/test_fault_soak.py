@@ -15,6 +15,9 @@ import ranks
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
+# Two seconds each; of five, three on one host and two on two.
+FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 30))
+HERE, OVER_HOSTS = FAULTS * 3 // 5, FAULTS * 2 // 5
 RANKS = 3
 
 # A file "fault-ATTEMPT" says which rank meets what, at which step after the attempt's first.
@@ -104,14 +107,15 @@ def check(plan, said, folders, hosts=None):
         assert torch.equal(expected[name], found[name]), name
 
 
-def test_60_faults_in_a_row_are_named_and_cost_only_steps(tmp_path):
-    plan = planned(60)
-    script = ranks.write(tmp_path, TRAIN.replace("EPOCHS", "60"))
+def test_faults_in_a_row_are_named_and_cost_only_steps(tmp_path):
+    plan = planned(HERE)
+    # More steps than the faults leave done, whichever they meet.
+    script = ranks.write(tmp_path, TRAIN.replace("EPOCHS", str(2 * HERE)))
     folders = [tmp_path / name for name in ("undisturbed", "disturbed")]
     for folder, faults in zip(folders, ([], plan), strict=True):
         folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(faults))
-        launcher = f"paceline {' '.join(options(60))}"
+        launcher = f"paceline {' '.join(options(HERE))}"
         command = ranks.command(script, "model.pt", ranks=RANKS, launcher=launcher)
         result = subprocess.run(
             command,
@@ -126,14 +130,14 @@ def test_60_faults_in_a_row_are_named_and_cost_only_steps(tmp_path):
     assert ranks.alive(str(script)) == []
 
 
-def test_40_faults_in_a_row_on_two_hosts(hosts, shared_folder):
-    plan = planned(40)
-    script = ranks.write(shared_folder, TRAIN.replace("EPOCHS", "40"))
+def test_faults_in_a_row_on_two_hosts(hosts, shared_folder):
+    plan = planned(OVER_HOSTS)
+    script = ranks.write(shared_folder, TRAIN.replace("EPOCHS", str(2 * OVER_HOSTS)))
     folders = [shared_folder / name for name in ("undisturbed", "disturbed")]
     for folder, faults in zip(folders, ([], plan), strict=True):
         folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(faults))
-        words = [*options(40), "-H", "host1:2,host2:1", str(script), "model.pt"]
+        words = [*options(OVER_HOSTS), "-H", "host1:2,host2:1", str(script), "model.pt"]
         process = hosts.start("host0", ranks.PACELINE, "run", *words, cwd=folder)
         _, said = process.communicate(timeout=600)
         assert process.returncode == 0, said[-3000:]
