@@ -221,9 +221,8 @@ def submitted(slurm, folder, count):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("count", [1, 2])
-def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole, count):
-    job = submitted(slurm, shared_folder, count)
+def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole):
+    job = submitted(slurm, shared_folder, 1)
     slurm.cancel(job, "-s", "USR1", "--batch")
     ranks.wait_until(lambda: "put back" in (shared_folder / "said").read_text(), 20)
     state, said = slurm.wait(job), (shared_folder / "said").read_text()

@@ -16,7 +16,7 @@ import ranks
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
 # Two seconds each; of five, three on one host and two on two.
-FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 30))
+FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 20))
 HERE, OVER_HOSTS = FAULTS * 3 // 5, FAULTS * 2 // 5
 RANKS = 3
 
