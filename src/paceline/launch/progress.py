@@ -5,7 +5,6 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..record.tail import last_of_note
 from . import stacks
@@ -24,10 +23,6 @@ class Progress:
     longest_s: float = 0.0
     stepped: bool = False
     busy: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> "Progress":
-        return cls(**message)
 
 
 class Observer:
