@@ -52,6 +52,8 @@ TRAIN = """
             stepped = world.step(optimizer, clip=a.clip)
             training.add(loss=loss * len(labels), count=len(labels))
             time.sleep(a.sleep)
+            if world._recorder.step == 10:  # long enough for launchers to know these ranks
+                open(f"{a.out}.under-way", "w").close()
             if stepped and a.die_at == world._recorder.step and world.rank == world.size - 1:
                 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -209,14 +209,15 @@ def test_a_time_limit_that_is_none_is_a_mistake(tmp_path):
 
 
 def submitted(slurm, folder, count):
-    """A job that can be put back; its number, once it trains."""
+    """A job that can be put back; its number, once it has trained for a while: agents must have
+    heard that these ranks leave by themselves."""
     script = ranks.write(folder, TRAIN)
     words = ["--hosts", count, "--ranks-per-host", 2 // count, "--time", "10min", "--requeue"]
     words += ["--output", f"{folder}/said", "--setup", "export OMP_NUM_THREADS=1"]
     words += ["--setup", f"export TORCHINDUCTOR_CACHE_DIR={folder}/torch"]
     args = [folder / "out.pt", *ARGS, *SLOW, "--checkpoint", folder / "ckpt"]
     told = slurm.run(ranks.PACELINE, "submit", *words, script, *args, cwd=folder)
-    ranks.wait_until(lambda: (folder / "ckpt").exists(), 40)
+    ranks.wait_until(lambda: (folder / "out.pt.under-way").exists(), 40)
     return told.stdout.strip()
 
 
