@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ..record.sampler import LIBRARIES
 
+# In place of a stack.
+FORBIDDEN = "its stack could not be read: not permitted"
 _BLOCK = re.compile(r"^(?:Current thread|Thread) ", re.M)
 _LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.M)
 

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,22 +84,25 @@ class Agent(SimpleElasticAgent):
         self.signals: list[int] = []  # to be passed on
         self.leave_by: float | None = None  # the ranks were asked to leave; until then they may
         self._told_hosts = False  # that the ranks can leave
+        self._attempt = -1
+        self._back: list[str] = []  # hosts that are to take part again, once the ranks have left
 
     # what SimpleElasticAgent asks for
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """A store and ports for an attempt; a further one goes on with the hosts that are left."""
+        """A store and ports for an attempt; a further one goes on with the hosts that are there."""
         spec = worker_group.spec
-        attempt = spec.max_restarts - self._remaining_restarts
-        remaining = self.remaining if attempt else None
+        self._attempt += 1
+        remaining = self.remaining if self._attempt else None
         if remaining is not None:
-            remaining.attempt = attempt
-            if remaining.drop_lost() | remaining.blame(None if self.hang else self.cause):
+            remaining.attempt = self._attempt
+            changed = remaining.take_back() | remaining.drop_lost()
+            if changed | remaining.blame(None if self.hang else self.cause):
                 self._go_on_with(remaining, spec)
         while True:
             try:
                 super()._rendezvous(worker_group)
-                self._places = self._workers()
+                self._places = frameworks.places(self._seats, self._hosts)
                 return
             except ValueError:  # a host of which that was not known
                 if remaining is None or not remaining.drop_lost():
@@ -108,21 +110,15 @@ class Agent(SimpleElasticAgent):
                 self._go_on_with(remaining, spec)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec = worker_group.spec
-        attempt = spec.max_restarts - self._remaining_restarts
-        if attempt:
-            news = self.remaining.news() if self.remaining is not None else ""
-            self.output.say(
-                f"paceline: {news or 'starting again'} from the last checkpoint ({attempt} of "
-                f"{spec.max_restarts})\n"
-            )
-        self.ranks, self.cause, self.hang = [], None, None
+        if self._attempt:
+            self._say_again(worker_group.spec)
+        self.ranks, self.cause, self.hang, self._back = [], None, None, []
         workers, coordinator = self._places
         environment = dict(os.environ)
         for worker in worker_group.workers:
             self.output.tails[worker.global_rank].clear()
             variables = {
-                **self._variables(worker_group, worker, attempt),
+                **self._variables(worker_group, worker),
                 **frameworks.variables(workers, worker.global_rank, coordinator, environment),
             }
             seat = self._seats[worker.global_rank]
@@ -135,6 +131,7 @@ class Agent(SimpleElasticAgent):
         self.interrupt.check()
         self._listen()
         self._look_at_hosts()
+        self._welcome_back()
         self._forward()
         if first(self.ranks) is not None or any(not rank.running for rank in self.ranks):
             self.output.drain()  # a rank's last words come before its death
@@ -155,6 +152,11 @@ class Agent(SimpleElasticAgent):
             self.cause = Watched(self.hang.rank or 0, exit_code=CODE)
             return RunResult(state=WorkerState.FAILED)
         if any(rank.running for rank in self.ranks):
+            return RunResult(state=WorkerState.HEALTHY)
+        if self._back and self.left is not None:
+            handler = worker_group.spec.rdzv_handler
+            assert isinstance(handler, Rendezvous)
+            handler.waiting = len(self._back)  # a start again that counts for none
             return RunResult(state=WorkerState.HEALTHY)
         results = {rank.rank: None for rank in self.ranks}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
@@ -198,9 +200,9 @@ class Agent(SimpleElasticAgent):
             time.sleep(0.005)
             self._listen()
 
-    def _variables(self, group: WorkerGroup, worker: Any, attempt: int) -> dict[str, str]:
+    def _variables(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         spec, seat = group.spec, self._seats[worker.global_rank]
-        started = self._started if attempt == 0 else time.monotonic_ns()
+        started = self._started if self._attempt == 0 else time.monotonic_ns()
         return {
             "PACELINE_STARTED_NS": str(started),
             "LOCAL_RANK": str(seat.local_rank),
@@ -215,7 +217,7 @@ class Agent(SimpleElasticAgent):
             "MASTER_ADDR": str(group.master_addr),
             "MASTER_PORT": str(group.master_port),
             "PACELINE_STORE_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -224,6 +226,25 @@ class Agent(SimpleElasticAgent):
             ),
             **(self.remaining.variables() if self.remaining is not None else {}),
         }
+
+    def _say_again(self, spec: WorkerSpec) -> None:
+        """What the next attempt begins with, and which of those that are allowed it is."""
+        news = self.remaining.news() if self.remaining is not None else ""
+        used = f" ({spec.max_restarts - self._remaining_restarts} of {spec.max_restarts})"
+        self.output.say(
+            f"paceline: {news or 'starting again'} from the last checkpoint"
+            f"{'' if self._back else used}\n"
+        )
+
+    def _welcome_back(self) -> None:
+        """Have the ranks leave for hosts that could take part again; those that can't leave go
+        on without them until the next attempt."""
+        if self.remaining is None or self._back or self.leave_by is not None:
+            return
+        self._back = self.remaining.back(self.can_leave, self.output.say)
+        for rank in self.ranks:
+            if rank.running and self._back:
+                self._signal(rank, signal.SIGUSR1)
 
     def _go_on_with(self, remaining: Remaining, spec: WorkerSpec) -> None:
         """Other hosts and seats for the next attempt; ranks are numbered anew."""
@@ -247,6 +268,7 @@ class Agent(SimpleElasticAgent):
         """Pass the user's signals (a scheduler's warning, say) on to the ranks."""
         while self.signals:
             kind = self.signals.pop(0)
+            self._back = []  # who leaves now does so for good
             if kind == signal.SIGTERM:
                 self._ask_to_leave()
                 continue
@@ -293,25 +315,6 @@ class Agent(SimpleElasticAgent):
             self.take_end(signal.SIGTERM)
         if self.leave_by is not None and time.monotonic() > self.leave_by:
             raise TerminatedError(signal.SIGTERM)
-
-    def _workers(self) -> tuple[list[frameworks.Worker], int]:
-        """Ports for what TensorFlow and JAX listen on: one a rank, and JAX's coordinator's."""
-        counts = Counter(seat.host for seat in self._seats)
-        ports = {
-            number: self._hosts[number].free_ports(count + (number == 0))
-            for number, count in counts.items()
-        }
-        coordinator = ports[0].pop()
-        places = [
-            frameworks.Worker(
-                seat.host,
-                seat.local_rank,
-                self._hosts[seat.host].address,
-                ports[seat.host][seat.local_rank],
-            )
-            for seat in self._seats
-        ]
-        return places, coordinator
 
     def _signal(self, rank: Watched, kind: int) -> None:
         self._hosts[self._seats[rank.rank].host].signal(rank.rank, kind)

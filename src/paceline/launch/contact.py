@@ -55,8 +55,9 @@ EXPLAINED = (
 class Contact:
     """The started tools and the channels to the agents. To be closed in the end."""
 
-    def __init__(self, tool: Tool, names: list[str]) -> None:
-        self.tool, self.names = tool, names
+    def __init__(self, tool: Tool, names: list[str], quiet: bool = False) -> None:
+        """quiet: nothing is said of hosts that do not answer, or have not yet."""
+        self.tool, self.names, self._quiet = tool, names, quiet
         self.hosts: list[There] = []
         self._started: list[_Started] = []
         self._closing = False
@@ -95,6 +96,8 @@ class Contact:
 
     def _show_words(self) -> None:
         """What agents had to say to people, and where a host was lost all that was said."""
+        if self._quiet and not self.hosts:
+            return
         lost = any(host.trouble for host in self.hosts)
         for started in self._started:
             lines = [line for line in started.new_words() if lost or line.startswith("paceline:")]
@@ -108,7 +111,7 @@ class Contact:
             waiting = set(calls)
             while waiting:
                 done, waiting = wait(waiting, SAY_SECONDS, FIRST_COMPLETED)
-                if not done:
+                if not done and not self._quiet:
                     some = sorted(calls[call] for call in waiting)
                     more = f" and {len(some) - 8} more" if len(some) > 8 else ""
                     sys.stderr.write(f"paceline: waiting for {', '.join(some[:8])}{more} ...\n")
@@ -136,6 +139,8 @@ class Contact:
             started = _Started(self.tool.command([name], agent), None, piped=True)
         self._started.append(started)
         process = started.process
+        if self._closing:  # meanwhile: nobody else ends it
+            process.kill()
         assert process.stdin is not None
         assert process.stdout is not None
         channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
@@ -194,7 +199,7 @@ class Contact:
                         f" {self.tool.name} says: {started.last_words() or 'nothing'}. HINT: can "
                         "these hosts reach this one? --launcher ssh needs no way back"
                     )
-                if now - said > SAY_SECONDS:
+                if now - said > SAY_SECONDS and not self._quiet:
                     said = now
                     sys.stderr.write(f"paceline: waiting for {', '.join(missing[:8])} ...\n")
                     sys.stderr.write("".join(f"  {line}\n" for line in started.new_words()))

@@ -22,12 +22,15 @@ import json
 import os
 import random
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..cluster.host import devices
+from .layout import Seat
 
 # What a user may have set for a purpose (another interface; a cluster with other tasks): kept.
 KEPT = ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS")
@@ -43,6 +46,30 @@ class Worker:
     local_rank: int
     address: str  # of the host, as the other ranks reach it
     port: int  # free there; no other rank's
+
+
+class Host(Protocol):
+    """On which ranks run."""
+
+    address: str
+
+    def free_ports(self, count: int) -> list[int]: ...
+
+
+def places(seats: Sequence[Seat], hosts: Sequence[Host]) -> tuple[list[Worker], int]:
+    """Where each rank is reached, on a port that is free now, and a port for JAX's coordinator."""
+    counts = Counter(seat.host for seat in seats)
+    ports = {
+        number: hosts[number].free_ports(count + (number == 0)) for number, count in counts.items()
+    }
+    coordinator = ports[0].pop()
+    workers = [
+        Worker(
+            seat.host, seat.local_rank, hosts[seat.host].address, ports[seat.host][seat.local_rank]
+        )
+        for seat in seats
+    ]
+    return workers, coordinator
 
 
 def variables(

@@ -77,7 +77,7 @@ class Live:
     """
 
     def __init__(self, run: str, hosts: Sequence[Host], about: dict[str, Any]) -> None:
-        self._hosts, self._about = hosts, about
+        self._hosts, self._about = list(hosts), about
         self.ending = False
         self._turn = threading.Lock()  # one question to the hosts at a time
         self._news = threading.Condition()
@@ -96,6 +96,13 @@ class Live:
             self._socket.close()
             return
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def replace(self, place: int, host: Host) -> None:
+        """Another agent is on this host from now on."""
+        host.on_tail = partial(self._hear, place)
+        with self._news:
+            self._hosts[place] = host
+            self._owing.discard(place)
 
     def close(self) -> None:
         """Nobody is answered any more; who looks sees the job's end."""

@@ -7,10 +7,8 @@ channel ends, for whatever reason, it ends the ranks, keeps their records, and e
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import selectors
 import signal
 import socket
@@ -21,8 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import __version__
-from ..cluster.host import devices, numa_domains
 from ..cluster.who import launched_by
 from ..comm.reach import Listener, try_all, variables
 from . import keep, live
@@ -31,6 +27,8 @@ from .frameworks import free_ports
 from .here import Here, InServer, Server, start_server
 from .interrupt import Patience
 from .job import Job, check, preloads, threads_of
+from .once import claim
+from .prepare import hello
 from .server import SUBREAPER, end_children, prctl
 
 CONNECT_SECONDS = 5.0  # to each address of the launcher
@@ -57,6 +55,7 @@ class OnHost:
         self.here: Here | None = None
         self.server: Server | None = None
         self.listener: Listener | None = None
+        self.claimed: socket.socket | None = None
         self.folder: Path | None = None
         self.kept: Path | None = None  # where records wait to be sent
         self.pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
@@ -72,7 +71,7 @@ class OnHost:
         place: which of the agents this is, as the tool that has started them numbers them.
         """
         self.say(place=place)
-        self.say(hello=_hello())
+        self.say(hello=hello())
         while not self.over:
             for key, _ in self.selector.select(1.0):
                 self._ready(key.fileobj)
@@ -150,12 +149,13 @@ class OnHost:
         self.say(reached=try_all(offers, self.listener))
 
     def do_begin(
-        self, begin: dict[str, str], interface: str, address: str, record: str | None
+        self, begin: dict[str, str], place: int, interface: str, address: str, record: str | None
     ) -> None:
-        """Import torch and fork the rank server. begin: variables of every rank. "ready" is
-        said once the server has imported what the ranks need."""
+        """Import torch and fork the rank server. begin: variables of every rank. place: of this
+        host among the job's. "ready" is said once the server has imported what the ranks need."""
         assert self.job is not None
         self._stop_listening()
+        self.claimed = claim(begin["PACELINE_RUN"], place)
         threads_of(self.job)
         self.folder = keep.job_folder()
         keep.introduce(self.folder, [self.job.name, *self.job.args], begin["PACELINE_RUN"])
@@ -164,9 +164,8 @@ class OnHost:
         environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}
         environment.pop("PACELINE_SECRET", None)
         environment = {**variables(interface), **environment}
-        self.server = start_server(
-            self.folder, preloads(self.job, self.source), self.channel.descriptors
-        )
+        ours = [*self.channel.descriptors, *([self.claimed.fileno()] if self.claimed else [])]
+        self.server = start_server(self.folder, preloads(self.job, self.source), ours)
         self.here = Here(self.server, environment, self.job.cpus(), address)
         self.here.show(self)
         self.selector.register(self.here, selectors.EVENT_READ)  # which says when it is ready
@@ -298,24 +297,6 @@ class OnHost:
 
 
 check_job = check  # a message's name too
-
-
-def _hello() -> dict[str, Any]:
-    """What the launcher compares between hosts, and lays the ranks out by."""
-    return {
-        "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        "versions": versions(),
-        "devices": devices(),
-        "numa": numa_domains(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """What must be the same on all hosts."""
-    found = {"Paceline": __version__, "Python": platform.python_version()}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["PyTorch"] = importlib.metadata.version("torch")
-    return found
 
 
 def _channel() -> Channel:

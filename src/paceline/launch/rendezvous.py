@@ -23,8 +23,10 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, run_id: str, host: Host, port: int) -> None:
         """host: that the store is opened on."""
         self._run_id, self.host, self._port = run_id, host, port
+        self.waiting = 0  # hosts to go on with; the ranks have left for that
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self.waiting = 0
         address, port = self.host.open_store(self._port)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(address, port))
 
@@ -45,7 +47,7 @@ class Rendezvous(RendezvousHandler):
         pass
 
     def num_nodes_waiting(self) -> int:
-        return 0
+        return self.waiting
 
     def shutdown(self) -> bool:
         self.host.close_store()

@@ -1,35 +1,34 @@
 """``paceline run`` on several hosts: an agent on each, one launcher that knows them all."""
 
-import importlib
 import os
 import resource
 import secrets
 import signal
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ..cluster.hosts import Host
 from ..comm.reach import asked, choose, others_of
-from . import keep
 from .contact import Contact
 from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
-from .job import Job, check, variables
+from .job import Job, check
 from .later import put_back
 from .layout import counts, seats, told
 from .live import Live
 from .local import tell
+from .prepare import Terms, begin, label, same_versions
+from .prepare import check as check_there
 from .remaining import Remaining, sort_out
 from .remaining import check as enough
+from .returning import Returning
 from .server import SUBREAPER, end_children, prctl
-from .there import PULSE, SilentError, There
+from .there import SilentError, There
 from .tools import Tool
 from .travel import travelling
 
-CHECK_SECONDS = 60.0
 REACH_SECONDS = 30.0
-BEGIN_SECONDS = 300.0  # importing torch from a file system that all hosts read at once
 END_SECONDS = 600.0  # records travel, or go to a slow file system
 SAY_SECONDS = 10.0
 
@@ -64,23 +63,26 @@ def run(
         os.environ.setdefault("SLURM_NO_KILL", "set")  # or srun ends all agents with one host's
     contact = Contact(tool, [host.name for host in hosts])
     try:
-        there, on_each = _ready(job, contact, hosts, ranks, explicit, environment)
+        if not tool.passes_environment:
+            environment = {**travelling(), **environment}
+        terms = Terms(job, environment, secrets.token_hex(6))
+        there, on_each, interfaces = _ready(terms, contact, hosts, ranks, explicit)
         from .watch import watch
 
-        run_id = there[0].run
-        for host in there if job.hang_timeout else []:
-            host.every = min(PULSE, max(0.5, job.hang_timeout / 4))
         about = _about(job, there, on_each)
-        remaining = Remaining(there, on_each, job.min_hosts, about)
-        live = Live(run_id, there, about)
-        look = remaining.only(live.look)
+        live = Live(terms.run, there, about)
+        remaining = Remaining(there, on_each, job.min_hosts, about, live.replace)
+        returning = _returning(terms, tool, there, on_each, interfaces)
+        remaining.returning = returning if job.min_hosts is not None else None
+        look, run_id = remaining.only(live.look), terms.run
         try:
             code = watch(job, there, seats(on_each), run_id, started, interrupt, look, remaining)
         finally:
             live.ending = True
-            if job.record is not None and remaining.fewer:  # before others write theirs
+            if job.record is not None and remaining.changed:  # before others write theirs
                 sort_out(job.record, remaining.attempt)
-            _end(there)
+            _end([*there, *remaining.came_back, *returning.close()])
+            returning.disconnect()
             live.close()
     except TerminatedError as end:
         name = signal.Signals(end.number).name
@@ -91,7 +93,7 @@ def run(
         contact.close()
         end_children(0.0)
     if job.record is not None:
-        if remaining.fewer:
+        if remaining.changed:
             sort_out(job.record, remaining.attempt)
         tell(job, job.record, code)
     if interrupt.go_on_later:
@@ -100,41 +102,41 @@ def run(
 
 
 def _ready(
-    job: Job,
-    contact: Contact,
-    hosts: list[Host],
-    ranks: int | None,
-    explicit: bool,
-    environment: dict[str, str],
-) -> tuple[list[There], list[int]]:
-    """The hosts that get ranks, ready to start them, and how many each."""
+    terms: Terms, contact: Contact, hosts: list[Host], ranks: int | None, explicit: bool
+) -> tuple[list[There], list[int], list[tuple[str, str]]]:
+    """The hosts that get ranks, ready to start them, how many each, and by which interface and
+    address they reach each other."""
     found = contact.make()
-    _same_versions(found)
+    same_versions(found)
     on_each = _counts(hosts, found, ranks, explicit)
     there = [host for host, count in zip(found, on_each, strict=True) if count]
     on_each = [count for count in on_each if count]
-    if not contact.tool.passes_environment:
-        environment = {**travelling(), **environment}
-    _check(job, there, on_each, environment)
+    check_there(terms, there, on_each)
     interfaces = _reach(there)
-    _begin(job, there, interfaces, secrets.token_hex(6))
+    label(terms)
+    begin(terms, dict(enumerate(there)), interfaces)
     _say(there, on_each, interfaces, contact.tool)
-    return there, on_each
+    return there, on_each, interfaces
 
 
-def _same_versions(hosts: list[There]) -> None:
-    """All hosts must have what the launcher has."""
-    from .on_host import versions
+def _returning(
+    terms: Terms,
+    tool: Tool,
+    hosts: list[There],
+    on_each: list[int],
+    interfaces: list[tuple[str, str]],
+) -> Returning:
+    """Who looks for hosts that were lost, and makes them ready once more. They reach the others
+    as they did before."""
+    names = [host.name for host in hosts]
 
-    ours = versions()
-    for host in hosts:
-        for what, version in ours.items():
-            theirs = host.hello["versions"].get(what, "none")
-            if theirs != version:
-                raise ValueError(
-                    f"{host.name} has {what} {theirs}, the launcher has {version}. HINT: the same "
-                    "virtual environment on all hosts"
-                )
+    def prepare(place: int, host: There) -> None:
+        host.name = names[place]
+        same_versions([host])
+        check_there(terms, [host], [on_each[place]])
+        begin(terms, {place: host}, interfaces)
+
+    return Returning(lambda place: Contact(tool, [names[place]], quiet=True), prepare)
 
 
 def _counts(hosts: list[Host], found: list[There], ranks: int | None, explicit: bool) -> list[int]:
@@ -144,21 +146,6 @@ def _counts(hosts: list[Host], found: list[There], ranks: int | None, explicit: 
         for host, there in zip(hosts, found, strict=True)
     ]
     return counts(known, ranks, explicit)
-
-
-def _check(job: Job, hosts: list[There], on_each: list[int], environment: dict[str, str]) -> None:
-    """Each host looks whether the job can run there."""
-    wanted = asdict(replace(job, summary=None, record=None))
-    for host, count in zip(hosts, on_each, strict=True):
-        host.send(check={**wanted, "ranks": count}, environment=environment, folder=os.getcwd())
-    mistakes = []
-    for host in hosts:
-        try:
-            host.answer("fits", CHECK_SECONDS)
-        except ValueError as mistake:
-            mistakes.append(str(mistake))
-    if mistakes:
-        raise ValueError("\n".join(mistakes[:4]))
 
 
 def _reach(hosts: list[There]) -> list[tuple[str, str]]:
@@ -176,23 +163,6 @@ def _reach(hosts: list[There]) -> list[tuple[str, str]]:
         for me, host in enumerate(hosts)
     }
     return choose([host.name for host in hosts], offers, tried)
-
-
-def _begin(job: Job, hosts: list[There], interfaces: list[tuple[str, str]], run_id: str) -> None:
-    """Import torch on all hosts, and here meanwhile."""
-    record = None
-    if job.record is not None:
-        keep.label(job.record, [job.name, *job.args], run_id)
-        record = str(job.record.absolute())
-    common = variables(job, run_id)
-    for host, (interface, address) in zip(hosts, interfaces, strict=True):
-        host.address, host.record, host.run = address, job.record, run_id
-        host.send(begin=common, interface=interface, address=address, record=record)
-    importlib.import_module("torch.distributed.elastic.agent.server")
-
-    for host in hosts:
-        host.answer("ready", BEGIN_SECONDS)
-        host.watched = True
 
 
 def _about(job: Job, hosts: list[There], on_each: list[int]) -> dict[str, Any]:

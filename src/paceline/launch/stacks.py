@@ -1,7 +1,8 @@
 """Where every rank's Python stands, asked from outside.
 
 A rank answers a signal of its own with all its threads' stacks: faulthandler writes them from the
-C signal handler, so a rank that is deep in a wait of C++ answers too. One that is stopped can't.
+C signal handler, so a rank that is deep in a wait of C++ answers too. One that is stopped can't,
+nor can one that the kernel holds: these are read from outside.
 """
 
 import faulthandler
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 from ..record.tail import process
+from . import outside
 
 # None that a scheduler or a script uses.
 SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
@@ -19,10 +21,11 @@ _QUIET = 0.05  # nothing new for so long: a stack is whole
 
 
 def answer() -> None:
-    """In a rank, before its script runs: answer the signal from now on."""
+    """In a rank, before its script runs: answer the signal from now on, and let it be read."""
     folder, rank = os.environ.get("PACELINE_RECORD"), os.environ.get("RANK", "0")
     if folder is None:
         return
+    outside.allow()
     path = Path(folder) / f"rank-{rank}-{os.getpid()}.stack"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
@@ -43,9 +46,15 @@ def pids(folder: Path) -> dict[int, int]:
 
 def ask(folder: Path) -> dict[int, str]:
     """The stacks of the ranks whose records lie in a job's folder on this host; of those that
-    answer in time."""
+    answer in time or can be read."""
+    all_pids = pids(folder)
+    answers = _answers(folder, all_pids)
+    return answers | outside.read({r: pid for r, pid in all_pids.items() if r not in answers})
+
+
+def _answers(folder: Path, all_pids: dict[int, int]) -> dict[int, str]:
     before: dict[int, tuple[Path, int]] = {}
-    for rank, pid in pids(folder).items():
+    for rank, pid in all_pids.items():
         path = folder / f"rank-{rank}-{pid}.stack"
         if process(pid) in ("T", "t"):  # it would answer when it goes on
             continue

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..analyze.live import View
 from ..analyze.now import Now, Standing
-from ..analyze.stacks import own_line
+from ..analyze.stacks import FORBIDDEN, own_line
 from .numbers import counted, elapsed
 from .top import doing_in_words, numbered, standing_in_words
 
@@ -30,13 +30,19 @@ def told(
     for rank in _chosen(ranks, view)[:MOST]:
         what = doing_in_words(now[rank]) if rank in now else "no record"
         using = ", using its processor" if rank in busy else ""
-        frame = own_line(stacks.get(rank, ""))
-        where = f"; stands at {frame}" if frame is not None else ""
+        where = _where(stacks.get(rank, ""))
         host = f" ({now[rank].host})" if several and rank in now else ""
         lines.append(f"    rank {rank}{host}: {what}{using}{where}")
     if len(ranks) > MOST:
         lines.append(f"    ... and {counted(len(ranks) - MOST, 'more rank')}")
     return "\n".join(lines) + "\n"
+
+
+def _where(stack: str) -> str:
+    frame = own_line(stack)
+    if frame is not None:
+        return f"; stands at {frame}"
+    return f"; {FORBIDDEN}" if stack == FORBIDDEN else ""
 
 
 def causes(view: View | None, silent: Sequence[str]) -> list[str]:

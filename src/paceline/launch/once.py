@@ -1,0 +1,51 @@
+"""That a job has one agent on a host, also where one is started again: the one from before, which
+may still hold the GPUs while nobody can reach it, is ended first.
+
+The agent holds an abstract Unix socket's name (nothing lies in a file system); the kernel says who
+holds a name that is taken.
+"""
+
+import os
+import signal
+import socket
+import struct
+import time
+
+PATIENCE = 6.0  # s for an agent to end its ranks; it is killed after that, and its server ends them
+_TRY = 0.05
+_PEER = struct.Struct("iII")  # pid, uid, gid
+
+
+def claim(run: str, place: int) -> socket.socket | None:
+    """Be the agent of the job ``run`` at this place among its hosts, for as long as the socket is
+    open; None where somebody else's process holds the name."""
+    address = f"\0paceline-agent-{os.getuid()}-{run}-{place}"
+    began = time.monotonic()
+    means = [(PATIENCE, signal.SIGKILL), (0.0, signal.SIGHUP)]
+    while time.monotonic() - began < 2 * PATIENCE:
+        mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            mine.bind(address)
+            mine.listen(8)  # nobody is ever answered
+            return mine
+        except OSError:
+            mine.close()
+        if means and time.monotonic() - began >= means[-1][0]:
+            _end(address, means.pop()[1])
+        time.sleep(_TRY)
+    return None
+
+
+def _end(address: str, kind: signal.Signals) -> None:
+    """Signal the process of ours that holds the name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        try:
+            visitor.settimeout(1.0)
+            visitor.connect(address)
+            peer = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            pid, uid, _ = _PEER.unpack(peer)
+            if uid == os.getuid():
+                os.kill(pid, kind)
+                os.kill(pid, signal.SIGCONT)  # one that is stopped hears nothing
+        except OSError:
+            pass  # it has gone meanwhile

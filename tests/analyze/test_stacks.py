@@ -1,0 +1,98 @@
+"""Where a script stands: in stacks that a process has written, and in those read from outside."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import ranks
+from paceline.analyze.stacks import FORBIDDEN, main_thread, own_line
+from paceline.launch import outside
+from paceline.record.tail import process
+from paceline.report.hang import told
+
+# It writes where it stands, and stops; as a forked process, as ranks are, too.
+STOPS = """
+    import faulthandler, os, pathlib, signal, threading, time
+
+    def deep(more):
+        if more:
+            deep(more - 1)
+        else:
+            threading.Thread(target=time.sleep, args=(100,), name='a "b"', daemon=True).start()
+            faulthandler.dump_traceback(open("own", "w"))
+            pathlib.Path("pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def inner(function):
+        function(2)
+
+    {forks}
+    inner(deep)
+"""
+
+
+@pytest.mark.parametrize("forks", ["", "os.fork() and os.wait()"])
+def test_a_stopped_process_is_read_as_it_would_tell_itself(tmp_path, forks):
+    script = ranks.write(tmp_path, STOPS.format(forks=forks))
+    command = [sys.executable, str(script)]
+    number = tmp_path / "pid"
+    child = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    try:
+        ranks.wait_until(lambda: number.exists() and number.read_text(), 10)
+        pid = int(number.read_text())
+        ranks.wait_until(lambda: process(pid) == "T", 10)
+        text = outside.read({3: pid, 4: 2**22 + 1})[3]
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    own, read = main_thread((tmp_path / "own").read_text()), main_thread(text)
+    assert [(frame.file, frame.function) for frame in read] == [
+        *[(str(script), "deep")] * 3,
+        (str(script), "inner"),
+        (str(script), "<module>"),
+    ]
+    assert read[1:] == own[1:]
+    assert read[0].line == own[0].line + 2
+    assert "threading.py" in text.split("deep")[0]
+    assert re.fullmatch(r"script\.py:\d+ in deep: os\.kill\(.*SIGSTOP\)", str(own_line(text)))
+
+
+def test_the_main_thread_is_the_one_of_the_process_wherever_it_stands():
+    def thread(number, name, line):
+        frames = [{"filename": "/t.py", "line": line, "name": "f"}]
+        return {"thread_id": 9, "os_thread_id": number, "thread_name": name, "frames": frames}
+
+    threads = [thread(7, None, 1), thread(8, "other", 2)]
+    assert own_line(outside.as_faulthandler(threads, 7)).line == 1
+    assert own_line(outside.as_faulthandler(threads, 8)).line == 2
+    named = [thread(1, "MainThread", 3), thread(2, None, 4)]  # of another namespace of pids
+    assert own_line(outside.as_faulthandler(named, 70)).line == 3
+    assert own_line(outside.as_faulthandler([], 70)) is None
+
+
+def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    slow = tmp_path / "py-spy"
+    slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 100\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: str(slow))
+    monkeypatch.setattr(outside, "SECONDS", 0.3)
+    open_before, began = os.listdir("/proc/self/fd"), time.monotonic()
+    assert outside.read(dict.fromkeys(range(12), os.getpid())) == {}
+    assert time.monotonic() - began < 1.5
+    started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert 1 <= len(started) <= outside.AT_ONCE
+    assert [process(pid) for pid in started] == [""] * len(started)
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)
+
+
+def test_without_py_spy_and_without_permission(monkeypatch):
+    lines = told(None, {0: FORBIDDEN, 1: ""}, set(), 3.0).splitlines()
+    assert lines[-2] == "    rank 0: no record; its stack could not be read: not permitted"
+    assert lines[-1] == "    rank 1: no record"
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert outside.read({0: os.getpid()}) == {}
