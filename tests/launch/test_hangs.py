@@ -1,5 +1,6 @@
 """Jobs that hang: told in words who is missing where, and ended; those that are slow are not."""
 
+import json
 import re
 import subprocess
 import time
@@ -40,10 +41,13 @@ LOOP = """
 """
 
 
-def hanging(folder, *, in_loop="pass", in_loader="pass", batches="loader", timeout=2, number=3):
-    """What a recorded run of the loop says, its exit code, and how long it took."""
+def hanging(
+    folder, *, in_loop="pass", in_loader="pass", batches="loader", timeout=2, number=3, record=True
+):
+    """What a run of the loop says, its exit code, and how long it took."""
     script = ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader=in_loader, batches=batches))
-    launcher = f"paceline --record {folder / 'record'} --hang-timeout {timeout}"
+    recorded = f" --record {folder / 'record'}" if record else ""
+    launcher = f"paceline --hang-timeout {timeout}{recorded}"
     command = ranks.command(script, ranks=number, launcher=launcher)
     return subprocess.run(
         command,
@@ -71,6 +75,11 @@ def test_a_rank_that_is_stopped_is_named_and_where_the_others_are(tmp_path):
     assert "rank 2 is not there: its process is stopped by a signal (SIGSTOP)" in text
     assert re.search(r"rank 0: in all-reduce \d+ for [\d.]+ s; stands at script\.py:\d+ in", text)
     assert "model(x).square().mean().backward()" in text
+    # It can't answer: its stack is read from outside.
+    stands = (
+        r"rank 2: stopped by a signal \(SIGSTOP\), .{,60}; stands at script\.py:\d+ in <module>: "
+    )
+    assert re.search(stands + re.escape(stop), text)
 
 
 def test_a_loader_that_never_gives_a_batch(tmp_path):
@@ -87,6 +96,14 @@ def test_a_rank_that_leaves_the_loop_early(tmp_path):
     assert re.search(r"all-reduce \d+: ranks 1-2 have waited", text)
     assert "rank 0 is not there" in text
     assert "if rank == 0: time.sleep(1000)" in text
+
+
+@pytest.mark.soak
+def test_of_a_script_without_a_record_the_stacks_are_told(tmp_path):
+    text = told(hanging(tmp_path, in_loop="if rank == 1: time.sleep(1000)", record=False))
+    assert "neither calls paceline.init() nor is recorded: only its stacks are known. HINT" in text
+    assert re.search(r"rank 0: no record; stands at script\.py:\d+ in <module>: model\(x\)", text)
+    assert re.search(r"rank 1: no record; stands at .{,30}: if rank == 1: time", text)
 
 
 def test_ranks_in_different_collectives(tmp_path):
@@ -109,7 +126,7 @@ def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
 
 
 @pytest.mark.soak
-def test_brief_stops_are_survived_in_silence(tmp_path):
+def test_brief_stops_are_survived_in_silence_and_reported(tmp_path):
     stop = (
         "rank == 1 and (os.fork() or (time.sleep(1.0), os.kill(os.getppid(), signal.SIGCONT), "
         "os._exit(0))) and os.kill(os.getpid(), signal.SIGSTOP)"
@@ -118,15 +135,31 @@ def test_brief_stops_are_survived_in_silence(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "hangs" not in result.stderr
     assert result.stdout.count("done") >= 1
+    found = reported(tmp_path / "record")
+    (still,) = found["stood_still"]
+    assert (still["ranks"], still["whole"], still["step"]) == ([1], False, 5)
+    assert still["seconds"] == pytest.approx(1.0, abs=0.2)
+    assert still["waited_s"] == pytest.approx(still["seconds"], abs=0.2)
+    assert found["stalled"] == []
+    (outlier,) = [one for one in found["step_times"]["outliers"] if one["step"] == 5]
+    assert (outlier["state"], outlier["rank"]) == ("still", 1)
+    assert "Rank 1 stood still for" in " ".join(result.stderr.split())  # the summary at the end
 
 
-TWO_HOSTS = ["--hang-timeout", "3", "--record", "record", "-H", "host1:1,host2:1", "script.py"]
+def reported(record):
+    """What ``paceline report --json`` says."""
+    command = [ranks.PACELINE, "report", "--json", str(record)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def over_hosts(hosts, folder, in_loop):
+TWO_HOSTS = ["--record", "record", "-H", "host1:1,host2:1", "script.py"]
+
+
+def over_hosts(hosts, folder, in_loop, timeout=3):
     """The loop on two hosts."""
     ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader="pass", batches="loader"))
-    return hosts.start("host0", ranks.PACELINE, "run", *TWO_HOSTS, cwd=folder)
+    command = [ranks.PACELINE, "run", "--hang-timeout", timeout, *TWO_HOSTS]
+    return hosts.start("host0", *command, cwd=folder)
 
 
 @pytest.mark.soak
@@ -157,8 +190,29 @@ def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_fol
     text = " ".join(said.split())
     assert "rank 1 on host2 is not there: its process is stopped by a signal (SIGSTOP)" in text
     assert "rank 0 (host1): in all-reduce" in text
-    assert "stands at script.py:" in text
+    assert re.search(
+        r"rank 1 \(host2\): stopped by a signal [^;]*; stands at script\.py:\d+ in", text
+    )
     assert hosts.left_over(10) == []
+
+
+@pytest.mark.soak
+def test_a_link_that_is_cut_for_seconds_is_survived_and_reported(hosts, shared_folder):
+    wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
+    process = over_hosts(hosts, shared_folder, wait, timeout=20)
+    ranks.wait_until(lambda: len(list(shared_folder.glob("at-5-*"))) == 2, 30)
+    hosts.link("host2", False)
+    (shared_folder / "go").touch()
+    time.sleep(3)
+    hosts.link("host2", True)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    found = reported(shared_folder / "record")
+    assert found["stood_still"] == []
+    (stall,) = found["stalled"]
+    assert (stall["collective"], stall["step"], stall["hosts"]) == ("all-reduce", 5, 2)
+    assert 2.5 < stall["seconds"] < 15  # TCP sends again after ever longer pauses
+    assert "though all its ranks were there" in " ".join(said.split())
 
 
 def test_a_timeout_shorter_than_a_step_is_told_once_and_adapts():

@@ -15,9 +15,9 @@ import ranks
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
-# Two seconds each; of five, three on one host and two on two.
-FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 20))
-HERE, OVER_HOSTS = FAULTS * 3 // 5, FAULTS * 2 // 5
+# Two seconds each. The rest of the hundred are of hosts and launchers: test_host_soak.
+FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 100))
+HERE, OVER_HOSTS = FAULTS * 44 // 100, FAULTS * 28 // 100
 RANKS = 3
 
 # A file "fault-ATTEMPT" says which rank meets what, at which step after the attempt's first.

@@ -49,10 +49,17 @@ class Host(Protocol):
 
 
 def here(folder: Path, most: int, stacks: bool = False) -> list[Tail]:
-    """The tails of the rings in a job's folder on this host; with the ranks' stacks, if wanted."""
+    """The tails of the rings in a job's folder on this host; with the ranks' stacks, if wanted:
+    a rank without a ring has a tail without data then."""
     asked = ask_for_stacks(folder) if stacks else {}
     found = tails(folder, most, keep.noted_attempt(folder))
-    return [replace(one, stack=asked.get(int(one.name.split("-")[1]), "")) for one in found]
+    found = [replace(one, stack=asked.get(rank_of(one), "")) for one in found]
+    silent = asked.keys() - {rank_of(one) for one in found}
+    return found + [Tail(f"rank-{rank}", 0, "", b"", asked[rank]) for rank in sorted(silent)]
+
+
+def rank_of(tail: Tail) -> int:
+    return int(tail.name.split("-")[1])
 
 
 def look_here(folder: Path, most: int) -> "Seen":

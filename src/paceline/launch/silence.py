@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..record.tail import Tail
-from .live import Seen
+from .live import Seen, rank_of
 from .progress import Progress
 
 EVENTS = 512  # of each rank, that the report is made from
@@ -72,14 +72,14 @@ class Silence:
         looked = self._look(EVENTS)
         if looked is None or looked.ending:
             return None
-        shown = view(looked.tails, [], None, looked.silent)
+        shown = view([tail for tail in looked.tails if tail.data], [], None, looked.silent)
         if shown is not None and any(
             now.last_s is not None and now.last_s < limit / 2 for now in shown.now
         ):
             return None  # it has moved meanwhile
         slow = computing(shown, busy)
         over = bool(self._warned) or not slow
-        stacks = {_rank(tail): tail.stack for tail in looked.tails if tail.stack}
+        stacks = {rank_of(tail): tail.stack for tail in looked.tails if tail.stack}
         text = told(shown, stacks, busy, still, looked.silent)
         if not over:
             self._warned = limit
@@ -91,7 +91,3 @@ class Silence:
             )
             return None
         return Hang(text, suspect(shown), looked.silent)
-
-
-def _rank(tail: Tail) -> int:
-    return int(tail.name.split("-")[1])
