@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..record.states import State
+from ..record.states import NOTES, State
 from ..record.tail import Tail
 from .load import Run
 from .now import Now, Standing, age, now_of, standing
@@ -138,7 +138,7 @@ def _recent(records: list[Record]) -> list[Record]:
 
 
 def _told(record: Record) -> int:
-    return int(np.count_nonzero(record.states != State.SAMPLE))
+    return int(np.count_nonzero(~np.isin(record.states, NOTES)))
 
 
 def _figures(run: Run) -> tuple[dict[str, Any], float]:

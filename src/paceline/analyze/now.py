@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..record.states import POINT_TO_POINT, Op, State
+from ..record.states import NOTES, POINT_TO_POINT, Op, State
 from ..record.tail import Tail
 from .losses import name_of
 from .read import Record
@@ -40,7 +40,7 @@ class Now:
 
 def now_of(record: Record, tail: Tail) -> Now:
     """What a rank does, by its record and its host's clock."""
-    events = record.events[record.states != State.SAMPLE]
+    events = record.events[~np.isin(record.states, NOTES)]
     done = events[events["state"] == State.STEP]["step"]
     step = max(int(events["step"].max(initial=0)), int(done.max()) + 1 if len(done) else 0)
     newest = events[len(events) - 1 - int(events["end"][::-1].argmax())] if len(events) else None

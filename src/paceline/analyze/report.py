@@ -18,6 +18,7 @@ from .pop import Efficiencies, busy, efficiencies
 from .read import Record
 from .states import STATES, Window, window
 from .steps import StepTimes, step_times, steps_of
+from .trouble import Stall, Still, explained, stalls, standstills
 from .waiting import Pair, pairs
 
 
@@ -61,6 +62,8 @@ class Report:
     ranges: list[Range]
     losses: list[Loss]  # the largest first; they add up to 1 - useful
     step_times: StepTimes | None
+    stood_still: list[Still]  # the longest first, as what follows
+    stalled: list[Stall]
     waited_for: list[Pair]  # the largest shares first, of a rank's time
     recording_cost: float  # share of the time after start-up, the rank where it is largest
     events: int
@@ -149,7 +152,8 @@ def _figures(m: Measured | None) -> dict[str, Any]:
     """The part of a Report that needs a window."""
     if m is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
-        lists = ("states", "hidden", "groups", "ranges", "losses", "waited_for")
+        lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
+        lists += ["stood_still", "stalled"]
         nothing: dict[str, Any] = dict.fromkeys((*names, "step_times")) | {"samples": 0}
         return nothing | {name: [] for name in lists}
     length = m.within.length
@@ -159,7 +163,11 @@ def _figures(m: Measured | None) -> dict[str, Any]:
     times = [busy(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
-    steps = steps_of(m)
+    steps, still = steps_of(m), standstills(m)
+    stalled = stalls(m, still)
+    took = step_times(m, steps) if steps is not None else None
+    if steps is not None and took is not None:
+        took = explained(m, steps, took, still, stalled)
     return {
         "window_s": length / 1e9,
         "samples": samples,
@@ -172,7 +180,9 @@ def _figures(m: Measured | None) -> dict[str, Any]:
         "groups": groups(m.records, m.matched, m.timelines, m.within),
         "ranges": _ranges(m),
         "losses": m.losses,
-        "step_times": step_times(m, steps) if steps is not None else None,
+        "step_times": took,
+        "stood_still": still,
+        "stalled": stalled,
         "waited_for": pairs(m),
     }
 

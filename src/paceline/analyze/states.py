@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..record.states import BLOCKING, USEFUL, State
+from ..record.states import BLOCKING, NOTES, USEFUL, State
 from .read import Record
 
 Ints = npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ def window(records: list[Record], steps: tuple[int, int] | None = None) -> Windo
     if not ends or min(len(step) for step in ends) < 2:
         return None
     start = max(int(step["end"][0]) for step in ends)
-    end = max(int(r.events["end"][r.events["state"] != State.SAMPLE].max()) for r in records)
+    end = max(int(r.events["end"][~np.isin(r.states, NOTES)].max()) for r in records)
     if steps is not None:
         first, last = steps
         before = [step["end"][step["step"] < max(first, 1)] for step in ends]

@@ -25,7 +25,8 @@ _SCALE = 1.4826  # of the median deviation, to a normal distribution's standard 
 @dataclass(frozen=True)
 class Outlier:
     """A step that took longer than others. state: what ranks spent the time in, None where no
-    state explains it; rank: whose that was, None for most of them; longer_s: by how much."""
+    state explains it ("still" and "stalled": see trouble.py); rank: whose that was, None for most
+    of them; longer_s: by how much."""
 
     step: int
     seconds: float

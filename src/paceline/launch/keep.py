@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..record.states import State
+from ..record.states import NOTES
 
 PROMISE = "keep.json"
 ATTEMPT = "attempt"
@@ -194,7 +194,8 @@ def clear(folder: Path, orphan: bool = False) -> None:
 
 
 def _copy(folder: Path, target: Path) -> None:
-    """The last attempt's records to ``target``, earlier ones to attempt-N in it."""
+    """The last attempt's records to ``target``, earlier ones to attempt-N in it. Of an attempt that
+    the job has gone on after, without this host, all are earlier ones."""
     from ..analyze.read import read, used_bytes
 
     found: dict[tuple[int, int], tuple[int, int, Path, bytes]] = {}
@@ -215,6 +216,8 @@ def _copy(folder: Path, target: Path) -> None:
     sizes = {size for told, size, _, _ in found.values() if told}
     noted = (folder / ATTEMPT).read_text() if (folder / ATTEMPT).exists() else "0"
     last = max([int(noted), *(attempt for attempt, _ in found)])
+    there = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
+    last = max([last, *map(_attempt, there)])
     for (attempt, rank), (told, size, path, data) in found.items():
         if not told and sizes and size not in sizes:
             continue
@@ -226,9 +229,19 @@ def _copy(folder: Path, target: Path) -> None:
             _write(place / f"rank-{rank}.lines", lines.read_bytes())
 
 
+def _attempt(path: Path) -> int:
+    """Of a record that may be there."""
+    from ..analyze.read import read
+
+    try:
+        return int(read(path.read_bytes()).meta.get("attempt", 0))
+    except (OSError, ValueError):
+        return 0
+
+
 def _told(record: Any) -> int:
     """Events that say more than where the script was."""
-    return int((record.events["state"] != State.SAMPLE).sum())
+    return int(len(record.events) - record.count(*NOTES))
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 MAGIC = b"PACELINE"
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 16384
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON

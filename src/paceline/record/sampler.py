@@ -1,8 +1,12 @@
-"""Where in the script the main thread is, a few times per second.
+"""Where in the script the main thread is, a few times per second; and when nothing of it ran.
 
 What no hook sees is ``other``; the lines say what it was. A sample is an event whose amount is
 the number of a line (its peer is 1 where a ``for`` asks for its next there); the lines stand in
 a file beside the ring, one JSON object each.
+
+A sampler that wakes up late could not run: nothing of its process did, or another thread kept the
+interpreter's lock. The latter takes processor time, so a late sampler that finds little of it used
+writes that the rank stood still.
 """
 
 import json
@@ -19,6 +23,9 @@ from .recorder import Recorder, now
 from .states import State
 
 SECONDS = 0.15
+LATE = 0.5  # s too late: longer than a busy host lets one wait
+_IDLE = 0.2  # of the time that it was late: who computes takes more
+_BEFORE = 0.3  # ... of it more at most, for what all threads used before they stood still
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
@@ -44,6 +51,7 @@ class Sampler:
         self._end.set()
 
     def _run(self) -> None:
+        gap = Gap()
         while not self._end.wait(SECONDS):
             at, began = now(), time.thread_time_ns()  # without the wait for the interpreter's lock
             frame = sys._current_frames().get(self._main or 0)
@@ -51,7 +59,10 @@ class Sampler:
                 number, iterates = self._look(frame)
                 self.recorder.event(State.SAMPLE, at, at, amount=number, peer=int(iterates))
             del frame
+            if since := gap.stood_still(at):
+                self.recorder.event(State.STILL, since, at)
             self.recorder.extra_cost_ns += time.thread_time_ns() - began
+            gap.begins()
 
     def _look(self, frame: FrameType) -> tuple[int, bool]:
         """The number of the innermost line that is the script's own, and whether any of its
@@ -90,6 +101,28 @@ class Sampler:
                 lines.write(json.dumps(known) + "\n")
         except OSError:
             pass  # the job's folder has gone: so will this process
+
+
+class Gap:
+    """The time from one look to the next, which is ``SECONDS`` where the sampler can run."""
+
+    def __init__(self) -> None:
+        self._used, self._usual = time.process_time_ns(), 0
+        self.begins()
+
+    def begins(self) -> None:
+        self._due = now() + int(SECONDS * 1e9)
+
+    def stood_still(self, at: int) -> int:
+        """Since when (ns) nothing of the process ran, if the gap that is over ``at`` was too long
+        for that reason, else 0."""
+        used, before = time.process_time_ns(), self._used
+        self._used = used
+        late, took = at - self._due, used - before
+        if late < LATE * 1e9:
+            self._usual = took
+            return 0
+        return self._due if took < _IDLE * late + min(self._usual, _BEFORE * late) else 0
 
 
 def _library(frame: FrameType, own: FrameType) -> str:

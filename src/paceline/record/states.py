@@ -21,6 +21,7 @@ class State(IntEnum):
     KERNEL = 14  # on a GPU, in sampled steps: kernels that compute; amount = how many
     COMMUNICATION_KERNEL = 15  # on a GPU, in sampled steps: one kernel that communicates
     SAMPLE = 12  # an instant: where in the script the rank was; amount = number of the line
+    STILL = 16  # none of its threads ran, whatever it was in
 
 
 class Op(IntEnum):
@@ -39,6 +40,7 @@ class Op(IntEnum):
     RECV = 11
 
 
+NOTES = (State.SAMPLE, State.STILL)  # the sampler's, about a rank that may stand still in a call
 POINT_TO_POINT = (Op.SEND, Op.RECV)
 BLOCKING = (State.BLOCKED, State.CALL)
 USEFUL = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)

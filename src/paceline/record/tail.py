@@ -23,7 +23,7 @@ from .ring import (
     VERSION,
     WRITTEN_OFFSET,
 )
-from .states import State
+from .states import NOTES, State
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ _NOTE = 64  # events that are looked at for one of note
 
 
 def last_of_note(path: Path) -> tuple[bytes, int, int]:
-    """What a rank has begun last, as it is written; when its newest event ended that is no sample
-    of the stack (0: none of the last ones); and its steps so far.
+    """What a rank has begun last, as it is written; when its newest event ended that is no note
+    of the sampler (0: none of the last ones); and its steps so far.
 
     Raises ValueError where the file is no record, or not yet; OSError where it has gone.
     """
     record = tail(path, _NOTE)
     events = [EVENT.unpack_from(record, at) for at in range(HEADER_BYTES, len(record), EVENT.size)]
-    told = [event for event in events if event[6] != State.SAMPLE]
+    told = [event for event in events if event[6] not in NOTES]
     begun = record[BEGUN_OFFSET : BEGUN_OFFSET + BEGUN.size]
     steps = [event[4] + (event[6] == State.STEP) for event in events]
     return begun, max((event[1] for event in told), default=0), max(steps, default=0)

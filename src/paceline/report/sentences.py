@@ -1,5 +1,5 @@
-"""A loss in a sentence: what it is, whose, where, in which steps and in which collective. And the
-steps that stand out."""
+"""A loss in a sentence: what it is, whose, where, in which steps and in which collective. Brief
+trouble that the run survived, and the steps that stand out for another reason."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import numpy as np
 from ..analyze.losses import Loss
 from ..analyze.report import Report
 from ..analyze.steps import Outlier
+from ..analyze.trouble import STALLED, STILL, Stall, Still
 from .numbers import duration
 
 _DOING = {
@@ -18,6 +19,7 @@ _DOING = {
     "other": "had been in the script's own work",
     "wait": "had been waiting itself",
     "transfer": "had been exchanging elsewhere",
+    STILL: "had stood still",
 }
 
 _DID = {
@@ -27,7 +29,10 @@ _DID = {
     "validation": "evaluated",
     "other": "did the script's own work",
     "transfer": "exchanged data",
+    STILL: "stood still",
 }
+TROUBLES = 3  # that are told one by one
+_SHORT = 0.1  # s: a wait that is not worth a word beside a standstill
 
 
 def sentence(loss: Loss, report: Report) -> str:
@@ -36,7 +41,7 @@ def sentence(loss: Loss, report: Report) -> str:
         return "waiting that can't be booked to one rank (see below)."
     if loss.kind == "wait":
         return (
-            f"waiting for {_rank(loss, report)}, which {_DOING[str(loss.doing)]}; mostly in "
+            f"waiting for {_rank(loss, report)}, which {_DOING[doing(loss, report)]}; mostly in "
             f"{_collective(loss)}{_steps(loss, report)}."
         )
     if loss.kind == "transfer":
@@ -53,6 +58,15 @@ def sentence(loss: Loss, report: Report) -> str:
     if len(report.ranks) > 1 and loss.most is not None:
         most = f"; most on {_rank(loss, report)}: {100 * loss.most:.1f} % of its time"
     return f"{what}{most}{_steps(loss, report)}.{_lines(loss)}"
+
+
+def doing(loss: Loss, report: Report) -> str:
+    """What the late rank of a wait did longer: it stood still, if half of the wait was for that."""
+    alike = [one for one in report.stood_still if loss.rank in one.ranks and one.waited_s]
+    waited = sum(one.waited_s or 0.0 for one in alike)
+    others = len(report.ranks) - max((len(one.ranks) for one in alike), default=0)
+    whole = loss.share * (report.window_s or 0.0) * len(report.ranks)
+    return STILL if alike and waited * others >= 0.5 * whole else str(loss.doing)
 
 
 def _rank(loss: Loss, report: Report) -> str:
@@ -83,13 +97,65 @@ def _lines(loss: Loss) -> str:
     return f" Seen there: {place}{inside}  {line['code']}"
 
 
+def troubles(report: Report) -> list[str]:
+    """Each standstill and stall in a sentence, the longest first; of many the rest is counted."""
+    several = len(set(report.hosts)) > 1
+    every: list[Still | Stall] = [*report.stood_still, *report.stalled]
+    every.sort(key=lambda one: -one.seconds)
+    told = [
+        _still(one, several) if isinstance(one, Still) else _stall(one) for one in every[:TROUBLES]
+    ]
+    more = every[TROUBLES:]
+    if more:
+        kinds = [
+            f"{count} more {what}{'s' if count > 1 else ''}"
+            for count, what in (
+                (sum(isinstance(one, Still) for one in more), "standstill"),
+                (sum(isinstance(one, Stall) for one in more), "stall"),
+            )
+            if count
+        ]
+        longest = duration(more[0].seconds)
+        told.append(f"And {' and '.join(kinds)}, the longest of {longest} (--json)")
+    return told
+
+
+def _still(one: Still, several: bool) -> str:
+    ranks = ", ".join(map(str, one.ranks[:8])) + (" ..." if len(one.ranks) > 8 else "")
+    who = f"Rank{'s' if len(one.ranks) > 1 else ''} {ranks}"
+    who += f" ({one.host})" if several else ""
+    nothing = f"none of {'its' if len(one.ranks) == 1 else 'their'} threads ran"
+    as_when = "as when a process is stopped or swapped out"
+    if one.whole:
+        who, nothing = one.host, f"nothing of its ranks ran ({ranks})"
+        as_when = "as when a host is paused, or all of a job"
+    waited = ""
+    if one.waited_s is not None and one.waited_s >= _SHORT:
+        whom = "it" if one.whole or len(one.ranks) == 1 else "them"
+        waited = f"; others waited {duration(one.waited_s)} for {whom}"
+    still = f"stood still for {duration(one.seconds)} in step {one.step}"
+    return f"{who} {still}: {nothing}, {as_when}{waited}"
+
+
+def _stall(one: Stall) -> str:
+    group = "" if one.group in ("0", "default_pg") else f" of group {one.group}"
+    number = "" if one.number is None else f" {one.number}"
+    took = f"{one.collective[0].upper()}{one.collective[1:]}{number}{group} took"
+    there = f"though all its ranks were there (usual: {duration(one.usual_s)})"
+    what = "network" if one.hosts > 1 else "exchange itself"
+    return f"{took} {duration(one.seconds)} in step {one.step} {there}: the {what} stalled"
+
+
 def outliers(report: Report) -> list[str]:
-    """Those of one cause in a sentence, the most costly cause first."""
+    """Those of one cause in a sentence, the most costly cause first; without those that are told
+    by ``troubles``."""
     found = report.step_times
     if found is None:
         return []
     causes: dict[tuple[str | None, int | None], list[Outlier]] = {}
     for one in found.outliers:
+        if one.state in (STILL, STALLED):
+            continue
         causes.setdefault((one.state, one.rank), []).append(one)
     order = sorted(causes.values(), key=lambda ones: -sum(o.longer_s for o in ones))
     return [_alike(ones) for ones in order]
@@ -106,6 +172,8 @@ def cause(one: Outlier) -> str:
     """Who did what longer in an outlier."""
     if one.state is None:
         return "no rank and no state explains it alone"
+    if one.state == STALLED:
+        return "an exchange stalled"
     who = "the ranks" if one.rank is None else f"rank {one.rank}"
     return f"{who} {_DID.get(one.state, one.state)}"
 

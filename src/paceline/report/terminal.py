@@ -13,7 +13,7 @@ from ..analyze.report import Report
 from ..analyze.states import STATES
 from ..record.tell import say
 from .numbers import counted, duration, percent, size
-from .sentences import outliers, sentence
+from .sentences import outliers, sentence, troubles
 
 GOOD = 0.8  # what POP calls good
 BAR = 12
@@ -81,7 +81,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             parts += [_tree(report), _course(report), *_steps(report), *_groups(report)]
             parts += _losses(report)
         else:
-            parts.append(_efficiencies(report))
+            parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
         parts.append(_cost(report))
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
     if full and report.confidence < 0.995:
@@ -197,15 +197,19 @@ def _course(report: Report) -> Text:
 
 def _steps(report: Report) -> list[Text]:
     """The steps' times, and the causes of those that stand out."""
-    times = report.step_times
+    times, brief = report.step_times, troubles(report)
     if times is None:
-        return []
+        return [Text(f"{line}.") for line in brief]
     text = f"step time {duration(times.median_s)}, nine of ten {duration(times.p5_s)} to "
     text += duration(times.p95_s)
     if times.outlier_count:
         text += f"; {times.outlier_count} of {times.last - times.first + 1} steps stand out:"
-    told = [Text(f"  {line[0].lower()}{line[1:]}") for line in outliers(report)[:LARGEST]]
-    return [Text(text), *told, Text()]
+    lines = [*brief, *outliers(report)[:LARGEST]]
+    return [Text(text), *(Text(f"  {_small(line)}") for line in lines), Text()]
+
+
+def _small(line: str) -> str:
+    return line[0].lower() + line[1:]
 
 
 def _groups(report: Report) -> list[RenderableType]:

@@ -55,8 +55,9 @@ class Tracks:
         """Starts and ends of all slices of one rank, without those in which others wait for it."""
         record, line, waits = self.m.records[i], self.m.timelines[i], self.waits[i]
         yield line.edges[:-1], line.edges[1:]
-        kinds = (*PHASES, State.STEP, *_flying(record), *((State.KERNEL,) if record.on_gpu else ()))
-        rows = record.of(*kinds, *((State.SAMPLE,) if self.samples else ()))
+        kinds = (*PHASES, State.STEP, State.STILL, *_flying(record))
+        kinds += (State.KERNEL,) * record.on_gpu + (State.SAMPLE,) * self.samples
+        rows = record.of(*kinds)
         yield rows["start"], rows["end"]
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
         if self.m.apart:
@@ -91,6 +92,11 @@ class Tracks:
             key=np.arange(len(steps)),
         )
         self._phases(record, process)
+        still = record.of(State.STILL)
+        process.slices(
+            *("stood still", still["start"], still["end"]),
+            lambda at: [labelled("stood still", "other")] * len(at),
+        )
         tids = self._exchanges(i, process)
         self._waited_for(i, process)
         self._arrows_in(i, process, tids)

@@ -5,7 +5,7 @@ from typing import Any
 from ...analyze.report import Examined, Report
 from ...analyze.states import STATES
 from ..numbers import counted
-from ..sentences import cause, outliers
+from ..sentences import cause, outliers, troubles
 from ..terminal import NEEDS_TWO, TREE
 from . import captions
 from .series import series
@@ -87,7 +87,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "charts_of": dict.fromkeys(("waiting", "pairs", "moments")) | charts,
         "groups": _groups(report),
         "shown_groups": SHOWN_GROUPS,
-        "outliers": outliers(report),
+        "outliers": [*troubles(report), *outliers(report)],
         "caption": captions.of(report, charts),
     }
 

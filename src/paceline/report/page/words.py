@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from ...analyze.losses import Loss
 from ...analyze.report import Report
+from ...analyze.trouble import STILL
 from ..numbers import amount, counted, duration, percent, size
-from ..sentences import sentence
+from ..sentences import doing, sentence
 from ..terminal import LARGEST
 
 # Why a loss is one, and where to look, by its kind or by what the late rank did longer.
@@ -51,6 +52,11 @@ _LATE = {
     "other": (
         "{rank} did work of the script's own while the others stood still.",
         "what the script does on this rank only: logging, plots, writing files",
+    ),
+    STILL: (
+        "{rank} stood still for a while: none of its threads ran. All others waited for it at the "
+        "next exchange.",
+        "who stopped it or its host, whether its memory was swapped out, and the host's log",
     ),
     "wait": ("{rank} came late because it had waited itself.", "whom {rank} waited for"),
     "transfer": (
@@ -97,7 +103,7 @@ def _told(loss: Loss, report: Report) -> Told:
     elif loss.kind == "wait" and loss.rank is None:
         why, look = _NOBODY
     elif loss.kind == "wait":
-        why, look = (part.format(rank=rank) for part in _LATE[str(loss.doing)])
+        why, look = (part.format(rank=rank) for part in _LATE[doing(loss, report)])
     else:
         why, look = _OWN[loss.kind]
     what = sentence(loss, report)
