@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ class Hosts:
     def __init__(self, number: int = 4) -> None:
         self.names = [f"host{i}" for i in range(number + 1)]
         self.guests: list[Guest] = []
+        self._started: list[subprocess.Popen[str]] = []
         self.root, lock = _new_folder()
         self.folder = self.root / "shared"
         self.folder.mkdir()
@@ -82,7 +84,9 @@ class Hosts:
         """A process in the host, with ``options`` of Popen; stdout and stderr are pipes unless
         told. It leads a session: ``os.killpg(it.pid, SIGINT)`` is the user's Ctrl-C."""
         words = [str(word) for word in command]
-        return inside.start(self.first(name), words, cwd or self.folder, env or {}, **options)
+        made = inside.start(self.first(name), words, cwd or self.folder, env or {}, **options)
+        self._started = [one for one in self._started if one.poll() is None] + [made]
+        return made
 
     def run(
         self,
@@ -229,6 +233,10 @@ class Hosts:
         self._answer(line)
 
     def _answer(self, line: str) -> None:
+        # A host that crashes is gone once its processes are; those started here are ours to reap.
+        while not select.select([self._keeper.stdout], [], [], 0.05)[0]:
+            for process in self._started:
+                process.poll()
         said = self._keeper.stdout.readline().strip()
         if said != "done":
             self._log.seek(0)
