@@ -1,5 +1,6 @@
 """Ranks that die, launchers that are killed: named rightly, and nobody left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -132,6 +133,58 @@ def test_ctrl_c_before_the_ranks_start_is_quiet(tmp_path):
     assert launcher.returncode == 130
     assert "Traceback" not in said
     ranks.wait_until(lambda: ranks.alive(str(script)) == [])
+
+
+def started_in(folder, script, **env):
+    return subprocess.Popen(
+        ranks.command(script),
+        env=ranks.environment(**env),
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+
+
+def test_sigterm_while_the_script_is_read_is_told(tmp_path):
+    script = tmp_path / "script.py"
+    os.mkfifo(script)
+    launcher = started_in(tmp_path, script)
+    inlet = []
+
+    def is_read():
+        with contextlib.suppress(OSError):  # nobody reads
+            inlet.append(os.open(script, os.O_WRONLY | os.O_NONBLOCK))
+        return inlet
+
+    ranks.wait_until(is_read)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=20)
+    os.close(inlet[0])
+    assert (launcher.returncode, said) == (143, "paceline: SIGTERM before the ranks started\n")
+
+
+SLOW_TORCH = """
+    import time
+    try:
+        open("importing", "w").close()
+        time.sleep(100)
+    except Exception:
+        pass
+    """
+
+
+def test_sigterm_is_not_lost_in_an_import_that_swallows_exceptions(tmp_path):
+    slow = tmp_path / "slow" / "torch"
+    slow.mkdir(parents=True)
+    ranks.write(slow, SLOW_TORCH, "__init__.py")
+    script = ranks.write(tmp_path, "pass")
+    launcher = started_in(tmp_path, script, PYTHONPATH=str(slow.parent))
+    ranks.wait_until((tmp_path / "importing").exists)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=20)
+    assert (launcher.returncode, said) == (143, "paceline: SIGTERM before the ranks started\n")
+    ranks.wait_until(lambda: ranks.alive(str(script)) == [])
+    assert ranks.in_memory() == set()
 
 
 def test_a_killed_rank_server_ends_the_job(running):

@@ -205,7 +205,7 @@ def test_a_time_limit_that_is_none_is_a_mistake(tmp_path):
     script = ranks.write(tmp_path, "pass")
     result = ranks.run(script, check=False, PACELINE_END_TIME="2h")
     assert result.returncode == 2
-    assert "PACELINE_END_TIME='2h'. HINT: seconds since 1970" in result.stderr
+    assert "PACELINE_END_TIME='2h', which is no time. HINT: seconds since 1970" in result.stderr
 
 
 def submitted(slurm, folder, count):

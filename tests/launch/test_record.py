@@ -244,6 +244,29 @@ def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_on
     assert not folder.exists()
 
 
+def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path):
+    """It was left out of attempt 1, in which there was one rank less."""
+    folder, target = tmp_path / "job", tmp_path / "record"
+    folder.mkdir()
+    target.mkdir()
+    for rank in (0, 1):
+        Rank(target, rank, 2, attempt=1).step(0, 1)
+    later = {path: path.read_bytes() for path in target.iterdir()}
+    for rank in (1, 2):
+        Rank(folder, rank, 3, attempt=0).step(0, 1)
+    keep.note_attempt(folder, 0)
+    keep.promise_to(folder, target)
+    keep.clear(folder)
+    assert {path: path.read_bytes() for path in later} == later
+    assert sorted(str(path.relative_to(target)) for path in target.rglob("*.ring")) == [
+        "attempt-0/rank-1.ring",
+        "attempt-0/rank-2.ring",
+        "rank-0.ring",
+        "rank-1.ring",
+    ]
+    assert not folder.exists()
+
+
 def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
     code = (
         "import os; from paceline.launch import keep; f = keep.job_folder(); print(f, flush=True)"

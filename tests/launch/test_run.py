@@ -126,7 +126,7 @@ def test_much_output_is_complete_and_in_order(tmp_path):
         (["{folder}/binary.py"], "can't be read as Python"),
         (["--threads", "0", "{script}"], "--threads 0: HINT"),
         (["--bind", "moon", "{script}"], "--bind moon is not known. HINT"),
-        (["-n", "99", "--bind", "core", "{script}"], "99 ranks for .* cores. HINT"),
+        (["-n", "99", "--bind", "core", "{script}"], "99 ranks need a core each, and .* HINT: -n"),
     ],
 )
 def test_mistakes_are_told_before_any_rank_starts(tmp_path, args, message):

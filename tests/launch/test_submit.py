@@ -16,6 +16,8 @@ WISHES = """
     --queue gpu --account physics --name big --array 1-15%4 --warn 130 --requeue
     """
 ALL = WISHES.split()
+LESS = ["--hosts", "2", "--max-restarts", "1"]
+ONE = ["--min-hosts", "1"]  # is enough
 
 
 def fake(folder: Path, name: str, text: str) -> None:
@@ -268,6 +270,23 @@ def test_a_job_learns_when_its_time_ends_and_whether_it_is_to_be_queued_again(tm
     assert exports("lsf") == exports("pbs") == exports("torque") == [ends]
 
 
+@pytest.mark.parametrize(
+    ("kind", "least", "asked"),
+    [
+        ("slurm", "1", ["--no-kill"]),
+        ("pbs", "1", ["-W tolerate_node_failures=all"]),
+        ("slurm", "2", []),
+        ("lsf", "2", []),  # nothing to ask for: all hosts are needed
+    ],
+)
+def test_a_scheduler_leaves_a_job_the_hosts_that_it_goes_on_with(tmp_path, kind, least, asked):
+    less = [*LESS, "--min-hosts", least]
+    without = directives(tmp_path, kind, *LESS)
+    assert directives(tmp_path, kind, *less) == [*without, *asked]
+    out = submit(tmp_path, "--dry-run", "--scheduler", kind, *less, "train.py").stdout
+    assert out.endswith(f" run --max-restarts 1 --min-hosts {least} train.py\n")
+
+
 def test_pbs_says_that_it_cannot_warn(tmp_path):
     args = ["--dry-run", "--scheduler", "pbs", "--warn", "120", "train.py"]
     result = submit(tmp_path, *args)
@@ -305,6 +324,10 @@ def test_pbs_says_that_it_cannot_warn(tmp_path):
         (["--scheduler", "lsf", "--array", "0-3", "x.py"], "LSF's numbers begin at 1. HINT"),
         (["--scheduler", "pbs", "--array", "1,3", "x.py"], "PBS Pro takes one range only. HINT"),
         (["--scheduler", "torque", "--array", "1-9:2", "x.py"], "Torque has no steps. HINT"),
+        ([*LESS, "--min-hosts", "3", "x.py"], "--min-hosts 3: the job has 2 hosts. HINT: --min-h"),
+        (["--min-hosts", "1", "x.py"], "--min-hosts 1: without restarts .* HINT: --max-restarts 3"),
+        ([*LESS, *ONE, "--scheduler", "lsf", "x.py"], "profile has DJOB_COMMFAIL.*HINT.*-app NAME"),
+        ([*LESS, *ONE, "--scheduler", "torque", "x.py"], "Torque ends a job with .*HINT: --option"),
         (["--scheduler", "pbs", "x.py"], "there is no qsub on PATH. HINT"),
     ],
 )
@@ -344,3 +367,27 @@ def test_slurm_itself_runs_what_was_submitted_to_it_and_to_its_qsub(slurm):
             said = (Path(shared) / f"{name}.out").read_text()
             # the process that Slurm signals is the launcher: the shell has become it
             assert f"{trial} ['a b'] ['{ranks.PACELINE}', 'run']" in said
+
+
+GOES_ON = """
+    import os, time
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    open(f"up-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}-{attempt}", "w")
+    time.sleep(0 if attempt == "1" else 300)
+    """
+
+
+@pytest.mark.soak
+def test_slurm_leaves_a_job_the_hosts_that_are_left(slurm, shared_folder):
+    script = ranks.write(shared_folder, GOES_ON)
+    words = [*LESS, *ONE, "--run-option=--fresh", "--time", "5min"]
+    words += ["--output", f"{shared_folder}/said"]
+    told = slurm.run(ranks.PACELINE, "submit", *words, script, cwd=shared_folder)
+    job = told.stdout.strip()
+    ranks.wait_until(lambda: len(list(shared_folder.glob("up-*-of-2-0"))) == 2, 40)
+    slurm.hosts.crash("host2")
+    slurm.run("scontrol", "update", "NodeName=host2", "State=DOWN", "Reason=crashed")
+    state, said = slurm.wait(job), (shared_folder / "said").read_text()
+    assert state == "COMPLETED", said
+    assert "host2 is lost; going on with 1 of 2 hosts, 1 of 2 ranks" in said
+    assert (shared_folder / "up-0-of-1-1").exists()

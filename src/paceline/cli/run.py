@@ -100,13 +100,44 @@ def run(
     threads: Annotated[
         int | None,
         typer.Option(
-            help="Threads a rank computes with. Default: OMP_NUM_THREADS, or cores / ranks.",
+            help="Threads a rank computes with. Default: OMP_NUM_THREADS, or one for each of its "
+            "cores.",
             show_default=False,
         ),
     ] = None,
     bind: Annotated[
-        str, typer.Option(help="core: each rank keeps to its own part of the cores. none: not.")
-    ] = "none",
+        str,
+        typer.Option(
+            help="core: each rank keeps to cores of its own, of one NUMA node where possible. "
+            "device: to cores near its GPU. numa, socket: to a whole NUMA node or socket. none: "
+            "not. auto: device or core where the cores are known to be this job's alone (granted "
+            "by a scheduler, a container or taskset), else none."
+        ),
+    ] = "auto",
+    cpus_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Cores of each rank. Default: an equal part of those that are granted.",
+            show_default=False,
+        ),
+    ] = None,
+    smt: Annotated[
+        bool | None,
+        typer.Option(
+            "--smt/--no-smt",
+            help="A thread for each hardware thread of a rank's cores, or only one hardware "
+            "thread of each. Default: all are its own, and it has a thread for each core.",
+            show_default=False,
+        ),
+    ] = None,
+    report_bindings: Annotated[
+        bool,
+        typer.Option(
+            "--report-bindings",
+            help="Once the ranks train, show where they, their threads and their loaders' "
+            "workers really are, with a drawing of each host.",
+        ),
+    ] = False,
     hang_timeout: Annotated[
         float,
         typer.Option(
@@ -151,6 +182,9 @@ def run(
         fresh=fresh,
         threads=threads,
         bind=bind,
+        cpus_per_rank=cpus_per_rank,
+        smt=smt,
+        report_bindings=report_bindings,
         port=port,
         hang_timeout=hang_timeout,
         summary=json,

@@ -101,6 +101,14 @@ def submit(
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(help="See paceline run.", min=0)] = 0,
+    min_hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="See paceline run. The scheduler is asked to leave the job its other hosts when "
+            "it loses one (Slurm, PBS Pro).",
+            show_default=False,
+        ),
+    ] = None,
     record: Annotated[
         Path | None,
         typer.Option(
@@ -147,6 +155,7 @@ def submit(
             array=None if array is None else said.array(array),
             warn=warn if warn is not None else said.usual_warning(limit),
             requeue=requeue,
+            goes_on=min_hosts is not None and min_hosts < hosts,
             options=option or [],
         )
         job = Job(
@@ -154,6 +163,7 @@ def submit(
             args=args or [],
             module=module,
             max_restarts=max_restarts,
+            min_hosts=min_hosts,
             record=None if dry_run else record,  # looked at only where the job is meant
         )
         text = command.written(kind, batch, setup or [], job, record, run_option or [])

@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from . import frameworks
+from .bindings import Report
 from .deaths import Watched, describe, first
 from .interrupt import LEAVE_SECONDS, Interrupt, TerminatedError
 from .layout import Seat, seats
@@ -55,6 +56,7 @@ class Host(Protocol):
     def why(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
     def can_leave(self, can: bool) -> None: ...  # the ranks are given time, where it is to end
     def progress(self) -> Progress: ...
+    def bindings(self) -> dict[str, Any]: ...  # where its ranks really are
     def give_up(self) -> None: ...  # it is silent: not waited for any more
     def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
 
@@ -67,6 +69,7 @@ class Agent(SimpleElasticAgent):
     interrupt: Interrupt
     silence: Silence
     remaining: Remaining | None = None  # where there are several hosts: the job may lose some
+    bindings: Report | None = None  # tells where the ranks are, if wanted
     summary: Path | None = None  # where to write the figures that rank 0 sends
 
     def __init__(
@@ -142,6 +145,8 @@ class Agent(SimpleElasticAgent):
             if self.leave_by is not None:  # the scheduler ends the job: no further attempt
                 self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
+        if self.bindings is not None:
+            self.bindings.check(self._hosts, self._seats)
         self._end_stuck()
         if any(rank.running and rank.finished is None for rank in self.ranks):
             self.hang = self.silence.check(self._progress, self.output.say)

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..cluster.binding import Place
 from ..comm.reach import listen_on
+from .bindings import of_host
 from .frameworks import free_ports
 from .keep import note_attempt
 from .progress import Observer, Progress
@@ -78,16 +80,18 @@ class Here:
         self,
         server: Server,
         environment: dict[str, str],
-        cpus: list[list[int]],
+        places: list[Place],
+        own: list[dict[str, str]],
         address: str = "127.0.0.1",
     ) -> None:
-        """environment: of every rank. cpus: of each local rank. address: where the ranks of
-        other hosts reach a store here."""
+        """environment: of every rank. places: of each local rank; own: its variables. address:
+        where the ranks of other hosts reach a store here."""
         self.name, self.address = socket.gethostname(), address
         self._channel = server.channel
-        self._environment, self._cpus = environment, cpus
+        self._environment, self._places, self._own = environment, places, own
         self._output: Reader | None = None
         self._pids: dict[int, int] = {}  # of the last attempt
+        self._local: dict[int, int] = {}
         self._running: set[int] = set()
         self._why: dict[int, str] = {}
         self._early: list[dict[str, Any]] = []  # deaths, not yet told
@@ -142,6 +146,11 @@ class Here:
     def can_leave(self, can: bool) -> None:
         pass
 
+    def bindings(self) -> dict[str, Any]:
+        """Where its ranks really are."""
+        running = {rank: (self._pids[rank], self._local[rank]) for rank in self._running}
+        return of_host(self._places, running)
+
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count)
 
@@ -150,8 +159,10 @@ class Here:
         descriptors run out, RuntimeError where the rank server has ended."""
         self._note_attempt(variables["TORCHELASTIC_RESTART_COUNT"])
         pipes = [os.pipe() for _ in range(3)]
-        environment = {**self._environment, **variables}
-        message = {"environment": environment, "cpus": self._cpus[local_rank]}
+        environment = {**self._environment, **self._own[local_rank], **variables}
+        place = self._places[local_rank]
+        memory = place.memory[0] if place.cpus and len(place.memory) == 1 else None
+        message = {"environment": environment, "cpus": place.cpus, "memory": memory}
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_BYTES:
             raise ValueError(f"the environment takes {len(data)} bytes, more than can be passed on")
@@ -167,7 +178,7 @@ class Here:
             if "pid" in reply:
                 break
             self._early.append(reply)
-        self._pids[rank] = int(reply["pid"])
+        self._pids[rank], self._local[rank] = int(reply["pid"]), local_rank
         self._running.add(rank)
 
     def _note_attempt(self, number: str) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C that cannot get lost.
+"""Ctrl-C that cannot get lost, nor SIGTERM.
 
 Python raises KeyboardInterrupt wherever it happens to be, and in a destructor or a callback of
 the import system the exception is swallowed. So it is also remembered, and asked for later.
@@ -49,6 +49,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._pressed = False
+        self._ended: int | None = None
         self.go_on_later = False  # the ranks have left early, and nobody has ended the job
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
@@ -58,9 +59,16 @@ class Interrupt:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt where it was raised before and got lost."""
+        """Raise KeyboardInterrupt, or TerminatedError, where it was raised before and got lost."""
         if self._pressed:
             raise KeyboardInterrupt
+        if self._ended is not None:
+            raise TerminatedError(self._ended)
+
+    def remember(self, number: int) -> bool:
+        """For ``raise_on_end``."""
+        self._ended = number
+        return False
 
 
 class Patience:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cluster.host import cores, free_memory
+from ..cluster import limit
+from ..cluster.host import free_memory
 from . import keep, later
 
 # What a rank takes before it has any data (its share of memory, measured with a tiny model).
@@ -33,7 +34,11 @@ class Job:
     min_hosts: int | None = None  # that an attempt needs; None: all
     fresh: bool = False
     threads: int | None = None
-    bind: str = "none"
+    bind: str = "auto"
+    cpus_per_rank: int | None = None
+    smt: bool | None = None  # whether a rank has a thread for each hardware thread of its cores
+    report_bindings: bool = False
+    granted: int | None = None  # cores of this host that the scheduler says are the job's
     port: int = 0
     hang_timeout: float = 300.0  # s; 0: never
     summary: Path | None = None
@@ -43,14 +48,6 @@ class Job:
     def own_interpreters(self) -> bool:
         """Whether each rank gets an interpreter of its own."""
         return self.fresh or any(name in os.environ for name in OWN_INTERPRETER)
-
-    def cpus(self) -> list[list[int]]:
-        """Each local rank's cores; empty: those of the launcher."""
-        if self.bind == "none":
-            return [[] for _ in range(self.ranks)]
-        available = cores()
-        each = len(available) // self.ranks
-        return [available[i * each : (i + 1) * each] for i in range(self.ranks)]
 
 
 def variables(job: Job, run: str) -> dict[str, str]:
@@ -94,13 +91,7 @@ def check(job: Job) -> bytes:
         )
     if job.hang_timeout < 0:
         raise ValueError(f"--hang-timeout {job.hang_timeout:g}: HINT: seconds, or 0 for never")
-    if job.bind not in ("none", "core"):
-        raise ValueError(f"--bind {job.bind} is not known. HINT: none or core")
-    if job.bind == "core" and job.ranks > len(cores()):
-        raise ValueError(
-            f"--bind core: {job.ranks} ranks for {len(cores())} cores. HINT: --bind none"
-        )
-    later.said_by_variables()
+    limit.end_time(os.environ)
     if job.record is not None:
         keep.check(job.record)
     if job.summary is not None and not job.summary.absolute().parent.is_dir():
@@ -122,13 +113,6 @@ def check(job: Job) -> bytes:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as Python: {error}") from None
     return source
-
-
-def threads_of(job: Job) -> None:
-    """Set OMP_NUM_THREADS for the ranks: what was asked for, else an equal part of the cores."""
-    if job.threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(job.threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores()) // job.ranks)))
 
 
 def _script_file(name: str) -> Path:

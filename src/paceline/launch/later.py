@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from ..cluster import limit
 from ..cluster.variables import Environment
 
 LEFT = 75  # the exit code of ranks that have left early (world.early); EX_TEMPFAIL
@@ -15,26 +16,11 @@ ASK_SECONDS = 10.0
 
 def end_time() -> str | None:
     """When the scheduler ends this job, as PACELINE_END_TIME tells it to the ranks."""
-    told = said_by_variables()
+    told = limit.end_time(os.environ)
     if told is not None:
-        return told
+        return str(told)
     left = _seconds_left(os.environ)
     return None if left is None else f"{time.time() + left:.0f}"
-
-
-def said_by_variables() -> str | None:
-    """What stands in the environment; ValueError where the user has set what is no time."""
-    given = os.environ.get("PACELINE_END_TIME") or os.environ.get("SLURM_JOB_END_TIME")
-    if given is None:
-        return None
-    try:
-        float(given)
-    except ValueError:
-        raise ValueError(
-            f"the environment has PACELINE_END_TIME={given!r}. HINT: seconds since 1970, as of "
-            "`date -d '+2 hours' +%s`"
-        ) from None
-    return given
 
 
 def _seconds_left(environment: Environment) -> float | None:

@@ -4,16 +4,17 @@ import functools
 import gc
 import importlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
 from ..comm.reach import variables as interface_variables
-from . import keep, live
-from .here import Here, InServer, start_server
-from .interrupt import Interrupt
-from .job import Job, check, preloads, threads_of, variables
+from . import bind, keep, live
+from .here import Here, InServer, Server, start_server
+from .interrupt import ENDING, Interrupt, TerminatedError, raise_on_end
+from .job import Job, check, preloads, variables
 from .later import LEFT, put_back
 from .layout import seats
 from .server import SUBREAPER, end_children, prctl
@@ -25,35 +26,58 @@ def run(job: Job) -> int:
 
     Raises ValueError for the user's mistakes, before any rank starts.
     """
-    source = check(job)
-    prctl(SUBREAPER, 1)
     interrupt = Interrupt()
-    started = time.monotonic_ns()
-    threads_of(job)
-    folder, command = keep.job_folder(), [job.name, *job.args]
-    if job.record is not None:
-        keep.promise(folder, job.record, command, folder.name)
-    else:
-        keep.introduce(folder, command, folder.name)
-    server = start_server(folder, preloads(job, source))
+    raise_on_end(interrupt.remember)
     try:
-        from .watch import watch
-
-        own = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
-        environment = {**interface_variables("lo"), **os.environ, **own}
-        here = Here(server, environment, job.cpus())
-        look = functools.partial(live.look_here, folder)
-        code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt, look)
-    finally:
-        server.end(2.0)
-        end_children(0.0)  # nobody, unless the rank server itself was killed
-        if folder.exists():
-            keep.clear(folder)
+        code = _run(job, interrupt)
+    except TerminatedError as end:
+        name = signal.Signals(end.number).name
+        sys.stderr.write(f"paceline: {name} before the ranks started\n")
+        return 128 + end.number
     if job.record is not None:
         tell(job, job.record, code)
     if interrupt.go_on_later:
         put_back()
     return code
+
+
+def _run(job: Job, interrupt: Interrupt) -> int:
+    source, places = check(job), bind.places(job)
+    prctl(SUBREAPER, 1)
+    started = time.monotonic_ns()
+    own = bind.variables_of_all(job, places)
+    folder, command = keep.job_folder(), [job.name, *job.args]
+    server: Server | None = None
+    try:
+        if job.record is not None:
+            keep.promise(folder, job.record, command, folder.name)
+        else:
+            keep.introduce(folder, command, folder.name)
+        server = start_server(folder, preloads(job, source))
+        interrupt.check()
+        from .watch import watch
+
+        of_job = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
+        environment = {**interface_variables("lo"), **os.environ, **of_job}
+        here = Here(server, environment, places, own)
+        look = functools.partial(live.look_here, folder)
+        code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt, look)
+    except InServer:  # this process is the server, and all is its own
+        raise
+    except BaseException:
+        _end(server, folder)
+        raise
+    _end(server, folder)
+    return code
+
+
+def _end(server: Server | None, folder: Path) -> None:
+    """Nothing is left of the job but its record."""
+    if server is not None:
+        server.end(2.0)
+    end_children(0.0)  # nobody, unless the rank server itself was killed
+    if folder.exists():
+        keep.clear(folder)
 
 
 def tell(job: Job, folder: Path, code: int) -> None:
@@ -78,6 +102,8 @@ def serve(job: InServer) -> NoReturn:
     """Be the rank server, and then each rank that is forked from it."""
     from . import rank, server
 
+    for number in ENDING:  # they are the launcher's to handle
+        signal.signal(number, signal.SIG_IGN)
     for name in job.preloads:
         try:
             importlib.import_module(name)

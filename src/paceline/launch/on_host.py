@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 
 from ..cluster.who import launched_by
 from ..comm.reach import Listener, try_all, variables
-from . import keep, live
+from . import bind, keep, live
 from .channel import BEGIN, BrokenError, Channel, visit
 from .frameworks import free_ports
 from .here import Here, InServer, Server, start_server
 from .interrupt import Patience
-from .job import Job, check, preloads, threads_of
+from .job import Job, check, preloads
 from .once import claim
 from .prepare import hello
 from .server import SUBREAPER, end_children, prctl
@@ -133,7 +133,7 @@ class OnHost:
                 "host: a shared file system, or the same path"
             ) from None
         self.job = Job(**{**check, "record": None, "summary": None})
-        self.source = check_job(self.job)
+        self.source, self.places = check_job(self.job), bind.places(self.job)
         self.say(fits=True)
 
     def do_listen(self, listen: str | None) -> None:
@@ -156,7 +156,7 @@ class OnHost:
         assert self.job is not None
         self._stop_listening()
         self.claimed = claim(begin["PACELINE_RUN"], place)
-        threads_of(self.job)
+        own = bind.variables_of_all(self.job, self.places)
         self.folder = keep.job_folder()
         keep.introduce(self.folder, [self.job.name, *self.job.args], begin["PACELINE_RUN"])
         if record is not None:
@@ -166,7 +166,7 @@ class OnHost:
         environment = {**variables(interface), **environment}
         ours = [*self.channel.descriptors, *([self.claimed.fileno()] if self.claimed else [])]
         self.server = start_server(self.folder, preloads(self.job, self.source), ours)
-        self.here = Here(self.server, environment, self.job.cpus(), address)
+        self.here = Here(self.server, environment, self.places, own, address)
         self.here.show(self)
         self.selector.register(self.here, selectors.EVENT_READ)  # which says when it is ready
 
@@ -187,6 +187,10 @@ class OnHost:
             self.here.start(start, local_rank, variables)
         except (ValueError, OSError, RuntimeError) as error:
             self.say(died=start, status=1, at=time.monotonic(), why=f"was not started: {error}")
+
+    def do_bindings(self, bindings: bool) -> None:
+        assert self.here is not None
+        self.say(bindings=self.here.bindings())
 
     def do_tails(self, tails: int, most: int, stacks: bool) -> None:
         for message, raw in live.answers(self.folder, most, stacks):

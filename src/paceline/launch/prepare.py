@@ -60,11 +60,14 @@ def same_versions(hosts: list[There]) -> None:
                 )
 
 
-def check(terms: Terms, hosts: list[There], on_each: list[int]) -> None:
-    """Each host looks whether the job can run there; raises ValueError where it can't."""
+def check(
+    terms: Terms, hosts: list[There], on_each: list[int], granted: dict[str, int | None]
+) -> None:
+    """Each host looks whether the job can run there; raises ValueError where it can't. granted:
+    cores of each host that the scheduler says are the job's."""
     wanted = asdict(replace(terms.job, summary=None, record=None))
     for host, count in zip(hosts, on_each, strict=True):
-        told = {**wanted, "ranks": count}
+        told = {**wanted, "ranks": count, "granted": granted.get(host.name)}
         host.send(check=told, environment=terms.environment, folder=os.getcwd())
     mistakes = []
     for host in hosts:

@@ -24,6 +24,7 @@ from ..record.leaving import guard
 from ..record.tell import to_launcher
 from . import keep, stacks
 from .frameworks import introduce_to_jax
+from .policy import prefer
 from .server import PARENT_DEATH_SIGNAL, Start, prctl
 
 
@@ -52,6 +53,8 @@ def become(start: Start) -> None:
     os.environ["PACELINE_STATUS"] = f"{os.getpid()}:{status}"
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
+    if start.memory is not None:
+        prefer(start.memory)  # or not, in a container that forbids it: --report-bindings shows it
 
 
 def run_forked(start: Start) -> NoReturn:

@@ -34,10 +34,12 @@ def prctl(option: int, value: int) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What the agent wants started: a rank's environment, its pipes, its cores."""
+    """What the agent wants started: a rank's environment, its pipes, its cores, and the NUMA node
+    that its memory is to come from."""
 
     environment: dict[str, str]
     cpus: list[int]
+    memory: int | None
     pipes: tuple[int, int, int]  # stdout, stderr, status
 
 
@@ -68,7 +70,8 @@ def serve(channel: socket.socket, folder: Path) -> Start:
         message: dict[str, Any] = json.loads(data) if data else {"end": 0.0, "orphan": True}
         if "end" in message:
             _end(folder, float(message["end"]), "orphan" in message)
-        start = Start(message["environment"], message["cpus"], (fds[0], fds[1], fds[2]))
+        pipes = (fds[0], fds[1], fds[2])
+        start = Start(message["environment"], message["cpus"], message["memory"], pipes)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)

@@ -72,7 +72,8 @@ def run(
         about = _about(job, there, on_each)
         live = Live(terms.run, there, about)
         remaining = Remaining(there, on_each, job.min_hosts, about, live.replace)
-        returning = _returning(terms, tool, there, on_each, interfaces)
+        cores = granted(hosts, contact.hosts)
+        returning = _returning(terms, tool, there, on_each, interfaces, cores)
         remaining.returning = returning if job.min_hosts is not None else None
         look, run_id = remaining.only(live.look), terms.run
         try:
@@ -111,7 +112,7 @@ def _ready(
     on_each = _counts(hosts, found, ranks, explicit)
     there = [host for host, count in zip(found, on_each, strict=True) if count]
     on_each = [count for count in on_each if count]
-    check_there(terms, there, on_each)
+    check_there(terms, there, on_each, granted(hosts, found))
     interfaces = _reach(there)
     label(terms)
     begin(terms, dict(enumerate(there)), interfaces)
@@ -125,6 +126,7 @@ def _returning(
     hosts: list[There],
     on_each: list[int],
     interfaces: list[tuple[str, str]],
+    cores: dict[str, int | None],
 ) -> Returning:
     """Who looks for hosts that were lost, and makes them ready once more. They reach the others
     as they did before."""
@@ -133,10 +135,15 @@ def _returning(
     def prepare(place: int, host: There) -> None:
         host.name = names[place]
         same_versions([host])
-        check_there(terms, [host], [on_each[place]])
+        check_there(terms, [host], [on_each[place]], cores)
         begin(terms, {place: host}, interfaces)
 
     return Returning(lambda place: Contact(tool, [names[place]], quiet=True), prepare)
+
+
+def granted(hosts: list[Host], found: list[There]) -> dict[str, int | None]:
+    """The cores that the scheduler gives on each host, by the host's name."""
+    return {there.name: host.cpus for host, there in zip(hosts, found, strict=True)}
 
 
 def _counts(hosts: list[Host], found: list[There], ranks: int | None, explicit: bool) -> list[int]:

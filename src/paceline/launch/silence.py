@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..record.tail import Tail
 from .live import Seen, rank_of
 from .progress import Progress
 

@@ -34,7 +34,7 @@ def start(
     if where.tool is None:
         os.environ.update(environment)
         (count,) = counts(where.hosts, ranks, where.explicit)
-        return local.run(replace(job, ranks=count))
+        return local.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
     from . import several  # not needed, and not waited for, on one machine
 
     return several.run(

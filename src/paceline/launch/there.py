@@ -80,6 +80,10 @@ class There:
         self.send(ports=count)
         return [int(port) for port in self._due("ports")["ports"]]
 
+    def bindings(self) -> dict[str, Any]:
+        self.send(bindings=True)
+        return dict(self._due("bindings")["bindings"])
+
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None:
         started = int(variables["PACELINE_STARTED_NS"]) + int(self._offset * 1e9)
         there = {**variables, "PACELINE_STARTED_NS": str(started)}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
 from .agent import Agent, Host
+from .bindings import Report
 from .interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .job import Job
 from .later import LEFT
@@ -45,6 +46,7 @@ def watch(
     agent = Agent(spec, hosts, seats, started)
     agent.interrupt, agent.summary = interrupt, job.summary
     agent.remaining = remaining
+    agent.bindings = Report(lambda text: agent.output.say(text)) if job.report_bindings else None
     raise_on_end(agent.take_end)
     agent.silence = Silence(job.hang_timeout, look)
     for number in (signal.SIGUSR1, signal.SIGUSR2):

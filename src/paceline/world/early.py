@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+from ..cluster import limit
 from ..record.tell import to_launcher
 
 CODE = 75  # EX_TEMPFAIL: try again later
@@ -38,7 +39,9 @@ class Early:
         self.warned = ""  # by which signal
         self._handled: list[signal.Signals] = []
         self._told = False
-        self._ends = end_time()
+        ends = limit.end_time(os.environ)
+        # A time that was over before the run began is not this job's.
+        self._ends = ends if ends is not None and ends > time.time() else None
         self._most = (self._ends - time.time()) / 2 if self._ends is not None else 0.0
 
     def listen(self) -> None:
@@ -91,21 +94,3 @@ class Early:
         if left > min(self._most, UNSAVED if took is None else 2 * took + SPARE):
             return ""
         return f"{max(0.0, left):.0f} s are left of the job's time"
-
-
-def end_time() -> float | None:
-    """When the scheduler ends this job, seconds since 1970, where that is known and not past: a
-    time that was over before the run began is not this job's."""
-    for name in ("PACELINE_END_TIME", "SLURM_JOB_END_TIME"):
-        text = os.environ.get(name, "")
-        if not text:
-            continue
-        try:
-            end = float(text)
-        except ValueError:
-            raise ValueError(
-                f"{name}={text!r} is no time. HINT: seconds since 1970, as of "
-                "`date -d '+2 hours' +%s`"
-            ) from None
-        return end if end > time.time() else None
-    return None

@@ -71,6 +71,9 @@ class Batch:
     array: Array | None = None
     warn: int = 0  # seconds before the limit; 0: no signal
     requeue: bool = False
+    goes_on: bool = (
+        False  # without the hosts that it loses: the scheduler is to leave it the others
+    )
     options: list[str] = field(default_factory=list)  # the scheduler's own, as they are
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..job import Job
 from ..job import check as check_script
+from ..remaining import check as enough
 from .batch import Batch, one_line
 from .lsf import LSF
 from .pbs import PBS, TORQUE
@@ -95,6 +96,7 @@ def written(
     """The batch script. ``more``: further options of paceline run."""
     _check(batch, setup)
     check_script(job)
+    enough(job.min_hosts, batch.want.hosts)
     run = _run_words(batch, job, record, more)
     lines = ["#!/bin/bash"]
     lines += [f"{kind.mark} {option}" for option in [*kind.options(batch), *batch.options]]
@@ -143,6 +145,8 @@ def _run_words(batch: Batch, job: Job, record: Path | None, more: list[str]) -> 
         words += ["-n", str(batch.want.total)]
     if job.max_restarts:
         words += ["--max-restarts", str(job.max_restarts)]
+    if job.min_hosts is not None:
+        words += ["--min-hosts", str(job.min_hosts)]
     line = [shlex.join(one_line("--run-option", word) for word in [*words, *more])]
     if record is not None:
         if batch.requeue:

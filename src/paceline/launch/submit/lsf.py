@@ -11,6 +11,12 @@ def _options(batch: Batch) -> list[str]:
         raise ValueError(
             f"--array {batch.array}: LSF's numbers begin at 1. HINT: --array 1-16 for 0-15"
         )
+    if batch.goes_on:
+        raise ValueError(
+            "--min-hosts: LSF ends a job with the first host that it loses, unless its application "
+            "profile has DJOB_COMMFAIL_ACTION=KILL_TASKS. HINT: with one that has, --option '-app "
+            "NAME' and --run-option=--min-hosts=N"
+        )
     # memory is a host's unless the site has it a task's: so it is said
     memory = f" rusage[mem={want.memory}B/host]" if want.memory else ""
     table = {

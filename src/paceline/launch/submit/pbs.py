@@ -28,6 +28,7 @@ def _pro(batch: Batch) -> list[str]:
         "-l place={}": "scatter" if want.hosts > 1 else None,  # or they may share a host
         "-l walltime={}": want.seconds and clock(want.seconds),
         "-J {}": batch.array,
+        "-W tolerate_node_failures=all": batch.goes_on or None,
     }
     return [*_common(batch), *filled(table)]
 
@@ -36,6 +37,11 @@ def _torque(batch: Batch) -> list[str]:
     want = batch.want
     if batch.array is not None and ":" in batch.array.indices:
         raise ValueError(f"--array {batch.array}: Torque has no steps. HINT: 1,3,5")
+    if batch.goes_on:
+        raise ValueError(
+            "--min-hosts: Torque ends a job with the first host that it loses. HINT: "
+            "--option=-f (its fault tolerance, if your qsub has it) and --run-option=--min-hosts=N"
+        )
     nodes = {"{}": want.hosts, "ppn={}": want.slots, "gpus={}": want.gpus}
     needs = {
         "nodes={}": ":".join(filled(nodes)),

@@ -21,6 +21,7 @@ def _options(batch: Batch) -> list[str]:
         "--signal=B:USR1@{}": batch.warn or None,  # B: to the script alone, which is the launcher
         "--requeue": batch.requeue or None,
         "--open-mode=append": batch.requeue or None,
+        "--no-kill": batch.goes_on or None,
     }
     return filled(table)
 

@@ -1,0 +1,74 @@
+"""Where running processes really are: the cores that each thread of a rank and of its children may
+run on, and where their memory comes from, as the kernel says."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process. cpus: of its first thread, as "0-3,8". others: of threads that are elsewhere,
+    with how many. threads: all. memory: its policy, as "default" or "prefer:0"; "" where that
+    can't be read. name: of its command."""
+
+    pid: int
+    name: str
+    cpus: str
+    threads: int
+    memory: str
+    others: dict[str, int] = field(default_factory=dict)
+
+
+def process(pid: int, proc: Path = Path("/proc")) -> Process | None:
+    """None where it has ended."""
+    folder = proc / str(pid)
+    try:
+        name = (folder / "comm").read_text().strip()
+        masks = {int(task): _mask(folder / "task" / task) for task in os.listdir(folder / "task")}
+    except OSError:
+        return None
+    first = masks.get(pid, "")
+    others = Counter(mask for mask in masks.values() if mask not in (first, ""))
+    return Process(pid, name, first, len(masks), _policy(folder), dict(others))
+
+
+def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
+    """All processes below one: a loader's workers, and theirs."""
+    found: list[int] = []
+    try:
+        tasks = os.listdir(proc / str(pid) / "task")
+    except OSError:
+        return found
+    for task in tasks:  # a child is its thread's that has started it
+        try:
+            text = (proc / str(pid) / "task" / task / "children").read_text()
+        except OSError:
+            continue
+        for child in map(int, text.split()):
+            found += [child, *children(child, proc)]
+    return sorted(found)
+
+
+def _mask(task: Path) -> str:
+    """ "" where the thread has ended."""
+    try:
+        for line in (task / "status").read_text().splitlines():
+            if line.startswith("Cpus_allowed_list:"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return ""
+
+
+def _policy(folder: Path) -> str:
+    """That of the heap, which follows the process's own."""
+    try:
+        for line in (folder / "numa_maps").read_text().splitlines():
+            fields = line.split()
+            if len(fields) > 1 and ("heap" in fields or "stack" in fields):
+                return fields[1]
+    except OSError:
+        pass
+    return ""

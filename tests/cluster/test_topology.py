@@ -1,0 +1,263 @@
+"""What a host is made of, and which cards it has, from the files of made-up hosts and of this."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_sysfs import HOSTS, Device, Host, small, write
+
+from paceline.cluster.cards import Card, cards, distance, nearest
+from paceline.cluster.host import spans
+from paceline.cluster.topology import Cpu, Node, topology
+
+CPUS = "sys/devices/system/cpu"
+NODES = "sys/devices/system/node"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The files of a host, for tests that leave them as they are."""
+    root = tmp_path_factory.mktemp("hosts")
+
+    def make(name):
+        if not (root / name).exists():
+            write(root / name, HOSTS[name]())
+        return root / name
+
+    return make
+
+
+@pytest.fixture
+def own(tmp_path):
+    def make(name):
+        write(tmp_path, HOSTS[name]())
+        return tmp_path
+
+    return make
+
+
+def by_kind(found, kind):
+    return [card for card in found if card.kind == kind]
+
+
+def test_an_ac922_has_two_sockets_of_22_cores_with_four_threads(host):
+    found = topology(host("ac922"))
+    assert found.guessed == ""
+    assert len(found.cpus) == 176
+    assert found.cpus[89] == Cpu(89, core=88, package=8, node=8)
+    assert found.cores(range(176)) == tuple(range(0, 176, 4))
+    assert found.packages([3, 88]) == (0, 8)
+
+
+def test_gpu_memory_is_a_node_without_cores(host):
+    found = topology(host("ac922"))
+    assert [node.number for node in found.nodes] == [0, 8, 252, 253, 254, 255]
+    assert [node.number for node in found.nodes if node.cpus] == [0, 8]
+    assert found.nodes[0].bytes == 256 << 30
+    assert found.nodes[0].distances == {0: 10, 8: 40, 252: 80, 253: 80, 254: 80, 255: 80}
+
+
+def test_a_dgx_has_eight_nodes_and_threads_far_apart(host):
+    found = topology(host("dgx"))
+    assert found.cpus[200] == Cpu(200, core=72, package=1, node=4)
+    assert found.nodes[3].cpus == (*range(48, 64), *range(176, 192))
+    assert found.numa_nodes([0, 255]) == (0, 7)
+
+
+def test_efficiency_cores_are_told_by_intels_driver(host):
+    found = topology(host("workstation"))
+    assert [cpu.number for cpu in found.cpus if cpu.efficient] == list(range(16, 24))
+    assert found.cores(range(24)) == (*range(0, 16, 2), *range(16, 24))
+
+
+def test_efficiency_cores_are_told_by_their_capacity(own):
+    root = own("small")
+    for cpu in range(16):
+        capacity = 446 if cpu < 4 else 1024 - cpu  # strong ones differ a little
+        (root / CPUS / f"cpu{cpu}/cpu_capacity").write_text(f"{capacity}\n")
+    assert [cpu.number for cpu in topology(root).cpus if cpu.efficient] == [0, 1, 2, 3]
+
+
+def test_a_processor_of_small_cores_only_has_no_efficiency_cores(own):
+    root = own("small")
+    (root / "sys/devices/cpu_atom").mkdir()
+    (root / "sys/devices/cpu_atom/cpus").write_text("0-15\n")
+    assert not any(cpu.efficient for cpu in topology(root).cpus)
+
+
+def test_threads_that_are_switched_off_are_left_out(own):
+    root = own("small")
+    for cpu in (2, 8, 9):
+        (root / CPUS / f"cpu{cpu}/online").write_text("0\n")
+    shutil.rmtree(root / CPUS / "cpu8/topology")
+    (root / CPUS / "online").write_text("0-1,3-7,10-15\n")
+    found = topology(root)
+    assert [cpu.number for cpu in found.cpus] == [0, 1, *range(3, 8), *range(10, 16)]
+    assert found.at([10])[0].core == 10  # the other thread of its core, 2, is off
+    assert found.nodes[0].cpus == (0, 1, 3, 10, 11)
+
+
+def test_a_container_that_makes_up_the_list_of_cores_still_has_its_own(own):
+    root = own("small")
+    (root / CPUS / "online").write_text("0-3\n")  # of four cores that it was given
+    assert len(topology(root).cpus) == 16
+
+
+def test_a_container_without_sys_has_the_cores_of_this_process(tmp_path):
+    found = topology(tmp_path)
+    mine = sorted(os.sched_getaffinity(0))
+    assert found.cpus == tuple(Cpu(number, number, 0, 0) for number in mine)
+    assert found.nodes == (Node(0, tuple(mine), 0, {0: 10}),)
+    assert f"{CPUS} is not there" in found.guessed
+    assert spans(mine) in found.guessed
+    assert cards(tmp_path) == []
+
+
+def test_a_sandbox_that_numbers_its_cores_only_is_guessed_in_part(tmp_path):
+    for cpu in range(4):
+        (tmp_path / CPUS / f"cpu{cpu}").mkdir(parents=True)
+    (tmp_path / CPUS / "online").write_text("0-3\n")
+    found = topology(tmp_path)
+    assert [cpu.core for cpu in found.cpus] == [0, 1, 2, 3]
+    assert "does not say which cores the hardware threads 0-3 are" in found.guessed
+    assert found.nodes == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (f"{CPUS}/online", "0-\n"),
+        (f"{CPUS}/cpu3/topology/core_cpus_list", "nonsense\n"),
+        (f"{CPUS}/cpu3/topology/core_cpus_list", "4,12\n"),  # not even itself
+        (f"{CPUS}/cpu3/topology/physical_package_id", "-1\n"),
+        (f"{NODES}/node0/cpulist", "0-999\n"),  # those of another node, and what is not there
+        (f"{NODES}/node0/cpulist", "?\n"),
+        (f"{NODES}/node0/distance", "10\n"),
+        (f"{NODES}/node0/meminfo", "Node 0 MemTotal: much kB\n"),
+    ],
+)
+def test_files_that_contradict_each_other_are_no_end(own, path, text):
+    root = own("small")
+    (root / path).write_text(text)
+    found = topology(root)
+    assert [cpu.number for cpu in found.cpus] == list(range(16))
+    assert found.at([3])[0].package == 0
+
+
+def test_bytes_that_are_no_text_are_no_end(own):
+    root = own("small")
+    (root / CPUS / "cpu3/topology/core_cpus_list").write_bytes(b"\xff\xfe\n")
+    assert topology(root).at([3])[0].core == 3  # by the other file
+
+
+def test_gpus_come_in_the_order_of_their_bus_ids(host):
+    gpus = by_kind(cards(host("ac922")), "gpu")
+    assert [gpu.name for gpu in gpus] == [
+        *("0004:04:00.0", "0004:05:00.0", "0004:06:00.0"),
+        *("0035:03:00.0", "0035:04:00.0", "0035:05:00.0"),
+    ]
+    assert [gpu.node for gpu in gpus] == [0, 0, 0, 8, 8, 8]
+    assert gpus[3].cpus == tuple(range(88, 176))
+    assert gpus[3].path == ("pci0035:00", "0035:00:00.0", "0035:03:00.0")
+
+
+def test_network_cards_come_by_name(host):
+    found = cards(host("dgx"))
+    assert [card.name for card in by_kind(found, "ib")] == [f"mlx5_{i}" for i in range(8)]
+    assert [card.name for card in by_kind(found, "net")] == ["enp225s0"]
+
+
+def test_the_processors_own_display_is_no_gpu_to_train_on(host):
+    found = cards(host("workstation"))
+    assert [card.name for card in by_kind(found, "gpu")] == ["0000:01:00.0"]
+    assert found[0].node is None
+
+
+def test_a_card_without_a_cable_and_one_that_is_no_pci_device_are_left_out(own):
+    root = own("dgx")
+    (root / "sys/class/infiniband/mlx5_3/ports/1/state").write_text("1: DOWN\n")
+    (root / "sys/class/net/enp225s0/operstate").write_text("down\n")
+    (root / "sys/devices/virtual/net/lo").mkdir(parents=True)
+    (root / "sys/class/net/lo").symlink_to("../../devices/virtual/net/lo")
+    (root / "sys/class/net/circle").symlink_to("circle")
+    found = [card.name for card in cards(root) if card.kind != "gpu"]
+    assert found == [f"mlx5_{i}" for i in (0, 1, 2, 4, 5, 6, 7)]
+
+
+def test_a_container_has_the_gpus_that_it_was_given(own):
+    root = own("dgx")
+    for minor, bus in enumerate(("0000:07:00.0", "0000:0f:00.0", "0000:47:00.0")):
+        folder = root / f"proc/driver/nvidia/gpus/{bus}"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t H100\nDevice Minor: \t {minor}\n")
+    (root / "dev").mkdir()
+    for minor in (1, 2):
+        (root / f"dev/nvidia{minor}").touch()
+    gpus = by_kind(cards(root), "gpu")
+    assert [gpu.name for gpu in gpus] == ["0000:0f:00.0", "0000:47:00.0"]
+
+
+def test_amds_accelerators_count_and_its_displays_only_without_them(tmp_path):
+    host = small()
+    host.devices = [
+        Device("0000:05:00.0", 0, (), 0x030000, 0x1002),
+        Device("0000:2a:00.0", 1, (), 0x120000, 0x1002),
+        Device("0000:1a:00.0", 0, (), 0x038000, 0x1002),
+    ]
+    write(tmp_path / "server", host)
+    names = [card.name for card in cards(tmp_path / "server")]
+    assert names == ["0000:1a:00.0", "0000:2a:00.0"]
+    host.devices = host.devices[:1]
+    write(tmp_path / "desktop", host)
+    assert [card.name for card in cards(tmp_path / "desktop")] == ["0000:05:00.0"]
+
+
+def test_the_nearest_card_is_behind_the_same_switch(host):
+    root = host("dgx")
+    found = cards(root)
+    gpus, nics = by_kind(found, "gpu"), by_kind(found, "ib")
+    near = [[nic.name for nic in nearest(gpu, nics)] for gpu in gpus]
+    assert near == [
+        *(["mlx5_0", "mlx5_1"], ["mlx5_0", "mlx5_1"], ["mlx5_2", "mlx5_3"], ["mlx5_2", "mlx5_3"]),
+        *(["mlx5_4", "mlx5_5"], ["mlx5_4", "mlx5_5"], ["mlx5_6", "mlx5_7"], ["mlx5_6", "mlx5_7"]),
+    ]
+    assert distance(gpus[0], nics[0]) == 2
+    assert distance(gpus[0], gpus[0]) == 0
+    assert distance(gpus[0], nics[2]) == 8
+
+
+def test_the_nearest_card_is_else_on_the_same_node_or_socket(own):
+    root = own("ac922")
+    found = cards(root)
+    gpus, nics = by_kind(found, "gpu"), by_kind(found, "ib")
+    assert [nic.name for nic in nearest(gpus[4], nics)] == ["mlx5_2", "mlx5_3"]
+    two = Host({(n // 2, n): [[n]] for n in range(4)})
+    two.devices = [Device("0000:01:00.0", 3), Device("0001:01:00.0", 2, (), 0x020700, 0, "mlx5_1")]
+    two.devices.append(Device("0002:01:00.0", 0, (), 0x020700, 0, "mlx5_0"))
+    write(root / "two", two)
+    gpu, *nics = cards(root / "two")
+    assert [nic.name for nic in nearest(gpu, nics, topology(root / "two"))] == ["mlx5_1"]
+    assert [nic.name for nic in nearest(gpu, nics)] == ["mlx5_0", "mlx5_1"]  # sockets unknown
+
+
+def test_no_card_is_nearer_where_nothing_is_said():
+    nics = [Card("ib", "mlx5_0"), Card("ib", "mlx5_1")]
+    assert nearest(Card("gpu", "0000:01:00.0"), nics) == nics
+    assert nearest(Card("gpu", "0000:01:00.0"), []) == []
+
+
+def test_this_machine_has_the_cores_that_lscpu_says():
+    found = topology()
+    assert set(os.sched_getaffinity(0)) <= {cpu.number for cpu in found.cpus}
+    if not Path("/sys/devices/system/cpu/cpu0/topology").is_dir() or not shutil.which("lscpu"):
+        pytest.skip("no lscpu, or no /sys that it could read")
+    command = ["lscpu", "-p=cpu,core,socket,node"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line.split(",") for line in said.splitlines() if not line.startswith("#")]
+    assert [cpu.number for cpu in found.cpus] == [int(row[0]) for row in rows]
+    assert len({cpu.core for cpu in found.cpus}) == len({row[1] for row in rows})
+    assert len({cpu.package for cpu in found.cpus}) == len({row[2] for row in rows})
+    if all(row[3] for row in rows):
+        assert [cpu.node for cpu in found.cpus] == [int(row[3]) for row in rows]
