@@ -23,6 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -88,6 +89,45 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class Heard:
+    """Listens to launchers: ``times`` are when a line of their standard error had one of the
+    words, on ``time.monotonic()``. After ``with`` none of them runs."""
+
+    def __init__(self, launchers: list[subprocess.Popen[str]], words: tuple[str, ...]) -> None:
+        self.times: list[float] = []
+        self._launchers, self._words = launchers, words
+        self._readers = [
+            threading.Thread(target=self._read, args=(launcher,), daemon=True)
+            for launcher in launchers
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, launcher: subprocess.Popen[str]) -> None:
+        assert launcher.stderr is not None
+        for line in launcher.stderr:
+            if any(word in line for word in self._words):
+                self.times.append(time.monotonic())
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the first launcher has ended by then, and all it said is heard."""
+        self._readers[0].join(seconds)
+        return not self._readers[0].is_alive()
+
+    def __enter__(self) -> "Heard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for launcher in self._launchers:
+            launcher.terminate()
+        for launcher in self._launchers:
+            try:
+                launcher.wait(10)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                launcher.wait()
 
 
 def spread(values: list[float]) -> dict[str, float]:

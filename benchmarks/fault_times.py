@@ -8,15 +8,28 @@ both --silence seconds. torchrun gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with
 restarts on gloo mostly fail.
 """
 
+import argparse
+import functools
 import os
 import subprocess
 import tempfile
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import BIN, SCRIPTS, console, finish, machine, options, rounds, run, spread, target
+from common import (
+    BIN,
+    SCRIPTS,
+    Heard,
+    console,
+    finish,
+    machine,
+    options,
+    rounds,
+    run,
+    spread,
+    target,
+)
 from rich.progress import track
 from rich.table import Table
 from start_time import free_port
@@ -28,25 +41,44 @@ WORDS = {  # the first of them in a line of the launcher's says that it knows
     "paceline": ("paceline: rank 1", "has begun or ended anything"),
     "torchrun": ("failed (exitcode", "Sending process", "will restart worker group"),
 }
+RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or torchrun's on gloo mostly fail
+DEATHS = ("killed", "crashed")
+CLAIMS = [
+    ("told_s", "it is told within 1 s", 1.0),
+    ("again_s", "training goes on within 10 s", 10.0),
+]
 PATIENCE = 120.0  # seconds for a whole run; stands for never
 
 
+Times = dict[str, dict[str, dict[str, list[float]]]]  # of each fault, launcher, and of WHAT
+
+
 def main() -> None:
-    parser = options("fault_times", __doc__ or "", repeats=7)
-    parser.add_argument("--silence", type=float, default=5.0)
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
-    args = parser.parse_args()
+    args = parser("fault_times", __doc__ or "", FAULTS).parse_args()
     facts = machine()
+    times = compared(args, functools.partial(measure, silence=args.silence))
+    report("fault_times", "rank 1 was", args, facts, times)
+
+
+def parser(name: str, what: str, faults: tuple[str, ...]) -> argparse.ArgumentParser:
+    found = options(name, what, repeats=7)
+    found.add_argument("--silence", type=float, default=5.0)
+    found.add_argument("--faults", nargs="+", choices=faults, default=list(faults))
+    return found
+
+
+def compared(args: argparse.Namespace, measure: Callable[[str, str], dict[str, float]]) -> Times:
+    """Each fault under each launcher, in turn. measure: one, as (fault, launcher)."""
     cases = [(fault, launcher) for fault in args.faults for launcher in LAUNCHERS]
-    times: dict[str, dict[str, dict[str, list[float]]]] = {
+    times: Times = {
         fault: {launcher: {what: [] for what in WHAT} for launcher in LAUNCHERS}
         for fault in args.faults
     }
     order = [case for cases_of_round in rounds(cases, args.repeats) for case in cases_of_round]
     for fault, launcher in track(order, "faults", transient=True):
-        for what, seconds in measure(fault, launcher, args.silence).items():
+        for what, seconds in measure(fault, launcher).items():
             times[fault][launcher][what].append(seconds)
-    report(args, facts, times)
+    return times
 
 
 def measure(fault: str, launcher: str, silence: float) -> dict[str, float]:
@@ -63,48 +95,39 @@ def measure(fault: str, launcher: str, silence: float) -> dict[str, float]:
                 *("--master-port", str(free_port())),
             ],
         }[launcher]
-        timeout = silence if launcher == "torchrun" else 1800.0
-        script = [str(SCRIPTS / "steps_until_fault.py"), fault, str(folder), str(timeout)]
-        told = heard([str(BIN / launcher), *words, *script], WORDS[launcher])
-        began = float((folder / "fault").read_text())
-        again = folder / "again"
-        resumed = float(again.read_text()) if again.exists() else began + PATIENCE
-        return {"told_s": min(told - began, PATIENCE), "again_s": resumed - began}
+        process = subprocess.Popen(
+            [str(BIN / launcher), *words, *script(fault, folder, launcher, silence)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **RESTARTS},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+        with Heard([process], WORDS[launcher]) as heard:
+            heard.wait(PATIENCE)
+        return seconds_of(folder, heard)
 
 
-def heard(command: list[str], words: tuple[str, ...]) -> float:
-    """Run a command to its end; when one of the words was first in what it wrote."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    late = threading.Timer(PATIENCE, process.kill)
-    late.start()
-    first = float("inf")
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if first == float("inf") and any(word in line for word in words):
-                first = time.monotonic()
-        process.wait()
-    finally:
-        late.cancel()
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    return first
+def script(fault: str, folder: Path, launcher: str, silence: float) -> list[str]:
+    """Its path and arguments: torchrun's ranks notice silence by themselves."""
+    timeout = silence if launcher == "torchrun" else 1800.0
+    return [str(SCRIPTS / "steps_until_fault.py"), fault, str(folder), str(timeout)]
 
 
-def report(args: Any, facts: dict[str, Any], times: dict[str, Any]) -> None:
+def seconds_of(folder: Path, heard: Heard) -> dict[str, float]:
+    """From the fault until it was told, and until training went on."""
+    began = float((folder / "fault").read_text())
+    told = min((at for at in heard.times if at > began), default=began + PATIENCE)
+    again = folder / "again"
+    resumed = float(again.read_text()) if again.exists() else began + PATIENCE
+    return {"told_s": told - began, "again_s": resumed - began}
+
+
+def report(name: str, heading: str, args: Any, facts: dict[str, Any], times: Times) -> None:
     table = Table(title=f"Faults, {args.repeats} rounds: seconds after it, median (quartiles)")
-    for heading in ("rank 1 was", "", *LAUNCHERS):
-        table.add_column(heading, justify="right" if heading in LAUNCHERS else "left")
+    for column in (heading, "", *LAUNCHERS):
+        table.add_column(column, justify="right" if column in LAUNCHERS else "left")
     medians: dict[str, Any] = {}
     for fault, launchers in times.items():
         medians[fault] = {
@@ -115,19 +138,18 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, Any]) -> None:
             cells = [medians[fault][launcher][what] for launcher in LAUNCHERS]
             table.add_row(fault, label, *(shown(cell) for cell in cells))
     console.print(table)
-    claims = [("killed", "told_s", "a death is told within 1 s", 1.0)]
-    claims += [("killed", "again_s", "training goes on within 10 s of a death", 10.0)]
     targets = [
         target(
-            claim,
+            f"{fault}: {claim}",
             limit,
             {"rounds": times[fault]["paceline"][what], **medians[fault]["paceline"][what]},
         )
-        for fault, what, claim, limit in claims
+        for fault in DEATHS
+        for what, claim, limit in CLAIMS
         if fault in times
     ]
     finish(
-        "fault_times",
+        name,
         args,
         facts,
         measurements=times,

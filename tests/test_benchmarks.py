@@ -21,9 +21,9 @@ def started(name, *options):
     )
 
 
-def result_of(name, path, *options):
+def result_of(name, path, *options, timeout=120):
     process = started(name, "--json", str(path), *options)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output
     result = json.loads(path.read_text())
     assert set(result) == KEYS
@@ -98,6 +98,29 @@ def test_top_cost(tmp_path):
         assert all(block[what] > 0 for block in result["measurements"])
     assert result["medians"]["own_share"]["nobody"]["median"] == 0
     assert len(result["targets"]) == 4
+
+
+def fault_times(name, path, fault="killed"):
+    """Whether torchrun goes on is not known: on gloo its restarts may fail, or take their time."""
+    result = result_of(name, path, "--faults", fault, timeout=300)
+    for launcher in ("paceline", "torchrun"):
+        for what in ("told_s", "again_s"):
+            assert len(result["measurements"][fault][launcher][what]) == 1
+            assert "median" in result["medians"][fault][launcher][what]
+    paceline = result["measurements"][fault]["paceline"]
+    assert 0 < paceline["told_s"][0] < paceline["again_s"][0] < 60
+    assert [target["limit"] for target in result["targets"]] == [1, 10]
+
+
+@pytest.mark.soak
+def test_fault_times(tmp_path):
+    fault_times("fault_times", tmp_path / "faults.json")
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("hosts")
+def test_host_fault_times(tmp_path):
+    fault_times("host_fault_times", tmp_path / "faults.json")
 
 
 def test_an_interrupt_ends_quietly_and_ends_what_was_started(tmp_path):

@@ -27,6 +27,7 @@ from .channel import BrokenError, Channel
 from .stacks import ask as ask_for_stacks
 
 ANSWER_SECONDS = 2.0  # for all hosts together
+SOON_SECONDS = 1.0  # of those, also for hosts that have been silent before
 STACK_SECONDS = 2.0  # more, where ranks are asked as well
 VISITOR_SECONDS = 10.0  # to say what he wants, and to take a piece of the answer
 VISITORS = 8  # at a time
@@ -46,6 +47,8 @@ class Host(Protocol):
     def offer(self, **message: Any) -> bool: ...
     @property
     def trouble(self) -> str: ...
+    @property
+    def silent(self) -> bool: ...
 
 
 def here(folder: Path, most: int, stacks: bool = False) -> list[Tail]:
@@ -165,7 +168,10 @@ class Live:
                         free = [other for other in free if other != place]
             with self._news:
                 wait = ANSWER_SECONDS + (STACK_SECONDS if stacks else 0.0)
-                self._news.wait_for(partial(self._all_answered, free), wait)
+                # A launcher that was stopped has heard of nobody until it reads what has come.
+                if not self._news.wait_for(partial(self._all_answered, free, False), SOON_SECONDS):
+                    rest = wait - SOON_SECONDS
+                    self._news.wait_for(partial(self._all_answered, free, True), rest)
                 silent = [
                     host.name
                     for place, host in enumerate(self._hosts)
@@ -174,10 +180,10 @@ class Live:
                 heard, self._heard = self._heard, []
         return [*heard, ({"end": True, "silent": silent, "ending": False, **self._about}, b"")]
 
-    def _all_answered(self, asked: list[int]) -> bool:
-        return self.ending or not any(
-            place in self._owing and not self._hosts[place].trouble for place in asked
-        )
+    def _all_answered(self, asked: list[int], but_silent: bool) -> bool:
+        """but_silent: nobody is waited for who has been silent for long already."""
+        awaited = [self._hosts[place] for place in asked if place in self._owing]
+        return self.ending or all(host.trouble or (but_silent and host.silent) for host in awaited)
 
     def _hear(self, place: int, message: dict[str, Any], raw: bytes) -> None:
         """Called by the thread that reads the host's channel: takes no time."""

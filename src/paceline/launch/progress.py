@@ -50,8 +50,8 @@ class Observer:
             took = [used[rank] - self._before.get(rank, used[rank]) for rank in used]
             moved = moved or any(each / since >= STARTING for each in took)
         if moved:
-            if self._stepped:
-                self._longest = max(self._longest, now - self._moved)
+            if self._stepped:  # what is sure of it: that it lasted until the last look
+                self._longest = max(self._longest, self._looked - self._moved)
             self._moved, self._then = now, used
         self._looked, self._before = now, used
         still = now - self._moved

@@ -55,7 +55,7 @@ def run(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each host
     prctl(SUBREAPER, 1)
     interrupt = Interrupt()
-    raise_on_end()
+    raise_on_end(interrupt.remember)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # until there are ranks to pass them on to
         signal.signal(number, signal.SIG_IGN)
     started = time.monotonic_ns()

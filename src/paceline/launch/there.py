@@ -113,6 +113,11 @@ class There:
         last, at = self._progress
         return replace(last, still_s=last.still_s + time.monotonic() - at)
 
+    @property
+    def silent(self) -> bool:
+        """Whether it has let three questions pass."""
+        return time.monotonic() - self._heard > 3 * self.every
+
     def give_up(self) -> None:
         """The host does not answer, and is not waited for any more."""
         self._lost("was lost with its host, which does not answer")

@@ -1,0 +1,91 @@
+"""Before and after a maintenance: what changed is told, and noise is not."""
+
+from dataclasses import replace
+
+import pytest
+from machines import Maker, with_host, with_links
+
+from paceline.cost.compare import compare
+from paceline.cost.machine import UNLIMITED, Figure, Limits
+
+
+def sentences(changes):
+    return [change.sentence for change in changes]
+
+
+@pytest.mark.parametrize("count", [1, 2, 16])
+def test_two_checks_of_one_machine_are_alike(count):
+    for seed in range(20):
+        before, after = (Maker(s, apart=0).machine(count, gpus=2) for s in (seed, seed + 1000))
+        assert sentences(compare(before, after)) == []
+
+
+def test_a_host_that_became_slower_is_named_with_its_figures():
+    before = Maker(1, noise=1e-4, apart=0).machine(4, gpus=1)
+    after = Maker(2, noise=1e-4, apart=0).machine(4, slow=[2], gpus=1)
+    found = compare(before, after)
+    assert {change.hosts for change in found} == {("host2",)}
+    assert len(found) == 10
+    assert all(change.better is False for change in found)
+    assert all(change.by == pytest.approx(-0.3, abs=0.01) for change in found)
+    assert (
+        "float32 matrix product of host2 cuda:0 was 2 TFLOP/s and is 1.4 TFLOP/s (-30 %): worse"
+        in sentences(found)
+    )
+
+
+def test_what_changed_everywhere_is_told_once_and_the_largest_change_first():
+    maker = Maker(3, apart=0)
+    before, after = maker.machine(8), maker.machine(8)
+    after = with_links(after, maker, lambda a, b: 2.0)
+    for host in after.hosts:
+        faster = tuple(
+            replace(folder, read=maker.figure(2e9 * 3, "B/s", 0.01)) for folder in host.storage
+        )
+        after = with_host(after, host.name, storage=faster)
+    found = compare(before, after)
+    assert [change.what for change in found] == ["reading in /scratch/data", "bandwidth", "latency"]
+    assert found[0].sentence.startswith("reading in /scratch/data of all 8 hosts was 2")
+    assert found[1].sentence.startswith("bandwidth of all 28 links was 20")
+    assert found[2].sentence.endswith(" (-50 %): better")
+    assert all(change.better for change in found)
+    assert len(found[0].hosts) == 8
+
+
+def test_one_link_that_became_bad_is_named():
+    maker = Maker(4, apart=0)
+    before = maker.machine(4)
+    after = with_links(before, maker, lambda a, b: 0.3 if (a, b) == ("host0", "host3") else 1)
+    found = compare(before, after)
+    assert [change.hosts for change in found] == [("host0", "host3")] * 2
+    assert found[0].sentence.startswith(("bandwidth of the link of host0 - host3", "latency of"))
+
+
+def test_a_collective_of_all_ranks_has_no_host():
+    before = after = Maker(5, apart=0).machine(3)
+    whole = before.collectives[-1]
+    slow = replace(whole, latency=Figure(1e-3, 0.9e-3, 1.1e-3, 5, "s"))
+    after = replace(after, collectives=(*before.collectives[:-1], slow))
+    (found,) = compare(before, after)
+    assert found.hosts == ()
+    assert found.sentence.startswith("latency of all-reduce over gloo all was 2")
+
+
+def test_hosts_versions_parts_and_limits_are_told_first():
+    before = Maker(6).machine(3, links=False)
+    after = replace(before, hosts=before.hosts[:2], unreachable={"host2": "no answer in 10 s"})
+    after = replace(after, hosts=(*after.hosts, replace(before.hosts[0], name="host7")))
+    limits = Limits(1024, UNLIMITED, 8 << 20, 256 << 30, 1, 512 << 30)
+    for name in ("host0", "host1"):
+        after = with_host(after, name, versions={"python": "3.11.7", "torch": "2.7.0"})
+        after = with_host(after, name, limits=limits, free_memory_bytes=1)
+    after = with_host(after, "host1", memory_bytes=480 << 30, arithmetic=())
+    assert sentences(compare(before, after)) == [
+        "host2 can't be reached any more: no answer in 10 s",
+        "host7 is new",
+        "torch was 2.6.0 and is 2.7.0 on host0 and host1",
+        "paceline was 0.1.0 and is none on host0 and host1",
+        "limit nofile was 1048576 and is 1024 on host0 and host1",
+        "limit memlock was 1 TiB and is unlimited on host0 and host1",
+        "memory was 512 GiB and is 480 GiB on host1",
+    ]

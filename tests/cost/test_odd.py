@@ -1,0 +1,210 @@
+"""What is named as odd on made-up machines, and that noise is not."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from machines import GPU, Maker, with_host, with_links
+
+from paceline.cost.machine import UNLIMITED, Figure, Gpu, Limits, Network
+from paceline.cost.odd import odd
+
+
+def kinds(machine):
+    return [(one.kind, one.hosts) for one in odd(machine)]
+
+
+def sentences(machine):
+    return " | ".join(one.sentence for one in odd(machine))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 16])
+def test_noise_is_nobodys_fault(count):
+    for seed in range(20):
+        for noise in (0.002, 0.01, 0.05):
+            machine = Maker(seed, noise).machine(count, gpus=count % 5)
+            assert sentences(machine) == "", (seed, noise)
+
+
+def test_noise_of_128_hosts_is_nobodys_fault_and_soon_told():
+    machine = Maker(1).machine(128, gpus=2)
+    start = time.perf_counter()
+    assert sentences(machine) == ""
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(("count", "gpus"), [(3, 0), (4, 2), (16, 0), (128, 1)])
+def test_a_slow_host_is_named(count, gpus):
+    machine = Maker(3).machine(count, slow=[1], gpus=gpus, links=count < 20)
+    found = odd(machine)
+    assert {(one.kind, one.hosts) for one in found} == {("slow", ("host1",))}
+    assert {one.what for one in found} >= {"float32 matrix product", "memory bandwidth"}
+    assert all(one.by == pytest.approx(0.3, abs=0.06) for one in found)
+
+
+def test_the_sentence_says_who_what_and_what_others_have():
+    machine = Maker(3, noise=1e-4, apart=0).machine(3, slow=[2], links=False)
+    told = next(one for one in odd(machine) if one.what == "float32 matrix product")
+    assert told.sentence == (
+        "host2 is slow: float32 matrix product of host2 is 1.4 TFLOP/s, that of host0 and host1 "
+        "2 TFLOP/s"
+    )
+    assert (told.value, told.peers) == ("1.4 TFLOP/s", "2 TFLOP/s")
+
+
+def test_a_host_that_a_busy_process_disturbs_is_named_by_its_median():
+    machine = Maker(3).machine(4, links=False)
+    unsteady = Figure(1e12, 0.6e12, 1.2e12, 5, "FLOP/s")
+    rates = tuple(
+        replace(one, rate=unsteady) if one.precision == "float32" else one
+        for one in machine.hosts[2].arithmetic
+    )
+    machine = with_host(machine, "host2", arithmetic=rates)
+    assert {one.hosts for one in odd(machine)} == {("host2",)}
+    assert "1 TFLOP/s" in sentences(machine)
+
+
+def test_of_two_hosts_nobody_can_say_which_is_odd():
+    found = odd(Maker(3).machine(2, slow=[1]))
+    assert {(one.kind, one.hosts) for one in found} == {("slow", ("host0", "host1"))}
+    assert found[0].sentence.startswith("host1 and host0 differ: ")
+    assert "nobody can say which" in found[0].sentence
+
+
+def test_two_hosts_with_gpus_differ_too():
+    found = odd(Maker(3).machine(2, slow=[0], gpus=4, links=False))
+    assert {one.hosts for one in found} == {("host0", "host1")}
+    assert len(found) == 10  # five figures, of processors and of GPUs
+
+
+def test_a_slow_gpu_is_named_by_its_number():
+    machine = Maker(3).machine(2, gpus=4, links=False)
+    slow = Figure(1e12, 0.99e12, 1.01e12, 5, "FLOP/s")
+    rates = tuple(
+        replace(one, rate=slow)
+        if (one.device, one.operation, one.precision) == ("cuda:2", "convolution", "float32")
+        else one
+        for one in machine.hosts[1].arithmetic
+    )
+    (found,) = odd(with_host(machine, "host1", arithmetic=rates))
+    assert found.hosts == ("host1",)
+    assert "float32 convolution of host1 cuda:2 is 1 TFLOP/s, that of the others 2" in (
+        found.sentence
+    )
+
+
+def test_hosts_of_another_kind_are_not_slow():
+    machine = Maker(3).machine(8, slow=[6, 7])
+    for name in ("host6", "host7"):
+        machine = with_host(machine, name, processor="AMD EPYC 7742 64-Core Processor")
+    (found,) = odd(machine)
+    assert (found.kind, found.hosts) == ("parts", ("host6", "host7"))
+    assert found.sentence.startswith("host6 and host7 have another processor: AMD EPYC 7742")
+
+
+@pytest.mark.parametrize("count", [3, 4, 16, 48])
+def test_a_bad_link_is_named_by_its_hosts(count):
+    maker = Maker(5)
+    machine = with_links(
+        maker.machine(count), maker, lambda a, b: 0.4 if (a, b) == ("host0", "host2") else 1
+    )
+    assert kinds(machine) == [("link", ("host0", "host2"))] * 2
+    assert "the link between host0 and host2 is slow: bandwidth is " in sentences(machine)
+
+
+@pytest.mark.parametrize("count", [3, 4, 16, 48])
+def test_a_host_all_of_whose_links_are_bad_is_named_alone(count):
+    maker = Maker(6)
+    machine = with_links(maker.machine(count), maker, lambda a, b: 0.4 if "host1" in (a, b) else 1)
+    assert kinds(machine) == [("link", ("host1",))] * 2
+    assert "all links of host1 are slow: latency is " in sentences(machine)
+    assert "HINT: look at its network card" in sentences(machine)
+
+
+def test_a_network_of_two_parts_is_told_once():
+    maker = Maker(7)
+    far = {f"host{i}" for i in range(5)}
+    machine = with_links(
+        maker.machine(16), maker, lambda a, b: 0.5 if (a in far) != (b in far) else 1
+    )
+    found = [one for one in odd(machine) if one.kind == "link"]
+    assert len(found) <= 2
+    assert all("as between hosts at different switches" in one.sentence for one in found)
+
+
+def test_versions_that_differ_are_told():
+    machine = Maker(8).machine(5, links=False)
+    versions = {"python": "3.11.7", "torch": "2.5.1"}
+    machine = with_host(machine, "host3", versions=versions)
+    assert kinds(machine) == [("version", ("host3",))] * 2
+    assert "host3 has another torch: 2.5.1, most hosts 2.6.0" in sentences(machine)
+    assert "host3 has another paceline: none, most hosts 0.1.0" in sentences(machine)
+    two = with_host(Maker(8).machine(2), "host1", versions=versions | {"paceline": "0.1.0"})
+    assert sentences(two) == "hosts differ in torch: 2.6.0 on host0 and 2.5.1 on host1"
+
+
+def test_a_host_that_lost_a_gpu_or_memory_is_told():
+    machine = Maker(9).machine(4, gpus=4, links=False)
+    machine = with_host(machine, "host2", gpus=(Gpu(GPU),) * 3)
+    machine = with_host(machine, "host1", memory_bytes=480 << 30)
+    machine = with_host(machine, "host0", memory_bytes=(512 << 30) - (1 << 20))
+    assert f"host2 has another GPUs: 3 {GPU}, most hosts 4 {GPU}" in sentences(machine)
+    assert "host1 has another memory: 480 GiB, most hosts 512 GiB" in sentences(machine)
+    assert len(odd(machine)) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(nofile=1024), r"limit on open files is 1024 on host0: .*ulimit -n 4096"),
+        (Limits(shm_bytes=64 << 20), r"/dev/shm is 64 MiB on host0: .*--shm-size"),
+        (Limits(shm_bytes=9 << 30, shm_free_bytes=1 << 20), r"free /dev/shm is 1 MiB"),
+        (Limits(memlock_bytes=65536), r"locked memory is 64 KiB on host0: mlx5_0 \(InfiniBand\)"),
+    ],
+)
+def test_low_limits_are_told(limits, message):
+    machine = with_host(Maker(1).machine(1), "host0", limits=limits)
+    (found,) = odd(machine)
+    assert found.kind == "limit"
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(found.sentence)
+
+
+def test_limits_that_do_are_not_told():
+    machine = Maker(1).machine(2)
+    plenty = Limits(UNLIMITED, UNLIMITED, UNLIMITED, 64 << 30, 60 << 30, UNLIMITED)
+    machine = with_host(machine, "host0", limits=plenty)
+    ethernet = (Network("eth0", "Ethernet", "100 GbE"),)
+    machine = with_host(machine, "host1", networks=ethernet, limits=Limits(memlock_bytes=65536))
+    assert odd(machine) == []
+    small = with_host(Maker(1).machine(1), "host0", limits=Limits(nofile=1024), threads=2)
+    assert odd(with_host(small, "host0", mask="0-1")) == []
+
+
+def test_a_limit_of_many_hosts_is_told_once():
+    machine = Maker(1).machine(16, links=False)
+    for host in machine.hosts:
+        machine = with_host(machine, host.name, limits=Limits(nofile=1024))
+    assert "is 1024 on host0, host1, host2, host3 and 12 more: many ranks" in sentences(machine)
+    assert len(odd(machine)) == 1
+
+
+def test_clocks_that_are_off_or_unknown_are_told():
+    machine = Maker(1).machine(4, links=False)
+    machine = with_host(machine, "host1", clock_offset_s=-3.2)
+    machine = with_host(machine, "host2", clock_offset_s=None)
+    machine = with_host(machine, "host3", clock_offset_s=2.0, clock_uncertainty_s=1.5)
+    found = odd(machine)
+    assert [one.hosts for one in found] == [("host1",), ("host2",), ("host3",)]
+    assert found[0].sentence.startswith("the clock of host1 is 3.2 s behind. HINT: let chrony")
+    assert found[1].sentence.endswith("is not known")
+    assert found[2].sentence.endswith("is known to 1.5 s only")
+
+
+def test_a_small_mask_what_is_missing_and_who_is_away_are_told():
+    machine = replace(Maker(1).machine(2), unreachable={"host9": "no answer in 10 s"})
+    machine = with_host(machine, "host1", mask="0-3", missing={"storage": "the folder is full"})
+    assert sentences(machine) == (
+        "host9 can't be reached: no answer in 10 s | storage is not known of host1: the folder is "
+        "full | processes on host1 may run on 4 of 128 hardware threads only"
+    )
