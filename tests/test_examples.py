@@ -43,11 +43,8 @@ def reached(starter, script, *arguments):
     return figure(done.stdout)
 
 
-# Slow on two cores; make demo's test has 2 ranks as well.
-TWO, FOUR = (pytest.param(f"{n} ranks", marks=pytest.mark.soak) for n in (2, 4))
-
-
-@pytest.mark.parametrize("starter", ["torchrun", TWO, FOUR])
+@pytest.mark.soak  # slow on two cores; make demo's test has 2 ranks as well
+@pytest.mark.parametrize("starter", ["torchrun", "2 ranks", "4 ranks"])
 def test_digits_reach_the_same_accuracy(starter):
     short = ("digits.py", "--epochs", "6")
     assert reached("alone", *short) > 0.9

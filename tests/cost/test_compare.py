@@ -68,7 +68,7 @@ def test_a_collective_of_all_ranks_has_no_host():
     after = replace(after, collectives=(*before.collectives[:-1], slow))
     (found,) = compare(before, after)
     assert found.hosts == ()
-    assert found.sentence.startswith("latency of all-reduce over gloo all was 2")
+    assert found.sentence.startswith("latency of all-reduce (gloo) over all ranks was 2")
 
 
 def test_hosts_versions_parts_and_limits_are_told_first():

@@ -7,18 +7,25 @@ import random
 import re
 import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 from machines import Maker, with_host
 
 from paceline.cost.machine import (
     UNLIMITED,
+    Arithmetic,
     AtSize,
     Collective,
     Figure,
+    Gpu,
+    HostFacts,
     Limits,
     Machine,
+    Memory,
     Network,
+    Pair,
+    Storage,
     as_json,
     load,
     save,
@@ -194,3 +201,22 @@ def test_a_wrong_machine_is_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"hosts\[0\]\.cores = -2 is negative"):
         save(wrong, tmp_path / "machine.toml")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        *(Figure, Gpu, Network, Limits, Arithmetic, Memory, Storage, HostFacts, AtSize),
+        *(Collective, Pair, Machine),
+    ],
+)
+def test_every_key_is_documented(table):
+    text = (Path(__file__).parents[2] / "docs/machine-file.md").read_text()
+    code = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", text))))
+    assert {field.name for field in dataclasses.fields(table)} <= code
+
+
+def test_the_document_s_example_is_a_machine_file(tmp_path):
+    text = (Path(__file__).parents[2] / "docs/machine-file.md").read_text()
+    (tmp_path / "machine.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])
+    assert again(load(tmp_path / "machine.toml"), tmp_path).hosts[0].limits.nofile == 1 << 20

@@ -1,9 +1,13 @@
 """The roofline: where the limits meet, where work stands, and how that is drawn."""
 
+import json
+
+import plotly.graph_objects
 import pytest
 from machines import Maker
 
 from paceline.cost.roofline import Roof, attainable, place, ridge, roofs
+from paceline.report.page.roofline import chart
 from paceline.report.roofline import drawing
 
 A100 = {"float64": Roof(9.7e12, 1.555e12), "bfloat16": Roof(312e12, 1.555e12)}
@@ -61,10 +65,13 @@ def test_the_drawing_has_roofs_names_and_points():
     lines = lines_of(A100, {"layer norm": norm, "product": product})
     assert all(len(line) <= 88 for line in lines)
     assert all(line.isascii() for line in lines)
-    high, low = (next(i for i, x in enumerate(lines) if x.endswith(end)) for end in
-                 (" bfloat16 312 TFLOP/s", " float64 9.7 TFLOP/s"))  # fmt: skip
+    high, low = (
+        next(row for row, line in enumerate(lines) if line.endswith(end))
+        for end in (" bfloat16 312 TFLOP/s", " float64 9.7 TFLOP/s")
+    )
     assert high < low
-    assert "b" in lines[high + 1].split("FLOP/s")[0] or "b" in lines[high].split(" bfloat")[0]
+    field = [line[15:50] for line in lines if line[14:15] in ("|", "+")]
+    assert sum("a" in row for row in field) == sum("b" in row for row in field) == 1
     assert "  a  layer norm: 0.125 FLOP/byte, 150 GFLOP/s, 77 % of what memory bandwidth" in (
         "\n".join(lines)
     )
@@ -87,3 +94,13 @@ def test_odd_drawings():
     assert len(lines) == 8 + 4
     equal = lines_of({"float16": Roof(1e12, 1e11), "bfloat16": Roof(1e12, 1e11)}, {})
     assert sum("1 TFLOP/s" in line and "float16" in line for line in equal) == 2
+
+
+def test_the_page_has_a_chart_that_plotly_takes():
+    free = place(1e12, 0, 1, peak=312e12, bandwidth=1.555e12)
+    made = chart(A100, {"free": free})
+    drawn = plotly.graph_objects.Figure(json.loads(json.dumps(made, allow_nan=False)))
+    assert [trace.name for trace in drawn.data] == ["float64", "bfloat16", "measured"]
+    assert drawn.data[1].y[-2:] == (312e12, 312e12)
+    assert drawn.data[2].x[0] == drawn.data[0].x[-1]
+    assert chart({}, {}) == {}

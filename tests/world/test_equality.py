@@ -59,6 +59,7 @@ def test_accumulated_steps_equal_one_large_batch(tmp_path):
         torch.testing.assert_close(small["model"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_bfloat16_autocast_trains_close_to_float32(tmp_path):
     full = train(tmp_path, 2)
     half = train(tmp_path, 2, "--precision", "bf16")
@@ -113,7 +114,7 @@ STREAM = """
 """
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [3, pytest.param(1, marks=pytest.mark.soak)])
 def test_streams_of_uneven_length_end_together_with_exact_weights(tmp_path, accumulate):
     script = ranks.write(tmp_path, STREAM)
     results = []

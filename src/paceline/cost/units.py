@@ -1,0 +1,41 @@
+"""Measured values as people read them, in the units of the field: powers of ten."""
+
+from collections.abc import Sequence
+
+_UP = ("", "k", "M", "G", "T", "P", "E")
+_DOWN = ("", "m", "µ", "n")
+
+
+def told(value: float, unit: str) -> str:
+    """1.23e12 FLOP/s as "1.23 TFLOP/s", 1.2e-6 s as "1.2 µs"."""
+    if unit == "files/s":
+        return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.3g} {unit}"
+    step, prefix = 0, ""
+    if unit == "s":
+        while 0 < value < 0.9995 and step < len(_DOWN) - 1:
+            value, step = 1000 * value, step + 1
+        prefix = _DOWN[step]
+    else:
+        while value >= 999.5 and step < len(_UP) - 1:
+            value, step = value / 1000, step + 1
+        prefix = _UP[step]
+    digits = f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
+    return f"{digits} {prefix}{unit}"
+
+
+def size(count: float) -> str:
+    """Bytes of memory: 2048 as "2 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """ "a", "a and b", "a, b and c"; of many the rest is counted."""
+    if len(names) > most + 1:
+        names = [*names[:most], f"{len(names) - most} more"]
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,45 @@
+"""The roofline as a chart for the page: traces and layout as plotly.js takes them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...cost.roofline import Placed, Roof, ridge
+
+
+def chart(roofs: Mapping[str, Roof], points: Mapping[str, Placed]) -> dict[str, Any]:
+    """``data`` and ``layout``; empty, where there is no roof. Work without memory traffic stands
+    at the right edge."""
+    if not roofs:
+        return {}
+    ridges = [ridge(*roof) for roof in roofs.values()]
+    known = [placed.intensity for placed in points.values()]
+    finite = [value for value in known if 0 < value < math.inf]
+    left, right = min([0.1, *finite]) / 2, 10 * max([*ridges, *finite])
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": [left, ridge(*roof), right],
+            "y": [left * roof.bandwidth, roof.peak, roof.peak],
+        }
+        for name, roof in roofs.items()
+    ]
+    if points:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers+text",
+                "name": "measured",
+                "x": [min(value, right) for value in known],
+                "y": [placed.rate for placed in points.values()],
+                "text": list(points),
+                "textposition": "bottom center",
+            }
+        )
+    layout = {
+        "xaxis": {"type": "log", "title": {"text": "FLOP/byte"}},
+        "yaxis": {"type": "log", "title": {"text": "FLOP/s"}, "exponentformat": "SI"},
+    }
+    return {"data": data, "layout": layout}
