@@ -59,9 +59,9 @@ def over(slurm, seconds=8):
 @pytest.mark.parametrize(
     ("options", "each", "cores", "gpus"),
     [
-        (["-n4", "--ntasks-per-node=2"], 2, 2, None),
+        (["-n4", "--ntasks-per-node=2"], 2, 1, None),  # bound to a core each
         (["--ntasks-per-node=1", "-c2"], 1, 2, None),  # srun doesn't inherit -c from the job
-        (["--gres=gpu:2", "--exclusive"], 2, 2, "0,1"),
+        (["--gres=gpu:2", "--exclusive"], 2, 1, "0,1"),
     ],
 )
 def test_a_batch_script_uses_the_whole_allocation(slurm, shared_folder, options, each, cores, gpus):

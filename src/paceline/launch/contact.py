@@ -55,9 +55,16 @@ EXPLAINED = (
 class Contact:
     """The started tools and the channels to the agents. To be closed in the end."""
 
-    def __init__(self, tool: Tool, names: list[str], quiet: bool = False) -> None:
-        """quiet: nothing is said of hosts that do not answer, or have not yet."""
-        self.tool, self.names, self._quiet = tool, names, quiet
+    def __init__(
+        self,
+        tool: Tool,
+        names: list[str],
+        quiet: bool = False,
+        without: dict[str, str] | None = None,
+    ) -> None:
+        """quiet: nothing is said of hosts that do not answer, or have not yet. without: takes why
+        hosts do not answer, and the others are enough; None: all are needed."""
+        self.tool, self.names, self._quiet, self._without = tool, names, quiet, without
         self.hosts: list[There] = []
         self._started: list[_Started] = []
         self._closing = False
@@ -75,7 +82,8 @@ class Contact:
         for host in self.hosts:
             host.hello = host.answer("hello", START_SECONDS)["hello"]
         if not self.tool.one_call_a_host:
-            self.hosts = in_order(self.hosts, self.names)
+            here = [name for name in self.names if name not in (self._without or {})]
+            self.hosts = in_order(self.hosts, here)
         return self.hosts
 
     def close(self) -> None:
@@ -124,9 +132,15 @@ class Contact:
             pool.shutdown(wait=False, cancel_futures=True)
         answers = [call.result() for call in calls]
         self.hosts = [answer for answer in answers if isinstance(answer, There)]
-        mistakes = [str(answer) for answer in answers if isinstance(answer, ValueError)]
-        if mistakes:
-            raise ValueError("\n".join(list(dict.fromkeys(mistakes))[:8]))
+        mistakes = {
+            calls[call]: str(answer)
+            for call, answer in zip(calls, answers, strict=True)
+            if isinstance(answer, ValueError)
+        }
+        if mistakes and (self._without is None or not self.hosts):
+            raise ValueError("\n".join(list(dict.fromkeys(mistakes.values()))[:8]))
+        if self._without is not None:
+            self._without.update(mistakes)
 
     def _alone(self, name: str) -> There | ValueError:
         """The agent of one host, over the standard input and output of a call."""
@@ -167,6 +181,11 @@ class Contact:
         with listening:
             try:
                 self._accept(listening, secret, started, found)
+            except ValueError as mistake:
+                if self._without is None or not found:
+                    raise
+                missing = [name for i, name in enumerate(self.names) if i not in found]
+                self._without.update(dict.fromkeys(missing, str(mistake)))
             finally:
                 self.hosts = [found[place] for place in sorted(found)]
 

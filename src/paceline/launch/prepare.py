@@ -47,36 +47,34 @@ def versions() -> dict[str, str]:
     return found
 
 
-def same_versions(hosts: list[There]) -> None:
-    """Raises ValueError where a host does not have what the launcher has."""
-    ours = versions()
-    for host in hosts:
-        for what, version in ours.items():
-            theirs = host.hello["versions"].get(what, "none")
-            if theirs != version:
-                raise ValueError(
-                    f"{host.name} has {what} {theirs}, the launcher has {version}. HINT: the same "
-                    "virtual environment on all hosts"
-                )
+def other_versions(host: There) -> str:
+    """What a host has and the launcher has not, in words, or ""."""
+    for what, version in versions().items():
+        theirs = host.hello["versions"].get(what, "none")
+        if theirs != version:
+            return (
+                f"{host.name} has {what} {theirs}, the launcher has {version}. HINT: the same "
+                "virtual environment on all hosts"
+            )
+    return ""
 
 
 def check(
     terms: Terms, hosts: list[There], on_each: list[int], granted: dict[str, int | None]
-) -> None:
-    """Each host looks whether the job can run there; raises ValueError where it can't. granted:
-    cores of each host that the scheduler says are the job's."""
+) -> dict[str, str]:
+    """Each host looks whether the job can run there; why not, by the name of each where it can't.
+    granted: cores of each host that the scheduler says are the job's."""
     wanted = asdict(replace(terms.job, summary=None, record=None))
     for host, count in zip(hosts, on_each, strict=True):
         told = {**wanted, "ranks": count, "granted": granted.get(host.name)}
         host.send(check=told, environment=terms.environment, folder=os.getcwd())
-    mistakes = []
+    mistakes = {}
     for host in hosts:
         try:
             host.answer("fits", CHECK_SECONDS)
         except ValueError as mistake:
-            mistakes.append(str(mistake))
-    if mistakes:
-        raise ValueError("\n".join(mistakes[:4]))
+            mistakes[host.name] = str(mistake)
+    return mistakes
 
 
 def begin(terms: Terms, hosts: dict[int, There], interfaces: list[tuple[str, str]]) -> None:

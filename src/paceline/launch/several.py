@@ -6,7 +6,7 @@ import secrets
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cluster.hosts import Host
@@ -18,7 +18,7 @@ from .later import put_back
 from .layout import counts, seats, told
 from .live import Live
 from .local import tell
-from .prepare import Terms, begin, label, same_versions
+from .prepare import Terms, begin, label, other_versions
 from .prepare import check as check_there
 from .remaining import Remaining, sort_out
 from .remaining import check as enough
@@ -41,13 +41,16 @@ def run(
     ranks: int | None,
     explicit: bool,
     environment: dict[str, str],
+    least: int = 1,
+    without: dict[str, str] | None = None,
 ) -> int:
     """Run the job on ``hosts``; its exit code, as ``local.run``.
 
-    ranks: in all, or None for each host's own number. explicit: slots are the user's words.
-    environment: variables that he wants on all hosts. Raises ValueError for his mistakes, for
-    hosts that can't be reached, and for hosts that can't reach each other: before any rank
-    starts.
+    ranks: in all, or None for each host's own number, which is ``least`` at least. explicit: slots
+    are the user's words. environment: variables that he wants on all hosts. without: takes, by
+    name, why hosts can't take part, and the others are enough; None: all are needed. Raises
+    ValueError for his mistakes, for hosts that can't be reached, and for hosts that can't reach
+    each other: before any rank starts.
     """
     check(replace(job, ranks=1))
     enough(job.min_hosts, len(hosts))
@@ -61,18 +64,18 @@ def run(
     started = time.monotonic_ns()
     if job.min_hosts is not None:
         os.environ.setdefault("SLURM_NO_KILL", "set")  # or srun ends all agents with one host's
-    contact = Contact(tool, [host.name for host in hosts])
+    contact = Contact(tool, [host.name for host in hosts], without=without)
     try:
         if not tool.passes_environment:
             environment = {**travelling(), **environment}
         terms = Terms(job, environment, secrets.token_hex(6))
-        there, on_each, interfaces = _ready(terms, contact, hosts, ranks, explicit)
+        layout = Layout(hosts, ranks, explicit, least)
+        there, on_each, interfaces, cores = _ready(terms, contact, layout, without)
         from .watch import watch
 
         about = _about(job, there, on_each)
         live = Live(terms.run, there, about)
         remaining = Remaining(there, on_each, job.min_hosts, about, live.replace)
-        cores = granted(hosts, contact.hosts)
         returning = _returning(terms, tool, there, on_each, interfaces, cores)
         remaining.returning = returning if job.min_hosts is not None else None
         look, run_id = remaining.only(live.look), terms.run
@@ -102,22 +105,70 @@ def run(
     return code
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What is wanted of how many ranks, as ``run`` takes it."""
+
+    hosts: list[Host]
+    ranks: int | None
+    explicit: bool
+    least: int
+
+    def of(self, found: list[There]) -> tuple[list[int], dict[str, int | None]]:
+        """How many ranks each of these hosts gets, and which cores the scheduler gives there: from
+        what the user, the scheduler and the hosts themselves say."""
+        by_name = {host.name: host for host in self.hosts}
+        if len(found) == len(self.hosts):  # a tool may know them by other names
+            hosts = self.hosts
+        else:
+            hosts = [by_name.get(there.name, Host(there.name)) for there in found]
+        known = [
+            replace(host, name=there.name, devices=there.hello["devices"], numa=there.hello["numa"])
+            for host, there in zip(hosts, found, strict=True)
+        ]
+        on_each = counts(known, self.ranks, self.explicit)
+        if self.ranks is None and not self.explicit:
+            on_each = [max(self.least, count) for count in on_each]
+        return on_each, {host.name: host.cpus for host in known}
+
+
 def _ready(
-    terms: Terms, contact: Contact, hosts: list[Host], ranks: int | None, explicit: bool
-) -> tuple[list[There], list[int], list[tuple[str, str]]]:
-    """The hosts that get ranks, ready to start them, how many each, and by which interface and
-    address they reach each other."""
+    terms: Terms, contact: Contact, layout: Layout, without: dict[str, str] | None
+) -> tuple[list[There], list[int], list[tuple[str, str]], dict[str, int | None]]:
+    """The hosts that get ranks, ready to start them, how many each, by which interface and address
+    they reach each other, and their cores."""
     found = contact.make()
-    same_versions(found)
-    on_each = _counts(hosts, found, ranks, explicit)
-    there = [host for host, count in zip(found, on_each, strict=True) if count]
-    on_each = [count for count in on_each if count]
-    check_there(terms, there, on_each, granted(hosts, found))
+    found = _able(found, {host.name: other_versions(host) for host in found}, without)
+    on_each, cores = layout.of(found)
+    mistakes = check_there(terms, *_used(found, on_each), cores)
+    if mistakes:
+        found = _able(found, mistakes, without)
+        on_each, cores = layout.of(found)
+    there, on_each = _used(found, on_each)
     interfaces = _reach(there)
     label(terms)
     begin(terms, dict(enumerate(there)), interfaces)
     _say(there, on_each, interfaces, contact.tool)
-    return there, on_each, interfaces
+    return there, on_each, interfaces, cores
+
+
+def _used(hosts: list[There], on_each: list[int]) -> tuple[list[There], list[int]]:
+    """Those that get ranks."""
+    used = [host for host, count in zip(hosts, on_each, strict=True) if count]
+    return used, [count for count in on_each if count]
+
+
+def _able(
+    hosts: list[There], mistakes: dict[str, str], without: dict[str, str] | None
+) -> list[There]:
+    """Without the hosts that can't take part; ValueError where all are needed, or none is left."""
+    told = {name: why for name, why in mistakes.items() if why}
+    left = [host for host in hosts if host.name not in told]
+    if told and (without is None or not left):
+        raise ValueError("\n".join(list(told.values())[:4]))
+    if without is not None:
+        without.update(told)
+    return left
 
 
 def _returning(
@@ -134,25 +185,11 @@ def _returning(
 
     def prepare(place: int, host: There) -> None:
         host.name = names[place]
-        same_versions([host])
-        check_there(terms, [host], [on_each[place]], cores)
+        _able([host], {host.name: other_versions(host)}, None)
+        _able([host], check_there(terms, [host], [on_each[place]], cores), None)
         begin(terms, {place: host}, interfaces)
 
     return Returning(lambda place: Contact(tool, [names[place]], quiet=True), prepare)
-
-
-def granted(hosts: list[Host], found: list[There]) -> dict[str, int | None]:
-    """The cores that the scheduler gives on each host, by the host's name."""
-    return {there.name: host.cpus for host, there in zip(hosts, found, strict=True)}
-
-
-def _counts(hosts: list[Host], found: list[There], ranks: int | None, explicit: bool) -> list[int]:
-    """Ranks on each host, from what the user, the scheduler and the hosts themselves say."""
-    known = [
-        replace(host, name=there.name, devices=there.hello["devices"], numa=there.hello["numa"])
-        for host, there in zip(hosts, found, strict=True)
-    ]
-    return counts(known, ranks, explicit)
 
 
 def _reach(hosts: list[There]) -> list[tuple[str, str]]:
