@@ -351,8 +351,6 @@ class Agent(SimpleElasticAgent):
             self.take_end(signal.SIGTERM)
         elif rank is not None and "left" in message:
             rank.left = int(message["left"])
-        elif "say" in message:
-            self.output.say(f"{message['say']}\n")
         elif "summary" in message and self.summary is not None:
             try:
                 self.summary.write_text(message["summary"])

@@ -127,7 +127,7 @@ class Layout:
             for host, there in zip(hosts, found, strict=True)
         ]
         on_each = counts(known, self.ranks, self.explicit)
-        if self.ranks is None and not self.explicit:
+        if self.ranks is None and any(host.slots is None for host in hosts):
             on_each = [max(self.least, count) for count in on_each]
         return on_each, {host.name: host.cpus for host in known}
 

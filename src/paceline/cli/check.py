@@ -1,0 +1,113 @@
+"""``paceline check``."""
+
+import sys
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .base import app, mistakes_told
+
+BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # exit code 1
+
+
+@app.command(
+    epilog="Examples:  paceline check   ·   paceline check --data /scratch/me   ·   "
+    "salloc -N 4 paceline check --out before.toml   ·   "
+    "paceline check --compare before.toml after.toml",
+)
+def check(
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--compare",
+            help="Measure nothing: what differs between two machine files, by more than their "
+            "spread.",
+            metavar="BEFORE AFTER",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="A folder whose storage is measured: bandwidth and small files, read and write.",
+            show_default=False,
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("-H", "--hosts", help="Hosts, as paceline run has them.", show_default=False),
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="The hosts from a file.", show_default=False)
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="What starts an agent on each host.", show_default=False),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="A variable on all hosts, as NAME or NAME=VALUE.", show_default=False),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            help="Ranks in all. Default: as paceline run, and at least 2 on each host.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes and repetitions: about 10 s.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="The machine file to write.")] = Path(
+        "machine.toml"
+    ),
+    json: Annotated[
+        bool, typer.Option("--json", help="JSON on standard output instead of tables.")
+    ] = False,
+) -> None:
+    """What this machine, or all hosts of the allocation, can do, before the allocation is burnt.
+
+    Versions, limits, masks, clocks; arithmetic by precision, memory bandwidth, storage, import of
+    torch; collectives in each host and between hosts, every link. What is odd is red: a host that
+    is slower than its peers by more than the spread is named. Hosts that do not answer are named,
+    and the rest is checked. The figures go to a machine file (docs/machine-file.md).
+
+    Exit code 1 where a host does not answer, or is slower than others, or versions differ.
+    """
+    from rich.console import Console
+
+    from ..report import check as shown
+
+    with mistakes_told():
+        if compare is not None:
+            from ..cost.compare import compare as changes
+            from ..cost.machine import load
+
+            before, after = map(load, compare)
+            found = changes(before, after)
+            if json:
+                typer.echo(dumps([vars(change) for change in found]))
+            else:
+                Console().print(shown.compared(before, after, found))
+            return
+        from ..cost.machine import as_json, save
+        from ..cost.odd import odd
+        from ..study.check import Wish
+        from ..study.check import check as measured
+
+        wish = Wish(hosts, hostfile, launcher, tuple(env or ()), ranks, data, quick)
+        checked = measured(wish)
+        save(checked.machine, out)
+    oddities = odd(checked.machine)
+    if json:
+        found_json = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
+        typer.echo(dumps(found_json))
+    else:
+        Console().print(shown.drawn(checked.machine, oddities, checked.notes))
+        sys.stderr.write(f"paceline: the machine file is {out}\n")
+    raise typer.Exit(int(bool(checked.code) or any(one.kind in BAD for one in oddities)))

@@ -1,0 +1,1 @@
+"""Experiments on the machine itself: started over its hosts, measured, and gathered."""

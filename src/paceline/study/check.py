@@ -1,0 +1,121 @@
+"""``paceline check``: one job on all hosts that answer, each rank a probe; what they found is the
+machine file."""
+
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..cost.machine import Machine
+from ..cost.shapes import build
+from ..launch import local
+from ..launch.here import InServer
+from ..launch.job import Job
+from ..launch.layout import counts
+from ..launch.target import target
+from ..launch.travel import named
+
+RANKS = 2  # a host at least: collectives in a host are between ranks
+PROBE = "paceline.study.probe"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """machine: as it is saved. more: of each host what a machine file has no place for. notes: in
+    words. code: of the job."""
+
+    machine: Machine
+    more: dict[str, dict[str, Any]]
+    notes: list[str]
+    code: int
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Where and what, as the options of ``paceline check`` say."""
+
+    hosts: str | None = None
+    hostfile: Path | None = None
+    launcher: str | None = None
+    variables: tuple[str, ...] = ()
+    ranks: int | None = None
+    folder: Path | None = None
+    quick: bool = False
+
+
+def check(wish: Wish) -> Checked:
+    """Measure. Hosts that do not answer are named, and the rest is checked.
+
+    Raises ValueError for mistakes, and where nothing could be measured.
+    """
+    if wish.folder is not None and not wish.folder.is_dir():
+        raise ValueError(f"--data {wish.folder}: no such folder. HINT: one that all hosts see")
+    arguments = ["--quick"] * wish.quick
+    if wish.folder is not None:
+        arguments += ["--data", str(wish.folder.absolute())]
+    without: dict[str, str] = {}
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-check-"))
+    summary = scratch / "found.json"
+    job = Job(PROBE, arguments, True, bind="none", hang_timeout=0.0, summary=summary)
+    try:
+        code = _run(job, wish, without)
+        if not summary.exists():
+            raise ValueError(
+                f"nothing was measured: the probes ended with exit code {code}. HINT: what they "
+                "said is above; paceline run -m paceline.study.probe --quick runs them alone"
+            )
+        found = json.loads(summary.read_text())
+    except InServer:  # this process is the one that ranks are forked from, and all is another's
+        raise
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    shutil.rmtree(scratch, ignore_errors=True)
+    return Checked(*_read(found, without, wish), code)
+
+
+def _run(job: Job, wish: Wish, without: dict[str, str]) -> int:
+    environment = named(list(wish.variables))
+    where = target(wish.hosts, wish.hostfile, wish.launcher)
+    if where.tool is None:
+        os.environ.update(environment)
+        (count,) = counts(where.hosts, wish.ranks, where.explicit)
+        count = count if wish.ranks else max(RANKS, count)
+        return local.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
+    from ..launch import several
+
+    return several.run(
+        job,
+        where.hosts,
+        where.tool,
+        ranks=wish.ranks,
+        explicit=where.explicit,
+        environment=environment,
+        least=RANKS,
+        without=without,
+    )
+
+
+def _read(
+    found: dict[str, Any], without: dict[str, str], wish: Wish
+) -> tuple[Machine, dict[str, dict[str, Any]], list[str]]:
+    more = {host["name"]: host.pop("more", {}) for host in found["hosts"]}
+    words = ["paceline", "check", *(["-H", wish.hosts] if wish.hosts else [])]
+    words += ["--data", str(wish.folder)] if wish.folder else []
+    data = {
+        "version": 1,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(words),
+        "hosts": found["hosts"],
+        "collectives": found["collectives"],
+        "pairs": found["pairs"],
+        "unreachable": {**without, **found["unreachable"]},
+    }
+    machine: Machine = build(Machine, data, "", [])
+    notes = [f"{', '.join(note['hosts'][:4])}: {note['text']}" for note in found["notes"]]
+    return machine, more, notes

@@ -1,0 +1,40 @@
+"""One rank of a check: ``paceline run -m paceline.study.probe [--data DIR] [--quick]``.
+
+Rank 0 sends what all found to the launcher, for the file of its ``--json``; without a launcher it
+prints it. Exit code 3: all is sent, but there are hosts that did not answer, and their ranks may
+not end by themselves."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ...record.tell import to_launcher
+from .crew import Dropped
+from .run import USUAL, check
+
+SOME_SILENT = 3
+QUICK = 6.0  # seconds
+
+
+def main() -> int:
+    """Measure and send; the exit code."""
+    parser = argparse.ArgumentParser(prog="paceline.study.probe", description=__doc__)
+    parser.add_argument("--data", type=Path, help="a folder whose storage is measured")
+    parser.add_argument("--seconds", type=float, help=f"for the measures, about; {USUAL:g}")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
+    given = parser.parse_args()
+    seconds = given.seconds or (QUICK if given.quick else USUAL)
+    try:
+        found = check(given.data, seconds, given.quick)
+    except Dropped:
+        return 0
+    if found is None:
+        return 0
+    text = json.dumps(found)
+    if not to_launcher(summary=text):
+        print(text)
+    return SOME_SILENT if found["unreachable"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

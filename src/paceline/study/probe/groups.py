@@ -1,0 +1,68 @@
+"""The groups of ranks that measure their links: of one host, one rank of each host, all."""
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...cost.shapes import tree
+from .crew import Crew
+from .exchange import QUICK, SIZES, Members, collectives
+from .offset import offsets
+from .pairs import pairs
+
+TIMEOUT = 30.0  # seconds after which an exchange is an error
+
+
+class Groups:
+    """What each does is for crew.step; the lists that they return are of cost.machine's trees.
+
+    Call in_host and all_ranks, on every rank, before what leaders do alone: PyTorch makes a new
+    group's name of its ranks and of how many groups a rank has, and members must agree on it."""
+
+    def __init__(self, crew: Crew, seconds: float, quick: bool) -> None:
+        self.crew, self.seconds, self.sizes = crew, seconds, QUICK if quick else SIZES
+        self._made: dict[tuple[int, ...], Members] = {}
+
+    def in_host(self) -> Any:
+        """On a host with one rank nothing is left to do but to have the group."""
+        return self._collectives("in host", self.crew.host.ranks, (self.crew.host.name,))
+
+    def between(self) -> Any:
+        return self._collectives("between hosts", tuple(self.crew.leaders), self._names())
+
+    def all_ranks(self) -> Any:
+        ranks = tuple(rank for host in self.crew.hosts for rank in host.ranks)
+        return self._collectives("all", ranks, self._names())
+
+    def pairs(self) -> Any:
+        members = self._members(tuple(self.crew.leaders))
+        return tree(pairs(self.crew.hosts, self.crew.rank, members.group, members.device))
+
+    def offsets(self) -> Any:
+        members = self._members(tuple(self.crew.leaders))
+        return offsets(self.crew.hosts, self.crew.rank, members.group)
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(host.name for host in self.crew.hosts)
+
+    def _collectives(self, name: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> Any:
+        members = self._members(ranks)
+        if len(ranks) == 1:
+            return []
+        found = collectives(members, name, hosts, self.seconds, self.sizes)
+        return tree(found) if self.crew.rank == ranks[0] else []
+
+    def _members(self, ranks: tuple[int, ...]) -> Members:
+        """Made by its members only: others may be hosts that have gone silent."""
+        if ranks not in self._made:
+            group = dist.new_group(
+                list(ranks),
+                timeout=datetime.timedelta(seconds=TIMEOUT),
+                use_local_synchronization=True,
+            )
+            gpus = all(host.gpus for host in self.crew.hosts)
+            device = torch.device("cuda", torch.cuda.current_device()) if gpus else "cpu"
+            self._made[ranks] = Members(group, len(ranks), torch.device(device))
+        return self._made[ranks]

@@ -1,0 +1,98 @@
+"""What the steps found, as one tree of plain values, for the launcher.
+
+hosts: HostFacts, each with "more", what a machine file has no place for; collectives, pairs: as
+in cost.machine; unreachable: hosts that did not answer, and why; notes: what failed, or is worth
+knowing, each with "hosts", "measure" and "text"."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .crew import Host, Said
+from .pairs import EVERY_PAIR
+
+# The field of HostFacts that a step is for, where it is another word.
+FIELDS = {"import torch": "import_torch", "clocks": "clock_offset_s"}
+
+
+class Summary:
+    """Filled step by step."""
+
+    def __init__(self, hosts: Sequence[Host], folder: Path | None) -> None:
+        self._hosts: dict[str, dict[str, Any]] = {
+            host.name: {"name": host.name, "more": {"machine": host.machine}} for host in hosts
+        }
+        self._collectives: list[Any] = []
+        self._pairs: list[Any] = []
+        self._notes: list[dict[str, Any]] = []
+        machines: dict[str, list[str]] = {}
+        for host in hosts:
+            machines.setdefault(host.machine, []).append(host.name)
+        for names in machines.values():
+            if len(names) > 1:
+                text = "are one machine: what each does alone was measured one after another"
+                self._note(names, "machine", text)
+        if folder is not None and len(machines) > 1:
+            text = f"{folder} was measured from {len(machines)} machines at the same time"
+            self._note(list(self._hosts), "storage", text)
+        if len(hosts) > EVERY_PAIR:
+            text = f"of {len(hosts)} hosts not all pairs were measured: neighbours and some others"
+            self._note(list(self._hosts), "pairs", text)
+
+    def facts(self, said: Said) -> None:
+        for name, (found, more) in said.found.items():
+            own = self._hosts[name]
+            self._hosts[name] = {**own, **found, "more": {**own["more"], **more}}
+        self._failed("facts", said)
+
+    def imports(self, said: Said) -> None:
+        for name, (seconds, first, calls, by) in said.found.items():
+            own = self._hosts[name]
+            own["import_torch"], own["import_torch_calls"] = seconds, calls
+            own["more"] |= {"import_torch_first_s": first, "import_torch_calls_by": by}
+        self._failed("import torch", said)
+
+    def part(self, field: str, said: Said) -> None:
+        """A list that is a field of HostFacts."""
+        for name, found in said.found.items():
+            self._hosts[name][field] = found
+        self._failed(field, said)
+
+    def offsets(self, said: Said) -> None:
+        for found in said.found.values():
+            for name, (offset, uncertainty) in found.items():
+                self._hosts[name]["clock_offset_s"] = offset
+                self._hosts[name]["clock_uncertainty_s"] = uncertainty
+        self._failed("clocks", said)
+
+    def collectives(self, measure: str, said: Said) -> None:
+        self._collectives += [one for found in said.found.values() for one in found]
+        self._failed(measure, said)
+
+    def pairs(self, said: Said) -> None:
+        self._pairs += [one for found in said.found.values() for one in found]
+        self._failed("links", said)
+
+    def as_json(self, silent: dict[str, str]) -> dict[str, Any]:
+        return {
+            "hosts": list(self._hosts.values()),
+            "collectives": self._collectives,
+            "pairs": self._pairs,
+            "unreachable": silent,
+            "notes": self._notes,
+        }
+
+    def _note(self, hosts: list[str], measure: str, text: str) -> None:
+        self._notes.append({"hosts": hosts, "measure": measure, "text": text})
+
+    def _failed(self, measure: str, said: Said) -> None:
+        """Hosts on which it failed alike stand in one note."""
+        alike: dict[str, list[str]] = {}
+        for name, why in said.failed.items():
+            alike.setdefault(why, []).append(name)
+            own = self._hosts[name]
+            if not measure.startswith(("collectives", "links")):
+                field = FIELDS.get(measure, measure)
+                own["missing"] = {**own.get("missing", {}), field: why}
+        for why, names in alike.items():
+            self._note(names, measure, why)

@@ -1,0 +1,121 @@
+"""`paceline check` as its user sees it: what is measured, what is odd, and what becomes of hosts
+that do not answer or are slow."""
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ranks
+from paceline.cost.machine import load, save
+
+
+def check(folder, *words):
+    return subprocess.run(
+        [ranks.PACELINE, "check", *map(str, words)],
+        cwd=folder,
+        env=ranks.environment(NO_COLOR="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_one_machine_is_measured_saved_and_compared(tmp_path):
+    done = check(tmp_path, "--quick", "--json", "--data", tmp_path, "--out", "a.toml")
+    assert done.returncode == 0, done.stderr
+    assert "paceline check: arithmetic ..." in done.stderr
+    told = json.loads(done.stdout)
+    machine = load(tmp_path / "a.toml")
+    (host,) = machine.hosts
+    assert told["machine"]["hosts"][0]["name"] == host.name == os.uname().nodename
+    assert {one.precision for one in host.arithmetic} >= {"float32", "float64", "bfloat16"}
+    assert all(one.rate.low > 0 for one in host.arithmetic)
+    assert host.storage[0].small_create.median > 0
+    (reduce,) = [one for one in machine.collectives if one.operation == "all-reduce"]
+    assert (reduce.group, reduce.ranks) == ("in host", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.toml"]
+
+    slow = [replace(one, rate=times(one.rate, 0.5)) for one in host.arithmetic]
+    save(replace(machine, hosts=(replace(host, arithmetic=tuple(slow)),)), tmp_path / "b.toml")
+    said = " ".join(check(tmp_path, "--compare", "a.toml", "b.toml").stdout.split())
+    assert "float32 matrix product" in said
+    assert "-50" in said
+    missing = check(tmp_path, "--compare", "a.toml", "c.toml")
+    assert missing.returncode == 2
+    assert "HINT" in missing.stderr
+
+
+def times(figure, factor):
+    values = (factor * value for value in (figure.median, figure.low, figure.high))
+    return type(figure)(*values, figure.n, figure.unit)
+
+
+def test_mistakes_are_told_before_anything_is_measured(tmp_path):
+    done = check(tmp_path, "--data", tmp_path / "none")
+    assert done.returncode == 2
+    assert "no such folder. HINT: one that all hosts see" in done.stderr
+
+
+@pytest.mark.soak
+def test_a_host_that_does_not_answer_is_named_and_the_rest_is_checked(hosts, shared_folder):
+    hosts.link("host3", False)
+    done = hosts.run(
+        "host0", ranks.PACELINE, "check", "--quick", "-H", "host1,host2,host3",
+        cwd=shared_folder, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "host3 can't be reached" in done.stdout
+    assert "host1 host2" in done.stdout  # the link between them
+    assert set(load(shared_folder / "machine.toml").unreachable) == {"host3"}
+    hosts.link("host3", True)
+    assert hosts.left_over(10) == []
+
+
+CPU = Path("/sys/fs/cgroup/cpu")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    not os.access(CPU / "cpu.cfs_quota_us", os.R_OK) and not (CPU / "cgroup.procs").exists(),
+    reason="needs control groups of version 1",
+)
+def test_a_throttled_host_and_a_throttled_link_are_named(hosts, shared_folder):
+    group = CPU / f"paceline-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text("10000")
+        (group / "cpu.cfs_quota_us").write_text("6000")  # of two cores
+        (group / "cgroup.procs").write_text(str(machine_pid(hosts, "host2", "sshd")))
+        rate = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "200mbit"]
+        hosts.run("host4", *rate, "burst", "100kb", "latency", "50ms")
+        names = "host1,host2,host3,host4"
+        done = hosts.run(
+            "host0", ranks.PACELINE, "check", "--quick", "-H", names,
+            cwd=shared_folder, check=False, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        text = " ".join(done.stdout.split())
+        assert "host2 is slow: float64 matrix product of its processors is" in text
+        assert "all links of host4 are slow: bandwidth is" in text
+    finally:
+        hosts.run("host4", "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
+        for pid in (group / "cgroup.procs").read_text().split():
+            (CPU / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+def machine_pid(hosts, name, command):
+    """The machine's number of a host's process."""
+    space = os.readlink(f"/proc/{hosts.first(name)}/ns/pid")
+    for entry in Path("/proc").iterdir():
+        try:
+            found = entry.name.isdigit() and os.readlink(entry / "ns/pid") == space
+            if found and (entry / "comm").read_text().strip() == command:
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no {command} on {name}")
