@@ -64,14 +64,15 @@ def parser(name: str, what: str, faults: tuple[str, ...]) -> argparse.ArgumentPa
     found = options(name, what, repeats=7)
     found.add_argument("--silence", type=float, default=5.0)
     found.add_argument("--faults", nargs="+", choices=faults, default=list(faults))
+    found.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     return found
 
 
 def compared(args: argparse.Namespace, measure: Callable[[str, str], dict[str, float]]) -> Times:
     """Each fault under each launcher, in turn. measure: one, as (fault, launcher)."""
-    cases = [(fault, launcher) for fault in args.faults for launcher in LAUNCHERS]
+    cases = [(fault, launcher) for fault in args.faults for launcher in args.launchers]
     times: Times = {
-        fault: {launcher: {what: [] for what in WHAT} for launcher in LAUNCHERS}
+        fault: {launcher: {what: [] for what in WHAT} for launcher in args.launchers}
         for fault in args.faults
     }
     order = [case for cases_of_round in rounds(cases, args.repeats) for case in cases_of_round]
@@ -126,8 +127,8 @@ def seconds_of(folder: Path, heard: Heard) -> dict[str, float]:
 
 def report(name: str, heading: str, args: Any, facts: dict[str, Any], times: Times) -> None:
     table = Table(title=f"Faults, {args.repeats} rounds: seconds after it, median (quartiles)")
-    for column in (heading, "", *LAUNCHERS):
-        table.add_column(column, justify="right" if column in LAUNCHERS else "left")
+    for column in (heading, "", *args.launchers):
+        table.add_column(column, justify="right" if column in args.launchers else "left")
     medians: dict[str, Any] = {}
     for fault, launchers in times.items():
         medians[fault] = {
@@ -135,7 +136,7 @@ def report(name: str, heading: str, args: Any, facts: dict[str, Any], times: Tim
             for launcher, found in launchers.items()
         }
         for what, label in WHAT.items():
-            cells = [medians[fault][launcher][what] for launcher in LAUNCHERS]
+            cells = [medians[fault][launcher][what] for launcher in args.launchers]
             table.add_row(fault, label, *(shown(cell) for cell in cells))
     console.print(table)
     targets = [

@@ -1,4 +1,4 @@
-"""The same script, unchanged, from everywhere: each launcher on 1, 2 and 4 hosts gives the result
+"""The same script, unchanged, from everywhere: each launcher on several hosts gives the result
 of the script run alone, and nothing is left on any host. `pytest -s` prints the table.
 """
 
@@ -108,8 +108,12 @@ def of_torch(folder):
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+# All on 2 hosts, where they differ; on 1 and 4 one of each way to reach the hosts.
+ON = [(kind, 2) for kind in KINDS]
+ON += [(kind, n) for kind in ("paceline run -H", "paceline run in sbatch", "srun") for n in (1, 4)]
+
+
+@pytest.mark.parametrize(("kind", "n"), ON)
 def test_the_same_script_has_the_same_result(
     hosts, slurm, mpi, shared_folder, alone, table, kind, n
 ):

@@ -16,8 +16,8 @@ import ranks
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
-FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 100))
-OF_HOSTS, OF_LAUNCHERS = FAULTS * 16 // 100, FAULTS * 12 // 100
+FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 50))
+OF_HOSTS, OF_LAUNCHERS = FAULTS * 24 // 100, FAULTS * 16 // 100
 
 # Rank 0 says after each step how far the job is, and how large. It trains until the file "last"
 # names an epoch that is over. In doubles: one rank and two sum in different orders.

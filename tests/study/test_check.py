@@ -60,21 +60,6 @@ def test_mistakes_are_told_before_anything_is_measured(tmp_path):
     assert "no such folder. HINT: one that all hosts see" in done.stderr
 
 
-@pytest.mark.soak
-def test_a_host_that_does_not_answer_is_named_and_the_rest_is_checked(hosts, shared_folder):
-    hosts.link("host3", False)
-    done = hosts.run(
-        "host0", ranks.PACELINE, "check", "--quick", "-H", "host1,host2,host3",
-        cwd=shared_folder, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "host3 can't be reached" in done.stdout
-    assert "host1 host2" in done.stdout  # the link between them
-    assert set(load(shared_folder / "machine.toml").unreachable) == {"host3"}
-    hosts.link("host3", True)
-    assert hosts.left_over(10) == []
-
-
 CPU = Path("/sys/fs/cgroup/cpu")
 
 
@@ -83,7 +68,7 @@ CPU = Path("/sys/fs/cgroup/cpu")
     not os.access(CPU / "cpu.cfs_quota_us", os.R_OK) and not (CPU / "cgroup.procs").exists(),
     reason="needs control groups of version 1",
 )
-def test_a_throttled_host_and_a_throttled_link_are_named(hosts, shared_folder):
+def test_slow_and_missing_hosts_and_slow_links_are_named(hosts, shared_folder):
     group = CPU / f"paceline-test-{os.getpid()}"
     group.mkdir()
     try:
@@ -92,7 +77,7 @@ def test_a_throttled_host_and_a_throttled_link_are_named(hosts, shared_folder):
         (group / "cgroup.procs").write_text(str(machine_pid(hosts, "host2", "sshd")))
         rate = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "200mbit"]
         hosts.run("host4", *rate, "burst", "100kb", "latency", "50ms")
-        names = "host1,host2,host3,host4"
+        names = "host1,host2,host3,host4,host9"
         done = hosts.run(
             "host0", ranks.PACELINE, "check", "--quick", "-H", names,
             cwd=shared_folder, check=False, timeout=200,
@@ -101,6 +86,8 @@ def test_a_throttled_host_and_a_throttled_link_are_named(hosts, shared_folder):
         text = " ".join(done.stdout.split())
         assert "host2 is slow: float64 matrix product of its processors is" in text
         assert "all links of host4 are slow: bandwidth is" in text
+        assert "host9 can't be reached: host9: no such host" in text
+        assert set(load(shared_folder / "machine.toml").unreachable) == {"host9"}
     finally:
         hosts.run("host4", "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
         for pid in (group / "cgroup.procs").read_text().split():

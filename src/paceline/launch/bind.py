@@ -5,13 +5,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..cluster.binding import KINDS, Place, plan
+from ..cluster.binding import Place, plan
 from ..cluster.cards import Card, cards
 from ..cluster.host import cores, devices
 from ..cluster.topology import Topology, topology
-from .job import Job
+from .job import AUTO, Job
 
-AUTO = "auto"
 # Where threads go, by the user's own word: no plan of ours comes on top unless it is asked for.
 OWN = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
@@ -24,7 +23,6 @@ def places(job: Job, root: Path = Path("/")) -> list[Place]:
     """
     found, allowed = topology(root), set(cores())
     if job.bind != AUTO:
-        _known(job.bind)
         return _plan(job, job.bind, found, allowed, cards(root))
     why = unasked(job, found, allowed, os.environ)
     if not why:
@@ -102,13 +100,6 @@ def visible(environment: Mapping[str, str]) -> list[int] | None:
         return None
     names = [name.strip() for name in said.split(",") if name.strip() not in ("", "-1")]
     return [int(name) if name.isdecimal() else -1 for name in names]
-
-
-def _known(kind: str) -> None:
-    if kind not in KINDS:
-        raise ValueError(
-            f"--bind {kind} is not known. HINT: {AUTO}, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
-        )
 
 
 def _noted(place: Place, note: str) -> Place:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import limit
+from ..cluster.binding import KINDS
 from ..cluster.host import free_memory
 from . import keep, later
 
@@ -18,6 +19,7 @@ RANK_BYTES = 64 << 20
 FRESH_RANK_BYTES = 230 << 20
 # A variable of these is meant for one rank's interpreter from its very start.
 OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
+AUTO = "auto"  # bound where the cores are this job's alone
 # Imported before the fork where the script imports them: heavy, and without side effects.
 PRELOADED = ("torch", "numpy", "scipy", "sklearn", "pandas", "PIL")
 
@@ -34,7 +36,7 @@ class Job:
     min_hosts: int | None = None  # that an attempt needs; None: all
     fresh: bool = False
     threads: int | None = None
-    bind: str = "auto"
+    bind: str = AUTO
     cpus_per_rank: int | None = None
     smt: bool | None = None  # whether a rank has a thread for each hardware thread of its cores
     report_bindings: bool = False
@@ -91,6 +93,10 @@ def check(job: Job) -> bytes:
         )
     if job.hang_timeout < 0:
         raise ValueError(f"--hang-timeout {job.hang_timeout:g}: HINT: seconds, or 0 for never")
+    if job.bind not in (AUTO, *KINDS):
+        raise ValueError(
+            f"--bind {job.bind} is not known. HINT: {AUTO}, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        )
     limit.end_time(os.environ)
     if job.record is not None:
         keep.check(job.record)
