@@ -9,15 +9,16 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..cluster.binding import Place
 from ..comm.reach import listen_on
-from .bindings import of_host
 from .frameworks import free_ports
 from .keep import note_attempt
 from .progress import Observer, Progress
 from .server import MESSAGE_BYTES, kill_group
+
+if TYPE_CHECKING:  # the command line loads this module for every command
+    from ..cluster.binding import Place
 
 
 class InServer(BaseException):
@@ -80,7 +81,7 @@ class Here:
         self,
         server: Server,
         environment: dict[str, str],
-        places: list[Place],
+        places: "list[Place]",
         own: list[dict[str, str]],
         address: str = "127.0.0.1",
     ) -> None:
@@ -148,6 +149,8 @@ class Here:
 
     def bindings(self) -> dict[str, Any]:
         """Where its ranks really are."""
+        from .bindings import of_host
+
         running = {rank: (self._pids[rank], self._local[rank]) for rank in self._running}
         return of_host(self._places, running)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import limit
-from ..cluster.binding import KINDS
 from ..cluster.host import free_memory
 from . import keep, later
 
@@ -72,6 +71,8 @@ def variables(job: Job, run: str) -> dict[str, str]:
 
 def check(job: Job) -> bytes:
     """Refuse what can't work; the source of the script or module."""
+    from ..cluster.binding import KINDS
+
     if job.ranks < 1:
         raise ValueError(f"-n {job.ranks}: at least one rank is needed. HINT: -n 1")
     each = FRESH_RANK_BYTES if job.own_interpreters else RANK_BYTES

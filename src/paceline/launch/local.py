@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..comm.reach import variables as interface_variables
-from . import bind, keep, live
+from . import keep, live
 from .here import Here, InServer, Server, start_server
 from .interrupt import ENDING, Interrupt, TerminatedError, raise_on_end
 from .job import Job, check, preloads, variables
@@ -42,6 +42,8 @@ def run(job: Job) -> int:
 
 
 def _run(job: Job, interrupt: Interrupt) -> int:
+    from . import bind
+
     source, places = check(job), bind.places(job)
     prctl(SUBREAPER, 1)
     started = time.monotonic_ns()
