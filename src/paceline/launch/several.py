@@ -143,7 +143,8 @@ def _ready(
     mistakes = check_there(terms, *_used(found, on_each), cores)
     if mistakes:
         found = _able(found, mistakes, without)
-        on_each, cores = layout.of(found)
+        on_each, cores = layout.of(found)  # other numbers, perhaps: to be told once more
+        _able(found, check_there(terms, *_used(found, on_each), cores), None)
     there, on_each = _used(found, on_each)
     interfaces = _reach(there)
     label(terms)
