@@ -44,11 +44,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--steps", type=int, default=300, help="measured steps a run")
     parser.add_argument("--warmup", type=int, default=30, help="steps before them")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     args = parser.parse_args()
     facts = machine()
     os.environ.pop("OMP_NUM_THREADS", None)  # each launcher's own choice
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    order = [name for names in rounds(list(WAYS), args.repeats) for name in names]
+    ways = [BASE, *(name for name in args.ways if name != BASE)]
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    order = [name for names in rounds(ways, args.repeats) for name in names]
     for name in track(order, "binding", transient=True):
         times[name].append(measure(name, args))
     report(args, facts, times)
@@ -73,7 +75,7 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, list[float]]) -> N
     table = Table(title=f"A step on {args.ranks} ranks, {args.repeats} rounds")
     for heading in ("started by", "µs: median (quartiles)", "ratio by round: median (quartiles)"):
         table.add_column(heading, justify="left" if heading == "started by" else "right")
-    for name in WAYS:
+    for name in times:
         m, r = medians[name], ratios[name]
         table.add_row(
             name,
@@ -82,7 +84,8 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, list[float]]) -> N
         )
     console.print(table)
     claim = "a step bound to a core each takes no longer than torchrun's default"
-    targets = [target(claim, 1.0, ratios["paceline, a core each"])]
+    bound = "paceline, a core each"
+    targets = [target(claim, 1.0, ratios[bound])] if bound in ratios else []
     found = {"measurements": times, "medians": medians, "ratios": ratios, "targets": targets}
     finish("binding", args, facts, **found)
 

@@ -103,9 +103,6 @@ def test_unasked_ranks_are_bound_only_where_their_cores_are_granted(tmp_path):
     assert (found[0]["rank"], found[0]["workers"]) == ([1], [[1, -1]])
     assert "not bound" not in said
 
-    found, said = train(tmp_path, "", before=["taskset", "-c", "1"])
-    assert "not bound: 2 ranks need a core each, and 1 is allowed here" in " ".join(said.split())
-
     found, said = train(tmp_path, "", before=["taskset", "-c", "1"], number=1, OMP_PLACES="cores")
     assert "not bound: OMP_PLACES is set" in said
 
@@ -136,7 +133,7 @@ def test_in_a_cpuset_only_its_cores_are_used(tmp_path):
 @two_cores
 @pytest.mark.soak
 def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
-    ranks.write(shared_folder, TRAIN.format(more="pass"))
+    ranks.write(shared_folder, TRAIN.format(more="pass").replace("return 160", "return 800"))
     line = f"{ranks.PACELINE} run -n 4 --report-bindings script.py"
     torch = f"export TORCHINDUCTOR_CACHE_DIR={shared_folder}/torch"
     job = slurm.batch(f"#!/bin/sh\n{torch}\nexec {line}\n", "-N2", "--exclusive", cwd=shared_folder)

@@ -240,7 +240,6 @@ def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole
     ("count", "options", "state"),
     [
         (1, [], "CANCELLED"),
-        (2, [], "CANCELLED"),
         (2, ["-s", "TERM"], "FAILED"),  # the steps, not the batch script: as preemption does
     ],
 )

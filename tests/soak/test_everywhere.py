@@ -108,9 +108,9 @@ def of_torch(folder):
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
 
 
-# All on 2 hosts, where they differ; on 1 and 4 one of each way to reach the hosts.
+# All on 2 hosts, where they differ.
 ON = [(kind, 2) for kind in KINDS]
-ON += [(kind, n) for kind in ("paceline run -H", "paceline run in sbatch", "srun") for n in (1, 4)]
+ON += [("paceline run -H", 1), ("srun", 1), ("paceline run -H", 4)]
 
 
 @pytest.mark.parametrize(("kind", "n"), ON)

@@ -20,10 +20,6 @@ SHOW = """
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole, whoever writes meanwhile
     """
 EVEN = ["0 2 0 host1 eth0 3", "1 2 0 host2 eth0 3"]
-TORCHRUN = [
-    *(ranks.BIN / "torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7"),
-    *("--rdzv-backend=c10d", "--rdzv-endpoint=host1:29533", "--log-dir=logs"),
-]
 
 
 @pytest.fixture
@@ -77,15 +73,6 @@ def test_mpirun_in_an_allocation(started):
     result, _ = started("salloc", "-N2", "-n2", bed.MPIRUN, "--bind-to", "none")
     assert joined(result) == EVEN
     assert "2 ranks (Open MPI), network eth0" in result.stderr
-
-
-def test_torchrun_on_each_host_of_a_step(started):
-    """Each torchrun is a task of the step; what it starts are the ranks."""
-    result, _ = started("srun", "-N2", "-n2", *TORCHRUN, python=())
-    found = [re.sub(r"^\[\w+\]:", "", line) for line in joined(result)]
-    assert [re.sub(r"host\d", "host", line) for line in found] == [
-        re.sub(r"host\d", "host", line) for line in EVEN
-    ]  # torchrun gives the ranks in the order in which hosts come
 
 
 def test_a_size_that_contradicts_the_launcher_is_told_at_once(started):

@@ -17,7 +17,7 @@ from .layout import Seat
 from .progress import Progress
 
 UNRECORDED_SECONDS = 10.0  # after a start: nothing is known of the steps of some scripts
-EVERY_SECONDS = 0.5  # between two looks; the one after the first step finds workers and threads
+EVERY_SECONDS = 0.25  # between two looks; the one after the first step finds workers and threads
 
 
 class Host(Protocol):
@@ -118,3 +118,11 @@ class Report:
 
         used = sorted({seat.host for seat in seats})
         self._say(drawn([(hosts[number].name, hosts[number].bindings()) for number in used]))
+
+    def end(self) -> None:
+        """The ranks have ended."""
+        if not self._told:
+            self._say(
+                "paceline: --report-bindings: the ranks ended before they could be looked at, half "
+                "a second after their first step. HINT: more steps\n"
+            )

@@ -94,6 +94,8 @@ def begin(terms: Terms, hosts: dict[int, There], interfaces: list[tuple[str, str
         host.watched = True
         if job.hang_timeout:
             host.every = min(PULSE, max(0.5, job.hang_timeout / 4))
+        if job.report_bindings:  # how far the ranks are is asked for that often
+            host.every = 0.25
 
 
 def label(terms: Terms) -> None:

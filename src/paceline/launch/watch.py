@@ -65,6 +65,8 @@ def watch(
         return agent.cause.code or 1
     finally:
         no_longer_end()
+        if agent.bindings is not None:
+            agent.bindings.end()
         agent.output.close()
     if agent.left is not None:
         interrupt.go_on_later = agent.leave_by is None
