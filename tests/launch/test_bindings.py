@@ -103,6 +103,9 @@ def test_unasked_ranks_are_bound_only_where_their_cores_are_granted(tmp_path):
     assert (found[0]["rank"], found[0]["workers"]) == ([1], [[1, -1]])
     assert "not bound" not in said
 
+    _, said = train(tmp_path, "", before=["taskset", "-c", "1"])
+    assert "ranks 0-1: 2 threads on 1 core (1)" in " ".join(said.split())
+
     found, said = train(tmp_path, "", before=["taskset", "-c", "1"], number=1, OMP_PLACES="cores")
     assert "not bound: OMP_PLACES is set" in said
 

@@ -238,7 +238,7 @@ class Agent(SimpleElasticAgent):
         used = f" ({spec.max_restarts - self._remaining_restarts} of {spec.max_restarts})"
         self.output.say(
             f"paceline: {news or 'starting again'} from the last checkpoint"
-            f"{'' if self._back else used}\n"
+            f"{used if self.cause is not None else ''}\n"
         )
 
     def _welcome_back(self) -> None:

@@ -29,10 +29,12 @@ class Host(Protocol):
     def bindings(self) -> dict[str, Any]: ...
 
 
-def of_host(places: Sequence[Place], pids: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
+def of_host(
+    places: Sequence[Place], pids: Mapping[int, tuple[int, int]], smt: bool | None = None
+) -> dict[str, Any]:
     """What this host tells: its cores, and each rank's place as it was planned and as it is.
 
-    pids: of each rank, its process and its number on this host.
+    pids: of each rank, its process and its number on this host. smt: as it was planned with.
     """
     host, near = topology(), cards()
     ranks, found = [], []
@@ -62,14 +64,9 @@ def of_host(places: Sequence[Place], pids: Mapping[int, tuple[int, int]]) -> dic
         "allowed": cores(),
         "ranks": ranks,
         "numbers": [one["rank"] for one in ranks],
-        "odd": odd(found, host, near, visible=visible(os.environ)) if any_bound(found) else [],
+        "odd": odd(found, host, near, allowed=set(cores()), visible=visible(os.environ), smt=smt),
         "notes": list(dict.fromkeys(note for place in places for note in place.notes)),
     }
-
-
-def any_bound(places: Sequence[Place]) -> bool:
-    """Whether the ranks are apart at all: those that share everything do so on purpose."""
-    return len({place.cpus for place in places}) > 1 or len(places) == 1
 
 
 def astray(planned: Place, found: Process, below: Sequence[Process]) -> list[str]:

@@ -84,12 +84,14 @@ class Here:
         places: "list[Place]",
         own: list[dict[str, str]],
         address: str = "127.0.0.1",
+        smt: bool | None = None,
     ) -> None:
         """environment: of every rank. places: of each local rank; own: its variables. address:
-        where the ranks of other hosts reach a store here."""
+        where the ranks of other hosts reach a store here. smt: as the places were planned with."""
         self.name, self.address = socket.gethostname(), address
         self._channel = server.channel
         self._environment, self._places, self._own = environment, places, own
+        self._smt = smt
         self._output: Reader | None = None
         self._pids: dict[int, int] = {}  # of the last attempt
         self._local: dict[int, int] = {}
@@ -152,7 +154,7 @@ class Here:
         from .bindings import of_host
 
         running = {rank: (self._pids[rank], self._local[rank]) for rank in self._running}
-        return of_host(self._places, running)
+        return of_host(self._places, running, self._smt)
 
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count)

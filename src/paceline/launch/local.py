@@ -61,7 +61,7 @@ def _run(job: Job, interrupt: Interrupt) -> int:
 
         of_job = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
         environment = {**interface_variables("lo"), **os.environ, **of_job}
-        here = Here(server, environment, places, own)
+        here = Here(server, environment, places, own, smt=job.smt)
         look = functools.partial(live.look_here, folder)
         code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt, look)
     except InServer:  # this process is the server, and all is its own

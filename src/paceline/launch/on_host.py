@@ -166,7 +166,7 @@ class OnHost:
         environment = {**variables(interface), **environment}
         ours = [*self.channel.descriptors, *([self.claimed.fileno()] if self.claimed else [])]
         self.server = start_server(self.folder, preloads(self.job, self.source), ours)
-        self.here = Here(self.server, environment, self.places, own, address)
+        self.here = Here(self.server, environment, self.places, own, address, self.job.smt)
         self.here.show(self)
         self.selector.register(self.here, selectors.EVENT_READ)  # which says when it is ready
 

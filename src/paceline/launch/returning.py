@@ -77,8 +77,12 @@ class Returning:
             with self._lock:
                 self._contacts.append(contact)
             try:
-                (self._preparing[place],) = contact.make()
-                self._prepare(place, self._preparing[place])
+                (host,) = contact.make()
+                with self._lock:
+                    if self._over.is_set():
+                        raise ValueError("the job is over")
+                    self._preparing[place] = host
+                self._prepare(place, host)
                 with self._lock:
                     self._ready[place] = self._preparing.pop(place)
                 return

@@ -19,9 +19,12 @@ def start(
     hostfile: Path | None,
     launcher: str | None,
     variables: list[str],
-    show: bool,
+    show: bool = False,
+    least: int = 1,
+    without: dict[str, str] | None = None,
 ) -> int:
-    """Run the job where the options and the allocation say; the exit code.
+    """Run the job where the options and the allocation say; the exit code. least, without: as
+    ``several.run`` has them.
 
     Raises ValueError for the user's mistakes.
     """
@@ -34,6 +37,7 @@ def start(
     if where.tool is None:
         os.environ.update(environment)
         (count,) = counts(where.hosts, ranks, where.explicit)
+        count = count if ranks is not None else max(least, count)
         return local.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
     from . import several  # not needed, and not waited for, on one machine
 
@@ -44,4 +48,6 @@ def start(
         ranks=ranks,
         explicit=where.explicit,
         environment=environment,
+        least=least,
+        without=without,
     )

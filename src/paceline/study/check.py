@@ -2,23 +2,19 @@
 machine file."""
 
 import json
-import os
 import shlex
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..cost.machine import Machine
 from ..cost.shapes import build
-from ..launch import local
 from ..launch.here import InServer
 from ..launch.job import Job
-from ..launch.layout import counts
-from ..launch.target import target
-from ..launch.travel import named
+from ..launch.start import start
 
 RANKS = 2  # a host at least: collectives in a host are between ranks
 PROBE = "paceline.study.probe"
@@ -63,7 +59,16 @@ def check(wish: Wish) -> Checked:
     summary = scratch / "found.json"
     job = Job(PROBE, arguments, True, bind="none", hang_timeout=0.0, summary=summary)
     try:
-        code = _run(job, wish, without)
+        code = start(
+            job,
+            wish.ranks,
+            wish.hosts,
+            wish.hostfile,
+            wish.launcher,
+            list(wish.variables),
+            least=RANKS,
+            without=without,
+        )
         if not summary.exists():
             raise ValueError(
                 f"nothing was measured: the probes ended with exit code {code}. HINT: what they "
@@ -77,28 +82,6 @@ def check(wish: Wish) -> Checked:
         raise
     shutil.rmtree(scratch, ignore_errors=True)
     return Checked(*_read(found, without, wish), code)
-
-
-def _run(job: Job, wish: Wish, without: dict[str, str]) -> int:
-    environment = named(list(wish.variables))
-    where = target(wish.hosts, wish.hostfile, wish.launcher)
-    if where.tool is None:
-        os.environ.update(environment)
-        (count,) = counts(where.hosts, wish.ranks, where.explicit)
-        count = count if wish.ranks else max(RANKS, count)
-        return local.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
-    from ..launch import several
-
-    return several.run(
-        job,
-        where.hosts,
-        where.tool,
-        ranks=wish.ranks,
-        explicit=where.explicit,
-        environment=environment,
-        least=RANKS,
-        without=without,
-    )
 
 
 def _read(
