@@ -13,7 +13,7 @@ import pytest
 import ranks
 
 DIE = """
-    import os, sys, time, torch, torch.distributed as dist
+    import atexit, os, sys, time, torch, torch.distributed as dist
     dist.init_process_group("gloo")
     x = torch.ones(1)
     dist.all_reduce(x)
@@ -39,7 +39,8 @@ FRESH = pytest.param("paceline --fresh", marks=pytest.mark.soak)
         ("raise RuntimeError('boom')", 1, "rank 1 failed: RuntimeError: boom"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL (signal 9)"),
         ("os.kill(os.getpid(), 11)", 139, "rank 1 was killed by SIGSEGV (signal 11)"),
-        ("sys.exit(7)", 7, "rank 1 failed: exit code 7"),
+        # ended by the launcher's signal before its own exit handlers are through
+        ("atexit.register(time.sleep, 99); sys.exit(7)", 7, "rank 1 failed: exit code 7"),
         ("sys.exit('no way')", 1, "rank 1 failed: exit code 1"),
         ("os._exit(9)", 9, "rank 1 ended with exit code 9"),
         ("time.sleep(0.2); assert False, 'wrong'", 1, "rank 1 failed: AssertionError: wrong"),

@@ -343,6 +343,7 @@ class Agent(SimpleElasticAgent):
         if rank is not None and "exception" in message:
             host = self._hosts[self._seats[number].host]
             rank.exception, rank.raised_at = message["exception"], host.ours(message["at"])
+            rank.ends_with = message["code"]
         elif rank is not None and "finished" in message:
             rank.finished, rank.finished_at = message["finished"], time.monotonic()
         elif rank is not None and "leaves" in message:

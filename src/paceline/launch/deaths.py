@@ -16,6 +16,7 @@ class Watched:
     ended_at: float | None = None
     exception: str | None = None
     raised_at: float | None = None
+    ends_with: int | None = None  # the code it was about to end with when it told its exception
     finished: int | None = None  # the code it announced before the interpreter's own end
     finished_at: float | None = None
     lost: str = ""  # what happened to its host, where it can no longer be asked
@@ -52,9 +53,8 @@ class Watched:
     @property
     def code(self) -> int:
         """As a shell would give it: 128 + n for a death by signal n."""
-        code = self.exit_code if self.finished is None else self.finished
-        if code is None:
-            return 1
+        told = (self.finished, self.ends_with, self.exit_code)  # its own word before our signal
+        code = next((code for code in told if code is not None), 1)
         return 128 - code if code < 0 else code
 
 

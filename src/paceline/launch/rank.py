@@ -141,7 +141,7 @@ def execute(command: dict[str, Any]) -> int:
         return _exit_code(end)
     except BaseException as error:
         sys.last_value = error  # as the interpreter does: at exit, no summary of a failed run
-        to_launcher(exception=one_line(error), at=time.monotonic())
+        to_launcher(exception=one_line(error), at=time.monotonic(), code=1)
         sys.stderr.write(told(error))
         return 1
     return 0
@@ -166,7 +166,7 @@ def _exit_code(end: SystemExit) -> int:
         code = 1
     if code and not getattr(end, "early", False):  # see world.early
         sys.last_value = end
-        to_launcher(exception=f"exit code {code}", at=time.monotonic())
+        to_launcher(exception=f"exit code {code}", at=time.monotonic(), code=code)
     return code
 
 
