@@ -13,6 +13,7 @@ import pytest
 import ranks
 from paceline.analyze.load import load
 from paceline.analyze.report import examine
+from paceline.cost.machine import Arithmetic, Figure, HostFacts, Machine, Memory, save
 from paceline.record.states import State
 from paceline.report.command import told
 from paceline.report.page.definitions import DEFINITIONS
@@ -28,9 +29,9 @@ def opened(browser, tmp_path):
     """Write the page of some folders and open it; fails for any request, error or warning."""
     troubles, contexts = [], []
 
-    def open_(*folders, width=1280, theme="light", steps=None):
+    def open_(*folders, width=1280, theme="light", steps=None, machine=None):
         path = tmp_path / f"page-{len(contexts)}.html"
-        said = told(list(folders), steps, html=path)
+        said = told(list(folders), steps, html=path, machine=machine)
         assert str(path) in said
         assert "HINT" in said
         context = browser.new_context(
@@ -139,6 +140,28 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     assert "Where to look: what else runs on its host" in losses
     assert "4 ranks on 2 hosts trained 41 steps" in page.inner_text(".lead")
     assert "rank 3: 27.4 % more" in page.inner_text("#efficiencies")
+
+
+def test_a_counted_step_stands_on_the_roofline(tmp_path, opened):
+    counted = {"step": 10, "flops": 4e9, "bytes": 1e9, "device": "cpu", "precision": "float32"}
+    counted["ops"] = [["mm", 4, 4e9, 2e8, 0.01], ["add", 9, 0.0, 8e8, 0.002]]
+    folder = made(tmp_path / "run", work={**counted, "uncounted": ["own::<b>op"]})
+    rate, triad = Figure.of([1e12], "FLOP/s"), Figure.of([1e11], "B/s")
+    product = Arithmetic("cpu", "matrix product", "float32", rate)
+    host = HostFacts("node0", arithmetic=(product,), memory=(Memory("cpu", triad),))
+    save(Machine("2026-01-31T12:00:00+00:00", (host,)), tmp_path / "machine.toml")
+    page = opened(folder, machine=tmp_path / "machine.toml")
+    data = json.loads(told([folder], as_json=True, machine=tmp_path / "machine.toml"))
+    assert agree(page, data) > 60
+    points = data["roofline"]["points"]
+    assert list(points) == ["a step", "its useful time", "mm"]
+    roof, measured = drawn(page, "roofline")
+    assert (roof["name"], roof["y"][-1], measured["text"]) == ("float32", 1e12, list(points))
+    assert measured["y"] == pytest.approx([point["rate"] for point in points.values()])
+    text = page.inner_text("#work")
+    assert "A step computes 8 GFLOP (float32) and moves 2 GB through memory, 4 FLOP/byte" in text
+    assert "FLOPs nobody knows of: own::<b>op." in text
+    assert page.get_by_role("link", name="FLOPs").count() == 1
 
 
 def test_a_step_that_stands_out_is_marked_and_explained(tmp_path, opened):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cost.machine import Machine
 from ..record.states import USEFUL, State
 from .clocks import Clocks, align
 from .groups import Group, groups, hidden
@@ -20,6 +21,7 @@ from .states import STATES, Window, window
 from .steps import StepTimes, step_times, steps_of
 from .trouble import Stall, Still, explained, stalls, standstills
 from .waiting import Pair, pairs
+from .work import Roofline, Work, on_roofline, work
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Report:
     confidence: float
     doubts: list[str] = field(default_factory=list)  # what lowers the confidence
     places: list[Place] = field(default_factory=list)
+    work: Work | None = None  # of one step, where it was counted
+    roofline: Roofline | None = None  # with a machine file
 
     def to_json(self) -> str:
         return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
@@ -98,8 +102,11 @@ def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
     return examine(run, steps).report
 
 
-def examine(run: Run, steps: tuple[int, int] | None = None) -> Examined:
-    """``analyse``, with what pictures are made from."""
+def examine(
+    run: Run, steps: tuple[int, int] | None = None, machine: Machine | None = None
+) -> Examined:
+    """``analyse``, with what pictures are made from. machine: whose roofline the step is placed
+    on."""
     records = sorted(run.records, key=lambda record: record.rank)
     matched = match(records)
     records, clocks = align(records, matched)
@@ -116,11 +123,12 @@ def examine(run: Run, steps: tuple[int, int] | None = None) -> Examined:
     started = min(int(record.meta["started_ns"]) for record in records)
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
-    work = [record.of(State.INPUT, *USEFUL) for record in records]
-    first = min((int(w["start"].min()) for w in work if len(w)), default=started)
+    worked = [record.of(State.INPUT, *USEFUL) for record in records]
+    first = min((int(w["start"].min()) for w in worked if len(w)), default=started)
     stepped = [record.of(State.STEP) for record in records]
     cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
+    figures = _figures(measured)
     report = Report(
         name=run.name,
         command=run.command,
@@ -131,7 +139,7 @@ def examine(run: Run, steps: tuple[int, int] | None = None) -> Examined:
         first_step=min((int(s["step"].min()) for s in stepped if len(s)), default=0),
         wall_s=wall / 1e9,
         startup_s=(first - started) / 1e9,
-        **_figures(measured),
+        **figures,
         recording_cost=cost,
         events=sum(len(record.events) + record.lost for record in records),
         missing_ranks=run.missing,
@@ -144,8 +152,15 @@ def examine(run: Run, steps: tuple[int, int] | None = None) -> Examined:
         confidence=confidence,
         doubts=doubts,
         places=places(records),
+        work=work(records),
+        roofline=_roofline(records, machine, figures) if machine is not None else None,
     )
     return Examined(report, measured)
+
+
+def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) -> Roofline | None:
+    times, found = figures["step_times"], figures["efficiencies"]
+    return on_roofline(records, machine, times and times.median_s, found and found.useful)
 
 
 def _figures(m: Measured | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``paceline record``."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,10 @@ def record(
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,
+    count_flops: Annotated[
+        bool,
+        typer.Option("--count-flops", help="Count the FLOPs of step 10: see paceline run."),
+    ] = False,
 ) -> None:
     """Run SCRIPT as one recorded rank of any launcher: torchrun, srun, mpirun.
 
@@ -29,4 +34,6 @@ def record(
     from ..launch.rank import record_here
 
     with mistakes_told():
+        if count_flops:
+            os.environ["PACELINE_COUNT_FLOPS"] = "1"
         record_here(folder, {"name": script, "args": args or [], "module": module})

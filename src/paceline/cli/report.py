@@ -41,6 +41,14 @@ def report(
             show_default=False,
         ),
     ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="A machine file (paceline check): a step of a run with --count-flops is placed "
+            "on its roofline.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Say what every second of every rank went into.
 
@@ -52,4 +60,4 @@ def report(
     from ..report.command import told
 
     with mistakes_told():
-        typer.echo(told(folders, steps, json, html, timeline, load_so_far), nl=False)
+        typer.echo(told(folders, steps, json, html, timeline, load_so_far, machine), nl=False)

@@ -157,6 +157,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    count_flops: Annotated[
+        bool,
+        typer.Option(
+            "--count-flops",
+            help="With --record: count the FLOPs and the memory traffic of step 10, for the "
+            "roofline of paceline report --machine. That step is slower for it.",
+        ),
+    ] = False,
     json: Annotated[
         Path | None,
         typer.Option(help="Write the summary's figures to this file as JSON.", show_default=False),
@@ -189,6 +197,7 @@ def run(
         hang_timeout=hang_timeout,
         summary=json,
         record=record,
+        count_flops=count_flops,
     )
     try:
         code = start(job, ranks, hosts, hostfile, launcher, env or [], show)

@@ -5,12 +5,12 @@ architectures. Communications of the ACM 52(4), 2009. Attainable FLOP/s = min(pe
 memory bandwidth), with intensity = FLOP per byte of memory traffic."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .machine import HostFacts
 
 
-class Roof(NamedTuple):
+@dataclass(frozen=True)
+class Roof:
     """FLOP/s of one precision, and bytes/s of the memory."""
 
     peak: float

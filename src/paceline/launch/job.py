@@ -44,6 +44,7 @@ class Job:
     hang_timeout: float = 300.0  # s; 0: never
     summary: Path | None = None
     record: Path | None = None
+    count_flops: bool = False  # in one recorded step
 
     @property
     def own_interpreters(self) -> bool:
@@ -58,6 +59,8 @@ def variables(job: Job, run: str) -> dict[str, str]:
     if job.record is not None:
         found["PACELINE_ATTACH"] = "1"
         found["PACELINE_TELLS"] = "launcher"
+        if job.count_flops:
+            found["PACELINE_COUNT_FLOPS"] = "1"
     if sys.stderr.isatty():
         found["PACELINE_TTY"] = "1"
         found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
@@ -73,6 +76,8 @@ def check(job: Job) -> bytes:
     """Refuse what can't work; the source of the script or module."""
     from ..cluster.binding import KINDS
 
+    if job.count_flops and job.record is None:
+        raise ValueError("--count-flops: nothing is recorded. HINT: with --record DIR")
     if job.ranks < 1:
         raise ValueError(f"-n {job.ranks}: at least one rank is needed. HINT: -n 1")
     each = FRESH_RANK_BYTES if job.own_interpreters else RANK_BYTES

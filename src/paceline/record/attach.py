@@ -1,6 +1,7 @@
 """Record a script that knows nothing of it: set up before the script runs.
 
-``PACELINE_ATTACH`` is set by ``paceline run --record``. Processes that the script starts with
+``PACELINE_ATTACH`` is set by ``paceline run --record``, ``PACELINE_COUNT_FLOPS`` with
+``--count-flops``. Processes that the script starts with
 ``multiprocessing`` (``torch.multiprocessing.spawn`` too) may become ranks by themselves: they are
 listened to as well, and recorded once they have joined a process group.
 """
@@ -38,6 +39,10 @@ def attach(child: bool = False) -> None:
         recorder.clear()
         if torch.version.cuda or torch.version.hip:
             recorder.kernels = KernelSampler(recorder)
+        if os.environ.get("PACELINE_COUNT_FLOPS"):
+            from .work import WorkSampler
+
+            recorder.work = WorkSampler(recorder)
         process: Any = multiprocessing.process.BaseProcess
         process.start = _start
     _loop.reset()

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from ..analyze.compare import compare, scaling
 from ..analyze.load import Run, load
 from ..analyze.report import Examined, Report, examine
+from ..cost.machine import load as load_machine
 from . import tables
 from .terminal import panel
 
@@ -24,17 +25,24 @@ def told(
     html: Path | None = None,
     timeline: Path | None = None,
     load: Callable[[Path], Run] = load,
+    machine: Path | None = None,
 ) -> str:
     """The report of one folder's record, of two before and after, or of several sizes: as text,
     or with html or timeline written to these files, and then what was written. load: reads a
-    folder.
+    folder. machine: the machine file whose roofline a step is placed on.
 
     Raises ValueError for what can't be read, compared or written.
     """
     chosen = _range(steps) if steps is not None else None
     if timeline is not None and len(folders) > 1:
         raise ValueError(f"--timeline takes one record, not {len(folders)}. HINT: one at a time")
-    examined = [examine(load(folder), chosen) for folder in folders]
+    checked = load_machine(machine) if machine is not None else None
+    examined = [examine(load(folder), chosen, checked) for folder in folders]
+    if checked is not None and not any(one.report.work for one in examined):
+        raise ValueError(
+            f"--machine {machine}: no step of {folders[0]} was counted. HINT: paceline run "
+            "--record DIR --count-flops, and more than 11 steps"
+        )
     written = []
     if html is not None:
         written.append(_page(examined, html))

@@ -12,7 +12,9 @@ from rich.text import Text
 from ..analyze.report import Report
 from ..analyze.states import STATES
 from ..record.tell import say
+from . import work
 from .numbers import counted, duration, percent, size
+from .roofline import drawing
 from .sentences import outliers, sentence, troubles
 
 GOOD = 0.8  # what POP calls good
@@ -79,7 +81,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
         parts += [_states(report, explained), Text()]
         if full:
             parts += [_tree(report), _course(report), *_steps(report), *_groups(report)]
-            parts += _losses(report)
+            parts += [*_losses(report), *_work(report, width)]
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
         parts.append(_cost(report))
@@ -241,6 +243,15 @@ def _losses(report: Report) -> list[RenderableType]:
         text = Text(f"{i + 1}. ").append(percent(loss.share), style="bold")
         parts.append(text.append(f": {sentence(loss, report)}"))
     return [*parts, Text()]
+
+
+def _work(report: Report, width: int) -> list[RenderableType]:
+    """FLOPs of a step, and the roofline where there is one."""
+    parts: list[RenderableType] = [Text(f"{line}.") for line in work.sentences(report)]
+    if report.roofline is not None:
+        drawn = drawing(report.roofline.roofs, report.roofline.points, min(width, 110) - 4)
+        parts.append(Text(drawn, no_wrap=True))
+    return parts
 
 
 def _cost(report: Report) -> Text:

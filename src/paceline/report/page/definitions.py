@@ -63,6 +63,14 @@ DEFINITIONS = {
     "over those of at least 64 KiB.",
     "busbw": "Bus bandwidth, as in nccl-tests: algbw x 2(p-1)/p for all-reduce, x (p-1)/p for "
     "reduce-scatter, all-gather and all-to-all. Compare it with the link's.",
+    # the roofline
+    "FLOPs": "Of matrix products, convolutions and attention, a multiply-add as two "
+    "(torch.utils.flop_counter); elementwise work counts none. Counted in one step, operator by "
+    "operator.",
+    "traffic": "Inputs and outputs of every operator once, as if nothing stayed in a cache between "
+    "two of them.",
+    "roofline": "Attainable FLOP/s = min(peak, FLOP/byte x memory bandwidth) (Williams, Waterman, "
+    "Patterson 2009), with the peak and the bandwidth that paceline check measured.",
     # where and how sure
     "cores": "The cores that a rank's process may run on.",
     "threads": "Threads that PyTorch computes with in a rank.",

@@ -6,22 +6,24 @@ from typing import Any
 
 from ...cost.roofline import Placed, Roof, ridge
 
+_AROUND = ("bottom center", "top center", "middle left", "middle right")  # names apart
+
 
 def chart(roofs: Mapping[str, Roof], points: Mapping[str, Placed]) -> dict[str, Any]:
     """``data`` and ``layout``; empty, where there is no roof. Work without memory traffic stands
     at the right edge."""
     if not roofs:
         return {}
-    ridges = [ridge(*roof) for roof in roofs.values()]
+    ridges = {name: ridge(roof.peak, roof.bandwidth) for name, roof in roofs.items()}
     known = [placed.intensity for placed in points.values()]
     finite = [value for value in known if 0 < value < math.inf]
-    left, right = min([0.1, *finite]) / 2, 10 * max([*ridges, *finite])
+    left, right = min([0.1, *finite]) / 2, 10 * max([*ridges.values(), *finite])
     data = [
         {
             "type": "scatter",
             "mode": "lines",
             "name": name,
-            "x": [left, ridge(*roof), right],
+            "x": [left, ridges[name], right],
             "y": [left * roof.bandwidth, roof.peak, roof.peak],
         }
         for name, roof in roofs.items()
@@ -35,7 +37,7 @@ def chart(roofs: Mapping[str, Roof], points: Mapping[str, Placed]) -> dict[str, 
                 "x": [min(value, right) for value in known],
                 "y": [placed.rate for placed in points.values()],
                 "text": list(points),
-                "textposition": "bottom center",
+                "textposition": [_AROUND[i % len(_AROUND)] for i in range(len(points))],
             }
         )
     layout = {

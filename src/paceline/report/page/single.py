@@ -4,10 +4,12 @@ from typing import Any
 
 from ...analyze.report import Examined, Report
 from ...analyze.states import STATES
+from .. import work
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
 from ..terminal import NEEDS_TWO, TREE
 from . import captions
+from .roofline import chart
 from .series import series
 from .words import achieved, largest
 from .write import page
@@ -37,6 +39,7 @@ _PARTS = (
     ("whom", "For whom", lambda found: found["charts_of"].get("pairs")),
     ("collectives", "Collectives", lambda found: found["report"].groups),
     ("moments", "Timeline", lambda found: found["charts_of"].get("moments")),
+    ("work", "FLOPs", lambda found: found["report"].work),
     ("places", "Hosts", lambda found: True),
     ("trust", "Trust", lambda found: True),
 )
@@ -65,6 +68,8 @@ def _data(report: Report) -> dict[str, Any]:
             {"step": one.step, "seconds": one.seconds, "text": cause(one)}
             for one in report.step_times.outliers
         ]
+    if report.roofline is not None:
+        found["roofline"] = chart(report.roofline.roofs, report.roofline.points)
     return found
 
 
@@ -89,6 +94,8 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "shown_groups": SHOWN_GROUPS,
         "outliers": [*troubles(report), *outliers(report)],
         "caption": captions.of(report, charts),
+        "worked": work.sentences(report),
+        "reaches": work.reaches,
     }
 
 

@@ -184,8 +184,18 @@
     })];
   }
 
+  function roofline() {
+    const traces = data.roofline.data.map((trace, i) => ({
+      ...trace, line: { color: css(LINES[i % LINES.length]) }, textfont: { color: css("ink") },
+      marker: { color: css("wait"), size: 9, symbol: "diamond" },
+      hovertemplate: (trace.text ? "%{text}" : "%{fullData.name}") + "<br>%{x:.3~g} FLOP/byte, %{y:.3~s}FLOP/s<extra></extra>",
+    }));
+    const { xaxis, yaxis } = data.roofline.layout;
+    return [traces, layout(380, { xaxis, yaxis, showlegend: true, legend: { orientation: "h", y: 1.15 } })];
+  }
+
   const DRAW = {
-    states, steps, waiting, late, pairs, runs, courses,
+    roofline, states, steps, waiting, late, pairs, runs, courses,
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
     speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),
   };
