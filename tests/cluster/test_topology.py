@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,17 +188,51 @@ def test_a_card_without_a_cable_and_one_that_is_no_pci_device_are_left_out(own):
     assert found == [f"mlx5_{i}" for i in (0, 1, 2, 4, 5, 6, 7)]
 
 
-def test_a_container_has_the_gpus_that_it_was_given(own):
+def dgx_with_a_driver(own):
+    """Three of its GPUs have a driver that tells their numbers; no device files yet."""
     root = own("dgx")
     for minor, bus in enumerate(("0000:07:00.0", "0000:0f:00.0", "0000:47:00.0")):
         folder = root / f"proc/driver/nvidia/gpus/{bus}"
         folder.mkdir(parents=True)
         (folder / "information").write_text(f"Model: \t\t H100\nDevice Minor: \t {minor}\n")
     (root / "dev").mkdir()
+    return root
+
+
+def test_a_container_has_the_gpus_that_it_was_given(own):
+    root = dgx_with_a_driver(own)
     for minor in (1, 2):
         (root / f"dev/nvidia{minor}").touch()
     gpus = by_kind(cards(root), "gpu")
     assert [gpu.name for gpu in gpus] == ["0000:0f:00.0", "0000:47:00.0"]
+
+
+DEVICES = Path("/sys/fs/cgroup/devices")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (DEVICES / "devices.list").exists(),
+    reason="needs root and the devices' cgroup",
+)
+def test_a_step_has_the_gpus_that_slurm_constrains_it_to(own):
+    root = dgx_with_a_driver(own)
+    for minor in range(3):
+        os.mknod(root / f"dev/nvidia{minor}", stat.S_IFCHR | 0o666, os.makedev(195, minor))
+    group = DEVICES / f"paceline-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "devices.deny").write_text("c 195:0 rwm")
+        code = f"""
+import os
+open("{group}/cgroup.procs", "w").write(str(os.getpid()))
+from pathlib import Path
+from paceline.cluster.cards import cards
+print(*(card.name for card in cards(Path("{root}")) if card.kind == "gpu"))
+"""
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (said.stdout, said.stderr) == ("0000:0f:00.0 0000:47:00.0\n", "")
+    finally:
+        group.rmdir()
 
 
 def test_amds_accelerators_count_and_its_displays_only_without_them(tmp_path):

@@ -1,5 +1,6 @@
 """The GPUs and network cards of a host, and which are near each other on its PCI buses."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,14 +93,15 @@ def _gpus(root: Path) -> list[Card]:
 
 
 def _reachable(root: Path, bus: str) -> bool:
-    """Whether this container, if it is one, was given an NVIDIA GPU: sysfs shows all of the
-    host's. Where there is no driver, nobody knows."""
+    """Whether this process was given an NVIDIA GPU: sysfs shows all of the host's, also in a
+    container and under Slurm's ConstrainDevices (access asks the devices' cgroup as well, and
+    wakes no GPU up). Where there is no driver, nobody knows."""
     driver = root / "proc/driver/nvidia/gpus"
     if not _entries(driver):
         return True
     said = text(driver / bus / "information")
     minor = re.search(r"^Device Minor:\s*(\d+)", said, re.MULTILINE)
-    return minor is not None and (root / f"dev/nvidia{minor[1]}").exists()
+    return minor is not None and os.access(root / f"dev/nvidia{minor[1]}", os.R_OK | os.W_OK)
 
 
 def _card(entry: Path, kind: str, name: str) -> list[Card]:
