@@ -1,9 +1,10 @@
 #!/bin/bash
-# What tests need from Debian or Ubuntu: real ssh, Slurm and MPI, and Chromium, which opens pages.
-# Nothing is started.
+# What tests need from Debian or Ubuntu: real ssh, Slurm and MPI, Chromium, which opens pages,
+# and squashfs. Nothing is started.
 set -eu
 PACKAGES="iproute2 openssh-client openssh-server munge slurmctld slurmd slurm-client
-  slurm-wlm-torque openmpi-bin mpich procps chromium"
+  slurm-wlm-torque openmpi-bin mpich procps chromium
+  squashfs-tools squashfuse"
 
 command -v apt-get >/dev/null || {
   echo "No apt-get here. HINT: install the like of: $(echo $PACKAGES)" >&2; exit 1; }

@@ -65,6 +65,37 @@ def test_a_host_that_a_busy_process_disturbs_is_named_by_its_median():
     assert "1 TFLOP/s" in sentences(machine)
 
 
+def importing(machine, name, again, busy, first=None, first_busy=None):
+    """The machine with a host whose import takes that long."""
+    changes = {"import_torch_first_s": first, "import_torch_first_busy_s": first_busy}
+    for field, value in (("import_torch", again), ("import_torch_busy", busy)):
+        changes[field] = Figure(value, 0.9 * value, 1.1 * value, 3, "s")
+    return with_host(machine, name, **changes)
+
+
+def test_an_import_that_takes_twice_its_computing_waits_for_files():
+    machine = Maker(3).machine(1, links=False)
+    assert odd(importing(machine, "host0", 3.9, 2.0, 3.95, 2.0)) == []
+    (found,) = odd(importing(machine, "host0", 12.0, 3.0, 40.0, 3.0))
+    assert (found.kind, found.hosts, found.what) == ("import", ("host0",), "import torch")
+    assert found.sentence == (
+        "import torch waited for files 9 s of 12 s on host0: one file instead of many may load up "
+        "to 4 times faster. HINT: paceline check --pack-env"
+    )
+    found = sentences(importing(machine, "host0", 2.5, 2.0, 4.4, 2.2))
+    assert found.startswith("the first import torch waited for files 2.2 s of 4.4 s on host0: ")
+    assert "up to 2 times faster" in found
+
+
+def test_hosts_that_wait_for_files_are_told_once_by_the_one_that_waits_most():
+    machine = Maker(3).machine(4, links=False)
+    for number, seconds in enumerate((10.0, 10.0, 10.2, 10.1)):
+        machine = importing(machine, f"host{number}", seconds, 2.0)
+    (found,) = odd(machine)
+    assert found.hosts == ("host0", "host1", "host2", "host3")
+    assert "8.2 s of 10.2 s on host0, host1, host2 and host3 (most on host2): " in found.sentence
+
+
 def test_of_two_hosts_nobody_can_say_which_is_odd():
     found = odd(Maker(3).machine(2, slow=[1]))
     assert {(one.kind, one.hosts) for one in found} == {("slow", ("host0", "host1"))}

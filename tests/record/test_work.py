@@ -78,8 +78,8 @@ def test_a_step_of_real_ranks_is_counted_and_placed(tmp_path):
 
 def counted(step):
     """What one call of ``step`` computes."""
-    found = {}
-    recorder = SimpleNamespace(step=0, tell_work=found.update)
+    told = {}
+    recorder = SimpleNamespace(step=0, tell=told.update)
     sampler = WorkSampler(recorder, step=0)
     sampler.after_step()
     try:
@@ -87,7 +87,7 @@ def counted(step):
     finally:
         recorder.step = 1
         sampler.after_step()
-    return found
+    return told.get("work", {})
 
 
 def test_convolutions_attention_and_lstms_are_counted():

@@ -15,7 +15,8 @@ BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # exit cod
 @app.command(
     epilog="Examples:  paceline check   ·   paceline check --data /scratch/me   ·   "
     "salloc -N 4 paceline check --out before.toml   ·   "
-    "paceline check --compare before.toml after.toml",
+    "paceline check --compare before.toml after.toml   ·   "
+    "paceline check --pack-env",
 )
 def check(
     compare: Annotated[
@@ -25,6 +26,23 @@ def check(
             help="Measure nothing: what differs between two machine files, by more than their "
             "spread.",
             metavar="BEFORE AFTER",
+            show_default=False,
+        ),
+    ] = None,
+    pack_env: Annotated[
+        bool,
+        typer.Option(
+            "--pack-env",
+            help="Only this: pack the environment that runs this into one file, and show what "
+            "that changes for import torch.",
+        ),
+    ] = False,
+    packed: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file of --pack-env, .squashfs or .tar. Default: env.squashfs here; without "
+            "mksquashfs env.tar.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
@@ -84,6 +102,13 @@ def check(
     from ..report import check as shown
 
     with mistakes_told():
+        if packed is not None and not pack_env:
+            raise ValueError("--packed names the file of --pack-env. HINT: give both")
+        if compare is not None and pack_env:
+            raise ValueError("--compare and --pack-env are two things. HINT: one after the other")
+        if pack_env:
+            _pack(packed, json)
+            return
         if compare is not None:
             from ..cost.compare import compare as changes
             from ..cost.machine import load
@@ -111,3 +136,17 @@ def check(
         Console().print(shown.drawn(checked.machine, oddities, checked.notes))
         sys.stderr.write(f"paceline: the machine file is {out}\n")
     raise typer.Exit(int(bool(checked.code) or any(one.kind in BAD for one in oddities)))
+
+
+def _pack(file: Path | None, json: bool) -> None:
+    from rich.console import Console
+
+    from ..cost.packed import as_json
+    from ..report import packed as shown
+    from ..study.packed import pack_environment
+
+    found = pack_environment(file)
+    if json:
+        typer.echo(dumps(as_json(found)))
+    else:
+        Console().print(shown.drawn(found))

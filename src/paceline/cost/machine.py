@@ -156,6 +156,10 @@ class HostFacts:
     clock_offset_s: float | None = field(default=None, metadata={"signed": True})
     clock_uncertainty_s: float | None = None
     import_torch: Figure | None = field(default=None, metadata=_SECONDS)
+    # Of that, and of the first time alone: a core's seconds; the rest are waits for files.
+    import_torch_busy: Figure | None = field(default=None, metadata=_SECONDS)
+    import_torch_first_s: float | None = None
+    import_torch_first_busy_s: float | None = None
     import_torch_calls: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
     limits: Limits = Limits()

@@ -14,6 +14,7 @@ _CORES = 16  # where so many workers have room that they need the files
 SHM, SHM_FREE = 1 << 30, 1 << 28  # bytes: workers hand their batches over through /dev/shm
 CLOCK_S = 1.0
 T = TypeVar("T")
+WAITING = 2.0  # times as long as it computes: then an import mostly waits for files
 _MEMORY = 0.02  # relative difference of two memories of one kind
 
 
@@ -36,7 +37,7 @@ def facts(machine: Machine) -> list[Odd]:
     for (what, value, enough, why), names in _alike(hosts, lambda host: _limits(host, machine)):
         sentence = f"{what} is {value} on {listed(names)}: {why}"
         found.append(Odd("limit", tuple(names), what, value, enough, sentence))
-    return found + _clocks(machine)
+    return found + _imports(machine) + _clocks(machine)
 
 
 def _alike(
@@ -140,6 +141,36 @@ def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]
         )
         found.append(("limit on locked memory", size(lock), "unlimited", why))
     return found
+
+
+def _imports(machine: Machine) -> list[Odd]:
+    """Hosts where ``import torch`` mostly waits for files, told by the one that waits most."""
+    waits = {host.name: _waiting(host) for host in machine.hosts}
+    slow = {name: wait for name, wait in waits.items() if wait[0] >= WAITING * wait[1]}
+    if not slow:
+        return []
+    most = max(slow, key=lambda name: slow[name][0] / max(slow[name][1], 1e-9))
+    seconds, busy, which = slow[most]
+    where = f"on {listed(list(slow))}" + f" (most on {most})" * (len(slow) > 1)
+    sentence = (
+        f"{which} waited for files {told(seconds - busy, 's')} of {told(seconds, 's')} {where}: "
+        f"one file instead of many may load up to {seconds / busy:.2g} times faster. "
+        "HINT: paceline check --pack-env"
+    )
+    wanted = f"{told(busy, 's')} of a core"
+    return [Odd("import", tuple(slow), "import torch", told(seconds, "s"), wanted, sentence)]
+
+
+def _waiting(host: HostFacts) -> tuple[float, float, str]:
+    """Seconds of an import, those of them that a core took, and which it was: the repeated one
+    if that waits already, else the first. Zero: not known, or it took none to speak of."""
+    again, busy = host.import_torch, host.import_torch_busy
+    if again is not None and busy is not None and again.median >= WAITING * busy.median > 0:
+        return again.median, busy.median, "import torch"
+    first, first_busy = host.import_torch_first_s, host.import_torch_first_busy_s
+    if first and first_busy:
+        return first, first_busy, "the first import torch"
+    return 0.0, 1.0, ""
 
 
 def _clocks(machine: Machine) -> list[Odd]:

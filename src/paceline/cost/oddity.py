@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Odd:
-    """kind: "unreachable", "missing", "slow", "link", "version", "parts", "mask", "limit" or
-    "clock". by: the part of the speed that is lost, where a speed is odd."""
+    """kind: "unreachable", "missing", "slow", "link", "version", "parts", "mask", "limit",
+    "import" or "clock". by: the part of the speed that is lost, where a speed is odd."""
 
     kind: str
     hosts: tuple[str, ...]

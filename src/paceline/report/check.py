@@ -44,7 +44,7 @@ def _facts(machine: Machine) -> list[Text]:
     """Lines; hosts of which the same is to be said have one together."""
     same: dict[str, list[str]] = {}
     for host in machine.hosts:
-        for told_of in (_hardware(host), _free(host), _versions(host)):
+        for told_of in filter(None, (_hardware(host), _free(host), _import(host), _versions(host))):
             same.setdefault(told_of, []).append(host.name)
     return [Text(f"{listed(names)}: {words}") for words, names in same.items()]
 
@@ -66,6 +66,18 @@ def _free(host: HostFacts) -> str:
     if host.clock_offset_s is not None:
         parts.append(f"clock {1e3 * host.clock_offset_s:+.2f} ms")
     return ", ".join(parts)
+
+
+def _import(host: HostFacts) -> str:
+    """The rest of what the table of rates has of it."""
+    parts = []
+    if host.import_torch_first_s is not None:
+        parts.append(f"{told(host.import_torch_first_s, 's')} the first time")
+    if host.import_torch_busy is not None:
+        parts.append(f"{told(host.import_torch_busy.median, 's')} of a core")
+    if host.import_torch_calls is not None:
+        parts.append(f"{host.import_torch_calls:,} calls to the file system")
+    return f"import torch: {', '.join(parts)}" if parts else ""
 
 
 def _versions(host: HostFacts) -> str:

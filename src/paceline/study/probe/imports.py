@@ -1,4 +1,5 @@
-"""What ``import torch`` takes in a fresh interpreter: seconds, and calls to the file system.
+"""What ``import torch`` takes in a fresh interpreter: seconds, how many of them it computed, and
+calls to the file system.
 
 On a shared file system these calls are what a start costs. strace counts them all; without it an
 audit hook counts opens and listings only, which are about a tenth."""
@@ -13,38 +14,76 @@ from pathlib import Path
 
 from ...cost.machine import SECONDS, Figure
 
-CODE = "import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)"
-COUNTED = f"""
-import sys
+CODE = """
+import resource, sys, time
 calls = 0
 def hook(event, args):
     global calls
     calls += event in ("open", "os.listdir", "os.scandir")
+def busy():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    try:
+        with open("/proc/self/schedstat") as file:
+            queued = int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        queued = 0.0
+    return used.ru_utime + used.ru_stime + queued
 sys.addaudithook(hook)
-{CODE}
-print(calls)
+before, start = busy(), time.perf_counter()
+import torch
+took = time.perf_counter() - start
+print("paceline", took, min(took, busy() - before), calls, torch.__file__)
 """
 STRACE, HOOK = "strace", "audit hook: opens and listings only"
 
 
 @dataclass(frozen=True)
+class Timed:
+    """One import. busy_s: of its seconds those of a core, its own or another's that it waited for:
+    the rest are waits for files. opened: opens and listings. file: where torch is."""
+
+    seconds: float
+    busy_s: float
+    opened: int
+    file: str
+
+
+@dataclass(frozen=True)
 class Import:
-    """first_s: of the first time alone, when what it reads may not be in memory yet."""
+    """first_s, first_busy_s: of the first time alone, when what it reads may not be in memory
+    yet. file: where torch is."""
 
     seconds: Figure
+    busy: Figure
     first_s: float
+    first_busy_s: float
     calls: int
     counted_by: str
+    file: str
 
 
 def import_torch(times: int = 3, interpreter: str = sys.executable, count: bool = True) -> Import:
     """Measured so many times; count: by strace, where it is, in an interpreter of its own."""
-    found = [float(_run([interpreter, "-P", "-c", COUNTED]).split()[0]) for _ in range(times - 1)]
-    last, hooked = _run([interpreter, "-P", "-c", COUNTED]).split()[:2]
-    found.append(float(last))
+    found = [timed(interpreter) for _ in range(times)]
     calls = _traced(interpreter) if count else None
-    by = HOOK if calls is None else STRACE
-    return Import(Figure.of(found, SECONDS), found[0], int(hooked) if calls is None else calls, by)
+    return Import(
+        Figure.of([one.seconds for one in found], SECONDS),
+        Figure.of([one.busy_s for one in found], SECONDS),
+        found[0].seconds,
+        found[0].busy_s,
+        found[-1].opened if calls is None else calls,
+        HOOK if calls is None else STRACE,
+        found[0].file,
+    )
+
+
+def timed(interpreter: str) -> Timed:
+    """Once, in an interpreter of its own."""
+    said = _run([interpreter, "-P", "-c", CODE])
+    # Packages may print when they are imported.
+    line = next(one for one in said.splitlines() if one.startswith("paceline "))
+    _, seconds, busy, opened, file = line.split(" ", 4)
+    return Timed(float(seconds), float(busy), int(opened), file)
 
 
 def _traced(interpreter: str) -> int | None:

@@ -82,7 +82,7 @@ class Measures:
 
         def imports() -> Any:
             found = import_torch(1, count=False) if self.quick else import_torch()
-            return [tree(found.seconds), found.first_s, found.calls, found.counted_by]
+            return tree(found)
 
         def computing() -> Any:
             with _on(host.cpus):

@@ -46,10 +46,12 @@ class Summary:
         self._failed("facts", said)
 
     def imports(self, said: Said) -> None:
-        for name, (seconds, first, calls, by) in said.found.items():
+        for name, found in said.found.items():
             own = self._hosts[name]
-            own["import_torch"], own["import_torch_calls"] = seconds, calls
-            own["more"] |= {"import_torch_first_s": first, "import_torch_calls_by": by}
+            own["import_torch"] = found["seconds"]
+            for part in ("busy", "first_s", "first_busy_s", "calls"):
+                own[f"import_torch_{part}"] = found[part]
+            own["more"] |= {"import_torch_calls_by": found["counted_by"]}
         self._failed("import torch", said)
 
     def part(self, field: str, said: Said) -> None:
