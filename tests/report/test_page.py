@@ -19,89 +19,24 @@ from paceline.report.command import told
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.several import before_and_after
 from paceline.report.page.words import largest
+from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import Rank, made
-
-UNITS = {"%": 0.01, "s": 1, "ms": 1e-3, "µs": 1e-6, "min": 60, "h": 3600}
 
 
 @pytest.fixture
 def opened(browser, tmp_path):
     """Write the page of some folders and open it; fails for any request, error or warning."""
-    troubles, contexts = [], []
+    with watched(browser) as show:
 
-    def open_(*folders, width=1280, theme="light", steps=None, machine=None):
-        path = tmp_path / f"page-{len(contexts)}.html"
-        said = told(list(folders), steps, html=path, machine=machine)
-        assert str(path) in said
-        assert "HINT" in said
-        context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=theme, offline=True
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", lambda dialog: troubles.append(dialog.message))
-        page.on("request", lambda request: troubles.append(request.url))
-        page.goto(f"file://{path}")
-        troubles.remove(f"file://{path}")
-        page.wait_for_selector("html[data-ready]")
-        return page
+        def open_(*folders, width=1280, theme="light", steps=None, machine=None):
+            path = tmp_path / f"page-{show.count}.html"
+            said = told(list(folders), steps, html=path, machine=machine)
+            assert str(path) in said
+            assert "HINT" in said
+            return show(path, width, theme)
 
-    open_.troubles = troubles
-    yield open_
-    for context in contexts:
-        context.close()
-    assert troubles == []
-
-
-def drawn(page, name):
-    """A chart's traces, as plotly holds them, once it is drawn."""
-    plot = page.locator(f"[data-chart={name}]")
-    plot.scroll_into_view_if_needed()
-    page.wait_for_selector(f"[data-chart={name}] .main-svg")
-    return page.evaluate(
-        "name => document.querySelector(`[data-chart=${name}]`).data.map(one => ({"
-        "x: [...(one.x || [])], y: [...(one.y || [])], z: (one.z || []).map(row => [...row]),"
-        "name: one.name, text: one.text}))",
-        name,
-    )
-
-
-def number(text):
-    """What a displayed figure says, as half of its last digit's worth allows."""
-    value, _, unit = text.strip().replace(",", "").partition(" ")
-    last = 10.0 ** -len(value.partition(".")[2]) if "e" not in value else abs(float(value)) / 10
-    one = UNITS.get(unit, 1)
-    return pytest.approx(float(value) * one, abs=0.51 * last * one, rel=0)
-
-
-def at(data, path):
-    for part in path.split("."):
-        data = data[int(part)] if isinstance(data, list) else data[part]
-    return data
-
-
-def agree(page, data):
-    """Every figure on the page is that of the JSON; how many there are."""
-    shown = page.eval_on_selector_all(
-        "[data-figure]", "all => all.map(one => [one.dataset.figure, one.textContent.trim()])"
-    )
-    for path, text in shown:
-        if path.startswith("mean."):
-            shares = [rank[path[5:]] for rank in data["states"]]
-            wanted = sum(shares) / len(shares)
-        else:
-            wanted = at(data, path)
-        if text == "\N{EN DASH}":
-            assert wanted is None, path
-        elif text == "one clock":
-            assert wanted == 0, path
-        elif isinstance(wanted, str):
-            assert text == wanted, path
-        else:
-            assert wanted == number(text), path
-    return len(shown)
+        open_.troubles = show.troubles
+        yield open_
 
 
 def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened):
@@ -189,9 +124,6 @@ def test_a_step_that_stands_out_is_marked_and_explained(tmp_path, opened):
     assert "Rank 0 saved a checkpoint while the others stood still." in page.inner_text(".losses")
 
 
-HOSTILE = "<img src=x onerror=alert(1)></script><script>window.ours=1</script>\"'&{{7*7}}"
-
-
 def test_what_a_record_says_is_shown_and_not_run(tmp_path, opened):
     folder = made(tmp_path / "run", size=3, host=HOSTILE)
     (folder / "run.json").write_text(json.dumps({"command": [HOSTILE, "--x"], "run": HOSTILE}))
@@ -209,23 +141,6 @@ def test_what_a_record_says_is_shown_and_not_run(tmp_path, opened):
     )
     assert page.evaluate("window.ours") is None
     assert "violates the following Content Security Policy" in opened.troubles.pop()
-
-
-CONTRAST = """() => {
-  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
-    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (one) => { for (; one; one = one.parentElement) {
-    const c = parse(getComputedStyle(one).backgroundColor);
-    if (c.length < 4 || c[3] > 0) return c; } return [255, 255, 255]; };
-  const all = "p, li, td, th, dt, dd, a, b, small, figcaption, button, label, h1, h2, h3, summary";
-  return [...document.querySelectorAll(all)]
-    .filter((one) => one.checkVisibility() && one.textContent.trim())
-    .map((one) => { const [a, b] = [light(parse(getComputedStyle(one).color)), light(ground(one))];
-      return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), one.outerHTML.slice(0, 80)]; })
-    .filter(([ratio]) => ratio < 4.5);
-}"""
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 380)])

@@ -27,16 +27,23 @@ def attach(child: bool = False) -> None:
     import torch
 
     from . import patches
+    from .climber import Climber
     from .kernels import KernelSampler
     from .loop import Loop
+    from .rung import asked
     from .sampler import Sampler
 
     if _loop is None:
         recorder = Recorder(_number("RANK", 0), _number("WORLD_SIZE", 1), wait=child)
         _loop = Loop(recorder)
+        rung = asked()
+        climber = Climber(rung, recorder) if rung is not None else None
+        if climber is not None:
+            climber.install()
         patches.install(_loop)
         patches.measure_hooks(_loop)
         recorder.clear()
+        recorder.rung = climber
         if torch.version.cuda or torch.version.hip:
             recorder.kernels = KernelSampler(recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):

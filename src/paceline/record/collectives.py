@@ -265,7 +265,7 @@ class RecordedGroup(dist.ProcessGroup):
 
 
 # What torch calls, which collective that is, and which argument is the whole vector.
-_METHODS = {
+METHODS = {
     "allreduce": (Op.ALL_REDUCE, 0),
     "allreduce_coalesced": (Op.ALL_REDUCE, 0),
     "broadcast": (Op.BROADCAST, 0),
@@ -360,7 +360,7 @@ def _called_by_engine() -> bool:
         return True
 
 
-for _name, (_op, _whole) in _METHODS.items():
+for _name, (_op, _whole) in METHODS.items():
     if hasattr(dist.ProcessGroup, _name):  # names differ between PyTorch's versions
         setattr(RecordedGroup, _name, _recorded(_name, _op, _whole))
 

@@ -49,6 +49,7 @@ class Recorder:
         self.entries, self.entry_cost_ns = 0, 0.0
         self.kernels: Any = None  # samples a GPU's kernels, where there is one
         self.work: Any = None  # counts the FLOPs of a step, where that was asked for
+        self.rung: Any = None  # ends a run of paceline diagnose
         self.launched: list[dict[str, int]] | None = None  # while kernels are sampled
         # Called where a backward reduces over a group, with the tensors where it is DDP that does.
         self.exchanging: Callable[[Any, Any], None] | None = None
@@ -130,17 +131,19 @@ class Recorder:
             self.kernels.after_step()
         if self.work is not None:
             self.work.after_step()
+        if self.rung is not None:
+            self.rung.after_step()
         if self.step % 32 == 0:
             self.tell_cost()
 
-    def tell_work(self, work: dict[str, Any]) -> None:
-        """Write what a step computes into the header; a warning where it has no room."""
+    def tell(self, **more: Any) -> None:
+        """Write more of this rank into the header; a warning where it has no room."""
         try:
             if self._ring is not None:
-                self._ring.describe(self._meta | {"work": work})
-                self._meta["work"] = work
+                self._ring.describe(self._meta | more)
+                self._meta.update(more)
         except ValueError:
-            say("warning: the record's header has no room for the FLOPs of a step\n")
+            say(f"warning: the record's header has no room for {', '.join(more)}\n")
 
     def new_group(self, name: str, size: int, rank: int) -> int:
         """A number for the process group ``name`` (the same name on all its ranks); 0, and a

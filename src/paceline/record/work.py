@@ -59,7 +59,7 @@ class WorkSampler(TorchDispatchMode):
             return
         seconds = time.perf_counter() - self._started
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.recorder.tell_work(self._found(seconds))
+        self.recorder.tell(work=self._found(seconds))
 
     def _found(self, seconds: float) -> dict[str, Any]:
         device, precision = max(self._kinds, key=self._kinds.__getitem__, default=("", ""))

@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 def amount(value: float) -> str:
     """12345.6 as "12,346"."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def figure(value: float) -> str:

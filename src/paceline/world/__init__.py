@@ -251,6 +251,8 @@ class World:
             raise ValueError(f"world.epochs({count}): HINT: 0 or more")
         if checkpoint is None:
             return self._loops.epochs(count, None)
+        if self._recorder.rung is not None:  # diagnosed: the script's own stays as it is
+            checkpoint = self._recorder.rung.place(checkpoint)
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = Saver(Path(checkpoint), self.rank, self.size, store, self._warn)

@@ -95,4 +95,38 @@ DEFINITIONS = {
     "bandwidth shared by more ranks.",
     "global efficiency": "GE = useful share x computation scalability.",
     "step_ms": "The window over its steps, in milliseconds.",
+    # a diagnosis
+    "ideal": "What one rank does alone, its batches kept in memory, times the number of ranks: no "
+    "loader, no exchange, the machine to itself.",
+    "measured rate": "All ranks with everything switched on, at the pace of the slowest.",
+    "of the ideal": "Samples/s over those of the ideal. What the bars take of it adds up.",
+    "step share": "Of the time that a step takes with everything switched on: about what a step "
+    "would be shorter by without it. Percentages of the ideal's samples/s are others.",
+    "interval": "Of the mean over the rounds, by Student's t: in nine of ten diagnoses it holds "
+    "the true mean, as far as rounds differ by chance.",
+    "cause interval": "The experiment's 90 % interval, wide enough to hold what the record says "
+    "as well.",
+    "held by sharing": "The ideal, minus all ranks at once without exchange, as if all had the "
+    "pace of the fastest: they share cores, caches and the bandwidth of memory.",
+    "held by uneven": "All ranks without exchange: as if all had the pace of the fastest, minus "
+    "all at the pace of the slowest.",
+    "held by exchange": "All ranks with their batches in memory: without the exchange, minus with "
+    "it.",
+    "held by input": "All ranks with the exchange: their batches in memory, minus everything.",
+    "held by validation": "Evaluating, and waiting for ranks that did. The record alone tells it.",
+    "held by checkpoint": "Saving, and waiting for ranks that did. The record alone tells it.",
+    "held by script": "What the script does between the phases of its steps. The record alone "
+    "tells it.",
+    "experiment": "By how much a step was shorter with it switched off: the mean of all rounds, "
+    "and its 90 % interval.",
+    "record": "The share of the ranks' time in it, and in waits for ranks that were in it, in the "
+    "last measurement with everything.",
+    "differ": "They differ where the record is outside the experiment's interval by more than is "
+    "worth a word.",
+    "rung": "What was on. Batches in memory: the loader's first ones, given in turns.",
+    "rung step": "The mean of the measured steps.",
+    "round": "Everything in the table of measurements once, one after the other.",
+    "measured steps": "Optimizer steps that each measurement takes, after the warm-up.",
+    "warm-up": "Optimizer steps before those that are measured, which are left out.",
+    "diagnosis time": "Everything, starting the runs included.",
 }

@@ -194,8 +194,28 @@
     return [traces, layout(380, { xaxis, yaxis, showlegend: true, legend: { orientation: "h", y: 1.15 } })];
   }
 
+  function waterfall() { // from the ideal down to the measured rate
+    const { names, bases, lengths, errors, colours, sure, shares, text, top, unit } = data.waterfall;
+    const sign = (i) => (bases[i] === 0 ? "" : lengths[i] < 0 ? "\u2212" : "+"); // of a loss, of a gain
+    const labels = names.map((name, i) => `${name}<br>${sign(i)}${Math.abs(100 * shares[i]).toFixed(1)} %`);
+    const trace = {
+      type: "bar", orientation: "h", y: names, x: lengths, base: bases, text, textposition: "none",
+      marker: { color: colours.map(css), pattern: { shape: sure.map((v) => (v ? "" : "/")), size: 7 } },
+      error_x: { type: "data", array: errors, color: css("ink"), thickness: 1.5, width: 5 },
+      hovertemplate: "%{y}<br>%{text}<extra></extra>",
+    };
+    const ends = bases.map((base, i) => base + lengths[i]);
+    const shapes = ends.slice(0, -1).map((end, i) => ({ // from a bar's end to the next one's start
+      type: "line", x0: end, x1: end, y0: i - 0.4, y1: i + 1.4, line: { color: css("soft"), width: 1, dash: "dot" },
+    }));
+    return [[trace], layout(48 * names.length + 80, {
+      bargap: 0.3, shapes, xaxis: { title: { text: unit }, range: [0, top] },
+      yaxis: { type: "category", autorange: "reversed", tickvals: names, ticktext: labels },
+    })];
+  }
+
   const DRAW = {
-    roofline, states, steps, waiting, late, pairs, runs, courses,
+    roofline, waterfall, states, steps, waiting, late, pairs, runs, courses,
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
     speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),
   };

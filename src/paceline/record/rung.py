@@ -1,0 +1,48 @@
+"""What is switched off, and when, in a run of ``paceline diagnose``: one phase after another.
+
+    everything  nothing
+    cached      a loader's batches come from memory
+    silent      as cached, and a collective moves nothing: the last phase in which ranks train
+    loader      batches are asked for, and nothing else happens
+
+``climber`` carries it out in a rank's process."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+VARIABLE = "PACELINE_RUNG"
+EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Each phase has ``warm`` optimizer steps and then ``steps`` that are measured. scratch: a
+    folder for what the script writes."""
+
+    warm: int
+    steps: int
+    phases: tuple[str, ...]
+    scratch: str = ""
+
+    def at(self, step: int) -> int:
+        """The number of the phase that a step is in; as many as there are: it is over."""
+        return min(step // (self.warm + self.steps), len(self.phases))
+
+    def first(self, phase: str) -> int:
+        """The first step that is measured of a phase."""
+        return self.phases.index(phase) * (self.warm + self.steps) + self.warm
+
+    def variable(self) -> str:
+        """As an environment variable holds it."""
+        return json.dumps(asdict(self))
+
+
+def asked(environment: Mapping[str, str] = os.environ) -> Rung | None:
+    """That of this process, if it is in such a run."""
+    text = environment.get(VARIABLE)
+    if not text:
+        return None
+    told = json.loads(text)
+    return Rung(**told | {"phases": tuple(told["phases"])})

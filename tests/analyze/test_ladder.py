@@ -1,0 +1,135 @@
+"""The waterfall adds up, and its causes are those that the figures say."""
+
+import math
+
+import pytest
+
+from paceline.analyze.causes import Evidence, causes, witnesses
+from paceline.analyze.ladder import Climb, Interval, climb, waterfall
+from paceline.analyze.load import Run
+from records import Rank, report_of
+
+
+def rung(*rates, ranks=2, slow=0.0):
+    """Repetitions of a rung whose ranks together make so many samples/s."""
+    return [
+        Climb(r, 8 / r, [8 / r / (1 + slow), *[8 / r] * (ranks - 1)], ranks, 5, 1) for r in rates
+    ]
+
+
+def made(
+    alone=(500, 510, 490), silent=(980, 990, 970), cached=(800, 790, 810), real=(600, 590, 610)
+):
+    return waterfall(rung(*alone, ranks=1), rung(*silent, slow=0.0), rung(*cached), rung(*real))
+
+
+def test_the_bars_add_up_exactly():
+    found = made()
+    assert [bar.id for bar in found.bars] == ["sharing", "uneven", "exchange", "input"]
+    assert found.ideal.mean == 1000
+    lost = sum(bar.loss.mean for bar in found.bars)
+    assert found.ideal.mean - lost == pytest.approx(found.measured.mean, rel=1e-12)
+    of_step = sum(bar.of_step.mean for bar in found.bars)
+    assert of_step == pytest.approx(1 - 600 / 1000, rel=0.01)
+    assert found.bar("input").loss.mean == pytest.approx(200)
+    assert found.bar("input").of_step.mean == pytest.approx(600 * (1 / 600 - 1 / 800), rel=0.01)
+
+
+def test_an_interval_is_students():
+    found = Interval.of([9, 10, 11])
+    assert found.mean == 10
+    assert found.high - 10 == pytest.approx(2.92 / math.sqrt(3), rel=1e-3)
+    assert not Interval.of([5.0]).sure
+    assert Interval.of([5.0, 5.1, 5.2]).sure
+
+
+def trained(folder, compute=(20, 20), load=(0, 0), exchange=5.0, steps=12, size=1 << 20):
+    """The report of two ranks: what each does in a step, in ms."""
+    each = max(a + b for a, b in zip(compute, load, strict=True)) + exchange
+    folder.mkdir(exist_ok=True)
+    members = []
+    for i in range(2):
+        rank = Rank(folder, i, 2, host="node")
+        rank.step(0, 1)
+        for number in range(steps):
+            start = 1 + number * each
+            if load[i]:
+                rank.was(1, start, start + load[i])
+            ready = start + load[i] + compute[i]
+            rank.was(2, start + load[i], ready)
+            rank.collective(ready, ready, start + each, amount=size)
+            rank.step(start, start + each, samples=4, number=number + 1)
+        members.append(rank)
+    return members
+
+
+def judged(folder, fall, loader=None, threads=1, cores=2, **what):
+    report = report_of(trained(folder, **what))
+    e = Evidence(fall, report, loader, threads, cores, 2, 12)
+    return {one.name: one for one in witnesses(e)}, causes(e)
+
+
+SAME = (1000, 1001, 999)
+ALONE = (500, 500.5, 499.5)
+
+
+def test_a_rate_is_that_of_the_slowest_rank(tmp_path):
+    run = Run("test", [rank.record() for rank in trained(tmp_path)], missing=[])
+    found = climb(run, 2, 10)
+    assert found.together == pytest.approx(8 / 0.025, rel=1e-6)
+    assert found.step_s == pytest.approx(0.025)
+    with pytest.raises(ValueError, match=r"ended after 13 steps, and 40 are needed\. HINT"):
+        climb(run, 10, 30)
+
+
+def test_nothing_is_named_where_nothing_holds_it_back(tmp_path):
+    fall = made(ALONE, SAME, SAME, (990, 991, 989))
+    assert judged(tmp_path, fall, exchange=0.2)[1] == []
+
+
+def test_a_loader_that_computes_and_one_that_waits(tmp_path):
+    fall = made(ALONE, SAME, SAME, (500, 505, 495))
+    loader = {"batches": 20, "seconds": 1.0, "busy_s": 0.95, "workers": 0, "ranks": 2}
+    seen, (cause,) = judged(tmp_path / "a", fall, loader, load=(20, 20), exchange=0.2)
+    assert (cause.id, seen["input"].differ) == ("input-preprocessing", False)
+    assert cause.share == pytest.approx(0.5, abs=0.01)
+    assert "50 ms a batch to make (no workers" in cause.sentence
+    loader |= {"busy_s": 0.1, "workers": 4}
+    (cause,) = judged(tmp_path / "b", fall, loader, load=(20, 20), exchange=0.2)[1]
+    assert cause.id == "input-waiting"
+    assert "2 workers a rank" in cause.sentence
+
+
+def test_an_exchange_is_its_bytes_or_its_latency(tmp_path):
+    fall = made(ALONE, SAME, (500, 505, 495), (500, 505, 495))
+    (cause,) = judged(tmp_path / "a", fall, exchange=20, size=4 << 20)[1]
+    assert cause.id == "exchange-bandwidth"
+    assert "all-reduce of 4.19 MB each" in cause.sentence
+    (cause,) = judged(tmp_path / "b", fall, exchange=20, size=400)[1]
+    assert cause.id == "exchange-latency"
+    assert "400 bytes each" in cause.sentence
+
+
+def test_a_slow_rank_is_named(tmp_path):
+    alone, slowed = rung(*[600] * 3, ranks=1), rung(800, 801, 799, slow=0.5)
+    fall = waterfall(alone, slowed, rung(*[800] * 3), rung(*[800] * 3))
+    seen, (cause,) = judged(tmp_path, fall, compute=(20, 30), exchange=0.2)
+    assert (cause.id, cause.evidence["rank"]) == ("slow-rank", 1)
+    assert not seen["uneven"].differ
+
+
+def test_threads_on_top_of_each_other_are_told_from_a_shared_memory(tmp_path):
+    fall = made(ALONE, *[(700, 702, 698)] * 3)
+    (cause,) = judged(tmp_path / "a", fall, threads=2, exchange=0.2)[1]
+    assert cause.id == "too-many-threads"
+    assert cause.sentence == "2 ranks with 2 threads each share 2 cores"
+    (cause,) = judged(tmp_path / "b", fall, threads=1, exchange=0.2)[1]
+    assert cause.id == "shared-machine"
+
+
+def test_witnesses_that_contradict_each_other_are_shown(tmp_path):
+    fall = made(ALONE, SAME, SAME, (500, 505, 495))
+    seen, (cause,) = judged(tmp_path, fall, load=(0, 0), exchange=0.2)
+    assert seen["input"].differ
+    assert cause.interval[0] < 0.01
+    assert cause.interval[1] > 0.49

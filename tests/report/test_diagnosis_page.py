@@ -1,0 +1,237 @@
+"""The page of a diagnosis, opened in Chromium: every figure is that of --json, causes come with
+their evidence, and what scripts and hosts are called is text."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+
+import pytest
+
+import ranks
+from paceline.analyze.causes import WORTH, Cause, Witness
+from paceline.analyze.ladder import Climb, waterfall
+from paceline.analyze.load import load
+from paceline.analyze.report import analyse
+from paceline.report.diagnose import NAMES, as_json
+from paceline.report.page.definitions import DEFINITIONS
+from paceline.report.page.diagnosis import chart, diagnosis
+from paceline.study.diagnose import Diagnosis
+from paceline.study.ladder import WORDS, Ladder
+from pages import CONTRAST, HOSTILE, agree, drawn, watched
+from records import made
+
+LINE = {"file": "train.py", "line": 7, "function": "step", "code": "x.item() < 3 & y", "share": 0.8}
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Write a diagnosis's page and open it; fails for any request, error or warning."""
+    with watched(browser) as show:
+
+        def open_(found, width=1280, theme="light"):
+            path = tmp_path / f"page-{show.count}.html"
+            path.write_text(diagnosis(found, WORDS), encoding="utf-8")
+            return show(path, width, theme)
+
+        yield open_
+
+
+def climbs(*rates, ranks=4, slow=0.0):
+    """A rung's repetitions: ranks that together make so many samples/s."""
+    return [
+        Climb(r, 32 / r, [32 / r / (1 + slow), *[32 / r] * (ranks - 1)], ranks, 20, 1)
+        for r in rates
+    ]
+
+
+RUNGS = {
+    "alone": climbs(1200, 1210, 1190, ranks=1),
+    "alone, loading": climbs(700, 690, 710, ranks=1),
+    "silent": climbs(3590, 3610, 3600, slow=0.01),
+    "cached": climbs(2800, 2790, 2810),
+    "everything": climbs(1600, 1590, 1610),
+}
+CAUSES = [
+    Cause(
+        *("input-waiting", 0.43, (0.41, 0.47)),
+        "the loader waits for its files, 14.2 ms a batch (no workers: the rank loads by itself)",
+        {
+            "ranks": list(range(60)),
+            "cores_busy_a_rank": 0.0531,
+            "busy_s": 1.25,
+            "batches": 12345,
+            "cached": True,
+            "device": None,
+        },
+    ),
+    Cause(
+        *("exchange-bandwidth", 0.12, (0.08, 0.13)),
+        "all-reduce of 2.65 MB each at 0.3 GB/s: the exchange itself",
+        {"busbw_GB_s": 0.2952, "bytes": 2646036.0, "groups": [{"name": "0", "calls": 40}]},
+    ),
+    Cause(
+        *("script", 0.051, (0.051, 0.051)),
+        "the script does work of its own between its steps",
+        {"lines": [LINE], "of": {"rank": 3, "steps": (9, 24)}},
+    ),
+]
+
+
+def found(folder, rungs=RUNGS, causes=CAUSES, host="node", command=("train.py", "--x y"), notes=()):
+    run = load(made(folder, size=4, host=host))
+    needed = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
+    w = waterfall(*needed) if all(needed) else None
+    loader = {"batches": 80, "seconds": 1.136, "busy_s": 0.06, "workers": 0, "ranks": 4}
+    ladder = Ladder(5, 20, climbs=dict(rungs), run=run, loader=loader, seconds=93.4)
+    both = [
+        *(
+            Witness(bar.id, bar.of_step, 0.3 * (bar.id == "uneven"))
+            for bar in (w.bars if w else [])
+        ),
+        *([Witness("script", None, 0.051)] if w else []),
+    ]
+    return Diagnosis(list(command), ladder, analyse(run), w, both, list(causes), list(notes))
+
+
+def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened):
+    told = found(tmp_path / "run", notes=["left out: something"])
+    page = opened(told)
+    data = json.loads(json.dumps(as_json(told), allow_nan=False))
+    assert agree(page, data) > 130
+    assert page.inner_text(".lead") == (
+        "4 ranks reach 33.3 % of the ideal: 1,600 of 4,800 samples/s. What holds them back most, "
+        "43.0 % of a step's time: the loader waits for its files, 14.2 ms a batch (no workers: "
+        "the rank loads by itself)."
+    )
+    # The causes in their order, the evidence one click away.
+    assert page.locator(".losses .share").all_inner_texts() == ["43.0 %", "12.0 %", "5.1 %"]
+    first, second, script = page.locator(".losses li").all()
+    assert "41.0 % to 47.0 % of a step's time" in first.inner_text()
+    assert "As the record has it" in script.inner_text()
+    for one in (first, second, script):
+        assert not one.locator("table").is_visible()
+        one.locator("summary").click()
+    assert "0, 1, 2" in first.inner_text()
+    assert "39, and 20 more (--json)" in first.inner_text()
+    assert "busbw (GB/s)\t0.295" in second.inner_text()
+    assert script.locator("code").all_inner_texts() == ["script", LINE["code"]]
+    assert "train.py:7 in step, 80.0 % of its samples" in script.inner_text()
+    # The bars go down from the ideal, each from where the last one ended.
+    (bars,) = drawn(page, "waterfall")
+    names = ["sharing the machine", "slower ranks", "exchange", "input"]
+    assert bars["y"] == ["ideal", *names, "measured"]
+    assert bars["x"] == pytest.approx([4800, -1164, -36, -800, -1200, 1600])
+    assert "lost 1,200 samples/s" in bars["text"][4]
+    assert "25.0 % of the ideal" in bars["text"][4]
+    # Both witnesses, and where they differ.
+    rows = [row.inner_text() for row in page.locator("#witnesses tbody tr").all()]
+    assert ["they differ" in row for row in rows] == [True, True, True, True, False]
+    # Every measurement, in words.
+    text = page.inner_text("#rungs")
+    assert all(words in text for words in WORDS.values())
+    assert "14.2 ms a batch" in text
+    assert "left out: something." in page.inner_text("#how")
+    assert "paceline run -n 4 --record record train.py '--x y'" in page.inner_text("#summary")
+
+
+def test_after_one_round_no_cause_is_sure_and_bars_are_hatched(tmp_path, opened):
+    once = {name: runs[:1] for name, runs in RUNGS.items()}
+    told = found(tmp_path / "once", rungs=once, causes=[])
+    page = opened(told)
+    assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 40
+    assert "inf" not in page.inner_text("main")
+    lead = page.inner_text(".lead")
+    assert "No cause is sure: sharing the machine, exchange and input may cost time" in lead
+    drawn(page, "waterfall")
+    shapes = page.evaluate(
+        "document.querySelector('[data-chart=waterfall]').data[0].marker.pattern.shape"
+    )
+    assert shapes == ["", "/", "/", "/", "/", ""]
+    assert "Hatched" in page.inner_text("#waterfall figcaption")
+    rows = page.locator("#witnesses tbody tr").all_inner_texts()
+    assert ["too wide to tell" in row for row in rows] == [True, True, True, True, False]
+
+
+def test_what_is_within_the_spread_of_the_rounds_is_no_cause(tmp_path):
+    noisy = RUNGS | {"cached": climbs(2800, 3900, 1700)}
+    text = diagnosis(found(tmp_path / "noisy", rungs=noisy, causes=[]), WORDS)
+    assert "No cause is sure: exchange and input may cost time" in text
+    text = diagnosis(found(tmp_path / "unsure", rungs=noisy), WORDS)
+    assert "Not sure, and so not listed: exchange, input." in text
+    faster = RUNGS | {"cached": climbs(3700, 3710, 3720)}
+    bars = chart(found(tmp_path / "faster", rungs=faster).waterfall, "samples/s")
+    assert bars["text"][3].startswith("gained 110 samples/s (")
+    assert bars["lengths"][3] == pytest.approx(110)
+    well = {name: climbs(*(4000 for _ in range(3))) for name in RUNGS}
+    well["alone"] = climbs(1010, 1015, 1005, ranks=1)
+    text = diagnosis(found(tmp_path / "well", rungs=well, causes=[]), WORDS)
+    assert f"Nothing holds it back that takes {100 * WORTH:.0f} % of a step" in text
+
+
+def test_without_a_rung_there_is_no_waterfall_and_it_says_why(tmp_path, opened):
+    why = "left out: all ranks, batches in memory: the run ended with exit code 1:\n    Error: <b>"
+    told = found(tmp_path / "missing", rungs=RUNGS | {"cached": []}, causes=[], notes=[why])
+    page = opened(told)
+    assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 20
+    assert "can't be told" in page.inner_text(".lead")
+    assert f"{why}." in page.text_content("#summary .doubt")
+    assert "left out" in page.inner_text("#rungs")
+    assert page.locator("[data-chart]").count() == 0
+
+
+def test_hostile_names_are_text_and_on_a_telephone_all_can_be_read(tmp_path, opened):
+    line = LINE | {"code": HOSTILE, "file": HOSTILE, "function": HOSTILE}
+    cause = Cause(HOSTILE, 0.3, (0.2, 0.4), HOSTILE, {HOSTILE: HOSTILE, "lines": [line]})
+    told = found(
+        tmp_path / "run",
+        host=HOSTILE,
+        command=(HOSTILE,),
+        causes=[cause, *CAUSES],
+        notes=[HOSTILE, "x" * 300],
+    )
+    page = opened(told, 400, "dark")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    drawn(page, "waterfall")
+    for summary in page.locator("summary").all():
+        summary.click()
+    assert page.inner_text("[data-figure='causes.0.id']") == HOSTILE
+    assert HOSTILE in page.inner_text(".lead")
+    assert page.locator(".evidence").first.locator("code").last.inner_text() == HOSTILE
+    assert page.inner_text("[data-figure='report.places.0.host']") == f"{HOSTILE}0"
+    assert page.evaluate("window.ours") is None
+    assert page.locator("img, script:not(head script, body > script)").count() == 0
+    assert page.evaluate(CONTRAST) == []
+    beyond = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(beyond) == 0
+    assert page.locator("[role=img]:not([aria-label]), [role=img][aria-label='']").count() == 0
+    assert page.locator("th:not([scope]):not(:empty)").count() == 0
+    assert page.locator("dt:not(:has(.term))").count() == 0
+    ids = page.eval_on_selector_all("[id]", "all => all.map(one => one.id)")
+    assert len(ids) == len(set(ids))
+    levels = page.eval_on_selector_all("h1, h2, h3", "all => all.map(one => +one.tagName[1])")
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    page.locator("#theme").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    assert page.evaluate(CONTRAST) == []
+
+
+def test_every_name_of_a_cause_has_its_definition():
+    assert all(f"held by {name}" in DEFINITIONS for name in NAMES)
+
+
+def test_steps_stand_in_for_samples_that_nobody_knows(tmp_path):
+    told = found(tmp_path / "run")
+    told = dataclasses.replace(told, report=dataclasses.replace(told.report, samples_per_s=None))
+    text = diagnosis(told, WORDS)
+    assert "1,600 of 4,800 steps/s" in text
+
+
+def test_a_file_that_cant_be_written_is_said_before_anything_runs(tmp_path):
+    for path, why in ((tmp_path / "nowhere" / "page.html", "no folder"), (tmp_path, "a folder")):
+        command = [ranks.PACELINE, "diagnose", "-n", "2", "--html", path, "train.py"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert result.returncode == 2
+        assert why in result.stderr
+        assert "HINT" in result.stderr
+        assert "run 1" not in result.stderr

@@ -1,0 +1,119 @@
+"""paceline diagnose on real ranks: what was planted is named, and no file of the user changes."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+import ranks
+from paceline.study import ladder
+from paceline.study.diagnose import diagnosed
+from paceline.study.ladder import Asked
+
+TRAIN = """
+    import os, sys, time, torch, torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    class Slow(Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, i):
+            time.sleep(float(sys.argv[1]))
+            return {"x": torch.ones(64), "y": torch.tensor(0.5)}
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = Slow()
+    loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+    os.makedirs("made/inside", exist_ok=True)
+    log = open("made/log.txt", "w")
+    for epoch in range(30):
+        for batch in loader:
+            x = batch.pop("x")
+            x.mul_(2)  # in place
+            if not bool((x == 2).all()):
+                sys.exit("the batch from memory is not as it came from the loader")
+            loss = (model(x) - batch["y"]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log.write(f"{loss}\\n")
+            time.sleep(0.004)
+        if dist.get_rank() == 0:
+            torch.save(model.state_dict(), "model.pt")
+            open("made/log.txt").read()
+        if len(sys.argv) > 2 and epoch == 1:
+            open("data.txt", "w").close()
+    """
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "data.txt").write_text("precious")
+    return ranks.write(tmp_path, TRAIN)
+
+
+def test_a_slow_loader_is_named_and_files_stay_as_they_are(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
+    monkeypatch.chdir(tmp_path)
+    said = []
+    asked = Asked(str(script), ["0.005"], [], ["--threads", "1"], 2, steps=16, warm=4)
+    found = diagnosed(asked, said.append)
+    assert len(said) == 1 + 2 * 2
+    assert found.notes == []
+    assert found.report.size == 2
+    climbs = found.ladder.climbs
+    assert [one.cached for one in climbs["cached"]] == [40, 40]  # with those of the next phase
+    assert [one.silent for one in climbs["silent"]] == [1, 1]
+    assert [one.ranks for one in climbs["alone"]] == [1, 1]
+    # Four samples of 5 ms each: without them a step is several times shorter.
+    assert all(one.step_s > 0.02 for one in climbs["everything"])
+    assert all(one.step_s < 0.02 for one in climbs["cached"])
+    bar = found.waterfall.bar("input")
+    assert bar.of_step.mean > 0.5
+    record = next(one.record for one in found.witnesses if one.name == "input")
+    assert record == pytest.approx(bar.of_step.mean, abs=0.15)
+    assert found.ladder.loader["batches"] > 10
+    assert found.ladder.loader["busy_s"] < 0.5 * found.ladder.loader["seconds"]
+    assert sorted(os.listdir(tmp_path)) == ["data.txt", "script.py"]
+
+
+def test_a_script_that_would_change_a_file_is_stopped(script, tmp_path):
+    done = run(script, "--steps", "40", script, "0", "overwrites")
+    assert done.returncode == 2
+    assert f"stopped, as {tmp_path}/data.txt would have been written. HINT: files" in done.stderr
+    assert (tmp_path / "data.txt").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["data.txt", "script.py"]
+
+
+def test_a_script_that_fails_or_ends_too_early_is_told(tmp_path):
+    script = ranks.write(tmp_path, "raise RuntimeError('no data here')")
+    done = run(script, script)
+    assert done.returncode == 2
+    assert "with all ranks the script ended with exit code 1:" in done.stderr
+    assert "RuntimeError: no data here" in done.stderr
+    assert "Traceback (most recent" not in done.stderr.partition("paceline: with all")[0]
+
+
+def run(script, *words):
+    command = [ranks.PACELINE, "diagnose", "-n", "2", "--threads", "1", "--json", *map(str, words)]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=script.parent, env=ranks.environment()
+    )
+
+
+@pytest.mark.soak
+def test_the_json_has_what_the_docs_say(script):
+    done = run(script, "--minutes", "0.2", "--steps", "16", script, "0.005")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["format"], found["version"], found["ranks"]) == ("paceline-diagnosis", 1, 2)
+    assert found["causes"][0]["id"] == "input-waiting"
+    assert found["causes"][0]["share"] > 0.4
+    whole = found["waterfall"]
+    lost = sum(bar["loss"]["mean"] for bar in whole["bars"])
+    assert whole["ideal"]["mean"] - lost == pytest.approx(whole["measured"]["mean"])
