@@ -40,7 +40,10 @@ def opened(browser, tmp_path):
 def climbs(*rates, ranks=4, slow=0.0):
     """A rung's repetitions: ranks that together make so many samples/s."""
     return [
-        Climb(r, 32 / r, [32 / r / (1 + slow), *[32 / r] * (ranks - 1)], ranks, 20, 1)
+        Climb(
+            *(r, 32 / r, [32 / r / (1 + slow), *[32 / r] * (ranks - 1)]),
+            *([0.0] * ranks, [0.0] * ranks, ranks, 20, 1),
+        )
         for r in rates
     ]
 

@@ -73,10 +73,10 @@ def test_a_slow_loader_is_named_and_files_stay_as_they_are(script, monkeypatch, 
     # Four samples of 5 ms each: without them a step is several times shorter.
     assert all(one.step_s > 0.02 for one in climbs["everything"])
     assert all(one.step_s < 0.02 for one in climbs["cached"])
-    bar = found.waterfall.bar("input")
-    assert bar.of_step.mean > 0.5
+    of_step = found.waterfall.of_step("input")
+    assert of_step.mean > 0.5
     record = next(one.record for one in found.witnesses if one.name == "input")
-    assert record == pytest.approx(bar.of_step.mean, abs=0.15)
+    assert record == pytest.approx(of_step.mean, abs=0.15)
     assert found.ladder.loader["batches"] > 10
     assert found.ladder.loader["busy_s"] < 0.5 * found.ladder.loader["seconds"]
     assert sorted(os.listdir(tmp_path)) == ["data.txt", "script.py"]

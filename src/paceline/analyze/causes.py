@@ -11,7 +11,7 @@ from .losses import Loss
 from .report import Report
 
 WORTH = 0.05  # of a step: what takes less is not worth a word
-SMALL = 64 << 10  # bytes: below, an exchange is its latency
+SMALL = 256 << 10  # bytes: below, an exchange is its latency
 WAITING = 0.5  # of a loader's time its processes compute at most, if it waits for files
 HIDDEN = 0.1  # of the exchange is covered by computing at most, if nothing overlaps
 
@@ -67,7 +67,7 @@ class Witness:
 
 def witnesses(e: Evidence) -> list[Witness]:
     """Shares of a step's time, from experiment and from observation."""
-    bar = e.waterfall.bar
+    of_step = e.waterfall.of_step
 
     def share(*kinds: str, doing: tuple[str, ...] = ()) -> float:
         return sum(loss.share for loss in e.lost(*kinds, doing=doing))
@@ -75,12 +75,12 @@ def witnesses(e: Evidence) -> list[Witness]:
     unbooked = sum(x.share for x in e.report.losses if x.kind == "wait" and x.rank is None)
     exchanged = share("transfer", doing=("transfer", "wait")) + unbooked
     return [
-        Witness("sharing", bar("sharing").of_step, None),
-        Witness("uneven", bar("uneven").of_step, _longer(e.report)),
-        Witness("exchange", bar("exchange").of_step, exchanged),
-        Witness("input", bar("input").of_step, share("input", doing=("input",))),
-        Witness("validation", None, share("validation", doing=("validation",))),
-        Witness("checkpoint", None, share("checkpoint", doing=("checkpoint",))),
+        Witness("sharing", of_step("sharing"), None),
+        Witness("uneven", of_step("uneven"), _longer(e.report)),
+        Witness("exchange", of_step("exchange"), exchanged),
+        Witness("input", of_step("input"), share("input", doing=("input",))),
+        Witness("validation", of_step("validation"), share("validation", doing=("validation",))),
+        Witness("checkpoint", of_step("checkpoint"), share("checkpoint", doing=("checkpoint",))),
         Witness("script", None, share("other")),
     ]
 
@@ -207,13 +207,19 @@ def causes(e: Evidence) -> list[Cause]:
     found = []
     for witness in witnesses(e):
         share, interval = _share(witness)
-        if share < WORTH or (witness.ladder is not None and not witness.ladder.sure):
+        if share < WORTH or not _seen(witness):
             continue
         said = RULES[witness.name](e, witness)
         if said is not None:
             name, sentence, evidence = said
             found.append(Cause(name, share, interval, sentence, evidence))
     return sorted(found, key=lambda cause: -cause.share)
+
+
+def _seen(witness: Witness) -> bool:
+    """Whether all who can see it have seen it."""
+    experiment = witness.ladder is None or witness.ladder.sure
+    return experiment and (witness.record is None or witness.record >= WORTH / 2)
 
 
 def unsure(w: Waterfall) -> list[str]:

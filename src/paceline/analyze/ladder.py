@@ -6,8 +6,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..record.states import State
 from .load import Run
+from .read import Record
+
+BARS = ("sharing", "uneven", "validation", "checkpoint", "exchange", "input")
 
 # Half of a 90 % interval in standard errors, by degrees of freedom (Student's t).
 T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
@@ -16,14 +21,23 @@ T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
 @dataclass(frozen=True)
 class Climb:
     """One run of a rung. together: samples/s of all ranks at the pace of the slowest; step_s: of
-    the slowest rank's mean step; steps_s: of each rank's."""
+    the slowest rank's mean step; by rank: mean steps without validation and checkpoints, and
+    seconds of these a step."""
 
     together: float
     step_s: float
-    steps_s: list[float]
+    training_s: list[float]
+    validation_s: list[float]
+    checkpoint_s: list[float]
     ranks: int
     cached: int  # batches that came from memory, the rank with the fewest
     silent: int  # process groups whose exchange was switched off
+
+    def at(self, rank: int, validation: bool = False, checkpoint: bool = False) -> float:
+        """Samples/s if all had this rank's pace, with what it does beside training."""
+        step = self.training_s[rank]
+        step += self.validation_s[rank] * validation + self.checkpoint_s[rank] * checkpoint
+        return self.together * self.step_s / step
 
 
 @dataclass(frozen=True)
@@ -70,15 +84,18 @@ class Waterfall:
     bars: list[Bar]
     repetitions: int
 
-    def bar(self, name: str) -> Bar:
-        return next(bar for bar in self.bars if bar.id == name)
+    def of_step(self, name: str) -> Interval | None:
+        """A bar's share of a step's time; None where there is no such bar."""
+        return next((bar.of_step for bar in self.bars if bar.id == name), None)
 
 
 def climb(run: Run, first: int, steps: int) -> Climb:
     """The rates of one rung, in so many steps from ``first`` on.
 
     Raises ValueError where the script ended before them, or its samples are not known."""
-    samples, seconds, told = [], [], []
+    samples, steps_s = 0, []
+    beside: dict[int, list[float]] = {State.VALIDATION: [], State.CHECKPOINT: []}
+    told: list[dict[str, int]] = []
     for record in run.records:
         rows = record.of(State.STEP)
         rows = rows[(rows["step"] >= first) & (rows["step"] < first + steps)]
@@ -88,29 +105,48 @@ def climb(run: Run, first: int, steps: int) -> Climb:
                 f"the script ended after {done} steps, and {first + steps} are needed. HINT: "
                 "--steps and --warm-up with fewer, or a script that trains longer"
             )
-        took = (int(rows["end"].max()) - int(rows["start"].min())) / 1e9
+        start, end = int(rows["start"].min()), int(rows["end"].max())
         # Samples are what it takes to compare one rank with several; steps stand in for them.
-        samples.append(int(rows["amount"].sum()) or len(rows))
-        seconds.append(took)
+        samples += int(rows["amount"].sum()) or len(rows)
+        steps_s.append((end - start) / 1e9 / steps)
+        for state, took in beside.items():
+            took.append(_within(record, state, start, end) / 1e9 / steps)
         told.append(record.meta.get("rung", {}))
-    slowest = max(seconds)
+    validation, checkpoint = beside.values()
+    slowest = max(steps_s)
     return Climb(
-        together=sum(samples) / slowest,
-        step_s=slowest / steps,
-        steps_s=[took / steps for took in seconds],
-        ranks=len(seconds),
+        together=samples / (slowest * steps),
+        step_s=slowest,
+        training_s=[a - b - c for a, b, c in zip(steps_s, validation, checkpoint, strict=True)],
+        validation_s=validation,
+        checkpoint_s=checkpoint,
+        ranks=len(steps_s),
         cached=min(one.get("cached", 0) for one in told),
         silent=min(one.get("silent", 0) for one in told),
     )
 
 
-def _fast_and_slow(silent: list[Climb]) -> tuple[int, int]:
-    """Which rank is the fastest, and which the slowest, over all rounds: that one of them is in
-    each single round says nothing."""
-    means = [
-        statistics.fmean(times) for times in zip(*(one.steps_s for one in silent), strict=True)
-    ]
-    return means.index(min(means)), means.index(max(means))
+def _within(record: Record, state: int, start: int, end: int) -> int:
+    """Nanoseconds of a state between two instants."""
+    rows = record.of(state)
+    return int(
+        np.clip(np.minimum(rows["end"], end) - np.maximum(rows["start"], start), 0, None).sum()
+    )
+
+
+def _slowest(climbs: list[Climb], *names: str) -> int:
+    """The rank whose steps take longest over all rounds, with these parts: that a rank is the
+    slowest in a single round says nothing."""
+    parts = ("training_s", *names)
+    count = len(climbs[0].training_s)
+    sums = [sum(getattr(one, part)[i] for one in climbs for part in parts) for i in range(count)]
+    return sums.index(max(sums))
+
+
+def _fastest(climbs: list[Climb]) -> int:
+    count = len(climbs[0].training_s)
+    sums = [sum(one.training_s[i] for one in climbs) for i in range(count)]
+    return sums.index(min(sums))
 
 
 def waterfall(
@@ -121,27 +157,34 @@ def waterfall(
     alone: one rank, its batch in memory. silent: all ranks, without exchange. cached: with it.
     everything: with the loader, too.
     """
-    ids = ("sharing", "uneven", "exchange", "input")
+    fast, slow = _fastest(silent), _slowest(silent)
+    validates, saves = (
+        _slowest(silent, "validation_s"),
+        _slowest(silent, "validation_s", "checkpoint_s"),
+    )
     ideals, ends = [], []
-    losses: dict[str, list[float]] = {name: [] for name in ids}
-    times: dict[str, list[float]] = {name: [] for name in ids}
-    fast, slow = _fast_and_slow(silent)
+    losses: dict[str, list[float]] = {name: [] for name in BARS}
+    times: dict[str, list[float]] = {name: [] for name in BARS}
     for one, free, kept, real in zip(alone, silent, cached, everything, strict=True):
         levels = (
-            one.together * real.ranks,
-            free.together * free.step_s / free.steps_s[fast],
-            free.together * free.step_s / free.steps_s[slow],
+            one.at(0) * real.ranks,
+            free.at(fast),
+            free.at(slow),
+            free.at(validates, validation=True),
+            free.at(saves, validation=True, checkpoint=True),
             kept.together,
             real.together,
         )
         ideals.append(levels[0])
         ends.append(levels[-1])
-        for name, above, below in zip(ids, levels, levels[1:], strict=False):
+        for name, above, below in zip(BARS, levels, levels[1:], strict=False):
             losses[name].append(above - below)
             times[name].append(levels[-1] * (1 / below - 1 / above))
     ideal = Interval.of(ideals)
     bars = []
-    for name in ids:
+    for name in BARS:
+        if not any(losses[name]):  # no validation, say
+            continue
         shares = [loss / whole for loss, whole in zip(losses[name], ideals, strict=True)]
         found = (Interval.of(values) for values in (losses[name], shares, times[name]))
         bars.append(Bar(name, *found))
