@@ -92,7 +92,7 @@ class Case:
     def first(self) -> bool:
         """Whether the strongest is named first; of a healthy run, whether nothing is named."""
         if not self.faults:
-            return not self.found
+            return not self.found and not self.error
         return bool(self.found) and self.found[0][0] in BY_KIND[self.faults[0][0]].named
 
     @property

@@ -44,8 +44,12 @@ TRAIN = """
             log.write(f"{loss}\\n")
             time.sleep(0.004)
         if dist.get_rank() == 0:
-            torch.save(model.state_dict(), "model.pt")
+            torch.save(model.state_dict(), "model.tmp")
+            os.replace("model.tmp", "model.pt")
             open("made/log.txt").read()
+            there = sorted(os.listdir("made"))
+            if there != ["inside", "log.txt"] or not os.path.exists("model.pt"):
+                sys.exit("what was written is not there")
         if len(sys.argv) > 2 and epoch == 1:
             open("data.txt", "w").close()
     """

@@ -27,7 +27,6 @@ def attach(child: bool = False) -> None:
     import torch
 
     from . import patches
-    from .climber import Climber
     from .kernels import KernelSampler
     from .loop import Loop
     from .rung import asked
@@ -37,8 +36,11 @@ def attach(child: bool = False) -> None:
         recorder = Recorder(_number("RANK", 0), _number("WORLD_SIZE", 1), wait=child)
         _loop = Loop(recorder)
         rung = asked()
-        climber = Climber(rung, recorder) if rung is not None else None
-        if climber is not None:
+        climber = None
+        if rung is not None:
+            from .climber import Climber
+
+            climber = Climber(rung, recorder)
             climber.install()
         patches.install(_loop)
         patches.measure_hooks(_loop)

@@ -146,6 +146,7 @@ class Climber:
         self.recorder.tell(rung=self._told)
         detach()
         if self.rung.scratch:
+            self._scratch.over = True
             shutil.rmtree(self.rung.scratch, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()

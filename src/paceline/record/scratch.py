@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,36 @@ from typing import Any
 from .imports import after_import
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
-# Of whom the audit hook tells that something goes: which arguments are paths.
-CHANGES = {
-    "os.remove": (0,),
-    "os.rename": (0, 1),
-    "os.rmdir": (0,),
-    "os.truncate": (0,),
-    "os.link": (1,),
-    "os.symlink": (1,),
-    "shutil.rmtree": (0,),
-    "shutil.move": (0, 1),
+# Of what the audit hook is told: which arguments are paths, and which the folders (as open files)
+# that they are relative to.
+CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
+    "os.remove": ((0, 1),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.truncate": ((0, None),),
 }
+
+
+class _Looking(threading.local):
+    """Whether this thread is looking where a path is."""
+
+    set = False
+
+
+# Of os, by what they do with a path; what is in scratch already is found there.
+MAKE = ("mkdir", "makedirs")
+LOOK = (
+    "stat",
+    "lstat",
+    "listdir",
+    "scandir",
+    "access",
+    "chmod",
+    "utime",
+    "unlink",
+    "remove",
+    "rmdir",
+)
+MOVE = ("rename", "replace")
 
 
 class Scratch:
@@ -42,27 +62,40 @@ class Scratch:
         self._free = (*(os.path.realpath(one) for one in places), "/dev", "/proc", "/sys", "/run")
         own = (os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0])))
         self._own = tuple(os.path.realpath(one) for one in own)
+        self._looking = _Looking()
+        self.over = False  # nothing of the script runs any more
 
     def install(self) -> None:
         """For the rest of this process and the processes that it starts by forking."""
         sys.addaudithook(self._audit)
         io.open = builtins.open = self._redirected(builtins.open, writes=_mode_writes)
         os.open = self._redirected(os.open, writes=_flags_write)
-        for name in ("mkdir", "makedirs"):
+        for name in MAKE:
             setattr(os, name, self._redirected(getattr(os, name), writes=lambda *_, **__: True))
+        for name in LOOK:
+            setattr(os, name, self._redirected(getattr(os, name), writes=lambda *_, **__: False))
+        for name in MOVE:
+            setattr(os, name, self._moved(getattr(os, name)))
         after_import({"torch.serialization": self._saves})
 
     def place(self, path: Any, writes: bool) -> Any:
         """Where a file really is, or is to be made."""
-        if not isinstance(path, str | bytes | os.PathLike):
-            return path  # an open file
+        if not isinstance(path, str | bytes | os.PathLike) or self._looking.set:
+            return path  # an open file, or a look of our own
+        self._looking.set = True
+        try:
+            return self._placed(path, writes)
+        finally:
+            self._looking.set = False
+
+    def _placed(self, path: Any, writes: bool) -> Any:
         whole = os.path.abspath(os.fsdecode(path))
-        if os.path.exists(whole) or self._is_free(whole):
+        if _exists(whole) or self._is_free(whole):
             return path
         inside = os.path.join(self.folder, whole.lstrip("/"))
         if writes:
             _original_makedirs(os.path.dirname(inside), exist_ok=True)
-        return inside if writes or os.path.exists(inside) else path
+        return inside if writes or _exists(inside) else path
 
     def _is_free(self, whole: str) -> bool:
         real = os.path.realpath(whole)
@@ -72,10 +105,20 @@ class Scratch:
 
     def _redirected(self, function: Callable[..., Any], writes: Callable[..., bool]) -> Any:
         @functools.wraps(function)
-        def redirected(path: Any, *args: Any, **options: Any) -> Any:
-            return function(self.place(path, writes(*args, **options)), *args, **options)
+        def redirected(*args: Any, **options: Any) -> Any:
+            if not args or options.get("dir_fd") is not None:  # relative to another folder
+                return function(*args, **options)
+            path, *rest = args
+            return function(self.place(path, writes(*rest, **options)), *rest, **options)
 
         return redirected
+
+    def _moved(self, function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def moved(source: Any, target: Any, **options: Any) -> Any:
+            return function(self.place(source, False), self.place(target, True), **options)
+
+        return moved
 
     def _saves(self, module: Any) -> None:
         import torch
@@ -96,14 +139,16 @@ class Scratch:
             if isinstance(flags, int) and flags & WRITES:
                 self._refuse(path, "written")
         elif event in CHANGES:
-            for at in CHANGES[event]:
-                self._refuse(args[at], "changed or removed")
+            for at, folder in CHANGES[event]:
+                base = args[folder] if folder is not None else -1
+                self._refuse(args[at], "changed or removed", base)
 
-    def _refuse(self, path: Any, what: str) -> None:
-        if not isinstance(path, str | bytes | os.PathLike):
+    def _refuse(self, path: Any, what: str, folder: int = -1) -> None:
+        if self.over or not isinstance(path, str | bytes | os.PathLike):
             return
-        whole = os.path.abspath(os.fsdecode(path))
-        if not self._is_free(whole) and os.path.lexists(whole) and not os.path.isdir(whole):
+        base = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd()
+        whole = os.path.normpath(os.path.join(base, os.fsdecode(path)))
+        if not self._is_free(whole) and _exists(whole) and not os.path.isdir(whole):
             self._stop(f"{whole} would have been {what}")
 
 
@@ -111,7 +156,15 @@ def _within(path: str, places: tuple[str, ...]) -> bool:
     return any(path == place or path.startswith(place.rstrip("/") + "/") for place in places)
 
 
-_original_makedirs = os.makedirs
+_original_makedirs, _original_stat = os.makedirs, os.stat
+
+
+def _exists(path: str) -> bool:
+    try:
+        _original_stat(path)
+    except OSError:
+        return False
+    return True
 
 
 def _mode_writes(mode: str = "r", *_: Any, **__: Any) -> bool:
