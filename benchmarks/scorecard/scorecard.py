@@ -1,7 +1,7 @@
 """How often is `paceline diagnose` right? Faults of known kinds and strengths are planted in a
 plain DDP script on two ranks of this machine, alone and in pairs, and in some cases none. Printed:
 the share of cases whose strongest fault is named first, of faults named at all, and false alarms
-where nothing was planted.
+where nothing was planted. "jitter", the noise of a machine that is not quiet, counts for nothing.
 
     python benchmarks/scorecard/scorecard.py                24 cases by a seed, at most 40 minutes
     python benchmarks/scorecard/scorecard.py --kinds input-waiting,slow-rank
@@ -72,6 +72,7 @@ FAULTS = (
     Fault("script", ("script",), lambda s: ["--script", f"{s}"]),
 )
 HEALTHY = "healthy"
+NOISE = "jitter"  # of a machine that is not quiet: no false alarm
 
 
 @dataclass
@@ -92,8 +93,9 @@ class Case:
     def first(self) -> bool:
         """Whether the strongest is named first; of a healthy run, whether nothing is named."""
         if not self.faults:
-            return not self.found and not self.error
-        return bool(self.found) and self.found[0][0] in BY_KIND[self.faults[0][0]].named
+            return not self.error and all(name == NOISE for name, _ in self.found)
+        named = [name for name, _ in self.found if name != NOISE]
+        return named[:1] != [] and named[0] in BY_KIND[self.faults[0][0]].named
 
     @property
     def named(self) -> int:

@@ -113,8 +113,10 @@ DEFINITIONS = {
     "held by exchange": "All ranks with their batches in memory: without the exchange, minus with "
     "it.",
     "held by input": "All ranks with the exchange: their batches in memory, minus everything.",
-    "held by validation": "Evaluating, and waiting for ranks that did. The record alone tells it.",
-    "held by checkpoint": "Saving, and waiting for ranks that did. The record alone tells it.",
+    "held by validation": "All ranks without exchange, at the pace of the slowest: without the "
+    "steps' validation, minus with it. The ideal has none.",
+    "held by checkpoint": "All ranks without exchange, at the pace of the slowest: without the "
+    "steps' saving, minus with it. The ideal has none.",
     "held by script": "What the script does between the phases of its steps. The record alone "
     "tells it.",
     "experiment": "By how much a step was shorter with it switched off: the mean of all rounds, "

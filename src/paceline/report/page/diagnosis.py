@@ -21,6 +21,8 @@ ROOM = 1.3  # of the longest bar: as far as the axis goes for wide intervals
 _COLOURS = {  # those of the states that they belong to
     "sharing": "other",
     "uneven": "wait",
+    "validation": "validation",
+    "checkpoint": "checkpoint",
     "exchange": "transfer",
     "input": "input",
 }
@@ -59,7 +61,6 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "rounds": max((len(runs) for runs in found.ladder.climbs.values()), default=0),
         "notes": found.notes,
         "finite": math.isfinite,
-        "rate": rate,
         "verdict": verdict,
         "chart_caption": _caption(w) if w else "",
         "chart_label": _label(w, unit) if w else "",
@@ -75,11 +76,6 @@ def verdict(one: Witness) -> str:
         return "they differ"
     wide = one.ladder.low <= 0 and max(one.ladder.mean, one.record) >= WORTH
     return "too wide to tell" if wide else "they agree"
-
-
-def rate(value: float) -> str:
-    """As ``amount``, for gains too."""
-    return amount(value) if value >= 0 else f"-{amount(-value)}"
 
 
 def _lead(found: Diagnosis, unit: str) -> str:
@@ -167,7 +163,7 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return rate(value) if isinstance(value, float) else str(value)
+    return amount(value) if isinstance(value, float) else str(value)
 
 
 def chart(w: Waterfall, unit: str) -> dict[str, Any]:
@@ -190,7 +186,7 @@ def chart(w: Waterfall, unit: str) -> dict[str, Any]:
 def _bar(
     name: str, found: Interval, base: float, share: float, unit: str, of_step: float | None = None
 ) -> dict[str, Any]:
-    parts = [f"{rate(found.mean)} {unit}{_between(found)}", f"{percent(share)} of the ideal"]
+    parts = [f"{amount(found.mean)} {unit}{_between(found)}", f"{percent(share)} of the ideal"]
     if of_step is not None:
         parts[0] = f"lost {parts[0]}" if found.mean >= 0 else f"gained {_gain(found, unit)}"
         parts[1] = f"{percent(abs(share))} of the ideal"
@@ -208,13 +204,13 @@ def _bar(
 
 
 def _gain(loss: Interval, unit: str) -> str:
-    return f"{rate(-loss.mean)} {unit}{_between(Interval(-loss.mean, -loss.high, -loss.low))}"
+    return f"{amount(-loss.mean)} {unit}{_between(Interval(-loss.mean, -loss.high, -loss.low))}"
 
 
 def _between(interval: Interval) -> str:
     if not math.isfinite(interval.low):
         return ""
-    return f" ({rate(interval.low)} to {rate(interval.high)})"
+    return f" ({amount(interval.low)} to {amount(interval.high)})"
 
 
 def _caption(w: Waterfall) -> str:
