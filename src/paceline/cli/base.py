@@ -19,9 +19,12 @@ app = typer.Typer(
 
 @contextlib.contextmanager
 def mistakes_told() -> Iterator[None]:
-    """The user's mistakes in a line, and exit code 2."""
+    """The user's mistakes in a line, and exit code 2; a line for Ctrl-C, and 130."""
     try:
         yield
+    except KeyboardInterrupt:
+        typer.echo("paceline: interrupted", err=True)
+        raise typer.Exit(130) from None
     except ValueError as mistake:
         typer.echo(f"paceline: {mistake}", err=True)
         raise typer.Exit(2) from None

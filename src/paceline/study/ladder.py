@@ -23,6 +23,7 @@ REPETITIONS = (3, 9)  # at least, at most
 SHARE = 0.6  # of the budget is for steps; the rest for starting
 LAST_LINES = 6  # of a run that failed
 MINUTE = 60.0
+END_SECONDS = 5.0  # for a run that was interrupted to end its ranks
 
 # Rungs by name: whether of one rank alone, and the phase of its run.
 RUNGS = {
@@ -221,12 +222,15 @@ def _stopped(run: Run | None) -> str:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code; with Ctrl-C it goes first, and tells its ranks."""
+    """Its exit code. With Ctrl-C it ends its ranks first: a terminal has told it, too."""
     try:
         return process.wait()
     except BaseException:
-        process.terminate()
-        process.wait()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
         raise
 
 
