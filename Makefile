@@ -35,8 +35,10 @@ $(TF_VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	@$(BIN)/python examples/demo.py
 
+# Two tests at a time, and then by themselves those that judge measured times.
 test: $(VENV)/frameworks
-	$(BIN)/pytest --durations=10
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not soak and not alone"
+	$(BIN)/pytest --durations=10 -m "alone and not soak"
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
@@ -47,7 +49,8 @@ test-packages:
 	@tests/bed/packages.sh
 
 soak: $(VENV)/installed
-	$(BIN)/pytest -m soak --durations=0
+	$(BIN)/pytest -n 2 --dist worksteal --durations=20 -m "soak and not alone"
+	$(BIN)/pytest --durations=20 -m "soak and alone"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

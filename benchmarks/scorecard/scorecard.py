@@ -1,76 +1,47 @@
 """How often is `paceline diagnose` right? Faults of known kinds and strengths are planted in a
-plain DDP script on two ranks of this machine, alone and in pairs, and in some cases none. Printed:
-the share of cases whose strongest fault is named first, of faults named at all, and false alarms
-where nothing was planted. "jitter", the noise of a machine that is not quiet, counts for nothing.
+plain DDP script on two ranks of this machine (or two hosts, which are namespaces of it), alone and
+in pairs, and in some cases none. Printed: the share of cases whose strongest fault is named first,
+of faults named at all, and false alarms where nothing was planted. "jitter", the noise of a machine
+that is not quiet, counts for nothing.
 
     python benchmarks/scorecard/scorecard.py                24 cases by a seed, at most 40 minutes
-    python benchmarks/scorecard/scorecard.py --kinds input-waiting,slow-rank
-    python benchmarks/scorecard/scorecard.py --all          every kind at three strengths
+    python benchmarks/scorecard/scorecard.py --kinds input-waiting,slow-rank+script
+    python benchmarks/scorecard/scorecard.py --all          every kind at three strengths: hours
+    python benchmarks/scorecard/scorecard.py --all --resume   goes on where that was stopped
 """
 
 import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from beside import here, runner
+from faults import BY_KIND, FAULTS, STRENGTHS, STRONG, WEAK
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
 PACELINE = Path(sysconfig.get_path("scripts")) / "paceline"
-# What a step computes: long beside the exchange of a small model, so that nothing holds it back.
-BASE = ["--products", "150"]
-BASE_STEPS = 40  # of the run that shows how long such a step takes here
-STRENGTHS = (0.3, 0.6, 1.2)  # of the base step's time, that the fault adds
+EXAMPLES = HERE.parents[1] / "examples"
+PLANTED = "planted"
+# In the planted script steps are long beside the exchange of a small model, so that nothing holds
+# it back; the examples' are short, and only faults that outweigh all of that are planted there.
+PRODUCTS = 100
+SCRIPTS = {
+    PLANTED: [HERE / "planted.py", "--products", PRODUCTS],
+    "digits": [HERE / "wrapped.py", EXAMPLES / "digits.py", "--epochs", "300"],
+    "surrogate": [HERE / "wrapped.py", EXAMPLES / "surrogate.py", "--epochs", "300"],
+}
+WRAPPED = ("input-waiting", "input-preprocessing", "slow-rank", "exchange-latency", "script")
+OUTWEIGHS = 3.0  # base steps
 FIRST, FALSE = 0.95, 0.0  # targets
-
-
-@dataclass(frozen=True)
-class Fault:
-    """named: the ids of diagnose that are right. plant: the script's options for so many seconds a
-    step. beside: these are beside the step, which hides as many of them as it takes itself."""
-
-    kind: str
-    named: tuple[str, ...]
-    plant: Callable[[float], list[str]]
-    beside: bool = False
-
-
-FAULTS = (
-    Fault("input-waiting", ("input-waiting",), lambda s: ["--load-sleep", f"{s}"]),
-    Fault(
-        "input-workers",
-        ("input-waiting",),
-        lambda s: ["--load-sleep", f"{2 * s}", "--workers", "2"],
-        beside=True,
-    ),
-    Fault("input-preprocessing", ("input-preprocessing",), lambda s: ["--load-work", f"{s}"]),
-    Fault("slow-rank", ("slow-rank",), lambda s: ["--slow-rank", "1", "--slow", f"{s}"]),
-    Fault(
-        "exchange-latency",
-        ("exchange-latency",),
-        lambda s: ["--reduces", f"{round(s / 0.0002)}"],
-    ),
-    Fault(
-        "exchange-bandwidth",
-        ("exchange-bandwidth",),
-        lambda s: ["--width", f"{round(s / 0.020 * 60_000)}"],
-    ),
-    Fault(
-        "validation-on-one-rank", ("validation-on-one-rank",), lambda s: ["--validate", f"{5 * s}"]
-    ),
-    Fault("checkpoint-on-one-rank", ("checkpoint-on-one-rank",), lambda s: ["--save", f"{5 * s}"]),
-    Fault("script", ("script",), lambda s: ["--script", f"{s}"]),
-)
 HEALTHY = "healthy"
 NOISE = "jitter"  # of a machine that is not quiet: no false alarm
 
@@ -80,6 +51,7 @@ class Case:
     """Planted faults with their strengths, the strongest first; none: a healthy run."""
 
     faults: list[tuple[str, float]]
+    script: str = PLANTED
     found: list[tuple[str, float]] = field(default_factory=list)
     ideal: float = 0.0
     seconds: float = 0.0
@@ -87,7 +59,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return " + ".join(f"{kind} {s}" for kind, s in self.faults) or HEALTHY
+        faults = " + ".join(f"{kind} {s}" for kind, s in self.faults) or HEALTHY
+        return faults if self.script == PLANTED else f"{self.script}: {faults}"
 
     @property
     def first(self) -> bool:
@@ -104,60 +77,80 @@ class Case:
         return sum(bool(ids & set(BY_KIND[kind].named)) for kind, _ in self.faults)
 
 
-BY_KIND = {fault.kind: fault for fault in FAULTS}
-
-
 def chosen(args: argparse.Namespace) -> list[Case]:
-    """The cases, by seed: every kind once, then pairs and healthy runs."""
+    """The cases, by seed: kinds drawn without putting them back, pairs, and healthy runs."""
     draw = random.Random(args.seed)
     if args.kinds:
         kinds = args.kinds.split(",")
-        strengths = STRENGTHS if args.all else STRENGTHS[1:2]
-        return [Case([] if k == HEALTHY else [(k, s)]) for k in kinds for s in strengths]
+        strengths = STRENGTHS if args.all else (args.strength,)
+        return [Case(_faults(kind, s)) for kind in kinds for s in strengths]
     if args.all:
         alone = [Case([(fault.kind, s)]) for fault in FAULTS for s in STRENGTHS]
         pairs = [_pair(draw) for _ in range(len(FAULTS))]
-        return [*alone, *pairs, *(Case([]) for _ in range(20))]
-    cases = [Case([(fault.kind, draw.choice(STRENGTHS))]) for fault in FAULTS]
-    cases += [_pair(draw) for _ in range((args.cases - len(cases)) // 2)]
-    cases += [Case([]) for _ in range(args.cases - len(cases))]
+        other = [_on(name, kind) for name in SCRIPTS if name != PLANTED for kind in WRAPPED]
+        cases = [*alone, *pairs, *other, *(Case([]) for _ in range(20))]
+        draw.shuffle(cases)  # what a part of them shows is then true of all
+        return cases
+    healthy = pairs = args.cases // 6
+    cases = [_on(name, draw.choice(WRAPPED)) for name in SCRIPTS if name != PLANTED]
+    kinds = draw.sample(FAULTS, min(args.cases - healthy - pairs - len(cases), len(FAULTS)))
+    cases += [Case([(fault.kind, draw.choice(STRENGTHS))]) for fault in kinds]
+    cases += [_pair(draw) for _ in range(pairs)]
+    cases += [Case([]) for _ in range(healthy)]
     draw.shuffle(cases)
-    return cases[: args.cases]
+    return cases
+
+
+def _faults(kinds: str, strength: float) -> list[tuple[str, float]]:
+    """Those of "slow-rank+script", each half as strong as the one before; none of "healthy"."""
+    named = [] if kinds == HEALTHY else kinds.split("+")
+    return [(kind, strength / 2**at) for at, kind in enumerate(named)]
+
+
+def _on(script: str, kind: str) -> Case:
+    """In somebody's script."""
+    return Case([(kind, OUTWEIGHS)], script)
 
 
 def _pair(draw: random.Random) -> Case:
     """Two of different names, one clearly stronger."""
     while True:
-        one, other = draw.sample(FAULTS, 2)
+        one, other = draw.sample([fault for fault in FAULTS if not fault.alone], 2)
         if not set(one.named) & set(other.named):
-            return Case([(one.kind, STRENGTHS[2]), (other.kind, STRENGTHS[0])])
+            return Case([(one.kind, STRONG), (other.kind, WEAK)])
 
 
-def base_step() -> float:
-    """Seconds of a step in which nothing is planted."""
+def base_step(script: str, long_s: float) -> float:
+    """Seconds of a step in which nothing is planted; the planted script's are made that long."""
+    short = ["--steps", "40"] if script == PLANTED else ["--epochs", "2"]
     with tempfile.TemporaryDirectory() as folder:
         record = str(Path(folder) / "record")
-        words = ["run", "-n", "2", "--threads", "1", "--record", record, str(HERE / "planted.py")]
-        for command in ([*words, *BASE, "--steps", str(BASE_STEPS)], ["report", "--json", record]):
-            done = subprocess.run([str(PACELINE), *command], capture_output=True, text=True)
+        words = ["run", "-n", "2", "--threads", "1", "--record", record]
+        for command in ([*words, *map(str, SCRIPTS[script]), *short], ["report", "--json", record]):
+            done = here([str(PACELINE), *command])
             if done.returncode:
                 sys.exit(done.stderr)
-    return float(json.loads(done.stdout)["step_times"]["median_s"])
+    took = float(json.loads(done.stdout)["step_times"]["median_s"])
+    if script == PLANTED:
+        SCRIPTS[PLANTED][-1], took = round(PRODUCTS * long_s / took), long_s
+    return took
 
 
 def judge(case: Case, minutes: float, base_s: float) -> None:
     """Run diagnose on a case, and take in what it names."""
-    script, options = list(BASE), ["-n", "2", "--threads", "1", "--minutes", f"{minutes}"]
+    plant: list[str] = []
+    outside, strongest = "", 0.0
     for kind, strength in case.faults:
         fault = BY_KIND[kind]
-        script += fault.plant(base_s * (strength + fault.beside))
+        plant += fault.plant(base_s * (strength + fault.beside), strength)
+        outside, strongest = outside or fault.outside, max(strongest, strength)
+    program, *rest = map(str, SCRIPTS[case.script])
+    # What is planted comes last, as it may say the script's own options once more.
+    script = [program, *rest, *plant] if case.script == PLANTED else [program, *plant, *rest]
     start = time.monotonic()
-    done = subprocess.run(
-        [str(PACELINE), "diagnose", *options, "--json", str(HERE / "planted.py"), *script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    with runner(outside, strongest) as (run, where):
+        words = [*where, "--threads", "1", "--minutes", f"{minutes}", "--json"]
+        done = run([str(PACELINE), "diagnose", *words, *script])
     case.seconds = time.monotonic() - start
     if done.returncode:
         case.error = done.stderr[-400:]
@@ -174,16 +167,27 @@ def main() -> None:
     )
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=0.75, help="of each diagnosis")
-    parser.add_argument("--kinds", help="only these, with commas")
+    parser.add_argument("--minutes", type=float, default=1.2, help="of each diagnosis")
+    parser.add_argument(
+        "--step", type=float, default=0.1, help="s that a step takes of the planted script"
+    )
+    parser.add_argument("--kinds", help="only these, with commas; a+b: both at once")
+    parser.add_argument(
+        "--strength", type=float, default=STRENGTHS[1], help="of --kinds, in base steps"
+    )
     parser.add_argument("--all", action="store_true", help="every kind at three strengths")
     parser.add_argument("--json", type=Path, default=HERE.parent / "out" / "scorecard.json")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that --json holds")
     args = parser.parse_args()
     console, cases = Console(), chosen(args)
-    base_s = base_step()
-    console.print(f"A step without any fault takes {1e3 * base_s:.0f} ms.")
-    for number, case in enumerate(cases, 1):
-        judge(case, args.minutes, base_s)
+    done = resumed(args.json, cases) if args.resume else 0
+    bases: dict[str, float] = {}
+    for number, case in enumerate(cases[done:], done + 1):
+        if case.script not in bases:
+            bases[case.script] = base_step(case.script, args.step)
+            took = f"{1e3 * bases[case.script]:.3g} ms"
+            console.print(f"A step of {case.script} without any fault takes {took}.")
+        judge(case, args.minutes, bases[case.script])
         sign = "[green]ok[/]" if case.first else "[red]no[/]"
         found = ", ".join(f"{name} {100 * share:.0f} %" for name, share in case.found)
         console.print(
@@ -191,19 +195,35 @@ def main() -> None:
             f"({100 * case.ideal:.0f} % of the ideal, {case.seconds:.0f} s)",
             highlight=False,
         )
+        write(args, "scorecard", figures_of(cases[:number]), cases[:number])
     report(console, args, cases)
-    sys.exit(0)
 
 
-def report(console: Console, args: argparse.Namespace, cases: list[Case]) -> None:
+def resumed(path: Path, cases: list[Case]) -> int:
+    """Fill in the first of the cases with what is in the file; how many those are."""
+    before = json.loads(path.read_text())["cases"] if path.exists() else []
+    for case, told in zip(cases, before, strict=False):
+        same = Case([(kind, s) for kind, s in told["faults"]], told["script"])
+        if case.name != same.name:
+            sys.exit(f"{path} has other cases. HINT: the same --seed, --kinds and --all, or --json")
+        case.found = [(name, share) for name, share in told["found"]]
+        case.ideal, case.seconds, case.error = told["ideal"], told["seconds"], told["error"]
+    return len(before)
+
+
+def figures_of(cases: list[Case]) -> dict[str, float | None]:
     planted = [case for case in cases if case.faults]
     healthy = [case for case in cases if not case.faults]
     faults = sum(len(case.faults) for case in planted)
-    figures = {
+    return {
         "named_first": sum(c.first for c in planted) / len(planted) if planted else None,
         "named": sum(c.named for c in planted) / faults if faults else None,
         "false_alarms": sum(not c.first for c in healthy) / len(healthy) if healthy else None,
     }
+
+
+def report(console: Console, args: argparse.Namespace, cases: list[Case]) -> None:
+    figures = figures_of(cases)
     table = Table(title=f"{len(cases)} cases, seed {args.seed}")
     for heading in ("", "measured", "target"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -215,17 +235,23 @@ def report(console: Console, args: argparse.Namespace, cases: list[Case]) -> Non
     for name, value, wanted in rows:
         table.add_row(name, "" if value is None else f"{100 * value:.0f} %", wanted)
     console.print(table)
+    console.print(f"JSON: {args.json}")
+
+
+def write(args: argparse.Namespace, name: str, figures: dict, cases: list) -> None:
+    """After each case: hours of them are not lost with the last."""
     args.json.parent.mkdir(parents=True, exist_ok=True)
     whole = {
-        "benchmark": "scorecard",
+        "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),
         "settings": {name: str(value) for name, value in vars(args).items()},
         "figures": figures,
         "cases": [asdict(case) for case in cases],
     }
-    args.json.write_text(json.dumps(whole, indent=1) + "\n")
-    console.print(f"JSON: {args.json}")
+    part = args.json.with_suffix(".part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    part.replace(args.json)
 
 
 if __name__ == "__main__":

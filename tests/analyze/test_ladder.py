@@ -22,6 +22,7 @@ def rung(*rates, ranks=2, slow=0.0, validation=0.0):
             ranks=ranks,
             cached=5,
             silent=1,
+            used=[],
         )
         for r in rates
     ]

@@ -157,7 +157,14 @@ def test_sigterm_while_the_script_is_read_is_told(tmp_path):
             inlet.append(os.open(script, os.O_WRONLY | os.O_NONBLOCK))
         return inlet
 
+    def waits():  # it has opened the script, and sleeps: in the reading of it
+        process = Path(f"/proc/{launcher.pid}")
+        opened = [os.readlink(fd) for fd in (process / "fd").iterdir() if os.path.lexists(fd)]
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        return str(script) in opened and state == "S"
+
     ranks.wait_until(is_read)
+    ranks.wait_until(waits)
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=20)
     os.close(inlet[0])

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,40 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_told(hosts, shared
     hosts.run("host2", "pkill", "-KILL", "-f", "-o", "paceline.launch.on_host", check=False)
     _, said = process.communicate(timeout=20)
     assert "rank 2 on host2 was lost with its host: its agent has ended" in said
+    assert process.returncode == 137
+    assert hosts.left_over(10) == []
+
+
+TOGETHER = """
+    import os, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    with open(f"pid-{dist.get_rank()}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, file.name.removesuffix(".part"))
+    while True:
+        dist.all_reduce(torch.ones(1))
+    """
+
+
+def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, shared_folder):
+    """Its host is slow to tell: the other rank says first that somebody has gone."""
+    ranks.write(shared_folder, TOGETHER)
+    words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "script.py"]
+    process = hosts.start("host0", *words, cwd=shared_folder)
+    pid = shared_folder / "pid-1"
+    ranks.wait_until(pid.exists, 40)
+    hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.on_host")
+    hosts.run("host2", "kill", "-KILL", pid.read_text())
+    said = ""
+    for line in process.stderr:
+        said += line
+        if "another rank has gone" in said:
+            break
+    time.sleep(1)  # so much later
+    hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.on_host")
+    _, more = process.communicate(timeout=20)
+    assert "rank 1 on host2 was killed by SIGKILL" in more, said + more
     assert process.returncode == 137
     assert hosts.left_over(10) == []
 

@@ -12,6 +12,7 @@ from paceline.analyze.load import load
 from paceline.analyze.report import analyse
 from paceline.report.page.words import largest
 
+pytestmark = pytest.mark.alone
 ZOO = Path(__file__).parent / "zoo"
 
 STEPS = 40
@@ -117,14 +118,14 @@ def test_one_ranks_slow_loader_is_waited_for_by_the_others(tmp_path):
     ],
 )
 def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
-    report = trouble(tmp_path, knob, 0.3)
-    nothing_else(report, state, alone=0.3)
-    done = share(report, 0.3, STEPS // 10)
+    report = trouble(tmp_path, knob, 0.6)
+    nothing_else(report, state, alone=0.6)
+    done = share(report, 0.6, STEPS // 10)
     first, second = report.states
     assert first[state] == close(done)
     assert second[state] < 0.001
     # The last of them is at the end of the run: nobody waits for it any more.
-    assert 2 * waits_for(report, 0, state) == close(share(report, 0.3, STEPS // 10 - 1))
+    assert 2 * waits_for(report, 0, state) == close(share(report, 0.6, STEPS // 10 - 1))
     assert report.slowest_rank == 0
     what = {"validation": "evaluated alone", "checkpoint": "saved a checkpoint"}[state]
     stood = {"validation": "was evaluated", "checkpoint": "copied or written"}[state]

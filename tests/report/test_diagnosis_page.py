@@ -2,22 +2,28 @@
 their evidence, and what scripts and hosts are called is text."""
 
 import dataclasses
+import io
 import itertools
 import json
 import subprocess
 
 import pytest
+from rich.console import Console
 
 import ranks
 from paceline.analyze.causes import WORTH, Cause, Witness
-from paceline.analyze.ladder import Climb, waterfall
+from paceline.analyze.ladder import Climb, Interval, waterfall
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
+from paceline.predict.history import Off
+from paceline.predict.remedies import Remedy
 from paceline.report.diagnose import NAMES, as_json
+from paceline.report.diagnose import drawn as in_terminal
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.diagnosis import chart, diagnosis
 from paceline.study.diagnose import Diagnosis
 from paceline.study.ladder import WORDS, Ladder
+from paceline.study.trial import Losses, Trial, Tried
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import made
 
@@ -42,7 +48,7 @@ def climbs(*rates, ranks=4, slow=0.0):
     return [
         Climb(
             *(r, 32 / r, [32 / r / (1 + slow), *[32 / r] * (ranks - 1)]),
-            *([0.0] * ranks, [0.0] * ranks, ranks, 20, 1),
+            *([0.0] * ranks, [0.0] * ranks, ranks, 20, 1, []),
         )
         for r in rates
     ]
@@ -86,7 +92,7 @@ def found(folder, rungs=RUNGS, causes=CAUSES, host="node", command=("train.py", 
     needed = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     w = waterfall(*needed) if all(needed) else None
     loader = {"batches": 80, "seconds": 1.136, "busy_s": 0.06, "workers": 0, "ranks": 4}
-    ladder = Ladder(5, 20, climbs=dict(rungs), run=run, loader=loader, seconds=93.4)
+    ladder = Ladder(5, 20, climbs=dict(rungs), run=run, first=run, loader=loader, seconds=93.4)
     both = [
         *(
             Witness(bar.id, bar.of_step, 0.3 * (bar.id == "uneven"))
@@ -132,7 +138,7 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     assert ["they differ" in row for row in rows] == [True, True, True, True, False]
     # Every measurement, in words.
     text = page.inner_text("#rungs")
-    assert all(words in text for words in WORDS.values())
+    assert all(WORDS[name] in text for name in (*RUNGS, "loader"))
     assert "14.2 ms a batch" in text
     assert "left out: something." in page.inner_text("#how")
     assert "paceline run -n 4 --record record train.py '--x y'" in page.inner_text("#summary")
@@ -238,3 +244,84 @@ def test_a_file_that_cant_be_written_is_said_before_anything_runs(tmp_path):
         assert why in result.stderr
         assert "HINT" in result.stderr
         assert "run 1" not in result.stderr
+
+
+WORKERS = Remedy(
+    *("loader-workers", "input-waiting", 4, Interval(0.81, 0.72, 0.9), "a formula", True),
+    *("DataLoader(num_workers=4)", 12, "loader = DataLoader(<data>)"),
+)
+SHORTER = Remedy(
+    *("compress-bf16", "exchange-bandwidth", True, None, "a few steps", True),
+    "register_comm_hook(...)",
+    numbers=True,
+    costs="bits",
+)
+LESS = Remedy(
+    *("script-beside", "script", True, Interval(0.054, 0.054, 0.054), "the record", False),
+    *("less often", 7, "x.item()"),
+)
+OFF = {"a formula": Off(3.1, 41)}
+
+
+def words_of(told, width=200):
+    console = Console(width=width, file=io.StringIO())
+    console.print(in_terminal(told, width))
+    return " ".join(console.file.getvalue().split())
+
+
+def test_remedies_come_with_what_they_would_gain(tmp_path, opened):
+    remedies = [WORKERS, SHORTER, LESS]
+    told = dataclasses.replace(found(tmp_path / "run"), remedies=remedies, off=OFF)
+    page = opened(told)
+    assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 130
+    rows = [row.inner_text().split("\t") for row in page.locator("#remedies tbody tr").all()]
+    assert rows[0][:3] == ["loader-workers = 4", "+81.0 % (+72.0 % to +90.0 %)", "a formula"]
+    assert "--try loader-workers, or line 12: DataLoader(num_workers=4)" in rows[0][3]
+    assert "loader = DataLoader(<data>)" in rows[0][3]
+    assert rows[1][:3] == ["compress-bf16", "?", "a few steps"]
+    assert rows[1][3].endswith("register_comm_hook(...); changes the numbers; may cost bits")
+    assert rows[2][3].startswith("line 7: less often")
+    assert "a formula were off by 3.1 points (median of 41)" in page.inner_text("#remedies")
+    text = words_of(told)
+    assert "loader-workers = 4 +81 % (72 to 90) a formula --try loader-workers, or line 12" in text
+    assert "Predictions from a formula were off by 3.1 points (median of 41)." in text
+
+
+def test_what_was_tried_stands_beside_what_was_predicted(tmp_path, opened):
+    before = found(tmp_path / "before")
+    faster = RUNGS | {"everything": climbs(2700, 2690, 2710)}
+    after = found(tmp_path / "after", rungs=faster, causes=[CAUSES[2]])
+    trials = [
+        Trial(WORKERS, WORKERS.gain, Interval(0.69, 0.6, 0.78), True, rounds=3),
+        Trial(
+            *(SHORTER, Interval(0.1, 0.05, 0.15), Interval(0.01, -0.02, 0.04), False),
+            *("no more than the noise", 6, Losses(0.5, 0.502, 0.001)),
+        ),
+    ]
+    told = dataclasses.replace(
+        before,
+        remedies=[WORKERS, SHORTER, LESS],
+        tried=Tried(trials, {"loader-workers": 4}, 1.69),
+        after=dataclasses.replace(after, remedies=[LESS]),
+    )
+    page = opened(told)
+    data = json.loads(json.dumps(as_json(told), allow_nan=False))
+    assert agree(page, data) > 130
+    assert data["tried"][0]["off"] == pytest.approx(-0.12)
+    assert data["after"]["waterfall"]["measured"]["mean"] == 2700
+    rows = [row.inner_text().split("\t") for row in page.locator("#remedies tbody tr").all()]
+    assert rows[0] == [
+        *("loader-workers = 4", "+81.0 % (+72.0 % to +90.0 %)"),
+        *("+69.0 % (+60.0 % to +78.0 %)", "kept"),
+    ]
+    assert rows[1][3] == "no more than the noise"
+    assert rows[2][0] == "script-beside"
+    text = page.inner_text("#remedies")
+    assert "compress-bf16 changes the numbers: over the same steps the loss was 0.502" in text
+    assert "1,600" in text
+    assert "2,700" in text
+    (bars,) = drawn(page, "after")
+    assert bars["x"][-1] == pytest.approx(2700)
+    said = words_of(told)
+    assert "From 1,600 to 2,700 samples/s: 1.69 times." in said
+    assert "loader-workers = 4 +81 % (72 to 90) +69 % (60 to 78) kept" in said

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,8 @@ T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
 @dataclass(frozen=True)
 class Climb:
     """One run of a rung. together: samples/s of all ranks at the pace of the slowest; step_s: of
-    the slowest rank's mean step; by rank: mean steps without validation and checkpoints, and
-    seconds of these a step."""
+    the slowest rank's mean step; by rank: mean steps without validation and checkpoints, seconds of
+    these a step, and what they used of the machine (record/usage.py)."""
 
     together: float
     step_s: float
@@ -32,12 +33,24 @@ class Climb:
     ranks: int
     cached: int  # batches that came from memory, the rank with the fewest
     silent: int  # process groups whose exchange was switched off
+    used: list[dict[str, Any]]
 
     def at(self, rank: int, validation: bool = False, checkpoint: bool = False) -> float:
         """Samples/s if all had this rank's pace, with what it does beside training."""
         step = self.training_s[rank]
         step += self.validation_s[rank] * validation + self.checkpoint_s[rank] * checkpoint
         return self.together * self.step_s / step
+
+
+class EndedError(ValueError):
+    """The script ended before the steps that were to be measured."""
+
+    def __init__(self, done: int, needed: int) -> None:
+        super().__init__(
+            f"the script ended after {done} steps, and {needed} are needed. HINT: --steps and "
+            "--warm-up with fewer, or a script that trains longer"
+        )
+        self.done = done
 
 
 @dataclass(frozen=True)
@@ -89,22 +102,19 @@ class Waterfall:
         return next((bar.of_step for bar in self.bars if bar.id == name), None)
 
 
-def climb(run: Run, first: int, steps: int) -> Climb:
-    """The rates of one rung, in so many steps from ``first`` on.
+def climb(run: Run, first: int, steps: int, phase: str = "") -> Climb:
+    """The rates of one phase of a run, in so many steps from ``first`` on; with a phase's name
+    also what it used of the machine.
 
-    Raises ValueError where the script ended before them, or its samples are not known."""
+    Raises EndedError, a ValueError, where the script ended before them."""
     samples, steps_s = 0, []
     beside: dict[int, list[float]] = {State.VALIDATION: [], State.CHECKPOINT: []}
-    told: list[dict[str, int]] = []
+    told: list[dict[str, Any]] = []
     for record in run.records:
         rows = record.of(State.STEP)
         rows = rows[(rows["step"] >= first) & (rows["step"] < first + steps)]
         if len(rows) < steps:
-            done = len(record.of(State.STEP))
-            raise ValueError(
-                f"the script ended after {done} steps, and {first + steps} are needed. HINT: "
-                "--steps and --warm-up with fewer, or a script that trains longer"
-            )
+            raise EndedError(len(record.of(State.STEP)), first + steps)
         start, end = int(rows["start"].min()), int(rows["end"].max())
         # Samples are what it takes to compare one rank with several; steps stand in for them.
         samples += int(rows["amount"].sum()) or len(rows)
@@ -123,6 +133,7 @@ def climb(run: Run, first: int, steps: int) -> Climb:
         ranks=len(steps_s),
         cached=min(one.get("cached", 0) for one in told),
         silent=min(one.get("silent", 0) for one in told),
+        used=[one.get("used", {}).get(phase, {}) for one in told],
     )
 
 
@@ -154,7 +165,8 @@ def waterfall(
 ) -> Waterfall:
     """Repetition by repetition, as they were run one after the other.
 
-    alone: one rank, its batch in memory. silent: all ranks, without exchange. cached: with it.
+    alone: one rank, its batch in memory; empty where that can't be run: the ideal is then all
+    ranks at the pace of the fastest. silent: all ranks, without exchange. cached: with it.
     everything: with the loader, too.
     """
     fast, slow = _fastest(silent), _slowest(silent)
@@ -165,9 +177,10 @@ def waterfall(
     ideals, ends = [], []
     losses: dict[str, list[float]] = {name: [] for name in BARS}
     times: dict[str, list[float]] = {name: [] for name in BARS}
-    for one, free, kept, real in zip(alone, silent, cached, everything, strict=True):
+    firsts: Sequence[Climb | None] = alone or [None] * len(silent)
+    for one, free, kept, real in zip(firsts, silent, cached, everything, strict=True):
         levels = (
-            one.at(0) * real.ranks,
+            one.at(0) * real.ranks if one is not None else free.at(fast),
             free.at(fast),
             free.at(slow),
             free.at(validates, validation=True),

@@ -8,6 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .base import app, mistakes_told
+from .options import (
+    Args,
+    Bind,
+    CpusPerRank,
+    Env,
+    Fresh,
+    HangTimeout,
+    Hostfile,
+    Hosts,
+    Launcher,
+    Module,
+    Ranks,
+    Script,
+    Settings,
+    Smt,
+    Threads,
+    knobs_of,
+)
 
 if TYPE_CHECKING:
     from ..report.diagnose import Diagnosis
@@ -18,42 +36,24 @@ if TYPE_CHECKING:
     epilog="Examples:  paceline diagnose -n 4 train.py --epochs 10   ·   "
     "paceline diagnose -H host1:4,host2:4 --minutes 10 train.py   ·   "
     "salloc -N 2 paceline diagnose --json train.py > found.json   ·   "
-    "paceline diagnose -n 4 --html found.html train.py",
+    "paceline diagnose -n 4 --html found.html train.py   ·   "
+    "paceline diagnose -n 4 --try all --save-settings fast.toml train.py",
 )
 def diagnose(
-    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to diagnose.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "-n", "--ranks", help="Ranks, in all. Default: as paceline run.", show_default=False
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option("-H", "--hosts", help="Hosts, as paceline run has them.", show_default=False),
-    ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(help="The hosts from a file.", show_default=False)
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(help="A variable that all ranks get, as NAME=VALUE.", show_default=False),
-    ] = None,
-    launcher: Annotated[
-        str | None, typer.Option(help="What starts an agent on each host.", show_default=False)
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads a rank computes with.", show_default=False)
-    ] = None,
-    bind: Annotated[
-        str | None, typer.Option(help="As paceline run has it.", show_default=False)
-    ] = None,
+    script: Script,
+    args: Args = None,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    env: Env = None,
+    launcher: Launcher = None,
+    module: Module = False,
+    threads: Threads = None,
+    bind: Bind = "auto",
+    cpus_per_rank: CpusPerRank = None,
+    smt: Smt = None,
+    fresh: Fresh = False,
+    hang_timeout: HangTimeout = 300.0,
     minutes: Annotated[
         float,
         typer.Option(help="What it may take, about; more repetitions make it surer.", min=0.2),
@@ -70,6 +70,32 @@ def diagnose(
     warm_up: Annotated[
         int, typer.Option("--warm-up", help="Steps before the measured ones.", min=1)
     ] = 5,
+    settings: Settings = None,
+    try_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="NAME[=VALUE]",
+            help="Set this remedy (or all: the best predicted first), measure it in turns with "
+            "the training as it was, and keep it if it helped. Repeatable; takes as long again.",
+            show_default=False,
+        ),
+    ] = None,
+    save_settings: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --try: write what helped to this file, for paceline run --settings.",
+            show_default=False,
+        ),
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="A machine file (paceline check): also how near computing comes to the limits "
+            "that were measured there.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="JSON on standard output (docs/diagnose.md).")
     ] = False,
@@ -83,28 +109,54 @@ def diagnose(
     ] = None,
 ) -> None:
     """Run SCRIPT a few steps at a time, each time with something switched off, and say what holds
-    it back: the exchange, the loader, a slow rank, ranks that share the machine.
+    it back: a loader that starts, reads, computes or waits, an exchange of too many or too large
+    messages, a rank or host that is slower and since when, threads and cores, what the script does
+    beside its steps and in which line.
+
+    Each cause comes with its remedies and what they would gain; --try sets those that can be set
+    from outside, proves them, and --save-settings keeps them for paceline run --settings.
 
     Nothing in the script changes, and none of its files: new ones go to a scratch folder, and a
     run that would change an existing file is stopped and says so.
     """
+    from ..cost.machine import load
     from ..report import diagnose as shown
-    from ..study.diagnose import diagnosed
-    from ..study.ladder import Asked
+    from ..study.diagnose import diagnosed, proven
+    from ..study.runner import Asked
+    from ..study.save import saved
+    from ..study.trial import can_be_tried
 
-    options = ["-m"] * module
-    for name, value in (("--threads", threads), ("--bind", bind)):
+    options = ["-m"] * module + ["--fresh"] * fresh
+    if smt is not None:
+        options.append("--smt" if smt else "--no-smt")
+    for name, value in {
+        "--threads": threads,
+        "--bind": bind,
+        "--cpus-per-rank": cpus_per_rank,
+        "--hang-timeout": hang_timeout,
+    }.items():
         options += [name, str(value)] if value is not None else []
     for variable in env or []:
         options += ["--env", variable]
     where = ["-H", hosts] if hosts else []
     where += ["--hostfile", str(hostfile)] if hostfile else []
     where += ["--launcher", launcher] if launcher else []
-    asked = Asked(script, args or [], where, options, ranks, minutes, steps, warm_up)
     with mistakes_told():
+        can_be_tried(try_ or [])
+        if save_settings is not None:
+            if not try_:
+                raise ValueError("--save-settings: nothing is tried. HINT: with --try all")
+            _can_be_written(save_settings, "--save-settings")
         if html is not None:
-            _can_be_written(html)
-        found = diagnosed(asked, _progress)
+            _can_be_written(html, "--html")
+        known = load(machine) if machine is not None else None
+        knobs = knobs_of(settings, script)
+        asked = Asked(
+            script, args or [], where, options, ranks, minutes, steps, warm_up, settings=knobs
+        )
+        found = diagnosed(asked, _progress, known)
+        if try_:
+            found = proven(asked, found, try_, _progress)
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K")
     if json:
@@ -114,17 +166,19 @@ def diagnose(
 
         console = Console()
         console.print(shown.drawn(found, console.width))
+    if save_settings is not None:
+        typer.echo(saved(found, save_settings), err=json)
     if html is not None:
         _written(found, html, json)
 
 
-def _can_be_written(path: Path) -> None:
+def _can_be_written(path: Path, option: str) -> None:
     """Said before the minutes that a diagnosis takes."""
     why = "it is a folder" if path.is_dir() else ""
     why = why or ("" if path.parent.is_dir() else f"{path.parent} is no folder")
     if why:
         raise ValueError(
-            f"--html {path} can't be written: {why}. HINT: a file in a folder that exists"
+            f"{option} {path} can't be written: {why}. HINT: a file in a folder that exists"
         )
 
 

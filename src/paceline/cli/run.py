@@ -8,7 +8,25 @@ from typing import Annotated
 import typer
 
 from ..launch.job import Job
-from .base import app
+from .base import app, mistakes_told
+from .options import (
+    Args,
+    Bind,
+    CpusPerRank,
+    Env,
+    Fresh,
+    HangTimeout,
+    Hostfile,
+    Hosts,
+    Launcher,
+    Module,
+    Ranks,
+    Script,
+    Settings,
+    Smt,
+    Threads,
+    knobs_of,
+)
 
 
 @app.command(
@@ -20,58 +38,17 @@ from .base import app
     "salloc -N 2 paceline run train.py",
 )
 def run(
-    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--ranks",
-            help="Ranks to start, in all. Default: on each host its GPUs; else the scheduler's "
-            "tasks; else its NUMA domains.",
-            show_default=False,
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            "-H",
-            "--hosts",
-            help="Hosts and their slots, as host1:4,host2:4; reached over ssh.",
-            show_default=False,
-        ),
-    ] = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(
-            help="The hosts from a file: one a line, as host1, host1:4 or host1 slots=4.",
-            show_default=False,
-        ),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A variable that all ranks get, as NAME or NAME=VALUE. Repeatable. (Over ssh, "
-            "PATH, VIRTUAL_ENV, OMP_*, NCCL_* and the like travel by themselves.)",
-            show_default=False,
-        ),
-    ] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            help="What starts an agent on each host: ssh, srun, jsrun, blaunch, palsrun, flux, "
-            "mpirun or mpiexec. Default: the allocation's own, or ssh.",
-            show_default=False,
-        ),
-    ] = None,
+    script: Script,
+    args: Args = None,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    env: Env = None,
+    launcher: Launcher = None,
     show: Annotated[
         bool, typer.Option("--show", help="Print what would start where, and start nothing.")
     ] = False,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
+    module: Module = False,
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -88,48 +65,11 @@ def run(
             show_default=False,
         ),
     ] = None,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh",
-            help="A new interpreter for every rank instead of a fork of one that has imported "
-            "torch. Chosen by itself where OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
-            "LD_PRELOAD is set.",
-        ),
-    ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Threads a rank computes with. Default: OMP_NUM_THREADS, or one for each of its "
-            "cores.",
-            show_default=False,
-        ),
-    ] = None,
-    bind: Annotated[
-        str,
-        typer.Option(
-            help="core: each rank keeps to cores of its own, of one NUMA node where possible. "
-            "device: to cores near its GPU. numa, socket: to a whole NUMA node or socket. none: "
-            "not. auto: device or core where the cores are known to be this job's alone (granted "
-            "by a scheduler, a container or taskset), else none."
-        ),
-    ] = "auto",
-    cpus_per_rank: Annotated[
-        int | None,
-        typer.Option(
-            help="Cores of each rank. Default: an equal part of those that are granted.",
-            show_default=False,
-        ),
-    ] = None,
-    smt: Annotated[
-        bool | None,
-        typer.Option(
-            "--smt/--no-smt",
-            help="A thread for each hardware thread of a rank's cores, or only one hardware "
-            "thread of each. Default: all are its own, and it has a thread for each core.",
-            show_default=False,
-        ),
-    ] = None,
+    fresh: Fresh = False,
+    threads: Threads = None,
+    bind: Bind = "auto",
+    cpus_per_rank: CpusPerRank = None,
+    smt: Smt = None,
     report_bindings: Annotated[
         bool,
         typer.Option(
@@ -138,14 +78,8 @@ def run(
             "workers really are, with a drawing of each host.",
         ),
     ] = False,
-    hang_timeout: Annotated[
-        float,
-        typer.Option(
-            help="After so many seconds in which no rank begins or ends anything (and three times "
-            "as long as that ever took before) the job hangs: it is told who is missing where, "
-            "with every rank's stack; then it is ended (exit code 124) or restarted. 0: never.",
-        ),
-    ] = 300.0,
+    hang_timeout: HangTimeout = 300.0,
+    settings: Settings = None,
     port: Annotated[
         int, typer.Option(help="Port of the ranks' store; 0 finds a free one.", min=0, max=65535)
     ] = 0,
@@ -181,6 +115,8 @@ def run(
     """
     from ..launch.start import start
 
+    with mistakes_told():
+        knobs = knobs_of(settings, script)
     job = Job(
         name=script,
         args=args or [],
@@ -198,6 +134,7 @@ def run(
         summary=json,
         record=record,
         count_flops=count_flops,
+        settings=knobs,
     )
     try:
         code = start(job, ranks, hosts, hostfile, launcher, env or [], show)

@@ -36,6 +36,7 @@ from .silence import CODE, Hang, Silence
 
 GRACE = 3.0  # seconds between asking a rank to end and killing it
 SETTLE = 0.3  # after a first failure: time for an earlier one to become known
+FOLLOWS = 3.0  # the same, where that one only says that another rank has gone
 EXIT_SECONDS = 10.0  # for a rank that has finished to leave its interpreter
 
 
@@ -363,8 +364,11 @@ class Agent(SimpleElasticAgent):
 
     def _settle(self) -> None:
         """A failure is known; give an earlier one a moment to become known as well."""
-        deadline = time.monotonic() + SETTLE
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < FOLLOWS:
+            cause = first(self.ranks)
+            if waited >= SETTLE and (cause is None or not cause.follows):
+                return
             time.sleep(0.01)
             self._listen()
 

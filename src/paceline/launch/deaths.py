@@ -44,11 +44,16 @@ class Watched:
         return self.exception is None and not self.finished and code is not None and code < 0
 
     @property
+    def follows(self) -> bool:
+        """Whether its own word is only that another rank has gone."""
+        return peer_gone(self.exception or "") is not None
+
+    @property
     def order(self) -> tuple[bool, float]:
         """To sort failures by: causes before what follows from them, then by time. A killed
         rank's sockets close before its death is known, so time alone would mislead."""
         times = [t for t in (self.raised_at, self.ended_at) if t is not None]
-        return peer_gone(self.exception or "") is not None, min(times, default=float("inf"))
+        return self.follows, min(times, default=float("inf"))
 
     @property
     def code(self) -> int:

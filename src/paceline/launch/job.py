@@ -11,6 +11,7 @@ from typing import Any
 
 from ..cluster import limit
 from ..cluster.host import free_memory
+from ..knobs.registry import VARIABLE
 from . import keep, later
 
 # What a rank takes before it has any data (its share of memory, measured with a tiny model).
@@ -45,6 +46,7 @@ class Job:
     summary: Path | None = None
     record: Path | None = None
     count_flops: bool = False  # in one recorded step
+    settings: dict[str, Any] = field(default_factory=dict)  # knobs and their values
 
     @property
     def own_interpreters(self) -> bool:
@@ -61,6 +63,8 @@ def variables(job: Job, run: str) -> dict[str, str]:
         found["PACELINE_TELLS"] = "launcher"
         if job.count_flops:
             found["PACELINE_COUNT_FLOPS"] = "1"
+    if job.settings:
+        found[VARIABLE] = json.dumps(job.settings)
     if sys.stderr.isatty():
         found["PACELINE_TTY"] = "1"
         found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)

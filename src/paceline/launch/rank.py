@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ..cluster.who import place, tell_others
+from ..knobs.turned import turn
 from ..record.attach import attach, detach
 from ..record.errors import one_line, told
 from ..record.imports import after_import
@@ -131,6 +132,7 @@ def execute(command: dict[str, Any]) -> int:
         )
         if os.environ.get("PACELINE_ATTACH"):
             attach()
+        turn()
         if command["module"]:
             sys.path.insert(0, os.getcwd())
             sys.modules["__main__"] = ModuleType("__main__")

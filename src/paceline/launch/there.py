@@ -56,7 +56,9 @@ class There:
         self._offset = 0.0  # of that host's monotonic clock to ours, seconds
         self._round_trip = float("inf")
         self._closing = False
-        self._progress = (Progress(), time.monotonic())
+        # As last heard, when, and when that was asked for.
+        self._progress = (Progress(), time.monotonic(), 0.0)
+        self._began = 0.0  # when the last rank was started
         self.every = PULSE
         self._sending = threading.Lock()
         self._over = threading.Event()  # nothing more comes
@@ -89,6 +91,7 @@ class There:
         there = {**variables, "PACELINE_STARTED_NS": str(started)}
         self._running.add(rank)
         self._why.pop(rank, None)
+        self._began = time.monotonic()
         self.send(start=rank, local_rank=local_rank, variables=there)
 
     def deaths(self) -> Iterator[tuple[int, int, float]]:
@@ -110,7 +113,9 @@ class There:
 
     def progress(self) -> Progress:
         """Whether its ranks move, as last heard; time that passed since is silence."""
-        last, at = self._progress
+        last, at, asked = self._progress
+        if asked < self._began:  # of an earlier attempt, which may have hung
+            last, at = Progress(), self._began
         return replace(last, still_s=last.still_s + time.monotonic() - at)
 
     @property
@@ -238,7 +243,8 @@ class There:
         elif "pong" in message:
             self._learn(message["pong"], message["at"])
             if message["progress"] is not None:
-                self._progress = (Progress(**message["progress"]), time.monotonic())
+                now = time.monotonic()
+                self._progress = (Progress(**message["progress"]), now, message["pong"])
         elif "file" in message:
             self._keep(message["file"], message["start"], message["last"], raw)
         elif "leaving" in message:

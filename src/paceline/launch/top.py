@@ -176,14 +176,14 @@ def _plainly(job: Running, pictures: Iterator[Picture], every: float) -> int:
 
 
 def _on_screen(job: Running, pictures: Iterator[Picture], every: float, console: Console) -> int:
-    last = None
+    last: View | None = None
     with _ended_by_signals(), Live(console=console, screen=True, auto_refresh=False) as screen:
         for picture in pictures:
-            last = picture
+            last = picture.view or last  # while a job ends its rings may be gone already
             screen.update(_renderable(job, picture, *console.size), refresh=True)
             time.sleep(every)
-    if last is not None and last.view is not None:
-        console.print(_renderable(job, Picture(last.view, ""), console.width))
+    if last is not None:
+        console.print(_renderable(job, Picture(last, ""), console.width))
     console.print(f"the job has ended{_hint(job)}", style="bold", highlight=False)
     return 0
 

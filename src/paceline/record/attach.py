@@ -49,9 +49,11 @@ def attach(child: bool = False) -> None:
         if torch.version.cuda or torch.version.hip:
             recorder.kernels = KernelSampler(recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):
-            from .work import WorkSampler
+            from .work import STEP, WorkSampler
 
-            recorder.work = WorkSampler(recorder)
+            # An experiment counts in its warm-up: a step is slower for it.
+            step = STEP if rung is None else max(min(STEP, rung.warm - 2), 1)
+            recorder.work = WorkSampler(recorder, step)
         process: Any = multiprocessing.process.BaseProcess
         process.start = _start
     _loop.reset()
@@ -72,6 +74,12 @@ def detach() -> None:
         _loop.recorder.tell_cost()
     if _sampler is not None:
         _sampler.stop()
+
+
+def tell(**more: Any) -> None:
+    """Write more of this rank into the record's header, where there is a record."""
+    if _loop is not None and not _loop.stopped:
+        _loop.recorder.tell(**more)
 
 
 def take_over() -> Recorder | None:

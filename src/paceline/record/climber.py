@@ -1,7 +1,8 @@
 """Carries out a rung of ``paceline diagnose`` in a rank, by the same seams that the recorder
 listens to. After so many steps the process ends, without the script's own ending."""
 
-import copy
+import functools
+import inspect
 import os
 import shutil
 import sys
@@ -12,13 +13,16 @@ from typing import Any, NoReturn
 
 from .collectives import RecordedGroup
 from .imports import after_import
+from .kept import Kept
+from .observer import Observer
 from .recorder import Recorder
-from .rung import CACHED, LOADER, SILENT, Rung
+from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
 from .scratch import Scratch
 from .silent import Silent
 from .tell import say, to_launcher
+from .usage import Opens, children, open_seconds, processor, read_bytes
 
-KEPT = 8  # batches of a dataset that are kept, and given in turns
+LOOKED_AT = 2  # steps in which every module's call is looked at
 LOADER_SECONDS = 2.0  # that a loader is asked at most
 
 
@@ -28,13 +32,19 @@ class Climber:
     def __init__(self, rung: Rung, recorder: Recorder) -> None:
         self.rung, self.recorder = rung, recorder
         self._phase = rung.phases[0]
-        self._kept: dict[int, list[_Batch]] = {}  # by dataset
-        self._turn = 0
-        self._told: dict[str, Any] = {"cached": 0, "silent": 0}
+        self._threads = 0  # that the rank computes with, while it computes with one
+        self._observer = Observer()
+        self._told: dict[str, Any] = {"silent": 0}
+        self._lost, self._losses = 0.0, 0
+        self._kept = Kept(self._observer, self._keeping, self._from_memory, self._alone)
 
     def install(self) -> None:
         """Before the recorder's own hooks, which then lie outside of these."""
-        after_import({"torch.utils.data.dataloader": self._loaders})
+        self._observer.install()
+        self._opens = Opens()
+        after_import({"torch.utils.data.dataloader": self._kept.install})
+        if self.rung.losses:
+            after_import({"torch": self._losing})
         if self.rung.scratch:
             self._scratch = Scratch(Path(self.rung.scratch), self._stop)
             self._scratch.install()
@@ -45,82 +55,110 @@ class Climber:
 
     def after_step(self) -> None:
         """Called at the end of every step of the job."""
-        number = self.rung.at(self.recorder.step)
+        step, number = self.recorder.step, self.rung.at(self.recorder.step)
+        if self.rung.measures(step - 1):
+            self._observer.after_step()
+            if not self.rung.measures(step):
+                self._observer.ends(self._phase)
         if number == len(self.rung.phases):
             self._finish()
         phase = self.rung.phases[number]
         if phase != self._phase:
+            self._leave(self._phase)
             self._phase = phase
-            if phase == SILENT:
-                self._silence()
+            self._enter(phase)
+        if step == min(LOOKED_AT, self.rung.warm):
+            self._observer.settled()
+        if self.rung.measures(step) and not self.rung.measures(step - 1):
+            self._observer.begins()
+
+    def _enter(self, phase: str) -> None:
+        import torch
+
+        if phase == SILENT:
+            self._silence()
+        elif phase == ONE_THREAD:
+            self._threads = torch.get_num_threads()
+            inspect.unwrap(torch.set_num_threads)(1)  # also where a knob passes the script's over
+        elif phase == CHANNELS_LAST:
+            self._lay_out(torch.channels_last)
+
+    def _leave(self, phase: str) -> None:
+        import torch
+
+        if phase == ONE_THREAD:
+            inspect.unwrap(torch.set_num_threads)(self._threads)
+        elif phase == CHANNELS_LAST:
+            self._lay_out(torch.contiguous_format)
+            self._kept.images = None
+
+    def _lay_out(self, memory_format: Any) -> None:
+        for ref in self._observer.convolutions:
+            if (layer := ref()) is not None:
+                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
+
+        def images(leaf: Any) -> Any:
+            fits = hasattr(leaf, "dim") and leaf.dim() == 4
+            return leaf.contiguous(memory_format=memory_format) if fits else leaf
+
+        self._kept.images = images
+
+    def _losing(self, torch: Any) -> None:
+        """Look at what is differentiated: a number is a loss."""
+        backward = torch.Tensor.backward
+
+        @functools.wraps(backward)
+        def looked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if tensor.numel() == 1 and self.rung.measures(self.recorder.step):
+                self._lost += float(tensor.detach())
+                self._losses += 1
+            return backward(tensor, *args, **kwargs)
+
+        torch.Tensor.backward = looked
 
     # the loader
 
-    def _loaders(self, module: Any) -> None:
-        kind, loader = module._BaseDataLoaderIter, module.DataLoader
-        fetch, make = kind.__next__, loader.__iter__
-
-        def next_batch(iterator: Any) -> Any:
-            if self._phase == LOADER:
-                loader = iterator._paceline_loader
-                asked = make(loader) if isinstance(iterator, FromMemory) else iterator
-                self._ask(asked, fetch, lambda: make(loader))
-            kept = self._kept.get(id(iterator._dataset), [])
-            if not (self._from_memory() and kept):
-                batch = fetch(iterator)
-                if len(kept) < KEPT and self.recorder.step < self.rung.warm:
-                    kept.append(_Batch(batch))
-                    self._kept[id(iterator._dataset)] = kept
-                return batch
-            given = iterator.__dict__.setdefault("_paceline_given", iterator._num_yielded)
-            if given >= _length(iterator):
-                raise StopIteration
-            iterator._paceline_given += 1
-            self._told["cached"] += 1
-            self._turn += 1
-            return kept[self._turn % len(kept)].given()
-
-        class FromMemory(kind):  # type: ignore[misc, valid-type]
-            """In the place of an iterator with workers that nobody would ask."""
-
-            def __init__(self, loader: Any) -> None:
-                self._dataset, self._num_yielded = loader.dataset, 0
-                self._paceline_loader = loader
-
-            def __len__(self) -> int:
-                return len(self._paceline_loader)
-
-        def new_iterator(asked: Any) -> Any:
-            if self._from_memory() and id(asked.dataset) in self._kept:
-                return FromMemory(asked)
-            made = make(asked)
-            made._paceline_loader = asked
-            return made
-
-        kind.__next__, loader.__iter__ = next_batch, new_iterator
+    def _keeping(self) -> bool:
+        return self.recorder.step < self.rung.warm
 
     def _from_memory(self) -> bool:
-        return self._phase in (CACHED, SILENT)
+        return self._phase not in (EVERYTHING, LOADER)
 
-    def _ask(self, iterator: Any, fetch: Callable[[Any], Any], again: Callable[[], Any]) -> None:
-        """Batch after batch, epoch after epoch, and then the end."""
-        start, busy = time.perf_counter(), _busy()
+    def _alone(
+        self, iterator: Any, fetch: Callable[[Any], Any], again: Callable[[], Any], empty: bool
+    ) -> None:
+        """Batch after batch, epoch after epoch, and then the end. empty: the iterator has none."""
+        if self._phase != LOADER:
+            return
+        iterator = again() if empty else iterator
+        start, before = time.perf_counter(), self._files()
         times: list[float] = []
         while len(times) < self.rung.steps and time.perf_counter() - start < LOADER_SECONDS:
-            before = time.perf_counter()
+            asked = time.perf_counter()
             try:
                 fetch(iterator)
             except StopIteration:
                 iterator = again()
                 fetch(iterator)
-            times.append(time.perf_counter() - before)
-        self._told["loader"] = {
-            "batches": len(times),
-            "seconds": sum(times),
-            "busy_s": _busy() - busy,
-            "workers": len(_children()),
-        }
+            times.append(time.perf_counter() - asked)
+        used = {name: now - before[name] for name, now in self._files().items()}
+        found = {"batches": len(times), "seconds": sum(times), **used, "open_s": open_seconds()}
+        self._told["loader"] = found | {"workers": len(children())}
         self._finish()
+
+    def _files(self) -> dict[str, float]:
+        """Of this process and its children that run: seconds of processors, those inside the
+        kernel, bytes that were read, those of them from storage, and files that were opened."""
+        pids = (str(os.getpid()), *children())
+        user, system = (sum(part) for part in zip(*map(processor, pids), strict=True))
+        read, stored = (sum(part) for part in zip(*map(read_bytes, pids), strict=True))
+        return {
+            "busy_s": user + system,
+            "system_s": system,
+            "read": read,
+            "stored": stored,
+            "opened": int(self._opens),
+        }
 
     # the exchange
 
@@ -143,7 +181,12 @@ class Climber:
         """The end of this process: nothing of the script runs any more, no exit handler either."""
         from .attach import detach
 
-        self.recorder.tell(rung=self._told)
+        if "stopped" not in self._told:
+            self._observer.closes()
+        if self._losses:
+            self._told["loss"] = self._lost / self._losses
+        told = self._told | {"cached": self._kept.given} | self._observer.told
+        self.recorder.tell(rung=told)
         detach()
         if self.rung.scratch:
             self._scratch.over = True
@@ -152,62 +195,3 @@ class Climber:
         sys.stderr.flush()
         to_launcher(finished=0)
         os._exit(0)
-
-
-def _children() -> list[str]:
-    """Processes that this one has started: a loader's workers."""
-    try:
-        return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    except OSError:
-        return []
-
-
-def _busy() -> float:
-    """Seconds of processor time, of this process and its children that run."""
-    ticks = 0
-    for pid in (str(os.getpid()), *_children()):
-        try:
-            after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(after[11]) + int(after[12])
-        except (OSError, ValueError, IndexError):  # it has just ended
-            continue
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-class _Batch:
-    """A batch that is given again and again, whatever the script does with it."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-        self._pristine = _mapped(batch, _copied)
-        self._versions = _versions(batch)
-
-    def given(self) -> Any:
-        """In containers of its own, whose tensors are as they came from the loader."""
-        if _versions(self._batch) != self._versions:  # changed in place by the script
-            self._batch = _mapped(self._pristine, _copied)
-            self._versions = _versions(self._batch)
-        return _mapped(self._batch, lambda leaf: leaf)
-
-
-def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
-    from torch.utils._pytree import tree_map
-
-    return tree_map(function, batch)
-
-
-def _versions(batch: Any) -> list[int]:
-    from torch.utils._pytree import tree_leaves
-
-    return [getattr(leaf, "_version", 0) for leaf in tree_leaves(batch)]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if hasattr(leaf, "clone") else copy.copy(leaf)
-
-
-def _length(iterator: Any) -> float:
-    try:
-        return float(len(iterator))
-    except TypeError:  # a stream
-        return float("inf")

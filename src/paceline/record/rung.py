@@ -1,9 +1,11 @@
 """What is switched off, and when, in a run of ``paceline diagnose``: one phase after another.
 
-    everything  nothing
-    cached      a loader's batches come from memory
-    silent      as cached, and a collective moves nothing: the last phase in which ranks train
-    loader      batches are asked for, and nothing else happens
+    everything     nothing
+    cached         a loader's batches come from memory
+    channels-last  as cached, and convolutions have their weights and images in that layout
+    silent         as cached, and a collective moves nothing
+    one thread     as silent, and every rank computes with one thread
+    loader         batches are asked for, and nothing else happens
 
 ``climber`` carries it out in a rank's process."""
 
@@ -14,21 +16,27 @@ from dataclasses import asdict, dataclass
 
 VARIABLE = "PACELINE_RUNG"
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
+ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 
 
 @dataclass(frozen=True)
 class Rung:
     """Each phase has ``warm`` optimizer steps and then ``steps`` that are measured. scratch: a
-    folder for what the script writes."""
+    folder for what the script writes. losses: the mean loss of the measured steps is told."""
 
     warm: int
     steps: int
     phases: tuple[str, ...]
     scratch: str = ""
+    losses: bool = False
 
     def at(self, step: int) -> int:
         """The number of the phase that a step is in; as many as there are: it is over."""
         return min(step // (self.warm + self.steps), len(self.phases))
+
+    def measures(self, step: int) -> bool:
+        """Whether a step is one of those that are measured, and not of the warm-up."""
+        return step % (self.warm + self.steps) >= self.warm
 
     def first(self, phase: str) -> int:
         """The first step that is measured of a phase."""

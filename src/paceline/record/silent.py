@@ -14,7 +14,9 @@ from torch._C import _distributed_c10d as c10d
 
 from .collectives import METHODS
 
-HELD = 64  # works that are kept alive: before PyTorch 2.9 C++ does not
+# Works that are kept alive: before PyTorch 2.9 C++ does not. Each holds on to its tensors, which a
+# training would have freed and used again.
+HELD = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9) else 64
 
 
 class Silent:
@@ -44,7 +46,8 @@ class Silent:
             future.set_result(args[0] if args else None)
             made: Any = c10d
             work: dist.Work = made._create_work_from_future(future)
-            self._held = [*self._held[-HELD:], work]
+            if HELD:
+                self._held = [*self._held[-HELD:], work]
             return work
 
         return call

@@ -1,6 +1,7 @@
 """A diagnosis in the terminal and as JSON: the waterfall, the two witnesses, the causes."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -11,7 +12,10 @@ from rich.text import Text
 from ..analyze.causes import WORTH, Cause, Witness, unsure
 from ..analyze.ladder import Interval, Waterfall
 from ..analyze.report import Report
+from ..analyze.work import Roofline
+from . import remedies as cures
 from .numbers import amount, counted, elapsed, percent
+from .work import reaches
 
 NAMES = {
     "sharing": "sharing the machine",
@@ -21,6 +25,13 @@ NAMES = {
     "validation": "validation",
     "checkpoint": "checkpoints",
     "script": "the script's own",
+    "threads": "threads",
+    "layout": "memory layout",
+    "precision": "precision",
+    "allocator": "memory touched anew",
+    "memory": "lack of memory",
+    "interpreter": "the interpreter's lock",
+    "search": "search for unused parameters",
 }
 
 
@@ -41,6 +52,16 @@ class Diagnosis(Protocol):
     def causes(self) -> list[Cause]: ...
     @property
     def notes(self) -> list[str]: ...
+    @property
+    def roofline(self) -> Roofline | None: ...
+    @property
+    def remedies(self) -> Sequence[cures.Remedy]: ...
+    @property
+    def tried(self) -> Any: ...
+    @property
+    def after(self) -> "Diagnosis | None": ...
+    @property
+    def off(self) -> Mapping[str, cures.Off]: ...
 
 
 def drawn(found: Diagnosis, width: int = 100) -> RenderableType:
@@ -55,8 +76,42 @@ def drawn(found: Diagnosis, width: int = 100) -> RenderableType:
     if found.waterfall is not None:
         parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
         parts += _causes(found)
+        parts += _cures(found)
+    parts += [Text(f"{said}.") for said in computing(found)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
+
+
+def _cures(found: Diagnosis) -> list[RenderableType]:
+    """What would help; where it was tried, what it gained and what is left to gain."""
+    if found.tried is None:
+        would = cures.proposed(found.remedies, found.off)
+        return [Text(), *would] if would else []
+    parts = [Text(), *cures.proven(found.tried)]
+    after = found.after
+    if after is None or after.waterfall is None or found.waterfall is None:
+        left = cures.proposed([one for one in found.remedies if not one.settable], found.off)
+        return [*parts, Text(), *left] if left else parts
+    rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)
+    said = (
+        f"From {amount(rates[0])} to {amount(rates[1])} samples/s: {rates[1] / rates[0]:.3g} times."
+    )
+    parts += [Text(), Text(said, style="bold green" if rates[1] > rates[0] else "bold")]
+    parts += [cures.beside(found.waterfall, after.waterfall, NAMES), Text()]
+    parts += [*_causes(after), *cures.proposed(after.remedies, found.off)]
+    return parts
+
+
+def computing(found: Diagnosis) -> list[str]:
+    """How near the script's computing comes to its machine's limits, without full stops."""
+    line = found.roofline
+    useful = line.points.get("its useful time") if line is not None else None
+    if line is None or useful is None:
+        return []
+    said = [f"While it computes it reaches {reaches(useful)} on {line.host} ({line.device})"]
+    if line.assumed:
+        said.append(f"No roof was measured on {found.report.hosts[0]}: {line.host} stands for it")
+    return said
 
 
 def _bars(w: Waterfall, width: int) -> Table:
@@ -154,10 +209,14 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "seconds": ladder.seconds,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.climbs.items()},
         "loader": ladder.loader,
+        "facts": ladder.facts,
         "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
         "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
         "causes": [asdict(cause) for cause in found.causes],
         "notes": found.notes,
+        "roofline": _finite(asdict(found.roofline)) if found.roofline else None,
+        **_finite(cures.as_json(found)),
+        "after": as_json(found.after) if found.after else None,
         "report": asdict(found.report),
     }
 

@@ -1,111 +1,107 @@
 """The ladder of ``paceline diagnose``: short runs of the user's own script, in each of which
 something is switched off from outside (record/rung.py), in turns until the budget is spent."""
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..analyze.ladder import Climb, climb
-from ..analyze.load import Run, load
-from ..record.rung import CACHED, EVERYTHING, LOADER, SILENT, VARIABLE, Rung
-from ..record.states import State
+from ..analyze.ladder import Climb, EndedError, climb
+from ..analyze.load import Run
+from ..record.rung import (
+    CACHED,
+    CHANNELS_LAST,
+    EVERYTHING,
+    LOADER,
+    ONE_THREAD,
+    SILENT,
+    Rung,
+)
+from .runner import MINUTE, Asked, FailedError, Runner
 
 FIRST_STEPS = 10  # of the run that shows how long a step takes
 LEAST_STEPS, MOST_STEPS = 10, 400
+FEWEST = 3  # of a script that ends early
 REPETITIONS = (3, 9)  # at least, at most
 SHARE = 0.6  # of the budget is for steps; the rest for starting
-LAST_LINES = 6  # of a run that failed
-MINUTE = 60.0
-END_SECONDS = 5.0  # for a run that was interrupted to end its ranks
 
 # Rungs by name: whether of one rank alone, and the phase of its run.
 RUNGS = {
     "alone": (True, CACHED),
     "alone, loading": (True, EVERYTHING),
+    "alone, channels-last": (True, CHANNELS_LAST),
     "silent": (False, SILENT),
+    "one thread": (False, ONE_THREAD),
     "cached": (False, CACHED),
     "everything": (False, EVERYTHING),
 }
-ALONE, ALL = (EVERYTHING, CACHED), (EVERYTHING, CACHED, SILENT, LOADER)
 WORDS = {
     "alone": "one rank, its batch in memory",
     "alone, loading": "one rank, everything",
+    "alone, channels-last": "one rank, its batch in memory, images as channels-last",
     "silent": "all ranks, batches in memory, no exchange",
+    "one thread": "the same with one thread a rank",
     "cached": "all ranks, batches in memory",
     "everything": "all ranks, everything",
     "loader": "the loaders alone",
 }
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The script with its arguments as ``paceline run`` has them. options: run's own, of which
-    those in ``where`` say how many ranks on which hosts."""
-
-    script: str
-    args: list[str]
-    where: list[str]
-    options: list[str]
-    ranks: int | None = None
-    minutes: float = 5.0
-    steps: int | None = None
-    warm: int = 5
-
-
 @dataclass
 class Ladder:
     """What was measured. run: the last one of all ranks, in which everything was on from step
-    ``warm`` on. refused: rungs that could not be run, and why."""
+    ``warm`` on; first: the one before all others. refused: rungs that could not be run, and why."""
 
     warm: int
     steps: int
     climbs: dict[str, list[Climb]]
     run: Run
+    first: Run
     loader: dict[str, float] | None = None
     seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """What each rank of the last run said of its script (record/observer.py)."""
+        return [record.meta.get("rung", {}) for record in self.run.records]
 
 
 def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
     """Run the ladder. Raises ValueError where the script itself can't be measured."""
     began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="paceline-diagnose-"))
-    try:
-        return _Climbing(asked, folder, say, began).all()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with Runner(asked, say) as runner:
+        return _Climbing(asked, runner, began).all()
 
 
 class _Climbing:
-    def __init__(
-        self, asked: Asked, folder: Path, say: Callable[[str], None], began: float
-    ) -> None:
-        self.asked, self.folder, self.say, self.began = asked, folder, say, began
-        self.runs = 0
-        self.threads: list[str] = []
+    def __init__(self, asked: Asked, runner: Runner, began: float) -> None:
+        self.asked, self.runner, self.began = asked, runner, began
+        self.phases = {True: (EVERYTHING, CACHED), False: (EVERYTHING, CACHED, SILENT, LOADER)}
 
     def all(self) -> Ladder:
         asked = self.asked
-        first = asked.steps or FIRST_STEPS
+        steps = asked.steps or FIRST_STEPS
         before = time.monotonic()
-        run = self._run(False, Rung(asked.warm, first, (EVERYTHING,)))
+        run = self.runner.run(False, Rung(asked.warm, steps, (EVERYTHING,)), asked.count)
         took = time.monotonic() - before
-        known = climb(run, asked.warm, first)
+        known = climb(run, asked.warm, steps, EVERYTHING)
         self._as_in(run)
-        start_s = took - (first + asked.warm) * known.step_s
+        start_s = took - (steps + asked.warm) * known.step_s
         steps = asked.steps or self._steps(known.step_s, start_s)
-        found = Ladder(asked.warm, steps, {name: [] for name in RUNGS}, run)
+        climbs: dict[str, list[Climb]] = {
+            name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
+        }
+        found = Ladder(asked.warm, steps, climbs, run, run)
         limit = asked.minutes * MINUTE
         while len(found.climbs["everything"]) < REPETITIONS[1]:
             turn = time.monotonic()
-            self._round(found)
+            try:
+                self._round(found)
+            except EndedError as ended:
+                self._fewer(found, ended)
+                continue
             took, spent = time.monotonic() - turn, time.monotonic() - self.began
             enough = len(found.climbs["everything"]) >= REPETITIONS[0]
             if enough and spent + took > limit:
@@ -113,25 +109,42 @@ class _Climbing:
         found.seconds = time.monotonic() - self.began
         return found
 
+    def _fewer(self, found: Ladder, ended: EndedError) -> None:
+        """Phases that all fit into a script which ends so early, from now on."""
+        most = max(sum(one != LOADER for one in phases) for phases in self.phases.values())
+        steps = ended.done // most - found.warm
+        if self.asked.steps or steps < FEWEST or steps >= found.steps:
+            raise ended
+        found.steps = steps
+        found.notes = [
+            f"the script ends after {ended.done} steps: {steps} are measured at a time, and what "
+            "comes later is not seen"
+        ]
+        for climbs in found.climbs.values():
+            climbs.clear()
+
     def _steps(self, step_s: float, start_s: float) -> int:
-        """As many in a phase as the budget allows, in the least number of repetitions."""
-        runs, phases = 2 * REPETITIONS[0], REPETITIONS[0] * (len(ALONE) + len(ALL) - 1)
+        """As many in a phase as the budget allows. Rounds tell more than long phases do, as each
+        has processes of its own: as many of them as leave enough of the budget for steps."""
+        a_round = sum(phase != LOADER for phases in self.phases.values() for phase in phases)
         left = self.asked.minutes * MINUTE - (time.monotonic() - self.began)
-        each = max(left - runs * start_s, SHARE * left) / phases
+        starts = len(self.phases) * max(start_s, 0.1)
+        rounds = min(max(int((1 - SHARE) * left / starts), REPETITIONS[0]), REPETITIONS[1])
+        each = max(left - rounds * starts, SHARE * left) / (rounds * a_round)
         return max(LEAST_STEPS, min(MOST_STEPS, int(each / step_s) - self.asked.warm))
 
     def _round(self, found: Ladder) -> None:
         """Every rung once: those of one rank, and those of all. Where one fails it is left out
         from now on, and nothing of this round counts."""
         count = len(found.climbs["everything"])
-        for alone, phases in ((True, ALONE), (False, ALL)):
+        for alone, phases in self.phases.items():
             left = tuple(one for one in phases if _name(alone, one) not in found.refused)
             if not left:
                 continue
             rung = Rung(found.warm, found.steps, left)
             try:
-                run = self._run(alone, rung)
-            except _FailedError as failed:
+                run = self.runner.run(alone, rung)
+            except FailedError as failed:
                 number = min(rung.at(failed.steps), len(left) - 1)
                 name = _name(alone, left[number])
                 if name == "everything":
@@ -142,52 +155,21 @@ class _Climbing:
                 return
             for phase in left:
                 if phase != LOADER:
-                    taken = climb(run, rung.first(phase), found.steps)
+                    taken = climb(run, rung.first(phase), found.steps, phase)
                     found.climbs[_name(alone, phase)].append(taken)
             if not alone:
                 found.run = run
                 found.loader = _loader(run) or found.loader
 
     def _as_in(self, run: Run) -> None:
-        """One rank alone computes with as many threads as one of several."""
-        counts = {int(r.meta["threads"]) for r in run.records if "threads" in r.meta}
-        if counts and "--threads" not in self.asked.options:
-            self.threads = ["--threads", str(min(counts))]
-
-    def _run(self, alone: bool, rung: Rung) -> Run:
-        self.runs += 1
-        where = _one(self.asked.where) if alone else list(self.asked.where)
-        if self.asked.ranks is not None or alone:
-            where += ["-n", "1" if alone else str(self.asked.ranks)]
-        record = self.folder / f"{self.runs}"
-        rung = replace(rung, scratch=str(self.folder / f"scratch-{self.runs}"))
-        words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
-        words += [*self.threads, "--env", f"{VARIABLE}={rung.variable()}"]
-        words += ["--record", str(record), self.asked.script, *self.asked.args]
-        who = "one rank" if alone else "all ranks"
-        self.say(f"run {self.runs}: {who}, {rung.steps} steps each of: {', '.join(rung.phases)}")
-        log = self.folder / f"{self.runs}.log"
-        with log.open("w") as file:
-            code = _wait(
-                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-            )
-        run = load(record) if any(record.glob("*.ring")) else None
-        stopped = _stopped(run)
-        if stopped:
-            raise ValueError(f"stopped, as {stopped}. HINT: {_KEPT}")
-        if code or run is None:
-            steps = min((one.count(State.STEP) for one in run.records), default=0) if run else 0
-            last = "".join(f"\n    {line}" for line in _last(log))
-            raise _FailedError(f"with {who} the script ended with exit code {code}:{last}", steps)
-        return run
-
-
-class _FailedError(ValueError):
-    """A run that failed after so many steps."""
-
-    def __init__(self, text: str, steps: int) -> None:
-        super().__init__(text)
-        self.steps = steps
+        """What the first run shows of the script: one rank alone computes with as many threads as
+        one of several, and rungs that tell something of it are run, too."""
+        self.runner.as_in(run)
+        told = [record.meta.get("rung", {}) for record in run.records]
+        if any(one.get("threads", 1) > 1 for one in told):
+            self.phases[False] = (EVERYTHING, CACHED, SILENT, ONE_THREAD, LOADER)
+        if any(one.get("convolutions") and not one.get("channels_last") for one in told):
+            self.phases[True] = (EVERYTHING, CACHED, CHANNELS_LAST)
 
 
 def _name(alone: bool, phase: str) -> str:
@@ -202,39 +184,3 @@ def _loader(run: Run) -> dict[str, float] | None:
     if not known:
         return None
     return {key: sum(one[key] for one in known) for key in known[0]} | {"ranks": len(known)}
-
-
-_KEPT = "files stay as they are while it is diagnosed; give the script another folder for these"
-
-
-def _one(where: list[str]) -> list[str]:
-    """The first of the hosts alone, where hosts are named."""
-    found = list(where)
-    for at, word in enumerate(where):
-        if word == "-H":
-            found[at + 1] = where[at + 1].split(",")[0].partition(":")[0] + ":1"
-    return found
-
-
-def _stopped(run: Run | None) -> str:
-    told: list[Any] = [record.meta.get("rung", {}) for record in run.records] if run else []
-    return next((one["stopped"] for one in told if one.get("stopped")), "")
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. With Ctrl-C it ends its ranks first: a terminal has told it, too."""
-    try:
-        return process.wait()
-    except BaseException:
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-        raise
-
-
-def _last(log: Path) -> list[str]:
-    said = log.read_text(errors="replace").splitlines()
-    lines = [x for x in said if x.strip() and not x.startswith("paceline: the record is in")]
-    return lines[-LAST_LINES:] or [f"(no word; {os.fspath(log)})"]

@@ -117,8 +117,27 @@ DEFINITIONS = {
     "steps' validation, minus with it. The ideal has none.",
     "held by checkpoint": "All ranks without exchange, at the pace of the slowest: without the "
     "steps' saving, minus with it. The ideal has none.",
+    "held by threads": "All ranks without exchange: a step, minus one with a single thread a rank.",
+    "held by layout": "One rank with its batch in memory: a step, minus one in which convolutions "
+    "have weights and images as channels-last.",
+    "held by precision": "The useful share, times what a product of matrices takes longer in "
+    "float64 than in float32 on these cores.",
+    "held by allocator": "Pages that were touched for the first time, times what one takes, or the "
+    "time inside the kernel where that is less.",
+    "held by memory": "That some process of the host waited for memory, as the kernel tells it.",
+    "held by interpreter": "What other threads of Python computed while the training one did "
+    "neither compute nor wait for a core.",
+    "held by search": "DDP's search after each forward, and the exchange of its map of parameters "
+    "that were used; where all are.",
     "held by script": "What the script does between the phases of its steps. The record alone "
     "tells it.",
+    "remedy": "One thing that can be changed: from outside, or by an edit of the script.",
+    "predicted gain": "By how much more samples/s there would be with it and nothing else changed, "
+    "from before it was tried, and between which bounds.",
+    "prediction": "The ladder has switched the cause off; the record says how long it takes; a "
+    "formula combines both; a few steps with it were measured.",
+    "measured gain": "With it and without it in turns, besides all that was kept before: the mean "
+    "of the rounds and its 90 % interval. It is kept where all of that is above nothing.",
     "experiment": "By how much a step was shorter with it switched off: the mean of all rounds, "
     "and its 90 % interval.",
     "record": "The share of the ranks' time in it, and in waits for ranks that were in it, in the "

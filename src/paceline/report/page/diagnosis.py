@@ -10,8 +10,9 @@ from typing import Any
 
 from ...analyze.causes import WORTH, Cause, Witness, unsure
 from ...analyze.ladder import Interval, Waterfall
-from ..diagnose import NAMES, Diagnosis
+from ..diagnose import NAMES, Diagnosis, computing
 from ..numbers import amount, counted, percent
+from ..remedies import how, losses, set_to
 from .definitions import DEFINITIONS
 from .words import joined
 from .write import page
@@ -36,6 +37,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
     there = {
         "summary": "Summary",
         "waterfall": "From ideal to measured" if w is not None else "",
+        "remedies": "What helps" if found.tried or found.remedies else "",
         "witnesses": "Two witnesses" if found.witnesses else "",
         "rungs": "Every measurement",
         "how": "How it was measured",
@@ -59,13 +61,41 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "witnesses": found.witnesses,
         "words": words,
         "rounds": max((len(runs) for runs in found.ladder.climbs.values()), default=0),
-        "notes": found.notes,
+        "notes": [*computing(found), *found.notes],
         "finite": math.isfinite,
         "verdict": verdict,
         "chart_caption": _caption(w) if w else "",
         "chart_label": _label(w, unit) if w else "",
+        **_remedies(found, unit),
     }
-    return page("diagnosis.html", {"waterfall": chart(w, unit)} if w else {}, context)
+    charts = {"waterfall": chart(w, unit)} if w else {}
+    if (after := _after(found)) is not None:
+        charts["after"] = chart(after, unit)
+    return page("diagnosis.html", charts, context)
+
+
+def _after(found: Diagnosis) -> Waterfall | None:
+    return found.after.waterfall if found.after is not None and found.waterfall else None
+
+
+def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
+    """What would help, what was tried, and what is left to gain: at its place in the JSON."""
+    after = _after(found)
+    left = found.after.remedies if found.after is not None else []
+    return {
+        "remedies": found.remedies,
+        "tried": found.tried,
+        "losses": losses(found.tried) if found.tried else [],
+        "after": found.after if after is not None else None,
+        "after_caption": _caption(after) if after else "",
+        "after_label": _label(after, unit) if after else "",
+        "left": left if found.after is not None else found.remedies,
+        "left_path": "after.remedies" if found.after is not None else "remedies",
+        "off": found.off,
+        "set_to": set_to,
+        "how": how,
+        "rise": lambda share: f"{100 * share:+.1f} %",
+    }
 
 
 def verdict(one: Witness) -> str:

@@ -194,8 +194,8 @@
     return [traces, layout(380, { xaxis, yaxis, showlegend: true, legend: { orientation: "h", y: 1.15 } })];
   }
 
-  function waterfall() { // from the ideal down to the measured rate
-    const { names, bases, lengths, errors, colours, sure, shares, text, top, unit } = data.waterfall;
+  function waterfall(of) { // from the ideal down to the measured rate
+    const { names, bases, lengths, errors, colours, sure, shares, text, top, unit } = of;
     const sign = (i) => (bases[i] === 0 ? "" : lengths[i] < 0 ? "\u2212" : "+"); // of a loss, of a gain
     const labels = names.map((name, i) => `${name}<br>${sign(i)}${Math.abs(100 * shares[i]).toFixed(1)} %`);
     const trace = {
@@ -215,7 +215,8 @@
   }
 
   const DRAW = {
-    roofline, waterfall, states, steps, waiting, late, pairs, runs, courses,
+    roofline, states, steps, waiting, late, pairs, runs, courses,
+    waterfall: () => waterfall(data.waterfall), after: () => waterfall(data.after),
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
     speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),
   };

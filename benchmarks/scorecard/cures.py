@@ -1,0 +1,142 @@
+"""What is `paceline diagnose --try all` worth? Faults that a knob cures are planted in a plain DDP
+script on two ranks of this machine. Printed for each: what a cure by hand gains of the throughput
+(the script's own options undo the fault), what --try gained, and by how many percentage points its
+predictions were off.
+
+    python benchmarks/scorecard/cures.py                       every kind, some minutes each
+    python benchmarks/scorecard/cures.py --kinds input-waiting,too-many-threads
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from beside import here
+from faults import FAULTS, Fault
+from rich.console import Console
+from rich.table import Table
+from scorecard import HERE, PACELINE, PLANTED, SCRIPTS, base_step, write
+
+RECOVERED, MEDIAN, WORST = 0.8, 5.0, 15.0  # targets: a share, and percentage points
+WORTH = 0.05  # what a hand gains at least, if there was something to cure
+PAIRS = 3
+STEPS = 60
+
+
+@dataclass
+class Cure:
+    """by_hand, tried: gains of the throughput. off: of each prediction, percentage points of the
+    throughput. slower: knobs that were kept and made steps slower."""
+
+    kind: str
+    by_hand: float
+    tried: float = 0.0
+    kept: dict = field(default_factory=dict)
+    off: list[float] = field(default_factory=list)
+    slower: list[str] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def recovered(self) -> float:
+        return self.tried / self.by_hand if self.by_hand > 0 else 0.0
+
+
+def rate(words: list[str]) -> float:
+    """Samples/s of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = str(Path(folder) / "record")
+        run = ["run", "-n", "2", "--threads", "1", "--record", record, *words]
+        for command in ([*run, "--steps", str(STEPS)], ["report", "--json", record]):
+            done = here([str(PACELINE), *command])
+            if done.returncode:
+                raise SystemExit(done.stderr)
+    return float(json.loads(done.stdout)["samples_per_s"])
+
+
+def judge(fault: Fault, strength: float, base_s: float, minutes: float) -> Cure:
+    words = [
+        *map(str, SCRIPTS[PLANTED]),
+        *fault.plant(base_s * (strength + fault.beside), strength),
+    ]
+    rates = [(rate(words), rate([*words, *fault.cure])) for _ in range(PAIRS)]
+    cure = Cure(fault.kind, statistics.median(cured / ill for ill, cured in rates) - 1)
+    options = ["--threads", "1", "--minutes", f"{minutes}", "--try", "all", "--json"]
+    done = here([str(PACELINE), "diagnose", "-n", "2", *options, *words])
+    if done.returncode:
+        cure.error = done.stderr[-300:]
+        return cure
+    found = json.loads(done.stdout)
+    before = found["waterfall"]["measured"]["mean"]
+    after = found["after"]["waterfall"]["measured"]["mean"] if found["after"] else before
+    cure.tried, cure.kept = after / before - 1, found["kept"]
+    for trial in found["tried"]:
+        if trial["off"] is not None:
+            cure.off.append(100 * trial["off"])
+        if trial["kept"] and trial["gain"]["mean"] < 0:
+            cure.slower.append(trial["remedy"]["knob"])
+    return cure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", help="only these, with commas")
+    parser.add_argument("--strength", type=float, default=1.2, help="in base steps")
+    parser.add_argument("--step", type=float, default=0.1, help="s of a step without any fault")
+    parser.add_argument("--minutes", type=float, default=0.8, help="of each diagnosis")
+    parser.add_argument("--json", type=Path, default=HERE.parent / "out" / "cures.json")
+    args = parser.parse_args()
+    wanted = args.kinds.split(",") if args.kinds else [one.kind for one in FAULTS if one.cure]
+    console, base_s = Console(), base_step(PLANTED, args.step)
+    cures = []
+    for fault in FAULTS:
+        if fault.kind in wanted and fault.cure:
+            cures.append(judge(fault, args.strength, base_s, args.minutes))
+            console.print(said(cures[-1]), highlight=False)
+            write(args, "cures", figures(cures), cures)
+    console.print(table(cures))
+    console.print(f"JSON: {args.json}")
+
+
+def said(cure: Cure) -> str:
+    if cure.error:
+        return f"{cure.kind}: {cure.error}"
+    off = ", ".join(f"{one:+.0f}" for one in cure.off)
+    return (
+        f"{cure.kind}: by hand {100 * cure.by_hand:+.0f} %, --try {100 * cure.tried:+.0f} % "
+        f"(kept {cure.kept}; predictions off by {off or 'nothing'} points)"
+    )
+
+
+def figures(cures: list[Cure]) -> dict[str, float]:
+    """Of those that a hand can cure; what is off counts for all."""
+    curable = [one for one in cures if one.by_hand >= WORTH] or cures
+    off = [abs(one) for cure in cures for one in cure.off]
+    return {
+        "recovered_median": statistics.median(one.recovered for one in curable),
+        "recovered_least": min(one.recovered for one in curable),
+        "off_median": statistics.median(off) if off else 0.0,
+        "off_worst": max(off, default=0.0),
+        "kept_slower": sum(len(one.slower) for one in cures),
+    }
+
+
+def table(cures: list[Cure]) -> Table:
+    found, shown = figures(cures), Table(title=f"{len(cures)} faults that a knob cures")
+    for heading in ("", "measured", "target"):
+        shown.add_column(heading, justify="right" if heading else "left")
+    least, median = found["recovered_least"], found["recovered_median"]
+    shown.add_row("of the cure by hand, median", f"{100 * median:.0f} %", "")
+    shown.add_row("of the cure by hand, least", f"{100 * least:.0f} %", f"{100 * RECOVERED:.0f} %")
+    shown.add_row("prediction off, median", f"{found['off_median']:.1f}", f"{MEDIAN:.0f} points")
+    shown.add_row("prediction off, worst", f"{found['off_worst']:.1f}", f"{WORST:.0f} points")
+    shown.add_row("kept, and slower", f"{found['kept_slower']}", "0")
+    return shown
+
+
+if __name__ == "__main__":
+    main()

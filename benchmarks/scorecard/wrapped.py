@@ -1,0 +1,55 @@
+"""Run a script of somebody's with something planted from outside, by PyTorch's own hooks:
+
+python wrapped.py --load-sleep 0.01 ../../examples/digits.py --epochs 30
+"""
+
+import argparse
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from planted import busy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data._utils import fetch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--load-sleep", type=float, default=0.0, help="s a batch")
+    parser.add_argument("--load-work", type=float, default=0.0, help="s a batch")
+    parser.add_argument("--slow-rank", type=int, default=-1)
+    parser.add_argument("--slow", type=float, default=0.0, help="s a step that it computes longer")
+    parser.add_argument("--reduces", type=int, default=0, help="small all-reduces a step")
+    parser.add_argument("--script", type=float, default=0.0, help="s a step, outside of all else")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    plain = fetch._MapDatasetFetcher.fetch
+
+    def slowly(self: object, indices: object) -> object:
+        time.sleep(args.load_sleep)
+        busy(args.load_work)
+        return plain(self, indices)
+
+    if args.load_sleep or args.load_work:
+        fetch._MapDatasetFetcher.fetch = slowly
+    mine = int(os.environ["RANK"]) == args.slow_rank
+
+    def before_step(*_: object) -> None:
+        if mine:
+            busy(args.slow)
+        for _ in range(args.reduces):
+            dist.all_reduce(torch.zeros(1))
+        time.sleep(args.script)
+
+    register_optimizer_step_pre_hook(before_step)
+    sys.argv = args.command
+    sys.path.insert(0, str(Path(args.command[0]).parent))
+    runpy.run_path(args.command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

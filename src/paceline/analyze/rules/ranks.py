@@ -1,0 +1,163 @@
+"""Ranks that slow each other, or that differ: threads, cores, hosts, data, other programs."""
+
+import math
+import statistics
+from typing import Any
+
+from ..evidence import WORTH, Evidence
+
+Said = tuple[str, str, dict[str, Any]]
+FOREIGN = 0.2  # cores that others keep busy: less is the launcher, and the kernel
+SLOWER = 1.15  # a host whose cores take so much longer for the same product
+CORRELATED = 0.5  # of batches' sizes with the processor's time, that explain it
+
+
+def sharing(e: Evidence) -> Said | None:
+    """All ranks together are slower than one alone."""
+    if said := noisy(e) or _bound(e):
+        return said
+    evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
+    crowded = e.threads and e.cores and e.threads * e.per_host > e.cores
+    fewer = e.gained("one thread", "silent")
+    if crowded and (fewer is None or fewer.mean >= WORTH):
+        return "too-many-threads", _crowd(e), evidence
+    sentence = (
+        "the ranks of a host slow each other: they share its memory's bandwidth, its caches and "
+        "its cores"
+    )
+    return "shared-machine", sentence, evidence
+
+
+def threads(e: Evidence) -> Said | None:
+    """With one thread a rank steps are shorter."""
+    if said := _bound(e):
+        return said
+    evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
+    return "too-many-threads", _crowd(e) + ": with one thread each a step is shorter", evidence
+
+
+def _crowd(e: Evidence) -> str:
+    return f"{e.per_host} ranks with {e.threads} threads each share {e.cores} cores"
+
+
+def _bound(e: Evidence) -> Said | None:
+    """Ranks that may use fewer cores together than they need, on a host that has more."""
+    has = e.said.get("host_cores", 0)
+    if not e.cores or not has or has <= e.cores:
+        return None
+    wanted = e.per_host * max(e.threads or 1, 1)
+    if wanted <= e.cores:
+        return None
+    sentence = f"{e.per_host} ranks may use {e.cores} of the host's {has} cores together"
+    return "binding", sentence, {"cores": e.cores, "host_cores": has, "threads": e.threads}
+
+
+def noisy(e: Evidence) -> Said | None:
+    """Others than the job compute on its cores, and its ranks wait for these."""
+    if e.foreign < FOREIGN or e.delayed < WORTH / 2:
+        return None
+    sentence = (
+        f"others keep {e.foreign:.1f} of the job's cores busy, and its ranks wait for a core "
+        f"{e.delayed:.0%} of the time"
+    )
+    return "noisy-machine", sentence, {"foreign_cores": e.foreign, "delayed": e.delayed}
+
+
+def uneven(e: Evidence) -> Said | None:
+    """One rank's steps take longer."""
+    late = e.lost(doing=("useful", "other"))
+    if not late:
+        return None
+    loss = max(late, key=lambda loss: loss.share)
+    rank, host = loss.rank, loss.host
+    if rank is None:
+        return None
+    if said := data(e) or _slow_host(e, str(host)) or noisy(e):
+        return said
+    when = e.late(rank)
+    sentence = (
+        f"rank {rank} on {host} takes longer for its steps{f', {when}' if when else ''}, and all "
+        "others wait for it"
+    )
+    return "slow-rank", sentence, {"rank": rank, "host": host, "steps": loss.steps, "when": when}
+
+
+def _slow_host(e: Evidence, host: str) -> Said | None:
+    """A host whose cores are slower than the others', by a product of matrices."""
+    took: dict[str, list[float]] = {}
+    for name, facts in zip(e.report.hosts, e.facts, strict=False):
+        if "float32" in facts.get("product_s", {}):
+            took.setdefault(name, []).append(facts["product_s"]["float32"])
+    if len(took) < 2 or host not in took:
+        return None
+    each = {name: statistics.median(times) for name, times in took.items()}
+    others = statistics.median(time for name, time in each.items() if name != host)
+    if each[host] < SLOWER * others:
+        return None
+    sentence = (
+        f"the cores of host {host} take {each[host] / others:.2g} times as long as the others' "
+        "for the same product of matrices, and all other hosts wait for it"
+    )
+    evidence = {"host": host, "product_s": each, "foreign_cores": e.foreign, "delayed": e.delayed}
+    return "slow-host", sentence, evidence
+
+
+def data(e: Evidence) -> Said | None:
+    """Batches differ, and the time of steps goes with them."""
+    told = [
+        [climbed.used[rank].get("elements") for climbed in e.climbs.get("everything", [])]
+        for rank in range(len(e.facts))
+    ]
+    known = [[one for one in rounds if one] for rounds in told]
+    if not known or not all(known):
+        return None
+    means = [statistics.fmean(one["mean"] for one in rounds) for rounds in known]
+    spread = statistics.fmean(one["spread"] / one["mean"] for rounds in known for one in rounds)
+    tied = statistics.fmean(one["correlation"] for rounds in known for one in rounds)
+    apart = max(means) / min(means) - 1
+    if apart >= WORTH and apart >= 0.5 * _apart(e):
+        rank = means.index(max(means))
+        sentence = (
+            f"batches of rank {rank} have {1 + apart:.2f} times the elements of the smallest "
+            "rank's, and its steps take longer"
+        )
+        return "uneven-data", sentence, {"elements": means, "rank": rank}
+    if spread >= WORTH and tied >= math.sqrt(CORRELATED):
+        sentence = (
+            f"batches differ by {spread:.0%} in their elements, and the time of steps goes with "
+            "them: ranks wait for the one with most"
+        )
+        return "uneven-data", sentence, {"spread": spread, "correlation": tied}
+    return None
+
+
+def _apart(e: Evidence) -> float:
+    """By how much the slowest rank's steps are longer than the fastest's, without exchange."""
+    found = [max(c.training_s) / min(c.training_s) - 1 for c in e.climbs.get("silent", [])]
+    return statistics.fmean(found) if found else 0.0
+
+
+def turns(e: Evidence) -> Said:
+    """Ranks are late in turns."""
+    if said := data(e) or noisy(e):
+        return said
+    sentence = "ranks are late in turns: their steps differ, or the machine is noisy"
+    return "jitter", sentence, {"waits": e.in_turns, "delayed": e.delayed}
+
+
+def on_one(kind: str) -> Any:
+    """Validation and saving: by one rank while the others wait, or by all."""
+
+    def rule(e: Evidence) -> Said | None:
+        waits, own = e.lost(doing=(kind,)), e.lost(kind)
+        what = {"validation": "evaluates", "checkpoint": "saves"}[kind]
+        if waits:
+            rank = max(waits, key=lambda loss: loss.share).rank
+            sentence = f"rank {rank} {what} alone while all others wait"
+            return f"{kind}-on-one-rank", sentence, {"rank": rank}
+        if not own:
+            return None
+        most = max(own, key=lambda loss: loss.share)
+        return kind, f"training stands still while it {what}", {"rank": most.rank}
+
+    return rule

@@ -1,0 +1,126 @@
+"""Options that several commands have: which ranks of which script run where, and how."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Script = Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")]
+Args = Annotated[
+    list[str] | None, typer.Argument(help="What stands after the script is the script's.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--ranks",
+        help="Ranks to start, in all. Default: on each host its GPUs; else the scheduler's "
+        "tasks; else its NUMA domains.",
+        show_default=False,
+    ),
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "-H",
+        "--hosts",
+        help="Hosts and their slots, as host1:4,host2:4; reached over ssh.",
+        show_default=False,
+    ),
+]
+Hostfile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The hosts from a file: one a line, as host1, host1:4 or host1 slots=4.",
+        show_default=False,
+    ),
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A variable that all ranks get, as NAME or NAME=VALUE. Repeatable. (Over ssh, "
+        "PATH, VIRTUAL_ENV, OMP_*, NCCL_* and the like travel by themselves.)",
+        show_default=False,
+    ),
+]
+Launcher = Annotated[
+    str | None,
+    typer.Option(
+        help="What starts an agent on each host: ssh, srun, jsrun, blaunch, palsrun, flux, "
+        "mpirun or mpiexec. Default: the allocation's own, or ssh.",
+        show_default=False,
+    ),
+]
+Module = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+]
+Fresh = Annotated[
+    bool,
+    typer.Option(
+        "--fresh",
+        help="A new interpreter for every rank instead of a fork of one that has imported "
+        "torch. Chosen by itself where OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
+        "LD_PRELOAD is set.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        help="Threads a rank computes with. Default: OMP_NUM_THREADS, or one for each of its "
+        "cores.",
+        show_default=False,
+    ),
+]
+Bind = Annotated[
+    str,
+    typer.Option(
+        help="core: each rank keeps to cores of its own, of one NUMA node where possible. "
+        "device: to cores near its GPU. numa, socket: to a whole NUMA node or socket. none: "
+        "not. auto: device or core where the cores are known to be this job's alone (granted "
+        "by a scheduler, a container or taskset), else none."
+    ),
+]
+CpusPerRank = Annotated[
+    int | None,
+    typer.Option(
+        help="Cores of each rank. Default: an equal part of those that are granted.",
+        show_default=False,
+    ),
+]
+Smt = Annotated[
+    bool | None,
+    typer.Option(
+        "--smt/--no-smt",
+        help="A thread for each hardware thread of a rank's cores, or only one hardware "
+        "thread of each. Default: all are its own, and it has a thread for each core.",
+        show_default=False,
+    ),
+]
+HangTimeout = Annotated[
+    float,
+    typer.Option(
+        help="After so many seconds in which no rank begins or ends anything (and three times "
+        "as long as that ever took before) the job hangs: it is told who is missing where, "
+        "with every rank's stack; then it is ended (exit code 124) or restarted. 0: never.",
+    ),
+]
+Settings = Annotated[
+    Path | None,
+    typer.Option(
+        help="Knobs to set in every rank, from this file (paceline diagnose --try, "
+        "docs/remedies.md): loader workers, DDP's buckets, threads and the like.",
+        show_default=False,
+    ),
+]
+
+
+def knobs_of(settings: Path | None, script: str) -> dict[str, Any]:
+    """What --settings sets for the script; what it ignores is told. Raises ValueError."""
+    if settings is None:
+        return {}
+    from ..knobs.settings import taken
+
+    knobs, notes = taken(settings, script)
+    for note in notes:
+        typer.echo(f"paceline: {note}", err=True)
+    return knobs

@@ -1,0 +1,74 @@
+"""Gradients that are accumulated over several backwards are exchanged in the last one alone.
+
+How many backwards a step has is what the step before had: where one has fewer, what is missing
+of its exchange is made up for before the optimizer's step, and the knob is off from then on.
+"""
+
+from typing import Any
+
+from ..record.imports import after_import
+from ..record.tell import say
+from .ddp import before_forward
+from .turned import Turned
+
+
+def locally(_: bool, turned: Turned) -> None:
+    _Locally(turned).install()
+
+
+class _Locally:
+    def __init__(self, turned: Turned) -> None:
+        self.turned = turned
+        self.usual = 0  # forwards of the step before
+        self.replicas: dict[int, tuple[Any, int]] = {}  # with their forwards in this step
+        self.mine: set[int] = set()  # replicas whose exchange is left out
+        self.off = False
+
+    def install(self) -> None:
+        before_forward(self.forward)
+        after_import({"torch.optim.optimizer": self._optimizers})
+
+    def forward(self, replica: Any) -> None:
+        """The exchange of this forward's backward is left out, unless it is the last one's."""
+        if not replica.require_backward_grad_sync and id(replica) not in self.mine:
+            self.off = True
+            self.turned.not_done("the script has a no_sync of its own")
+        count = self.replicas.get(id(replica), (replica, 0))[1] + 1
+        self.replicas[id(replica)] = (replica, count)
+        if self.off:
+            return
+        replica.require_backward_grad_sync = count >= self.usual
+        (self.mine.discard if count >= self.usual else self.mine.add)(id(replica))
+
+    def _optimizers(self, module: Any) -> None:
+        module.register_optimizer_step_pre_hook(self._step)
+
+    def _step(self, *_: Any) -> None:
+        counts = {count for _, count in self.replicas.values()}
+        if not counts:
+            return
+        behind = [replica for at, (replica, _) in self.replicas.items() if at in self.mine]
+        for replica in behind:
+            self._exchange(replica)
+            replica.require_backward_grad_sync = True
+        self.mine.clear()
+        if behind:
+            self.off = True
+            say(
+                "warning: accumulate-locally: a step has fewer backwards than the one before; "
+                "from now on each one exchanges its gradients\n"
+            )
+        if len(counts) == 1 and not self.off:
+            self.usual = counts.pop()
+            if self.usual > 1:
+                self.turned.done()
+        self.replicas.clear()
+
+    def _exchange(self, replica: Any) -> None:
+        """The mean over the ranks, which DDP's backward would have made."""
+        import torch.distributed as dist
+
+        for parameter in replica.parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=replica.process_group)
+                parameter.grad /= replica.process_group.size()

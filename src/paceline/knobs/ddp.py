@@ -1,0 +1,87 @@
+"""Knobs of DistributedDataParallel: what its constructor gets, and its communication hook."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..record.imports import after_import
+from .turned import Turned
+
+MODULE = "torch.nn.parallel.distributed"
+
+
+def bucket(mib: float, turned: Turned) -> None:
+    _constructed(turned, bucket_cap_mb=mib)
+
+
+def views(_: bool, turned: Turned) -> None:
+    _constructed(turned, gradient_as_bucket_view=True)
+
+
+def no_search(_: bool, turned: Turned) -> None:
+    _constructed(turned, find_unused_parameters=False)
+
+
+def as_bf16(_: bool, turned: Turned) -> None:
+    _compressed("bf16_compress_hook", turned)
+
+
+def as_fp16(_: bool, turned: Turned) -> None:
+    _compressed("fp16_compress_hook", turned)
+
+
+def _compressed(name: str, turned: Turned) -> None:
+    """One of PyTorch's hooks; where the script has a hook of its own that stays."""
+
+    def hook(group: Any, bucket: Any) -> Any:
+        # DDP refuses bfloat16's by its name where there is no CUDA; gloo can do it.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        return getattr(default_hooks, name)(group, bucket)
+
+    hook.__annotations__.clear()  # DDP takes none, or its own
+
+    def first_forward(replica: Any) -> None:
+        if replica._comm_hooks:
+            turned.not_done("the script has a communication hook of its own")
+            return
+        replica.register_comm_hook(None, hook)
+        turned.done()
+
+    before_forward(first_forward, once=True)
+
+
+def before_forward(look: Callable[[Any], None], once: bool = False) -> None:
+    """Call ``look`` with the replica before its forwards in which gradients are on."""
+
+    def install(module: Any) -> None:
+        import torch
+
+        kind = module.DistributedDataParallel
+        forward = kind.forward
+
+        @functools.wraps(forward)
+        def looked(replica: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and not (once and "_paceline_looked" in replica.__dict__):
+                replica.__dict__["_paceline_looked"] = True
+                look(replica)
+            return forward(replica, *args, **kwargs)
+
+        kind.forward = looked
+
+    after_import({MODULE: install})
+
+
+def _constructed(turned: Turned, **options: Any) -> None:
+    def install(module: Any) -> None:
+        kind = module.DistributedDataParallel
+        make = kind.__init__
+
+        @functools.wraps(make)
+        def init(replica: Any, *args: Any, **given: Any) -> None:
+            make(replica, *args, **given | options)
+            turned.done()
+
+        kind.__init__ = init
+
+    after_import({MODULE: install})

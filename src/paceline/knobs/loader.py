@@ -1,0 +1,65 @@
+"""Knobs of torch's DataLoader, set when the training's first iterates: on every loader that is
+asked while gradients are on, so that those of a validation stay as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..record.imports import after_import
+from .turned import Turned
+
+
+def workers(count: int, turned: Turned) -> None:
+    """Processes beside each rank, which live on; two batches ahead each, unless it is said."""
+
+    def change(loader: Any) -> None:
+        loader.num_workers = count
+        _set(loader, "persistent_workers", True)
+        loader.prefetch_factor = loader.prefetch_factor or 2
+
+    _each(change, turned, needs_workers=False)
+
+
+def persistent(_: bool, turned: Turned) -> None:
+    _each(lambda loader: _set(loader, "persistent_workers", True), turned)
+
+
+def prefetch(count: int, turned: Turned) -> None:
+    _each(lambda loader: setattr(loader, "prefetch_factor", count), turned)
+
+
+def _set(loader: Any, name: str, value: Any) -> None:
+    """What a loader does not let go of once it is made, and reads when it is iterated."""
+    loader.__dict__[name] = value
+
+
+def _each(change: Callable[[Any], None], turned: Turned, needs_workers: bool = True) -> None:
+    """Changes are made in the order in which they are asked for."""
+    _changes.append((change, turned, needs_workers))
+    if len(_changes) == 1:
+        after_import({"torch.utils.data.dataloader": _install})
+
+
+_changes: list[tuple[Callable[[Any], None], Turned, bool]] = []
+
+
+def _install(module: Any) -> None:
+    import torch
+
+    kind = module.DataLoader
+    iterate = kind.__iter__
+
+    def changed(loader: Any) -> Any:
+        if torch.is_grad_enabled() and "_paceline_knobs" not in loader.__dict__:
+            loader.__dict__["_paceline_knobs"] = True
+            stream = isinstance(loader.dataset, module.IterableDataset)
+            for change, turned, needs_workers in _changes:
+                if stream:
+                    turned.not_done("its dataset is a stream, which workers would read whole each")
+                elif needs_workers and not loader.num_workers:
+                    turned.not_done("the loader has no workers")
+                else:
+                    change(loader)
+                    turned.done()
+        return iterate(loader)
+
+    kind.__iter__ = changed

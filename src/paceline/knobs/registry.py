@@ -1,0 +1,238 @@
+"""The knobs: a row for each thing that can be changed about a training, from outside where that is
+safe, else by an edit of its script. ``paceline diagnose`` proposes them, ``--try`` measures them,
+and ``paceline run --settings`` sets them."""
+
+from dataclasses import dataclass
+
+VARIABLE = "PACELINE_SETTINGS"  # knobs and their values, as JSON: how a rank hears of them
+
+
+@dataclass(frozen=True)
+class Knob:
+    """does: what it changes. answers: the causes (ids of diagnose) that it may cure. hook: what
+    sets it in a rank, as module:function under paceline; none: the script has to be edited. edit:
+    how that is done by hand. value: what the setting is, a range of whole numbers or a switch.
+    looks_for: in which line of the script the edit belongs, a regular expression. costs: what it
+    may cost. numbers: whether results change by more than the order of sums. excludes: knobs that
+    can't be set together with it."""
+
+    does: str
+    answers: tuple[str, ...]
+    edit: str
+    hook: str = ""
+    value: "Range | Switch | None" = None
+    looks_for: str = ""
+    costs: str = ""
+    numbers: bool = False
+    excludes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``, whole ones or any."""
+
+    low: float
+    high: float
+    whole: bool = True
+
+    def fits(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return self.low <= value <= self.high and (isinstance(value, int) or not self.whole)
+
+    def __str__(self) -> str:
+        return f"a {'whole ' * self.whole}number from {self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """On; what is not wanted is left out."""
+
+    def fits(self, value: object) -> bool:
+        return value is True
+
+    def __str__(self) -> str:
+        return "true"
+
+
+ON = Switch()
+_LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
+
+KNOBS: dict[str, Knob] = {
+    "loader-workers": Knob(
+        "batches are made by so many processes beside each rank",
+        _LOADING,
+        "DataLoader(num_workers={value}, persistent_workers=True)",
+        "knobs.loader:workers",
+        Range(1, 64),
+        r"\bDataLoader\(",
+        "memory for so many copies of the dataset's Python objects; random augmentations are "
+        "other ones",
+    ),
+    "persistent-workers": Knob(
+        "the loader's workers live on from epoch to epoch",
+        ("loader-start", *_LOADING),
+        "DataLoader(persistent_workers=True)",
+        "knobs.loader:persistent",
+        ON,
+        r"\bDataLoader\(",
+        "memory for them between the epochs",
+    ),
+    "prefetch": Knob(
+        "so many batches are made ahead by each of the loader's workers",
+        _LOADING,
+        "DataLoader(prefetch_factor={value})",
+        "knobs.loader:prefetch",
+        Range(1, 64),
+        r"\bDataLoader\(",
+        "memory for these batches",
+    ),
+    "bucket-mb": Knob(
+        "DDP exchanges gradients in buckets of so many MiB",
+        ("bucket-size",),
+        "DistributedDataParallel(bucket_cap_mb={value})",
+        "knobs.ddp:bucket",
+        Range(0.1, 4096, whole=False),
+        r"\b(DistributedDataParallel|DDP)\(",
+    ),
+    "gradient-views": Knob(
+        "gradients are views of DDP's buckets, and not copied there and back",
+        ("exchange-bandwidth", "bucket-size"),
+        "DistributedDataParallel(gradient_as_bucket_view=True)",
+        "knobs.ddp:views",
+        ON,
+        r"\b(DistributedDataParallel|DDP)\(",
+    ),
+    "unused-search-off": Knob(
+        "DDP does not search for unused parameters",
+        ("unused-parameter-search",),
+        "DistributedDataParallel(find_unused_parameters=False)",
+        "knobs.ddp:no_search",
+        ON,
+        r"find_unused_parameters",
+        "an error as soon as a parameter is unused",
+    ),
+    "accumulate-locally": Knob(
+        "of the backwards of an optimizer step only the last one exchanges gradients",
+        ("accumulation-exchange",),
+        "with model.no_sync(): around all of an optimizer step's backwards but the last",
+        "knobs.accumulate:locally",
+        ON,
+        r"\.backward\(",
+    ),
+    "compress-bf16": Knob(
+        "gradients travel as bfloat16: half the bytes",
+        ("exchange-bandwidth",),
+        "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
+        "knobs.ddp:as_bf16",
+        ON,
+        r"\b(DistributedDataParallel|DDP)\(",
+        "bits: gradients are rounded to 8",
+        numbers=True,
+        excludes=("compress-fp16",),
+    ),
+    "compress-fp16": Knob(
+        "gradients travel as float16: half the bytes",
+        ("exchange-bandwidth",),
+        "model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
+        "knobs.ddp:as_fp16",
+        ON,
+        r"\b(DistributedDataParallel|DDP)\(",
+        "bits: gradients are rounded to 11, and those above 65,504 are lost",
+        numbers=True,
+        excludes=("compress-bf16",),
+    ),
+    "threads": Knob(
+        "each rank computes with so many threads, whatever the script asks for",
+        ("too-many-threads",),
+        "torch.set_num_threads({value}), or paceline run --threads {value}",
+        "knobs.process:threads",
+        Range(1, 1024),
+        r"set_num_threads\(|OMP_NUM_THREADS",
+    ),
+    "own-binding-off": Knob(
+        "the cores that the script binds itself to are not: those of the launcher stay",
+        ("binding",),
+        "no os.sched_setaffinity: paceline run --bind core",
+        "knobs.process:unbound",
+        ON,
+        r"sched_setaffinity|cpu_affinity",
+    ),
+    "keep-memory": Knob(
+        "memory that the script frees is kept for what it asks for next (glibc's mallopt)",
+        ("allocator",),
+        "MALLOC_TOP_PAD_, MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, or jemalloc",
+        "knobs.process:kept",
+        ON,
+        costs="a rank's memory stays at its peak",
+    ),
+    "channels-last": Knob(
+        "convolutions have their weights and images as channels-last",
+        ("layout",),
+        "model.to(memory_format=torch.channels_last), and the images too",
+        "knobs.layout:channels_last",
+        ON,
+    ),
+    "float32": Knob(
+        "float32 in place of float64",
+        ("precision",),
+        "no float64 where float32 does",
+        looks_for=r"float64|\.double\(|torch\.double",
+        numbers=True,
+    ),
+    "one-exchange": Knob(
+        "what ranks tell each other in many small collectives goes into one",
+        ("exchange-latency",),
+        "one collective over a stacked tensor, or one in many steps (world.log does that)",
+        looks_for=r"\b(all_reduce|all_gather|reduce|broadcast)\w*\(",
+    ),
+    "ddp": Knob(
+        "gradients are exchanged while the backward goes on",
+        ("no-overlap",),
+        "torch.nn.parallel.DistributedDataParallel, or world.distribute(model, optimizer)",
+        looks_for=r"\ball_reduce\w*\(",
+    ),
+    "no-synchronisation": Knob(
+        "ranks and devices do not wait in the middle of a step",
+        ("synchronisation",),
+        "no barrier, .item() or print in each step: every 100th, or on the device",
+        looks_for=r"barrier\(|\.item\(|\bprint\(|\.cpu\(",
+    ),
+    "script-beside": Knob(
+        "the script's own work is done less often, or in a thread",
+        ("script",),
+        "less often, or in a thread that does not hold the interpreter",
+    ),
+    "threads-beside": Knob(
+        "what computes in another thread of Python does so in a process",
+        ("interpreter",),
+        "multiprocessing in place of threading, or a library that lets go of the lock",
+        looks_for=r"Thread\(",
+    ),
+    "validate-on-all": Knob(
+        "all ranks validate, each a part",
+        ("validation-on-one-rank",),
+        "for x, y in world.batches(world.shard(loader)), and world.log over all ranks",
+        looks_for=r"\.eval\(\)|no_grad|inference_mode",
+    ),
+    "async-checkpoint": Knob(
+        "checkpoints are written while the training goes on",
+        ("checkpoint", "checkpoint-on-one-rank"),
+        "torch.distributed.checkpoint.async_save, or world.epochs(checkpoint=...)",
+        looks_for=r"\bsave\w*\(",
+        costs="memory for a copy of the state",
+    ),
+    "equal-batches": Knob(
+        "batches of the ranks have the same number of elements",
+        ("uneven-data",),
+        "a sampler that puts samples of like length into the same step (bucketing)",
+        looks_for=r"Sampler\(|\bDataLoader\(",
+        numbers=True,
+    ),
+    "leave-host-out": Knob(
+        "the slow host takes no part",
+        ("slow-host",),
+        "paceline run -H with the other hosts; the global batch is smaller then",
+        numbers=True,
+    ),
+}

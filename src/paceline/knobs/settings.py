@@ -1,0 +1,108 @@
+"""A settings file: which knobs are set, why, and what each gained where it was measured.
+
+TOML, with ``format``, ``version``, a table ``knobs`` (name = value, with comments) and a table
+``made``, which says of which script on which machine the figures are."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cost.toml import dumps
+from .registry import KNOBS
+
+FORMAT, VERSION = "paceline-settings", 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """why: lines that say it, for whoever reads the file."""
+
+    value: Any
+    why: tuple[str, ...] = ()
+
+
+def write(path: Path, knobs: dict[str, Setting], made: dict[str, Any]) -> None:
+    head = dumps({"format": FORMAT, "version": VERSION})
+    lines = [
+        "# Taken by: paceline run --settings. What is not wanted can be taken out.",
+        head + "\n[knobs]",
+    ]
+    for name, setting in knobs.items():
+        lines += [f"# {line}" for line in (KNOBS[name].does, *setting.why)]
+        lines.append(dumps({name: setting.value}))
+    lines.append("[made]\n" + dumps(made) if made else "")
+    path.write_text("\n".join(lines))
+
+
+def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
+    """The knobs that a run of ``script`` is to set, and what is to be said of the others.
+
+    Raises ValueError where the file is no settings file, or two of its knobs exclude each other.
+    """
+    tree = _read(path)
+    made = tree.get("made", {})
+    if made.get("script") not in (None, Path(script).name):
+        return {}, [
+            f"{path} was made for {made['script']}, not for {Path(script).name}: nothing of it is "
+            "set. HINT: paceline diagnose --try on this script, or take `script` out of the file"
+        ]
+    knobs, notes = {}, []
+    for name, value in tree.get("knobs", {}).items():
+        if why := _unfit(name, value):
+            notes.append(f"{path}: {name} = {value!r} is ignored: {why}")
+        else:
+            knobs[name] = value
+    exclude(knobs)
+    return knobs, notes + _other_torch(path, made)
+
+
+def exclude(knobs: dict[str, Any]) -> None:
+    """Raises ValueError for two that can't be set together."""
+    for name in knobs:
+        for other in KNOBS[name].excludes:
+            if other in knobs:
+                raise ValueError(f"{name} and {other} exclude each other. HINT: take one out")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}. HINT: paceline diagnose --try") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read as TOML: {error}") from None
+    if tree.get("format") != FORMAT or not isinstance(tree.get("version"), int):
+        raise ValueError(
+            f'{path} is no settings file: format = "{FORMAT}" is missing. HINT: paceline diagnose '
+            "--try --save-settings FILE writes one"
+        )
+    if tree["version"] > VERSION:
+        raise ValueError(
+            f"{path} has version {tree['version']}, and this Paceline reads {VERSION}. HINT: a "
+            "newer Paceline"
+        )
+    return tree
+
+
+def _unfit(name: str, value: object) -> str:
+    """Why a knob can't be set, or ""."""
+    if name not in KNOBS:
+        return f"no such knob here. HINT: {', '.join(settable())}"
+    knob = KNOBS[name]
+    if knob.value is None:
+        return f"the script has to be edited for it: {knob.edit}"
+    return "" if knob.value.fits(value) else f"it takes {knob.value}"
+
+
+def settable() -> list[str]:
+    return [name for name, knob in KNOBS.items() if knob.hook]
+
+
+def _other_torch(path: Path, made: dict[str, Any]) -> list[str]:
+    from importlib.metadata import version
+
+    here = version("torch")
+    if made.get("torch") in (None, here):
+        return []
+    return [f"{path} was made with torch {made['torch']}, and this is {here}: gains may differ"]

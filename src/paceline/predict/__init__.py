@@ -1,0 +1,1 @@
+"""What a change would gain, before it is tried. No torch."""

@@ -1,0 +1,235 @@
+"""``paceline diagnose --try``: remedies set one after the other, each measured in turns with the
+training as it was, and kept only where it helped beyond the noise."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..analyze.ladder import Interval, climb
+from ..knobs.registry import KNOBS, Switch
+from ..knobs.settings import exclude, settable
+from ..predict.remedies import Remedy, after
+from ..record.rung import EVERYTHING, Rung
+from .runner import MINUTE, Asked, FailedError, Runner
+
+ROUNDS = (3, 6)  # at least, at most
+SHARE = 1.5  # of the minutes that were asked for, for each pass of trials
+TIGHT, TIGHT_OF_GAIN = 0.02, 0.1  # half of the interval of a gain that is known well enough
+WORSE = 0.01  # of the loss: what it may be higher for a knob that changes numbers
+GLIMPSE = 2  # rounds of a micro-measurement
+GLIMPSE_STEPS = 10  # at most, in each
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """predicted: the gain, from before it was tried, with what was kept by then. gain: as
+    measured; None where it could not be. kept: it helped. why: what else is to be said. loss: of
+    a knob that changes numbers."""
+
+    remedy: Remedy
+    predicted: Interval | None
+    gain: Interval | None
+    kept: bool
+    why: str = ""
+    rounds: int = 0
+    loss: "Losses | None" = None
+
+    @property
+    def off(self) -> float | None:
+        """Measured less predicted, of the throughput."""
+        if self.gain is None or self.predicted is None:
+            return None
+        return self.gain.mean - self.predicted.mean
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The mean over the same steps without and with a knob, and by how much that mean differs
+    between runs without it (the largest less the smallest)."""
+
+    without: float
+    with_it: float
+    spread: float
+
+    @property
+    def worse(self) -> bool:
+        """By more than runs differ, and more than is worth a word."""
+        return self.with_it - self.without > max(self.spread, WORSE * abs(self.without))
+
+
+@dataclass
+class Tried:
+    """trials: in their order. kept: knobs and values. faster: with these, times the throughput at
+    the beginning."""
+
+    trials: list[Trial] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+    faster: float = 1.0
+
+
+def chosen(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
+    """Those that are to be tried: "all" that are proposed, or by name, as name or name=value."""
+    proposed = {one.knob: one for one in remedies if one.settable}
+    found: dict[str, Remedy] = dict(proposed) if ALL in names else {}
+    for text in names:
+        name, _, value = text.partition("=")
+        if name != ALL:
+            found[name] = _asked(name, value, proposed)
+    return list(found.values())
+
+
+def can_be_tried(names: list[str]) -> None:
+    """Raises ValueError for what can't be tried with any script, before minutes are spent."""
+    for text in names:
+        name, _, value = text.partition("=")
+        if name not in KNOBS and name != ALL:
+            hint = f"all, or one of {', '.join(settable())}"
+            raise ValueError(f"--try {name}: no such knob. HINT: {hint}")
+        if name != ALL and not KNOBS[name].hook:
+            raise ValueError(f"--try {name}: the script has to be edited: {KNOBS[name].edit}")
+        if value:
+            _value(name, value)
+    exclude({text.partition("=")[0]: True for text in names if text != ALL})
+
+
+def _asked(name: str, value: str, proposed: dict[str, Remedy]) -> Remedy:
+    if not value and name in proposed:
+        return proposed[name]
+    knob = KNOBS[name]
+    chosen = _value(name, value) if value else None
+    if isinstance(knob.value, Switch):
+        chosen = True
+    return Remedy(name, "", chosen, None, "", True, knob.edit.format(value=chosen))
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        value: Any = True if text == "true" else float(text)
+    except ValueError:
+        value = text
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    kind = KNOBS[name].value
+    assert kind is not None
+    if not kind.fits(value):
+        raise ValueError(f"--try {name}={text}: it takes {kind}")
+    return value
+
+
+def tried(
+    asked: Asked, steps: int, remedies: list[Remedy], found: Tried, say: Callable[[str], None]
+) -> None:
+    """Try each, the best predicted first, beside those that were kept before. Those that only a
+    few steps can tell of come last, and are predicted from these. Takes SHARE of the minutes that
+    were asked for, or what one more trial takes."""
+    until = time.monotonic() + SHARE * MINUTE * asked.minutes
+    with Runner(asked, say) as runner:
+        trying = _Trying(runner, asked.warm, steps, until)
+        trying.all([one for one in remedies if one.gain is not None], found)
+        unknown = [one for one in remedies if one.gain is None]
+        trying.all([trying.foreseen(one, found.kept) for one in unknown], found)
+
+
+class _Trying:
+    def __init__(self, runner: Runner, warm: int, steps: int, until: float) -> None:
+        self.runner, self.warm, self.steps, self.until = runner, warm, steps, until
+
+    def all(self, remedies: list[Remedy], found: Tried) -> None:
+        before = found.faster  # what their predictions are of
+        for remedy in sorted(remedies, key=lambda one: -one.gain.mean if one.gain else 0.0):
+            gain = remedy.gain
+            predicted = after(gain, found.faster / before) if gain is not None else None
+            trial = self.one(remedy, predicted, found.kept)
+            found.trials.append(trial)
+            if trial.kept and trial.gain is not None:
+                found.kept[remedy.knob] = remedy.value
+                found.faster *= 1 + trial.gain.mean
+
+    def foreseen(self, remedy: Remedy, kept: dict[str, Any]) -> Remedy:
+        """With a prediction from a few steps."""
+        if remedy.value is None or time.monotonic() > self.until:
+            return remedy
+        steps = min(self.steps, GLIMPSE_STEPS)
+        try:
+            pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
+        except (ValueError, _NoEffectError):
+            return remedy  # told when it is tried
+        gains = [gain for gain, _ in pairs]
+        low, high = min(gains), max(gains)
+        return replace(remedy, gain=Interval((low + high) / 2, low, high))
+
+    def one(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
+        """Measured in turns, until it is known well enough."""
+        if predicted is not None and predicted.high < 0 and remedy.cause:
+            return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
+        if time.monotonic() > self.until:
+            why = "not tried: the time is over. HINT: more --minutes, or this one by its name"
+            return Trial(remedy, predicted, None, False, why)
+        if remedy.value is None:
+            why = f"no cause here asks for it: --try {remedy.knob}=VALUE sets it none the less"
+            return Trial(remedy, None, None, False, why)
+        gains: list[float] = []
+        losses: list[tuple[float, float]] = []
+        try:
+            exclude({**kept, remedy.knob: remedy.value})
+            while len(gains) < ROUNDS[1]:
+                gain, loss = self._pair(remedy, kept, self.steps, len(gains))
+                gains.append(gain)
+                losses += [loss] if loss is not None else []
+                known = Interval.of(gains)
+                enough = max(TIGHT, TIGHT_OF_GAIN * abs(known.mean))
+                if len(gains) >= ROUNDS[0] and known.high - known.low < 2 * enough:
+                    break
+        except FailedError as error:
+            why = f"struck off, as it breaks the script: {error.short}"
+            return Trial(remedy, predicted, None, False, why)
+        except _NoEffectError as why_not:
+            return Trial(remedy, predicted, None, False, f"no effect: {why_not}")
+        except ValueError as mistake:
+            return Trial(remedy, predicted, None, False, f"left out: {mistake}")
+        lost = _losses(losses)
+        why = "" if known.sure else "no more than the noise"
+        why = "it made steps slower" if known.high < 0 else why
+        if not why and lost is not None and lost.worse:
+            why = "faster, but the loss is worse"
+        return Trial(remedy, predicted, known, not why, why, len(gains), lost)
+
+    def _pair(
+        self, remedy: Remedy, kept: dict[str, Any], steps: int, at: int
+    ) -> tuple[float, tuple[float, float] | None]:
+        """The gain of one round, and of a knob that changes numbers the loss without and with it.
+        Every other round the other comes first: what warms up or cools down counts for both."""
+        rates, losses = {}, {}
+        for on in (False, True) if at % 2 == 0 else (True, False):
+            settings = {**kept, **({remedy.knob: remedy.value} if on else {})}
+            named = f"{'with' if on else 'without'} {remedy.knob}, {steps} steps"
+            numbers = KNOBS[remedy.knob].numbers
+            rung = Rung(self.warm, steps, (EVERYTHING,), losses=numbers)
+            run = self.runner.run(False, rung, settings=settings, named=named)
+            if on:
+                self._took_effect(remedy, [record.meta for record in run.records])
+            rates[on] = climb(run, self.warm, steps, EVERYTHING).together
+            each = [record.meta.get("rung", {}).get("loss") for record in run.records]
+            if numbers and None not in each:
+                losses[on] = sum(each) / len(each)
+        both = (losses[False], losses[True]) if len(losses) == 2 else None
+        return rates[True] / rates[False] - 1, both
+
+    def _took_effect(self, remedy: Remedy, told: list[dict[str, Any]]) -> None:
+        each = [one.get("knobs", {}).get(remedy.knob, {}) for one in told]
+        if not any(one.get("set") for one in each):
+            why = next((one["why_not"] for one in each if one.get("why_not")), "")
+            raise _NoEffectError(why or "the script never comes to what it changes")
+
+
+def _losses(pairs: list[tuple[float, float]]) -> Losses | None:
+    if not pairs:
+        return None
+    without, with_it = zip(*pairs, strict=True)
+    count = len(pairs)
+    return Losses(sum(without) / count, sum(with_it) / count, max(without) - min(without))
+
+
+class _NoEffectError(Exception):
+    """A knob that could not be set."""

@@ -1,0 +1,207 @@
+"""Rules over figures: each fault leaves others, and gets another name."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.analyze.causes import Evidence, causes
+from paceline.analyze.gradients import Gradients
+from paceline.analyze.groups import Collective, Group
+from paceline.analyze.ladder import waterfall
+from paceline.analyze.losses import Loss
+from rungs import climbs
+
+FACTS = {
+    "threads": 1, "mask": "3", "host_cores": 2, "fault_s": 2e-6,
+    "product_s": {"float32": 0.001}, "parameters": {"float32": 4_000_000},
+}  # fmt: skip
+
+
+def judged(*, losses=(), calls=None, loader=None, facts=(), gradients=None, late="", **changed):
+    """The causes of two ranks with these rungs (others as the ideal), losses and facts."""
+    rungs = {
+        "alone": climbs(ranks=1),
+        "silent": climbs(),
+        "cached": climbs(),
+        "everything": climbs(),
+    } | changed
+    fall = waterfall(*(rungs[name] for name in ("alone", "silent", "cached", "everything")))
+    told = [FACTS | one for one in facts] or [FACTS, FACTS]
+    group = [Group("0", 2, [0, 1], 0.3, 0.3, 0.0, 1.0, [calls])] if calls else []
+    taken = sum(loss.share for loss in losses)
+    state = {"useful": 1 - taken, "other": 0.0}
+    report = SimpleNamespace(
+        losses=list(losses), groups=group, hosts=["a", "b"], states=[state, state], size=2
+    )
+    together = int(told[0]["mask"], 16) | int(told[1]["mask"], 16)
+    e = Evidence(
+        waterfall=fall, report=report, loader=loader, threads=told[0]["threads"],
+        cores=together.bit_count(), per_host=2, steps=10, climbs=rungs, facts=told,
+        gradients=gradients, late=lambda _: late,
+        lines={"transfer": [{"line": 7, "code": "dist.all_reduce(grad)"}]},
+    )  # fmt: skip
+    return causes(e)
+
+
+def collective(name="all-reduce", count=10, size=1000, wait=0.0, transfer=0.3):
+    return Collective(name, count, count * size, wait, transfer, 0.0, 1.0, 1.0)
+
+
+SLOWER = {"cached": climbs(0.1), "everything": climbs(0.1), "silent": climbs(0.05)}
+SLOWER["alone"] = climbs(0.05, ranks=1)
+EXCHANGE = [Loss("transfer", 0.5)]
+INPUT = {name: climbs(0.05) for name in ("silent", "cached")} | {"alone": climbs(0.05, ranks=1)}
+WAITS_INPUT = [Loss("input", 0.5)]
+LOADER = {"batches": 100, "seconds": 10.0, "busy_s": 1.0, "system_s": 0.5, "workers": 2, "ranks": 2}
+
+
+def test_nothing_is_named_where_nothing_is_lost():
+    assert judged() == []
+
+
+EXCHANGES = {
+    "exchange-latency": (collective(count=100), {}, Gradients(1, 1, 1, 4e6, 10, 1e4)),
+    "exchange-bandwidth": (collective(size=4_000_000), {}, Gradients(1, 1, 1, 4e6, 0, 0)),
+    "no-overlap": (collective(size=4_000_000), {}, Gradients(1, 0, 0, 0, 1, 4e6)),
+    "accumulation-exchange": (collective(size=4_000_000), {}, Gradients(4, 4, 4, 16e6, 0, 0)),
+    "synchronisation": (collective("barrier", count=50, size=0), {}, None),
+    "bucket-size": (
+        collective(count=160, size=250_000),
+        {"ddp": {"bytes": 4_000_000, "bucket_bytes": 250_000}},
+        Gradients(1, 1, 16, 4e6, 0, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_why_the_exchange_takes_long(name):
+    calls, facts, gradients = EXCHANGES[name]
+    (cause,) = judged(
+        losses=EXCHANGE, calls=calls, gradients=gradients, facts=[facts, facts], **SLOWER
+    )
+    assert cause.id == name, cause.sentence
+    assert cause.share == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_gan_with_two_backwards_does_not_accumulate():
+    half = {"parameters": {"float32": 4_000_000}}
+    (cause,) = judged(
+        losses=EXCHANGE, calls=collective(size=2_000_000), facts=[half, half],
+        gradients=Gradients(2, 2, 2, 4e6, 0, 0), **SLOWER,
+    )  # fmt: skip
+    assert cause.id == "exchange-bandwidth"
+
+
+def test_one_bucket_for_a_large_model_can_not_overlap():
+    ddp = {"ddp": {"bytes": 100 << 20, "bucket_bytes": 1 << 30}}
+    (cause,) = judged(
+        losses=EXCHANGE, calls=collective(size=100 << 20), facts=[ddp, ddp],
+        gradients=Gradients(1, 1, 1, 100 << 20, 0, 0), **SLOWER,
+    )  # fmt: skip
+    assert cause.id == "bucket-size"
+    assert "one bucket of 105 MB" in cause.sentence
+
+
+INPUTS = {
+    "input-waiting": {},
+    "input-preprocessing": {"busy_s": 9.5, "system_s": 0.1},
+    "input-small-files": {"opened": 6400, "read": 6400 * 4096},
+    "input-bandwidth": {"opened": 100, "read": 100 << 24, "busy_s": 9.5, "system_s": 9.0},
+}
+READING = {"opened": 100, "read": 100 << 24, "busy_s": 1.0, "system_s": 0.9}
+
+
+@pytest.mark.parametrize(("stored", "name"), [(100 << 24, "input-bandwidth"), (0, "input-waiting")])
+def test_a_loader_does_not_wait_for_files_that_are_in_memory(stored, name):
+    (cause,) = judged(losses=WAITS_INPUT, loader=LOADER | READING | {"stored": stored}, **INPUT)
+    assert cause.id == name, cause.sentence
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_why_the_next_batch_is_late(name):
+    (cause,) = judged(losses=WAITS_INPUT, loader=LOADER | INPUTS[name], **INPUT)
+    assert cause.id == name, cause.sentence
+
+
+def test_a_loader_that_starts_anew_each_epoch_is_told():
+    real = climbs(starts=4, starting=0.45)
+    (cause,) = judged(losses=WAITS_INPUT, loader=LOADER, everything=real, **INPUT)
+    assert (cause.id, cause.evidence["starts"]) == ("loader-start", 24)
+    assert "each epoch begins with 112 ms of starting the loader" in cause.sentence
+
+
+UNEVEN = [Loss("wait", 0.25, 1, "b", "useful")]
+
+
+def uneven(facts=(), **used):
+    rungs = {name: climbs(slow=2.0, **used) for name in ("silent", "cached", "everything")}
+    rungs["alone"] = climbs(0.05, ranks=1)
+    own = [{"useful": 0.5, "other": 0.0}, {"useful": 1.0, "other": 0.0}]
+    fall = waterfall(*(rungs[name] for name in ("alone", "silent", "cached", "everything")))
+    report = SimpleNamespace(losses=UNEVEN, groups=[], hosts=["a", "b"], states=own, size=2)
+    told = [FACTS | one for one in facts] or [FACTS, FACTS]
+    e = Evidence(
+        fall, report, None, 1, 2, 1, 10, rungs, told, late=lambda rank: f"from step {rank} on"
+    )
+    (cause,) = causes(e)
+    return cause
+
+
+def test_a_slow_rank_a_slow_host_uneven_data_and_other_programs_are_told_apart():
+    assert uneven().id == "slow-rank"
+    assert "rank 1 on b takes longer for its steps, from step 1 on, and" in uneven().sentence
+    host = uneven(facts=[{}, {"product_s": {"float32": 0.002}}])
+    assert (host.id, host.evidence["host"]) == ("slow-host", "b")
+    assert uneven(delayed=0.3, host=2.0).id == "noisy-machine"
+    elements = {"mean": 100.0, "spread": 50.0, "slope": 1e-3, "correlation": 0.95}
+    assert uneven(elements=elements).id == "uneven-data"
+    elements["correlation"] = 0.1
+    assert uneven(elements=elements).id == "slow-rank"
+
+
+def test_threads_cores_and_memory_are_told_apart():
+    slowed = {name: climbs(0.2) for name in ("silent", "cached", "everything")}
+    (cause,) = judged(**slowed)
+    assert cause.id == "shared-machine"
+    (cause,) = judged(facts=[{"threads": 4}] * 2, **slowed | {"one thread": climbs(0.1)})
+    assert cause.id == "too-many-threads"
+    assert cause.sentence.startswith("2 ranks with 4 threads each share 2 cores")
+    (cause,) = judged(facts=[{"mask": "1"}] * 2, **slowed)
+    assert cause.id == "binding"
+    assert cause.sentence == "2 ranks may use 1 of the host's 2 cores together"
+    (cause,) = judged(**{name: climbs(0.2, delayed=0.4, host=2.0) for name in slowed})
+    assert cause.id == "noisy-machine"
+
+
+INSIDE = {
+    "layout": {"alone, channels-last": climbs(0.07, ranks=1)},
+    "allocator": {"silent": climbs(faults=100_000.0, system=0.3)},
+    "memory-limit": {"everything": climbs(squeezed=0.2)},
+    "interpreter": {
+        "silent": climbs(thread=0.3, others={"seconds": 0.6, "name": "monitor"}),
+    },
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_makes_computing_slow_on_one_rank_too(name):
+    (cause,) = judged(**INSIDE[name])
+    assert cause.id == name
+    assert 0.1 < cause.share < 0.7
+
+
+def test_float64_and_a_search_that_finds_nothing():
+    double = {"parameters": {"float64": 8}, "product_s": {"float32": 0.001, "float64": 0.002}}
+    (cause,) = judged(facts=[double, double])
+    assert (cause.id, cause.share) == ("precision", pytest.approx(0.5))
+    ddp = {"ddp": {"searches": True, "unused_bytes": 0, "bytes": 8, "bucket_bytes": 8}}
+    (cause,) = judged(facts=[ddp, ddp], everything=climbs(searching=0.1))
+    assert cause.id == "unused-parameter-search"
+    ddp["ddp"]["unused_bytes"] = 8
+    assert judged(facts=[ddp, ddp], everything=climbs(searching=0.1)) == []
+
+
+def test_without_one_rank_alone_the_ideal_is_the_fastest_of_all():
+    fall = waterfall([], climbs(slow=2.0), climbs(), climbs())
+    assert [bar.id for bar in fall.bars] == ["uneven"]
+    assert fall.ideal.mean == pytest.approx(400, rel=0.01)

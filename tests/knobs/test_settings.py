@@ -1,0 +1,81 @@
+"""Settings files: what is taken from one, and what is named and ignored."""
+
+import tomllib
+
+import pytest
+
+from paceline.knobs.settings import Setting, taken, write
+
+HEAD = 'format = "paceline-settings"\nversion = 1\n'
+
+
+def file(folder, text):
+    path = folder / "settings.toml"
+    path.write_text(text)
+    return path
+
+
+def test_what_was_written_is_taken_with_its_reasons_as_comments(tmp_path):
+    path = tmp_path / "fast.toml"
+    why = ("input-waiting: 40.0 % of a step's time", "measured +60 % (55 to 65)")
+    made = {"script": "train.py", "ranks": 2}
+    write(path, {"loader-workers": Setting(4, why), "gradient-views": Setting(True)}, made)
+    knobs, notes = taken(path, "some/where/train.py")
+    assert knobs == {"loader-workers": 4, "gradient-views": True}
+    assert notes == []
+    assert "# input-waiting: 40.0 % of a step's time\n# measured" in path.read_text()
+    assert tomllib.loads(path.read_text())["made"] == made
+
+
+def test_what_is_not_for_this_paceline_is_named_and_ignored(tmp_path):
+    path = file(
+        tmp_path,
+        HEAD + '[knobs]\nloader-workers = 2\nwarp = 9\nthreads = "many"\nbucket-mb = true\n'
+        "gradient-views = false\nfloat32 = true\nprefetch = 1000\n",
+    )
+    knobs, notes = taken(path, "train.py")
+    assert knobs == {"loader-workers": 2}
+    assert len(notes) == 6
+    said = "\n".join(notes)
+    assert "warp = 9 is ignored: no such knob here. HINT: loader-workers, " in said
+    assert "threads = 'many' is ignored: it takes a whole number from 1 to 1024" in said
+    assert "gradient-views = False is ignored: it takes true" in said
+    assert "float32 = True is ignored: the script has to be edited for it" in said
+    assert "prefetch = 1000 is ignored: it takes a whole number from 1 to 64" in said
+
+
+def test_settings_of_another_script_or_torch_are_named(tmp_path):
+    path = file(tmp_path, HEAD + '[knobs]\nthreads = 2\n[made]\nscript = "other.py"\n')
+    knobs, (note,) = taken(path, "train.py")
+    assert knobs == {}
+    assert "was made for other.py, not for train.py: nothing of it is set. HINT:" in note
+    path = file(tmp_path, HEAD + '[knobs]\nthreads = 2\n[made]\ntorch = "1.0"\n')
+    knobs, (note,) = taken(path, "train.py")
+    assert knobs == {"threads": 2}
+    assert "was made with torch 1.0, and this is" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("threads = 2\n", "is no settings file: format ="),
+        (
+            'format = "paceline-settings"\nversion = 99\n',
+            "has version 99, and this Paceline reads 1",
+        ),
+        ("x = = 3", "can't be read as TOML"),
+        (
+            HEAD + "[knobs]\ncompress-bf16 = true\ncompress-fp16 = true\n",
+            "exclude each other. HINT",
+        ),
+    ],
+)
+def test_a_file_that_can_not_be_meant_is_an_error(tmp_path, text, said):
+    with pytest.raises(ValueError, match=r"HINT|TOML") as error:
+        taken(file(tmp_path, text), "train.py")
+    assert said in str(error.value)
+
+
+def test_a_settings_file_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"No such file or directory\. HINT"):
+        taken(tmp_path / "none.toml", "train.py")

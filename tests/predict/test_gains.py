@@ -1,0 +1,161 @@
+"""What remedies would gain, from figures: each prediction by hand."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.analyze.causes import Cause, Evidence
+from paceline.analyze.gradients import Gradients
+from paceline.analyze.ladder import Interval, waterfall
+from paceline.predict import history
+from paceline.predict.gains import GAINS, HANDING
+from paceline.predict.history import Pair
+from paceline.predict.remedies import after, gain_of, remedies
+from rungs import STEP, climbs
+
+
+def evidence(cached=STEP, alone=STEP, cores=4, gradients=None, loader=None, facts=None, **rungs):
+    """Two ranks on one host; rungs take so long a step."""
+    climbed = {
+        "alone": climbs(alone, ranks=1), "silent": climbs(alone),
+        "cached": climbs(cached, process=0.5),
+        "everything": climbs(), **rungs,
+    }  # fmt: skip
+    fall = waterfall(*(climbed[name] for name in ("alone", "silent", "cached", "everything")))
+    report = SimpleNamespace(
+        losses=[], groups=[], hosts=["a", "a"], size=2,
+        states=[{"useful": 0.6, "other": 0.0}] * 2,
+    )  # fmt: skip
+    return Evidence(
+        fall, report, loader, 1, cores, 2, 10, climbed, facts or [{}, {}], gradients=gradients
+    )
+
+
+def cause(name="some", share=0.4, **more):
+    return Cause(name, share, (share - 0.02, share + 0.02), "", more)
+
+
+def loading(busy, workers=0):
+    return {"ranks": 2, "batches": 20, "seconds": 2.0, "busy_s": busy, "workers": 2 * workers}
+
+
+def test_workers_take_a_loader_that_waits_out_of_the_step():
+    # 60 ms of 100 are input: with W workers the 60 are shared by W, beside 40 of training.
+    found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02)), cause())
+    assert found.value == 3  # 60 / 3 is half of 40
+    assert found.saves.mean == pytest.approx(0.6 - HANDING, abs=0.01)
+    assert found.saves.low < 0.6 - HANDING < 0.59 < found.saves.high
+    assert found.source == "a formula"
+    # A step of 43 ms in place of 100.
+    assert gain_of(found.saves).mean == pytest.approx(1 / 0.43 - 1, abs=0.05)
+
+
+def test_workers_that_compute_need_cores():
+    busy = loading(2.0)
+    # A core a rank: training keeps half of one busy (20 of its 40 ms), loading 60 ms of it.
+    full = GAINS["loader-workers"](evidence(0.04, 0.04, cores=2, loader=busy), cause())
+    assert full.saves.mean == pytest.approx(0.2 - HANDING, abs=0.01)
+    free = GAINS["loader-workers"](evidence(0.04, 0.04, cores=8, loader=busy), cause())
+    assert free.saves.mean == pytest.approx(0.6 - HANDING, abs=0.01)
+
+
+def test_more_workers_than_there_are_where_they_do_not_keep_up():
+    found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02, workers=2)), cause())
+    assert found.value == 10  # each of two takes 200 ms: over 10 that is half of 40
+    assert found.saves.mean == pytest.approx(0.6 - HANDING, abs=0.01)
+
+
+def test_of_k_exchanges_one_is_left():
+    g = Gradients(4, 4, 8, 1 << 20, 0, 0)
+    found = GAINS["accumulate-locally"](evidence(gradients=g), cause(share=0.4))
+    assert found.saves.mean == pytest.approx(0.3)
+    assert (found.saves.low, found.saves.high) == pytest.approx((0.285, 0.315))
+    once = dataclasses.replace(g, exchanging=1)
+    assert GAINS["accumulate-locally"](evidence(gradients=once), cause()) is None
+
+
+def test_what_the_ladder_has_tried_is_what_it_predicts():
+    found = GAINS["threads"](evidence(**{"one thread": climbs(0.07)}), cause())
+    assert found.value == 1
+    assert found.saves.mean == pytest.approx(0.3, abs=0.01)
+    assert GAINS["threads"](evidence(), cause()) is None
+
+
+def test_memory_that_is_kept_saves_touching_it_and_giving_it_back():
+    e = evidence(silent=climbs(0.08, system=0.5))
+    # 30 % of a step are first touches, and 40 % (half of 80 ms of 100) the kernel's in all.
+    found = GAINS["keep-memory"](e, cause(share=0.3))
+    assert (found.saves.mean, found.saves.low) == pytest.approx((0.35, 0.3), abs=0.001)
+    assert found.saves.high == pytest.approx(0.4, abs=0.001)
+
+
+def test_a_binding_is_lifted_only_where_the_script_made_it():
+    both = [{"mask": "1", "mask_at_start": "3"}] * 2
+    assert GAINS["own-binding-off"](evidence(facts=both), cause()).saves.mean == 0.4
+    launchers = [{"mask": "1", "mask_at_start": "1"}] * 2
+    assert GAINS["own-binding-off"](evidence(facts=launchers), cause()) is None
+
+
+def test_a_host_less_is_a_part_of_the_throughput_less():
+    e = evidence()
+    assert GAINS["leave-host-out"](e, cause()) is None
+    e.report.hosts = ["a", "b"]
+    # Half of the ranks at a step that is 60 % shorter: 1.25 times the throughput.
+    found = GAINS["leave-host-out"](e, cause(share=0.6))
+    assert gain_of(found.saves).mean == pytest.approx(0.25)
+
+
+def test_what_was_saved_before_is_not_saved_again():
+    half = gain_of(Interval(0.5, 0.45, 0.55))
+    assert (half.mean, half.low) == pytest.approx((1.0, 0.8182), abs=1e-3)
+    # A tenth of the step; when the step is half as long, a fifth of it.
+    tenth = gain_of(Interval(0.1, 0.1, 0.1))
+    assert after(tenth, 2.0).mean == pytest.approx(0.25)
+    assert after(tenth, 1.0).mean == pytest.approx(tenth.mean)
+
+
+SCRIPT = """import torch
+# loader = DataLoader(old)
+loader = DataLoader(data, 4)
+model = model.double()
+"""
+
+
+def test_remedies_come_with_their_line_and_the_settable_first():
+    e = evidence(0.04, 0.04, loader=loading(0.02))
+    lines = [{"line": 7, "code": "loss.item()"}]
+    causes = [
+        cause("precision", 0.5),
+        cause("input-waiting"),
+        cause("synchronisation", 0.1, lines=lines),
+    ]
+    found = remedies(e, causes, SCRIPT, {})
+    assert [one.knob for one in found] == ["loader-workers", "float32", "no-synchronisation"]
+    workers, float32, none = found
+    assert (workers.line, workers.code) == (3, "loader = DataLoader(data, 4)")
+    assert workers.edit == "DataLoader(num_workers=3, persistent_workers=True)"
+    assert (float32.line, float32.code) == (4, "model = model.double()")
+    assert (none.line, none.code) == (7, "loss.item()")
+    # What is set already is not proposed again.
+    assert remedies(e, causes, SCRIPT, {"loader-workers": 3})[0].knob == "float32"
+
+
+def test_what_was_predicted_and_measured_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert history.off() == {}
+    pairs = [
+        Pair("2026-11-22", "train.py", "threads", source, 0.2, 0.1, 0.3, measured)
+        for source, measured in (
+            ("the ladder", 0.21), ("the ladder", 0.25), ("the ladder", 0.17), ("a formula", 0.3),
+        )
+    ]  # fmt: skip
+    assert history.remember(pairs) == ""
+    with history.path().open("a") as file:
+        file.write('{"cut sho')
+    found = history.off()
+    assert found.keys() == {"the ladder"}
+    assert (found["the ladder"].points, found["the ladder"].count) == (pytest.approx(3.0), 3)
+    history.path().unlink()
+    history.path().mkdir()
+    assert "these predictions are not remembered" in history.remember(pairs)

@@ -1,0 +1,93 @@
+"""What a stretch of a process's life took, looked at from inside."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from paceline.record.observer import explained
+from paceline.record.usage import Others, between, fault_seconds, look
+
+
+def busy(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_computing_and_waiting_are_told_apart():
+    before = look()
+    busy(0.2)
+    time.sleep(0.2)
+    used = between(before, look())
+    assert used["seconds"] >= 0.4
+    assert used["thread"] == pytest.approx(0.2, abs=0.05)
+    assert 0.2 <= used["process"] < 0.3
+    assert 0 <= used["delayed"] <= used["seconds"] - 0.2
+    assert used["host"] >= 0.1
+
+
+def test_pages_that_are_touched_first_are_counted_and_cost_time():
+    before = look()
+    memory = np.ones(64 << 20, np.uint8)  # too large for memory that was used before
+    used = between(before, look())
+    least = len(memory) // (2 << 20)  # with the largest pages
+    assert least <= used["faults"] <= 1.2 * len(memory) / 4096 + 1000
+    assert 1e-8 < fault_seconds() < 1e-3
+
+
+def test_another_thread_that_computes_is_found_with_its_line():
+    end = threading.Event()
+
+    def hold():
+        while not end.is_set():
+            pass
+
+    others = Others()
+    thread = threading.Thread(target=hold, name="monitor")
+    thread.start()
+    time.sleep(0.3)
+    found = others.busiest()
+    end.set()
+    thread.join()
+    assert (found["name"], os.path.basename(found["file"])) == ("monitor", "test_usage.py")
+    assert found["seconds"] > 0.1
+    assert found["line"] > hold.__code__.co_firstlineno
+
+
+def test_files_that_forked_workers_open_are_counted(tmp_path):
+    script = tmp_path / "opens.py"
+    (tmp_path / "data").write_text("x")
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, sys
+            from paceline.record.usage import Opens
+            opens = Opens()
+            for _ in range(3):
+                open(sys.argv[1]).close()
+            open("/proc/self/stat").close()
+            if os.fork() == 0:
+                for _ in range(4):
+                    open(sys.argv[1]).close()
+                os._exit(0)
+            os.wait()
+            print(int(opens))
+            """
+        )
+    )
+    words = [sys.executable, str(script), str(tmp_path / "data")]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "7\n"
+
+
+def test_steps_that_go_with_the_elements_of_their_batches():
+    found = explained([(float(n), 0.01 + 0.001 * n) for n in (10, 20, 30, 40)])
+    assert found["mean"] == 25
+    assert found["slope"] == pytest.approx(0.001)
+    assert found["correlation"] == pytest.approx(1)
+    assert explained([(10.0, t) for t in (0.1, 0.2, 0.3)])["correlation"] == 0

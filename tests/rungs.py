@@ -1,0 +1,25 @@
+"""Rungs of a ladder, made by hand."""
+
+from paceline.analyze.ladder import Climb
+
+STEP = 0.1  # s, with everything
+USED = {"seconds": 1.0, "thread": 0.97, "delayed": 0.0, "process": 1.0, "system": 0.02}
+USED |= {"children": 0.0, "faults": 100.0, "host": 1.0, "squeezed": 0.0}
+
+
+def climbs(step=STEP, ranks=2, slow=1.0, **used):
+    """Three rounds of a rung. slow: by how much rank 1 takes longer than rank 0."""
+    return [
+        Climb(
+            together=ranks * 10 / step,
+            step_s=step * turn,
+            training_s=[step * turn / slow, step * turn][:ranks],
+            validation_s=[0.0] * ranks,
+            checkpoint_s=[0.0] * ranks,
+            ranks=ranks,
+            cached=10,
+            silent=1,
+            used=[USED | used] * ranks,
+        )
+        for turn in (0.999, 1.0, 1.001)
+    ]
