@@ -58,7 +58,7 @@ TRAIN = """
 def asked(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
-    monkeypatch.setattr(trial, "ROUNDS", (2, 2))
+    monkeypatch.setattr(trial, "ROUNDS", (3, 3))
     monkeypatch.setattr(trial, "GLIMPSE", 1)
     monkeypatch.chdir(tmp_path)
     script = ranks.write(tmp_path, TRAIN)
