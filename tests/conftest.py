@@ -1,3 +1,4 @@
+import ctypes.util
 import os
 import shutil
 import sys
@@ -30,6 +31,12 @@ def browser():
         opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def jemalloc():
+    """A library that can be preloaded."""
+    _need([] if ctypes.util.find_library("jemalloc") else ["libjemalloc2"], "make test-packages")
 
 
 @pytest.fixture(scope="session")

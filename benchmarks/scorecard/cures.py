@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from beside import here
-from faults import FAULTS, Fault
+from faults import FAULTS, STRENGTHS, Fault
 from rich.console import Console
 from rich.table import Table
 from scorecard import HERE, PACELINE, PLANTED, SCRIPTS, base_step, write
@@ -85,7 +85,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", help="only these, with commas")
-    parser.add_argument("--strength", type=float, default=1.2, help="in base steps")
+    parser.add_argument("--strength", type=float, default=STRENGTHS[1], help="in base steps")
     parser.add_argument("--step", type=float, default=0.1, help="s of a step without any fault")
     parser.add_argument("--minutes", type=float, default=0.8, help="of each diagnosis")
     parser.add_argument("--json", type=Path, default=HERE.parent / "out" / "cures.json")

@@ -1,10 +1,10 @@
 #!/bin/bash
 # What tests need from Debian or Ubuntu: real ssh, Slurm and MPI, Chromium, which opens pages,
-# and squashfs. Nothing is started.
+# squashfs and jemalloc. Nothing is started.
 set -eu
 PACKAGES="iproute2 openssh-client openssh-server munge slurmctld slurmd slurm-client
   slurm-wlm-torque openmpi-bin mpich procps chromium
-  squashfs-tools squashfuse"
+  squashfs-tools squashfuse libjemalloc2"
 
 command -v apt-get >/dev/null || {
   echo "No apt-get here. HINT: install the like of: $(echo $PACKAGES)" >&2; exit 1; }

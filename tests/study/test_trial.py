@@ -77,7 +77,9 @@ def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
     each = {one.remedy.knob: one for one in found.trials}
     assert each["loader-workers"].kept
     assert each["loader-workers"].gain.low > 0.5
-    assert each["loader-workers"].predicted == foreseen
+    # The formula's interval was wide: a few steps were asked as well, before it was tried.
+    assert each["loader-workers"].first == foreseen
+    assert each["loader-workers"].source == "a few steps"
     assert found.kept == {"loader-workers": 3}
     assert found.faster == 1 + each["loader-workers"].gain.mean
     broken = each["unused-search-off"]
@@ -96,7 +98,7 @@ def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
     assert first.gain.mean > 0.5
     result = proven(asked, found, ["loader-workers", "compress-fp16"], lambda _: None)
     each = {one.remedy.knob: one for one in result.tried.trials}
-    assert each["loader-workers"].predicted == first.gain
+    assert first.gain in (each["loader-workers"].first, each["loader-workers"].predicted)
     assert result.tried.kept["loader-workers"] == first.value
     # The loss was looked at, as that one changes the numbers.
     rounded = each["compress-fp16"].loss
@@ -106,8 +108,11 @@ def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
     assert rates[1] > 1.5 * rates[0]
     # What was predicted and measured is remembered, and what helped can be set.
     lines = history.path().read_text().splitlines()
-    assert [json.loads(line)["knob"] for line in lines] == [
-        one.remedy.knob for one in result.tried.trials if one.off
+    assert [(told["knob"], told["source"]) for told in map(json.loads, lines)] == [
+        (one.remedy.knob, source)
+        for one in result.tried.trials
+        for source, said in ((one.remedy.source, one.first), (one.source, one.predicted))
+        if one.gain is not None and said is not None
     ]
     assert "fast.toml is written: paceline run --settings" in saved(result, tmp_path / "fast.toml")
     knobs, notes = taken(tmp_path / "fast.toml", "script.py")

@@ -73,6 +73,12 @@ def before_forward(look: Callable[[Any], None], once: bool = False) -> None:
 
 
 def _constructed(turned: Turned, **options: Any) -> None:
+    made(lambda _: turned.done(), **options)
+
+
+def made(look: Callable[[Any], None], **options: Any) -> None:
+    """Every replica is made with these options, and looked at right after."""
+
     def install(module: Any) -> None:
         kind = module.DistributedDataParallel
         make = kind.__init__
@@ -80,7 +86,7 @@ def _constructed(turned: Turned, **options: Any) -> None:
         @functools.wraps(make)
         def init(replica: Any, *args: Any, **given: Any) -> None:
             make(replica, *args, **given | options)
-            turned.done()
+            look(replica)
 
         kind.__init__ = init
 

@@ -16,15 +16,27 @@ def workers(count: int, turned: Turned) -> None:
         _set(loader, "persistent_workers", True)
         loader.prefetch_factor = loader.prefetch_factor or 2
 
-    _each(change, turned, needs_workers=False)
+    _each(change, turned, _streams)
 
 
 def persistent(_: bool, turned: Turned) -> None:
-    _each(lambda loader: _set(loader, "persistent_workers", True), turned)
+    _each(lambda loader: _set(loader, "persistent_workers", True), turned, _has_none)
 
 
 def prefetch(count: int, turned: Turned) -> None:
-    _each(lambda loader: setattr(loader, "prefetch_factor", count), turned)
+    _each(lambda loader: setattr(loader, "prefetch_factor", count), turned, _has_none)
+
+
+def pinned(_: bool, turned: Turned) -> None:
+    def change(loader: Any) -> None:
+        loader.pin_memory = True
+
+    def unfit(loader: Any) -> str:
+        import torch
+
+        return "" if torch.cuda.is_available() else "there is no GPU to copy batches to"
+
+    _each(change, turned, unfit)
 
 
 def _set(loader: Any, name: str, value: Any) -> None:
@@ -32,14 +44,25 @@ def _set(loader: Any, name: str, value: Any) -> None:
     loader.__dict__[name] = value
 
 
-def _each(change: Callable[[Any], None], turned: Turned, needs_workers: bool = True) -> None:
-    """Changes are made in the order in which they are asked for."""
-    _changes.append((change, turned, needs_workers))
+def _streams(loader: Any) -> str:
+    from torch.utils.data import IterableDataset
+
+    stream = isinstance(loader.dataset, IterableDataset)
+    return "its dataset is a stream, which workers would read whole each" if stream else ""
+
+
+def _has_none(loader: Any) -> str:
+    return _streams(loader) or ("" if loader.num_workers else "the loader has no workers")
+
+
+def _each(change: Callable[[Any], None], turned: Turned, unfit: Callable[[Any], str]) -> None:
+    """Changes are made in the order in which they are asked for; unfit: why one can't be, or ""."""
+    _changes.append((change, turned, unfit))
     if len(_changes) == 1:
         after_import({"torch.utils.data.dataloader": _install})
 
 
-_changes: list[tuple[Callable[[Any], None], Turned, bool]] = []
+_changes: list[tuple[Callable[[Any], None], Turned, Callable[[Any], str]]] = []
 
 
 def _install(module: Any) -> None:
@@ -51,12 +74,9 @@ def _install(module: Any) -> None:
     def changed(loader: Any) -> Any:
         if torch.is_grad_enabled() and "_paceline_knobs" not in loader.__dict__:
             loader.__dict__["_paceline_knobs"] = True
-            stream = isinstance(loader.dataset, module.IterableDataset)
-            for change, turned, needs_workers in _changes:
-                if stream:
-                    turned.not_done("its dataset is a stream, which workers would read whole each")
-                elif needs_workers and not loader.num_workers:
-                    turned.not_done("the loader has no workers")
+            for change, turned, unfit in _changes:
+                if why := unfit(loader):
+                    turned.not_done(why)
                 else:
                     change(loader)
                     turned.done()

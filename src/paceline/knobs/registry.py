@@ -9,18 +9,18 @@ VARIABLE = "PACELINE_SETTINGS"  # knobs and their values, as JSON: how a rank he
 
 @dataclass(frozen=True)
 class Knob:
-    """does: what it changes. answers: the causes (ids of diagnose) that it may cure. hook: what
-    sets it in a rank, as module:function under paceline; none: the script has to be edited. edit:
-    how that is done by hand. value: what the setting is, a range of whole numbers or a switch.
-    looks_for: in which line of the script the edit belongs, a regular expression. costs: what it
-    may cost. numbers: whether results change by more than the order of sums. excludes: knobs that
-    can't be set together with it."""
+    """does: what it changes. answers: the causes (ids of diagnose) that it may cure, or COMPUTING.
+    hook: what sets it in a rank, as module:function under paceline; none: the script has to be
+    edited. edit: how that is done by hand. value: what the setting is. looks_for: in which line of
+    the script the edit belongs, a regular expression. costs: what it may cost. numbers: whether
+    results change by more than the order of sums. excludes: knobs that can't be set together with
+    it."""
 
     does: str
     answers: tuple[str, ...]
     edit: str
     hook: str = ""
-    value: "Range | Switch | None" = None
+    value: "Range | Switch | Choice | None" = None
     looks_for: str = ""
     costs: str = ""
     numbers: bool = False
@@ -55,7 +55,21 @@ class Switch:
         return "true"
 
 
+@dataclass(frozen=True)
+class Choice:
+    """One of these words."""
+
+    words: tuple[str, ...]
+
+    def fits(self, value: object) -> bool:
+        return value in self.words
+
+    def __str__(self) -> str:
+        return " or ".join(repr(word) for word in self.words)
+
+
 ON = Switch()
+COMPUTING = "computing"  # no cause: what is left where nothing holds the training back
 _LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
 
 KNOBS: dict[str, Knob] = {
@@ -86,6 +100,15 @@ KNOBS: dict[str, Knob] = {
         Range(1, 64),
         r"\bDataLoader\(",
         "memory for these batches",
+    ),
+    "pin-memory": Knob(
+        "the loader's batches lie in memory that a GPU copies from by itself",
+        _LOADING,
+        "DataLoader(pin_memory=True), and .to(device, non_blocking=True)",
+        "knobs.loader:pinned",
+        ON,
+        r"\bDataLoader\(",
+        "memory of the host that can't be swapped",
     ),
     "bucket-mb": Knob(
         "DDP exchanges gradients in buckets of so many MiB",
@@ -166,12 +189,58 @@ KNOBS: dict[str, Knob] = {
         ON,
         costs="a rank's memory stays at its peak",
     ),
+    "jemalloc": Knob(
+        "memory is handed out by jemalloc, which keeps what is freed",
+        ("allocator",),
+        "LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1",
+        "knobs.process:jemalloc",
+        ON,
+        costs="a rank's memory stays at its peak, and an interpreter of its own at its start",
+        excludes=("keep-memory",),
+    ),
+    "huge-pages": Knob(
+        "large tensors lie in huge pages: 512 times fewer first touches",
+        ("allocator",),
+        "THP_MEM_ALLOC_ENABLE=1 in the environment",
+        "knobs.process:huge_pages",
+        ON,
+        costs="memory, where tensors fill their last pages badly",
+    ),
     "channels-last": Knob(
         "convolutions have their weights and images as channels-last",
         ("layout",),
         "model.to(memory_format=torch.channels_last), and the images too",
         "knobs.layout:channels_last",
         ON,
+    ),
+    "autocast-bf16": Knob(
+        "the forward computes in bfloat16 where that is safe, and so does its backward",
+        (COMPUTING,),
+        "with torch.autocast(device, torch.bfloat16): around the forward",
+        "knobs.compute:autocast",
+        ON,
+        r"\bmodel\(",
+        "bits: what matrices hold is rounded to 8",
+        numbers=True,
+    ),
+    "matmul-precision": Knob(
+        "products of float32 matrices are made with fewer bits (TF32 on GPUs)",
+        (COMPUTING,),
+        'torch.set_float32_matmul_precision("{value}")',
+        "knobs.compute:products",
+        Choice(("high", "medium")),
+        r"set_float32_matmul_precision",
+        'bits: the factors are rounded to 11 ("high") or 8 ("medium")',
+        numbers=True,
+        excludes=("autocast-bf16",),
+    ),
+    "compile": Knob(
+        "the model is compiled: operations that lie beside each other become one",
+        (COMPUTING,),
+        "model.compile()",
+        "knobs.compute:compiled",
+        ON,
+        costs="up to minutes in the first step, and again for inputs of other shapes",
     ),
     "float32": Knob(
         "float32 in place of float64",
@@ -221,6 +290,29 @@ KNOBS: dict[str, Knob] = {
         "torch.distributed.checkpoint.async_save, or world.epochs(checkpoint=...)",
         looks_for=r"\bsave\w*\(",
         costs="memory for a copy of the state",
+    ),
+    "rarer-checkpoint": Knob(
+        "checkpoints are written half as often",
+        ("checkpoint", "checkpoint-on-one-rank"),
+        "half as often: what a failure costs is at most twice as much (paceline run tells when "
+        "the allocation ends)",
+        looks_for=r"\bsave\w*\(",
+        costs="more steps to do again after a failure",
+    ),
+    "larger-batch": Knob(
+        "batches of twice the size: half as many exchanges a sample",
+        ("exchange-bandwidth", "exchange-latency", "no-overlap"),
+        "twice batch_size, and the learning rate times 2 (SGD) or 1.4 (Adam), after a warm-up",
+        looks_for=r"\bDataLoader\(|batch_size",
+        costs="more samples until the same loss, once batches are larger than the gradient's noise "
+        "asks for; memory for activations",
+        numbers=True,
+    ),
+    "leave-rank-out": Knob(
+        "the slow rank's device takes no part",
+        ("slow-rank",),
+        "paceline run with a rank less; the global batch is smaller then",
+        numbers=True,
     ),
     "equal-batches": Knob(
         "batches of the ranks have the same number of elements",

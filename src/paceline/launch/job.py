@@ -11,6 +11,7 @@ from typing import Any
 
 from ..cluster import limit
 from ..cluster.host import free_memory
+from ..knobs.process import environment
 from ..knobs.registry import VARIABLE
 from . import keep, later
 
@@ -51,7 +52,11 @@ class Job:
     @property
     def own_interpreters(self) -> bool:
         """Whether each rank gets an interpreter of its own."""
-        return self.fresh or any(name in os.environ for name in OWN_INTERPRETER)
+        return (
+            self.fresh
+            or any(name in os.environ for name in OWN_INTERPRETER)
+            or bool(environment(self.settings))
+        )
 
 
 def variables(job: Job, run: str) -> dict[str, str]:
@@ -65,6 +70,7 @@ def variables(job: Job, run: str) -> dict[str, str]:
             found["PACELINE_COUNT_FLOPS"] = "1"
     if job.settings:
         found[VARIABLE] = json.dumps(job.settings)
+        found |= environment(job.settings)
     if sys.stderr.isatty():
         found["PACELINE_TTY"] = "1"
         found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)

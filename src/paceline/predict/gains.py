@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analyze.causes import Cause
-from ..analyze.evidence import Evidence
+from ..analyze.evidence import WORTH, Evidence
 from ..analyze.ladder import Interval
 
 LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
@@ -68,6 +68,16 @@ def prefetch(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(AHEAD, None, TRIED)
 
 
+def pinned(e: Evidence, cause: Cause) -> Saving | None:
+    """Where there are GPUs to copy batches to."""
+    return Saving(True, None, TRIED) if e.said.get("gpu") else None
+
+
+def by_name(e: Evidence, cause: Cause) -> Saving | None:
+    """On GPUs; elsewhere only where it is asked for by its name."""
+    return Saving("high", None, TRIED) if e.said.get("gpu") else None
+
+
 def bucket(e: Evidence, cause: Cause) -> Saving | None:
     """DDP's own size: what it saves hangs on what overlaps, which a few steps tell."""
     return Saving(25.0, None, TRIED)
@@ -118,6 +128,39 @@ def kept(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, Interval((cause.share + most) / 2, cause.share, most), RECORD)
 
 
+def narrow(e: Evidence, cause: Cause) -> Saving | None:
+    """At most what a product of matrices is faster in bfloat16, where ranks have measured it."""
+    told = e.said.get("product_s", {})
+    if "bfloat16" not in told or "float32" not in e.said.get("parameters", {}):
+        return None
+    most = cause.share * (1 - told["bfloat16"] / told["float32"])
+    return Saving(True, None, TRIED) if most >= WORTH else None
+
+
+def compiling(e: Evidence, cause: Cause) -> Saving | None:
+    """Where DDP takes the model: the one that is compiled."""
+    return Saving(True, None, TRIED) if "ddp" in e.said else None
+
+
+def half(source: str) -> Gain:
+    """Half of what the cause takes."""
+    return lambda e, cause: scaled(e, cause, 0.5, source)
+
+
+def without_rank(e: Evidence, cause: Cause) -> Saving | None:
+    return fewer(e.report.size, cause)
+
+
+def fewer(count: int, cause: Cause) -> Saving | None:
+    """One of so many takes no part: the others are not held back, and samples/s count."""
+    if count < 2:
+        return None
+    left = (count - 1) / count
+    low, high = cause.interval
+    mean, least, most = (1 - (1 - share) / left for share in (cause.share, low, high))
+    return Saving(True, Interval(mean, least, most), RECORD)
+
+
 def one_exchange(e: Evidence, cause: Cause) -> Saving | None:
     """n collectives become one."""
     n = cause.evidence.get("calls_a_step", 1.0)
@@ -138,14 +181,7 @@ def on_all(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def without_host(e: Evidence, cause: Cause) -> Saving | None:
-    """The others are not held back, and their number is smaller: samples/s count."""
-    hosts = len(set(e.report.hosts))
-    if hosts < 2:
-        return None
-    left = (hosts - 1) / hosts
-    low, high = cause.interval
-    mean, least, most = (1 - (1 - share) / left for share in (cause.share, low, high))
-    return Saving(True, Interval(mean, least, most), RECORD)
+    return fewer(len(set(e.report.hosts)), cause)
 
 
 # By knob (knobs/registry.py).
@@ -153,6 +189,7 @@ GAINS: dict[str, Gain] = {
     "loader-workers": workers,
     "persistent-workers": persistent,
     "prefetch": prefetch,
+    "pin-memory": pinned,
     "bucket-mb": bucket,
     "gradient-views": tried,
     "unused-search-off": whole(RECORD),
@@ -162,7 +199,12 @@ GAINS: dict[str, Gain] = {
     "threads": threads,
     "own-binding-off": unbound,
     "keep-memory": kept,
+    "jemalloc": kept,
+    "huge-pages": tried,
     "channels-last": whole(LADDER),
+    "autocast-bf16": narrow,
+    "matmul-precision": by_name,
+    "compile": compiling,
     "float32": whole(FORMULA),
     "one-exchange": one_exchange,
     "ddp": overlapped,
@@ -171,6 +213,9 @@ GAINS: dict[str, Gain] = {
     "threads-beside": whole(RECORD),
     "validate-on-all": on_all,
     "async-checkpoint": whole(LADDER),
+    "rarer-checkpoint": half(LADDER),
+    "larger-batch": half(FORMULA),
+    "leave-rank-out": without_rank,
     "equal-batches": whole(LADDER),
     "leave-host-out": without_host,
 }

@@ -8,11 +8,12 @@ from typing import Any
 from ..analyze.causes import Cause
 from ..analyze.evidence import Evidence
 from ..analyze.ladder import Interval
-from ..knobs.registry import KNOBS, Knob
+from ..knobs.registry import COMPUTING, KNOBS, Knob
 from .gains import GAINS
 
 LEAST = 0.01  # of a step: what saves less is not proposed
 MOST = 0.95  # of a step: more than that is not believed
+HALF = 0.5  # of a step that ranks compute: then computing itself is worth to be made faster
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def remedies(
     """What can be set first, the largest gain first. script: its source. known: what is set."""
     found = [
         remedy
-        for cause in causes
+        for cause in (*causes, *_computing(e))
         for name, knob in KNOBS.items()
         if cause.id in knob.answers and (remedy := _remedy(name, knob, e, cause, script))
         if known.get(name) != remedy.value
@@ -52,6 +53,13 @@ def remedies(
         if other is None or _most(remedy) > _most(other):
             best[remedy.knob] = remedy
     return sorted(best.values(), key=lambda one: (not one.settable, -_most(one)))
+
+
+def _computing(e: Evidence) -> list[Cause]:
+    """What ranks compute, where that is most of a step; no cause, and last in line."""
+    own = [rank["useful"] for rank in e.report.states]
+    share = sum(own) / len(own) if own else 0.0
+    return [Cause(COMPUTING, share, (share, share), "", {})] if share >= HALF else []
 
 
 def _most(remedy: Remedy) -> float:

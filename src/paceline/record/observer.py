@@ -153,6 +153,7 @@ class Observer:
         import torch
 
         self.told |= {"threads": torch.get_num_threads(), "mask": _mask()}
+        self.told |= {"gpu": torch.cuda.is_available()}
         self.told |= {"host_cores": os.cpu_count(), "kernel": clock().partition("/")[0]}
         for name in ("_looking", "_stepping"):
             handle = self.__dict__.pop(name, None)
@@ -172,7 +173,8 @@ class Observer:
         import torch
 
         found = {}
-        for name in {"float32", *(self.told.get("parameters", {}))} & {"float32", "float64"}:
+        wanted = {"float32", "bfloat16", *self.told.get("parameters", {})}
+        for name in wanted & {"float32", "float64", "bfloat16"}:
             matrix = torch.randn(SIDE, SIDE, dtype=getattr(torch, name))
             torch.mm(matrix, matrix)
             start, count = time.perf_counter(), 0

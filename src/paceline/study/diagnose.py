@@ -96,7 +96,7 @@ def proven(
         notes.append("interrupted: not all was tried")
     except ValueError as mistake:
         notes.append(f"with what was kept it could not be diagnosed again: {mistake}")
-    wrong = history.remember(_pair(asked.script, one) for one in result.trials if one.off)
+    wrong = history.remember(pair for one in result.trials for pair in _pairs(asked.script, one))
     notes += [wrong] if wrong else []
     measured = {one.remedy.knob for one in result.trials if one.gain is not None}
     last = None
@@ -125,20 +125,17 @@ def _passes(
             return
 
 
-def _pair(script: str, trial: Trial) -> history.Pair:
-    assert trial.predicted is not None
-    assert trial.gain is not None
-    foreseen = trial.predicted
-    return history.Pair(
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        Path(script).name,
-        trial.remedy.knob,
-        trial.remedy.source,
-        foreseen.mean,
-        foreseen.low,
-        foreseen.high,
-        trial.gain.mean,
-    )
+def _pairs(script: str, trial: Trial) -> Iterator[history.Pair]:
+    """What was measured of a trial beside each of its predictions."""
+    if trial.gain is None:
+        return
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    name, knob = Path(script).name, trial.remedy.knob
+    for source, said in ((trial.remedy.source, trial.first), (trial.source, trial.predicted)):
+        if said is not None:
+            yield history.Pair(
+                date, name, knob, source, said.mean, said.low, said.high, trial.gain.mean
+            )
 
 
 def _source(script: str) -> str:

@@ -46,6 +46,6 @@ def _why(found: Diagnosis, tried: Tried, name: str) -> tuple[str, ...]:
         why = [f"{cause.id}: {percent(cause.share)} of a step's time"]
     else:  # of a later pass, or none that asked for it
         why = [f"{trial.remedy.cause}, named with what was kept before"] * bool(trial.remedy.cause)
-    foreseen = f"predicted {gained(trial.predicted)} from {trial.remedy.source}, "
+    foreseen = f"predicted {gained(trial.predicted)} from {trial.source}, "
     measured = f"measured {gained(trial.gain)} of the throughput"
     return (*why, (foreseen if trial.predicted is not None else "") + measured)

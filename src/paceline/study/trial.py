@@ -9,6 +9,7 @@ from typing import Any
 from ..analyze.ladder import Interval, climb
 from ..knobs.registry import KNOBS, Switch
 from ..knobs.settings import exclude, settable
+from ..predict.gains import TRIED
 from ..predict.remedies import Remedy, after
 from ..record.rung import EVERYTHING, Rung
 from .runner import MINUTE, Asked, FailedError, Runner
@@ -17,6 +18,7 @@ ROUNDS = (3, 6)  # at least, at most
 SHARE = 1.5  # of the minutes that were asked for, for each pass of trials
 TIGHT, TIGHT_OF_GAIN = 0.02, 0.1  # half of the interval of a gain that is known well enough
 WORSE = 0.01  # of the loss: what it may be higher for a knob that changes numbers
+ROUGH = 0.1  # either way, of the throughput: a prediction that some steps make better
 GLIMPSE = 2  # rounds of a micro-measurement
 GLIMPSE_STEPS = 10  # at most, in each
 ALL = "all"
@@ -24,9 +26,10 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Trial:
-    """predicted: the gain, from before it was tried, with what was kept by then. gain: as
-    measured; None where it could not be. kept: it helped. why: what else is to be said. loss: of
-    a knob that changes numbers."""
+    """predicted: the gain, from before it was tried, with what was kept by then; source: where
+    that is from; first: what the remedy was proposed with, where a few steps said it better.
+    gain: as measured; None where it could not be. kept: it helped. why: what else is to be said.
+    loss: of a knob that changes numbers."""
 
     remedy: Remedy
     predicted: Interval | None
@@ -35,6 +38,8 @@ class Trial:
     why: str = ""
     rounds: int = 0
     loss: "Losses | None" = None
+    source: str = ""
+    first: Interval | None = None
 
     @property
     def off(self) -> float | None:
@@ -120,15 +125,12 @@ def _value(name: str, text: str) -> Any:
 def tried(
     asked: Asked, steps: int, remedies: list[Remedy], found: Tried, say: Callable[[str], None]
 ) -> None:
-    """Try each, the best predicted first, beside those that were kept before. Those that only a
-    few steps can tell of come last, and are predicted from these. Takes SHARE of the minutes that
-    were asked for, or what one more trial takes."""
+    """Try each, the best predicted first, beside those that were kept before. What only a few
+    steps can tell comes last. Takes SHARE of the minutes that were asked for, or what one more
+    trial takes."""
     until = time.monotonic() + SHARE * MINUTE * asked.minutes
     with Runner(asked, say) as runner:
-        trying = _Trying(runner, asked.warm, steps, until)
-        trying.all([one for one in remedies if one.gain is not None], found)
-        unknown = [one for one in remedies if one.gain is None]
-        trying.all([trying.foreseen(one, found.kept) for one in unknown], found)
+        _Trying(runner, asked.warm, steps, until).all(remedies, found)
 
 
 class _Trying:
@@ -137,29 +139,44 @@ class _Trying:
 
     def all(self, remedies: list[Remedy], found: Tried) -> None:
         before = found.faster  # what their predictions are of
-        for remedy in sorted(remedies, key=lambda one: -one.gain.mean if one.gain else 0.0):
-            gain = remedy.gain
-            predicted = after(gain, found.faster / before) if gain is not None else None
-            trial = self.one(remedy, predicted, found.kept)
-            found.trials.append(trial)
-            if trial.kept and trial.gain is not None:
-                found.kept[remedy.knob] = remedy.value
-                found.faster *= 1 + trial.gain.mean
+        unknown = [one for one in remedies if one.gain is None]
+        known = [one for one in remedies if one not in unknown]
+        for remedy in sorted(known, key=_promise, reverse=True):
+            assert remedy.gain is not None
+            self._try(remedy, after(remedy.gain, found.faster / before), found)
+        seen = [(remedy, self._glimpse(remedy, found.kept)) for remedy in unknown]
+        for remedy, gain in sorted(
+            seen, key=lambda one: one[1].mean if one[1] else 0, reverse=True
+        ):
+            self._try(remedy, gain, found)
 
-    def foreseen(self, remedy: Remedy, kept: dict[str, Any]) -> Remedy:
-        """With a prediction from a few steps."""
+    def _try(self, remedy: Remedy, foreseen: Interval | None, found: Tried) -> None:
+        """One trial, into ``found``. A prediction that is rough is made better before."""
+        source, first = remedy.source, None
+        if foreseen is not None and source != TRIED and _rough(foreseen):
+            better = self._glimpse(remedy, found.kept)
+            if better is not None:
+                first, foreseen, source = foreseen, better, TRIED
+        trial = self._measured(remedy, foreseen, found.kept)
+        found.trials.append(replace(trial, source=source, first=first))
+        if trial.kept and trial.gain is not None:
+            found.kept[remedy.knob] = remedy.value
+            found.faster *= 1 + trial.gain.mean
+
+    def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
+        """The gain over a few steps; None where that can't be: told when it is tried."""
         if remedy.value is None or time.monotonic() > self.until:
-            return remedy
+            return None
         steps = min(self.steps, GLIMPSE_STEPS)
         try:
             pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
         except (ValueError, _NoEffectError):
-            return remedy  # told when it is tried
+            return None
         gains = [gain for gain, _ in pairs]
         low, high = min(gains), max(gains)
-        return replace(remedy, gain=Interval((low + high) / 2, low, high))
+        return Interval((low + high) / 2, low, high)
 
-    def one(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
+    def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
         """Measured in turns, until it is known well enough."""
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
@@ -221,6 +238,14 @@ class _Trying:
         if not any(one.get("set") for one in each):
             why = next((one["why_not"] for one in each if one.get("why_not")), "")
             raise _NoEffectError(why or "the script never comes to what it changes")
+
+
+def _promise(remedy: Remedy) -> float:
+    return remedy.gain.mean if remedy.gain is not None else 0.0
+
+
+def _rough(gain: Interval) -> bool:
+    return gain.high - gain.low > 2 * ROUGH
 
 
 def _losses(pairs: list[tuple[float, float]]) -> Losses | None:

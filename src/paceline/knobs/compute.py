@@ -1,0 +1,108 @@
+"""Knobs of how a model computes: in bfloat16, in products of fewer bits, or compiled."""
+
+import functools
+import os
+import shutil
+from importlib.util import find_spec
+from typing import Any
+
+from ..record.imports import after_import
+from .ddp import MODULE, made
+from .turned import Turned
+
+
+def autocast(_: bool, turned: Turned) -> None:
+    """Forwards of DDP's replicas in bfloat16, where torch.autocast says that this is safe; what
+    they give back is float32 again."""
+
+    def install(module: Any) -> None:
+        import torch
+        from torch.utils._pytree import tree_map
+
+        kind = module.DistributedDataParallel
+        forward = kind.forward
+
+        def wide(leaf: Any) -> Any:
+            narrow = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bfloat16
+            return leaf.float() if narrow else leaf
+
+        @functools.wraps(forward)
+        def cast(replica: Any, *args: Any, **kwargs: Any) -> Any:
+            device = replica.device_type
+            if why := _not_cast(replica, device):
+                turned.not_done(why)
+                return forward(replica, *args, **kwargs)
+            with torch.autocast(device, torch.bfloat16):
+                found = forward(replica, *args, **kwargs)
+            turned.done()
+            return tree_map(wide, found)
+
+        kind.forward = cast
+
+    after_import({MODULE: install})
+
+
+def _not_cast(replica: Any, device: str) -> str:
+    import torch
+
+    if torch.is_autocast_enabled(device):
+        return "the script has an autocast of its own"
+    kinds = {str(one.dtype).removeprefix("torch.") for one in replica.parameters()}
+    return "" if "float32" in kinds else f"its parameters are {', '.join(sorted(kinds))}"
+
+
+def products(precision: str, turned: Turned) -> None:
+    """Of float32 matrices, inside; the script's own word is passed over."""
+
+    def install(torch: Any) -> None:
+        if not torch.cuda.is_available() and not _short_products(precision):
+            turned.not_done(f"processors here have no products of {precision!r} precision")
+            return
+        torch.set_float32_matmul_precision(precision)
+        turned.done()
+
+        @functools.wraps(torch.set_float32_matmul_precision)
+        def passed_over(_: str) -> None:
+            turned.overrides("torch.set_float32_matmul_precision")
+
+        torch.set_float32_matmul_precision = passed_over
+
+    after_import({"torch": install})
+
+
+def _short_products(precision: str) -> bool:
+    """Whether this host's processors have them: "medium" is bfloat16, and oneDNN's "high" TF32."""
+    needs = {"medium": ("avx512_bf16", "amx_bf16"), "high": ("amx_fp16",)}[precision]
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line for line in file if line.startswith("flags")), "").split()
+    except OSError:
+        return False
+    return any(one in flags for one in needs)
+
+
+def compiled(_: bool, turned: Turned) -> None:
+    """The model that DDP takes, in place: its backward stays cut where DDP's buckets end."""
+
+    def compile_inside(replica: Any) -> None:
+        if replica.module._compiled_call_impl is not None or _is_compiled(replica.module):
+            turned.not_done("the script compiles its model by itself")
+        elif why := _no_compiler(replica.device_type):
+            turned.not_done(why)
+        else:
+            replica.module.compile()
+            turned.done()
+
+    made(compile_inside)
+
+
+def _is_compiled(module: Any) -> bool:
+    return hasattr(module, "_orig_mod")
+
+
+def _no_compiler(device: str) -> str:
+    if device != "cpu":
+        return "" if find_spec("triton") else "torch.compile needs triton here. HINT: pip install"
+    if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        return ""
+    return "torch.compile needs a C++ compiler here. HINT: a module, or apt install g++"

@@ -1,0 +1,118 @@
+"""How a model computes and where its memory is, set from outside."""
+
+import pytest
+import torch
+
+import ranks
+from paceline.knobs.settings import Setting, write
+
+MODEL = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    kinds = set()
+    net[0].register_forward_hook(lambda layer, x, y: kinds.add(str(y.dtype)))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(16, 8))
+    for x, in DataLoader(data, 4):
+        optimizer.zero_grad()
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+    told = [sorted(kinds), str(y.dtype), net._compiled_call_impl is not None, net.state_dict()]
+    if dist.get_rank() == 0:
+        torch.save(told, sys.argv[1])
+    dist.destroy_process_group()
+    """
+
+
+def run(folder, script, name, knobs, count=2):
+    settings = folder / f"{name}.toml"
+    write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
+    path = ranks.write(folder, script)
+    done = ranks.run(path, folder / name, launcher=f"paceline --settings {settings}", ranks=count)
+    return done, torch.load(folder / name, weights_only=False)
+
+
+def test_a_forward_in_bfloat16_gives_float32_back_and_trains_alike(tmp_path):
+    _, (kinds, given, _, expected) = run(tmp_path, MODEL, "plain", {})
+    assert (kinds, given) == (["torch.float32"], "torch.float32")
+    _, (kinds, given, _, found) = run(tmp_path, MODEL, "short", {"autocast-bf16": True})
+    assert (kinds, given) == (["torch.bfloat16"], "torch.float32")
+    assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.02, atol=0.02)
+
+
+def test_a_compiled_model_trains_as_before(tmp_path):
+    _, (*_, expected) = run(tmp_path, MODEL, "plain", {}, count=1)
+    _, (_, _, compiled, found) = run(tmp_path, MODEL, "compiled", {"compile": True}, count=1)
+    assert compiled
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "knob", "why"),
+    [
+        ("double", "autocast-bf16", "its parameters are float64"),
+        ("autocast", "autocast-bf16", "the script has an autocast of its own"),
+        ("compile", "compile", "the script compiles its model by itself"),
+    ],
+)
+def test_what_the_script_does_by_itself_is_left_to_it(tmp_path, change, knob, why):
+    script = {
+        "double": MODEL.replace("torch.manual_seed", "torch.set_default_dtype(torch.float64)\n"
+                                "    torch.manual_seed"),
+        "autocast": MODEL.replace("y = model(x)", "with torch.autocast('cpu'): y = model(x)"),
+        "compile": MODEL.replace("kinds = set()", "kinds = set()\n    net.compile(backend='eager')"),
+    }[change]  # fmt: skip
+    done, _ = run(tmp_path, script, "own", {knob: True})
+    assert done.stderr.count(f"{knob} has no effect: {why}") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_needs_a_gpu_says_so_without_one(tmp_path):
+    done, _ = run(tmp_path, MODEL, "pinned", {"pin-memory": True, "matmul-precision": "high"})
+    assert "pin-memory has no effect: there is no GPU to copy batches to" in done.stderr
+
+
+MEMORY = """
+    import ctypes, resource, sys
+    import torch
+
+    def huge():
+        rows = (line.split() for line in open("/proc/self/smaps_rollup"))
+        return next(int(row[1]) for row in rows if row[0] == "AnonHugePages:")
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        kept = torch.ones(48 << 20, dtype=torch.uint8)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    torch.save([hasattr(ctypes.CDLL(None), "mallctl"), faults, huge()], sys.argv[1])
+    """
+
+
+def test_jemalloc_keeps_what_is_freed(jemalloc, tmp_path):
+    _, (loaded, faults, _) = run(tmp_path, MEMORY, "plain", {}, count=1)
+    assert not loaded
+    assert faults > 80_000
+    _, (loaded, faults, _) = run(tmp_path, MEMORY, "kept", {"jemalloc": True}, count=1)
+    assert loaded
+    assert faults < 40_000
+
+
+def test_large_tensors_lie_in_huge_pages(tmp_path):
+    with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+        if "[madvise]" not in file.read():
+            pytest.skip("the kernel gives huge pages to all, or to none")
+    _, (_, faults, huge) = run(tmp_path, MEMORY, "plain", {}, count=1)
+    _, (_, fewer, more) = run(tmp_path, MEMORY, "huge", {"huge-pages": True}, count=1)
+    assert more > huge + 30_000  # KiB
+    assert fewer < faults / 10
