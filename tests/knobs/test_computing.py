@@ -71,7 +71,7 @@ def test_what_the_script_does_by_itself_is_left_to_it(tmp_path, change, knob, wh
         "double": MODEL.replace("torch.manual_seed", "torch.set_default_dtype(torch.float64)\n"
                                 "    torch.manual_seed"),
         "autocast": MODEL.replace("y = model(x)", "with torch.autocast('cpu'): y = model(x)"),
-        "compile": MODEL.replace("kinds = set()", "kinds = set()\n    net.compile(backend='eager')"),
+        "compile": MODEL.replace("kinds = set()", "kinds = set(); net.compile(backend='eager')"),
     }[change]  # fmt: skip
     done, _ = run(tmp_path, script, "own", {knob: True})
     assert done.stderr.count(f"{knob} has no effect: {why}") == 1
