@@ -22,21 +22,23 @@ from scorecard import HERE, PACELINE, PLANTED, SCRIPTS, base_step, write
 
 RECOVERED, MEDIAN, WORST = 0.8, 5.0, 15.0  # targets: a share, and percentage points
 WORTH = 0.05  # what a hand gains at least, if there was something to cure
-PAIRS = 3
+ROUNDS = 3
 STEPS = 60
 
 
 @dataclass
 class Cure:
-    """by_hand, tried: gains of the throughput. off: of each prediction, percentage points of the
-    throughput. slower: knobs that were kept and made steps slower."""
+    """by_hand, tried: gains of the throughput, by the script's own options and by what --try kept.
+    off: of each prediction, percentage points of the throughput. slower: knobs that were kept and
+    made steps slower. trials: what was predicted and measured of each."""
 
     kind: str
-    by_hand: float
+    by_hand: float = 0.0
     tried: float = 0.0
     kept: dict = field(default_factory=dict)
     off: list[float] = field(default_factory=list)
     slower: list[str] = field(default_factory=list)
+    trials: list[dict] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -44,11 +46,11 @@ class Cure:
         return self.tried / self.by_hand if self.by_hand > 0 else 0.0
 
 
-def rate(words: list[str]) -> float:
+def rate(words: list[str], *options: str) -> float:
     """Samples/s of a run."""
     with tempfile.TemporaryDirectory() as folder:
         record = str(Path(folder) / "record")
-        run = ["run", "-n", "2", "--threads", "1", "--record", record, *words]
+        run = ["run", "-n", "2", "--threads", "1", *options, "--record", record, *words]
         for command in ([*run, "--steps", str(STEPS)], ["report", "--json", record]):
             done = here([str(PACELINE), *command])
             if done.returncode:
@@ -57,26 +59,35 @@ def rate(words: list[str]) -> float:
 
 
 def judge(fault: Fault, strength: float, base_s: float, minutes: float) -> Cure:
-    words = [
-        *map(str, SCRIPTS[PLANTED]),
-        *fault.plant(base_s * (strength + fault.beside), strength),
-    ]
-    rates = [(rate(words), rate([*words, *fault.cure])) for _ in range(PAIRS)]
-    cure = Cure(fault.kind, statistics.median(cured / ill for ill, cured in rates) - 1)
-    options = ["--threads", "1", "--minutes", f"{minutes}", "--try", "all", "--json"]
-    done = here([str(PACELINE), "diagnose", "-n", "2", *options, *words])
-    if done.returncode:
-        cure.error = done.stderr[-300:]
-        return cure
+    """Let --try find its cure, and then measure in turns: as it is, by hand, with what was kept."""
+    plant = fault.plant(base_s * (strength + fault.beside), strength)
+    words = [*map(str, SCRIPTS[PLANTED]), *plant]
+    cure = Cure(fault.kind)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder) / "fast.toml"
+        options = ["--threads", "1", "--minutes", f"{minutes}", "--try", "all", "--json"]
+        saves = ["--save-settings", str(settings)]
+        done = here([str(PACELINE), "diagnose", "-n", "2", *options, *saves, *words])
+        if done.returncode:
+            cure.error = done.stderr[-300:]
+            return cure
+        kept = ["--settings", str(settings)] if settings.exists() else []
+        rates = [
+            (rate(words), rate([*words, *fault.cure]), rate(words, *kept)) for _ in range(ROUNDS)
+        ]
+    cure.by_hand = statistics.median(hand / ill for ill, hand, _ in rates) - 1
+    cure.tried = statistics.median(fast / ill for ill, _, fast in rates) - 1
     found = json.loads(done.stdout)
-    before = found["waterfall"]["measured"]["mean"]
-    after = found["after"]["waterfall"]["measured"]["mean"] if found["after"] else before
-    cure.tried, cure.kept = after / before - 1, found["kept"]
+    cure.kept = found["kept"]
     for trial in found["tried"]:
         if trial["off"] is not None:
             cure.off.append(100 * trial["off"])
         if trial["kept"] and trial["gain"]["mean"] < 0:
             cure.slower.append(trial["remedy"]["knob"])
+        cure.trials.append(
+            {"knob": trial["remedy"]["knob"], "source": trial["source"], "why": trial["why"]}
+            | {name: trial[name] for name in ("first", "predicted", "gain")}
+        )
     return cure
 
 

@@ -39,7 +39,11 @@ class Kept:
             if self._giving() and kept:
                 return self._next(iterator, kept)
             start = time.perf_counter()
-            batch = fetch(iterator)
+            try:
+                batch = fetch(iterator)
+            except StopIteration:  # by now its workers have ended
+                self._observer.closed(id(iterator._dataset), time.perf_counter() - start)
+                raise
             self._seen(iterator, batch, time.perf_counter() - start)
             if len(kept) < KEPT and self._keeping():
                 kept.append(_Batch(batch))
@@ -72,7 +76,7 @@ class Kept:
         data = id(iterator._dataset)
         if opening is not None:
             self._observer.opened(data, opening + seconds)
-        self._observer.fetched(data, batch, seconds)
+        self._observer.fetched(data, batch, seconds if opening is None else None)
 
     def _next(self, iterator: Any, kept: "list[_Batch]") -> Any:
         done = iterator.__dict__.setdefault("_paceline_given", iterator._num_yielded)

@@ -29,6 +29,7 @@ class Observer:
         self._steps: list[tuple[float, float]] = []  # of a phase: elements, and s of processor
         self._fetches: deque[float] = deque(maxlen=200)
         self._starts: list[float] = []
+        self._closings: list[float] = []
         self._data: int | None = None
         self._ddp: list[Any] = []
         self._searching = 0.0
@@ -49,6 +50,7 @@ class Observer:
         """The measured steps of a phase begin."""
         self._steps.clear()
         self._starts.clear()
+        self._closings.clear()
         self._searching, self._elements = 0.0, 0.0
         self._others, self._before = Others(), look()
         self._thread = time.thread_time()
@@ -63,7 +65,7 @@ class Observer:
         if self._starts:
             usual = statistics.median(self._fetches) if self._fetches else 0.0
             each = [max(start - usual, 0.0) for start in self._starts]
-            used |= {"starts": len(each), "starting": sum(each)}
+            used |= {"starts": len(each), "starting": sum(each) + sum(self._closings)}
         if len(self._steps) > 2:
             used["elements"] = explained(self._steps)
         self.told["used"][phase] = {name: _short(value) for name, value in used.items()}
@@ -84,10 +86,17 @@ class Observer:
         if dataset == self._data:
             self._starts.append(seconds)
 
-    def fetched(self, dataset: int, batch: Any, seconds: float) -> None:
-        """A batch of a loader's, by dataset: training's is the first that is asked."""
+    def closed(self, dataset: int, seconds: float) -> None:
+        """An iterator had no more batches, and took so long to say so."""
         if dataset == self._data:
-            self._fetches.append(seconds)
+            self._closings.append(seconds)
+
+    def fetched(self, dataset: int, batch: Any, seconds: float | None) -> None:
+        """A batch of a loader's, by dataset: training's is the first that is asked. seconds: None
+        for the first of an iterator."""
+        if dataset == self._data:
+            if seconds is not None:
+                self._fetches.append(seconds)
             self._elements += elements(batch)
 
     # the script

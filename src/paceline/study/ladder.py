@@ -84,16 +84,16 @@ class _Climbing:
         asked = self.asked
         steps = asked.steps or FIRST_STEPS
         before = time.monotonic()
-        run = self.runner.run(False, Rung(asked.warm, steps, (EVERYTHING,)), asked.count)
+        run = self.runner.run(False, Rung(asked.warming, steps, (EVERYTHING,)), asked.count)
         took = time.monotonic() - before
-        known = climb(run, asked.warm, steps, EVERYTHING)
+        known = climb(run, asked.warming, steps, EVERYTHING)
         self._as_in(run)
-        start_s = took - (steps + asked.warm) * known.step_s
+        start_s = took - (steps + asked.warming) * known.step_s
         steps = asked.steps or self._steps(known.step_s, start_s)
         climbs: dict[str, list[Climb]] = {
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
         }
-        found = Ladder(asked.warm, steps, climbs, run, run)
+        found = Ladder(asked.warming, steps, climbs, run, run)
         limit = asked.minutes * MINUTE
         while len(found.climbs["everything"]) < REPETITIONS[1]:
             turn = time.monotonic()
@@ -131,7 +131,7 @@ class _Climbing:
         starts = len(self.phases) * max(start_s, 0.1)
         rounds = min(max(int((1 - SHARE) * left / starts), REPETITIONS[0]), REPETITIONS[1])
         each = max(left - rounds * starts, SHARE * left) / (rounds * a_round)
-        return max(LEAST_STEPS, min(MOST_STEPS, int(each / step_s) - self.asked.warm))
+        return max(LEAST_STEPS, min(MOST_STEPS, int(each / step_s) - self.asked.warming))
 
     def _round(self, found: Ladder) -> None:
         """Every rung once: those of one rank, and those of all. Where one fails it is left out

@@ -40,6 +40,12 @@ class Asked:
     count: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def warming(self) -> int:
+        """Steps before those that are measured: also until every worker that is set beside a
+        rank has started, and has made two batches."""
+        return self.warm + 2 * int(self.settings.get("loader-workers", 0))
+
 
 class FailedError(ValueError):
     """A run that failed after so many steps. short: its error in a line."""

@@ -130,12 +130,12 @@ def tried(
     trial takes."""
     until = time.monotonic() + SHARE * MINUTE * asked.minutes
     with Runner(asked, say) as runner:
-        _Trying(runner, asked.warm, steps, until).all(remedies, found)
+        _Trying(runner, steps, until).all(remedies, found)
 
 
 class _Trying:
-    def __init__(self, runner: Runner, warm: int, steps: int, until: float) -> None:
-        self.runner, self.warm, self.steps, self.until = runner, warm, steps, until
+    def __init__(self, runner: Runner, steps: int, until: float) -> None:
+        self.runner, self.steps, self.until = runner, steps, until
 
     def all(self, remedies: list[Remedy], found: Tried) -> None:
         before = found.faster  # what their predictions are of
@@ -218,15 +218,16 @@ class _Trying:
         """The gain of one round, and of a knob that changes numbers the loss without and with it.
         Every other round the other comes first: what warms up or cools down counts for both."""
         rates, losses = {}, {}
+        changed = {**kept, remedy.knob: remedy.value}
+        warm = replace(self.runner.asked, settings=changed).warming
         for on in (False, True) if at % 2 == 0 else (True, False):
-            settings = {**kept, **({remedy.knob: remedy.value} if on else {})}
             named = f"{'with' if on else 'without'} {remedy.knob}, {steps} steps"
             numbers = KNOBS[remedy.knob].numbers
-            rung = Rung(self.warm, steps, (EVERYTHING,), losses=numbers)
-            run = self.runner.run(False, rung, settings=settings, named=named)
+            rung = Rung(warm, steps, (EVERYTHING,), losses=numbers)
+            run = self.runner.run(False, rung, settings=changed if on else kept, named=named)
             if on:
                 self._took_effect(remedy, [record.meta for record in run.records])
-            rates[on] = climb(run, self.warm, steps, EVERYTHING).together
+            rates[on] = climb(run, warm, steps, EVERYTHING).together
             each = [record.meta.get("rung", {}).get("loss") for record in run.records]
             if numbers and None not in each:
                 losses[on] = sum(each) / len(each)
