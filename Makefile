@@ -10,7 +10,9 @@ TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 .PHONY: demo test test-frameworks test-packages soak lint types format bench picture clean
 .DELETE_ON_ERROR:
 
-$(VENV)/installed: pyproject.toml constraints.txt
+KERNEL := hatch_build.py $(wildcard src/paceline/comm/shared/*.[ch])
+
+$(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or later; this is " + sys.version.split()[0] + ". HINT: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV) (PyTorch takes a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
@@ -25,7 +27,7 @@ $(VENV)/frameworks: $(VENV)/installed
 
 # TensorFlow and JAX take over a gigabyte and choose versions of what they share: a place of
 # their own. PyTorch is there as well, as it is wherever Paceline is.
-$(TF_VENV)/installed: pyproject.toml constraints.txt
+$(TF_VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@echo "Setting up $(TF_VENV) with TensorFlow and JAX (a minute or two) ..."
 	@$(PYTHON) -m venv $(TF_VENV)
 	@$(TF_VENV)/bin/pip install $(PIP_ARGS) $(TORCH_ARGS) torch

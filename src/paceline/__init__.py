@@ -2,11 +2,29 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .record.imports import after_import as _after_import
+
 __version__ = "0.1.0"
 __all__ = ["World", "init"]
 
 if TYPE_CHECKING:
     from .world import World, init
+
+
+def _backend(c10d: Any) -> None:
+    """Make torch.distributed's backend "paceline" known; what it is made of is imported later, as
+    torch itself is not there yet."""
+
+    def create(options: Any, backend_options: Any) -> Any:
+        from .comm.backend import create
+
+        return create(options, backend_options)
+
+    devices = ["cpu", "cuda"]
+    c10d.Backend.register_backend("paceline", create, extended_api=True, devices=devices)
+
+
+_after_import({"torch.distributed.distributed_c10d": _backend})
 
 
 def __getattr__(name: str) -> Any:

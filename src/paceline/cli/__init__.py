@@ -6,10 +6,10 @@ from .base import app
 
 # In the order in which --help lists them.
 # isort: off
-from . import run, check, diagnose, record, report, top, submit
+from . import run, check, diagnose, record, report, top, submit, bench
 
 # isort: on
-__all__ = ["app", "check", "diagnose", "main", "record", "report", "run", "submit", "top"]
+__all__ = ["app", "bench", "check", "diagnose", "main", "record", "report", "run", "submit", "top"]
 
 
 def main() -> None:

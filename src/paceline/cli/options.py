@@ -114,13 +114,31 @@ Settings = Annotated[
 ]
 
 
-def knobs_of(settings: Path | None, script: str) -> dict[str, Any]:
-    """What --settings sets for the script; what it ignores is told. Raises ValueError."""
-    if settings is None:
+Exchange = Annotated[
+    str | None,
+    typer.Option(
+        help="paceline: CPU ranks of one host exchange over memory that they share, also in a "
+        "script that asks for gloo. gloo: they never do. Default: where the script uses "
+        "paceline's own world or backend.",
+        show_default=False,
+    ),
+]
+
+
+def knobs_of(settings: Path | None, script: str, exchange: str | None = None) -> dict[str, Any]:
+    """What --settings and --exchange set for the script; what is ignored is told. Raises
+    ValueError."""
+    if settings is None and exchange is None:
         return {}
+    from ..knobs.registry import KNOBS
     from ..knobs.settings import taken
 
-    knobs, notes = taken(settings, script)
+    knobs, notes = taken(settings, script) if settings is not None else ({}, [])
     for note in notes:
         typer.echo(f"paceline: {note}", err=True)
+    kind = KNOBS["exchange"].value
+    if exchange is not None:
+        if kind is None or not kind.fits(exchange):
+            raise ValueError(f"--exchange {exchange}: HINT: {kind}")
+        knobs["exchange"] = exchange
     return knobs

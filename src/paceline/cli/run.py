@@ -14,6 +14,7 @@ from .options import (
     Bind,
     CpusPerRank,
     Env,
+    Exchange,
     Fresh,
     HangTimeout,
     Hostfile,
@@ -80,6 +81,7 @@ def run(
     ] = False,
     hang_timeout: HangTimeout = 300.0,
     settings: Settings = None,
+    exchange: Exchange = None,
     port: Annotated[
         int, typer.Option(help="Port of the ranks' store; 0 finds a free one.", min=0, max=65535)
     ] = 0,
@@ -116,7 +118,7 @@ def run(
     from ..launch.start import start
 
     with mistakes_told():
-        knobs = knobs_of(settings, script)
+        knobs = knobs_of(settings, script, exchange)
     job = Job(
         name=script,
         args=args or [],

@@ -1,9 +1,12 @@
-"""``torch.distributed``'s backend "paceline": PyTorch's own backends behind the recorded seam.
+"""``torch.distributed``'s backend "paceline", behind the recorded seam.
 
-Registered through torch's own interface for backends, so subgroups go through it as well.
-gloo serves the CPU and NCCL the GPU; the exchange's own algorithms will sit here too.
+Known to torch by its own interface for backends, so subgroups go through it as well. Ranks of
+one host exchange CPU tensors over shared memory (comm.shared); gloo does what that does not, and
+NCCL serves the GPU.
 """
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,25 +16,61 @@ from torch._C._distributed_c10d import PrefixStore
 from ..record.agree import agreement, announce
 from ..record.collectives import RecordedGroup, measure_entry
 from ..record.recorder import Recorder
+from ..record.tell import say
+from .shared.group import SharedGroup
+from .shared.opened import BY_CHOICE, ELSEWHERE, opened
 
 NAME = "paceline"
 
 
-def register(recorder: Recorder) -> None:
-    """Make ``init_process_group("paceline")`` and its subgroups known; again is harmless."""
-    if NAME.upper() in dist.Backend._plugins:
-        return
+_recorder: Recorder | None = None  # of the groups that are made from now on
+_said = False
 
-    def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
-        if not recorder.enabled:
-            return _plain_group(options)
-        key = announce(options.store, str(options.group_id))
-        group = _plain_group(options)
-        measure_entry(recorder)
-        checks = agreement(group, options.store, key)
-        return RecordedGroup(group, str(options.group_id), recorder, checks)
 
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+def record(recorder: Recorder) -> None:
+    """Groups that are made from now on are recorded."""
+    global _recorder
+    _recorder = recorder
+
+
+def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
+    """What ``init_process_group("paceline")`` and ``new_group`` make (paceline/__init__.py)."""
+    recorder = _recorder
+    if recorder is None or not recorder.enabled:
+        return _faster(_plain_group(options), options)
+    key = announce(options.store, str(options.group_id))
+    group = _plain_group(options)
+    measure_entry(recorder)
+    checks = agreement(group, options.store, key)
+    return RecordedGroup(_faster(group, options), str(options.group_id), recorder, checks)
+
+
+def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
+    """Over memory, where that can be; why not is said once, unless it is in the order of things."""
+    global _said
+    if torch.cuda.is_available():
+        return group
+    store = PrefixStore("shared/", options.store)
+    group, why = over_memory(group, store, options.timeout, options.global_ranks_in_group)
+    if why not in ("", ELSEWHERE, BY_CHOICE) and not _said and group.rank() == 0:
+        say(f"paceline: ranks of this host exchange through gloo: {why}\n")
+        _said = True
+    return group
+
+
+def over_memory(
+    group: dist.ProcessGroup, store: Any, timeout: timedelta, names: Sequence[int] = ()
+) -> tuple[dist.ProcessGroup, str]:
+    """The group with shared memory below its CPU collectives, where all of its ranks are on one
+    host; else as it is, and why. names: its ranks' numbers in the job."""
+    seconds = timeout.total_seconds()
+    kernel, why = opened(store, group.rank(), group.size(), seconds, names)
+    return (group, why) if kernel is None else (SharedGroup(group, kernel, seconds, _step), "")
+
+
+def _step() -> str:
+    """Where an error is."""
+    return f"step {_recorder.step}: " if _recorder is not None and _recorder.enabled else ""
 
 
 def _plain_group(options: Any) -> dist.ProcessGroup:

@@ -118,6 +118,15 @@ KNOBS: dict[str, Knob] = {
         Range(0.1, 4096, whole=False),
         r"\b(DistributedDataParallel|DDP)\(",
     ),
+    "exchange": Knob(
+        "ranks of one host exchange over memory that they share, and not through gloo's sockets",
+        ("exchange-bandwidth", "exchange-latency", "bucket-size", "no-overlap"),
+        'init_process_group("paceline") after import paceline, or paceline run --exchange paceline',
+        "comm.scripts:exchange",
+        Choice(("paceline", "gloo")),
+        r"init_process_group\(",
+        "16 MiB of memory a host",
+    ),
     "gradient-views": Knob(
         "gradients are views of DDP's buckets, and not copied there and back",
         ("exchange-bandwidth", "bucket-size"),

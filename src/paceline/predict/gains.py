@@ -83,6 +83,12 @@ def bucket(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(25.0, None, TRIED)
 
 
+def over_memory(e: Evidence, cause: Cause) -> Saving | None:
+    """In one host, of processors."""
+    several = len(set(e.report.hosts)) > 1 or e.said.get("gpu")
+    return None if several else Saving("paceline", None, TRIED)
+
+
 def tried(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, None, TRIED)
 
@@ -191,6 +197,7 @@ GAINS: dict[str, Gain] = {
     "prefetch": prefetch,
     "pin-memory": pinned,
     "bucket-mb": bucket,
+    "exchange": over_memory,
     "gradient-views": tried,
     "unused-search-off": whole(RECORD),
     "accumulate-locally": locally,

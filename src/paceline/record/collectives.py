@@ -251,6 +251,8 @@ class RecordedGroup(dist.ProcessGroup):
         while now() < deadline and not all(work.done() for work in self._unwaited):
             time.sleep(0.005)
         self._unwaited.clear()
+        if hasattr(self.inner, "settle"):
+            self.inner.settle(seconds)
 
     def _land_pending(self, backward: int) -> None:
         """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""

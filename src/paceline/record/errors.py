@@ -14,11 +14,13 @@ PEER_GONE = (
     *("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote worker"),
     *("NCCL communicator was aborted", "remote process exited"),
 )
+# The same, and whose.
+NAMED_GONE = "can't go on: rank"
 
 
 def peer_gone(text: str) -> str | None:
     """The phrase by which an exception's text says only that another rank has gone."""
-    return next((phrase for phrase in PEER_GONE if phrase in text), None)
+    return next((phrase for phrase in (*PEER_GONE, NAMED_GONE) if phrase in text), None)
 
 
 def ours(filename: str) -> bool:
@@ -39,6 +41,8 @@ def told(error: BaseException) -> str:
     if isinstance(error, ValueError) and frames and ours(frames[-1].filename):
         return f"{_place(frames)}error: {error}\n"
     phrase = peer_gone(str(error))
+    if phrase == NAMED_GONE:
+        return f"{_place(frames)}error: {error}\n"
     if phrase:  # the rest of gloo's and NCCL's text says no more
         return f"{_place(frames)}error: another rank has gone ({phrase})\n"
     # What started the script stands on top of every traceback; it says nothing to the user.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import leaving
-from .agree import Agreement, agreement, announce
+from .agree import agreement, announce
 from .collectives import RecordedGroup, measure_entry
 from .imports import after_import
 from .loop import Loop
@@ -203,7 +203,10 @@ def _groups(recorder: Recorder, c10d: Any) -> None:
             measure_entry(recorder)
         if not isinstance(group, RecordedGroup):
             checks = agreement(group, shared, key)
-            group = _seen_by_torch(c10d, group, recorder, checks)
+            name = str(c10d._world.pg_names[group])
+            recorded = RecordedGroup(group, name, recorder, checks)
+            stand_in(c10d, group, recorded)
+            return recorded, store
         return group, store
 
     c10d._new_process_group_helper = helper
@@ -211,27 +214,23 @@ def _groups(recorder: Recorder, c10d: Any) -> None:
     leaving.guard(c10d)
 
 
-def _seen_by_torch(
-    c10d: Any, group: Any, recorder: Recorder, checks: Agreement | None
-) -> RecordedGroup:
-    """The group behind the seam, in the place of the plain one in torch's tables."""
+def stand_in(c10d: Any, group: Any, other: Any) -> None:
+    """Put another process group in the place of the plain one, in torch's tables."""
     world = c10d._world
     name = world.pg_names[group]
-    recorded = RecordedGroup(group, str(name), recorder, checks)
     for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
         if group in table:
-            table[recorded] = table.pop(group)
+            table[other] = table.pop(group)
     for tagged in world.tags_to_pg.values():
-        tagged[:] = [recorded if one is group else one for one in tagged]
+        tagged[:] = [other if one is group else one for one in tagged]
     if group.bound_device_id is not None:
-        recorded.bound_device_id = group.bound_device_id
-    recorded._set_group_name(name)
-    recorded._set_group_desc(group.group_desc)
+        other.bound_device_id = group.bound_device_id
+    other._set_group_name(name)
+    other._set_group_desc(group.group_desc)
     from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
     _unregister_process_group(name)
-    _register_process_group(name, recorded)
-    return recorded
+    _register_process_group(name, other)
 
 
 def _batches(c10d: Any) -> None:

@@ -16,6 +16,7 @@ from ..comm import backend
 from ..comm.meet import Appointment, meet
 from ..comm.network import settle
 from ..comm.pmi import from_rank_0
+from ..comm.shared.group import SharedGroup
 from ..record.collectives import RecordedGroup
 from ..record.leaving import guard
 from ..record.recorder import Recorder
@@ -64,7 +65,7 @@ def join(who: Place, recorder: Recorder, timeout: float) -> str:
     that had to be found out."""
     if who.alone or dist.is_initialized():
         return ""
-    backend.register(recorder)
+    backend.record(recorder)
     tell_others(who)
     network = ""
     try:
@@ -135,7 +136,7 @@ def leave() -> None:
     if not dist.is_initialized():
         return
     group = dist.group.WORLD
-    if isinstance(group, RecordedGroup):
+    if isinstance(group, RecordedGroup | SharedGroup):
         group.settle(seconds=5.0)
     guard(dist.distributed_c10d)
     dist.destroy_process_group()

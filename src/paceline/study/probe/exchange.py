@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.shared.group import SharedGroup
 from ...cost.machine import SECONDS, AtSize, Collective, Figure
+from ...record.collectives import RecordedGroup
 
 LATENCY = 8  # bytes of the vector whose time is the latency
 SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
@@ -60,13 +62,19 @@ def collectives(
                 operation,
                 members.size,
                 hosts,
-                "nccl" if cuda else "gloo",
+                "nccl" if cuda else backend_of(members.group),
                 members.device.type,
                 latency,
                 tuple(table),
             )
         )
     return found
+
+
+def backend_of(group: Any) -> str:
+    """What moves the bytes of CPU tensors in a group, by its name."""
+    inner = group.inner if isinstance(group, RecordedGroup) else group
+    return "paceline" if isinstance(inner, SharedGroup) else "gloo"
 
 
 def _measured(

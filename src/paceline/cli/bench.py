@@ -1,0 +1,92 @@
+"""``paceline bench``."""
+
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .base import app, mistakes_told
+from .options import Hostfile, Hosts, Launcher
+
+_bench = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure parts of this machine, or of an allocation, against each other.",
+)
+app.add_typer(_bench, name="bench")
+
+
+@_bench.callback()
+def _only() -> None:
+    pass
+
+
+@_bench.command(
+    epilog="Examples:  paceline bench comm -n 4   ·   "
+    "paceline bench comm --operation all-gather   ·   "
+    "paceline bench comm -H host1:2,host2:2 --to 16M   ·   "
+    "paceline bench comm --machine machine.toml",
+)
+def comm(
+    operation: Annotated[
+        str,
+        typer.Option(help="all-reduce, all-gather, reduce-scatter or all-to-all."),
+    ] = "all-reduce",
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Ranks, in all.", min=2)] = 2,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+    largest: Annotated[
+        str, typer.Option("--to", help="The largest vector, as 64K, 16M or 1G.")
+    ] = "256M",
+    bind: Annotated[str, typer.Option(help="As paceline run has it.")] = "core",
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="A machine file (paceline check), to which the figures are added.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="JSON on standard output instead of a table.")
+    ] = False,
+) -> None:
+    """Collectives by size: time, algorithm and bus bandwidth as nccl-tests has them.
+
+    gloo, memory that ranks of a host share (Paceline's own), NCCL where there are GPUs, and MPI
+    where mpi4py and mpirun are installed; in turns, and beside a copy of as many bytes in memory.
+    """
+    from rich.console import Console
+
+    from ..cost.machine import load, save
+    from ..report import comm as shown
+    from ..study.comm import SIZES, Wish, bench, merged
+
+    with mistakes_told():
+        before = load(machine) if machine is not None else None
+        most = _bytes(largest)
+        sizes = tuple(one for one in SIZES if one <= most)
+        if not sizes:
+            raise ValueError(f"--to {largest}: less than the smallest vector. HINT: 1K or more")
+        wish = Wish(operation, sizes, ranks, hosts, hostfile, launcher, bind)
+        found = bench(wish, lambda text: typer.echo(f"paceline: {text}", err=True))
+        if before is not None and machine is not None:
+            save(merged(before, found.collectives), machine)
+            typer.echo(f"paceline: the figures are in {machine}", err=True)
+    if json:
+        typer.echo(dumps(shown.as_json(found.collectives, found.copies, found.notes)))
+    else:
+        Console().print(shown.drawn(found.collectives, found.copies, found.notes))
+
+
+def _bytes(text: str) -> int:
+    """16M as 16777216."""
+    number, unit = text.strip().rstrip("iB"), 1
+    if number[-1:].upper() in ("K", "M", "G"):
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[number[-1].upper()]
+        number = number[:-1]
+    try:
+        return int(float(number) * unit)
+    except ValueError:
+        raise ValueError(f"--to {text}: no size. HINT: 64K, 16M or 1G") from None

@@ -1,0 +1,143 @@
+/* Element by element over the vectors of all ranks, in the order of ranks. Numbers of 16 bits are
+   summed up as float32 and rounded once; integers wrap around. */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { F32, F64, F16, BF16, I8, U8, I16, I32, I64, KINDS };
+enum { SUM, MEAN, PRODUCT, MIN, MAX };
+
+#define BLOCK 8192 /* bytes that stay in the first cache while they are combined */
+
+/* The widest vectors of the processor that it runs on, also where it was built for any. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(PLAIN)
+#define WIDE __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
+#else
+#define WIDE
+#endif
+
+typedef void Fold(void *restrict acc, const void *restrict more, size_t count);
+
+#define FOLD(NAME, T, EXPRESSION)                                                   \
+    WIDE static void NAME(void *restrict acc, const void *restrict more, size_t n) { \
+        T *restrict to = acc;                                                       \
+        const T *restrict from = more;                                              \
+        for (size_t i = 0; i < n; i++) {                                            \
+            T a = to[i], b = from[i];                                               \
+            to[i] = (T)(EXPRESSION);                                                \
+        }                                                                           \
+    }
+#define FOLDS(NAME, T, W)                             \
+    FOLD(NAME##_sum, T, (W)a + (W)b)                  \
+    FOLD(NAME##_product, T, (W)a * (W)b)              \
+    FOLD(NAME##_min, T, b < a ? b : a)                \
+    FOLD(NAME##_max, T, b > a ? b : a)
+
+FOLDS(f32, float, float)
+FOLDS(f64, double, double)
+FOLDS(i8, int8_t, uint32_t)
+FOLDS(u8, uint8_t, uint32_t)
+FOLDS(i16, int16_t, uint32_t)
+FOLDS(i32, int32_t, uint32_t)
+FOLDS(i64, int64_t, uint64_t)
+
+static float as_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+static uint32_t as_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+WIDE static void widen_f16(float *restrict to, const uint16_t *restrict from, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)(from[i] & 0x7fff) << 13, sign = (uint32_t)(from[i] & 0x8000) << 16;
+        uint32_t wide = as_bits(as_float(bits) * 0x1p112f); /* the exponents' biases differ by 112 */
+        to[i] = as_float(wide | sign | (bits >= 0x0f800000 ? 0x7f800000 : 0)); /* infinite, or none */
+    }
+}
+
+WIDE static void narrow_f16(uint16_t *restrict to, const float *restrict from, size_t n) {
+    for (size_t i = 0; i < n; i++) { /* to the nearest, to even in the middle */
+        uint32_t bits = as_bits(from[i]), sign = bits >> 16 & 0x8000;
+        bits &= 0x7fffffff;
+        uint32_t normal = (bits + 0xc8000fff + (bits >> 13 & 1)) >> 13;
+        uint32_t small = as_bits(as_float(bits) + 0.5f) - 0x3f000000; /* below 2^-14 */
+        uint32_t large = bits > 0x7f800000 ? 0x7e00 : 0x7c00;         /* from 2^16 on */
+        uint32_t found = bits < 0x38800000 ? small : bits >= 0x47800000 ? large : normal;
+        to[i] = (uint16_t)(found | sign);
+    }
+}
+
+WIDE static void widen_bf16(float *restrict to, const uint16_t *restrict from, size_t n) {
+    for (size_t i = 0; i < n; i++) to[i] = as_float((uint32_t)from[i] << 16);
+}
+
+WIDE static void narrow_bf16(uint16_t *restrict to, const float *restrict from, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits = as_bits(from[i]);
+        uint32_t near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : near);
+    }
+}
+
+WIDE static void divide_f32(float *x, float by, size_t n) {
+    for (size_t i = 0; i < n; i++) x[i] /= by;
+}
+
+WIDE static void divide_f64(double *x, double by, size_t n) {
+    for (size_t i = 0; i < n; i++) x[i] /= by;
+}
+
+static const size_t SIZES[KINDS] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
+#define ROW(NAME) {NAME##_sum, NAME##_sum, NAME##_product, NAME##_min, NAME##_max}
+static Fold *const FOLD_OF[KINDS][5] = {ROW(f32), ROW(f64), ROW(f32), ROW(f32), ROW(i8),
+                                        ROW(u8),  ROW(i16), ROW(i32), ROW(i64)};
+
+static void widen(int kind, void *to, const void *from, size_t n) {
+    if (kind == F16)
+        widen_f16(to, from, n);
+    else if (kind == BF16)
+        widen_bf16(to, from, n);
+    else
+        memcpy(to, from, n * SIZES[kind]);
+}
+
+static void narrow(int kind, void *to, const void *from, size_t n) {
+    if (kind == F16)
+        narrow_f16(to, from, n);
+    else if (kind == BF16)
+        narrow_bf16(to, from, n);
+    else
+        memcpy(to, from, n * SIZES[kind]);
+}
+
+/* from: the ranks' vectors of ``bytes``; to, also (unless NULL): where the result goes. ``to`` may
+   be one of ``from``: blocks are combined beside them. */
+static void combine(int kind, int how, const char **from, int size, char *to, char *also,
+                    size_t bytes) {
+    _Alignas(64) char acc[BLOCK], more[BLOCK];
+    Fold *fold = FOLD_OF[kind][how];
+    int half = kind == F16 || kind == BF16;
+    size_t each = BLOCK / (half ? sizeof(float) : SIZES[kind]) * SIZES[kind];
+    for (size_t at = 0; at < bytes; at += each) {
+        size_t n = (bytes - at < each ? bytes - at : each) / SIZES[kind];
+        widen(kind, acc, from[0] + at, n);
+        for (int q = 1; q < size; q++) {
+            if (half) widen(kind, more, from[q] + at, n);
+            fold(acc, half ? more : from[q] + at, n);
+        }
+        if (how == MEAN && kind == F64)
+            divide_f64((double *)acc, size, n);
+        else if (how == MEAN)
+            divide_f32((float *)acc, (float)size, n);
+        narrow(kind, to + at, acc, n);
+        if (also) memcpy(also + at, to + at, n * SIZES[kind]);
+    }
+}

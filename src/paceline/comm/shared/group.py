@@ -1,0 +1,262 @@
+"""A process group whose collectives over CPU tensors go through memory that its ranks share; what
+it does not do itself (other devices and types, sends, gathers to one) goes to ``inner``, PyTorch's
+own. Which of the two it is hangs on what is the same on all ranks alone."""
+
+# mypy: disable-error-code="override"
+# The stub has all overloads of a method; torch calls one, with options as the last argument.
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .calls import HOWS, KINDS, ExchangeError
+from .native import Kernel
+from .without_c import InTorch
+from .works import Done, Going, Worker
+
+KIND_OF = {getattr(torch, name): at for at, name in enumerate(KINDS)}
+_R = dist.ReduceOp.RedOpType
+HOW_OF = {
+    getattr(_R, name): HOWS.index(how)
+    for name, how in (
+        *(("SUM", "sum"), ("AVG", "mean"), ("PRODUCT", "product")),
+        *(("MIN", "min"), ("MAX", "max")),
+    )
+}
+MEAN = HOWS.index("mean")
+
+
+class SharedGroup(dist.ProcessGroup):
+    """timeout: seconds that a rank waits for another one in a collective. where: what is said of
+    the place of an error (its step)."""
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        kernel: Kernel | InTorch,
+        timeout: float,
+        where: Callable[[], str] = str,
+    ) -> None:
+        # The stub knows only the constructor with a store.
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner, self.kernel, self.timeout, self._where = inner, kernel, timeout, where
+        self._worker = Worker("paceline-exchange")
+        self._pid = os.getpid()
+        for device in inner._device_types:
+            backend = inner._get_backend(device)
+            kinds = dist.ProcessGroup.BackendType
+            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
+            self._set_default_backend(kind)
+            self._register_backend(device, kind, backend)
+
+    def settle(self, seconds: float) -> None:
+        """Before the group is destroyed: let what is under way end."""
+        self._worker.close(seconds)
+
+    # What torch calls.
+
+    def allreduce(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
+        how = _how(given)
+        if how is None or len(tensors) != 1 or not _fit(tensors, how):
+            return self.inner.allreduce(tensors, *given, **options)
+        return self._start(lambda: self._reduce(tensors[0], how), tensors, given)
+
+    def allreduce_coalesced(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
+        how = _how(given)
+        if how is None or not _fit(tensors, how):
+            return self.inner.allreduce_coalesced(tensors, *given, **options)
+
+        def run() -> None:
+            for one in tensors:
+                self._reduce(one, how)
+
+        return self._start(run, tensors, given)
+
+    def broadcast(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
+        root = getattr(given[0], "rootRank", None) if given else None
+        if root is None or len(tensors) != 1 or not _fit(tensors):
+            return self.inner.broadcast(tensors, *given, **options)
+
+        def run() -> None:
+            with _in_place(tensors[0]) as flat:
+                self.kernel.broadcast(flat.data_ptr(), flat.nbytes, int(root), self.timeout)
+
+        return self._start(run, tensors, given)
+
+    def allgather(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
+        alike = len(outputs) == len(inputs) == 1 and _fit([*inputs, *outputs[0]])
+        if not alike or any(one.nbytes != inputs[0].nbytes for one in outputs[0]):
+            return self.inner.allgather(outputs, inputs, *given, **options)
+        return self._start(lambda: self._gather(inputs[0], outputs[0]), outputs[0], given)
+
+    def _allgather_base(self, output: Any, source: Any, *given: Any, **options: Any) -> dist.Work:
+        return self._gathers([output], [source], "_allgather_base", given, options)
+
+    def all_gather_single(self, output: Any, source: Any, *given: Any, **options: Any) -> dist.Work:
+        return self._gathers([output], [source], "all_gather_single", given, options)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **options: Any
+    ) -> dist.Work:
+        name = "allgather_into_tensor_coalesced"
+        return self._gathers(outputs, inputs, name, given, options)
+
+    def all_gather_single_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **options: Any
+    ) -> dist.Work:
+        return self._gathers(outputs, inputs, "all_gather_single_coalesced", given, options)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
+        how = _how(given)
+        alike = len(outputs) == len(inputs) == 1
+        if how is None or not alike or not _fit([*outputs, *inputs[0]], how):
+            return self.inner.reduce_scatter(outputs, inputs, *given, **options)
+        (to,), (tensors,) = outputs, inputs
+        if any(one.nbytes != to.nbytes for one in tensors):
+            return self.inner.reduce_scatter(outputs, inputs, *given, **options)
+
+        def run() -> None:
+            flat = [one.contiguous() for one in tensors]
+            with _in_place(to) as into:
+                self._scatter([one.data_ptr() for one in flat], into, how)
+
+        return self._start(run, outputs, given)
+
+    def _reduce_scatter_base(
+        self, output: Any, source: Any, *given: Any, **options: Any
+    ) -> dist.Work:
+        return self._scatters([output], [source], "_reduce_scatter_base", given, options)
+
+    def reduce_scatter_single(
+        self, output: Any, source: Any, *given: Any, **options: Any
+    ) -> dist.Work:
+        return self._scatters([output], [source], "reduce_scatter_single", given, options)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **options: Any
+    ) -> dist.Work:
+        name = "reduce_scatter_tensor_coalesced"
+        return self._scatters(outputs, inputs, name, given, options)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **options: Any
+    ) -> dist.Work:
+        name = "reduce_scatter_single_coalesced"
+        return self._scatters(outputs, inputs, name, given, options)
+
+    def barrier(self, *given: Any, **options: Any) -> dist.Work:
+        return self._start(lambda: self.kernel.barrier(self.timeout), [], given)
+
+    # How it is done.
+
+    def _start(
+        self, run: Callable[[], None], result: list[torch.Tensor], given: tuple[Any, ...]
+    ) -> dist.Work:
+        """At once, where the caller waits for it anyway and nothing is before it; else by the
+        worker."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                "paceline: this process was forked from a rank, and can't exchange for it. HINT: "
+                "collectives belong to the rank itself, not to the loader's workers"
+            )
+        where = self._where()
+
+        def named() -> None:
+            try:
+                run()
+            except ExchangeError as error:
+                error.args = (f"{where}{error}",)
+                raise
+
+        if given and not getattr(given[0], "asyncOp", True) and self._worker.idle:
+            named()
+            return Done(result)
+        work = Going(named, result)
+        self._worker.put(work)
+        return work
+
+    def _reduce(self, tensor: torch.Tensor, how: int) -> None:
+        with _in_place(tensor) as flat:
+            kind = KIND_OF[flat.dtype]
+            self.kernel.all_reduce(flat.data_ptr(), flat.nbytes, kind, how, self.timeout)
+
+    def _gathers(
+        self, outputs: Any, inputs: Any, name: str, given: tuple[Any, ...], options: Any
+    ) -> dist.Work:
+        """Each input of all ranks into one output, one after another."""
+        pairs = list(zip(outputs, inputs, strict=True))
+        alike = all(a.nbytes == b.nbytes * self.size() for a, b in pairs)
+        if not alike or not _fit([*outputs, *inputs]):
+            single = name in ("_allgather_base", "all_gather_single")
+            call: Callable[..., dist.Work] = getattr(self.inner, name)
+            return call(*(pairs[0] if single else (outputs, inputs)), *given, **options)
+
+        def run() -> None:
+            for output, one in pairs:
+                with _in_place(output) as into:
+                    self._gather(one, into.view(-1).chunk(self.size()) if into.numel() else [])
+
+        return self._start(run, list(outputs), given)
+
+    def _gather(self, tensor: torch.Tensor, to: Sequence[torch.Tensor]) -> None:
+        with contextlib.ExitStack() as places:
+            each = [places.enter_context(_in_place(one)).data_ptr() for one in to]
+            flat = tensor.contiguous()
+            empty = [0] * self.size()
+            self.kernel.all_gather(flat.data_ptr(), each or empty, flat.nbytes, self.timeout)
+
+    def _scatters(
+        self, outputs: Any, inputs: Any, name: str, given: tuple[Any, ...], options: Any
+    ) -> dist.Work:
+        """Of each input's parts the one for this rank, summed up, one after another."""
+        how, pairs = _how(given), list(zip(outputs, inputs, strict=True))
+        alike = all(b.nbytes == a.nbytes * self.size() and a.dtype == b.dtype for a, b in pairs)
+        if how is None or not alike or not _fit([*outputs, *inputs], how):
+            single = name in ("_reduce_scatter_base", "reduce_scatter_single")
+            call: Callable[..., dist.Work] = getattr(self.inner, name)
+            return call(*(pairs[0] if single else (outputs, inputs)), *given, **options)
+
+        def run() -> None:
+            for output, one in pairs:
+                flat = one.contiguous()
+                first = flat.data_ptr()
+                with _in_place(output) as into:
+                    places = [first + into.nbytes * rank for rank in range(self.size())]
+                    self._scatter(places, into, how)
+
+        return self._start(run, list(outputs), given)
+
+    def _scatter(self, sources: Sequence[int], into: torch.Tensor, how: int) -> None:
+        kind, to = KIND_OF[into.dtype], into.data_ptr()
+        self.kernel.reduce_scatter(sources, to, into.nbytes, kind, how, self.timeout)
+
+
+@contextlib.contextmanager
+def _in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor as one piece of memory; what is written there is in the tensor then."""
+    flat = tensor.contiguous()
+    yield flat
+    if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat)
+
+
+def _how(given: tuple[Any, ...]) -> int | None:
+    """What is asked of the ranks' elements, where that can be done here."""
+    if not given or not hasattr(given[0], "reduceOp"):
+        return None
+    return HOW_OF.get(getattr(given[0].reduceOp, "op", given[0].reduceOp))
+
+
+def _fit(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:
+    """Whether these are of a kind that is exchanged here. how: they are summed up, or the like."""
+    return all(
+        one.device.type == "cpu"
+        and one.layout == torch.strided
+        and one.dtype in KIND_OF
+        and (how != MEAN or one.dtype.is_floating_point)
+        for one in tensors
+    )

@@ -1,0 +1,105 @@
+"""``paceline bench comm``: one job that measures its collectives, and one of mpirun's."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..cost.machine import AtSize, Collective, Machine
+from ..cost.shapes import build
+from ..launch.here import InServer
+from ..launch.job import Job
+from ..launch.start import start
+
+PROBE = "paceline.study.probe.comm"
+SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KiB to 256 MiB
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+MPI_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Benched:
+    """collectives: of each backend, one operation. copies: of as many bytes, in memory. notes: what
+    was not measured, and why."""
+
+    collectives: list[Collective]
+    copies: list[AtSize]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Where and what, as the options say."""
+
+    operation: str = OPERATIONS[0]
+    sizes: tuple[int, ...] = SIZES
+    ranks: int = 2
+    hosts: str | None = None
+    hostfile: Path | None = None
+    launcher: str | None = None
+    bind: str = "core"
+
+
+def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
+    """Measure. Raises ValueError for mistakes, and where the job fails."""
+    if wish.operation not in OPERATIONS:
+        raise ValueError(f"{wish.operation}: no such operation. HINT: {', '.join(OPERATIONS)}")
+    words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
+    summary = scratch / "found.json"
+    job = Job(PROBE, words, True, bind=wish.bind, hang_timeout=0.0, summary=summary)
+    say(f"{wish.operation} on {wish.ranks} ranks: {len(wish.sizes)} sizes")
+    try:
+        code = start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, [])
+        if not summary.exists():
+            raise ValueError(f"nothing was measured: the ranks ended with exit code {code}")
+        found = json.loads(summary.read_text())
+    except InServer:  # this process is the one that ranks are forked from, and all is another's
+        raise
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    shutil.rmtree(scratch, ignore_errors=True)
+    notes: list[str] = []
+    more: dict[str, Any] = {}
+    if wish.hosts is None and wish.hostfile is None:
+        more, why = _mpi(wish, words, say)
+        notes += [f"MPI was not measured: {why}"] if why else []
+    told = [*found["collectives"], *more.get("collectives", [])]
+    copies = [build(AtSize, one, "", []) for one in found["copies"]]
+    return Benched([build(Collective, one, "", []) for one in told], copies, notes)
+
+
+def _mpi(wish: Wish, words: list[str], say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+    """What mpirun's ranks found, or why not."""
+    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
+    if find_spec("mpi4py") is None or launcher is None:
+        return {}, "it needs mpi4py and mpirun. HINT: pip install mpi4py, and a module"
+    say("the same through MPI")
+    command = [launcher, "-n", str(wish.ranks), sys.executable, "-m", PROBE, "--mpi", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MPI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {}, f"{launcher} did not end in {MPI_SECONDS} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    if done.returncode or not lines:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        return {}, f"{launcher} ended with {done.returncode}: {''.join(said)}"
+    return dict(json.loads(lines[0])), ""
+
+
+def merged(machine: Machine, found: list[Collective]) -> Machine:
+    """The machine with these collectives in the place of older ones of the same groups."""
+
+    def key(one: Collective) -> tuple[object, ...]:
+        return one.group, one.operation, one.ranks, one.hosts, one.backend
+
+    new = {key(one) for one in found}
+    kept = [one for one in machine.collectives if key(one) not in new]
+    return replace(machine, collectives=(*kept, *found))

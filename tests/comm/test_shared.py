@@ -1,0 +1,283 @@
+"""Collectives over shared memory: as torch's, on any shapes and types, with any number of ranks."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+import ranks
+
+KERNEL = Path(paceline.__file__).parent / "comm" / "shared"
+
+# Every rank knows what all ranks have, and so what each collective gives.
+ANY = """
+    import random, sys
+    import torch, torch.distributed as dist
+    import paceline
+
+    dist.init_process_group("paceline")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert type(dist.group.WORLD).__name__ == "SharedGroup"
+    draw = random.Random(int(sys.argv[1]))
+    FLOATS = {torch.float32: 2**-24, torch.float64: 2**-53, torch.float16: 2**-11,
+              torch.bfloat16: 2**-8}
+    INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+    OPS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MIN: torch.amin,
+           dist.ReduceOp.MAX: torch.amax}
+
+    def vector(shape, dtype, of, seed):
+        generator = torch.Generator().manual_seed(1000 * seed + of)
+        if dtype in FLOATS:
+            return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randint(0, 100, shape, generator=generator, dtype=dtype)
+
+    def reduced(each, op):
+        all_ = torch.stack([x.double() if x.dtype in FLOATS else x.long() for x in each])
+        return OPS[op](all_, 0), all_.abs().sum(0)
+
+    def check(found, each, op):
+        expected, most = reduced(each, op)
+        if found.dtype in FLOATS:
+            bound = (size if found.dtype not in (torch.float16, torch.bfloat16) else 1.5)
+            off = (found.double() - expected).abs()
+            fits = off <= bound * FLOATS[found.dtype] * most + 1e-7
+            assert fits.all(), (found.dtype, off.max())
+        else:
+            torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=0)
+
+    for seed in range(int(sys.argv[2])):
+        kind = draw.choice(["reduce", "reduce", "scatter", "gather", "list", "broadcast",
+                            "barrier"])
+        dtype = draw.choice([*FLOATS, *INTEGERS])
+        shape = draw.choice([(), (1,), (3, 5), (draw.randrange(5000),),
+                             (draw.randrange(300_000, 900_000),)])
+        op, later = draw.choice(list(OPS)), draw.random() < 0.5
+        each = [vector(shape, dtype, of, seed) for of in range(size)]
+        mine, root = each[rank].clone(), draw.randrange(size)
+        if draw.random() < 0.2 and len(shape) == 2:
+            mine = mine.t().contiguous().t()  # not one piece of memory in this order
+        work, look = None, None
+        if kind == "reduce":
+            work = dist.all_reduce(mine, op, async_op=later)
+            look = lambda found=mine, each=each, op=op: check(found, each, op)
+        elif kind == "scatter" and shape:
+            whole = [torch.cat([vector(shape, dtype, 100 * of + to, seed) for to in range(size)])
+                     for of in range(size)]
+            found = torch.empty_like(mine)
+            work = dist.reduce_scatter_tensor(found, whole[rank], op, async_op=later)
+            look = lambda found=found, whole=whole, op=op: check(
+                found, [one.chunk(size)[rank] if one.numel() else one for one in whole], op)
+        elif kind == "gather" and shape:
+            found = torch.empty(size * shape[0], *shape[1:], dtype=dtype)
+            work = dist.all_gather_into_tensor(found, mine, async_op=later)
+            look = lambda found=found, each=each: torch.testing.assert_close(
+                found, torch.cat(each), rtol=0, atol=0)
+        elif kind == "list":
+            found = [torch.empty_like(mine) for _ in range(size)]
+            work = dist.all_gather(found, mine, async_op=later)
+            look = lambda found=found, each=each: torch.testing.assert_close(
+                found, each, rtol=0, atol=0)
+        elif kind == "broadcast":
+            work = dist.broadcast(mine, root, async_op=later)
+            look = lambda found=mine, whole=each[root]: torch.testing.assert_close(
+                found, whole, rtol=0, atol=0)
+        else:
+            work = dist.barrier(async_op=later)
+        if work is not None:
+            work.wait()
+        if look is not None:
+            look()
+    print(rank, "all as expected", flush=True)
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_every_collective_gives_what_it_should(tmp_path, count):
+    done = ranks.run(ranks.write(tmp_path, ANY), count, 60, ranks=count)
+    assert done.stdout.count("all as expected") == count
+
+
+WITHOUT_C = """
+    from pathlib import Path
+    from paceline.comm.shared import native
+    native.LIBRARY = Path("/nowhere")
+    """
+
+
+def test_without_the_kernel_torch_does_it_and_says_so(tmp_path):
+    start = "    import paceline\n"
+    script = ranks.write(tmp_path, ANY.replace(start, start + WITHOUT_C.lstrip("\n"), 1))
+    done = ranks.run(script, 1, 40, ranks=3)
+    assert done.stdout.count("all as expected") == 3
+    assert done.stderr.count("as the kernel in C was not built. HINT: a C compiler") == 1
+
+
+SAME = """
+    import sys
+    import torch, torch.distributed as dist
+    import paceline
+
+    dist.init_process_group("paceline")
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(1_000_003)
+    dist.all_reduce(x)
+    each = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(each, x)
+    assert all(torch.equal(x, one) for one in each)
+    if dist.get_rank() == 0:
+        torch.save(x, sys.argv[1])
+    dist.destroy_process_group()
+    """
+
+
+def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
+    script = ranks.write(tmp_path, SAME)
+    for name in ("one", "two"):
+        ranks.run(script, tmp_path / name, ranks=3)
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    assert torch.equal(one, two)
+
+
+TRAINS = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    import paceline
+
+    dist.init_process_group(sys.argv[2])
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 600), torch.nn.ReLU(), torch.nn.Linear(600, 8))
+    if sys.argv[3] == "ddp":
+        model = DistributedDataParallel(net, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+    else:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.device_mesh import init_device_mesh
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(net[0], mesh=mesh)
+        model = fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+    state = {name: getattr(x, "full_tensor", lambda x=x: x)()
+             for name, x in net.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(state, sys.argv[1])
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_models_train_over_it_as_over_gloo(tmp_path, kind):
+    script = ranks.write(tmp_path, TRAINS)
+    found = []
+    for backend in ("gloo", "paceline"):
+        ranks.run(script, tmp_path / backend, backend, kind)
+        found.append(torch.load(tmp_path / backend))
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+FAILS = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist
+    from datetime import timedelta
+    import paceline
+
+    os.environ["PACELINE_AGREE"] = "0"
+    dist.init_process_group("paceline", timeout=timedelta(seconds=float(sys.argv[2])))
+    rank, what = dist.get_rank(), sys.argv[1]
+    x = torch.ones(100_000)
+    dist.all_reduce(x)
+    start = time.monotonic()
+    try:
+        if what == "dies" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stops" and rank == 1:
+            time.sleep(3)
+        if what == "other size" and rank == 1:
+            x = torch.ones(70_000)
+        if what == "other type" and rank == 1:
+            x = torch.ones(50_000, dtype=torch.float64)
+        if what == "other call" and rank == 1:
+            dist.broadcast(x, 0)
+        work = dist.all_reduce(x, async_op="later" in sys.argv)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        print(f"after {time.monotonic() - start:.2f} s rank {rank}: {error}", flush=True)
+    os._exit(0)
+    """
+
+
+HAS = "exchange the same: rank 0 has all-reduce of 400,000 bytes as float32 (sum)"
+
+
+@pytest.mark.parametrize("later", [[], ["later"]], ids=["waits", "later"])
+@pytest.mark.parametrize(
+    ("what", "timeout", "said"),
+    [
+        ("dies", 30, "all-reduce of 400,000 bytes as float32 (sum) can't go on: rank 1 has died"),
+        ("stops", 1, "rank 1 did not come within 1 s. HINT: is it stopped"),
+        ("other size", 30, f"{HAS}, and rank 1 has all-reduce of 280,000 bytes as float32 (sum)"),
+        ("other type", 30, f"{HAS}, and rank 1 has all-reduce of 400,000 bytes as float64 (sum)"),
+        ("other call", 30, f"{HAS}, and rank 1 has broadcast of 400,000 bytes from rank 0"),
+    ],
+)
+def test_a_rank_that_is_gone_silent_or_does_something_else_is_named(
+    tmp_path, what, timeout, said, later
+):
+    done = ranks.run(ranks.write(tmp_path, FAILS), what, timeout, *later, check=False)
+    (line,) = re.findall(r"after ([\d.]+) s rank 0: (.*)", done.stdout)
+    assert said in line[1]
+    if what == "dies":
+        assert float(line[0]) < 2  # 0.2 s where a core is free
+
+
+FORKS = """
+    import os
+    import torch, torch.distributed as dist
+    import paceline
+
+    dist.init_process_group("paceline")
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    if os.fork() == 0:
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            print(dist.get_rank(), error, flush=True)
+        os._exit(0)
+    os.wait()
+    dist.all_reduce(x)
+    print(dist.get_rank(), "goes on", float(x[0]), flush=True)
+    dist.destroy_process_group()
+    """
+
+
+def test_a_fork_of_a_rank_can_not_exchange_and_the_rank_goes_on(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, FORKS))
+    assert done.stdout.count("this process was forked from a rank") == 2
+    assert done.stdout.count("goes on 4.0") == 2
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_the_kernel_is_clean(tmp_path, sanitizer):
+    """Ranks are threads of one process, which go through every collective."""
+    compiler = shutil.which("gcc")
+    assert compiler, "HINT: make test-packages"
+    program = tmp_path / "threads"
+    source = Path(__file__).parent / "kernel_threads.c"
+    flags = ["-std=c11", "-O1", "-g", "-DPLAIN", f"-fsanitize={sanitizer}", "-I", str(KERNEL)]
+    flags += ["-fno-sanitize-recover=all", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([compiler, *flags, "-o", str(program), str(source)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "clean\n"

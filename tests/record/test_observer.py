@@ -1,0 +1,22 @@
+"""What an experiment tells of a loader: an epoch's start and end are its start."""
+
+import pytest
+import torch
+
+from paceline.record.observer import Observer
+
+
+def test_what_an_epochs_first_batch_and_its_end_take_is_the_loaders_start():
+    seen, batch = Observer(), torch.zeros(4)
+    seen.begins()
+    for _ in range(2):
+        seen.opened(1, 0.5)  # the iterator, and its first batch
+        seen.fetched(1, batch, None)
+        for _ in range(2):
+            seen.fetched(1, batch, 0.01)
+        seen.closed(1, 0.2)
+        seen.closed(2, 7.0)  # another loader's
+    seen.ends("everything")
+    used = seen.told["used"]["everything"]
+    assert used["starts"] == 2
+    assert used["starting"] == pytest.approx(2 * (0.5 - 0.01 + 0.2))
