@@ -73,6 +73,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/top_cost.py
 	$(BIN)/python benchmarks/page_size.py
 	$(BIN)/python benchmarks/binding.py
+	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/fault_times.py
 	$(BIN)/python benchmarks/host_fault_times.py
 

@@ -185,60 +185,98 @@ def test_models_train_over_it_as_over_gloo(tmp_path, kind):
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
 
 
+SAYS_GLOO = """
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    other = dist.new_group()
+    x = torch.ones(8)
+    dist.all_reduce(x, group=other)
+    groups = [getattr(one, "inner", one) if "Recorded" in type(one).__name__ else one
+              for one in (dist.group.WORLD, other)]
+    names = {type(one).__name__ for one in groups}
+    print(dist.get_rank(), dist.get_backend(), *names, float(x.sum()), flush=True)
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ("", "ProcessGroup"),
+        ("--exchange paceline", "SharedGroup"),
+        ("--exchange paceline --record record", "SharedGroup"),
+    ],
+    ids=["plain", "asked", "recorded"],
+)
+def test_a_script_that_says_gloo_exchanges_over_memory_where_it_is_asked_for(
+    tmp_path, options, kind
+):
+    script = ranks.write(tmp_path, SAYS_GLOO)
+    done = ranks.run(script, launcher=f"paceline {options}")
+    assert {f"{rank} gloo {kind} 16.0" for rank in (0, 1)} <= set(done.stdout.splitlines())
+
+
+def test_an_exchange_that_nobody_knows_is_refused(tmp_path):
+    script = ranks.write(tmp_path, SAYS_GLOO)
+    done = ranks.run(script, launcher="paceline --exchange smoke", check=False)
+    assert done.returncode == 2
+    assert "--exchange smoke: HINT: 'paceline' or 'gloo'" in done.stderr
+
+
 FAILS = """
     import os, signal, sys, time
     import torch, torch.distributed as dist
     from datetime import timedelta
     import paceline
 
-    os.environ["PACELINE_AGREE"] = "0"
-    dist.init_process_group("paceline", timeout=timedelta(seconds=float(sys.argv[2])))
-    rank, what = dist.get_rank(), sys.argv[1]
-    x = torch.ones(100_000)
-    dist.all_reduce(x)
-    start = time.monotonic()
-    try:
-        if what == "dies" and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "stops" and rank == 1:
-            time.sleep(3)
-        if what == "other size" and rank == 1:
-            x = torch.ones(70_000)
-        if what == "other type" and rank == 1:
-            x = torch.ones(50_000, dtype=torch.float64)
-        if what == "other call" and rank == 1:
-            dist.broadcast(x, 0)
-        work = dist.all_reduce(x, async_op="later" in sys.argv)
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        print(f"after {time.monotonic() - start:.2f} s rank {rank}: {error}", flush=True)
+    what, later = sys.argv[1].split(","), "later" in sys.argv
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for one in what:
+        group = dist.new_group(backend="paceline", timeout=timedelta(seconds=float(sys.argv[2])))
+        x = torch.ones(100_000)
+        dist.all_reduce(x, group=group)
+        start = time.monotonic()
+        try:
+            if one == "dies" and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if one == "sleeps" and rank == 1:
+                time.sleep(3)
+            if one == "size" and rank == 1:
+                x = torch.ones(70_000)
+            if one == "type" and rank == 1:
+                x = torch.ones(50_000, dtype=torch.float64)
+            if one == "call" and rank == 1:
+                dist.broadcast(x, 0, group=group)
+            work = dist.all_reduce(x, group=group, async_op=later)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            print(f"{one} after {time.monotonic() - start:.2f} s rank {rank}: {error}", flush=True)
+        if one != "dies":
+            dist.barrier()
     os._exit(0)
     """
-
-
-HAS = "exchange the same: rank 0 has all-reduce of 400,000 bytes as float32 (sum)"
+HAS = "exchange the same: rank 0 has all-reduce of 400,000 bytes as float32 (sum), and rank 1 has"
 
 
 @pytest.mark.parametrize("later", [[], ["later"]], ids=["waits", "later"])
-@pytest.mark.parametrize(
-    ("what", "timeout", "said"),
-    [
-        ("dies", 30, "all-reduce of 400,000 bytes as float32 (sum) can't go on: rank 1 has died"),
-        ("stops", 1, "rank 1 did not come within 1 s. HINT: is it stopped"),
-        ("other size", 30, f"{HAS}, and rank 1 has all-reduce of 280,000 bytes as float32 (sum)"),
-        ("other type", 30, f"{HAS}, and rank 1 has all-reduce of 400,000 bytes as float64 (sum)"),
-        ("other call", 30, f"{HAS}, and rank 1 has broadcast of 400,000 bytes from rank 0"),
-    ],
-)
-def test_a_rank_that_is_gone_silent_or_does_something_else_is_named(
-    tmp_path, what, timeout, said, later
-):
-    done = ranks.run(ranks.write(tmp_path, FAILS), what, timeout, *later, check=False)
+def test_a_rank_that_has_died_is_named(tmp_path, later):
+    done = ranks.run(ranks.write(tmp_path, FAILS), "dies", 30, *later, check=False)
     (line,) = re.findall(r"after ([\d.]+) s rank 0: (.*)", done.stdout)
-    assert said in line[1]
-    if what == "dies":
-        assert float(line[0]) < 2  # 0.2 s where a core is free
+    assert "all-reduce of 400,000 bytes as float32 (sum) can't go on: rank 1 has died" in line[1]
+    assert float(line[0]) < 2  # 0.2 s where a core is free
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+
+
+def test_ranks_that_are_silent_or_do_not_do_the_same_are_named(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, FAILS), "size,type,call,sleeps", 1)
+    said = dict(re.findall(r"(\w+) after [\d.]+ s rank 0: (.*)", done.stdout))
+    assert f"{HAS} all-reduce of 280,000 bytes as float32 (sum)" in said["size"]
+    assert f"{HAS} all-reduce of 400,000 bytes as float64 (sum)" in said["type"]
+    assert f"{HAS} broadcast of 400,000 bytes from rank 0" in said["call"]
+    assert "rank 1 did not come within 1 s. HINT: is it stopped" in said["sleeps"]
 
 
 FORKS = """

@@ -68,6 +68,8 @@ def _taken(store: Any, deadline: float) -> int:
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(max(deadline - time.monotonic(), 0.001))
         door.connect(f"\0{name}")
+        if _user(door) != os.getuid():
+            raise OSError(None, f"the memory offered is of user {_user(door)}")
         _, fds, _, _ = socket.recv_fds(door, 1, 1)
     if not fds:
         raise OSError(None, "rank 0 has handed on no memory")

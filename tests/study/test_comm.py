@@ -1,0 +1,57 @@
+"""``paceline bench comm``: collectives by size, of each backend, and into a machine file."""
+
+import json
+import subprocess
+
+import pytest
+
+import ranks
+from paceline.cost.machine import HostFacts, Machine, load, save
+
+
+def bench(folder, *words):
+    return subprocess.run(
+        [ranks.PACELINE, "bench", "comm", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env=ranks.environment(COLUMNS="120"),
+    )
+
+
+def test_each_backend_is_measured_by_size_and_kept_in_the_machine_file(tmp_path):
+    file = tmp_path / "machine.toml"
+    save(Machine("2026-01-31T12:00:00Z", (HostFacts("here"),)), file)
+    done = bench(tmp_path, "--to", "16K", "--json", "--machine", file)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    each = {one["backend"]: one for one in found["collectives"]}
+    assert {"gloo", "paceline"} <= set(each)
+    for one in each.values():
+        assert [at["bytes"] for at in one["sizes"]] == [1 << 10, 1 << 12, 1 << 14]
+        for at in one["sizes"]:
+            assert at["algbw"]["median"] == pytest.approx(at["bytes"] / at["seconds"]["median"])
+            assert at["busbw"] == at["algbw"]  # of two ranks
+    assert [at["bytes"] for at in found["copies"]] == [1 << 10, 1 << 12, 1 << 14]
+    # Those of an earlier run are replaced.
+    again = bench(tmp_path, "--to", "4K", "--machine", file)
+    assert "paceline" in again.stdout
+    assert "MPI" in again.stdout
+    kept = load(file).collectives
+    assert sorted(one.backend for one in kept) == sorted(each)
+    assert {len(one.sizes) for one in kept} == {2}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--operation", "gossip"], "gossip: no such operation. HINT: all-reduce,"),
+        (["--to", "much"], "--to much: no size. HINT: 64K, 16M or 1G"),
+        (["--to", "12"], "--to 12: less than the smallest vector. HINT: 1K or more"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused(tmp_path, words, said):
+    done = bench(tmp_path, *words)
+    assert done.returncode == 2
+    assert f"paceline: {said}" in done.stderr
