@@ -117,6 +117,28 @@ def test_without_the_kernel_torch_does_it_and_says_so(tmp_path):
     assert done.stderr.count("as the kernel in C was not built. HINT: a C compiler") == 1
 
 
+NO_ROOM = """
+    import resource
+    import torch, torch.distributed as dist
+    import paceline
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    dist.init_process_group("paceline")
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    print(dist.get_rank(), type(dist.group.WORLD).__name__, float(x.sum()), flush=True)
+    dist.destroy_process_group()
+    """
+
+
+def test_without_room_for_it_gloo_does_it_and_that_is_said_before_the_training(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, NO_ROOM))
+    assert {f"{rank} ProcessGroup 16.0" for rank in (0, 1)} <= ranks.untagged(done.stdout)
+    said = "paceline: ranks of this host exchange through gloo: rank 0: "
+    assert done.stderr.count(said) == 1
+    assert "File too large" in done.stderr
+
+
 SAME = """
     import sys
     import torch, torch.distributed as dist
@@ -214,7 +236,7 @@ def test_a_script_that_says_gloo_exchanges_over_memory_where_it_is_asked_for(
 ):
     script = ranks.write(tmp_path, SAYS_GLOO)
     done = ranks.run(script, launcher=f"paceline {options}")
-    assert {f"{rank} gloo {kind} 16.0" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    assert {f"{rank} gloo {kind} 16.0" for rank in (0, 1)} <= ranks.untagged(done.stdout)
 
 
 def test_an_exchange_that_nobody_knows_is_refused(tmp_path):

@@ -40,7 +40,13 @@ def comm(
     largest: Annotated[
         str, typer.Option("--to", help="The largest vector, as 64K, 16M or 1G.")
     ] = "256M",
-    bind: Annotated[str, typer.Option(help="As paceline run has it.")] = "core",
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            help="As paceline run has it. Default: core, where each rank can have one.",
+            show_default=False,
+        ),
+    ] = None,
     machine: Annotated[
         Path | None,
         typer.Option(

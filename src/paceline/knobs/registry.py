@@ -121,7 +121,7 @@ KNOBS: dict[str, Knob] = {
     "exchange": Knob(
         "ranks of one host exchange over memory that they share, and not through gloo's sockets",
         ("exchange-bandwidth", "exchange-latency", "bucket-size", "no-overlap"),
-        'init_process_group("paceline") after import paceline, or paceline run --exchange paceline',
+        'init_process_group("{value}") after import paceline, or paceline run --exchange {value}',
         "comm.scripts:exchange",
         Choice(("paceline", "gloo")),
         r"init_process_group\(",
@@ -197,6 +197,7 @@ KNOBS: dict[str, Knob] = {
         "knobs.process:kept",
         ON,
         costs="a rank's memory stays at its peak",
+        excludes=("jemalloc",),
     ),
     "jemalloc": Knob(
         "memory is handed out by jemalloc, which keeps what is freed",
@@ -231,6 +232,7 @@ KNOBS: dict[str, Knob] = {
         r"\bmodel\(",
         "bits: what matrices hold is rounded to 8",
         numbers=True,
+        excludes=("matmul-precision",),
     ),
     "matmul-precision": Knob(
         "products of float32 matrices are made with fewer bits (TF32 on GPUs)",

@@ -1,6 +1,7 @@
 """``paceline bench comm``: one job that measures its collectives, and one of mpirun's."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ class Wish:
     hosts: str | None = None
     hostfile: Path | None = None
     launcher: str | None = None
-    bind: str = "core"
+    bind: str | None = None  # core, where there are as many
 
 
 def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
@@ -53,7 +54,9 @@ def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
     words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
     scratch = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
     summary = scratch / "found.json"
-    job = Job(PROBE, words, True, bind=wish.bind, hang_timeout=0.0, summary=summary)
+    enough = wish.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
+    bind = wish.bind or ("core" if enough else "none")
+    job = Job(PROBE, words, True, bind=bind, hang_timeout=0.0, summary=summary)
     say(f"{wish.operation} on {wish.ranks} ranks: {len(wish.sizes)} sizes")
     try:
         code = start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, [])
