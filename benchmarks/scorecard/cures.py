@@ -5,6 +5,7 @@ predictions were off.
 
     python benchmarks/scorecard/cures.py                       every kind, some minutes each
     python benchmarks/scorecard/cures.py --kinds input-waiting,too-many-threads
+    python benchmarks/scorecard/cures.py --resume              goes on where that was stopped
 """
 
 import argparse
@@ -100,17 +101,25 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.1, help="s of a step without any fault")
     parser.add_argument("--minutes", type=float, default=0.8, help="of each diagnosis")
     parser.add_argument("--json", type=Path, default=HERE.parent / "out" / "cures.json")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that --json holds")
     args = parser.parse_args()
     wanted = args.kinds.split(",") if args.kinds else [one.kind for one in FAULTS if one.cure]
     console, base_s = Console(), base_step(PLANTED, args.step)
-    cures = []
+    cures = resumed(args.json) if args.resume else []
+    known = {one.kind for one in cures}
     for fault in FAULTS:
-        if fault.kind in wanted and fault.cure:
+        if fault.kind in wanted and fault.cure and fault.kind not in known:
             cures.append(judge(fault, args.strength, base_s, args.minutes))
             console.print(said(cures[-1]), highlight=False)
             write(args, "cures", figures(cures), cures)
     console.print(table(cures))
     console.print(f"JSON: {args.json}")
+
+
+def resumed(path: Path) -> list[Cure]:
+    """What an earlier run has measured."""
+    before = json.loads(path.read_text())["cases"] if path.exists() else []
+    return [Cure(**one) for one in before if not one["error"]]
 
 
 def said(cure: Cure) -> str:

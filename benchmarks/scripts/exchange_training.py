@@ -107,7 +107,7 @@ def looped(net: nn.Module, x: torch.Tensor, groups: dict, how: tuple[str, bool] 
     def loop(steps: int) -> tuple[float, float]:
         busy, start = time.process_time(), time.perf_counter()
         for _ in range(steps):
-            optimizer.zero_grad(set_to_none=how is None or not how[1])
+            optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
         return (time.process_time() - busy) / steps, (time.perf_counter() - start) / steps

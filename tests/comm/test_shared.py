@@ -139,6 +139,29 @@ def test_without_room_for_it_gloo_does_it_and_that_is_said_before_the_training(t
     assert "File too large" in done.stderr
 
 
+THE_REST = """
+    import torch, torch.distributed as dist
+    import paceline
+
+    dist.init_process_group("paceline")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for i in range(3000):  # each frees the tensors of the one before, in a thread of gloo's
+        x = torch.full((2,), float(rank))
+        out = torch.empty(2)
+        dist.all_to_all_single(out, x)
+        dist.reduce(out, 0)
+    found = [torch.empty(1) for _ in range(size)] if rank == 0 else None
+    dist.gather(torch.ones(1), found)
+    print(rank, "all came back", flush=True)
+    dist.destroy_process_group()
+    """
+
+
+def test_what_gloo_does_for_it_comes_back(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, THE_REST), timeout=60)
+    assert done.stdout.count("all came back") == 2
+
+
 SAME = """
     import sys
     import torch, torch.distributed as dist

@@ -68,7 +68,7 @@ def asked(tmp_path, monkeypatch):
 @pytest.mark.alone
 def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
     """As --try does it, without the ladder before and after."""
-    foreseen = Interval(1.0, 0.8, 1.2)
+    foreseen = Interval(1.0, 0.95, 1.05)
     workers = Remedy("loader-workers", "input-waiting", 3, foreseen, "a formula", True, "")
     unused = Remedy("unused-search-off", "", True, foreseen, "", True, "")
     nothing = Remedy("bucket-mb", "", None, None, "", True, "")
@@ -77,9 +77,7 @@ def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
     each = {one.remedy.knob: one for one in found.trials}
     assert each["loader-workers"].kept
     assert each["loader-workers"].gain.low > 0.5
-    # The formula's interval was wide: a few steps were asked as well, before it was tried.
-    assert each["loader-workers"].first == foreseen
-    assert each["loader-workers"].source == "a few steps"
+    assert each["loader-workers"].predicted == foreseen
     assert found.kept == {"loader-workers": 3}
     assert found.faster == 1 + each["loader-workers"].gain.mean
     broken = each["unused-search-off"]
@@ -98,7 +96,11 @@ def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
     assert first.gain.mean > 0.5
     result = proven(asked, found, ["loader-workers", "compress-fp16"], lambda _: None)
     each = {one.remedy.knob: one for one in result.tried.trials}
-    assert first.gain in (each["loader-workers"].first, each["loader-workers"].predicted)
+    workers = each["loader-workers"]
+    if first.gain.high - first.gain.low > 0.2:  # a few steps were asked as well, before it
+        assert (workers.first, workers.source) == (first.gain, "a few steps")
+    else:
+        assert (workers.predicted, workers.source) == (first.gain, "a formula")
     assert result.tried.kept["loader-workers"] == first.value
     # The loss was looked at, as that one changes the numbers.
     rounded = each["compress-fp16"].loss

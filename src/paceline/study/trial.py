@@ -144,17 +144,24 @@ class _Trying:
         for remedy in sorted(known, key=_promise, reverse=True):
             assert remedy.gain is not None
             self._try(remedy, after(remedy.gain, found.faster / before), found)
-        seen = [(remedy, self._glimpse(remedy, found.kept)) for remedy in unknown]
-        for remedy, gain in sorted(
-            seen, key=lambda one: one[1].mean if one[1] else 0, reverse=True
-        ):
-            self._try(remedy, gain, found)
+        seen = []
+        for one in unknown:
+            try:
+                seen.append(replace(one, gain=self._glimpse(one, found.kept)))
+            except (ValueError, _NoEffectError) as error:
+                found.trials.append(_not_measured(one, None, error))
+        for remedy in sorted(seen, key=_promise, reverse=True):
+            self._try(remedy, remedy.gain, found)
 
     def _try(self, remedy: Remedy, foreseen: Interval | None, found: Tried) -> None:
         """One trial, into ``found``. A prediction that is rough is made better before."""
         source, first = remedy.source, None
         if foreseen is not None and source != TRIED and _rough(foreseen):
-            better = self._glimpse(remedy, found.kept)
+            try:
+                better = self._glimpse(remedy, found.kept)
+            except (ValueError, _NoEffectError) as error:
+                found.trials.append(_not_measured(remedy, foreseen, error))
+                return
             if better is not None:
                 first, foreseen, source = foreseen, better, TRIED
         trial = self._measured(remedy, foreseen, found.kept)
@@ -164,14 +171,11 @@ class _Trying:
             found.faster *= 1 + trial.gain.mean
 
     def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
-        """The gain over a few steps; None where that can't be: told when it is tried."""
+        """The gain over a few steps; None where there is no time or value for it."""
         if remedy.value is None or time.monotonic() > self.until:
             return None
         steps = min(self.steps, GLIMPSE_STEPS)
-        try:
-            pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
-        except (ValueError, _NoEffectError):
-            return None
+        pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
         gains = [gain for gain, _ in pairs]
         low, high = min(gains), max(gains)
         return Interval((low + high) / 2, low, high)
@@ -189,7 +193,6 @@ class _Trying:
         gains: list[float] = []
         losses: list[tuple[float, float]] = []
         try:
-            exclude({**kept, remedy.knob: remedy.value})
             while len(gains) < ROUNDS[1]:
                 gain, loss = self._pair(remedy, kept, self.steps, len(gains))
                 gains.append(gain)
@@ -198,13 +201,8 @@ class _Trying:
                 enough = max(TIGHT, TIGHT_OF_GAIN * abs(known.mean))
                 if len(gains) >= ROUNDS[0] and known.high - known.low < 2 * enough:
                     break
-        except FailedError as error:
-            why = f"struck off, as it breaks the script: {error.short}"
-            return Trial(remedy, predicted, None, False, why)
-        except _NoEffectError as why_not:
-            return Trial(remedy, predicted, None, False, f"no effect: {why_not}")
-        except ValueError as mistake:
-            return Trial(remedy, predicted, None, False, f"left out: {mistake}")
+        except (ValueError, _NoEffectError) as error:
+            return _not_measured(remedy, predicted, error)
         lost = _losses(losses)
         why = "" if known.sure else "no more than the noise"
         why = "it made steps slower" if known.high < 0 else why
@@ -219,6 +217,7 @@ class _Trying:
         Every other round the other comes first: what warms up or cools down counts for both."""
         rates, losses = {}, {}
         changed = {**kept, remedy.knob: remedy.value}
+        exclude(changed)
         warm = replace(self.runner.asked, settings=changed).warming
         for on in (False, True) if at % 2 == 0 else (True, False):
             named = f"{'with' if on else 'without'} {remedy.knob}, {steps} steps"
@@ -247,6 +246,18 @@ def _promise(remedy: Remedy) -> float:
 
 def _rough(gain: Interval) -> bool:
     return gain.high - gain.low > 2 * ROUGH
+
+
+def _not_measured(
+    remedy: Remedy, predicted: Interval | None, error: "ValueError | _NoEffectError"
+) -> Trial:
+    if isinstance(error, FailedError):
+        why = f"struck off, as it breaks the script: {error.short}"
+    elif isinstance(error, _NoEffectError):
+        why = f"no effect: {error}"
+    else:
+        why = f"left out: {error}"
+    return Trial(remedy, predicted, None, False, why)
 
 
 def _losses(pairs: list[tuple[float, float]]) -> Losses | None:

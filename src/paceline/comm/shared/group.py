@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...record.collectives import METHODS
 from .calls import HOWS, KINDS, ExchangeError
 from .native import Kernel
 from .without_c import InTorch
@@ -233,6 +234,22 @@ class SharedGroup(dist.ProcessGroup):
     def _scatter(self, sources: Sequence[int], into: torch.Tensor, how: int) -> None:
         kind, to = KIND_OF[into.dtype], into.data_ptr()
         self.kernel.reduce_scatter(sources, to, into.nbytes, kind, how, self.timeout)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def method(self: SharedGroup, *given: Any, **options: Any) -> Any:
+        return getattr(self.inner, name)(*given, **options)
+
+    method.__name__ = name
+    return method
+
+
+# All the rest. Left to torch, a method that a Python group does not have is called with the
+# interpreter's lock held (PyProcessGroup.hpp), and gloo's thread may want that lock to free the
+# tensor before, while it holds what the call waits for.
+for _name in (*METHODS, "monitored_barrier"):
+    if _name not in SharedGroup.__dict__ and hasattr(dist.ProcessGroup, _name):
+        setattr(SharedGroup, _name, _passed_on(_name))
 
 
 @contextlib.contextmanager
