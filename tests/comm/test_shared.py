@@ -157,6 +157,31 @@ THE_REST = """
     """
 
 
+GROUPS = """
+    import os
+    import torch, torch.distributed as dist
+    import paceline
+
+    dist.init_process_group("paceline")
+    for _ in range(3):
+        group = dist.new_group()
+        x = torch.ones(100_000)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        dist.destroy_process_group(group)
+        del group
+    mapped = open("/proc/self/maps").read().count("memfd:paceline")
+    files = sum("memfd:paceline" in os.readlink(f"/proc/self/fd/{fd}")
+                for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
+    print(dist.get_rank(), f"has {mapped} mapped and {files} open", flush=True)
+    dist.destroy_process_group()
+    """
+
+
+def test_the_memory_of_a_group_goes_with_it(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, GROUPS))
+    assert ranks.untagged(done.stdout) == {f"{rank} has 1 mapped and 1 open" for rank in (0, 1)}
+
+
 def test_what_gloo_does_for_it_comes_back(tmp_path):
     done = ranks.run(ranks.write(tmp_path, THE_REST), timeout=60)
     assert done.stdout.count("all came back") == 2

@@ -7,6 +7,7 @@ own. Which of the two it is hangs on what is the same on all ranks alone."""
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class SharedGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.kernel, self.timeout, self._where = inner, kernel, timeout, where
         self._worker = Worker("paceline-exchange")
+        self._one = threading.Lock()  # collective at a time, whichever threads ask
         self._pid = os.getpid()
         for device in inner._device_types:
             backend = inner._get_backend(device)
@@ -168,7 +170,8 @@ class SharedGroup(dist.ProcessGroup):
 
         def named() -> None:
             try:
-                run()
+                with self._one:
+                    run()
             except ExchangeError as error:
                 error.args = (f"{where}{error}",)
                 raise

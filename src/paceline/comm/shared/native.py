@@ -1,6 +1,7 @@
 """The kernel in C (kernel.c), by ctypes: a call of it holds no lock of the interpreter's."""
 
 import ctypes
+import os
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
@@ -38,7 +39,8 @@ def library() -> ctypes.CDLL:
 
 
 class Kernel:
-    """One rank's side of a group. Vectors are given by address and bytes; kind and how are
+    """One rank's side of a group, over the memory behind ``fd``, which is its own from now on and
+    goes with it. Vectors are given by address and bytes; kind and how are
     positions in calls.KINDS and calls.HOWS; timeout: seconds. Raises ExchangeError. names: the
     numbers that the group's ranks have in the job."""
 
@@ -48,7 +50,7 @@ class Kernel:
         return int(library().paceline_needs(size, slot))
 
     def __init__(self, fd: int, rank: int, size: int, slot: int, names: Sequence[int] = ()) -> None:
-        self._library = library()
+        self._library, self._fd, self._comm = library(), fd, None
         if self._library.paceline_hold(fd, rank):
             raise OSError(ctypes.get_errno(), "the lock of this rank's byte")
         self._comm = self._library.paceline_open(fd, rank, size, slot, 1)
@@ -86,10 +88,16 @@ class Kernel:
         self._check(self._library.paceline_barrier(self._comm, timeout), timeout)
 
     def close(self) -> None:
-        """Of a group that is not used any more."""
+        """Of a group that is not used any more: to the others, this rank has gone."""
         comm, self._comm = self._comm, None
+        fd, self._fd = self._fd, -1
         if comm:
             self._library.paceline_close(comm)
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
     def _check(self, error: int, timeout: float) -> None:
         if error:

@@ -4,6 +4,7 @@ show stores to each other in their order: Python has no fences."""
 import ctypes
 import fcntl
 import mmap
+import os
 import struct
 import time
 from collections.abc import Sequence
@@ -92,7 +93,13 @@ class InTorch:
         self._post()
 
     def close(self) -> None:
-        """The memory goes with the last tensor over it."""
+        """To the others, this rank has gone; the memory goes with the last tensor over it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
     # phases
 
