@@ -7,7 +7,7 @@ TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-packages soak lint types format bench picture clean
+.PHONY: demo test test-frameworks test-torch test-packages soak lint types format bench picture clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/shared/*.[ch])
@@ -44,6 +44,10 @@ test: $(VENV)/frameworks
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
+
+# PyTorch's own tests of collectives and DDP, over the exchange in shared memory.
+test-torch: $(VENV)/installed
+	$(BIN)/pytest -n 2 --durations=5 -m "" tests/comm/torchs_own.py
 
 # Real ssh, Slurm, MPI and Chromium for the tests that need hosts or open pages; without them those
 # tests are skipped.
