@@ -60,12 +60,7 @@ def products(precision: str, turned: Turned) -> None:
             return
         torch.set_float32_matmul_precision(precision)
         turned.done()
-
-        @functools.wraps(torch.set_float32_matmul_precision)
-        def passed_over(_: str) -> None:
-            turned.overrides("torch.set_float32_matmul_precision")
-
-        torch.set_float32_matmul_precision = passed_over
+        turned.passes_over(torch, "set_float32_matmul_precision")
 
     after_import({"torch": install})
 
@@ -85,7 +80,8 @@ def compiled(_: bool, turned: Turned) -> None:
     """The model that DDP takes, in place: its backward stays cut where DDP's buckets end."""
 
     def compile_inside(replica: Any) -> None:
-        if replica.module._compiled_call_impl is not None or _is_compiled(replica.module):
+        own = replica.module._compiled_call_impl is not None
+        if own or hasattr(replica.module, "_orig_mod"):
             turned.not_done("the script compiles its model by itself")
         elif why := _no_compiler(replica.device_type):
             turned.not_done(why)
@@ -94,10 +90,6 @@ def compiled(_: bool, turned: Turned) -> None:
             turned.done()
 
     made(compile_inside)
-
-
-def _is_compiled(module: Any) -> bool:
-    return hasattr(module, "_orig_mod")
 
 
 def _no_compiler(device: str) -> str:

@@ -47,12 +47,7 @@ def threads(count: int, turned: Turned) -> None:
     def install(torch: Any) -> None:
         torch.set_num_threads(count)
         turned.done()
-
-        @functools.wraps(torch.set_num_threads)
-        def passed_over(_: int) -> None:
-            turned.overrides("torch.set_num_threads")
-
-        torch.set_num_threads = passed_over
+        turned.passes_over(torch, "set_num_threads")
 
     after_import({"torch": install})
 

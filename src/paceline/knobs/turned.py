@@ -1,5 +1,6 @@
 """Set the knobs in a rank, before its script runs, and tell what became of each."""
 
+import functools
 import json
 import os
 from importlib import import_module
@@ -36,6 +37,15 @@ class Turned:
         if not self.overrode:
             self.overrode = True
             self._say(f"{self.name} is set, so the script's own {call} is passed over")
+
+    def passes_over(self, module: Any, name: str) -> None:
+        """The script's calls of a module's function have no effect from now on."""
+
+        @functools.wraps(getattr(module, name))
+        def passed_over(*_: Any) -> None:
+            self.overrides(f"{module.__name__}.{name}")
+
+        setattr(module, name, passed_over)
 
     def _tell(self) -> None:
         self.all[self.name] = {"set": self.set, "why_not": self.why_not}

@@ -171,11 +171,20 @@ def _bytes(tensors: Any) -> int:
     return sum(_bytes(tensor) for tensor in tensors)
 
 
+def share_backends(group: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
+    """``inner``'s backends are the group's too: who asks for one by device gets the real one."""
+    for device in inner._device_types:
+        backend = inner._get_backend(device)
+        kinds = dist.ProcessGroup.BackendType
+        kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
+        group._set_default_backend(kind)
+        group._register_backend(device, kind, backend)
+
+
 class RecordedGroup(dist.ProcessGroup):
     """A process group over ``inner`` that records every collective.
 
-    ``inner`` is a plain ``ProcessGroup`` with its backends; they are registered here as well,
-    so that whoever asks for a backend by device gets the real one.
+    ``inner`` is a plain ``ProcessGroup`` with its backends, or one over shared memory.
     """
 
     def __init__(
@@ -197,12 +206,7 @@ class RecordedGroup(dist.ProcessGroup):
         self._pending: dict[int, list[tuple[dist.Work, _Flight, Check | None]]] = {}
         # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
         self._unwaited: list[RecordedWork] = []
-        for device in inner._device_types:
-            backend = inner._get_backend(device)
-            kinds = dist.ProcessGroup.BackendType
-            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
-            self._set_default_backend(kind)
-            self._register_backend(device, kind, backend)
+        share_backends(self, inner)
 
     def message_number(self, op: Op, peer: int, tag: int) -> int:
         """The number of the next message with this peer and tag, the tag in its upper bits."""

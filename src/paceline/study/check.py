@@ -1,10 +1,7 @@
 """``paceline check``: one job on all hosts that answer, each rank a probe; what they found is the
 machine file."""
 
-import json
 import shlex
-import shutil
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,9 +9,9 @@ from typing import Any
 
 from ..cost.machine import Machine
 from ..cost.shapes import build
-from ..launch.here import InServer
 from ..launch.job import Job
 from ..launch.start import start
+from .summary import summary_of
 
 RANKS = 2  # a host at least: collectives in a host are between ranks
 PROBE = "paceline.study.probe"
@@ -55,11 +52,10 @@ def check(wish: Wish) -> Checked:
     if wish.folder is not None:
         arguments += ["--data", str(wish.folder.absolute())]
     without: dict[str, str] = {}
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-check-"))
-    summary = scratch / "found.json"
-    job = Job(PROBE, arguments, True, bind="none", hang_timeout=0.0, summary=summary)
-    try:
-        code = start(
+    job = Job(PROBE, arguments, True, bind="none", hang_timeout=0.0)
+
+    def begin(job: Job) -> int:
+        return start(
             job,
             wish.ranks,
             wish.hosts,
@@ -69,18 +65,13 @@ def check(wish: Wish) -> Checked:
             least=RANKS,
             without=without,
         )
-        if not summary.exists():
-            raise ValueError(
-                f"nothing was measured: the probes ended with exit code {code}. HINT: what they "
-                "said is above; paceline run -m paceline.study.probe --quick runs them alone"
-            )
-        found = json.loads(summary.read_text())
-    except InServer:  # this process is the one that ranks are forked from, and all is another's
-        raise
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    shutil.rmtree(scratch, ignore_errors=True)
+
+    code, found = summary_of(job, begin)
+    if found is None:
+        raise ValueError(
+            f"nothing was measured: the probes ended with exit code {code}. HINT: what they "
+            "said is above; paceline run -m paceline.study.probe --quick runs them alone"
+        )
     return Checked(*_read(found, without, wish), code)
 
 

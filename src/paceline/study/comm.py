@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,9 +13,9 @@ from typing import Any
 
 from ..cost.machine import AtSize, Collective, Machine
 from ..cost.shapes import build
-from ..launch.here import InServer
 from ..launch.job import Job
 from ..launch.start import start
+from .summary import summary_of
 
 PROBE = "paceline.study.probe.comm"
 SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KiB to 256 MiB
@@ -52,23 +51,15 @@ def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
     if wish.operation not in OPERATIONS:
         raise ValueError(f"{wish.operation}: no such operation. HINT: {', '.join(OPERATIONS)}")
     words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
-    summary = scratch / "found.json"
     enough = wish.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
     bind = wish.bind or ("core" if enough else "none")
-    job = Job(PROBE, words, True, bind=bind, hang_timeout=0.0, summary=summary)
     say(f"{wish.operation} on {wish.ranks} ranks: {len(wish.sizes)} sizes")
-    try:
-        code = start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, [])
-        if not summary.exists():
-            raise ValueError(f"nothing was measured: the ranks ended with exit code {code}")
-        found = json.loads(summary.read_text())
-    except InServer:  # this process is the one that ranks are forked from, and all is another's
-        raise
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    shutil.rmtree(scratch, ignore_errors=True)
+    code, found = summary_of(
+        Job(PROBE, words, True, bind=bind, hang_timeout=0.0),
+        lambda job: start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, []),
+    )
+    if found is None:
+        raise ValueError(f"nothing was measured: the ranks ended with exit code {code}")
     notes: list[str] = []
     more: dict[str, Any] = {}
     if wish.hosts is None and wish.hostfile is None:

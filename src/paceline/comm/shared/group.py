@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...record.collectives import METHODS
+from ...record.collectives import METHODS, share_backends
 from .calls import HOWS, KINDS, ExchangeError
 from .native import Kernel
 from .without_c import InTorch
@@ -49,12 +49,7 @@ class SharedGroup(dist.ProcessGroup):
         self._worker = Worker("paceline-exchange")
         self._one = threading.Lock()  # collective at a time, whichever threads ask
         self._pid = os.getpid()
-        for device in inner._device_types:
-            backend = inner._get_backend(device)
-            kinds = dist.ProcessGroup.BackendType
-            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
-            self._set_default_backend(kind)
-            self._register_backend(device, kind, backend)
+        share_backends(self, inner)
 
     def settle(self, seconds: float) -> None:
         """Before the group is destroyed: let what is under way end."""
