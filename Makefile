@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@echo "Setting up $(VENV) (PyTorch takes a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install $(PIP_ARGS) $(TORCH_ARGS) torch
-	@$(BIN)/pip install $(PIP_ARGS) -e '.[examples,dev]'
+	@$(BIN)/pip install $(PIP_ARGS) -e '.[data,examples,dev]'
 	@touch $@
 
 # Frameworks whose scripts are recorded in the tests; without them those tests are skipped.
@@ -78,6 +78,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/page_size.py
 	$(BIN)/python benchmarks/binding.py
 	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/fault_times.py
 	$(BIN)/python benchmarks/host_fault_times.py
 

@@ -6,10 +6,22 @@ from .base import app
 
 # In the order in which --help lists them.
 # isort: off
-from . import run, check, diagnose, record, report, top, submit, bench
+from . import run, check, diagnose, record, report, top, submit, pack, bench
 
 # isort: on
-__all__ = ["app", "bench", "check", "diagnose", "main", "record", "report", "run", "submit", "top"]
+__all__ = [
+    "app",
+    "bench",
+    "check",
+    "diagnose",
+    "main",
+    "pack",
+    "record",
+    "report",
+    "run",
+    "submit",
+    "top",
+]
 
 
 def main() -> None:

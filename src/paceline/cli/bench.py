@@ -8,6 +8,7 @@ import typer
 
 from .base import app, mistakes_told
 from .options import Hostfile, Hosts, Launcher
+from .sizes import bytes_of
 
 _bench = typer.Typer(
     no_args_is_help=True,
@@ -71,7 +72,7 @@ def comm(
 
     with mistakes_told():
         before = load(machine) if machine is not None else None
-        most = _bytes(largest)
+        most = bytes_of(largest, "--to")
         sizes = tuple(one for one in SIZES if one <= most)
         if not sizes:
             raise ValueError(f"--to {largest}: less than the smallest vector. HINT: 1K or more")
@@ -84,15 +85,3 @@ def comm(
         typer.echo(dumps(shown.as_json(found.collectives, found.copies, found.notes)))
     else:
         Console().print(shown.drawn(found.collectives, found.copies, found.notes))
-
-
-def _bytes(text: str) -> int:
-    """16M as 16777216."""
-    number, unit = text.strip().rstrip("iB"), 1
-    if number[-1:].upper() in ("K", "M", "G"):
-        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[number[-1].upper()]
-        number = number[:-1]
-    try:
-        return int(float(number) * unit)
-    except ValueError:
-        raise ValueError(f"--to {text}: no size. HINT: 64K, 16M or 1G") from None

@@ -1,1 +1,22 @@
-"""Input: which rank reads which sample, in an order that does not depend on their number."""
+"""Input: packed sets, their loader, and which rank reads which sample, in an order that does not
+depend on the number of ranks."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .loader import Loader
+    from .packing import pack
+    from .shard_format import DataError
+    from .shards import Shards
+
+__all__ = ["DataError", "Loader", "Shards", "pack"]
+_WHERE = {"DataError": "shard_format", "Loader": "loader", "Shards": "shards", "pack": "packing"}
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that packing starts without torch.
+    if name in _WHERE:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    raise AttributeError(f"module 'paceline.data' has no attribute {name!r}")

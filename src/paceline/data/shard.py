@@ -18,7 +18,9 @@ from torch.utils.data import (
 )
 
 from ..record.batch import samples_in
+from .loader import Loader
 from .order import Share, Split, checksum, kept_random_states, mix, seed_everything, shuffled
+from .samplers import Ordered
 
 _COPIED = (  # what the sharded loader takes over from the user's
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
@@ -118,16 +120,7 @@ class ShardedLoader:
             )
         self._batches = _Batches(self.split, rank)
         self._batches.fill = not every_sample_once
-        options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
-        if not options.get("pin_memory_device"):
-            options.pop("pin_memory_device", None)
-        self.loader: DataLoader[Any] = DataLoader(
-            _SeededSamples(loader.dataset, seed),
-            batch_sampler=self._batches,
-            # workers' base seed is drawn from here, not from the training's generator
-            generator=torch.Generator().manual_seed(seed),
-            **options,
-        )
+        self.loader = _over(loader, self._batches, seed)
 
     def __len__(self) -> int:
         """Global batches an epoch: the steps that every rank makes."""
@@ -152,6 +145,8 @@ class ShardedLoader:
     def _order(self, epoch: int) -> torch.Tensor:
         if isinstance(self._sampler, SequentialSampler):
             return torch.arange(self.split.samples)
+        if isinstance(self._sampler, Ordered):
+            return self._sampler.order(mix(self.seed, self._sampler.seed), epoch)
         if _is_plain_shuffle(self._sampler):
             return shuffled(self.split.samples, self.seed, epoch)
         # Any other sampler draws from seeded generators, alike on every rank.
@@ -172,6 +167,26 @@ class ShardedLoader:
                 "from a `generator` attribute",
             )
         return order
+
+
+def _over(loader: DataLoader[Any], batches: _Batches, seed: int) -> DataLoader[Any]:
+    """The user's loader with these batches, and a seed for each sample."""
+    if isinstance(loader, Loader):
+        return loader.over(batches, seed, batches.split.ranks)
+    return DataLoader(
+        _SeededSamples(loader.dataset, seed),
+        batch_sampler=batches,
+        # workers' base seed is drawn from here, not from the training's generator
+        generator=torch.Generator().manual_seed(seed),
+        **_options(loader),
+    )
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+    if not options.get("pin_memory_device"):
+        options.pop("pin_memory_device", None)
+    return options
 
 
 class ShardedStream:
@@ -201,15 +216,12 @@ class ShardedStream:
         self.name = f"DataLoader({type(loader.dataset).__name__})"
         self.batch = global_batch_of(loader, full_ranks or ranks, global_batch)
         each, more = divmod(self.batch, ranks)
-        options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
-        if not options.get("pin_memory_device"):
-            options.pop("pin_memory_device", None)
         self.loader: DataLoader[Any] = DataLoader(
             _own_part(loader.dataset, rank, ranks, split, self.name),
             batch_size=each + (rank < more),
             drop_last=loader.drop_last,
             generator=torch.Generator().manual_seed(seed),
-            **options,
+            **_options(loader),
         )
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:

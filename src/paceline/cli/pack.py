@@ -1,0 +1,188 @@
+"""``paceline pack``."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .base import app, mistakes_told
+from .sizes import bytes_of
+
+QUIET_S = 10.0  # between two lines of progress where there is no terminal
+
+
+@app.command(
+    epilog="Examples:  paceline pack photos/ packed/   ·   "
+    "paceline pack tiles/ packed/ --labels labels.csv   ·   "
+    "paceline pack photos/ small/ --resize 256   ·   "
+    "paceline pack x.npy packed/ --labels y.npy --cast float16 --compress   ·   "
+    "paceline pack mine:samples packed/   ·   paceline pack --check packed/",
+)
+def pack(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder of files, a .npy file, a packed set, or MODULE:FUNCTION that yields "
+            "arrays, bytes, or (data, label). With --check: the packed set."
+        ),
+    ],
+    dest: Annotated[
+        Path | None, typer.Argument(help="The folder to pack into.", show_default=False)
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Pack nothing: read every byte of a packed set back, and decode it."
+        ),
+    ] = False,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            help="A CSV of file and label (or several numbers) a line; of a .npy file another "
+            "one. Default: a file's class is the folder that it is in.",
+            show_default=False,
+        ),
+    ] = None,
+    resize: Annotated[
+        int | None,
+        typer.Option(
+            help="Images whose shorter side is longer than this become JPEGs of that size.",
+            show_default=False,
+            min=1,
+        ),
+    ] = None,
+    quality: Annotated[int, typer.Option(help="Of --resize's JPEGs.", min=1, max=100)] = 90,
+    decode: Annotated[
+        bool,
+        typer.Option("--decode", help="Images as arrays: no decoding in training, more bytes."),
+    ] = False,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Arrays with zstd, without loss.")
+    ] = False,
+    cast: Annotated[
+        str | None,
+        typer.Option(help="Arrays to this dtype, as float16.", metavar="DTYPE", show_default=False),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Of a shard, about: 64M to 1G.")] = "256M",
+    seed: Annotated[int, typer.Option(help="Of the order that samples are packed in.")] = 0,
+    statistics: Annotated[
+        int, typer.Option(help="Samples whose mean and deviation are taken.", min=0)
+    ] = 4096,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Threads. Default: two a core.", min=1, show_default=False),
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="stop, or skip what can't be read, with a count.")
+    ] = "stop",
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Anew, where DEST holds a set or part of one already."),
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="JSON on standard output instead of a table.")
+    ] = False,
+) -> None:
+    """Many small files into few large ones, in random order, each sample with a checksum.
+
+    Reading a file a sample is slow on every parallel file system, and its servers' time is
+    everybody's. A packed set is read at the speed of large files, and a flipped byte is noticed.
+    Stopped or killed, the same command goes on where it was. paceline.data.Loader reads it.
+
+    Exit code 1 where --check has found something.
+    """
+    with mistakes_told():
+        if check:
+            if dest is not None:
+                raise ValueError(f"--check takes one folder, and {dest} is a second. HINT: one")
+            code = _check(Path(source), workers, json)
+            raise typer.Exit(code)
+        if dest is None:
+            raise ValueError("where to? HINT: paceline pack SOURCE DEST")
+        from ..data.packing import pack as packed
+
+        with _progress("packed", None) as step:
+            report = packed(
+                source,
+                dest,
+                labels,
+                shard_bytes=bytes_of(shard_size, "--shard-size"),
+                seed=seed,
+                workers=workers,
+                decode=decode,
+                resize=resize,
+                quality=quality,
+                compress=compress,
+                cast=cast,
+                statistics=statistics,
+                on_error=on_error,
+                fresh=fresh,
+                step=step,
+            )
+    meta = asdict(report.meta)
+    if json:
+        more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
+        typer.echo(dumps({"folder": str(dest), **meta, **more}))
+        return
+    from rich.console import Console
+
+    from ..report import dataset as shown
+
+    Console().print(shown.drawn(meta, report.left_out, report.notes, report.seconds))
+
+
+def _check(folder: Path, workers: int | None, json: bool) -> int:
+    from ..data.shard_format import load
+    from ..data.verify import verify
+
+    meta, began = load(folder), time.monotonic()
+    with _progress("read back", meta.samples) as step:
+        bad = verify(folder, workers, step)
+    lines = [str(one) for one in bad]
+    if json:
+        typer.echo(dumps({"folder": str(folder), "samples": meta.samples, "bad": lines}))
+    else:
+        from rich.console import Console
+
+        from ..report import dataset as shown
+
+        took = time.monotonic() - began
+        Console().print(shown.checked(str(folder), asdict(meta), lines, took))
+    return int(bool(bad))
+
+
+@contextmanager
+def _progress(what: str, whole: int | None) -> Iterator[Callable[[int, int], None]]:
+    """On stderr: a line that moves, or one now and then."""
+    from rich.console import Console
+
+    from ..cost.units import size
+
+    console, began = Console(stderr=True), time.monotonic()
+    every = 0.2 if console.is_terminal else QUIET_S
+    due = began + every
+    moved = False
+
+    def step(done: int, read: int) -> None:
+        nonlocal due, moved
+        now = time.monotonic()
+        if now < due:
+            return
+        due, moved = now + every, True
+        of = f" of {whole:,}" if whole else ""
+        rate = done / (now - began)
+        line = f"paceline: {what} {done:,}{of} samples, {size(read)}, {rate:,.0f} samples/s"
+        console.file.write(f"\r\x1b[2K{line}" if console.is_terminal else f"{line}\n")
+        console.file.flush()
+
+    try:
+        yield step
+    finally:
+        if moved and console.is_terminal:
+            console.file.write("\r\x1b[2K")
+            console.file.flush()

@@ -1,0 +1,134 @@
+"""From a sample's bytes to an array, and for packing what an image is. The decoders give the
+interpreter's lock back, so threads decode beside each other."""
+
+import importlib
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Row
+
+Bytes = Any  # what supports the buffer protocol
+COLOURS = {1: "GRAY", 3: "RGB"}
+MODES = {"1": "L", "L": "L", "I;16": "I;16", "I": "I", "F": "F"}  # as they stay; others: RGB
+MOST_PIXELS = 1 << 28  # of an image: what claims more is no image to train with
+
+
+def decode(row: Row, data: Bytes, into: np.ndarray[Any, Any] | None = None) -> Any:
+    """The array of a sample, in ``into`` where it is given (of the row's shape and dtype, C order).
+
+    data: its bytes, without a label's. Images are (height, width, channels). A file of another
+    kind stays bytes. Raises ValueError where it can't be decoded.
+    """
+    if row.encoding == FILE:
+        return bytes(data)
+    array = _DECODERS[row.encoding](row, data, into)
+    if array.shape != row.shape or array.dtype != row.dtype:
+        raise ValueError(
+            f"is {array.dtype} of {array.shape}, and its row says {row.dtype} of {row.shape}"
+        )
+    if into is None or np.may_share_memory(array, into):
+        return array
+    into[...] = array
+    return into
+
+
+def _raw(row: Row, data: Bytes, into: Any) -> Any:
+    count = math.prod(row.shape)
+    if count * np.dtype(row.dtype).itemsize != len(data):
+        raise ValueError(f"has {len(data)} bytes, not those of {row.dtype} of {row.shape}")
+    return np.frombuffer(data, row.dtype, count).reshape(row.shape)
+
+
+def _zstd(row: Row, data: Bytes, into: Any) -> Any:
+    size = math.prod(row.shape) * np.dtype(row.dtype).itemsize
+    zstandard = _package("zstandard")
+    try:
+        whole = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"does not decompress: {error}") from None
+    return _raw(row, whole, into)
+
+
+def _jpeg(row: Row, data: Bytes, into: Any) -> Any:
+    fast = jpeg_package()
+    if fast is None:
+        return _image(row, data, into)
+    # Of a picture that is larger than its row says, the decoder itself says that it does not fit.
+    buffer = None if into is None else into.reshape(-1)
+    return fast.decode_jpeg(data, COLOURS[row.shape[2]], buffer=buffer)
+
+
+def _image(row: Row, data: Bytes, into: Any) -> Any:
+    return as_array(opened(data))
+
+
+def as_array(picture: Any) -> np.ndarray[Any, Any]:
+    """A picture of PIL's as (height, width, channels)."""
+    mode = MODES.get(picture.mode, "RGB")
+    try:
+        array = np.asarray(picture if picture.mode == mode else picture.convert(mode))
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"does not decode: {error}") from None
+    return array if array.ndim == 3 else array[:, :, None]
+
+
+def opened(data: Bytes) -> Any:
+    """PIL's picture, of which only the head has been read."""
+    package = _package("PIL.Image", "pillow")
+    try:
+        picture = package.open(io.BytesIO(data))
+    except (OSError, SyntaxError, ValueError, package.DecompressionBombError) as error:
+        raise ValueError(f"is no image that can be opened: {error}") from None
+    if picture.width * picture.height > MOST_PIXELS:
+        raise ValueError(f"claims {picture.width} x {picture.height} pixels")
+    return picture
+
+
+def described(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:
+    """Encoding, shape and dtype of an image file, from its head."""
+    fast = jpeg_package() if jpeg else None
+    if fast is not None:
+        height, width, colours, _ = fast.decode_jpeg_header(data)
+        if height * width > MOST_PIXELS:
+            raise ValueError(f"claims {width} x {height} pixels")
+        if colours in ("Gray", "GRAY", "YCbCr", "RGB"):
+            return JPEG, (height, width, 1 if colours.upper() == "GRAY" else 3), "uint8"
+    picture = opened(data)
+    mode = MODES.get(picture.mode, "RGB")
+    dtype = {"I;16": "uint16", "I": "int32", "F": "float32"}.get(mode, "uint8")
+    return IMAGE, (picture.height, picture.width, 3 if mode == "RGB" else 1), dtype
+
+
+def jpeg_package() -> Any:
+    """simplejpeg, the fastest decoder; None where it is not installed, and PIL does it."""
+    try:
+        return importlib.import_module("simplejpeg")
+    except ImportError:
+        return None
+
+
+def _package(module: str, name: str = "") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ValueError(
+            f"needs {name or module}, which is not installed. HINT: pip install 'paceline[data]'"
+        ) from None
+
+
+def compressed(array: np.ndarray[Any, Any], level: int = 3) -> bytes:
+    """A C-ordered array's bytes, with zstd."""
+    made: bytes = _package("zstandard").ZstdCompressor(level).compress(array.tobytes())
+    return made
+
+
+_DECODERS: dict[int, Callable[[Row, Bytes, Any], Any]] = {
+    RAW: _raw,
+    ZSTD: _zstd,
+    JPEG: _jpeg,
+    IMAGE: _image,
+}

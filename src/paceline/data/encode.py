@@ -1,0 +1,145 @@
+"""What a sample becomes when it is packed: its bytes as they are, or made smaller, or decoded."""
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .decode import compressed, decode, described, opened
+from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_bytes
+from .sources import ARRAYS, IMAGES, JPEGS, Loaded
+from .statistics import Statistics
+
+_FORMATS = {"L": "L", "RGB": "RGB"}  # that a JPEG has
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """decode: images as arrays. resize: images' shorter side in pixels, as JPEGs of ``quality``.
+    compress: arrays with zstd. cast: arrays' dtype."""
+
+    decode: bool = False
+    resize: int | None = None
+    quality: int = 90
+    compress: bool = False
+    cast: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cast is not None:
+            try:
+                np.dtype(self.cast)
+            except TypeError:
+                raise ValueError(
+                    f"cast={self.cast!r} is no dtype. HINT: float16, uint8 ..."
+                ) from None
+        if self.resize is not None and self.resize < 1:
+            raise ValueError(f"resize={self.resize}: HINT: the shorter side in pixels, as 256")
+        if not 1 <= self.quality <= 100:
+            raise ValueError(f"quality={self.quality}: HINT: 1 to 100, as JPEG has it")
+
+
+@dataclass
+class Packed:
+    """One sample, ready to be written. crc: of its bytes, without its row."""
+
+    encoding: int
+    shape: tuple[int, ...]
+    dtype: str
+    parts: list[Any]
+    label: int
+    crc: int
+    name: str
+    statistics: Statistics = field(default_factory=Statistics)  # of this one
+
+    @property
+    def length(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def row(self, shard: int, offset: int) -> tuple[Row, bytes]:
+        """Its row at a place, and that row's bytes."""
+        place = (self.label, offset, self.length, shard)
+        row = Row(*place, self.shape, self.dtype, self.encoding, 0, b"")
+        covered = row_bytes(row)
+        crc = checksum(covered, start=self.crc)
+        return row._replace(covered=covered, crc=crc), covered + crc.to_bytes(4, "little")
+
+
+def encoded(loaded: Loaded, how: Encoding, label: Field | str | None) -> Packed:
+    """Raises ValueError where a sample, or its label, is not what it is said to be."""
+    encoding, shape, dtype, data = _encoded(loaded, how)
+    parts, number = [data], 0
+    if isinstance(label, Field):
+        array = np.asarray(loaded.label, label.dtype, order="C")
+        if array.shape != label.shape:
+            raise ValueError(f"its label is {array.shape}, and others are {label.shape}")
+        parts.append(array.tobytes())
+    elif label is not None:
+        number = int(loaded.label)
+    if sum(map(len, parts)) >= 1 << 32:
+        raise ValueError("has 4 GiB or more. HINT: cut it into patches")
+    return Packed(encoding, shape, dtype, parts, number, checksum(b"", *parts), loaded.name)
+
+
+def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
+    data = loaded.data
+    if isinstance(data, np.ndarray):
+        return _of_array(data, how)
+    if loaded.end in ARRAYS:
+        return _of_array(np.load(io.BytesIO(data), allow_pickle=False), how)
+    if loaded.end not in IMAGES:
+        return FILE, (), "uint8", data
+    encoding, shape, dtype = described(data, loaded.end in JPEGS)
+    if how.resize is not None and min(shape[:2]) > how.resize:
+        data = _smaller(data, how.resize, how.quality)
+        encoding, shape, dtype = described(data, True)
+    if how.decode:
+        row = Row(0, 0, len(data), 0, shape, dtype, encoding, 0, b"")
+        return _of_array(decode(row, data), how)
+    return encoding, shape, dtype, data
+
+
+def _of_array(array: np.ndarray[Any, Any], how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
+    if array.dtype.hasobject or array.dtype.kind not in "biufc":
+        raise ValueError(f"is an array of {array.dtype}, not of numbers")
+    kind = np.dtype(how.cast or array.dtype).newbyteorder("=")
+    if kind.kind in "iu" and kind != array.dtype:
+        _fits(array, kind)
+    array = np.asarray(array, kind, order="C")
+    if how.compress:
+        return ZSTD, array.shape, kind.name, compressed(array)
+    return RAW, array.shape, kind.name, array.tobytes()
+
+
+def _fits(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:
+    """A cast to whole numbers must not wrap around."""
+    limits = np.iinfo(kind)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
+        raise ValueError(
+            f"has values from {array.min()} to {array.max()}, which {kind} can't hold. "
+            "HINT: --cast to a wider dtype"
+        )
+
+
+def _smaller(data: Any, side: int, quality: int) -> bytes:
+    picture = opened(data)
+    picture.draft(picture.mode, (side, side))  # a JPEG is decoded at a fraction of its size
+    width, height = picture.size
+    scale = side / min(width, height)
+    try:
+        picture = picture.convert(_FORMATS.get(picture.mode, "RGB"))
+        if scale < 1:
+            picture = picture.resize((round(width * scale), round(height * scale)), reducing_gap=2)
+        made = io.BytesIO()
+        picture.save(made, "JPEG", quality=quality)
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"does not decode: {error}") from None
+    return made.getvalue()
+
+
+def values(packed: Packed) -> Any:
+    """The array of a packed sample, as a reader will have it; None of a file of another kind."""
+    if packed.encoding == FILE:
+        return None
+    row = Row(0, 0, packed.length, 0, packed.shape, packed.dtype, packed.encoding, 0, b"")
+    return decode(row, packed.parts[0])

@@ -1,0 +1,231 @@
+"""``paceline.data.Loader``: a DataLoader whose workers are threads, which decode into memory that
+is used again. No batch moves between processes."""
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .ahead import ReadAhead, samples_ahead
+from .arrays import Arrays
+from .batch import Batch, Recipe
+from .samplers import BLOCK_BYTES, InBlocks, Ordered, Shuffled
+from .several import Several
+from .shard_format import DataError
+from .shards import Shards
+from .workers import AtOnce, Processes, Threads
+
+
+class Loader(DataLoader[Any]):
+    """Batches of a packed set (its folder, or ``Shards``), of arrays (x, or (x, y)), or of a list
+    of such, as a DataLoader gives them: [x, y], or x where there are no labels.
+
+    batch_size: samples, a rank's under ``world.shard``. shuffle: True, or "blocks" for storage
+    that is slow at small pieces; the order depends on (seed, epoch) alone. sampler: any of
+    torch's instead. num_workers: threads; default 2, or 1 where the rank has one core; 0: none,
+    batches are made when they are asked for.
+    prefetch_factor: batches that are made ahead. transform: of a sample's array, ``f(x)`` or
+    ``f(x, rng)`` with a numpy Generator that depends on (seed, epoch, sample) alone; images are
+    (height, width, channels) and stay so. processes: num_workers are processes, for a transform
+    that holds the interpreter's lock; in these the global generators are seeded for each sample,
+    too. collate_fn: of a list of samples, where they don't stack. on_error: "stop", or "skip" what
+    can't be read, with a warning and a count (``skipped``).
+
+    Images come as (batch, channels, height, width) in channels-last memory, uint8, unless a
+    transform says otherwise; a transform that returns a tensor has them as it likes. A batch's
+    memory is used again once nothing refers to it any more.
+
+    Raises ValueError for a source that is none, and, in the loop, DataError for a sample that
+    can't be read and ValueError where samples of a batch differ in shape.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int = 1,
+        shuffle: bool | str = False,
+        *,
+        sampler: Any = None,
+        num_workers: int | None = None,
+        prefetch_factor: int = 2,
+        transform: Callable[..., Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        processes: bool = False,
+        seed: int = 0,
+        on_error: str = "stop",
+    ) -> None:
+        if on_error not in ("stop", "skip"):
+            raise ValueError(f"Loader: on_error={on_error!r}. HINT: 'stop' or 'skip'")
+        dataset = _dataset(source)
+        if not len(dataset):
+            raise ValueError(f"Loader: {dataset!r} has no samples")
+        if sampler is not None and shuffle:
+            raise ValueError("Loader: sampler and shuffle are two orders. HINT: one of them")
+        if num_workers is None:
+            num_workers = min(2, len(os.sched_getaffinity(0)))
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=_order(dataset, shuffle, seed) if sampler is None else sampler,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+        )
+        skips, self._processes = on_error == "skip", processes
+        self._recipe = Recipe(dataset, transform, collate_fn, seed, skips, shared=processes)
+        self._epoch, self._start = 0, 0
+        self._given = 0  # samples of the running epoch
+        self._ranks = 1
+        self._pool: tuple[int, Threads | Processes] | None = None
+
+    @property
+    def skipped(self) -> list[DataError]:
+        """What was left out so far (on_error="skip")."""
+        return self._recipe.skipped
+
+    def check_worker_number_rationality(self) -> None:
+        """DataLoader's warning that so many processes are too many: threads are none."""
+
+    def over(self, batches: Any, seed: int, ranks: int) -> "Loader":
+        """The same with a rank's batches, of keys (epoch, sample): for ``world.shard``."""
+        other = Loader.__new__(Loader)
+        changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._recipe.seeded(seed)}
+        changed["_ranks"] = ranks
+        # a base seed of torch's is drawn from here, not from the training's generator
+        changed["generator"] = torch.Generator().manual_seed(seed)
+        other.__dict__.update({**self.__dict__, **changed, "_pool": None, "_iterator": None})
+        return other
+
+    # where it is
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch whose order and augmentation the next pass has; without, they count up."""
+        self._epoch, self._start = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch, and samples that have been given in it. ``world`` keeps such a place by itself."""
+        return {"epoch": self._epoch, "sample": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next pass goes on there, also with another batch size."""
+        self._epoch, self._start = state["epoch"], state["sample"]
+
+    # passes
+
+    def _get_iterator(self) -> "_Pass":
+        return _Pass(self)
+
+    def begins(self) -> int:
+        """A pass begins; its first sample."""
+        if isinstance(self.sampler, Ordered):
+            self.sampler.set_epoch(self._epoch)
+        self._workers()  # processes are forked by the thread that trains
+        start, self._start = self._start, 0
+        self._given = start
+        return start
+
+    def gave(self, samples: int) -> None:
+        """One more batch of the pass."""
+        self._given += samples
+
+    def ends(self) -> None:
+        """The pass is at its end."""
+        self._epoch, self._given = self._epoch + 1, 0
+
+    def batch(self, keys: list[Any]) -> Batch:
+        """Begin to make a batch. keys: (epoch, sample), or samples of the running epoch."""
+        if not isinstance(keys[0], tuple):
+            keys = [(self._epoch, int(i)) for i in keys]
+        workers = self._workers()
+        pinned = self.pin_memory and not self._processes and torch.cuda.is_available()
+        return Batch(self._recipe, keys, workers.submit, self.num_workers, pinned)
+
+    def reads_ahead(self, batches: Any) -> ReadAhead:
+        """The same batches, whose blocks are asked for before they are needed."""
+        count = samples_ahead(self._recipe.source) // self._ranks
+        return ReadAhead(self._recipe.source, batches, count, self._workers().call)
+
+    def _workers(self) -> AtOnce | Threads | Processes:
+        if not self.num_workers:
+            return AtOnce()
+        if self._pool is None or self._pool[0] != self.num_workers:
+            if self._pool is not None:
+                self._pool[1].close()
+            count = self.num_workers
+            workers = Processes(self._recipe, count) if self._processes else Threads(count)
+            self._pool = (count, workers)
+            weakref.finalize(self, workers.close)
+        return self._pool[1]
+
+
+class _Pass(_BaseDataLoaderIter):
+    """One pass; torch's own class, so that whoever listens to DataLoaders hears this one."""
+
+    def __init__(self, loader: Loader) -> None:
+        start = loader.begins()
+        super().__init__(loader)
+        self._begin(loader, start)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        start = loader.begins()
+        super()._reset(loader, first_iter)
+        self._begin(loader, start)
+
+    def _begin(self, loader: Loader, start: int) -> None:
+        self._loader, self._ahead = loader, deque[Batch]()
+        if start:
+            rest = list(islice(iter(loader.sampler), start, None))
+            self._sampler_iter = iter(BatchSampler(rest, loader.batch_size or 1, loader.drop_last))
+        if isinstance(loader.sampler, InBlocks) and isinstance(loader.dataset, Shards):
+            self._sampler_iter = loader.reads_ahead(self._sampler_iter)
+
+    def _next_data(self) -> Any:
+        loader = self._loader
+        depth = max(loader.prefetch_factor or 1, 1)
+        while len(self._ahead) < depth and (keys := next(self._sampler_iter, None)) is not None:
+            self._ahead.append(loader.batch(keys))
+        if not self._ahead:
+            loader.ends()
+            raise StopIteration
+        batch = self._ahead.popleft()
+        whole = batch.whole(loader)
+        loader.gave(len(batch.keys))
+        return whole
+
+
+def _dataset(source: Any) -> Any:
+    if isinstance(source, (str, os.PathLike)):
+        return Shards(source)
+    if isinstance(source, (Shards, Arrays, Several)):
+        return source
+    if isinstance(source, list) and source:
+        return Several([_dataset(one) for one in source])
+    if isinstance(source, TensorDataset):
+        source = source.tensors
+    if isinstance(source, tuple) and len(source) in (1, 2):
+        return Arrays(*source)
+    if isinstance(source, (np.ndarray, torch.Tensor)):
+        return Arrays(source)
+    raise ValueError(
+        f"Loader: {type(source).__name__} is no source. HINT: a folder that paceline pack has "
+        "written, arrays x or (x, y); for other datasets torch's DataLoader"
+    )
+
+
+def _order(dataset: Any, shuffle: bool | str, seed: int) -> Ordered:
+    if shuffle not in (True, False, "blocks"):
+        raise ValueError(f"Loader: shuffle={shuffle!r}. HINT: True, False or 'blocks'")
+    if shuffle == "blocks" and isinstance(dataset, Shards):
+        each = max(dataset.meta.bytes / len(dataset), 1)
+        return InBlocks(len(dataset), int(BLOCK_BYTES / each), seed)
+    return (Shuffled if shuffle else Ordered)(len(dataset), seed)

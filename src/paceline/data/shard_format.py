@@ -1,0 +1,226 @@
+"""The shard format: samples one after the other in a few large files, and an index beside them.
+
+    paceline.json      what the set is: counts, shards, classes, statistics, and its own checksum
+    index.bin          a row of 48 bytes a sample, in the order of the set
+    shard-00000.bin    the samples' bytes, one after the other, with nothing between
+    names.txt          where each sample came from, a line each (sets of files)
+
+A row, little endian: label int64, offset uint64, length uint32, shard uint32, shape 4 x uint32,
+dtype, ndim, encoding, 0 as bytes, and the CRC-32C (Castagnoli) of the sample and these 44 bytes.
+So a flipped bit in a label is noticed as well as one in an image. A label that is an array stands
+behind its sample, and counts as part of it.
+"""
+
+import json
+import math
+import os
+import struct
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+
+FORMAT, VERSION = "paceline-shards", 1
+META, INDEX, NAMES = "paceline.json", "index.bin", "names.txt"
+UNKNOWN = "........"  # in the place of the checksum, while it is taken of all of paceline.json
+ROW = struct.Struct("<qQII4IBBBxI")
+COVERED = ROW.size - 4  # bytes of a row that its checksum is over
+DIMS = 4  # that a row has room for; a set whose shape has more says it once, in its meta
+AS_THE_SET = 255  # in the place of the number of dims
+
+RAW, ZSTD, JPEG, IMAGE, FILE = range(5)  # encodings
+ENCODINGS = ("array", "array, zstd", "JPEG", "image", "file")
+# In this order for good: a row has the number.
+DTYPES = (
+    *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"),
+    *("float32", "float64", "bool", "complex64", "complex128"),
+)
+
+
+class DataError(ValueError):
+    """A sample that can't be used. file, sample (its number in the set, or -1), offset (bytes)."""
+
+    def __init__(self, file: Path | str, sample: int, offset: int, reason: str) -> None:
+        self.file, self.sample, self.offset, self.reason = Path(file), sample, offset, reason
+        where = f"{file}: sample {sample} at byte {offset:,}" if sample >= 0 else f"{file}"
+        super().__init__(f"{where}: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.file, self.sample, self.offset, self.reason)
+
+
+class Row(NamedTuple):
+    """One sample's place and kind. length: bytes, with a label that is an array."""
+
+    label: int
+    offset: int
+    length: int
+    shard: int
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: int
+    crc: int
+    covered: bytes  # of the row, by the checksum
+
+
+@dataclass(frozen=True)
+class Field:
+    """Arrays of one shape and dtype."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass
+class Shard:
+    """One file of samples. crc: CRC-32C of all its bytes."""
+
+    file: str
+    samples: int
+    bytes: int
+    crc: int
+
+
+@dataclass
+class Meta:
+    """What a set says of itself.
+
+    array: what all its samples are, None where they differ. label: None, "class" or the arrays
+    that labels are. classes: names of the labels 0, 1, 2 ...
+    """
+
+    samples: int
+    shards: list[Shard]
+    array: Field | None = None
+    label: Field | str | None = None
+    classes: list[str] = field(default_factory=list)
+    names: bool = False
+    statistics: dict[str, Any] = field(default_factory=dict)
+    packed: dict[str, Any] = field(default_factory=dict)  # from what, how, when
+
+    @property
+    def tail(self) -> int:
+        """Bytes of a label behind its sample."""
+        return self.label.nbytes if isinstance(self.label, Field) else 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+    def save(self, folder: Path) -> None:
+        """Written beside under another name, whole or not at all."""
+        head = {"format": FORMAT, "version": VERSION, "checksum": UNKNOWN}
+        text = json.dumps({**head, **asdict(self)}, indent=1).encode() + b"\n"
+        part = folder / f".{META}.part"
+        with part.open("wb") as file:
+            file.write(text.replace(UNKNOWN.encode(), f"{crc32c(text):08x}".encode(), 1))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(folder / META)
+
+
+def load(folder: Path) -> Meta:
+    """What is in the folder. Raises ValueError for another format, a newer one, a changed byte, a
+    file that is missing or has another size."""
+    path = folder / META
+    try:
+        text = path.read_bytes()
+        whole = json.loads(text)
+    except FileNotFoundError:
+        raise _no_set(folder) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(path, -1, 0, f"can't be read: {error}") from None
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise DataError(path, -1, 0, "is no set of paceline's. HINT: paceline pack SOURCE DEST")
+    if whole.get("version") != VERSION:
+        raise DataError(
+            path,
+            -1,
+            0,
+            f"is of format {whole.get('version')!r}, and this Paceline reads {VERSION}. "
+            "HINT: the Paceline that packed it, or pack again",
+        )
+    told = str(whole.get("checksum"))
+    if f"{crc32c(text.replace(told.encode(), UNKNOWN.encode(), 1)):08x}" != told:
+        raise DataError(path, -1, 0, "a byte has changed (its checksum is another)")
+    try:
+        meta = _meta(whole)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(path, -1, 0, f"says what no set says: {error!r}") from None
+    for shard in meta.shards:
+        _same_size(folder / shard.file, shard.bytes)
+    _same_size(folder / INDEX, meta.samples * ROW.size)
+    return meta
+
+
+def _meta(whole: dict[str, Any]) -> Meta:
+    def arrays(told: Any) -> Any:
+        return Field(told["dtype"], tuple(told["shape"])) if isinstance(told, dict) else told
+
+    named = {name: whole[name] for name in Meta.__dataclass_fields__}
+    named["shards"] = [Shard(**shard) for shard in named["shards"]]
+    named["array"], named["label"] = arrays(named["array"]), arrays(named["label"])
+    if any(Path(shard.file).name != shard.file for shard in named["shards"]):
+        raise ValueError("a shard in another folder")
+    return Meta(**named)
+
+
+def row_bytes(row: Row) -> bytes:
+    """The first 44 bytes of a row, which its checksum is over."""
+    ndim, shape = len(row.shape), row.shape
+    if ndim > DIMS:
+        ndim, shape = AS_THE_SET, ()
+    sides = (*shape, *(0,) * (DIMS - len(shape)))
+    kind = DTYPES.index(row.dtype)
+    packed = ROW.pack(
+        row.label, row.offset, row.length, row.shard, *sides, kind, ndim, row.encoding, 0
+    )
+    return packed[:COVERED]
+
+
+def row_of(packed: bytes, whole: tuple[int, ...]) -> Row:
+    """A row of the index. whole: the shape of a set whose samples have many dims. Raises
+    ValueError where it can't be one; whether it is the one that was written, its checksum says."""
+    label, offset, length, shard, a, b, c, d, kind, ndim, encoding, crc = ROW.unpack(packed)
+    if kind >= len(DTYPES) or encoding >= len(ENCODINGS) or (ndim > DIMS and ndim != AS_THE_SET):
+        raise ValueError("its row in the index is damaged")
+    shape = whole if ndim == AS_THE_SET else (a, b, c, d)[:ndim]
+    covered = packed[:COVERED]
+    return Row(label, offset, length, shard, shape, DTYPES[kind], encoding, crc, covered)
+
+
+def checksum(covered: bytes, *parts: Any, start: int = 0) -> int:
+    """CRC-32C of a sample and its row; start: that of what came before. The interpreter's lock is
+    given back meanwhile."""
+    value = start
+    for part in parts:
+        value = crc32c(part, value)
+    return int(crc32c(covered, value))
+
+
+def _same_size(path: Path, wanted: int) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise DataError(path, -1, 0, "is missing. HINT: copy it, or pack again") from None
+    if size != wanted:
+        less = "is truncated" if size < wanted else "is longer than it was"
+        raise DataError(
+            path, -1, 0, f"{less}: {size:,} bytes of {wanted:,}. HINT: copy it, or pack again"
+        )
+
+
+def _no_set(folder: Path) -> DataError:
+    if (folder / ".packing").exists():
+        why = "is not packed whole. HINT: the same paceline pack once more goes on with it"
+    elif folder.is_dir():
+        why = f"has no {META}. HINT: paceline pack SOURCE {folder}"
+    else:
+        why = "no such folder"
+    return DataError(folder, -1, 0, why)

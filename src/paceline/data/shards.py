@@ -1,0 +1,255 @@
+"""A packed set, as it is read: by several threads, at any place, each sample checked."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import shard_format
+from .decode import decode
+from .shard_format import FILE, RAW, DataError, Field, Meta, Row
+
+
+class Shards:
+    """A set that ``paceline pack`` has written; a map-style dataset of (array, label), or of
+    arrays where there are no labels.
+
+    ``len(shards)``, ``shards[i]``; ``meta`` is what it says of itself. Nothing is mapped into
+    memory: a file that gets shorter is an error, and no signal. Can be handed to other processes,
+    which open it anew.
+
+    Raises DataError (a ValueError) that names file, sample and offset: for a changed byte, a shard
+    that is missing or has another size, an image that does not decode.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.meta: Meta = shard_format.load(self.folder)
+        self._whole = self.meta.array.shape if self.meta.array else ()
+        self._opening = threading.Lock()
+        self._index = os.open(self.folder / shard_format.INDEX, os.O_RDONLY)
+        self._files: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return self.meta.samples
+
+    def __getitem__(self, i: int) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        array, label = self.read(i, Scratch())
+        return array if self.meta.label is None else (array, label)
+
+    def __repr__(self) -> str:
+        return f"Shards({str(self.folder)!r}): {len(self):,} samples"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["folder"])  # type: ignore[misc]
+
+    def __del__(self) -> None:
+        for file in (*self.__dict__.get("_files", {}).values(), self.__dict__.get("_index")):
+            if file is not None:
+                os.close(file)
+
+    @property
+    def images(self) -> bool:
+        """Whether samples are images, (height, width, channels)."""
+        return self.meta.packed.get("kind") == "images"
+
+    def row(self, i: int) -> Row:
+        """A sample's row in the index; not yet compared with its checksum."""
+        packed = os.pread(self._index, shard_format.ROW.size, i * shard_format.ROW.size)
+        try:
+            if len(packed) < shard_format.ROW.size:
+                raise ValueError("the index is truncated")
+            return shard_format.row_of(packed, self._whole)
+        except ValueError as error:
+            raise self._bad(shard_format.INDEX, i, i * shard_format.ROW.size, error) from None
+
+    def rows(self) -> np.ndarray[Any, Any]:
+        """The whole index, 48 bytes a sample: "label", "offset", "length", "shard" ..."""
+        kinds: list[Any] = [("label", "<i8"), ("offset", "<u8"), ("length", "<u4")]
+        kinds += [("shard", "<u4"), ("shape", "<u4", 4), ("kind", "u1", 4), ("crc", "<u4")]
+        return np.fromfile(self.folder / shard_format.INDEX, np.dtype(kinds))
+
+    def labels(self) -> np.ndarray[Any, Any]:
+        """Each sample's class, int64."""
+        if self.meta.label != "class":
+            raise ValueError(f"{self.folder}: its samples have no classes")
+        return np.ascontiguousarray(self.rows()["label"])
+
+    def name(self, i: int) -> str:
+        """Where a sample came from, or ""."""
+        if not self.meta.names:
+            return ""
+        with (self.folder / shard_format.NAMES).open() as file:
+            return next((line.rstrip("\n") for at, line in enumerate(file) if at == i), "")
+
+    def outline(self, i: int) -> tuple[Field, Field | None]:
+        """What a sample and its label are, without reading it."""
+        row = self.row(i)
+        if row.encoding == FILE:
+            raise ValueError(
+                f"{self.folder}: sample {i} is a file of a kind that is not known. "
+                "HINT: Loader(..., transform=...) that makes an array of its bytes"
+            )
+        return Field(row.dtype, row.shape), self.label
+
+    @property
+    def label(self) -> Field | None:
+        """What a label is; None where there are none."""
+        told = self.meta.label
+        return told if isinstance(told, Field) else Field("int64", ()) if told else None
+
+    # one sample
+
+    def read(self, i: int, scratch: "Scratch") -> tuple[Any, Any]:
+        """(array or bytes, label); arrays of their own. scratch: memory that is used again."""
+        row, data, label = self.raw(i, scratch)
+        array = self.decoded(i, row, data, None)
+        if isinstance(array, np.ndarray) and not (array.flags.owndata and array.flags.writeable):
+            array = array.copy()
+        return array, label
+
+    def raw(self, i: int, scratch: "Scratch") -> tuple[Row, memoryview, Any]:
+        """A sample's row, its bytes as they are packed (without a label's), and its label."""
+        row = self.row(i)
+        data = self._bytes(i, row, scratch)
+        label: Any = row.label if self.meta.label == "class" else None
+        if self.meta.tail:
+            label = self._tail(data)
+        return row, data[: len(data) - self.meta.tail], label
+
+    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: "Scratch") -> None:
+        """A sample to ``arrays[k]``, and its label to ``labels[k]`` (both C order, of what
+        ``outline`` says). Raises RaggedError where the sample is something else."""
+        row = self.row(i)
+        if row.shape != arrays.shape[1:] or row.dtype != arrays.dtype:
+            raise RaggedError(i, Field(row.dtype, row.shape))
+        if row.encoding == RAW and arrays[0].nbytes + self.meta.tail == row.length:
+            parts = [_flat(arrays[k : k + 1])]
+            self._fill(i, row, parts if not self.meta.tail else [*parts, _flat(labels[k : k + 1])])
+        else:
+            data = self._bytes(i, row, scratch)
+            into = arrays[k : k + 1].reshape(row.shape)
+            self.decoded(i, row, data[: len(data) - self.meta.tail], into)
+            if self.meta.tail:
+                labels[k] = self._tail(data)
+        if self.meta.label == "class":
+            labels[k] = row.label
+
+    def decoded(self, i: int, row: Row, data: memoryview, into: Any = None) -> Any:
+        """Its array, of its bytes."""
+        try:
+            return decode(row, data, into)
+        except (ValueError, ArithmeticError, MemoryError) as error:
+            raise self._bad_sample(i, row, error) from None
+
+    def will_need(self, shard: int, block: int, length: int) -> None:
+        """Tell the kernel that a block of a shard is needed soon."""
+        if shard < len(self.meta.shards):
+            try:
+                file = self._file(shard)
+                os.posix_fadvise(file, block * length, length, os.POSIX_FADV_WILLNEED)
+            except (OSError, DataError):  # who reads the sample says so
+                pass
+
+    def _bytes(self, i: int, row: Row, scratch: "Scratch") -> memoryview:
+        if row.shard >= len(self.meta.shards) or (
+            row.offset + row.length > self.meta.shards[row.shard].bytes
+        ):  # before any memory is taken for it
+            raise self._bad(shard_format.INDEX, i, i * shard_format.ROW.size, "its row is damaged")
+        data = scratch.take(row.length)
+        self._fill(i, row, [data])
+        return data
+
+    def _fill(self, i: int, row: Row, parts: list[Any]) -> None:
+        """Read, and compare the checksum."""
+        if row.shard >= len(self.meta.shards):
+            raise self._bad(shard_format.INDEX, i, i * shard_format.ROW.size, "its row is damaged")
+        file, at, left = self._file(row.shard), row.offset, list(parts)
+        try:
+            while left:
+                done = os.preadv(file, left, at)
+                if not done:
+                    raise self._bad_sample(i, row, "the shard is truncated")
+                at += done
+                while left and done >= len(left[0]):
+                    done -= len(left.pop(0))
+                if left and done:
+                    left[0] = left[0][done:]
+        except OSError as error:
+            raise self._bad_sample(i, row, f"can't be read: {error.strerror}") from None
+        if shard_format.checksum(row.covered, *parts) != row.crc:
+            raise self._bad_sample(i, row, "a byte has changed (its checksum is another)")
+
+    def _tail(self, data: memoryview) -> Any:
+        label = self.meta.label
+        assert isinstance(label, Field)
+        tail = data[len(data) - label.nbytes :]
+        return np.frombuffer(tail, label.dtype).reshape(label.shape).copy()
+
+    def _file(self, shard: int) -> int:
+        file = self._files.get(shard)
+        if file is None:
+            with self._opening:
+                path = self.folder / self.meta.shards[shard].file
+                if shard not in self._files:
+                    self._files[shard] = _open(path)
+                file = self._files[shard]
+        return file
+
+    def _bad_sample(self, i: int, row: Row, reason: object) -> DataError:
+        return self._bad(self.meta.shards[row.shard].file, i, row.offset, reason)
+
+    def _bad(self, file: str, i: int, offset: int, reason: object) -> DataError:
+        name = self.name(i)
+        return DataError(
+            self.folder / file, i, offset, f"{reason}" + (f" ({name})" if name else "")
+        )
+
+
+class Scratch:
+    """Memory for one sample's bytes at a time. Where it grows it is another piece, as somebody may
+    still look at the old one."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def take(self, size: int) -> memoryview:
+        if len(self._memory) < size:
+            self._memory = bytearray(size + size // 4)
+        return memoryview(self._memory)[:size]
+
+
+class RaggedError(ValueError):
+    """A sample is not what the batch is made of. what: dtype and shape that it has."""
+
+    def __init__(self, sample: int, what: Field) -> None:
+        self.sample, self.what = sample, what
+        super().__init__(f"sample {sample} is {what.dtype} of {what.shape}")
+
+
+def _flat(array: Any) -> memoryview:
+    """The bytes of a C-ordered array."""
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _open(path: Path) -> int:
+    import errno
+    import resource
+
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise DataError(path, -1, 0, "is missing. HINT: copy it, or pack again") from None
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise DataError(path, -1, 0, f"can't be opened: {error.strerror}") from None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, os.O_RDONLY)

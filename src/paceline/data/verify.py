@@ -1,0 +1,53 @@
+"""``paceline pack --check``: every byte of a set read back, and every sample decoded."""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from .shard_format import FILE, DataError
+from .shards import Scratch, Shards
+
+CHUNK = 64
+
+
+def verify(
+    folder: str | os.PathLike[str],
+    workers: int | None = None,
+    step: Callable[[int, int], None] | None = None,
+) -> list[DataError]:
+    """What is wrong with which samples; none of it stops the others from being looked at. step:
+    is told samples and bytes that are done. Raises DataError where there is no set to look at."""
+    shards = Shards(Path(folder))
+    waiting: deque[Future[tuple[int, list[DataError]]]] = deque()
+    found: list[DataError] = []
+    done = size = at = 0
+    workers = workers or len(os.sched_getaffinity(0))
+    pool = ThreadPoolExecutor(workers, "paceline-check")
+    try:
+        while at < len(shards) or waiting:
+            while at < len(shards) and len(waiting) < 2 * workers:
+                waiting.append(pool.submit(_chunk, shards, range(at, min(at + CHUNK, len(shards)))))
+                at += CHUNK
+            read, bad = waiting.popleft().result()
+            found += bad
+            done, size = min(done + CHUNK, len(shards)), size + read
+            if step is not None:
+                step(done, size)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return found
+
+
+def _chunk(shards: Shards, chosen: range) -> tuple[int, list[DataError]]:
+    scratch, size, bad = Scratch(), 0, []
+    for i in chosen:
+        try:
+            row, data, _ = shards.raw(i, scratch)
+            size += row.length
+            if row.encoding != FILE:
+                shards.decoded(i, row, data)
+        except DataError as error:
+            bad.append(error.with_traceback(None))
+    return size, bad

@@ -1,0 +1,138 @@
+"""Shards as they are written: each whole one is kept, with its rows and what is needed to go on."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from . import shard_format
+from .encode import Packed
+from .shard_format import Field, Meta, Shard
+from .statistics import Statistics
+
+BUFFER = 4 << 20
+
+
+class Writer:
+    """``add`` samples, ``close``, ``finish``. next: the place in the order to go on at, behind
+    what an earlier writer has left whole."""
+
+    def __init__(self, folder: Path, work: Path, shard_bytes: int, images: bool) -> None:
+        self.folder, self.work, self.limit, self.images = folder, work, shard_bytes, images
+        self.shards: list[Shard] = []
+        self.left_out: list[str] = []
+        self.statistics = Statistics(images)
+        self.next = 0
+        self._alike: list[Field] = []  # of all samples so far; two where they differ
+        self._names: list[str] = []
+        self._rows: list[bytes] = []
+        self._file: BinaryIO | None = None
+        self._at = self._crc = self._out = 0
+        while self._kept():
+            pass
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards) + self._at
+
+    @property
+    def alike(self) -> Field | None:
+        """What all samples are; None where they differ."""
+        return self._alike[0] if len(self._alike) == 1 else None
+
+    def add(self, packed: Packed, place: int) -> None:
+        """The next sample; place: in the order."""
+        if self._file is not None and self._at + packed.length > self.limit:
+            self.close(place)
+        if self._file is None:
+            self._file = (self.work / "shard.part").open("wb", BUFFER)
+        _, row = packed.row(len(self.shards), self._at)
+        for part in packed.parts:
+            self._file.write(part)
+            self._crc = shard_format.checksum(b"", part, start=self._crc)
+        self._at += packed.length
+        self._rows.append(row)
+        self._names.append(packed.name)
+        if len(self._alike) < 2:
+            self._alike = list(dict.fromkeys([*self._alike, Field(packed.dtype, packed.shape)]))
+
+    def close(self, next: int) -> None:  # noqa: A002
+        """The open shard is whole; next: the first place that is not in it."""
+        if self._file is None:
+            return
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        number = len(self.shards)
+        shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._at, self._crc)
+        (self.work / "shard.part").replace(self.folder / shard.file)
+        _write(self.work / f"rows-{number:05}", b"".join(self._rows))
+        names = "".join(f"{name}\n" for name in self._names)
+        _write(self.work / f"names-{number:05}", os.fsencode(names))
+        self.shards.append(shard)
+        state = {
+            "shard": vars(shard),
+            "next": next,
+            "left_out": self.left_out[self._out :],
+            "statistics": self.statistics.as_state(),
+            "alike": [[one.dtype, one.shape] for one in self._alike],
+        }
+        _write(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
+        self._out = len(self.left_out)
+        self._file, self._at, self._crc, self._rows, self._names = None, 0, 0, [], []
+
+    def abort(self) -> None:
+        """Nothing more comes; the open shard is not kept."""
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError:  # the disk is full, which was said already
+                pass
+
+    def finish(self, meta: Meta, named: bool) -> None:
+        """The index, the names, and last of all what says that the set is whole."""
+        self._joined("rows", shard_format.INDEX)
+        if named:
+            self._joined("names", shard_format.NAMES)
+        meta.save(self.folder)
+
+    def _joined(self, kind: str, name: str) -> None:
+        part = self.work / f"{kind}.part"
+        with part.open("wb") as file:
+            for number in range(len(self.shards)):
+                file.write((self.work / f"{kind}-{number:05}").read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.folder / name)
+
+    def _kept(self) -> bool:
+        """Whether there is one more whole shard of an earlier writer."""
+        number = len(self.shards)
+        try:
+            state: dict[str, Any] = json.loads((self.work / f"shard-{number:05}.json").read_bytes())
+            shard = Shard(**state["shard"])
+            if (self.folder / shard.file).stat().st_size != shard.bytes:
+                return False
+        except (OSError, ValueError):
+            return False
+        self.shards.append(shard)
+        self.next = state["next"]
+        self.left_out += state["left_out"]
+        self._out = len(self.left_out)
+        self.statistics = Statistics.of_state(self.images, state["statistics"])
+        self._alike = [Field(dtype, tuple(shape)) for dtype, shape in state["alike"]]
+        return True
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,91 @@
+"""What ``paceline pack`` has packed, or has found in a packed set, as people read it."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..cost.units import size, told
+
+SHOWN = 10  # of lines about single samples
+CHANNELS = 8  # whose moments are shown
+
+
+def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: float) -> Group:
+    """meta: as in paceline.json."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("", style="bright_black")
+    table.add_column("")
+    for name, value in _rows(meta, seconds):
+        table.add_row(name, value)
+    parts: list[RenderableType] = [table]
+    parts += [Text(note, style="yellow") for note in notes]
+    if left_out:
+        parts.append(Text(f"{len(left_out):,} samples were left out:", style="bold red"))
+        parts += _some(left_out)
+    return Group(*parts)
+
+
+def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
+    whole = sum(shard["bytes"] for shard in meta["shards"])
+    read = f"{meta['samples']:,} samples ({size(whole)}) read back in {told(seconds, 's')}"
+    if not bad:
+        return Group(Text(f"{folder}: {read}: all as they were packed", style="green"))
+    return Group(Text(f"{folder}: {read}: {len(bad):,} are not", style="bold red"), *_some(bad))
+
+
+def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
+    whole = sum(shard["bytes"] for shard in meta["shards"])
+    count = meta["samples"]
+    rate = f"{count / seconds:,.0f} samples/s, {told(whole / seconds, 'B/s')}" if seconds else ""
+    rows = [
+        ("samples", f"{count:,} {meta['packed']['kind']}"),
+        ("shards", f"{len(meta['shards']):,}, {size(whole)} in all"),
+        ("a sample", _array(meta["array"]) or f"{size(whole / count)} in the mean"),
+        ("labels", _labels(meta)),
+        *_moments(meta["statistics"]),
+        ("took", f"{told(seconds, 's')}: {rate}" if seconds else ""),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _array(told: dict[str, Any] | None) -> str:
+    return f"{told['dtype']} {tuple(told['shape'])}" if told else ""
+
+
+def _labels(meta: dict[str, Any]) -> str:
+    label = meta["label"]
+    if label is None:
+        return "none"
+    if isinstance(label, dict):
+        return _array(label)
+    counts = meta["statistics"].get("classes", {})
+    if not counts:
+        return "classes"
+    least, most = min(counts.values()), max(counts.values())
+    return f"{len(counts):,} classes, of {least:,} to {most:,} samples"
+
+
+def _moments(statistics: dict[str, Any]) -> list[tuple[str, str]]:
+    if "mean" not in statistics:
+        return []
+    of = f"  (of {statistics['of']:,} samples)"
+    return [
+        ("mean", _numbers(statistics["mean"]) + of),
+        ("deviation", _numbers(statistics["deviation"])),
+    ]
+
+
+def _numbers(values: Any) -> str:
+    if not isinstance(values, list):
+        return f"{values:.4g}"
+    some = ", ".join(f"{value:.4g}" for value in values[:CHANNELS])
+    return some + (f" ... ({len(values)})" if len(values) > CHANNELS else "")
+
+
+def _some(lines: list[str]) -> list[RenderableType]:
+    shown: list[RenderableType] = [Text(f"  {line}") for line in lines[:SHOWN]]
+    if len(lines) > SHOWN:
+        shown.append(Text(f"  and {len(lines) - SHOWN:,} more: --json has them all"))
+    return shown
