@@ -73,6 +73,15 @@ EXCHANGES = {
 }
 
 
+@pytest.mark.parametrize(("recorded", "named"), [(0.035, []), (0.06, ["exchange-latency"])])
+def test_what_one_witness_sees_by_a_hair_the_other_has_to_see_as_well(recorded, named):
+    """5.5 % by experiment: what a plain script's exchange of 5 ms in 100 ms looks like."""
+    base = {name: climbs(0.1) for name in ("cached", "everything")}
+    base |= {"silent": climbs(0.0945), "alone": climbs(0.0945, ranks=1)}
+    found = judged(losses=[Loss("transfer", recorded)], calls=collective(count=100), **base)
+    assert [cause.id for cause in found] == named
+
+
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_why_the_exchange_takes_long(name):
     calls, facts, gradients = EXCHANGES[name]

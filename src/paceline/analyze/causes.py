@@ -110,9 +110,13 @@ def _joined(one: Cause, other: Cause, witness: Witness) -> Cause:
 
 
 def _seen(witness: Witness) -> bool:
-    """Whether all who can see it have seen half of what is worth a word, at the least."""
+    """Whether all who can see it have seen half of what is worth a word, at the least, and in the
+    mean as much as is worth it: one alone may be off by that much."""
     experiment = witness.ladder is None or witness.ladder.low >= WORTH / 2
-    return experiment and (witness.record is None or witness.record >= WORTH / 2)
+    if witness.ladder is None or witness.record is None:
+        return experiment and (witness.record is None or witness.record >= WORTH / 2)
+    both = (witness.ladder.mean + witness.record) / 2
+    return experiment and witness.record >= WORTH / 2 and both >= WORTH
 
 
 def unsure(w: Waterfall) -> list[str]:
