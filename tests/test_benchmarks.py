@@ -49,6 +49,25 @@ def test_start_time(tmp_path):
 
 
 @pytest.mark.soak
+def test_loaders(tmp_path):
+    few = ("--images", "60", "--arrays", "20", "--epochs", "1", "--peers", "DataLoader, shards")
+    result = result_of("loaders", tmp_path / "loaders.json", *few)
+    for kind in ("images", "arrays"):
+        names = {"work alone", "paceline", "DataLoader, shards"}
+        assert set(result["measurements"][kind]) == names
+        assert all(one[0]["cpu_s"] >= 0 for one in result["measurements"][kind].values())
+    assert len(result["targets"]) == 4
+
+
+@pytest.mark.soak
+def test_loader_storage(tmp_path):
+    few = ("--megabytes", "20", "--samples", "1000", "--folder", str(tmp_path))
+    result = result_of("loader_storage", tmp_path / "storage.json", *few)
+    assert all(len(values) == 1 for values in result["measurements"].values())
+    assert len(result["targets"]) == 2
+
+
+@pytest.mark.soak
 def test_step_time(tmp_path):
     path = tmp_path / "step.json"
     result = result_of("step_time", path, "--ranks", "1", "--steps", "30", "--warmup", "2")

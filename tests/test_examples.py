@@ -99,3 +99,14 @@ def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
     again = run(sys.executable, script, "--checkpoint", folder)  # has nothing left to train
     assert again.returncode == 1
     assert figure(again.stdout) == figure(full.stdout)
+
+
+def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
+    """What the example's docstring says to do, in fewer epochs."""
+    assert run(sys.executable, "examples/packed.py", "--write", tmp_path / "files").returncode == 0
+    for part in ("train", "test"):
+        done = run(BIN / "paceline", "pack", tmp_path / "files" / part, tmp_path / "packed" / part)
+        assert done.returncode == 0, done.stderr
+    short = ("packed.py", tmp_path / "packed", "--epochs", "5")
+    assert reached("alone", *short) > 0.9
+    assert abs(reached("2 ranks", *short) - reached("alone", *short)) <= IMAGE + 1e-4

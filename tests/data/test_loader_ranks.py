@@ -1,5 +1,8 @@
 """A Loader under world.shard: the result on N ranks is that of one process, also after a kill."""
 
+import json
+import subprocess
+
 import numpy as np
 import pytest
 import torch
@@ -69,3 +72,48 @@ def test_ranks_and_a_restart_train_as_one_process_does(tmp_path, packed):
         assert sums == (50.0, labels)
         for key, value in found["alone"][0].items():
             assert torch.allclose(weights[key].cpu(), value, atol=1e-6), (name, key)
+
+
+PLAIN = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DistributedSampler
+    from paceline.data import Loader, Shards
+
+    def work(x):
+        return x * 2
+
+    dist.init_process_group("gloo")
+    shards = Shards(sys.argv[1])
+    sampler = DistributedSampler(shards)
+    processes = sys.argv[2] == "processes"
+    loader = Loader(shards, 5, sampler=sampler, transform=work, num_workers=2, processes=processes)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(12, 7)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_plain_script_with_a_loader_is_recorded(tmp_path, packed, kind):
+    script = ranks.write(tmp_path, PLAIN)
+    record = tmp_path / "record"
+    ranks.run(script, packed, kind, launcher=f"paceline --record {record}")
+    words = [ranks.PACELINE, "report", "--json", str(record)]
+    report = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert report["ranks"] == [0, 1]
+    assert report["steps"] == 20
+    assert report["samples"] == (20 - 1) * 10
+    assert all(rank["input"] > 0 for rank in report["states"])
+    loading = report["loading"]
+    assert (loading["workers"], loading["processes"]) == (2, kind == "processes")
+    assert 0 < loading["cores"] < 2

@@ -11,6 +11,7 @@ from ..record.states import USEFUL, State
 from .clocks import Clocks, align
 from .groups import Group, groups, hidden
 from .load import Run
+from .loading import Loading, loading
 from .losses import Loss
 from .match import Matched, match
 from .measured import Measured
@@ -81,6 +82,7 @@ class Report:
     places: list[Place] = field(default_factory=list)
     work: Work | None = None  # of one step, where it was counted
     roofline: Roofline | None = None  # with a machine file
+    loading: Loading | None = None  # by paceline.data.Loader
 
     def to_json(self) -> str:
         return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
@@ -154,6 +156,7 @@ def examine(
         places=places(records),
         work=work(records),
         roofline=_roofline(records, machine, figures) if machine is not None else None,
+        loading=loading(records),
     )
     return Examined(report, measured)
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class Recipe:
         self.source, self.transform, self.collate, self.seed = source, transform, collate, seed
         self.skips = skips
         self.skipped: list[DataError] = []
+        self.busy_s = 0.0  # that all pieces took of processors
         self.ring = Ring(shared)
         self.array: Field | None = None
         self.channels_last = False  # as they are made; they are given with channels first
@@ -53,7 +55,7 @@ class Recipe:
     def seeded(self, seed: int) -> "Recipe":
         """The same with another seed, and memory of its own."""
         other = copy.copy(self)
-        other.seed, other.ring = seed, Ring(self.ring.shared)
+        other.seed, other.ring, other.busy_s = seed, Ring(self.ring.shared), 0.0
         return other
 
     def outline(self, keys: list[Key]) -> Field:
@@ -144,6 +146,7 @@ class Batch:
             done = piece.result()
             samples += done.samples
             bad |= done.bad
+            recipe.busy_s += done.busy_s
         for k in sorted(bad):
             recipe.leaves_out(bad[k], owner)
         if len(bad) == len(self.keys):
@@ -162,9 +165,11 @@ class Batch:
 
 
 class Piece:
-    """What a thread, or a process, has made of a batch. samples: those that collate_fn wants."""
+    """What a thread, or a process, has made of a batch. samples: those that collate_fn wants.
+    busy_s: of a processor that it took."""
 
     def __init__(self) -> None:
+        self.busy_s = 0.0
         self.samples: list[Any] = []
         self.bad: dict[int, DataError] = {}
 
@@ -174,11 +179,19 @@ def made(recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], fi
 
     Raises ValueError where one has another shape than those before it.
     """
-    piece = Piece()
+    piece, began = Piece(), time.thread_time()
     if arrays and recipe.transform is None and hasattr(recipe.source, "take"):
         labels = arrays[1] if len(arrays) > 1 else None
         recipe.source.take([i for _, i in keys], arrays[0], labels, first)
-        return piece
+    else:
+        _each(recipe, keys, arrays, first, piece)
+    piece.busy_s = time.thread_time() - began
+    return piece
+
+
+def _each(
+    recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], first: int, piece: Piece
+) -> None:
     one = _collected if not arrays else _read if recipe.transform is None else _transformed
     for k, key in enumerate(keys, first):
         try:
@@ -189,7 +202,6 @@ def made(recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], fi
             if not recipe.skips:
                 raise
             piece.bad[k] = error.with_traceback(None)
-    return piece
 
 
 def _given(array: Any, label: Any, labelled: bool) -> Any:

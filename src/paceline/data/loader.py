@@ -2,6 +2,7 @@
 is used again. No batch moves between processes."""
 
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..record.recorder import tell_all
 from .ahead import ReadAhead, samples_ahead
 from .arrays import Arrays
 from .batch import Batch, Recipe
@@ -21,6 +23,12 @@ from .several import Several
 from .shard_format import DataError
 from .shards import Shards
 from .workers import AtOnce, Processes, Threads
+
+# Of all loaders of this process, for the record: what the report says of them.
+_told: dict[str, Any] = {
+    "workers": 0, "processes": False, "busy_s": 0.0,
+    "seconds": 0.0, "left_out": 0,
+}
 
 
 class Loader(DataLoader[Any]):
@@ -85,7 +93,7 @@ class Loader(DataLoader[Any]):
         self._recipe = Recipe(dataset, transform, collate_fn, seed, skips, shared=processes)
         self._epoch, self._start = 0, 0
         self._given = 0  # samples of the running epoch
-        self._ranks = 1
+        self._ranks, self._skipped_before = 1, 0
         self._pool: tuple[int, Threads | Processes] | None = None
 
     @property
@@ -131,16 +139,24 @@ class Loader(DataLoader[Any]):
             self.sampler.set_epoch(self._epoch)
         self._workers()  # processes are forked by the thread that trains
         start, self._start = self._start, 0
-        self._given = start
+        self._given, self._recipe.busy_s = start, 0.0
         return start
 
     def gave(self, samples: int) -> None:
         """One more batch of the pass."""
         self._given += samples
 
-    def ends(self) -> None:
-        """The pass is at its end."""
+    def ends(self, seconds: float) -> None:
+        """The pass is at its end; how long it took."""
         self._epoch, self._given = self._epoch + 1, 0
+        busy, self._recipe.busy_s = self._recipe.busy_s, 0.0
+        _told["seconds"] += seconds
+        _told["busy_s"] += busy if self.num_workers else 0.0
+        _told["workers"] = max(_told["workers"], self.num_workers)
+        _told["processes"] = _told["processes"] or self._processes
+        _told["left_out"] += len(self.skipped) - self._skipped_before
+        self._skipped_before = len(self.skipped)
+        tell_all(loader=dict(_told))
 
     def batch(self, keys: list[Any]) -> Batch:
         """Begin to make a batch. keys: (epoch, sample), or samples of the running epoch."""
@@ -182,7 +198,7 @@ class _Pass(_BaseDataLoaderIter):
         self._begin(loader, start)
 
     def _begin(self, loader: Loader, start: int) -> None:
-        self._loader, self._ahead = loader, deque[Batch]()
+        self._loader, self._ahead, self._began = loader, deque[Batch](), time.monotonic()
         if start:
             rest = list(islice(iter(loader.sampler), start, None))
             self._sampler_iter = iter(BatchSampler(rest, loader.batch_size or 1, loader.drop_last))
@@ -195,7 +211,7 @@ class _Pass(_BaseDataLoaderIter):
         while len(self._ahead) < depth and (keys := next(self._sampler_iter, None)) is not None:
             self._ahead.append(loader.batch(keys))
         if not self._ahead:
-            loader.ends()
+            loader.ends(time.monotonic() - self._began)
             raise StopIteration
         batch = self._ahead.popleft()
         whole = batch.whole(loader)

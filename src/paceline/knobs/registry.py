@@ -319,6 +319,13 @@ KNOBS: dict[str, Knob] = {
         "asks for; memory for activations",
         numbers=True,
     ),
+    "pack": Knob(
+        "samples lie in a few large files, and threads make batches of them",
+        ("input-small-files",),
+        'paceline pack FOLDER PACKED, and paceline.data.Loader("PACKED", ...) for DataLoader',
+        looks_for=r"\bDataLoader\(",
+        costs="room for the samples once more",
+    ),
     "leave-rank-out": Knob(
         "the slow rank's device takes no part",
         ("slow-rank",),

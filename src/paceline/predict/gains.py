@@ -222,6 +222,7 @@ GAINS: dict[str, Gain] = {
     "async-checkpoint": whole(LADDER),
     "rarer-checkpoint": half(LADDER),
     "larger-batch": half(FORMULA),
+    "pack": half(FORMULA),
     "leave-rank-out": without_rank,
     "equal-batches": whole(LADDER),
     "leave-host-out": without_host,

@@ -103,12 +103,14 @@ class _Listened:
         return self.target(*args, **kwargs)
 
 
+# Whose processes are no ranks.
+_LOADERS = ("torch.utils.data", "multiprocessing.", "paceline.data.")
 _original_start = multiprocessing.process.BaseProcess.start
 
 
 def _start(self: Any) -> None:
     target = getattr(self, "_target", None)
     module = getattr(target, "__module__", "") or ""
-    if target is not None and not module.startswith(("torch.utils.data", "multiprocessing.")):
+    if target is not None and not module.startswith(_LOADERS):
         self._target = _Listened(target)
     _original_start(self)

@@ -200,6 +200,12 @@ class Recorder:
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
+def tell_all(**more: Any) -> None:
+    """Write more of this rank into the header of whatever records it."""
+    for recorder in list(_recorders):
+        recorder.tell(**more)
+
+
 def _forget_all() -> None:
     for recorder in _recorders:
         recorder.forget()

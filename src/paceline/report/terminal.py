@@ -84,7 +84,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             parts += [*_losses(report), *_work(report, width)]
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
-        parts.append(_cost(report))
+        parts += [*_loading(report), _cost(report)]
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
     if full and report.confidence < 0.995:
         parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))
@@ -252,6 +252,27 @@ def _work(report: Report, width: int) -> list[RenderableType]:
         drawn = drawing(report.roofline.roofs, report.roofline.points, min(width, 110) - 4)
         parts.append(Text(drawn, no_wrap=True))
     return parts
+
+
+def _loading(report: Report) -> list[Text]:
+    """What the loader's workers took beside the training, and what they could not read."""
+    told = report.loading
+    if told is None:
+        return []
+    kind = ("process" if told.processes else "thread") if told.workers else "batch"
+    lines = []
+    if told.workers:
+        most = f" (most {told.most:.2f}, rank {told.rank})" if len(report.ranks) > 1 else ""
+        lines.append(
+            Text(
+                f"the loader's {counted(told.workers, kind)} kept {told.cores:.2f} cores busy "
+                f"beside {'each' if len(report.ranks) > 1 else 'the'} rank's training{most}"
+            )
+        )
+    if told.left_out:
+        what = f"{counted(told.left_out, 'sample')} could not be read, and left out"
+        lines.append(Text(what, style="yellow"))
+    return lines
 
 
 def _cost(report: Report) -> Text:
