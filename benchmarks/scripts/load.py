@@ -10,6 +10,7 @@ samples/s.
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,10 @@ Epoch = Callable[[], Iterator[Any]]
 
 
 def alone(kind: str, folder: Path) -> Epoch:
-    """The work itself, a fresh array a sample: no loader, one thread."""
+    """The work itself, in one thread without a loader: a fresh array a sample, and those of a
+    batch are there at a time."""
+    import simplejpeg
+
     from paceline.data.shards import Scratch, Shards
 
     shards, scratch = Shards(folder / kind), Scratch()
@@ -32,13 +36,12 @@ def alone(kind: str, folder: Path) -> Epoch:
     )
     rows = np.load(folder / "arrays.npy", mmap_mode="r") if kind == "arrays" else None
 
-    def epoch() -> Iterator[Any]:
-        import simplejpeg
+    def one(i: int) -> Any:
+        return simplejpeg.decode_jpeg(blobs[i]) if rows is None else np.array(rows[i])
 
-        for i in range(len(shards)):
-            yield (np.array(rows[i]) if rows is not None else simplejpeg.decode_jpeg(blobs[i]))[
-                None
-            ]
+    def epoch() -> Iterator[Any]:
+        for at in range(0, len(shards), BATCH[kind]):
+            yield [one(i) for i in range(at, min(at + BATCH[kind], len(shards)))]
 
     return epoch
 
@@ -107,10 +110,12 @@ def spdl(kind: str, folder: Path) -> Epoch:
 
     from paceline.data.shards import Scratch, Shards
 
-    shards, decode = Shards(folder / kind), decoder(kind)
+    shards, decode, own = Shards(folder / kind), decoder(kind), threading.local()
 
     def load(i: int) -> Any:
-        return decode(bytes(shards.raw(i, Scratch())[1]))
+        own.scratch = own.__dict__.get("scratch") or Scratch()
+        array = decode(shards.raw(i, own.scratch)[1])
+        return array.copy() if kind == "arrays" else array  # it is in the scratch
 
     def epoch() -> Iterator[Any]:
         order = np.random.default_rng(0).permutation(len(shards)).tolist()
