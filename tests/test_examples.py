@@ -1,5 +1,6 @@
 """The examples, end to end: the same result on any number of ranks, and what they state."""
 
+import json
 import os
 import re
 import subprocess
@@ -107,6 +108,28 @@ def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
     for part in ("train", "test"):
         done = run(BIN / "paceline", "pack", tmp_path / "files" / part, tmp_path / "packed" / part)
         assert done.returncode == 0, done.stderr
-    short = ("packed.py", tmp_path / "packed", "--epochs", "5")
+    short = ("packed.py", tmp_path / "packed", "--epochs", "6")
     assert reached("alone", *short) > 0.9
     assert abs(reached("2 ranks", *short) - reached("alone", *short)) <= IMAGE + 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "shape", "kinds"),
+    [
+        ("digits", 1797, [8, 8, 1], 10),
+        ("cancer", 569, [30], 2),
+        ("diabetes", 442, [10], None),
+        pytest.param("molecules", 28860, None, None, marks=pytest.mark.soak),
+        pytest.param("words", 126_052, [32], 39, marks=pytest.mark.soak),
+    ],
+)
+def test_sets_that_come_with_packages_are_packed(tmp_path, name, samples, shape, kinds):
+    command = [BIN / "paceline", "pack", f"sets:{name}", tmp_path / "out", "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT / "examples", env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["samples"] == samples
+    assert shape is None or told["array"]["shape"] == shape
+    assert kinds is None or len(told["statistics"]["classes"]) == kinds

@@ -138,6 +138,7 @@ def base_step(script: str, long_s: float) -> float:
 
 def judge(case: Case, minutes: float, base_s: float) -> None:
     """Run diagnose on a case, and take in what it names."""
+    case.error = ""
     plant: list[str] = []
     outside, strongest = "", 0.0
     for kind, strength in case.faults:
@@ -178,11 +179,14 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every kind at three strengths")
     parser.add_argument("--json", type=Path, default=HERE.parent / "out" / "scorecard.json")
     parser.add_argument("--resume", action="store_true", help="keep the cases that --json holds")
+    parser.add_argument("--redo", help="but not those of this name, as healthy")
     args = parser.parse_args()
     console, cases = Console(), chosen(args)
     done = resumed(args.json, cases) if args.resume else 0
     bases: dict[str, float] = {}
-    for number, case in enumerate(cases[done:], done + 1):
+    for number, case in enumerate(cases, 1):
+        if number <= done and case.name != args.redo:
+            continue
         if case.script not in bases:
             bases[case.script] = base_step(case.script, args.step)
             took = f"{1e3 * bases[case.script]:.3g} ms"
@@ -195,7 +199,8 @@ def main() -> None:
             f"({100 * case.ideal:.0f} % of the ideal, {case.seconds:.0f} s)",
             highlight=False,
         )
-        write(args, "scorecard", figures_of(cases[:number]), cases[:number])
+        known = cases[: max(number, done)]
+        write(args, "scorecard", figures_of(known), known)
     report(console, args, cases)
 
 

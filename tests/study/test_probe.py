@@ -56,12 +56,13 @@ def test_a_matrix_products_rate_is_that_of_numpy():
     assert found["matrix product", "float32"].high > rate.low
 
 
+@pytest.mark.alone
 def test_the_triads_rate_is_that_of_streams_loop_in_numpy():
     before = torch.get_num_threads()
     cpus = sorted(os.sched_getaffinity(0))
     found = triad("cpu", 0.2, cpus, threads=1).triad
     assert torch.get_num_threads() == before
-    n = 1 << 22
+    n = 1 << 24  # no cache holds them
     a, b, c = np.zeros(n), np.ones(n), np.ones(n)
 
     def numpys():

@@ -42,7 +42,8 @@ def started(hosts, slurm, mpi, shared_folder):
         )
         seconds = time.monotonic() - begun
         ranks.wait_until(lambda: not any(x.startswith("job ") for x in slurm.left_over(0)), 5)
-        assert slurm.left_over() == []
+        # Open MPI's daemon leaves its own folder behind where Slurm ends it first.
+        assert [one for one in slurm.left_over() if "/tmp/ompi." not in one] == []
         return result, seconds
 
     return run

@@ -26,8 +26,11 @@ from .workers import AtOnce, Processes, Threads
 
 # Of all loaders of this process, for the record: what the report says of them.
 _told: dict[str, Any] = {
-    "workers": 0, "processes": False, "busy_s": 0.0,
-    "seconds": 0.0, "left_out": 0,
+    "workers": 0,
+    "processes": False,
+    "busy_s": 0.0,
+    "seconds": 0.0,
+    "left_out": 0,
 }
 
 
@@ -78,6 +81,11 @@ class Loader(DataLoader[Any]):
             raise ValueError(f"Loader: {dataset!r} has no samples")
         if sampler is not None and shuffle:
             raise ValueError("Loader: sampler and shuffle are two orders. HINT: one of them")
+        if processes and pin_memory:
+            raise ValueError(
+                "Loader: processes have no pinned memory. HINT: processes=False, or "
+                "pin_memory=False"
+            )
         if num_workers is None:
             num_workers = min(2, len(os.sched_getaffinity(0)))
         super().__init__(

@@ -253,13 +253,12 @@ def _named(kind: Field | str | None) -> str:
 def stream(name: str) -> StreamSource:
     """Of "module:function", as seen from this folder."""
     module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # and stays: a generator may import when it is asked
+        sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name}: {error}. HINT: MODULE:FUNCTION, importable from here") from None
-    finally:
-        sys.path.remove(os.getcwd())
     return StreamSource(made() if callable(made) else made, name)
 
 

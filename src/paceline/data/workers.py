@@ -4,6 +4,7 @@ interpreter's lock. These write into memory that is shared, so no batch moves be
 import os
 import signal
 import traceback
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import get_context
@@ -21,6 +22,8 @@ from .shard_format import DataError
 from .shards import RaggedError
 
 Array = np.ndarray[Any, Any]
+LOOK_S = 2.0
+_lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # our ends, of all loaders
 
 
 class Threads:
@@ -64,7 +67,7 @@ class Processes:
         self._free: SimpleQueue[_Worker] = SimpleQueue()
         self._workers: list[_Worker] = []
         for _ in range(count):  # before there are threads
-            self._workers.append(_Worker(recipe, [one.ours for one in self._workers]))
+            self._workers.append(_Worker(recipe))
             self._free.put(self._workers[-1])
         self._threads = ThreadPoolExecutor(count, "paceline-loader")
 
@@ -91,13 +94,14 @@ class Processes:
 
 
 class _Worker:
-    """One process, and our end of the line to it. others: ends that are not its to keep open."""
+    """One process, and our end of the line to it."""
 
-    def __init__(self, recipe: Recipe, others: list[Connection]) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         context = get_context("fork")
         self.ours, theirs = context.Pipe()
-        ends = [*others, self.ours]
-        self._process = context.Process(target=_serve, args=(recipe, theirs, ends), daemon=True)
+        _lines.add(self.ours)
+        words = (recipe, theirs, os.getpid())
+        self._process = context.Process(target=_serve, args=words, daemon=True)
         self._process.start()
         theirs.close()
         self._known: set[int] = set()
@@ -135,9 +139,10 @@ def _death(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _serve(recipe: Recipe, line: Connection, others: list[Connection]) -> None:
-    """What such a process does, until nobody is at the other end."""
-    for other in others:
+def _serve(recipe: Recipe, line: Connection, parent: int) -> None:
+    """What such a process does, until nobody is at the other end. Children of other loaders may
+    hold that end open as well: so it looks after its parent now and then."""
+    for other in list(_lines):
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
     torch.set_num_threads(1)
@@ -145,6 +150,9 @@ def _serve(recipe: Recipe, line: Connection, others: list[Connection]) -> None:
     memories: dict[int, Array] = {}
     while True:
         try:
+            while not line.poll(LOOK_S):
+                if os.getppid() != parent:
+                    os._exit(0)
             keys, first, recipe.array, fields = line.recv()
             arrays = [_array(line, memories, *field) for field in fields]
         except (EOFError, OSError):
