@@ -108,8 +108,8 @@ def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
     for part in ("train", "test"):
         done = run(BIN / "paceline", "pack", tmp_path / "files" / part, tmp_path / "packed" / part)
         assert done.returncode == 0, done.stderr
-    short = ("packed.py", tmp_path / "packed", "--epochs", "6")
-    assert reached("alone", *short) > 0.9
+    short = ("packed.py", tmp_path / "packed", "--epochs", "2")
+    assert reached("alone", *short) > 0.7
     assert abs(reached("2 ranks", *short) - reached("alone", *short)) <= IMAGE + 1e-4
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 import ranks
 import sets
-from paceline.data import DataError, Shards, pack
+from paceline.data import DataError, Loader, Shards, pack
 from paceline.data.decode import jpeg_package
 
 
@@ -137,6 +137,19 @@ def test_a_stream_is_packed_in_random_order_too(tmp_path):
     assert sorted(order) == list(range(100)) != order
     assert all(int(array[0]) % 2 == label for array, label in found)
     assert not (tmp_path / "out" / ".packing").exists()
+
+
+def test_bytes_with_channels_last_are_images(tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (20, 9, 8, 3), dtype=np.uint8)
+    pack(x, tmp_path / "arrays")
+    pack(iter(x), tmp_path / "stream")
+    for name in ("arrays", "stream"):
+        shards = Shards(tmp_path / name)
+        assert shards.images
+        assert shards.meta.statistics["mean"] == pytest.approx(x.mean((0, 1, 2)).tolist())
+        assert next(iter(Loader(shards, 4))).shape == (4, 3, 9, 8)
+    pack(np.moveaxis(x, 3, 1), tmp_path / "first")
+    assert not Shards(tmp_path / "first").images
 
 
 def test_images_are_made_smaller_or_decoded(tmp_path):

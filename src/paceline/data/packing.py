@@ -24,7 +24,7 @@ import numpy as np
 from . import shard_format
 from .encode import Encoding, Packed, encoded, values
 from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Meta
-from .sources import ShardSource, Source, StreamSource, find
+from .sources import ShardSource, Source, StreamSource, find, pictures
 from .statistics import Statistics
 from .writer import Writer
 
@@ -219,7 +219,8 @@ def _spooled(stream: StreamSource, work: Path) -> Source:
         count, kinds = 0, set()
         for loaded in stream.each():
             packed = encoded(loaded, Encoding(), stream.label)
-            kinds.add(KINDS[packed.encoding])
+            images = packed.encoding == RAW and pictures(packed.dtype, packed.shape)
+            kinds.add("images" if images else KINDS[packed.encoding])
             writer.add(packed, count)
             count += 1
         if len(kinds) != 1:

@@ -73,6 +73,7 @@ class ArraySource(Source):
         super().__init__()
         self.x = _rows(x)
         self.told = self.x.told
+        self.kind = "images" if pictures(self.x.dtype, self.x.shape) else "arrays"
         self.y = None if y is None else _rows(y)
         if self.y is not None:
             if len(self.y) != len(self.x):
@@ -94,6 +95,14 @@ class ArraySource(Source):
         for rows in (self.x, self.y):
             if isinstance(rows, _FileRows):
                 rows.close()
+
+
+def pictures(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether arrays are images: bytes of (height, width, 1, 3 or 4)."""
+    channels = (1, 3, 4)
+    return (
+        dtype == "uint8" and len(shape) == 3 and shape[2] in channels and shape[0] not in channels
+    )
 
 
 class _MemoryRows:
