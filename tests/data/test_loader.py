@@ -23,13 +23,6 @@ from paceline.data.shard import shard
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("set")
-    pack(sets.images(folder / "in", 30), folder / "out", shard_bytes=5000)
-    return folder / "out"
-
-
-@pytest.fixture(scope="module")
 def arrays(tmp_path_factory):
     folder = tmp_path_factory.mktemp("set")
     x, y = sets.arrays(50)
@@ -160,9 +153,11 @@ def test_a_plain_loop_goes_on_where_it_was(arrays):
     assert len(list(other)) == 10
 
 
-def test_memory_is_used_again_only_when_nothing_refers_to_it(arrays):
-    loader = Loader(arrays, 5, num_workers=1)
+@pytest.mark.parametrize(("workers", "processes"), [(1, False), (2, True)])
+def test_memory_is_used_again_only_when_nothing_refers_to_it(arrays, workers, processes):
+    loader = Loader(arrays, 5, num_workers=workers, processes=processes)
     kept = [(x, x.clone()) for x, _ in loader]
+    list(loader)
     assert all(torch.equal(x, copy) for x, copy in kept)
     part = [x[1:2, 0] for x, _ in loader]  # views keep the whole batch
     copies = [x.clone() for x in part]
@@ -292,19 +287,6 @@ def test_processes_give_what_threads_give(images, seeds):
         for one, two in zip(chain(*found[0]), chain(*other), strict=True):
             assert torch.equal(one[0], two[0])
             assert torch.equal(one[1], two[1])
-
-
-def test_memory_of_processes_is_used_again_only_when_nothing_refers_to_it(arrays):
-    loader = Loader(arrays, 5, num_workers=2, processes=True)
-    kept = [(x, x.clone()) for x, _ in loader]
-    list(loader)
-    assert all(torch.equal(x, copy) for x, copy in kept)
-    del kept
-    made = loader._recipe.ring.made
-    for _ in range(5):
-        for _ in loader:
-            pass
-    assert loader._recipe.ring.made == made
 
 
 def test_a_process_that_dies_is_told(images):

@@ -21,13 +21,6 @@ from paceline.data.shard_format import ROW, load
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("set")
-    pack(sets.images(folder / "in", 30), folder / "out", shard_bytes=5000)
-    return folder / "out"
-
-
-@pytest.fixture(scope="module")
 def arrays(tmp_path_factory):
     folder = tmp_path_factory.mktemp("set")
     x, _ = sets.arrays(40)

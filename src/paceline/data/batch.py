@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import sys
 import threading
 import time
 import warnings
@@ -256,7 +257,5 @@ def _scratch() -> Scratch:
 
 
 def _told(skipped: list[DataError], name: str) -> None:
-    import sys
-
     told = f"paceline: {name}: {len(skipped):,} samples were left out; the first: {skipped[0]}\n"
     sys.stderr.write(told)

@@ -1,6 +1,7 @@
 """From a sample's bytes to an array, and for packing what an image is. The decoders give the
 interpreter's lock back, so threads decode beside each other."""
 
+import functools
 import importlib
 import io
 import math
@@ -103,6 +104,7 @@ def described(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:
     return IMAGE, (picture.height, picture.width, 3 if mode == "RGB" else 1), dtype
 
 
+@functools.cache
 def jpeg_package() -> Any:
     """simplejpeg, the fastest decoder; None where it is not installed, and PIL does it."""
     try:

@@ -11,8 +11,6 @@ from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_bytes
 from .sources import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
 
-_FORMATS = {"L": "L", "RGB": "RGB"}  # that a JPEG has
-
 
 @dataclass(frozen=True)
 class Encoding:
@@ -127,7 +125,7 @@ def _smaller(data: Any, side: int, quality: int) -> bytes:
     width, height = picture.size
     scale = side / min(width, height)
     try:
-        picture = picture.convert(_FORMATS.get(picture.mode, "RGB"))
+        picture = picture.convert("L" if picture.mode == "L" else "RGB")
         if scale < 1:
             picture = picture.resize((round(width * scale), round(height * scale)), reducing_gap=2)
         made = io.BytesIO()

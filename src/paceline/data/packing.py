@@ -6,6 +6,7 @@ with its rows in DEST/.packing; the same call once more goes on behind the last 
 """
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -239,8 +240,6 @@ def _spooled(stream: StreamSource, work: Path) -> Source:
 @contextmanager
 def _working(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterator[Path]:
     """The folder of what is not whole yet, this process's alone."""
-    import fcntl
-
     work = folder / WORK
     if (folder / shard_format.META).exists() and not fresh:
         raise ValueError(

@@ -18,7 +18,6 @@ from torch.utils.data import (
 )
 
 from ..record.batch import samples_in
-from .loader import Loader
 from .order import Share, Split, checksum, kept_random_states, mix, seed_everything, shuffled
 from .samplers import Ordered
 
@@ -171,8 +170,12 @@ class ShardedLoader:
 
 def _over(loader: DataLoader[Any], batches: _Batches, seed: int) -> DataLoader[Any]:
     """The user's loader with these batches, and a seed for each sample."""
-    if isinstance(loader, Loader):
-        return loader.over(batches, seed, batches.split.ranks)
+    over: Any = getattr(
+        loader, "over", None
+    )  # data.Loader: not imported at every start
+    if over is not None:
+        made: DataLoader[Any] = over(batches, seed, batches.split.ranks)
+        return made
     return DataLoader(
         _SeededSamples(loader.dataset, seed),
         batch_sampler=batches,

@@ -1,6 +1,8 @@
 """A packed set, as it is read: by several threads, at any place, each sample checked."""
 
+import errno
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,8 @@ class Shards:
     def __repr__(self) -> str:
         return f"Shards({str(self.folder)!r}): {len(self):,} samples"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder,)
 
     def __del__(self) -> None:
         for file in (*self.__dict__.get("_files", {}).values(), self.__dict__.get("_index")):
@@ -61,12 +60,16 @@ class Shards:
         return self.meta.packed.get("kind") == "images"
 
     def row(self, i: int) -> Row:
-        """A sample's row in the index; not yet compared with its checksum."""
+        """A sample's row in the index, whose place there is; not yet compared with its checksum."""
         packed = os.pread(self._index, shard_format.ROW.size, i * shard_format.ROW.size)
         try:
             if len(packed) < shard_format.ROW.size:
                 raise ValueError("the index is truncated")
-            return shard_format.row_of(packed, self._whole)
+            row = shard_format.row_of(packed, self._whole)
+            shards = self.meta.shards
+            if row.shard >= len(shards) or row.offset + row.length > shards[row.shard].bytes:
+                raise ValueError("its row is damaged")  # before any memory is taken for it
+            return row
         except ValueError as error:
             raise self._bad(shard_format.INDEX, i, i * shard_format.ROW.size, error) from None
 
@@ -151,26 +154,19 @@ class Shards:
 
     def will_need(self, shard: int, block: int, length: int) -> None:
         """Tell the kernel that a block of a shard is needed soon."""
-        if shard < len(self.meta.shards):
-            try:
-                file = self._file(shard)
-                os.posix_fadvise(file, block * length, length, os.POSIX_FADV_WILLNEED)
-            except (OSError, DataError):  # who reads the sample says so
-                pass
+        try:
+            file = self._file(shard)
+            os.posix_fadvise(file, block * length, length, os.POSIX_FADV_WILLNEED)
+        except (OSError, DataError):  # who reads the sample says so
+            pass
 
     def _bytes(self, i: int, row: Row, scratch: "Scratch") -> memoryview:
-        if row.shard >= len(self.meta.shards) or (
-            row.offset + row.length > self.meta.shards[row.shard].bytes
-        ):  # before any memory is taken for it
-            raise self._bad(shard_format.INDEX, i, i * shard_format.ROW.size, "its row is damaged")
         data = scratch.take(row.length)
         self._fill(i, row, [data])
         return data
 
     def _fill(self, i: int, row: Row, parts: list[Any]) -> None:
         """Read, and compare the checksum."""
-        if row.shard >= len(self.meta.shards):
-            raise self._bad(shard_format.INDEX, i, i * shard_format.ROW.size, "its row is damaged")
         file, at, left = self._file(row.shard), row.offset, list(parts)
         try:
             while left:
@@ -240,9 +236,6 @@ def _flat(array: Any) -> memoryview:
 
 
 def _open(path: Path) -> int:
-    import errno
-    import resource
-
     try:
         return os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -60,8 +60,8 @@ class Writer:
         if len(self._alike) < 2:
             self._alike = list(dict.fromkeys([*self._alike, Field(packed.dtype, packed.shape)]))
 
-    def close(self, next: int) -> None:  # noqa: A002
-        """The open shard is whole; next: the first place that is not in it."""
+    def close(self, place: int) -> None:
+        """The open shard is whole; place: the first one in the order that is not in it."""
         if self._file is None:
             return
         with self._file as file:
@@ -76,7 +76,7 @@ class Writer:
         self.shards.append(shard)
         state = {
             "shard": vars(shard),
-            "next": next,
+            "next": place,
             "left_out": self.left_out[self._out :],
             "statistics": self.statistics.as_state(),
             "alike": [[one.dtype, one.shape] for one in self._alike],
