@@ -170,9 +170,7 @@ class ShardedLoader:
 
 def _over(loader: DataLoader[Any], batches: _Batches, seed: int) -> DataLoader[Any]:
     """The user's loader with these batches, and a seed for each sample."""
-    over: Any = getattr(
-        loader, "over", None
-    )  # data.Loader: not imported at every start
+    over: Any = getattr(loader, "over", None)  # data.Loader: not imported at every start
     if over is not None:
         made: DataLoader[Any] = over(batches, seed, batches.split.ranks)
         return made
