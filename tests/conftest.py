@@ -1,5 +1,4 @@
 import ctypes.util
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -9,22 +8,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import bed
-
-
-def _need(missing: list[str], hint: str = "make test-packages, and run as root") -> None:
-    """Skip a test that this machine cannot run; fail it where none may be skipped."""
-    if missing:
-        text = f"this test needs {', '.join(missing)}. HINT: {hint}"
-        if os.environ.get("PACELINE_ALL_TESTS") == "required":
-            pytest.fail(text, pytrace=False)
-        pytest.skip(text)
+from needs import need
 
 
 @pytest.fixture(scope="session")
 def browser():
     """Chromium without a window."""
     found = shutil.which("chromium")
-    _need([] if found else ["chromium"], "make test-packages")
+    need([] if found else ["chromium"], "make test-packages")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -36,13 +27,13 @@ def browser():
 @pytest.fixture
 def jemalloc():
     """A library that can be preloaded."""
-    _need([] if ctypes.util.find_library("jemalloc") else ["libjemalloc2"], "make test-packages")
+    need([] if ctypes.util.find_library("jemalloc") else ["libjemalloc2"], "make test-packages")
 
 
 @pytest.fixture(scope="session")
 def hosts():
     """host0 and host1 .. host4, with sshd; see bed/hosts.py. Between tests they are as new."""
-    _need(bed.missing())
+    need(bed.missing())
     made = bed.Hosts(4)
     yield made
     made.close()
@@ -51,14 +42,14 @@ def hosts():
 @pytest.fixture(scope="session")
 def slurm(hosts):
     """Slurm over the hosts; see bed/slurm.py. After each test its jobs are cancelled."""
-    _need(bed.missing_slurm())
+    need(bed.missing_slurm())
     return bed.Slurm(hosts)
 
 
 @pytest.fixture(scope="session")
 def mpi(hosts):
     """Open MPI and MPICH over the hosts; see bed/mpi.py."""
-    _need(bed.missing_mpi())
+    need(bed.missing_mpi())
     return bed.MPI_VARIABLES
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import paceline
 import ranks
-from conftest import _need
+from needs import need
 from paceline.study.pack import chosen
 from paceline.study.pack import pack as packed
 from paceline.study.packable import Environment
@@ -53,9 +53,9 @@ def environment(tmp_path_factory):
 def squashfs():
     tools = {"mksquashfs": "squashfs-tools", "squashfuse": "squashfuse"}
     missing = [f"{tool} ({package})" for tool, package in tools.items() if not shutil.which(tool)]
-    _need(missing, "make test-packages")
+    need(missing, "make test-packages")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        _need(["/dev/fuse, or root"])
+        need(["/dev/fuse, or root"])
 
 
 def tools_of(folder, *names):
