@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import sys
 import sysconfig
 import tempfile
@@ -23,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from beside import here, runner
-from faults import BY_KIND, FAULTS, STRENGTHS, STRONG, WEAK
+from faults import BY_KIND, FAULTS, REDUCE_S, STRENGTHS, STRONG, WEAK
 from rich.console import Console
 from rich.table import Table
 
@@ -42,6 +43,7 @@ SCRIPTS = {
 WRAPPED = ("input-waiting", "input-preprocessing", "slow-rank", "exchange-latency", "script")
 OUTWEIGHS = 3.0  # base steps
 FIRST, FALSE = 0.95, 0.0  # targets
+TWO = ("-n", "2", "--threads", "1")
 HEALTHY = "healthy"
 NOISE = "jitter"  # of a machine that is not quiet: no false alarm
 
@@ -122,18 +124,32 @@ def _pair(draw: random.Random) -> Case:
 
 def base_step(script: str, long_s: float) -> float:
     """Seconds of a step in which nothing is planted; the planted script's are made that long."""
-    short = ["--steps", "40"] if script == PLANTED else ["--epochs", "2"]
+    words = [*SCRIPTS[script], *(["--steps", "40"] if script == PLANTED else ["--epochs", "2"])]
     with tempfile.TemporaryDirectory() as folder:
         record = str(Path(folder) / "record")
-        words = ["run", "-n", "2", "--threads", "1", "--record", record]
-        for command in ([*words, *map(str, SCRIPTS[script]), *short], ["report", "--json", record]):
-            done = here([str(PACELINE), *command])
-            if done.returncode:
-                sys.exit(done.stderr)
-    took = float(json.loads(done.stdout)["step_times"]["median_s"])
+        _done("run", *TWO, "--record", record, *words)
+        told = _done("report", "--json", record)
+    took = float(json.loads(told)["step_times"]["median_s"])
     if script == PLANTED:
         SCRIPTS[PLANTED][-1], took = round(PRODUCTS * long_s / took), long_s
     return took
+
+
+def reduce_time(script: str) -> float:
+    """Seconds of a small all-reduce as the script's ranks exchange."""
+    if script == PLANTED:
+        return REDUCE_S
+    wrapped, *rest = SCRIPTS[script]
+    told = _done("run", *TWO, wrapped, "--tell-reduce", *rest, "--epochs", "2")
+    return float(re.findall(r"reduce_s (\S+)", told)[0])
+
+
+def _done(*words: object) -> str:
+    """What Paceline printed."""
+    done = here([str(PACELINE), *map(str, words)])
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout
 
 
 def judge(case: Case, minutes: float, base_s: float) -> None:
@@ -143,7 +159,10 @@ def judge(case: Case, minutes: float, base_s: float) -> None:
     outside, strongest = "", 0.0
     for kind, strength in case.faults:
         fault = BY_KIND[kind]
-        plant += fault.plant(base_s * (strength + fault.beside), strength)
+        seconds = base_s * (strength + fault.beside)
+        if kind == "exchange-latency":  # as many as take that long in this script
+            seconds *= REDUCE_S / reduce_time(case.script)
+        plant += fault.plant(seconds, strength)
         outside, strongest = outside or fault.outside, max(strongest, strength)
     program, *rest = map(str, SCRIPTS[case.script])
     # What is planted comes last, as it may say the script's own options once more.

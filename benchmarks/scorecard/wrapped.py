@@ -17,6 +17,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data._utils import fetch
 
 
+def tell_reduce(count: int = 200) -> None:
+    """Of a small all-reduce as this script's ranks exchange."""
+    start = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(torch.zeros(1))
+    if dist.get_rank() == 0:
+        print(f"reduce_s {(time.perf_counter() - start) / count:.3g}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--load-sleep", type=float, default=0.0, help="s a batch")
@@ -24,6 +33,7 @@ def main() -> None:
     parser.add_argument("--slow-rank", type=int, default=-1)
     parser.add_argument("--slow", type=float, default=0.0, help="s a step that it computes longer")
     parser.add_argument("--reduces", type=int, default=0, help="small all-reduces a step")
+    parser.add_argument("--tell-reduce", action="store_true", help="print what one takes, in s")
     parser.add_argument("--script", type=float, default=0.0, help="s a step, outside of all else")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -41,6 +51,9 @@ def main() -> None:
     def before_step(*_: object) -> None:
         if mine:
             busy(args.slow)
+        if args.tell_reduce:
+            tell_reduce()
+            args.tell_reduce = False
         for _ in range(args.reduces):
             dist.all_reduce(torch.zeros(1))
         time.sleep(args.script)

@@ -1,6 +1,7 @@
 """The ladder of ``paceline diagnose``: short runs of the user's own script, in each of which
 something is switched off from outside (record/rung.py), in turns until the budget is spent."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from .runner import MINUTE, Asked, FailedError, Runner
 
 FIRST_STEPS = 10  # of the run that shows how long a step takes
 LEAST_STEPS, MOST_STEPS = 10, 400
-FEWEST = 3  # of a script that ends early
+FEWEST = 3  # of a script that ends early, or where more are not done in the budget
 REPETITIONS = (3, 9)  # at least, at most
+TIGHT = 0.8  # of what the fewest rounds take: the budget has to hold that much
 SHARE = 0.6  # of the budget is for steps; the rest for starting
 
 # Rungs by name: whether of one rank alone, and the phase of its run.
@@ -78,6 +80,7 @@ def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
 class _Climbing:
     def __init__(self, asked: Asked, runner: Runner, began: float) -> None:
         self.asked, self.runner, self.began = asked, runner, began
+        self.starts_s = 0.0  # of a round, that its processes take to start
         self.phases = {True: (EVERYTHING, CACHED), False: (EVERYTHING, CACHED, SILENT, LOADER)}
 
     def all(self) -> Ladder:
@@ -89,11 +92,12 @@ class _Climbing:
         known = climb(run, asked.warming, steps, EVERYTHING)
         self._as_in(run)
         start_s = took - (steps + asked.warming) * known.step_s
-        steps = asked.steps or self._steps(known.step_s, start_s)
+        self.starts_s = len(self.phases) * max(start_s, 0.1)
+        steps = asked.steps or self._steps(known.step_s)
         climbs: dict[str, list[Climb]] = {
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
         }
-        found = Ladder(asked.warming, steps, climbs, run, run)
+        found = Ladder(self._warm(steps), steps, climbs, run, run)
         limit = asked.minutes * MINUTE
         while len(found.climbs["everything"]) < REPETITIONS[1]:
             turn = time.monotonic()
@@ -106,8 +110,37 @@ class _Climbing:
             enough = len(found.climbs["everything"]) >= REPETITIONS[0]
             if enough and spent + took > limit:
                 break
+            if not enough:
+                self._shorter(found, took)
         found.seconds = time.monotonic() - self.began
+        if not asked.steps and not found.notes and found.steps < LEAST_STEPS:
+            found.notes = [self._few(found)]
         return found
+
+    def _warm(self, steps: int) -> int:
+        """Steps before so many that are measured."""
+        asked = self.asked.warming
+        if self.asked.steps or steps >= LEAST_STEPS:
+            return asked
+        return min(asked, max(1, steps // 2))
+
+    def _shorter(self, found: Ladder, took: float) -> None:
+        """Fewer steps from now on, where the budget holds far less than the rounds to come, if
+        they take what the last one ``took``."""
+        missing = REPETITIONS[0] - len(found.climbs["everything"])
+        left = self.asked.minutes * MINUTE - (time.monotonic() - self.began)
+        share = max(left / missing - self.starts_s, self.starts_s) / max(took - self.starts_s, 0.1)
+        steps = max(FEWEST, int(share * found.steps))
+        if share < TIGHT and steps < found.steps and not self.asked.steps:
+            found.steps, found.warm = steps, self._warm(steps)
+
+    def _few(self, found: Ladder) -> str:
+        more = (LEAST_STEPS + self.asked.warming) / (found.steps + found.warm)
+        return (
+            f"steps are long for --minutes {self.asked.minutes:g}: {found.steps} were measured at "
+            f"a time, and the figures are as rough. HINT: --minutes "
+            f"{math.ceil(more * found.seconds / MINUTE)}"
+        )
 
     def _fewer(self, found: Ladder, ended: EndedError) -> None:
         """Phases that all fit into a script which ends so early, from now on."""
@@ -123,15 +156,19 @@ class _Climbing:
         for climbs in found.climbs.values():
             climbs.clear()
 
-    def _steps(self, step_s: float, start_s: float) -> int:
+    def _steps(self, step_s: float) -> int:
         """As many in a phase as the budget allows. Rounds tell more than long phases do, as each
         has processes of its own: as many of them as leave enough of the budget for steps."""
         a_round = sum(phase != LOADER for phases in self.phases.values() for phase in phases)
         left = self.asked.minutes * MINUTE - (time.monotonic() - self.began)
-        starts = len(self.phases) * max(start_s, 0.1)
+        starts = self.starts_s
         rounds = min(max(int((1 - SHARE) * left / starts), REPETITIONS[0]), REPETITIONS[1])
-        each = max(left - rounds * starts, SHARE * left) / (rounds * a_round)
-        return max(LEAST_STEPS, min(MOST_STEPS, int(each / step_s) - self.asked.warming))
+        # Steps may take as long as starting does: fewer would spare little.
+        each = max((left - rounds * starts) / rounds, SHARE * left / rounds, starts) / a_round
+        most = int(each / step_s)
+        if most >= LEAST_STEPS + self.asked.warming:
+            return min(MOST_STEPS, most - self.asked.warming)
+        return max(FEWEST, min(LEAST_STEPS, 2 * most // 3))
 
     def _round(self, found: Ladder) -> None:
         """Every rung once: those of one rank, and those of all. Where one fails it is left out
