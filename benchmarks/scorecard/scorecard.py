@@ -198,13 +198,15 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every kind at three strengths")
     parser.add_argument("--json", type=Path, default=HERE.parent / "out" / "scorecard.json")
     parser.add_argument("--resume", action="store_true", help="keep the cases that --json holds")
-    parser.add_argument("--redo", help="but not those of this name, as healthy")
+    parser.add_argument(
+        "--redo", nargs="*", default=[], help="but not those of these names, as healthy"
+    )
     args = parser.parse_args()
     console, cases = Console(), chosen(args)
     done = resumed(args.json, cases) if args.resume else 0
     bases: dict[str, float] = {}
     for number, case in enumerate(cases, 1):
-        if number <= done and case.name != args.redo:
+        if number <= done and case.name not in args.redo:
             continue
         if case.script not in bases:
             bases[case.script] = base_step(case.script, args.step)
