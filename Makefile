@@ -17,7 +17,8 @@ $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@echo "Setting up $(VENV) (PyTorch takes a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install $(PIP_ARGS) $(TORCH_ARGS) torch
-	@$(BIN)/pip install $(PIP_ARGS) -e '.[data,examples,dev]'
+	@$(BIN)/pip install $(PIP_ARGS) -e '.[data,formats,examples,dev]'
+	@$(BIN)/pip install $(PIP_ARGS) --no-deps aeon  # for its data, which examples/sets.py packs
 	@touch $@
 
 # Frameworks whose scripts are recorded in the tests; without them those tests are skipped.

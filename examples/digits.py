@@ -18,41 +18,26 @@ import sys
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.functional import cross_entropy, pad
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.data import Loader
+from paceline.data.transforms import Crop
 
 STATED = 0.98
 RECIPE = {"epochs": 30, "batch": 64, "lr": 0.002, "seed": 0}
 TEST_IMAGES = 360  # the other 1,437 are for training
 
 
-class Digits(Dataset):
-    """Images (1, 8, 8) in 0..1 and labels; ``shift`` moves each image by up to so many pixels."""
-
-    def __init__(self, images, labels, shift=0):
-        self.images, self.labels, self.shift = images, labels, shift
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        image, most = self.images[index], self.shift
-        if most:
-            # Paceline seeds this for each sample: the same shift on any number of ranks.
-            top, left = torch.randint(0, 2 * most + 1, (2,)).tolist()
-            image = pad(image, (most,) * 4)[:, top : top + 8, left : left + 8]
-        return image, self.labels[index]
-
-
 def load_data():
+    """Images (1, 8, 8) in 0..1 and labels, to train with and to test."""
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(bunch.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:-TEST_IMAGES], order[-TEST_IMAGES:]
-    return Digits(images[train], labels[train], shift=1), Digits(images[test], labels[test])
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
 def build_model():
@@ -88,9 +73,11 @@ def main():
 
     world = paceline.init(seed=args.seed, device=args.device)
     train, test = load_data()
-    loader = DataLoader(train, batch_size=args.batch, shuffle=True)
+    # An image is shifted by up to a pixel: by (seed, epoch, image), the same on N ranks.
+    shifted = Crop((8, 8), pad=1, axes=(1, 2))
+    loader = Loader(train, args.batch, shuffle=True, transform=shifted, num_workers=0)
     loader = world.shard(loader, global_batch=args.batch)  # a step is the same on N ranks
-    validation = world.shard(DataLoader(test, batch_size=90), every_sample_once=True)
+    validation = world.shard(Loader(test, 90, num_workers=0), every_sample_once=True)
 
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)

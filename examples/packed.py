@@ -31,7 +31,7 @@ def write(folder):
     from PIL import Image
 
     for name, part in zip(("train", "test"), load_data(), strict=True):
-        for number, (image, label) in enumerate(zip(part.images, part.labels, strict=True)):
+        for number, (image, label) in enumerate(part):
             path = folder / name / str(int(label)) / f"{number:04}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image[0] * 240).round().byte().numpy()).save(path)

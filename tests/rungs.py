@@ -7,11 +7,12 @@ USED = {"seconds": 1.0, "thread": 0.97, "delayed": 0.0, "process": 1.0, "system"
 USED |= {"children": 0.0, "faults": 100.0, "host": 1.0, "squeezed": 0.0}
 
 
-def climbs(step=STEP, ranks=2, slow=1.0, **used):
-    """Three rounds of a rung. slow: by how much rank 1 takes longer than rank 0."""
+def climbs(step=STEP, ranks=2, slow=1.0, batch=10, **used):
+    """Three rounds of a rung. slow: by how much rank 1 takes longer than rank 0. batch: of a
+    rank."""
     return [
         Climb(
-            together=ranks * 10 / step,
+            together=ranks * batch / step,
             step_s=step * turn,
             training_s=[step * turn / slow, step * turn][:ranks],
             validation_s=[0.0] * ranks,

@@ -118,6 +118,8 @@ def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
     [
         ("digits", 1797, [8, 8, 1], 10),
         ("cancer", 569, [30], 2),
+        ("wine", 178, [13], 3),
+        ("motions", 80, [6, 100], 4),
         ("diabetes", 442, [10], None),
         pytest.param("molecules", 28860, None, None, marks=pytest.mark.soak),
         pytest.param("words", 126_052, [32], 38, marks=pytest.mark.soak),

@@ -1,4 +1,5 @@
-"""Run a script of somebody's with something planted from outside, by PyTorch's own hooks:
+"""Run a script of somebody's with something planted from outside, into what makes its loader's
+batches and before its optimizer's step:
 
 python wrapped.py --load-sleep 0.01 ../../examples/digits.py --epochs 30
 """
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 from planted import busy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data._utils import fetch
+
+from paceline.data import workers
 
 
 def tell_reduce(count: int = 200) -> None:
@@ -37,15 +39,15 @@ def main() -> None:
     parser.add_argument("--script", type=float, default=0.0, help="s a step, outside of all else")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    plain = fetch._MapDatasetFetcher.fetch
+    plain = workers.made
 
-    def slowly(self: object, indices: object) -> object:
+    def slowly(*task: object) -> object:
         time.sleep(args.load_sleep)
         busy(args.load_work)
-        return plain(self, indices)
+        return plain(*task)
 
     if args.load_sleep or args.load_work:
-        fetch._MapDatasetFetcher.fetch = slowly
+        workers.made = slowly  # the examples' loaders have no threads: a batch is one piece
     mine = int(os.environ["RANK"]) == args.slow_rank
 
     def before_step(*_: object) -> None:

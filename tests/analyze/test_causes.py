@@ -140,14 +140,16 @@ def test_a_loader_that_starts_anew_each_epoch_is_told():
 
 
 UNEVEN = [Loss("wait", 0.25, 1, "b", "useful")]
+PRINTS = [{"line": 9, "code": "print(loss)", "share": 1.0}]
+PRINTING = [Loss("wait", 0.25, 1, "b", "other"), Loss("other", 0.2, lines=PRINTS)]
 
 
-def uneven(facts=(), **used):
+def uneven(facts=(), losses=UNEVEN, other=(0.0, 0.0), **used):
     rungs = {name: climbs(slow=2.0, **used) for name in ("silent", "cached", "everything")}
     rungs["alone"] = climbs(0.05, ranks=1)
-    own = [{"useful": 0.5, "other": 0.0}, {"useful": 1.0, "other": 0.0}]
+    own = [{"useful": useful, "other": one} for useful, one in zip((0.5, 1.0), other, strict=True)]
     fall = waterfall(*(rungs[name] for name in ("alone", "silent", "cached", "everything")))
-    report = SimpleNamespace(losses=UNEVEN, groups=[], hosts=["a", "b"], states=own, size=2)
+    report = SimpleNamespace(losses=losses, groups=[], hosts=["a", "b"], states=own, size=2)
     told = [FACTS | one for one in facts] or [FACTS, FACTS]
     e = Evidence(
         fall, report, None, 1, 2, 1, 10, rungs, told, late=lambda rank: f"from step {rank} on"
@@ -166,12 +168,19 @@ def test_a_slow_rank_a_slow_host_uneven_data_and_other_programs_are_told_apart()
     assert uneven(elements=elements).id == "uneven-data"
     elements["correlation"] = 0.1
     assert uneven(elements=elements).id == "slow-rank"
+    prints = uneven(losses=PRINTING, other=(0.1, 0.3))
+    assert (prints.id, prints.evidence["lines"]) == ("synchronisation", PRINTS)
+    assert prints.share > 0.4
+    assert uneven(losses=PRINTING[:1], other=(0.0, 0.3)).id == "slow-rank"
 
 
 def test_threads_cores_and_memory_are_told_apart():
     slowed = {name: climbs(0.2) for name in ("silent", "cached", "everything")}
     (cause,) = judged(**slowed)
     assert cause.id == "shared-machine"
+    (cause,) = judged(**slowed, alone=climbs(ranks=1, batch=20))
+    assert cause.id == "fixed-cost"
+    assert "has 10 samples, and 20 on one rank alone" in cause.sentence
     (cause,) = judged(facts=[{"threads": 4}] * 2, **slowed | {"one thread": climbs(0.1)})
     assert cause.id == "too-many-threads"
     assert cause.sentence.startswith("2 ranks with 4 threads each share 2 cores")
@@ -190,6 +199,19 @@ INSIDE = {
         "silent": climbs(thread=0.3, others={"seconds": 0.6, "name": "monitor"}),
     },
 }
+
+
+def test_what_stands_still_inside_of_a_step_is_no_computing():
+    still = {"silent": climbs(process=0.6)}
+    (cause,) = judged(**still)
+    assert (cause.id, cause.share) == ("script", pytest.approx(0.4, abs=0.05))
+    assert "on no core: it sleeps, or waits for a file" in cause.sentence
+    assert judged(**still, facts=[{"gpu": True}] * 2) == []
+    assert judged(**still, facts=[{"threads": 4}] * 2) == []
+    assert judged(silent=climbs(process=0.6, delayed=0.35)) == []
+    between = judged(**still, losses=[Loss("other", 0.4)])
+    assert [one.id for one in between] == ["script"]
+    assert "between its steps" in between[0].sentence
 
 
 @pytest.mark.parametrize("name", INSIDE)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import sets
 from paceline.data import Loader, Shards, pack
@@ -13,7 +14,9 @@ from paceline.data.transforms import (
     Normalise,
     Resize,
     ResizedCrop,
+    Rotate,
     Turn,
+    rotated,
 )
 
 IMAGE = np.arange(20 * 24 * 3, dtype=np.uint16).reshape(20, 24, 3)
@@ -59,6 +62,32 @@ def test_flips_and_turns_keep_all_values():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
+def test_a_turn_by_any_angle(dtype):
+    square = np.random.default_rng(0).integers(0, 200, (9, 9, 3)).astype(dtype)
+    assert np.abs(rotated(square, 90) - np.rot90(square).astype(float)).max() <= 1
+    x = np.linspace(0, 200, 30 * 40).reshape(30, 40, 1).repeat(3, 2).astype(dtype)
+    there, back = rotated(x, 20), rotated(rotated(x, 20), -20)
+    assert there.shape == x.shape
+    assert there.dtype == dtype
+    middle = np.s_[12:18, 15:25]
+    assert back[middle].astype(float) == pytest.approx(x[middle].astype(float), abs=3)
+    assert there[0, 0].tolist() == [0, 0, 0]
+    assert rotated(x, 20, fill=7)[0, 0].tolist() == [7, 7, 7]
+    fields = np.moveaxis(x, 2, 0)  # channels first
+    turned = np.moveaxis(rotated(fields, 20, axes=(1, 2)), 0, 2)
+    assert turned[middle].astype(float) == pytest.approx(there[middle].astype(float), abs=1.5)
+
+
+def test_angles_are_drawn_to_either_side():
+    x = np.zeros((21, 21, 1), np.float32)
+    x[10, 10:] = 1  # a hand to the right
+    ends = [Rotate(40)(x, rng(seed))[:, 18].argmax() for seed in range(30)]
+    assert min(ends) < 9
+    assert max(ends) > 11
+    assert all(3 <= end <= 17 for end in ends)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
 def test_resampling_keeps_means_and_the_dtype(dtype):
     smooth = np.linspace(0, 200, 40 * 48).reshape(40, 48, 1).repeat(3, 2).astype(dtype)
     made = Resize((10, 12))(smooth, rng())
@@ -89,3 +118,20 @@ def test_a_chain_is_the_same_on_any_number_of_threads(tmp_path):
         for threads in (0, 3)
     ]
     assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_albumentations_are_seeded_by_the_sample(images, threads):
+    import albumentations
+
+    steps = [albumentations.RandomCrop(12, 12), albumentations.HorizontalFlip(p=0.5)]
+    both = albumentations.Compose(steps)
+
+    def epochs(order):
+        loader = Loader(images, 5, sampler=order, transform=both, seed=4, num_workers=threads)
+        return [torch.cat([x.clone() for x, _ in loader]) for _ in range(2)]
+
+    first, second = epochs(range(30))
+    assert first.shape == (30, 3, 12, 12)
+    assert not torch.equal(first, second)
+    assert torch.equal(epochs(range(29, -1, -1))[0], first.flip(0))

@@ -11,6 +11,7 @@ from .ladder import Climb, Interval, Waterfall
 from .losses import Loss
 from .report import Report
 
+Said = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
 WORTH = 0.05  # of a step: what takes less is not worth a word
 SMALL = 256 << 10  # bytes: below, an exchange or a file is its latency
 
@@ -70,6 +71,22 @@ class Evidence:
             for one in climbed.used
             if name in one and one.get("seconds")
         ]
+        return sum(found) / len(found) if found else 0.0
+
+    def off_core(self, rung: str, rank: int) -> float:
+        """The share of a rung's phase in which no thread of the rank was on a core, and the one
+        that trains did not ask for one: the mean of all rounds."""
+        told = [one.used[rank] for one in self.climbs.get(rung, [])]
+        found = [
+            1 - (used["process"] + used["delayed"]) / used["seconds"]
+            for used in told
+            if used.get("seconds")
+        ]
+        return max(sum(found) / len(found), 0.0) if found else 0.0
+
+    def batch(self, rung: str) -> float:
+        """Samples of a rank's step; 0 where the rung was not run."""
+        found = [one.together * one.step_s / one.ranks for one in self.climbs.get(rung, [])]
         return sum(found) / len(found) if found else 0.0
 
     def of_step(self, rung: str) -> float:

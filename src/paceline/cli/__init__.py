@@ -6,7 +6,7 @@ from .base import app
 
 # In the order in which --help lists them.
 # isort: off
-from . import run, check, diagnose, record, report, top, submit, pack, bench
+from . import run, check, diagnose, record, report, top, submit, pack, stage, bench
 
 # isort: on
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "record",
     "report",
     "run",
+    "stage",
     "submit",
     "top",
 ]

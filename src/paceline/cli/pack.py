@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,14 +21,18 @@ QUIET_S = 10.0  # between two lines of progress where there is no terminal
     "paceline pack tiles/ packed/ --labels labels.csv   ·   "
     "paceline pack photos/ small/ --resize 256   ·   "
     "paceline pack x.npy packed/ --labels y.npy --cast float16 --compress   ·   "
-    "paceline pack mine:samples packed/   ·   paceline pack --check packed/",
+    "paceline pack mine:samples packed/   ·   "
+    "paceline pack tiles.h5:bands packed/ --labels kind   ·   "
+    "paceline pack packed/ tars/ --to webdataset   ·   paceline pack --check packed/",
 )
 def pack(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder of files, a .npy file, a packed set, or MODULE:FUNCTION that yields "
-            "arrays, bytes, or (data, label). With --check: the packed set."
+            help="A folder of files, a .npy file, HDF5, netCDF or zarr (FILE:ARRAY), LMDB, "
+            "TFRecord or Parquet (FILE:COLUMN), a webdataset's tars, a packed set, or "
+            "MODULE:FUNCTION that yields arrays, bytes, or (data, label). With --check: the "
+            "packed set."
         ),
     ],
     dest: Annotated[
@@ -44,7 +48,15 @@ def pack(
         Path | None,
         typer.Option(
             help="A CSV of file and label (or several numbers) a line; of a .npy file another "
-            "one. Default: a file's class is the folder that it is in.",
+            "one; of a file of arrays or columns the name of theirs; of tars the end of a member. "
+            "Default: a file's class is the folder that it is in.",
+            show_default=False,
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Write hdf5, lmdb, tfrecord or webdataset in the place of a packed set.",
             show_default=False,
         ),
     ] = None,
@@ -104,26 +116,27 @@ def pack(
             raise typer.Exit(code)
         if dest is None:
             raise ValueError("where to? HINT: paceline pack SOURCE DEST")
+        from ..data.export import converted
         from ..data.packing import pack as packed
 
-        with _progress("packed", None) as step:
-            report = packed(
-                source,
-                dest,
-                labels,
-                shard_bytes=bytes_of(shard_size, "--shard-size"),
-                seed=seed,
-                workers=workers,
-                decode=decode,
-                resize=resize,
-                quality=quality,
-                compress=compress,
-                cast=cast,
-                statistics=statistics,
-                on_error=on_error,
-                fresh=fresh,
-                step=step,
-            )
+        options: dict[str, Any] = {
+            "shard_bytes": bytes_of(shard_size, "--shard-size"),
+            "seed": seed,
+            "workers": workers,
+            "decode": decode,
+            "resize": resize,
+            "quality": quality,
+            "compress": compress,
+            "cast": cast,
+            "statistics": statistics,
+            "on_error": on_error,
+            "fresh": fresh,
+        }
+        with progress("packed" if to is None else "done", None) as step:
+            if to is None:
+                report = packed(source, dest, labels, **options, step=step)
+            else:
+                report = converted(source, dest, to, labels, **options, step=step)
     meta = asdict(report.meta)
     if json:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
@@ -141,7 +154,7 @@ def _check(folder: Path, workers: int | None, json: bool) -> int:
     from ..data.verify import verify
 
     meta, began = load(folder), time.monotonic()
-    with _progress("read back", meta.samples) as step:
+    with progress("read back", meta.samples) as step:
         bad = verify(folder, workers, step)
     lines = [str(one) for one in bad]
     if json:
@@ -157,7 +170,9 @@ def _check(folder: Path, workers: int | None, json: bool) -> int:
 
 
 @contextmanager
-def _progress(what: str, whole: int | None) -> Iterator[Callable[[int, int], None]]:
+def progress(
+    what: str, whole: int | None, each: str = "samples"
+) -> Iterator[Callable[[int, int], None]]:
     """On stderr: a line that moves, or one now and then."""
     from rich.console import Console
 
@@ -176,7 +191,7 @@ def _progress(what: str, whole: int | None) -> Iterator[Callable[[int, int], Non
         due, moved = now + every, True
         of = f" of {whole:,}" if whole else ""
         rate = done / (now - began)
-        line = f"paceline: {what} {done:,}{of} samples, {size(read)}, {rate:,.0f} samples/s"
+        line = f"paceline: {what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
         console.file.write(f"\r\x1b[2K{line}" if console.is_terminal else f"{line}\n")
         console.file.flush()
 

@@ -36,6 +36,12 @@ class Arrays:
     def label(self) -> Field | None:
         return None if self.y is None else Field(self.y.dtype.name, self.y.shape[1:])
 
+    @property
+    def classes(self) -> int:
+        """How many whole numbers there are from 0 to the largest label."""
+        assert self.y is not None
+        return int(self.y.max()) + 1
+
     def outline(self, i: int) -> tuple[Field, Field | None]:
         """What each sample and label is."""
         return Field(self.x.dtype.name, self.x.shape[1:]), self.label

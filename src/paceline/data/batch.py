@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .mixing import Mixing
 from .order import kept_random_states, mix, seed_everything
 from .ring import Ring
 from .shard_format import DataError, Field
@@ -41,9 +42,10 @@ class Recipe:
         seed: int,
         skips: bool,
         shared: bool,
+        mixing: Mixing | None = None,
     ) -> None:
         self.source, self.transform, self.collate, self.seed = source, transform, collate, seed
-        self.skips = skips
+        self.skips, self.mixing = skips, mixing
         self.skipped: list[DataError] = []
         self.busy_s = 0.0  # that all pieces took of processors
         self.ring = Ring(shared)
@@ -58,6 +60,17 @@ class Recipe:
         other = copy.copy(self)
         other.seed, other.ring, other.busy_s = seed, Ring(self.ring.shared), 0.0
         return other
+
+    @property
+    def plain(self) -> bool:
+        """Whether samples are as the source has them."""
+        return self.transform is None and self.mixing is None
+
+    @property
+    def label(self) -> Field | None:
+        """What labels are."""
+        label: Field | None = (self.mixing or self.source).label
+        return label
 
     def outline(self, keys: list[Key]) -> Field:
         """What samples are: as the first of the keys that can be read."""
@@ -74,17 +87,26 @@ class Recipe:
 
     def _first(self, key: Key) -> Field:
         source = self.source
-        if self.transform is None:
+        if self.plain:
             array: Field = source.outline(key[1])[0]
         else:
             with kept_random_states():  # the training's, if the transform draws from them
                 sample, _ = self.sample(key)
-            array = Field(sample.dtype.name, sample.shape)
+            array = _outline(sample)
         self.channels_last = source.images and len(array.shape) == 3 and not self._tensors
         return array
 
     def sample(self, key: Key) -> tuple[Any, Any]:
-        """One sample by itself, transformed: (array, label)."""
+        """One sample by itself, transformed, and mixed with another: (array, label)."""
+        if self.mixing is None:
+            return self._own(key)
+        partner, share = self.mixing.partner(self.seed, *key)
+        one, other = self._own(key), self._own((key[0], partner))
+        if (one[0].shape, one[0].dtype) != (other[0].shape, other[0].dtype):
+            raise _ragged(self, partner, _outline(other[0]), _outline(one[0]))
+        return self.mixing.mixed(one, other, share)
+
+    def _own(self, key: Key) -> tuple[Any, Any]:
         epoch, i = key
         array, label = self.source.read(i, _scratch())
         if self.transform is not None:
@@ -120,7 +142,7 @@ class Batch:
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray[Any, Any]] = []
         if recipe.collate is None:
-            label = recipe.source.label
+            label = recipe.label
             fields = [recipe.outline(keys), *([] if label is None else [label])]
             self._arrays = [self._memory(field) for field in fields]
         count = max(min(pieces, len(keys)), 1)
@@ -153,7 +175,7 @@ class Batch:
         if len(bad) == len(self.keys):
             raise bad[0]
         if recipe.collate is not None:
-            labelled = recipe.source.label is not None
+            labelled = recipe.label is not None
             return recipe.collate([_given(array, label, labelled) for array, label in samples])
         tensors = self._tensors or [torch.from_numpy(array) for array in self._arrays]
         self._arrays = []
@@ -181,7 +203,7 @@ def made(recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], fi
     Raises ValueError where one has another shape than those before it.
     """
     piece, began = Piece(), time.thread_time()
-    if arrays and recipe.transform is None and hasattr(recipe.source, "take"):
+    if arrays and recipe.plain and hasattr(recipe.source, "take"):
         labels = arrays[1] if len(arrays) > 1 else None
         recipe.source.take([i for _, i in keys], arrays[0], labels, first)
     else:
@@ -193,12 +215,12 @@ def made(recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], fi
 def _each(
     recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], first: int, piece: Piece
 ) -> None:
-    one = _collected if not arrays else _read if recipe.transform is None else _transformed
+    one = _collected if not arrays else _read if recipe.plain else _transformed
     for k, key in enumerate(keys, first):
         try:
             one(recipe, key, arrays, k, piece)
         except RaggedError as error:
-            raise _ragged(recipe, key, error.what) from None
+            raise _ragged(recipe, key[1], error.what) from None
         except DataError as error:
             if not recipe.skips:
                 raise
@@ -219,7 +241,7 @@ def _read(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> 
 def _transformed(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> None:
     array, label = recipe.sample(key)
     if array.shape != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
-        raise _ragged(recipe, key, Field(array.dtype.name, array.shape))
+        raise _ragged(recipe, key[1], _outline(array))
     arrays[0][k] = array
     if len(arrays) > 1:
         arrays[1][k] = label
@@ -229,11 +251,15 @@ def _collected(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece
     piece.samples.append(recipe.sample(key))
 
 
-def _ragged(recipe: Recipe, key: Key, what: Field) -> ValueError:
-    usual = recipe.array
+def _outline(array: Any) -> Field:
+    return Field(array.dtype.name, array.shape)
+
+
+def _ragged(recipe: Recipe, i: int, what: Field, usual: Field | None = None) -> ValueError:
+    usual = usual or recipe.array
     assert usual is not None
     return ValueError(
-        f"Loader: {recipe.source!r}: sample {key[1]} is {what.dtype} of {what.shape}, and the "
+        f"Loader: {recipe.source!r}: sample {i} is {what.dtype} of {what.shape}, and the "
         f"samples before it are {usual.dtype} of {usual.shape}. HINT: a transform that crops or "
         "resizes, or collate_fn=... for samples of different shapes"
     )

@@ -18,10 +18,13 @@ from ..record.recorder import tell_all
 from .ahead import ReadAhead, samples_ahead
 from .arrays import Arrays
 from .batch import Batch, Recipe
+from .mixing import Mixing
+from .plugins import plugged
 from .samplers import BLOCK_BYTES, InBlocks, Ordered, Shuffled
 from .several import Several
 from .shard_format import DataError
 from .shards import Shards
+from .stored import Stored, is_store
 from .workers import AtOnce, Processes, Threads
 
 # Of all loaders of this process, for the record: what the report says of them.
@@ -35,16 +38,21 @@ _told: dict[str, Any] = {
 
 
 class Loader(DataLoader[Any]):
-    """Batches of a packed set (its folder, or ``Shards``), of arrays (x, or (x, y)), or of a list
-    of such, as a DataLoader gives them: [x, y], or x where there are no labels.
+    """Batches of a packed set (its folder, or ``Shards``), of arrays (x, or (x, y)), of arrays in
+    HDF5, netCDF or zarr ("FILE:ARRAY", or ("FILE:ARRAY", "LABELS")), or of a list of such, as a
+    DataLoader gives them: [x, y], or x where there are no labels.
 
     batch_size: samples, a rank's under ``world.shard``. shuffle: True, or "blocks" for storage
     that is slow at small pieces; the order depends on (seed, epoch) alone. sampler: any of
     torch's instead. num_workers: threads; default 2, or 1 where the rank has one core; 0: none,
     batches are made when they are asked for.
     prefetch_factor: batches that are made ahead. transform: of a sample's array, ``f(x)`` or
-    ``f(x, rng)`` with a numpy Generator that depends on (seed, epoch, sample) alone; images are
-    (height, width, channels) and stay so. processes: num_workers are processes, for a transform
+    ``f(x, rng)`` with a numpy Generator that depends on (seed, epoch, sample) alone, or one of
+    albumentations, which is seeded so; images are
+    (height, width, channels) and stay so. mix_up: each sample is mixed with another one of
+    the set, shares drawn from Beta(mix_up, mix_up) by (seed, epoch, sample) alone (Zhang et al.,
+    arXiv 1710.09412); labels are float32 then, of classes the share of each; two samples are made
+    for one. processes: num_workers are processes, for a transform
     that holds the interpreter's lock; in these the global generators are seeded for each sample,
     too. collate_fn: of a list of samples, where they don't stack. on_error: "stop", or "skip" what
     can't be read, with a warning and a count (``skipped``).
@@ -67,6 +75,7 @@ class Loader(DataLoader[Any]):
         num_workers: int | None = None,
         prefetch_factor: int = 2,
         transform: Callable[..., Any] | None = None,
+        mix_up: float | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         pin_memory: bool = False,
@@ -98,7 +107,10 @@ class Loader(DataLoader[Any]):
             drop_last=drop_last,
         )
         skips, self._processes = on_error == "skip", processes
-        self._recipe = Recipe(dataset, transform, collate_fn, seed, skips, shared=processes)
+        mixing = None if mix_up is None else Mixing(dataset, mix_up)
+        self._recipe = Recipe(
+            dataset, plugged(transform), collate_fn, seed, skips, processes, mixing
+        )
         self._epoch, self._start = 0, 0
         self._given = 0  # samples of the running epoch
         self._ranks, self._skipped_before = 1, 0
@@ -228,9 +240,13 @@ class _Pass(_BaseDataLoaderIter):
 
 
 def _dataset(source: Any) -> Any:
+    if is_store(source):
+        return Stored(source)
     if isinstance(source, (str, os.PathLike)):
         return Shards(source)
-    if isinstance(source, (Shards, Arrays, Several)):
+    if isinstance(source, tuple) and len(source) == 2 and is_store(source[0]):
+        return Stored(*source)
+    if isinstance(source, (Shards, Arrays, Several, Stored)):
         return source
     if isinstance(source, list) and source:
         return Several([_dataset(one) for one in source])
@@ -242,7 +258,7 @@ def _dataset(source: Any) -> Any:
         return Arrays(source)
     raise ValueError(
         f"Loader: {type(source).__name__} is no source. HINT: a folder that paceline pack has "
-        "written, arrays x or (x, y); for other datasets torch's DataLoader"
+        "written, HDF5, netCDF or zarr, arrays x or (x, y); for other datasets torch's DataLoader"
     )
 
 
@@ -252,4 +268,8 @@ def _order(dataset: Any, shuffle: bool | str, seed: int) -> Ordered:
     if shuffle == "blocks" and isinstance(dataset, Shards):
         each = max(dataset.meta.bytes / len(dataset), 1)
         return InBlocks(len(dataset), int(BLOCK_BYTES / each), seed)
+    if shuffle == "blocks" and isinstance(dataset, Stored):
+        return dataset.in_blocks(seed)
+    if shuffle and isinstance(dataset, Stored):
+        dataset.fights()
     return (Shuffled if shuffle else Ordered)(len(dataset), seed)

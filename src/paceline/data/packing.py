@@ -25,7 +25,7 @@ import numpy as np
 from . import shard_format
 from .encode import Encoding, Packed, encoded, values
 from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Meta
-from .sources import ShardSource, Source, StreamSource, find, pictures
+from .sources import ShardSource, Source, find, pictures
 from .statistics import Statistics
 from .writer import Writer
 
@@ -90,7 +90,7 @@ def pack(
     with _working(folder, plan, fresh) as work, _full_told(folder):
         found = find(source, labels, work)
         try:
-            if isinstance(found, StreamSource):
+            if found.in_order:
                 found = _spooled(found, work)
             job = _Packing(found, folder, work, how, plan, on_error == "skip")
             threads = workers or 2 * len(os.sched_getaffinity(0))
@@ -210,8 +210,8 @@ def _reason(error: Exception, source: Source, i: int) -> str:
     return f"{where}: {getattr(error, 'strerror', None) or error}"
 
 
-def _spooled(stream: StreamSource, work: Path) -> Source:
-    """A stream as it came, written down so that it can be read in random order."""
+def _spooled(stream: Source, work: Path) -> Source:
+    """What has to be read in its order, written down so that it can be read in random order."""
     spool = work / SPOOL
     if not (spool / shard_format.META).exists():
         shutil.rmtree(spool, ignore_errors=True)
@@ -229,9 +229,16 @@ def _spooled(stream: StreamSource, work: Path) -> Source:
             raise ValueError(f"{stream.told}: gives {some}. HINT: samples of one kind")
         writer.close(count)
         packed_as = {"kind": kinds.pop()}
-        label, classes = stream.label, stream.classes
-        meta = Meta(count, writer.shards, writer.alike, label, classes, packed=packed_as)
-        writer.finish(meta, named=False)
+        meta = Meta(
+            count,
+            writer.shards,
+            writer.alike,
+            stream.label,
+            stream.classes,
+            stream.named,
+            packed=packed_as,
+        )
+        writer.finish(meta, stream.named)
     source = ShardSource(spool)
     source.told = stream.told
     return source

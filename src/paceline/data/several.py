@@ -34,6 +34,11 @@ class Several:
         own, j = self._where(i)
         return own[j]
 
+    @property
+    def classes(self) -> int:
+        """As many as the set with the most has."""
+        return int(max(one.classes for one in self.sets))
+
     def outline(self, i: int) -> tuple[Field, Field | None]:
         own, j = self._where(i)
         found: tuple[Field, Field | None] = own.outline(j)

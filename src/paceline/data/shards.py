@@ -4,14 +4,17 @@ import errno
 import os
 import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import shard_format
+from . import shard_format, staging
 from .decode import decode
 from .shard_format import FILE, RAW, DataError, Field, Meta, Row
+
+LOOK_S = 5.0  # between two looks whether a shard has been staged
 
 
 class Shards:
@@ -31,7 +34,13 @@ class Shards:
         self.meta: Meta = shard_format.load(self.folder)
         self._whole = self.meta.array.shape if self.meta.array else ()
         self._opening = threading.Lock()
-        self._index = os.open(self.folder / shard_format.INDEX, os.O_RDONLY)
+        self._staged = staging.here(self.folder)
+        near = self._staged is not None and (self._staged / shard_format.META).exists()
+        self._index = os.open(
+            (self._staged if near and self._staged else self.folder) / shard_format.INDEX,
+            os.O_RDONLY,
+        )
+        self._far: dict[int, float] = {}  # shards that are not staged: when that is looked at next
         self._files: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -84,6 +93,11 @@ class Shards:
         if self.meta.label != "class":
             raise ValueError(f"{self.folder}: its samples have no classes")
         return np.ascontiguousarray(self.rows()["label"])
+
+    @property
+    def classes(self) -> int:
+        """How many there are."""
+        return len(self.meta.classes) or int(self.labels().max(initial=-1)) + 1
 
     def name(self, i: int) -> str:
         """Where a sample came from, or ""."""
@@ -193,19 +207,55 @@ class Shards:
         file = self._files.get(shard)
         if file is None:
             with self._opening:
-                path = self.folder / self.meta.shards[shard].file
                 if shard not in self._files:
-                    self._files[shard] = _open(path)
+                    self._files[shard] = self._opened(shard)
                 file = self._files[shard]
+        elif shard in self._far and time.monotonic() > self._far[shard]:
+            with self._opening:
+                file = self._nearer(shard)
+        return file
+
+    def _opened(self, shard: int) -> int:
+        """Where it was staged, or else where it was packed."""
+        near = self._near(shard)
+        return _open(self.folder / self.meta.shards[shard].file) if near is None else near
+
+    def _nearer(self, shard: int) -> int:
+        """The staged one in the place of the other, if it has come; threads may still read that."""
+        near = self._near(shard)
+        if near is not None:
+            os.dup2(near, self._files[shard])
+            os.close(near)
+        return self._files[shard]
+
+    def _near(self, shard: int) -> int | None:
+        """The staged one, if it is there and whole."""
+        if self._staged is None:
+            return None
+        told = self.meta.shards[shard]
+        try:
+            file = os.open(self._staged / told.file, os.O_RDONLY)
+        except OSError:
+            self._far[shard] = time.monotonic() + LOOK_S
+            return None
+        if os.fstat(file).st_size != told.bytes:
+            os.close(file)
+            self._far[shard] = time.monotonic() + LOOK_S
+            return None
+        self._far.pop(shard, None)
         return file
 
     def _bad_sample(self, i: int, row: Row, reason: object) -> DataError:
-        return self._bad(self.meta.shards[row.shard].file, i, row.offset, reason)
+        file = self.meta.shards[row.shard].file
+        near = self._staged is not None and row.shard not in self._far
+        return self._bad(file, i, row.offset, reason, self._staged if near else None)
 
-    def _bad(self, file: str, i: int, offset: int, reason: object) -> DataError:
+    def _bad(
+        self, file: str, i: int, offset: int, reason: object, folder: Path | None = None
+    ) -> DataError:
         name = self.name(i)
         return DataError(
-            self.folder / file, i, offset, f"{reason}" + (f" ({name})" if name else "")
+            (folder or self.folder) / file, i, offset, f"{reason}" + (f" ({name})" if name else "")
         )
 
 

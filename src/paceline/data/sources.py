@@ -39,11 +39,12 @@ class Loaded:
 
 class Source(ABC):
     """kind: "images", "arrays" or "files". label: None, "class", or what its arrays are. named:
-    whether samples have names. told: what it is, for people."""
+    whether samples have names. in_order: whether it is only fast when it is read from its start,
+    by ``each``. told: what it is, for people."""
 
     kind = "arrays"
     label: Field | str | None = None
-    named = False
+    named = in_order = False
     told = ""
 
     def __init__(self) -> None:
@@ -60,6 +61,10 @@ class Source(ABC):
     def name(self, i: int) -> str:
         """A sample's, or ""."""
         return ""
+
+    def each(self) -> Iterable[Loaded]:
+        """All of them, in order."""
+        return map(self.load, range(len(self)))
 
     def close(self) -> None:
         return None
@@ -89,11 +94,11 @@ class ArraySource(Source):
 
     def load(self, i: int) -> Loaded:
         label: Any = None if self.y is None else self.y.row(i)
-        return Loaded(self.x.row(i), int(label) if self.label == "class" else label)
+        return Loaded(np.asarray(self.x.row(i)), int(label) if self.label == "class" else label)
 
     def close(self) -> None:
         for rows in (self.x, self.y):
-            if isinstance(rows, _FileRows):
+            if rows is not None:
                 rows.close()
 
 
@@ -115,6 +120,9 @@ class _MemoryRows:
 
     def row(self, i: int) -> Any:
         return self.array[i]
+
+    def close(self) -> None:
+        return None
 
 
 class _FileRows:
@@ -156,6 +164,8 @@ def _headed(path: Path) -> Any:
 
 
 def _rows(given: Any) -> Any:
+    if hasattr(given, "row"):
+        return given
     if isinstance(given, (str, os.PathLike)):
         return _FileRows(Path(given))
     array = np.asarray(given)
@@ -226,7 +236,9 @@ class _Stream:
 
 class StreamSource(Source):
     """Anything that can be iterated: of arrays or bytes, or of (data, label). It is read once,
-    from its start; ``each`` gives its samples in order."""
+    from its start."""
+
+    in_order = True
 
     def __init__(self, stream: Iterable[Any], told: str) -> None:
         super().__init__()
@@ -243,7 +255,7 @@ class StreamSource(Source):
             data, label = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
             end = ""
             if isinstance(data, (bytes, bytearray)):
-                end = next((end for start, end in MAGIC.items() if data.startswith(start)), ".bin")
+                end = by_magic(data)
             else:
                 data = np.asarray(data)
                 if data.dtype.hasobject:
@@ -251,6 +263,11 @@ class StreamSource(Source):
             label = self._labels.taken(label, number)
             self.label, self.classes = self._labels.label, list(self._labels.classes)
             yield Loaded(data, label, end=end)
+
+
+def by_magic(data: bytes | bytearray) -> str:
+    """What kind of file bytes are: ".jpg", ".png", or ".bin" for any other."""
+    return next((end for start, end in MAGIC.items() if data.startswith(start)), ".bin")
 
 
 def _named(kind: Field | str | None) -> str:
@@ -273,6 +290,7 @@ def stream(name: str) -> StreamSource:
 
 def find(source: Any, labels: Any, work: Path) -> Source:
     """The source that was meant. work: a folder for what has to be kept while it is packed."""
+    from . import formats
     from .folder import FolderSource
 
     if not isinstance(source, (str, os.PathLike)):
@@ -283,6 +301,9 @@ def find(source: Any, labels: Any, work: Path) -> Source:
         if isinstance(source, Iterable):
             return StreamSource(source, type(source).__name__)
         raise ValueError(f"pack: {type(source).__name__} is no source. HINT: a folder, arrays ...")
+    path, name = formats.split(os.fspath(source))
+    if formats.known(path):
+        return formats.source(path, name, None if labels is None else os.fspath(labels))
     path = Path(source)
     if path.suffix in ARRAYS:
         return ArraySource(path, labels)
@@ -295,6 +316,6 @@ def find(source: Any, labels: Any, work: Path) -> Source:
     if not path.exists():
         raise DataError(path, -1, 0, "no such file or folder")
     raise ValueError(
-        f"{path}: can't be packed. HINT: a folder of files, a .npy file, a packed set, or "
-        "MODULE:FUNCTION that gives samples"
+        f"{path}: can't be packed. HINT: a folder of files, a .npy file, a packed set, "
+        f"{', '.join(formats.FORMATS)}, or MODULE:FUNCTION that gives samples"
     )

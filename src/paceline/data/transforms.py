@@ -82,6 +82,19 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Rotate:
+    """By a random angle of up to ``degrees`` to either side about the middle, in x's dtype:
+    bilinear, and ``fill`` where nothing of x falls. axes: of height and width."""
+
+    degrees: float = 15.0
+    fill: float = 0.0
+    axes: tuple[int, int] = IMAGE
+
+    def __call__(self, x: Array, rng: np.random.Generator) -> Array:
+        return rotated(x, rng.uniform(-self.degrees, self.degrees), self.fill, self.axes)
+
+
+@dataclass(frozen=True)
 class Resize:
     """An image resampled to (height, width): bilinear, of all pixels that fall into a new one
     (antialiased), in x's dtype; by PIL for uint8, else in float32 by torch."""
@@ -156,19 +169,56 @@ def resampled(x: Array, size: tuple[int, int]) -> Array:
     """An image (height, width, channels) of another size, in its dtype."""
     if x.shape[:2] == size:
         return x
-    if x.dtype == np.uint8 and x.shape[2] in (1, 3):
+    if _is_picture(x):
         from PIL import Image
 
-        flat = x[:, :, 0] if x.shape[2] == 1 else x
-        picture = Image.fromarray(np.ascontiguousarray(flat))
-        made = np.asarray(picture.resize((size[1], size[0]), Image.Resampling.BILINEAR))
-        return made.reshape(*size, x.shape[2])
+        return _array(_picture(x).resize((size[1], size[0]), Image.Resampling.BILINEAR), x)
     import torch
     from torch.nn.functional import interpolate
 
     batch = torch.from_numpy(np.ascontiguousarray(x, np.float32)).permute(2, 0, 1)[None]
     found = interpolate(batch, size, mode="bilinear", antialias=True, align_corners=False)
-    values = found[0].permute(1, 2, 0).numpy()
-    if x.dtype.kind in "iu":
-        values = np.rint(values)
-    return values.astype(x.dtype)
+    return _as_in(x, found[0].permute(1, 2, 0).numpy())
+
+
+def rotated(x: Array, degrees: float, fill: float = 0.0, axes: tuple[int, int] = IMAGE) -> Array:
+    """An array turned in the plane of two axes, counter-clockwise as images are seen (for 90 in a
+    square what np.rot90 gives), of the same shape and dtype."""
+    if axes == IMAGE and _is_picture(x):
+        from PIL import Image
+
+        way, around = Image.Resampling.BILINEAR, (round(fill),) * x.shape[2]
+        colour = around if x.shape[2] > 1 else around[0]
+        return _array(_picture(x).rotate(degrees, way, fillcolor=colour), x)
+    import torch
+    from torch.nn.functional import affine_grid, grid_sample
+
+    planes = np.moveaxis(x, axes, (-2, -1))
+    height, width = planes.shape[-2:]
+    sine, cosine = math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
+    # where each new place comes from, with both axes from -1 to 1
+    back = [[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]
+    batch = torch.from_numpy(np.ascontiguousarray(planes, np.float32)).reshape(1, -1, height, width)
+    grid = affine_grid(torch.tensor([back]), list(batch.shape), align_corners=False)
+    found = grid_sample(batch - fill, grid, align_corners=False) + fill
+    return _as_in(x, np.moveaxis(found.reshape(planes.shape).numpy(), (-2, -1), axes))
+
+
+def _is_picture(x: Array) -> bool:
+    """Whether it is one for PIL."""
+    return x.dtype == np.uint8 and x.ndim == 3 and x.shape[2] in (1, 3)
+
+
+def _picture(x: Array) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(np.ascontiguousarray(x[:, :, 0] if x.shape[2] == 1 else x))
+
+
+def _array(picture: Any, like: Array) -> Array:
+    return np.asarray(picture).reshape(picture.height, picture.width, like.shape[2])
+
+
+def _as_in(x: Array, values: Array) -> Array:
+    """Values in the dtype of x."""
+    return (np.rint(values) if x.dtype.kind in "iu" else values).astype(x.dtype)

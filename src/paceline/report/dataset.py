@@ -35,6 +35,23 @@ def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -
     return Group(Text(f"{folder}: {read}: {len(bad):,} are not", style="bold red"), *_some(bad))
 
 
+def staged(told: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines, and their styles, of what ``paceline stage`` has done."""
+    rate = told["bytes"] / told["seconds"] if told["seconds"] else 0.0
+    lines = [(f"{told['folder']}: {told['here']:,} of {told['shards']:,} shards are there", "")]
+    if told["copied"]:
+        took = f"{told['copied']:,} copied ({size(told['bytes'])}, {size(round(rate))}/s)"
+        lines[0] = (f"{lines[0][0]}, {took}", "green")
+    if told["evicted"]:
+        lines.append((f"gone, to make room: {', '.join(told['evicted'])}", "yellow"))
+    if told["left"]:
+        count = len(told["left"])
+        lines.append(
+            (f"no room for {count:,} shards, which are read from where they are", "yellow")
+        )
+    return lines
+
+
 def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     whole = sum(shard["bytes"] for shard in meta["shards"])
     count = meta["samples"]

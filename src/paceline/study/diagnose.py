@@ -23,7 +23,7 @@ from .ladder import Ladder, climbed
 from .runner import Asked
 from .trial import ALL, Trial, Tried, chosen, tried
 
-LINES = ("other", "wait", "transfer")  # states in which the script's lines tell something
+LINES = ("other", "wait", "transfer", "useful")  # states in which the script's lines tell something
 PASSES = 2  # of --try all: what helped shows what else would
 DRIFT = 0.25  # of a step's time, between rounds: more than that is a machine that is not quiet
 

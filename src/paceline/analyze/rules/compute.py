@@ -1,8 +1,7 @@
 """What makes computing itself slow, on one rank alone as on many: precision, layout, memory, and
 other threads of Python."""
 
-from ..evidence import SMALL, Evidence
-from .ranks import Said
+from ..evidence import SMALL, Evidence, Said
 
 DOUBLE = 0.5  # of the parameters' bytes
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ..evidence import SMALL, Evidence
+from ..evidence import SMALL, Evidence, Said
 from ..gradients import Gradients
 from ..groups import Collective, Group
-from .ranks import Said, noisy, turns
+from .ranks import noisy, turns
 
 HIDDEN = 0.1  # of the exchange is covered by computing at most, if nothing overlaps
 SPARED = 1.5  # backwards of an optimizer step that exchange: more than the last one

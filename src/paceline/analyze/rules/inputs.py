@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ..evidence import SMALL, Evidence
-from .ranks import Said
+from ..evidence import SMALL, Evidence, Said
 
 WAITING = 0.5  # of a loader's time its processes compute at most, if it waits for files
 STARTING = 0.5  # of the input's share is spent in starting loaders

@@ -4,11 +4,12 @@ import math
 import statistics
 from typing import Any
 
-from ..evidence import WORTH, Evidence
+from ..evidence import WORTH, Evidence, Said
+from .script import script
 
-Said = tuple[str, str, dict[str, Any]]
 FOREIGN = 0.2  # cores that others keep busy: less is the launcher, and the kernel
 SLOWER = 1.15  # a host whose cores take so much longer for the same product
+SHRINKS = 1.2  # a batch alone is so much larger
 CORRELATED = 0.5  # of batches' sizes with the processor's time, that explain it
 
 
@@ -21,6 +22,13 @@ def sharing(e: Evidence) -> Said | None:
     fewer = e.gained("one thread", "silent")
     if crowded and (fewer is None or fewer.mean >= WORTH):
         return "too-many-threads", _crowd(e), evidence
+    alone, each = e.batch("alone"), e.batch("silent")
+    if alone > SHRINKS * each:
+        sentence = (
+            f"a rank's step has {each:.3g} samples, and {alone:.3g} on one rank alone: what a step "
+            "takes whatever its batch is shared by fewer, and ranks share the machine"
+        )
+        return "fixed-cost", sentence, evidence | {"batch": each, "batch_alone": alone}
     sentence = (
         "the ranks of a host slow each other: they share its memory's bandwidth, its caches and "
         "its cores"
@@ -72,7 +80,7 @@ def uneven(e: Evidence) -> Said | None:
     rank, host = loss.rank, loss.host
     if rank is None:
         return None
-    if said := data(e) or _slow_host(e, str(host)) or noisy(e):
+    if said := data(e) or _slow_host(e, str(host)) or noisy(e) or _holds(e, loss.doing):
         return said
     when = e.late(rank)
     sentence = (
@@ -80,6 +88,15 @@ def uneven(e: Evidence) -> Said | None:
         "others wait for it"
     )
     return "slow-rank", sentence, {"rank": rank, "host": host, "steps": loss.steps, "when": when}
+
+
+def _holds(e: Evidence, doing: str | None) -> Said | None:
+    """All ranks stand still for a value or an output, and one of them longer."""
+    each = min((rank["other"] for rank in e.report.states), default=0.0)
+    if doing != "other" or each < WORTH:
+        return None
+    said = script(e)
+    return said if said[0] == "synchronisation" else None
 
 
 def _slow_host(e: Evidence, host: str) -> Said | None:

@@ -1,0 +1,123 @@
+"""Formats of others: what ``paceline pack`` reads, and with ``write`` what ``--to`` makes.
+
+Each is a module with ``source(path, name, labels)``, which gives a Source, and most have
+``write(path, about, samples)``. Their packages are optional: pip install 'paceline[formats]'.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..shard_format import Field, Meta
+from ..sources import Source
+
+
+@dataclass(frozen=True)
+class Format:
+    """ends: of a file's or folder's name. files: a pattern of all that a folder of several holds;
+    marks: names of which a folder that is one holds some."""
+
+    module: str
+    ends: tuple[str, ...]
+    files: str = ""
+    marks: tuple[str, ...] = ()
+    writes: bool = False
+
+
+FORMATS = {
+    "hdf5": Format("hdf5", (".h5", ".hdf5", ".he5"), writes=True),
+    "netcdf": Format("netcdf", (".nc", ".nc4", ".cdf")),
+    "zarr": Format("zarrs", (".zarr",), marks=("zarr.json", ".zgroup", ".zarray")),
+    "lmdb": Format("lmdbs", (".lmdb", ".mdb"), marks=("data.mdb",), writes=True),
+    "tfrecord": Format("tfrecord", (".tfrecord", ".tfrecords", ".tfrec"), "*.tfrec*", writes=True),
+    "webdataset": Format("webdataset", (".tar",), "*.tar", writes=True),
+    "parquet": Format("parquet", (".parquet",), "*.parquet"),
+}
+LOOKS = 1000  # names of a folder, to tell what it is
+
+
+class Sample(NamedTuple):
+    """One to be written. data: an array, or a file's bytes, whose kind ``end`` says. label: a
+    class, an array or None."""
+
+    data: Any
+    label: Any
+    name: str
+    end: str
+
+
+@dataclass(frozen=True)
+class About:
+    """What is written. array: what all samples are, where they are arrays of one shape and not
+    files' bytes. shard_bytes: of each file, where there are several."""
+
+    meta: Meta
+    array: Field | None
+    shard_bytes: int
+
+
+def known(path: Path) -> str | None:
+    """The format of a file or folder, by what it is called or holds."""
+    inside = _inside(path)
+    for name, kind in FORMATS.items():
+        if path.suffix.lower() in kind.ends and (path.is_file() or name in ("zarr", "lmdb")):
+            return name
+        if any(mark in inside for mark in kind.marks):
+            return name
+        if inside and kind.files and all(fnmatch(one, kind.files) for one in inside):
+            return name
+    return None
+
+
+def _inside(path: Path) -> list[str]:
+    """Names in a folder, the first ones; lists and descriptions beside the data left out."""
+    if not path.is_dir():
+        return []
+    with os.scandir(path) as found:
+        names = [entry.name for entry in islice(found, LOOKS)]
+    marks = [mark for kind in FORMATS.values() for mark in kind.marks]
+    beside = (".txt", ".md", ".json")
+    return [
+        name
+        for name in names
+        if name in marks or not (name.startswith(".") or name.endswith(beside))
+    ]
+
+
+def split(text: str) -> tuple[Path, str]:
+    """A path and, behind a colon, the name of an array, column or feature in it."""
+    path, _, name = text.rpartition(":")
+    if path and not Path(text).exists() and Path(path).exists():
+        return Path(path), name
+    return Path(text), ""
+
+
+def source(path: Path, name: str, labels: str | None) -> Source:
+    """Raises ValueError for what can't be read, or where it is not clear what is meant."""
+    kind = known(path)
+    assert kind is not None
+    module = importlib.import_module(f".{FORMATS[kind].module}", __name__)
+    found: Source = module.source(path, name, labels)
+    return found
+
+
+def written(to: str, path: Path, about: About, samples: Iterator[Sample]) -> None:
+    """Raises ValueError where a format has no place for such samples."""
+    module = importlib.import_module(f".{FORMATS[to].module}", __name__)
+    module.write(path, about, samples)
+
+
+def needed(module: str, package: str = "") -> Any:
+    """A package that is optional."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ValueError(
+            f"needs {package or module}, which is not installed. "
+            "HINT: pip install 'paceline[formats]'"
+        ) from None

@@ -1,0 +1,95 @@
+"""webdataset: tar files whose members follow one another by sample. Nothing is unpacked: members
+are read at their places."""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from io import BytesIO
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from . import About, Sample
+from .members import Members, members_of
+
+CLASSES = "classes.txt"
+
+
+def source(path: Path, name: str, labels: str | None) -> "Tars":
+    if name:
+        raise ValueError(f"{path}:{name}: a webdataset has no names. HINT: --labels END, as cls")
+    return Tars(path, labels)
+
+
+class Tars(Members):
+    """A tar file, or a folder of them. Where a member lies: (tar, offset, length)."""
+
+    def __init__(self, path: Path, labels: str | None) -> None:
+        self.paths = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+        self._files = [os.open(one, os.O_RDONLY) for one in self.paths]
+        super().__init__(str(path), self._groups(), labels)
+        classes = (path if path.is_dir() else path.parent) / CLASSES
+        if self.label == "class" and not self.classes and classes.exists():
+            self.classes = classes.read_text().splitlines()
+
+    def content(self, where: Any) -> bytes:
+        tar, offset, length = where
+        data = os.pread(self._files[tar], length, offset)
+        if len(data) < length:
+            raise ValueError(f"{self.paths[tar]}: is truncated at byte {offset + len(data):,}")
+        return data
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, path in enumerate(self.paths):
+            key, members = "", dict[str, Any]()
+            try:
+                with tarfile.open(path, "r:") as tar:
+                    while (one := tar.next()) is not None:
+                        tar.members.clear()  # type: ignore[attr-defined]  # which it would keep
+                        if not one.isreg():
+                            continue
+                        own, end = _cut(one.name)
+                        if own != key and members:
+                            yield key, members
+                            members = {}
+                        key = own
+                        members[end] = (number, one.offset_data, one.size)
+            except (tarfile.TarError, EOFError) as error:
+                raise ValueError(
+                    f"{path}: can't be read as a tar: {error}. HINT: copy it again; a compressed "
+                    "one (.tar.gz) has to be unpacked"
+                ) from None
+            if members:
+                yield key, members
+
+
+def _cut(name: str) -> tuple[str, str]:
+    """Key and end, at the first dot behind the last slash."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, end = file.partition(".")
+    return f"{folder}{slash}{stem}", end
+
+
+def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
+    """A folder of tars of about ``shard_bytes``."""
+    path.mkdir()
+    numbered = enumerate(samples)
+    for tars in count():
+        first = next(numbered, None)
+        if first is None:
+            break
+        with tarfile.open(path / f"{tars:06}.tar", "w") as tar:
+            for k, sample in chain([first], numbered):
+                for end, content in members_of(about.meta.names, sample):
+                    one = tarfile.TarInfo(f"{k:09}.{end}")
+                    one.size = len(content)
+                    tar.addfile(one, BytesIO(content))
+                    tar.members.clear()  # type: ignore[attr-defined]
+                if tar.offset >= about.shard_bytes:
+                    break
+    if about.meta.classes:
+        (path / CLASSES).write_text("".join(f"{name}\n" for name in about.meta.classes))

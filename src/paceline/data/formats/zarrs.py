@@ -1,0 +1,50 @@
+"""zarr, by its own package: a folder that is an array, or a group of them."""
+
+from pathlib import Path
+from typing import Any
+
+from . import needed
+from .stores import Array, Rows, StoreSource, field_of, native
+from .stores import source as store_source
+
+ALONE = "array"  # the name of one that is in no group
+
+
+def source(path: Path, name: str, labels: str | None) -> StoreSource:
+    found = _opened(path)
+    if hasattr(found, "shape"):
+        return store_source(path, {ALONE: tuple(found.shape)}, name or ALONE, labels, ZarrRows)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, one in found.members(max_depth=None):
+        if hasattr(one, "shape"):
+            shapes[key] = tuple(one.shape)
+    return store_source(path, shapes, name, labels, ZarrRows)
+
+
+class ZarrRows(Rows):
+    """One array."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.told = f"{path}:{name}"
+        found = _opened(path)
+        self._data = found if hasattr(found, "shape") else found[name]
+        field = field_of(self._data.dtype, self._data.shape)
+        self.dtype, self.shape = field.dtype, field.shape
+        self.chunk = (getattr(self._data, "shards", None) or self._data.chunks)[0]
+
+    def __len__(self) -> int:
+        return int(self._data.shape[0])
+
+    def read(self, first: int, end: int) -> Array:
+        try:
+            return native(self._data[first:end], self.told)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"{self.told}: can't be read: {error}") from None
+
+
+def _opened(path: Path) -> Any:
+    zarr = needed("zarr")
+    try:
+        return zarr.open(str(path), mode="r")
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: is no zarr that can be read: {error}") from None

@@ -1,0 +1,33 @@
+"""Transforms of other packages that are called otherwise, as functions of (x, rng)."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def plugged(transform: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """What a Loader calls: the transform itself, but of albumentations."""
+    if transform is None or not type(transform).__module__.startswith("albumentations"):
+        return transform
+    if not hasattr(transform, "set_random_seed"):
+        raise ValueError(
+            "Loader: this albumentations can't be seeded for each sample. "
+            "HINT: pip install 'albumentations>=2'"
+        )
+    return Albumentations(transform)
+
+
+class Albumentations:
+    """An augmentation of albumentations, ``A.Compose([...])``, seeded for each sample. It has a
+    generator inside, so each thread has one of its own."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform, self._threads = transform, threading.local()
+
+    def __call__(self, x: Any, rng: Any) -> Any:
+        own = getattr(self._threads, "own", None)
+        if own is None:
+            own = self._threads.own = copy.deepcopy(self.transform)
+        own.set_random_seed(int(rng.integers(1 << 31)))
+        return own(image=x)["image"]

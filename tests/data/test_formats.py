@@ -1,0 +1,285 @@
+"""Formats of others: read into a set, written from it, and byte for byte the same again."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import h5py
+import lmdb
+import netCDF4
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zarr
+
+import paceline
+import sets
+from paceline.data import Shards, pack
+from paceline.data.export import WRITES, converted
+from paceline.data.shards import Scratch
+
+
+def samples(folder):
+    """What a set holds, in no order: bytes, kind, label and name of each sample."""
+    shards = Shards(folder)
+    found = []
+    for i in range(len(shards)):
+        row, data, label = shards.raw(i, Scratch())
+        told = label.tobytes() if isinstance(label, np.ndarray) else label
+        found.append((bytes(data), row.encoding, row.shape, row.dtype, told, shards.name(i)))
+    return sorted(found, key=repr)
+
+
+def ragged():
+    for k in range(12):
+        yield np.full((k % 3 + 1, 2), k, np.int16), k % 2
+
+
+KINDS = {
+    "images": lambda folder: (sets.images(folder / "in", 20), None),
+    "classes": lambda folder: sets.arrays(17),
+    "fields": lambda folder: (sets.arrays(9, (2, 3, 4), "float16")[0], np.random.rand(9, 5)),
+    "unlabelled": lambda folder: (sets.arrays(8, (), "float64")[0], None),
+    "flags": lambda folder: (sets.arrays(8)[0] > 0, np.arange(8)),
+    "ragged": lambda folder: (ragged(), None),
+}
+
+
+@pytest.mark.parametrize("to", WRITES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read_again_byte_for_byte(tmp_path, kind, to):
+    source, labels = KINDS[kind](tmp_path)
+    pack(source, tmp_path / "one", labels)
+    report = converted(tmp_path / "one", tmp_path / "other", to, shard_bytes=2000)
+    assert report.meta.samples == len(Shards(tmp_path / "one"))
+    dest = tmp_path / "other"
+    if to == "hdf5":
+        dest = dest.rename(tmp_path / "other.h5")
+    pack(dest, tmp_path / "again")
+    one, again = Shards(tmp_path / "one").meta, Shards(tmp_path / "again").meta
+    assert (one.label, one.classes, one.array) == (again.label, again.classes, again.array)
+    assert one.packed["kind"] == again.packed["kind"]
+    named = one.names
+    assert (
+        samples(tmp_path / "again")
+        == [
+            (*each[:5], each[5] if named else "") if again.names == named else each
+            for each in samples(tmp_path / "one")
+        ]
+        or not named
+    )
+    assert [each[:5] for each in samples(tmp_path / "again")] == [
+        each[:5] for each in samples(tmp_path / "one")
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+def test_others_read_what_is_written(tmp_path):
+    x, y = sets.arrays(6)
+    pack((x, y), tmp_path / "one")
+    order = [int(a[0, 0]) for a, _ in map(Shards(tmp_path / "one").__getitem__, range(6))]
+    for to in WRITES:
+        converted(tmp_path / "one", tmp_path / to, to)
+    with h5py.File(tmp_path / "hdf5") as file:
+        assert np.array_equal(file["x"][:], x[order])
+        assert np.array_equal(file["y"][:], y[order])
+        assert file["x"].fletcher32
+        assert file["x"].chunks == (1, 3, 4)
+    with tarfile.open(tmp_path / "webdataset/000000.tar") as tar:
+        names = tar.getnames()
+        assert names[:3] == ["000000000.npy", "000000000.cls", "000000001.npy"]
+        assert np.array_equal(np.load(io.BytesIO(tar.extractfile(names[0]).read())), x[order[0]])
+        assert int(tar.extractfile(names[1]).read()) == y[order[0]]
+    pages = lmdb.open(str(tmp_path / "lmdb"), readonly=True)
+    with pages.begin() as view:
+        assert pages.stat()["entries"] == 12
+        assert int(view.get(b"000000003.cls")) == y[order[3]]
+    pages.close()
+
+
+def test_hdf5_of_others(tmp_path):
+    bands, kinds = np.random.rand(40, 3, 4, 4).astype(">f4"), np.arange(40) % 3
+    with h5py.File(tmp_path / "tiles.h5", "w") as file:
+        group = file.create_group("north")
+        group.create_dataset("bands", data=bands, chunks=(16, 3, 4, 4), compression="gzip")
+        group["kind"] = kinds
+        file["x"], file["z"] = bands[:, 0], bands[:, 1] + 1
+    path = tmp_path / "tiles.h5"
+    pack(f"{path}:north/bands", tmp_path / "one", "north/kind")
+    shards = Shards(tmp_path / "one")
+    assert shards.meta.array.dtype == "float32"
+    for i in range(40):
+        array, label = shards[i]
+        at = int(np.where((bands == array).all((1, 2, 3)))[0][0])
+        assert label == kinds[at]
+    pack(f"{path}:x,z", tmp_path / "two")
+    both, _ = Shards(tmp_path / "two"), None
+    assert both.meta.array.shape == (2, 4, 4)
+    assert (both[0][1] - both[0][0]).min() > -1
+    assert len(Shards(tmp_path / "one").labels()) == 40
+    with pytest.raises(ValueError, match=r"has no 'bands'; it has north/bands \(40, 3, 4, 4\)"):
+        pack(f"{path}:bands", tmp_path / "three")
+
+
+def test_netcdf_of_others_with_missing_and_packed_values(tmp_path):
+    path = tmp_path / "sea.nc"
+    with netCDF4.Dataset(path, "w") as file:
+        file.createDimension("time", None)
+        file.createDimension("lat", 4)
+        file.createVariable("time", "f8", ("time",))[:] = np.arange(6)
+        sst = file.createVariable("sst", "i2", ("time", "lat"), fill_value=-999)
+        sst.scale_factor, sst.add_offset = 0.5, 10.0
+        sst[:] = np.ma.masked_equal(np.arange(24.0).reshape(6, 4), 5.0)
+    pack(path, tmp_path / "one")
+    shards = Shards(tmp_path / "one")
+    values = np.stack([shards[i] for i in range(6)])
+    assert values.shape == (6, 4)
+    assert np.isnan(values).sum() == 1
+    assert sorted(values[~np.isnan(values)]) == pytest.approx([v for v in range(24) if v != 5])
+
+
+def test_zarr_of_others(tmp_path):
+    group = zarr.open_group(str(tmp_path / "cubes.zarr"), mode="w")
+    data = np.arange(50 * 6, dtype="int32").reshape(50, 2, 3)
+    group.create_array("images", data=data, chunks=(8, 2, 3))
+    group.create_array("labels", data=np.arange(50) % 5, chunks=(50,))
+    pack(tmp_path / "cubes.zarr", tmp_path / "one")
+    shards = Shards(tmp_path / "one")
+    assert len(shards) == 50
+    for i in range(50):
+        array, label = shards[i]
+        assert label == array[0, 0] // 6 % 5
+    alone = zarr.create_array(str(tmp_path / "alone"), data=data)
+    assert alone.shape == data.shape
+    pack(tmp_path / "alone", tmp_path / "two")
+    assert len(Shards(tmp_path / "two")) == 50
+
+
+def test_parquet_of_others(tmp_path):
+    files = sorted(sets.images(tmp_path / "in", 9).rglob("*.jpg"))
+    rows = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
+    told = {"info": {"features": {"label": {"names": ["ant", "bee"]}}}}
+    table = pyarrow.table({"image": rows, "label": [k % 2 for k in range(len(rows))]})
+    table = table.replace_schema_metadata({"huggingface": json.dumps(told)})
+    (tmp_path / "parts").mkdir()
+    pyarrow.parquet.write_table(table.slice(0, 4), tmp_path / "parts/0.parquet")
+    pyarrow.parquet.write_table(table.slice(4), tmp_path / "parts/1.parquet")
+    pack(tmp_path / "parts", tmp_path / "one")
+    shards = Shards(tmp_path / "one")
+    assert (shards.meta.packed["kind"], shards.meta.classes) == ("images", ["ant", "bee"])
+    assert sorted(each[0] for each in samples(tmp_path / "one")) == sorted(
+        row["bytes"] for row in rows
+    )
+    lists = pyarrow.table(
+        {"x": [[[k, 1.5], [0.0, k]] for k in range(7)], "y": [[0.5, k] for k in range(7)]}
+    )
+    pyarrow.parquet.write_table(lists, tmp_path / "lists.parquet")
+    pack(tmp_path / "lists.parquet", tmp_path / "two")
+    array, label = Shards(tmp_path / "two")[0]
+    assert array.shape == (2, 2)
+    assert label.tolist() == [0.5, array[0, 0]]
+
+
+def test_tars_and_pages_of_others(tmp_path):
+    images = sets.images(tmp_path / "in", 6)
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+        for k, path in enumerate(sorted(images.rglob("*.jpg"))):
+            (tmp_path / "cls").write_text(path.parent.name)
+            tar.add(path, f"train/{k}.jpg")
+            tar.add(tmp_path / "cls", f"train/{k}.cls")
+            tar.add(tmp_path / "cls", f"train/{k}.txt")
+    report = pack(tmp_path / "some.tar", tmp_path / "one")
+    assert report.meta.classes == list(sets.CLASSES)
+    assert report.notes == ["members that are left out: txt"]
+    assert Shards(tmp_path / "one").name(0).startswith("train/")
+    pages = lmdb.open(str(tmp_path / "bare.lmdb"), subdir=False)
+    with pages.begin(write=True) as view:
+        for path in images.rglob("*.jpg"):
+            view.put(path.stem.encode(), path.read_bytes())
+        view.put(b"__len__", b"6")
+    pages.close()
+    report = pack(tmp_path / "bare.lmdb", tmp_path / "two")
+    assert (report.meta.samples, report.meta.packed["kind"], report.meta.label) == (
+        6,
+        "images",
+        None,
+    )
+
+
+def _cut(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3 + 5])
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data)
+
+
+BROKEN = [
+    ("webdataset", "000000.tar", _cut, r"is truncated|can't be read as a tar"),
+    ("tfrecord", "000000.tfrecord", _cut, r"is truncated: [\d,]+ bytes of at least|no TFRecord at"),
+    ("tfrecord", "000000.tfrecord", _flip, r"a byte has changed|no TFRecord at byte"),
+    ("lmdb", "data.mdb", _cut, r"is truncated: .* HINT: copy it again"),
+    ("hdf5", "", _cut, r"is no HDF5 file that can be read"),
+    ("hdf5", "", _flip, r"sample \d+.*[Cc]an't|is no HDF5"),
+]
+
+
+@pytest.mark.parametrize(("to", "inside", "damage", "said"), BROKEN)
+def test_what_is_damaged_is_told(tmp_path, to, inside, damage, said):
+    x, y = sets.arrays(30, (40, 40))
+    pack((x, y), tmp_path / "one")
+    dest = tmp_path / ("other.h5" if to == "hdf5" else "other")
+    converted(tmp_path / "one", dest, to)
+    damage(dest / inside if inside else dest)
+    with pytest.raises(ValueError, match=said):
+        pack(dest, tmp_path / "again")
+
+
+def test_what_is_not_clear_is_asked(tmp_path):
+    with h5py.File(tmp_path / "two.h5", "w") as file:
+        file["a"], file["b"] = np.zeros((3, 2)), np.zeros((3, 2))
+    with pytest.raises(ValueError, match=r"it has a \(3, 2\), b \(3, 2\)\. HINT: .*two\.h5:NAME"):
+        pack(tmp_path / "two.h5", tmp_path / "one")
+    table = pyarrow.table({"p": [1.0], "q": [2.0]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(ValueError, match=r"has p, q\. HINT: .*t\.parquet:COLUMN"):
+        pack(tmp_path / "t.parquet", tmp_path / "one")
+    with tarfile.open(tmp_path / "t.tar", "w") as tar:
+        for end in ("jpg", "png", "cls"):
+            tar.add(tmp_path / "two.h5", f"0.{end}")
+    with pytest.raises(ValueError, match=r"0 has \.cls, \.jpg, \.png\. HINT: one member"):
+        pack(tmp_path / "t.tar", tmp_path / "one")
+    pack(np.zeros((3, 2)), tmp_path / "set")
+    with pytest.raises(ValueError, match=r"--to parquet: is not written\. HINT: hdf5, lmdb"):
+        converted(tmp_path / "set", tmp_path / "out", "parquet")
+    with pytest.raises(ValueError, match=r"exists\. HINT: another name"):
+        converted(tmp_path / "set", tmp_path / "t.tar", "webdataset")
+    assert not (tmp_path / "one").exists() or not any((tmp_path / "one").iterdir())
+
+
+def command(*words):
+    made = [sys.executable, "-m", "paceline", "pack", *map(str, words)]
+    env = {"PYTHONPATH": str(Path(paceline.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(made, capture_output=True, text=True, env=env)
+
+
+def test_the_command_writes_any_source_in_another_format(tmp_path):
+    images = sets.images(tmp_path / "in", 12)
+    done = command(images, tmp_path / "tars", "--to", "webdataset", "--resize", "10", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["samples"] == 12
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "tars"]
+    done = command(tmp_path / "tars", tmp_path / "x.h5", "--to", "hdf5")
+    assert done.returncode == 0, done.stderr
+    again = command(tmp_path / "tars", tmp_path / "x.h5", "--to", "hdf5")
+    assert again.returncode != 0
+    assert "exists. HINT: another name, or fresh=True (--fresh)" in again.stderr
+    fresh = command(tmp_path / "tars", tmp_path / "x.h5", "--to", "hdf5", "--fresh")
+    assert fresh.returncode == 0, fresh.stderr
