@@ -73,7 +73,8 @@ def pack(
     (data, label). shard_bytes: of a shard, about. workers: threads; default two a core. decode,
     resize, quality, compress, cast: see Encoding. statistics: samples whose mean and deviation
     are taken; 0: none. on_error: "stop", or "skip" samples that can't be read. fresh: don't go
-    on with what an earlier call has left. step: is told what is done.
+    on with what an earlier call has left. step: is told what is done; twice from the beginning
+    where a source is first read in its order.
 
     Raises ValueError for a source that can't be packed, or a sample of it; for a ``dest`` that
     holds a set already, or an unfinished one of something else; for a disk that is full.
@@ -87,14 +88,15 @@ def pack(
     folder = Path(dest)
     plan = {"source": _told(source), "labels": _told(labels), "seed": seed, **asdict(how)}
     plan |= {"shard_bytes": shard_bytes, "statistics": statistics}
+    tell = step or (lambda done, size: None)
     with _working(folder, plan, fresh) as work, _full_told(folder):
         found = find(source, labels, work)
         try:
             if found.in_order:
-                found = _spooled(found, work)
+                found = _spooled(found, work, tell)
             job = _Packing(found, folder, work, how, plan, on_error == "skip")
             threads = workers or 2 * len(os.sched_getaffinity(0))
-            report = job.run(threads, step or (lambda done, size: None))
+            report = job.run(threads, tell)
         finally:
             found.close()
     report.seconds = time.monotonic() - began
@@ -210,7 +212,7 @@ def _reason(error: Exception, source: Source, i: int) -> str:
     return f"{where}: {getattr(error, 'strerror', None) or error}"
 
 
-def _spooled(stream: Source, work: Path) -> Source:
+def _spooled(stream: Source, work: Path, step: Step) -> Source:
     """What has to be read in its order, written down so that it can be read in random order."""
     spool = work / SPOOL
     if not (spool / shard_format.META).exists():
@@ -224,6 +226,7 @@ def _spooled(stream: Source, work: Path) -> Source:
             kinds.add("images" if images else KINDS[packed.encoding])
             writer.add(packed, count)
             count += 1
+            step(count, writer.bytes)
         if len(kinds) != 1:
             some = " and ".join(sorted(kinds)) or "no samples"
             raise ValueError(f"{stream.told}: gives {some}. HINT: samples of one kind")

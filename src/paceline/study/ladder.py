@@ -24,7 +24,9 @@ FIRST_STEPS = 10  # of the run that shows how long a step takes
 LEAST_STEPS, MOST_STEPS = 10, 400
 FEWEST = 3  # of a script that ends early, or where more are not done in the budget
 REPETITIONS = (3, 9)  # at least, at most
-TIGHT = 0.8  # of what the fewest rounds take: the budget has to hold that much
+OVER = (
+    2.0  # times the budget: as much is taken for LEAST_STEPS, which see what is done now and then
+)
 SHARE = 0.6  # of the budget is for steps; the rest for starting
 
 # Rungs by name: whether of one rank alone, and the phase of its run.
@@ -125,13 +127,12 @@ class _Climbing:
         return min(asked, max(1, steps // 2))
 
     def _shorter(self, found: Ladder, took: float) -> None:
-        """Fewer steps from now on, where the budget holds far less than the rounds to come, if
-        they take what the last one ``took``."""
+        """Fewer steps from now on, where the rounds to come take too long if they take what the
+        last one ``took``."""
         missing = REPETITIONS[0] - len(found.climbs["everything"])
-        left = self.asked.minutes * MINUTE - (time.monotonic() - self.began)
-        share = max(left / missing - self.starts_s, self.starts_s) / max(took - self.starts_s, 0.1)
+        share = self._longest(missing) / max(took - self.starts_s, 0.1)
         steps = max(FEWEST, int(share * found.steps))
-        if share < TIGHT and steps < found.steps and not self.asked.steps:
+        if share < 1 and steps < found.steps and not self.asked.steps:
             found.steps, found.warm = steps, self._warm(steps)
 
     def _few(self, found: Ladder) -> str:
@@ -163,12 +164,20 @@ class _Climbing:
         left = self.asked.minutes * MINUTE - (time.monotonic() - self.began)
         starts = self.starts_s
         rounds = min(max(int((1 - SHARE) * left / starts), REPETITIONS[0]), REPETITIONS[1])
-        # Steps may take as long as starting does: fewer would spare little.
-        each = max((left - rounds * starts) / rounds, SHARE * left / rounds, starts) / a_round
-        most = int(each / step_s)
-        if most >= LEAST_STEPS + self.asked.warming:
-            return min(MOST_STEPS, most - self.asked.warming)
-        return max(FEWEST, min(LEAST_STEPS, 2 * most // 3))
+        each = max((left - rounds * starts) / rounds, SHARE * left / rounds) / a_round
+        most = int(each / step_s) - self.asked.warming
+        if most >= LEAST_STEPS:
+            return min(MOST_STEPS, most)
+        most = int(self._longest(REPETITIONS[0]) / a_round / step_s)
+        return max(
+            FEWEST, LEAST_STEPS if most > LEAST_STEPS + self.asked.warming else 2 * most // 3
+        )
+
+    def _longest(self, rounds: int) -> float:
+        """Seconds that the steps of each of so many rounds may take at most. As long as starting
+        does they always may: fewer would spare little."""
+        left = OVER * self.asked.minutes * MINUTE - (time.monotonic() - self.began)
+        return max(left / rounds - self.starts_s, self.starts_s)
 
     def _round(self, found: Ladder) -> None:
         """Every rung once: those of one rank, and those of all. Where one fails it is left out

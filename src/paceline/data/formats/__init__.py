@@ -65,7 +65,7 @@ def known(path: Path) -> str | None:
     """The format of a file or folder, by what it is called or holds."""
     inside = _inside(path)
     for name, kind in FORMATS.items():
-        if path.suffix.lower() in kind.ends and (path.is_file() or name in ("zarr", "lmdb")):
+        if path.suffix.lower() in kind.ends and (path.is_file() or (kind.marks and inside)):
             return name
         if any(mark in inside for mark in kind.marks):
             return name
