@@ -18,7 +18,7 @@ import zarr
 
 import paceline
 import sets
-from paceline.data import Shards, pack
+from paceline.data import Shards, export, pack
 from paceline.data.export import WRITES, converted
 from paceline.data.shards import Scratch
 
@@ -283,3 +283,22 @@ def test_the_command_writes_any_source_in_another_format(tmp_path):
     assert "exists. HINT: another name, or fresh=True (--fresh)" in again.stderr
     fresh = command(tmp_path / "tars", tmp_path / "x.h5", "--to", "hdf5", "--fresh")
     assert fresh.returncode == 0, fresh.stderr
+    kept = command(tmp_path / "tars", images, "--to", "webdataset", "--fresh")
+    assert "exists, and is no webdataset. HINT: another name" in kept.stderr
+    assert len(list(images.rglob("*.*"))) == 12
+
+
+def test_what_was_stopped_is_gone_on_with_only_if_it_is_the_same(tmp_path):
+    x, _ = sets.arrays(8)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "z.npy", x + 100)
+    stopped = pytest.MonkeyPatch()
+    stopped.setattr(export, "export", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        converted(tmp_path / "x.npy", tmp_path / "out", "webdataset")
+    stopped.undo()
+    assert (tmp_path / ".out.packed/paceline.json").exists()
+    converted(tmp_path / "z.npy", tmp_path / "out", "webdataset")
+    pack(tmp_path / "out", tmp_path / "again")
+    assert min(float(a[0, 0]) for a in Shards(tmp_path / "again")) == 100
+    assert not (tmp_path / ".out.packed").exists()

@@ -42,6 +42,7 @@ def agrees(one, other, factor):
     return other / factor < one < other * factor
 
 
+@pytest.mark.alone
 def test_a_matrix_products_rate_is_that_of_numpy():
     found = {(a.operation, a.precision): a.rate for a in arithmetic("cpu", 0.05, threads=1)}
     assert len(found) == 6

@@ -13,11 +13,12 @@ import numpy as np
 from . import formats
 from .decode import decode
 from .formats import FORMATS, About, Sample
-from .packing import Report, pack
+from .packing import Report, pack, told
 from .shard_format import META, NAMES, RAW, ZSTD
 from .shards import Scratch, Shards
 from .sources import ENDS, by_magic
 
+PLAN = ".plan"
 HOW = ("decode", "resize", "compress", "cast")  # options of pack that change samples
 WRITES = tuple(name for name, kind in FORMATS.items() if kind.writes)
 
@@ -78,6 +79,7 @@ def converted(
     own = changed or not (packed / META).exists()
     if own:
         packed = folder.with_name(f".{folder.name}.packed")
+        _meant(packed, repr((told(source), told(labels), sorted(options.items()))), fresh)
         if not (packed / META).exists():
             report = pack(source, packed, labels, step=step, **options)
     report = report or Report(Shards(packed).meta, 0.0)
@@ -88,12 +90,27 @@ def converted(
     return report
 
 
+def _meant(packed: Path, plan: str, fresh: bool) -> None:
+    """What a call that was stopped has left is gone on with, if it was of the same."""
+    try:
+        same = not fresh and (packed / PLAN).read_text() == plan
+    except OSError:
+        same = False
+    if not same:
+        _removed(packed)
+        packed.mkdir(parents=True)
+        (packed / PLAN).write_text(plan)
+
+
 def check(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
     """Raises ValueError where it can't be begun."""
     if to not in WRITES:
         raise ValueError(f"--to {to}: is not written. HINT: {', '.join(WRITES)}")
-    if Path(dest).exists() and not fresh:
+    path = Path(dest)
+    if path.exists() and not fresh:
         raise ValueError(f"{dest}: exists. HINT: another name, or fresh=True (--fresh)")
+    if path.exists() and not (path.is_file() if to == "hdf5" else formats.known(path) == to):
+        raise ValueError(f"{dest}: exists, and is no {to}. HINT: another name")
 
 
 def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sample]:

@@ -69,12 +69,12 @@ def pack(
     """Pack ``source`` into the folder ``dest``.
 
     source: a folder (class folders, or with ``labels`` a CSV), a .npy file or an array (labels:
-    another one), a packed set, "module:function" or an iterable of arrays or bytes, or of
-    (data, label). shard_bytes: of a shard, about. workers: threads; default two a core. decode,
-    resize, quality, compress, cast: see Encoding. statistics: samples whose mean and deviation
-    are taken; 0: none. on_error: "stop", or "skip" samples that can't be read. fresh: don't go
-    on with what an earlier call has left. step: is told what is done; twice from the beginning
-    where a source is first read in its order.
+    another one), a file of another format (formats/, labels: a name in it), a packed set,
+    "module:function" or an iterable of arrays or bytes, or of (data, label). shard_bytes: of a
+    shard, about. workers: threads; default two a core. decode, resize, quality, compress, cast: see
+    Encoding. statistics: samples whose mean and deviation are taken; 0: none. on_error: "stop", or
+    "skip" samples that can't be read. fresh: don't go on with what an earlier call has left. step:
+    is told what is done; twice from the beginning where a source is first read in its order.
 
     Raises ValueError for a source that can't be packed, or a sample of it; for a ``dest`` that
     holds a set already, or an unfinished one of something else; for a disk that is full.
@@ -86,7 +86,7 @@ def pack(
     how = Encoding(decode, resize, quality, compress, cast)
     began = time.monotonic()
     folder = Path(dest)
-    plan = {"source": _told(source), "labels": _told(labels), "seed": seed, **asdict(how)}
+    plan = {"source": told(source), "labels": told(labels), "seed": seed, **asdict(how)}
     plan |= {"shard_bytes": shard_bytes, "statistics": statistics}
     tell = step or (lambda done, size: None)
     with _working(folder, plan, fresh) as work, _full_told(folder):
@@ -322,7 +322,7 @@ def _full_told(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _told(given: Any) -> Any:
+def told(given: Any) -> Any:
     """A source in a plan: a name, or what an array is."""
     if given is None:
         return None
@@ -332,5 +332,5 @@ def _told(given: Any) -> Any:
         array = np.asarray(given)
         return f"{array.dtype} {array.shape}"
     if isinstance(given, tuple):
-        return [_told(one) for one in given]
+        return [told(one) for one in given]
     return type(given).__name__

@@ -43,20 +43,27 @@ class Crop:
     axes: tuple[int, ...] = IMAGE
 
     def __call__(self, x: Array, rng: np.random.Generator) -> Array:
-        if self.pad:
-            around = [(self.pad, self.pad) if k in self.axes else (0, 0) for k in range(x.ndim)]
-            x = np.pad(x, around)
-        part: list[slice] = [slice(None)] * x.ndim
+        shape, source = list(x.shape), [slice(None)] * x.ndim
+        target = list(source)
         for axis, size in zip(self.axes, self.size, strict=True):
-            room = x.shape[axis] - size
+            length = x.shape[axis]
+            room = length + 2 * self.pad - size
             if room < 0:
                 raise ValueError(
                     f"Crop: {size} along axis {axis} of an array of {x.shape}. HINT: Resize before "
                     "it, pad=..., or a smaller size"
                 )
             start = room // 2 if self.middle else int(rng.integers(0, room + 1))
-            part[axis] = slice(start, start + size)
-        return x[tuple(part)]
+            start -= self.pad
+            first, end = max(start, 0), min(start + size, length)
+            source[axis] = slice(first, end)
+            target[axis] = slice(first - start, end - start)
+            shape[axis] = size
+        if not self.pad:
+            return x[tuple(source)]
+        made = np.zeros(shape, x.dtype)
+        made[tuple(target)] = x[tuple(source)]
+        return made
 
 
 @dataclass(frozen=True)
