@@ -52,6 +52,14 @@ def test_padding_is_of_zeros():
         Crop((30, 4))(IMAGE, rng())
 
 
+@pytest.mark.parametrize(("size", "pad"), [((20, 24), 4), ((26, 3), 5), ((2, 30), 22)])
+def test_a_padded_crop_is_one_of_a_padded_image(size, pad):
+    wide = np.pad(IMAGE, [(pad, pad), (pad, pad), (0, 0)])
+    for seed in range(30):
+        part = Crop(size, pad=pad)(IMAGE, rng(seed))
+        assert np.array_equal(part, Crop(size)(wide, rng(seed)))
+
+
 def test_flips_and_turns_keep_all_values():
     flipped = [Flip()(IMAGE, rng(seed)) for seed in range(40)]
     assert any(np.array_equal(one, IMAGE) for one in flipped)

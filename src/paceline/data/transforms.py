@@ -55,7 +55,8 @@ class Crop:
                 )
             start = room // 2 if self.middle else int(rng.integers(0, room + 1))
             start -= self.pad
-            first, end = max(start, 0), min(start + size, length)
+            first = min(max(start, 0), length)
+            end = max(min(start + size, length), first)
             source[axis] = slice(first, end)
             target[axis] = slice(first - start, end - start)
             shape[axis] = size
