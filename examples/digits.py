@@ -6,8 +6,7 @@
 
 A test accuracy of 0.997 alone and on 4 ranks, 1.000 on 2: sums in another order are rounded
 otherwise, and here that is one image of 360. On two cores more ranks gain little: a step is 5 ms,
-too short to gain from being split. The settings were chosen by
-looking at this test split.
+too short to gain from being split. The settings were chosen by looking at this test split.
 """
 
 import argparse

@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 4 examples/surrogate.py
 
 A mean R^2 of 0.990 over nine properties of 2,860 test molecules, on 1, 2 and 4 ranks. On two
-cores more ranks take longer: a step is 3 ms, too short to gain from being split. The targets are Joback's estimates and not measurements, so the network learns the
-method; linear least squares on the same 81 counts reaches 0.9775. The settings were chosen by
-looking at this test split.
+cores more ranks take longer: a step is 3 ms, too short to gain from being split. The targets are
+Joback's estimates and not measurements, so the network learns the method; linear least squares on
+the same 81 counts reaches 0.9775. The settings were chosen by looking at this test split.
 """
 
 import argparse
