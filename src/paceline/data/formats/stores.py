@@ -102,9 +102,13 @@ class StoreSource(ArraySource):
         each = max(int(np.prod(self.x.shape, dtype=np.int64)) * size, 1)
         step = max(READ_BYTES // each // self.x.chunk, 1) * self.x.chunk
         for first in range(0, len(self.x), step):
-            rows = self.x.read(first, min(first + step, len(self.x)))
+            end = min(first + step, len(self.x))
+            rows = self.x.read(first, end)
+            labels = self.y.read(first, end) if isinstance(self.y, Rows) else None
             for i, data in enumerate(rows, first):
-                label: Any = None if self.y is None else self.y.row(i)
+                label: Any = None
+                if self.y is not None:
+                    label = self.y.row(i) if labels is None else labels[i - first]
                 label = int(label) if self.label == "class" else label
                 yield self._loaded(Loaded(data, label), self.name(i))
 
