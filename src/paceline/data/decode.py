@@ -46,7 +46,7 @@ def _raw(row: Row, data: Bytes, into: Any) -> Any:
 
 def _zstd(row: Row, data: Bytes, into: Any) -> Any:
     size = math.prod(row.shape) * np.dtype(row.dtype).itemsize
-    zstandard = _package("zstandard")
+    zstandard = optional("zstandard")
     try:
         whole = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
     except zstandard.ZstdError as error:
@@ -79,7 +79,7 @@ def as_array(picture: Any) -> np.ndarray[Any, Any]:
 
 def opened(data: Bytes) -> Any:
     """PIL's picture, of which only the head has been read."""
-    package = _package("PIL.Image", "pillow")
+    package = optional("PIL.Image", "pillow")
     try:
         picture = package.open(io.BytesIO(data))
     except (OSError, SyntaxError, ValueError, package.DecompressionBombError) as error:
@@ -113,18 +113,19 @@ def jpeg_package() -> Any:
         return None
 
 
-def _package(module: str, name: str = "") -> Any:
+def optional(module: str, name: str = "", extra: str = "data") -> Any:
+    """A package that is optional."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ValueError(
-            f"needs {name or module}, which is not installed. HINT: pip install 'paceline[data]'"
+            f"needs {name or module}, which is not installed. HINT: pip install 'paceline[{extra}]'"
         ) from None
 
 
 def compressed(array: np.ndarray[Any, Any], level: int = 3) -> bytes:
     """A C-ordered array's bytes, with zstd."""
-    made: bytes = _package("zstandard").ZstdCompressor(level).compress(array.tobytes())
+    made: bytes = optional("zstandard").ZstdCompressor(level).compress(array.tobytes())
     return made
 
 

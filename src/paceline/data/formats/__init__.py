@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..decode import optional
 from ..shard_format import Field, Meta
 from ..sources import Source
 
@@ -112,12 +113,6 @@ def written(to: str, path: Path, about: About, samples: Iterator[Sample]) -> Non
     module.write(path, about, samples)
 
 
-def needed(module: str, package: str = "") -> Any:
+def needed(module: str, name: str = "") -> Any:
     """A package that is optional."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ValueError(
-            f"needs {package or module}, which is not installed. "
-            "HINT: pip install 'paceline[formats]'"
-        ) from None
+    return optional(module, name, "formats")
