@@ -63,17 +63,9 @@ def test_what_is_written_is_read_again_byte_for_byte(tmp_path, kind, to):
     one, again = Shards(tmp_path / "one").meta, Shards(tmp_path / "again").meta
     assert (one.label, one.classes, one.array) == (again.label, again.classes, again.array)
     assert one.packed["kind"] == again.packed["kind"]
-    named = one.names
-    assert (
-        samples(tmp_path / "again")
-        == [
-            (*each[:5], each[5] if named else "") if again.names == named else each
-            for each in samples(tmp_path / "one")
-        ]
-        or not named
-    )
-    assert [each[:5] for each in samples(tmp_path / "again")] == [
-        each[:5] for each in samples(tmp_path / "one")
+    told = 6 if one.names else 5  # where there are no names, a format may make some
+    assert [each[:told] for each in samples(tmp_path / "again")] == [
+        each[:told] for each in samples(tmp_path / "one")
     ]
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 

@@ -35,11 +35,10 @@ class Shards:
         self._whole = self.meta.array.shape if self.meta.array else ()
         self._opening = threading.Lock()
         self._staged = staging.here(self.folder)
-        near = self._staged is not None and (self._staged / shard_format.META).exists()
-        self._index = os.open(
-            (self._staged if near and self._staged else self.folder) / shard_format.INDEX,
-            os.O_RDONLY,
-        )
+        index = self.folder
+        if self._staged is not None and (self._staged / shard_format.META).exists():
+            index = self._staged
+        self._index = os.open(index / shard_format.INDEX, os.O_RDONLY)
         self._far: dict[int, float] = {}  # shards that are not staged: when that is looked at next
         self._files: dict[int, int] = {}
 
@@ -235,15 +234,14 @@ class Shards:
         told = self.meta.shards[shard]
         try:
             file = os.open(self._staged / told.file, os.O_RDONLY)
-        except OSError:
-            self._far[shard] = time.monotonic() + LOOK_S
-            return None
-        if os.fstat(file).st_size != told.bytes:
+            if os.fstat(file).st_size == told.bytes:
+                self._far.pop(shard, None)
+                return file
             os.close(file)
-            self._far[shard] = time.monotonic() + LOOK_S
-            return None
-        self._far.pop(shard, None)
-        return file
+        except OSError:
+            pass
+        self._far[shard] = time.monotonic() + LOOK_S
+        return None
 
     def _bad_sample(self, i: int, row: Row, reason: object) -> DataError:
         file = self.meta.shards[row.shard].file

@@ -76,8 +76,13 @@ def stage(
         found = Staged(folder, len(meta.shards))
         (folder / USED).touch()
         missing = [one for one in meta.shards if not _whole(folder, one)]
-        chosen = _fitting(missing, folder, room, found)
-        _small(origin, folder, meta)
+        small = [name for name in _beside(meta) if not (folder / name).exists()]
+        beside = sum((origin / name).stat().st_size for name in small)
+        chosen = _fitting(missing, beside, folder, room, found)
+        for name in small:
+            part = folder / f".part-{name}"
+            shutil.copyfile(origin / name, part)
+            part.replace(folder / name)
         tell = step or (lambda done, size: None)
         pool = ThreadPoolExecutor(threads, "paceline-stage")
         try:
@@ -115,15 +120,10 @@ def here(origin: Path) -> Path | None:
     return folder
 
 
-def _small(origin: Path, folder: Path, meta: Meta) -> None:
+def _beside(meta: Meta) -> list[str]:
     """What is not checked shard by shard: the index, whose rows have checksums; the names; and
     what the set is, last."""
-    names = [shard_format.INDEX, *([shard_format.NAMES] if meta.names else []), shard_format.META]
-    for name in names:
-        if not (folder / name).exists():
-            part = folder / f".part-{name}"
-            shutil.copyfile(origin / name, part)
-            part.replace(folder / name)
+    return [shard_format.INDEX, *([shard_format.NAMES] if meta.names else []), shard_format.META]
 
 
 def _whole(folder: Path, shard: Shard) -> bool:
@@ -155,11 +155,13 @@ def _copied(path: Path, to: BinaryIO) -> int:
     return crc
 
 
-def _fitting(missing: list[Shard], folder: Path, room: int | None, found: Staged) -> list[Shard]:
-    """Those of the missing shards that there is room for; other sets go, the longest unused
-    first."""
+def _fitting(
+    missing: list[Shard], beside: int, folder: Path, room: int | None, found: Staged
+) -> list[Shard]:
+    """Those of the missing shards that there is room for, with so many bytes beside them; other
+    sets go, the longest unused first."""
     own = folder.parent
-    wanted = sum(shard.bytes for shard in missing)
+    wanted = sum(shard.bytes for shard in missing) + beside
     others = sorted(
         (one for one in own.iterdir() if one != folder and (one / USED).exists()),
         key=lambda one: (one / USED).stat().st_mtime,
@@ -173,7 +175,7 @@ def _fitting(missing: list[Shard], folder: Path, room: int | None, found: Staged
         gone = others.pop(0)
         shutil.rmtree(gone, ignore_errors=True)  # who reads it has it open, or goes to the source
         found.evicted.append(gone.name)
-    chosen = []
+    chosen, left = [], left - beside
     for shard in missing:
         if shard.bytes <= left:
             chosen.append(shard)

@@ -72,8 +72,7 @@ class Stored:
     @property
     def classes(self) -> int:
         """How many whole numbers there are from 0 to the largest label."""
-        every = [self._label(i) for i in range(len(self))]
-        return len(self._source.classes) or int(max(every)) + 1
+        return len(self._source.classes) or 1 + int(max(map(self._label, range(len(self)))))
 
     def outline(self, i: int) -> tuple[Field, Field | None]:
         """What each sample and label is."""
@@ -114,6 +113,12 @@ class Stored:
         source = formats.source(*formats.split(x), y)
         assert isinstance(source, StoreSource)
         self._source, self._process = source, os.getpid()
+        labels: Any = source.y
+        if isinstance(labels, Rows):
+            size = Field(labels.dtype, labels.shape).nbytes * len(labels)
+            if size <= CACHE_BYTES:  # once: a chunk of labels is not unpacked for each sample
+                labels = labels.read(0, len(labels))
+        self._labels = labels
         self._lock = threading.Lock()
         self._chunks: OrderedDict[int, Future[Any]] = OrderedDict()
 
@@ -150,6 +155,5 @@ class Stored:
     def _label(self, i: int) -> Any:
         if self._process != os.getpid():
             self._open()
-        assert self._source.y is not None
-        label = self._source.y.row(i)
+        label = self._labels.row(i) if hasattr(self._labels, "row") else self._labels[i]
         return int(label) if self._source.label == "class" else np.asarray(label)

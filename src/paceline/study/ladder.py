@@ -24,9 +24,7 @@ FIRST_STEPS = 10  # of the run that shows how long a step takes
 LEAST_STEPS, MOST_STEPS = 10, 400
 FEWEST = 3  # of a script that ends early, or where more are not done in the budget
 REPETITIONS = (3, 9)  # at least, at most
-OVER = (
-    2.0  # times the budget: as much is taken for LEAST_STEPS, which see what is done now and then
-)
+OVER = 2.0  # times the budget may be taken for LEAST_STEPS, which see what is done now and then
 SHARE = 0.6  # of the budget is for steps; the rest for starting
 
 # Rungs by name: whether of one rank alone, and the phase of its run.

@@ -39,6 +39,7 @@ FORMATS = {
     "webdataset": Format("webdataset", (".tar",), "*.tar", writes=True),
     "parquet": Format("parquet", (".parquet",), "*.parquet"),
 }
+CLASSES = "classes.txt"  # their names, beside files that have no place for them
 LOOKS = 1000  # names of a folder, to tell what it is
 
 
@@ -111,6 +112,18 @@ def written(to: str, path: Path, about: About, samples: Iterator[Sample]) -> Non
     """Raises ValueError where a format has no place for such samples."""
     module = importlib.import_module(f".{FORMATS[to].module}", __name__)
     module.write(path, about, samples)
+
+
+def classes_beside(path: Path) -> list[str]:
+    """The classes' names beside a file, or in a folder of several; none where nothing is said."""
+    told = (path if path.is_dir() else path.parent) / CLASSES
+    return told.read_text().splitlines() if told.exists() else []
+
+
+def write_classes(folder: Path, about: About) -> None:
+    """As ``classes_beside`` finds them."""
+    if about.meta.classes:
+        (folder / CLASSES).write_text("".join(f"{name}\n" for name in about.meta.classes))
 
 
 def needed(module: str, name: str = "") -> Any:

@@ -18,13 +18,12 @@ from crc32c import crc32c
 
 from ..shard_format import Field
 from ..sources import Loaded, Source, by_magic
-from . import About, Sample, needed
+from . import About, Sample, classes_beside, needed, write_classes
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
 IMAGE, DATA, LABEL, NAME = "image/encoded", "x", "label", "name"
 SAMPLES = (IMAGE, DATA, "image", "image_raw", "data", "input")
 LABELS = (LABEL, "image/class/label", "y", "target")
-CLASSES = "classes.txt"
 KINDS = ("bytes_list", "float_list", "int64_list")
 
 
@@ -61,9 +60,8 @@ class Records(Source):
         if self._labels:
             label = self._value(first, self._labels)
             self.label = "class" if isinstance(label, int) else _field(label, path)
-        classes = (path if path.is_dir() else path.parent) / CLASSES
-        if self.label == "class" and classes.exists():
-            self.classes = classes.read_text().splitlines()
+        if self.label == "class":
+            self.classes = classes_beside(path)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -217,8 +215,7 @@ def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
                 file.write(head + TAIL.pack(_masked(head)) + content + TAIL.pack(_masked(content)))
                 if file.tell() >= about.shard_bytes:
                     break
-    if about.meta.classes:
-        (path / CLASSES).write_text("".join(f"{name}\n" for name in about.meta.classes))
+    write_classes(path, about)
 
 
 def _written(about: About, sample: Sample) -> bytes:

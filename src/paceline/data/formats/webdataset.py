@@ -9,10 +9,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from . import About, Sample
+from . import About, Sample, classes_beside, write_classes
 from .members import Members, members_of
-
-CLASSES = "classes.txt"
 
 
 def source(path: Path, name: str, labels: str | None) -> "Tars":
@@ -28,9 +26,8 @@ class Tars(Members):
         self.paths = sorted(path.glob("*.tar")) if path.is_dir() else [path]
         self._files = [os.open(one, os.O_RDONLY) for one in self.paths]
         super().__init__(str(path), self._groups(), labels)
-        classes = (path if path.is_dir() else path.parent) / CLASSES
-        if self.label == "class" and not self.classes and classes.exists():
-            self.classes = classes.read_text().splitlines()
+        if self.label == "class":
+            self.classes = self.classes or classes_beside(path)
 
     def content(self, where: Any) -> bytes:
         tar, offset, length = where
@@ -49,7 +46,8 @@ class Tars(Members):
             try:
                 with tarfile.open(path, "r:") as tar:
                     while (one := tar.next()) is not None:
-                        tar.members.clear()  # type: ignore[attr-defined]  # which it would keep
+                        # It would keep all of them, maybe millions; typeshed knows no members.
+                        tar.members.clear()  # type: ignore[attr-defined]
                         if not one.isreg():
                             continue
                         own, end = _cut(one.name)
@@ -88,8 +86,7 @@ def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
                     one = tarfile.TarInfo(f"{k:09}.{end}")
                     one.size = len(content)
                     tar.addfile(one, BytesIO(content))
-                    tar.members.clear()  # type: ignore[attr-defined]
+                    tar.getmembers().clear()
                 if tar.offset >= about.shard_bytes:
                     break
-    if about.meta.classes:
-        (path / CLASSES).write_text("".join(f"{name}\n" for name in about.meta.classes))
+    write_classes(path, about)
