@@ -3,7 +3,14 @@
 from paceline.analyze.ladder import Climb
 
 STEP = 0.1  # s, with everything
-USED = {"seconds": 1.0, "thread": 0.97, "delayed": 0.0, "process": 1.0, "system": 0.02}
+USED = {
+    "seconds": 1.0,
+    "thread": 0.97,
+    "delayed": 0.0,
+    "crowded": 0.0,
+    "process": 1.0,
+    "system": 0.02,
+}
 USED |= {"children": 0.0, "faults": 100.0, "host": 1.0, "squeezed": 0.0}
 
 

@@ -92,6 +92,18 @@ def test_why_the_exchange_takes_long(name):
     assert cause.share == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("count", "crowded", "named"),
+    [(10, 0.3, "jitter"), (10, 0.05, "exchange-latency"), (1000, 0.3, "exchange-latency")],
+)
+def test_few_small_exchanges_whose_threads_lack_a_core_are_no_latency(count, crowded, named):
+    """Ten steps of 100 ms; half of that is exchange: 50 ms a call, or 0.5."""
+    slower = SLOWER | {name: climbs(0.1, crowded=crowded) for name in ("cached", "everything")}
+    (cause,) = judged(losses=EXCHANGE, calls=collective(count=count), **slower)
+    assert cause.id == named
+    assert ("threads wait for a core" in cause.sentence) == (named == "jitter")
+
+
 def test_a_gan_with_two_backwards_does_not_accumulate():
     half = {"parameters": {"float32": 4_000_000}}
     (cause,) = judged(
@@ -189,6 +201,16 @@ def test_threads_cores_and_memory_are_told_apart():
     assert cause.sentence == "2 ranks may use 1 of the host's 2 cores together"
     (cause,) = judged(**{name: climbs(0.2, delayed=0.4, host=2.0) for name in slowed})
     assert cause.id == "noisy-machine"
+
+
+def test_others_that_slow_all_rungs_alike_are_named_as_well():
+    """One rank alone waits for the cores as all do, and no bar shows it."""
+    slowed = {"alone": climbs(ranks=1, delayed=0.4, host=2.0), "everything": climbs(delayed=0.4)}
+    assert judged(**slowed) == []
+    slowed["everything"] = climbs(delayed=0.4, host=2.5)
+    (cause,) = judged(**slowed)
+    assert (cause.id, cause.share) == ("noisy-machine", pytest.approx(0.4))
+    assert judged(**slowed | {"everything": climbs(delayed=0.04, host=2.5)}) == []
 
 
 INSIDE = {

@@ -89,6 +89,12 @@ class Evidence:
         found = [one.together * one.step_s / one.ranks for one in self.climbs.get(rung, [])]
         return sum(found) / len(found) if found else 0.0
 
+    @property
+    def step_s(self) -> float:
+        """Of a real step, with everything: the mean of its rounds."""
+        found = [one.step_s for one in self.climbs.get("everything", [])]
+        return sum(found) / len(found) if found else 0.0
+
     def of_step(self, rung: str) -> float:
         """How long a step of a rung takes, in steps with everything."""
         both = zip(self.climbs.get(rung, []), self.climbs.get("everything", []), strict=False)
@@ -125,6 +131,12 @@ class Evidence:
     def delayed(self) -> float:
         """The share of a rank's time in which it could compute and had no core."""
         return self.used("everything", "delayed")
+
+    @cached_property
+    def crowded(self) -> float:
+        """The share of a rank's time in which threads beside the one that trains could compute and
+        had no core, where ranks exchange: beyond what they wait without exchange."""
+        return max(self.used("everything", "crowded") - self.used("silent", "crowded"), 0.0)
 
     @property
     def said(self) -> dict[str, Any]:

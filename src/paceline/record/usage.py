@@ -23,6 +23,7 @@ def look() -> dict[str, float]:
     """Sums up to now, of the calling thread (which trains), its process and its host.
 
     seconds: the clock; thread, delayed: of the calling thread, on a core and waiting for one;
+    crowded: that its process's other threads (of the exchange, say) waited for one;
     process, system: of all threads, the latter inside the kernel; children: of processes that it
     started and that run; faults: of pages, minor; host: of the cores that this process may run
     on, whoever used them; squeezed: that some process of the host waited for memory.
@@ -33,6 +34,7 @@ def look() -> dict[str, float]:
         "seconds": now() / 1e9,
         "thread": thread,
         "delayed": delayed,
+        "crowded": _crowded() - delayed,
         "process": used.ru_utime + used.ru_stime,
         "system": used.ru_stime,
         "children": sum(map(sum, map(processor, children()))),
@@ -81,6 +83,15 @@ def _schedstat(place: str) -> tuple[float, float]:
         return int(ran) / 1e9, int(waited) / 1e9
     except (OSError, ValueError):
         return 0.0, 0.0
+
+
+def _crowded() -> float:
+    """Of all threads that live."""
+    try:
+        threads = os.listdir("/proc/self/task")
+    except OSError:
+        return 0.0
+    return sum(_schedstat(f"self/task/{thread}")[1] for thread in threads)
 
 
 def _host() -> float:

@@ -10,6 +10,7 @@ from .ranks import noisy, turns
 HIDDEN = 0.1  # of the exchange is covered by computing at most, if nothing overlaps
 SPARED = 1.5  # backwards of an optimizer step that exchange: more than the last one
 DELAYED = 0.5  # of the exchange's time a rank waits for a core, if that is what it takes
+TURN = 1e-3  # s: a small exchange that takes longer waits for the scheduler, if a core is lacking
 MANY = 6  # buckets of a backward
 BUCKET = 1 << 20  # bytes: of a bucket that is too small where there are many
 BUCKET_CAP = 25 << 20  # bytes: DDP's own; it leaves several buckets for more than that ...
@@ -97,10 +98,18 @@ def _buckets(e: Evidence, g: Gradients, calls: Collective) -> Said | None:
 
 
 def _latency(e: Evidence, calls: Collective) -> Said:
-    """Many small ones; where their ranks lack a core for half as long, that is why."""
+    """Many small ones; where their ranks lack a core for half as long, that is why. Few that take
+    long while their threads lack one are no latency either: others compute on all cores."""
     if e.delayed >= DELAYED * e.share("transfer") and (said := noisy(e)):
         return said
     figures = _figures(e, calls)
+    each = e.share("transfer") * e.step_s / max(figures["calls_a_step"], 1)
+    if e.crowded >= DELAYED * e.share("transfer") and each >= TURN:
+        sentence = (
+            f"{calls.name}s of {figures['bytes']:,.0f} bytes take {1e3 * each:.2g} ms, as their "
+            "threads wait for a core while others compute: leave a core of the host free"
+        )
+        return "jitter", sentence, figures | {"crowded": e.crowded}
     sentence = (
         f"{figures['calls_a_step']:.3g} {calls.name} a step of {figures['bytes']:,.0f} bytes "
         f"each: the exchange is its latency{_where(e)}"

@@ -62,13 +62,19 @@ def _bound(e: Evidence) -> Said | None:
 
 def noisy(e: Evidence) -> Said | None:
     """Others than the job compute on its cores, and its ranks wait for these."""
-    if e.foreign < FOREIGN or e.delayed < WORTH / 2:
+    if taken(e) < WORTH / 2:
         return None
     sentence = (
         f"others keep {e.foreign:.1f} of the job's cores busy, and its ranks wait for a core "
         f"{e.delayed:.0%} of the time"
     )
     return "noisy-machine", sentence, {"foreign_cores": e.foreign, "delayed": e.delayed}
+
+
+def taken(e: Evidence) -> float:
+    """The share of a rank's time that others than the job take: it waits for a core they have. The
+    ladder can not see it, as they slow all its rungs, and one rank alone as well."""
+    return e.delayed if e.foreign >= FOREIGN else 0.0
 
 
 def uneven(e: Evidence) -> Said | None:
