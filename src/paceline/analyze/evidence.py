@@ -133,6 +133,17 @@ class Evidence:
         return self.used("everything", "delayed")
 
     @cached_property
+    def delayed_each(self) -> float:
+        """The same, of the rank that waits least."""
+        rounds = self.climbs.get("everything", [])
+        each = zip(*(one.used for one in rounds), strict=False)
+        found = [
+            [used["delayed"] / used["seconds"] for used in rank if used.get("seconds")]
+            for rank in each
+        ]
+        return min((sum(one) / len(one) for one in found if one), default=0.0)
+
+    @cached_property
     def crowded(self) -> float:
         """The share of a rank's time in which threads beside the one that trains could compute and
         had no core, where ranks exchange: beyond what they wait without exchange."""

@@ -62,7 +62,7 @@ def _bound(e: Evidence) -> Said | None:
 
 def noisy(e: Evidence) -> Said | None:
     """Others than the job compute on its cores, and its ranks wait for these."""
-    if taken(e) < WORTH / 2:
+    if e.foreign < FOREIGN or e.delayed < WORTH / 2:
         return None
     sentence = (
         f"others keep {e.foreign:.1f} of the job's cores busy, and its ranks wait for a core "
@@ -72,9 +72,10 @@ def noisy(e: Evidence) -> Said | None:
 
 
 def taken(e: Evidence) -> float:
-    """The share of a rank's time that others than the job take: it waits for a core they have. The
-    ladder can not see it, as they slow all its rungs, and one rank alone as well."""
-    return e.delayed if e.foreign >= FOREIGN else 0.0
+    """The share of its time that each rank at least waits for a core that others than the job
+    have. The ladder can not see it, as they slow all its rungs, and one rank alone as well; what
+    they take of some ranks only is a bar."""
+    return e.delayed_each if e.foreign >= FOREIGN else 0.0
 
 
 def uneven(e: Evidence) -> Said | None:
