@@ -164,6 +164,38 @@ def test_images_are_made_smaller_or_decoded(tmp_path):
     assert {str(a.tobytes()) for a, _ in samples(tmp_path / "arrays")} == small
 
 
+APPLIED = """
+import numpy as np
+
+def planes(x):
+    return np.moveaxis(x, -1, 0).astype(np.float32) / 255
+
+def broken(x):
+    return x[5, 99]
+"""
+
+
+def test_what_is_always_the_same_is_applied_once(tmp_path):
+    folder = sets.images(tmp_path / "in", 12)
+    (tmp_path / "mine.py").write_text(APPLIED)
+    command(folder, tmp_path / "plain", cwd=tmp_path)
+    command(folder, "applied", "--apply", "mine:planes", cwd=tmp_path)
+    for (image, label), (planes, other) in zip(
+        samples(tmp_path / "plain"), samples(tmp_path / "applied"), strict=True
+    ):
+        assert np.array_equal(planes, np.moveaxis(image, -1, 0).astype(np.float32) / 255)
+        assert label == other
+    x, _ = next(iter(Loader(tmp_path / "applied", 4)))
+    assert x.shape == (4, 3, 20, 24)
+    meta = Shards(tmp_path / "applied").meta
+    assert (meta.packed["kind"], meta.packed["encoding"]["apply"]) == ("arrays", "mine:planes")
+    done = command(folder, "broken", "--apply", "mine:broken", cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "apply mine:broken: IndexError" in done.stderr
+    done = command(folder, "both", "--apply", "mine:planes", "--decode", cwd=tmp_path, check=False)
+    assert "HINT: without decode and resize" in done.stderr
+
+
 def test_a_cast_that_would_wrap_around_is_refused(tmp_path):
     x = np.array([[1.0], [300.0]])
     with pytest.raises(ValueError, match=r"has values from 300.0 to 300.0, which uint8 can't hold"):

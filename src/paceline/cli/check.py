@@ -9,12 +9,14 @@ import typer
 
 from .base import app, mistakes_told
 
+QUICK_S = 0.5  # of each look at a set
 BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # exit code 1
 
 
 @app.command(
     epilog="Examples:  paceline check   ·   paceline check --data /scratch/me   ·   "
     "salloc -N 4 paceline check --out before.toml   ·   "
+    "paceline check --data packed/ -n 4   ·   "
     "paceline check --compare before.toml after.toml   ·   "
     "paceline check --pack-env",
 )
@@ -47,11 +49,31 @@ def check(
         ),
     ] = None,
     data: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--data",
-            help="A folder whose storage is measured: bandwidth and small files, read and write.",
+            help="A folder whose storage is measured: bandwidth and small files, read and write. "
+            "With a set of samples only this: how fast it can be read here, and what limits that.",
+            metavar="FOLDER|SET",
             show_default=False,
+        ),
+    ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="Of a set, as paceline pack has it.", show_default=False),
+    ] = None,
+    transform: Annotated[
+        str | None,
+        typer.Option(
+            help="What the Loader does with each sample, importable from here.",
+            metavar="MODULE:FUNCTION",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Of each rank's loader. Default: as the Loader has them.", show_default=False
         ),
     ] = None,
     hosts: Annotated[
@@ -120,12 +142,16 @@ def check(
             else:
                 Console().print(shown.compared(before, after, found))
             return
+        if data is not None and (labels or transform or threads or _is_set(data)):
+            _feed(data, labels, transform, threads, ranks, quick, json)
+            return
         from ..cost.machine import as_json, save
         from ..cost.odd import odd
         from ..study.check import Wish
         from ..study.check import check as measured
 
-        wish = Wish(hosts, hostfile, launcher, tuple(env or ()), ranks, data, quick)
+        folder = None if data is None else Path(data)
+        wish = Wish(hosts, hostfile, launcher, tuple(env or ()), ranks, folder, quick)
         checked = measured(wish)
         save(checked.machine, out)
     oddities = odd(checked.machine)
@@ -136,6 +162,57 @@ def check(
         Console().print(shown.drawn(checked.machine, oddities, checked.notes))
         sys.stderr.write(f"paceline: the machine file is {out}\n")
     raise typer.Exit(int(bool(checked.code) or any(one.kind in BAD for one in oddities)))
+
+
+def _is_set(data: str) -> bool:
+    """Whether there are samples in it: what packing or others wrote, or images and arrays."""
+    from itertools import islice
+
+    from ..data import formats
+    from ..data.folder import files_below
+    from ..data.shard_format import META
+    from ..data.sources import ARRAYS, IMAGES
+
+    path, _ = formats.split(data)
+    if (path / META).exists() or formats.known(path) is not None:
+        return True
+    some = list(islice(files_below(path), 100)) if path.is_dir() else []
+    return len(some) > 1 and all(name.lower().endswith((*IMAGES, *ARRAYS)) for name in some)
+
+
+def _feed(
+    data: str,
+    labels: str | None,
+    transform: str | None,
+    threads: int | None,
+    ranks: int | None,
+    quick: bool,
+    json: bool,
+) -> None:
+    import os
+
+    from rich.console import Console
+
+    from ..report.feeding import drawn
+    from ..study.feeding import Feed, advised
+
+    cores = len(os.sched_getaffinity(0))
+    console = Console(stderr=True)
+    with console.status("paceline: looking at the set") as status:
+        feed = Feed(
+            data,
+            labels,
+            transform,
+            threads or min(2, cores),
+            ranks=ranks or min(2, cores),
+            seconds=QUICK_S if quick else Feed.seconds,
+        )
+        found = advised(feed, lambda what: status.update(f"paceline: {what}"))
+    told = found.as_json()
+    if json:
+        typer.echo(dumps(told))
+        return
+    Console().print(drawn(told))
 
 
 def _pack(file: Path | None, json: bool) -> None:

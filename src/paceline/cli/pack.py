@@ -22,6 +22,7 @@ QUIET_S = 10.0  # between two lines of progress where there is no terminal
     "paceline pack photos/ small/ --resize 256   ·   "
     "paceline pack x.npy packed/ --labels y.npy --cast float16 --compress   ·   "
     "paceline pack mine:samples packed/   ·   "
+    "paceline pack tiles.h5:bands packed/ --apply mine:upsampled   ·   "
     "paceline pack tiles.h5:bands packed/ --labels kind   ·   "
     "paceline pack packed/ tars/ --to webdataset   ·   paceline pack --check packed/",
 )
@@ -80,6 +81,15 @@ def pack(
         str | None,
         typer.Option(help="Arrays to this dtype, as float16.", metavar="DTYPE", show_default=False),
     ] = None,
+    apply: Annotated[
+        str | None,
+        typer.Option(
+            help="Pack what this makes of each sample's array: work that is always the same is "
+            "done once and not in each epoch. What is drawn at random stays in the Loader.",
+            metavar="MODULE:FUNCTION",
+            show_default=False,
+        ),
+    ] = None,
     shard_size: Annotated[str, typer.Option(help="Of a shard, about: 64M to 1G.")] = "256M",
     seed: Annotated[int, typer.Option(help="Of the order that samples are packed in.")] = 0,
     statistics: Annotated[
@@ -118,6 +128,7 @@ def pack(
             raise ValueError("where to? HINT: paceline pack SOURCE DEST")
         from ..data.export import converted
         from ..data.packing import pack as packed
+        from ..data.sources import imported
 
         options: dict[str, Any] = {
             "shard_bytes": bytes_of(shard_size, "--shard-size"),
@@ -128,6 +139,7 @@ def pack(
             "quality": quality,
             "compress": compress,
             "cast": cast,
+            "apply": None if apply is None else imported(apply, "--apply"),
             "statistics": statistics,
             "on_error": on_error,
             "fresh": fresh,

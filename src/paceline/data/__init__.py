@@ -4,13 +4,20 @@ depend on the number of ranks."""
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .files import Files
     from .loader import Loader
     from .packing import pack
     from .shard_format import DataError
     from .shards import Shards
 
-__all__ = ["DataError", "Loader", "Shards", "pack"]
-_WHERE = {"DataError": "shard_format", "Loader": "loader", "Shards": "shards", "pack": "packing"}
+__all__ = ["DataError", "Files", "Loader", "Shards", "pack"]
+_WHERE = {
+    "DataError": "shard_format",
+    "Files": "files",
+    "Loader": "loader",
+    "Shards": "shards",
+    "pack": "packing",
+}
 
 
 def __getattr__(name: str) -> Any:

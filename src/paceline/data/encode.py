@@ -1,7 +1,9 @@
-"""What a sample becomes when it is packed: its bytes as they are, or made smaller, or decoded."""
+"""What a sample becomes when it is packed: its bytes as they are, made smaller, decoded, or what a
+function makes of it."""
 
 import io
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,19 @@ from .statistics import Statistics
 @dataclass(frozen=True)
 class Encoding:
     """decode: images as arrays. resize: images' shorter side in pixels, as JPEGs of ``quality``.
-    compress: arrays with zstd. cast: arrays' dtype."""
+    compress: arrays with zstd. cast: arrays' dtype. apply: of a sample's array (or bytes, of files
+    of other kinds), the array that is packed in its place."""
 
     decode: bool = False
     resize: int | None = None
     quality: int = 90
     compress: bool = False
     cast: str | None = None
+    apply: Callable[[Any], Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """apply: by its name."""
+        return {**asdict(replace(self, apply=None)), "apply": named(self.apply)}
 
     def __post_init__(self) -> None:
         if self.cast is not None:
@@ -31,6 +39,10 @@ class Encoding:
                 raise ValueError(
                     f"cast={self.cast!r} is no dtype. HINT: float16, uint8 ..."
                 ) from None
+        if self.apply is not None and (self.decode or self.resize is not None):
+            raise ValueError(
+                "apply gets the decoded sample as it is. HINT: without decode and resize"
+            )
         if self.resize is not None and self.resize < 1:
             raise ValueError(f"resize={self.resize}: HINT: the shorter side in pixels, as 256")
         if not 1 <= self.quality <= 100:
@@ -81,6 +93,8 @@ def encoded(loaded: Loaded, how: Encoding, label: Field | str | None) -> Packed:
 
 def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
     data = loaded.data
+    if how.apply is not None:
+        return _of_array(_applied(how.apply, array_of(loaded)), how)
     if isinstance(data, np.ndarray):
         return _of_array(data, how)
     if loaded.end in ARRAYS:
@@ -95,6 +109,34 @@ def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, 
         row = Row(0, 0, len(data), 0, shape, dtype, encoding, 0, b"")
         return _of_array(decode(row, data), how)
     return encoding, shape, dtype, data
+
+
+def array_of(loaded: Loaded) -> Any:
+    """A sample's array, decoded; bytes of a file of another kind. Raises ValueError."""
+    data = loaded.data
+    if isinstance(data, np.ndarray):
+        return data
+    if loaded.end in ARRAYS:
+        return np.load(io.BytesIO(data), allow_pickle=False)
+    if loaded.end not in IMAGES:
+        return data
+    encoding, shape, dtype = described(data, loaded.end in JPEGS)
+    return decode(Row(0, 0, len(data), 0, shape, dtype, encoding, 0, b""), data)
+
+
+def named(function: Callable[..., Any] | None) -> str | None:
+    """ "MODULE:FUNCTION", or as an object calls itself, without where it lies in memory."""
+    if function is None:
+        return None
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _applied(function: Callable[[Any], Any], data: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(function(data))
+    except Exception as error:
+        raise ValueError(f"apply {named(function)}: {type(error).__name__}: {error}") from error
 
 
 def _of_array(array: np.ndarray[Any, Any], how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:

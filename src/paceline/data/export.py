@@ -12,6 +12,7 @@ import numpy as np
 
 from . import formats
 from .decode import decode
+from .encode import named
 from .formats import FORMATS, About, Sample
 from .packing import Report, pack, told
 from .shard_format import META, NAMES, RAW, ZSTD
@@ -19,7 +20,7 @@ from .shards import Scratch, Shards
 from .sources import ENDS, by_magic
 
 PLAN = ".plan"
-HOW = ("decode", "resize", "compress", "cast")  # options of pack that change samples
+HOW = ("decode", "resize", "compress", "cast", "apply")  # options of pack that change samples
 WRITES = tuple(name for name, kind in FORMATS.items() if kind.writes)
 
 
@@ -79,7 +80,8 @@ def converted(
     own = changed or not (packed / META).exists()
     if own:
         packed = folder.with_name(f".{folder.name}.packed")
-        _meant(packed, repr((told(source), told(labels), sorted(options.items()))), fresh)
+        how = options | {"apply": named(options.get("apply"))}
+        _meant(packed, repr((told(source), told(labels), sorted(how.items()))), fresh)
         if not (packed / META).exists():
             report = pack(source, packed, labels, step=step, **options)
     report = report or Report(Shards(packed).meta, 0.0)

@@ -18,6 +18,7 @@ from ..record.recorder import tell_all
 from .ahead import ReadAhead, samples_ahead
 from .arrays import Arrays
 from .batch import Batch, Recipe
+from .files import Files
 from .mixing import Mixing
 from .plugins import plugged
 from .samplers import BLOCK_BYTES, InBlocks, Ordered, Shuffled
@@ -39,8 +40,9 @@ _told: dict[str, Any] = {
 
 class Loader(DataLoader[Any]):
     """Batches of a packed set (its folder, or ``Shards``), of arrays (x, or (x, y)), of arrays in
-    HDF5, netCDF or zarr ("FILE:ARRAY", or ("FILE:ARRAY", "LABELS")), or of a list of such, as a
-    DataLoader gives them: [x, y], or x where there are no labels.
+    HDF5, netCDF or zarr ("FILE:ARRAY", or ("FILE:ARRAY", "LABELS")), of a folder of files that are
+    not packed (``Files``), or of a list of such, as a DataLoader gives them: [x, y], or x where
+    there are no labels.
 
     batch_size: samples, a rank's under ``world.shard``. shuffle: True, or "blocks" for storage
     that is slow at small pieces; the order depends on (seed, epoch) alone. sampler: any of
@@ -246,7 +248,7 @@ def _dataset(source: Any) -> Any:
         return Shards(source)
     if isinstance(source, tuple) and len(source) == 2 and is_store(source[0]):
         return Stored(*source)
-    if isinstance(source, (Shards, Arrays, Several, Stored)):
+    if isinstance(source, (Shards, Arrays, Several, Stored, Files)):
         return source
     if isinstance(source, list) and source:
         return Several([_dataset(one) for one in source])

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ def pack(
     quality: int = 90,
     compress: bool = False,
     cast: str | None = None,
+    apply: Callable[[Any], Any] | None = None,
     statistics: int = 4096,
     on_error: str = "stop",
     fresh: bool = False,
@@ -71,10 +72,11 @@ def pack(
     source: a folder (class folders, or with ``labels`` a CSV), a .npy file or an array (labels:
     another one), a file of another format (formats/, labels: a name in it), a packed set,
     "module:function" or an iterable of arrays or bytes, or of (data, label). shard_bytes: of a
-    shard, about. workers: threads; default two a core. decode, resize, quality, compress, cast: see
-    Encoding. statistics: samples whose mean and deviation are taken; 0: none. on_error: "stop", or
-    "skip" samples that can't be read. fresh: don't go on with what an earlier call has left. step:
-    is told what is done; twice from the beginning where a source is first read in its order.
+    shard, about. workers: threads; default two a core. decode, resize, quality, compress, cast,
+    apply: see Encoding. statistics: samples whose mean and deviation are taken; 0: none. on_error:
+    "stop", or "skip" samples that can't be read. fresh: don't go on with what an earlier call has
+    left. step: is told what is done; twice from the beginning where a source is first read in its
+    order.
 
     Raises ValueError for a source that can't be packed, or a sample of it; for a ``dest`` that
     holds a set already, or an unfinished one of something else; for a disk that is full.
@@ -83,10 +85,10 @@ def pack(
         raise ValueError(f"pack: on_error={on_error!r}. HINT: 'stop' or 'skip'")
     if shard_bytes < 1:
         raise ValueError(f"pack: shard_bytes={shard_bytes}. HINT: 64 MiB to 1 GiB")
-    how = Encoding(decode, resize, quality, compress, cast)
+    how = Encoding(decode, resize, quality, compress, cast, apply)
     began = time.monotonic()
     folder = Path(dest)
-    plan = {"source": told(source), "labels": told(labels), "seed": seed, **asdict(how)}
+    plan = {"source": told(source), "labels": told(labels), "seed": seed, **how.as_json()}
     plan |= {"shard_bytes": shard_bytes, "statistics": statistics}
     tell = step or (lambda done, size: None)
     with _working(folder, plan, fresh) as work, _full_told(folder):
@@ -94,6 +96,8 @@ def pack(
         try:
             if found.in_order:
                 found = _spooled(found, work, tell)
+            if how.apply is not None:
+                found.kind = _kind(found, how)
             job = _Packing(found, folder, work, how, plan, on_error == "skip")
             threads = workers or 2 * len(os.sched_getaffinity(0))
             report = job.run(threads, tell)
@@ -196,11 +200,22 @@ class _Packing:
                 "source": self.source.told,
                 "kind": self.source.kind,
                 "seed": self.plan["seed"],
-                "encoding": asdict(self.how),
+                "encoding": self.how.as_json(),
                 "left_out": len(writer.left_out),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )
+
+
+def _kind(source: Source, how: Encoding) -> str:
+    """Of what is packed in the place of the source's samples: as the first that can be read."""
+    for i in range(len(source)):
+        try:
+            packed = encoded(source.load(i), how, None)
+        except (OSError, ValueError, EOFError):  # packing says so
+            continue
+        return "images" if pictures(packed.dtype, packed.shape) else "arrays"
+    return source.kind
 
 
 def _reason(error: Exception, source: Source, i: int) -> str:

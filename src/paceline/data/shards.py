@@ -105,6 +105,13 @@ class Shards:
         with (self.folder / shard_format.NAMES).open() as file:
             return next((line.rstrip("\n") for at, line in enumerate(file) if at == i), "")
 
+    def place(self, i: int) -> tuple[Path, int, int]:
+        """File, offset and bytes of a sample, where it is read from."""
+        row = self.row(i)
+        name = self.meta.shards[row.shard].file
+        near = None if self._staged is None else self._staged / name
+        return near if near and near.exists() else self.folder / name, row.offset, row.length
+
     def outline(self, i: int) -> tuple[Field, Field | None]:
         """What a sample and its label are, without reading it."""
         row = self.row(i)

@@ -276,15 +276,24 @@ def _named(kind: Field | str | None) -> str:
     return "a class" if kind else "none"
 
 
-def stream(name: str) -> StreamSource:
-    """Of "module:function", as seen from this folder."""
-    module, _, function = name.partition(":")
+def imported(name: str, function_of: str = "") -> Any:
+    """What "module:function" is, as seen from this folder. function_of: an option that it must be
+    a function for. Raises ValueError where it is not there, or is none."""
+    module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # and stays: a generator may import when it is asked
         sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name}: {error}. HINT: MODULE:FUNCTION, importable from here") from None
+    if function_of and not callable(found):
+        raise ValueError(f"{function_of} {name}: is a {type(found).__name__}, and no function")
+    return found
+
+
+def stream(name: str) -> StreamSource:
+    """Of "module:function"."""
+    made = imported(name)
     return StreamSource(made() if callable(made) else made, name)
 
 

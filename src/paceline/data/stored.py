@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,16 @@ class Stored:
         return int(self._source.x.chunk)
 
     @property
+    def kept(self) -> bool:
+        """Whether all of it stays unpacked, once it has been read."""
+        return self.chunk > 1 and len(self) * self.field.nbytes <= CACHE_BYTES
+
+    @property
+    def path(self) -> Path:
+        """The file, or the folder of them."""
+        return formats.split(self._told[0])[0]
+
+    @property
     def classes(self) -> int:
         """How many whole numbers there are from 0 to the largest label."""
         return len(self._source.classes) or 1 + int(max(map(self._label, range(len(self)))))
@@ -100,7 +111,7 @@ class Stored:
     def fights(self) -> None:
         """Says where an order of single samples unpacks chunks again and again."""
         size = self.chunk * self.field.nbytes
-        if self.chunk > 1 and len(self) * self.field.nbytes > CACHE_BYTES:
+        if self.chunk > 1 and not self.kept:
             warnings.warn(
                 f"Loader: {self._told[0]} has chunks of {self.chunk} samples ({size:,} bytes): in "
                 "random order each is read and unpacked for one of them. HINT: shuffle='blocks', "

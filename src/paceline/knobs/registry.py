@@ -326,6 +326,22 @@ KNOBS: dict[str, Knob] = {
         looks_for=r"\bDataLoader\(",
         costs="room for the samples once more",
     ),
+    "stage": Knob(
+        "samples lie on each host's own storage",
+        ("input-bandwidth",),
+        "paceline pack, and paceline stage PACKED on each host to a disk or memory of its own "
+        "(PACELINE_STAGE); paceline check --data PACKED predicts what that gains",
+        looks_for=r"\bDataLoader\(|\bLoader\(",
+        costs="room on each host",
+    ),
+    "offline": Knob(
+        "what is the same in each epoch is done once",
+        ("input-preprocessing",),
+        "paceline pack --apply MODULE:FUNCTION for what draws nothing at random; paceline check "
+        "--data SET --transform MODULE:FUNCTION says what it takes of a sample",
+        looks_for=r"\bDataLoader\(|\bLoader\(",
+        costs="room for the samples once more",
+    ),
     "leave-rank-out": Knob(
         "the slow rank's device takes no part",
         ("slow-rank",),

@@ -108,6 +108,14 @@ def scaled(e: Evidence, cause: Cause, factor: float, source: str) -> Saving:
     return Saving(True, Interval(factor * cause.share, factor * low, factor * high), source)
 
 
+def waited(e: Evidence, cause: Cause) -> Saving | None:
+    """What the loader's processes did not compute: they waited for storage."""
+    if e.loader is None or not e.loader["seconds"]:
+        return None
+    workers = max(e.loader["workers"], e.loader["ranks"])
+    return scaled(e, cause, max(1 - e.loader["busy_s"] / e.loader["seconds"] / workers, 0), RECORD)
+
+
 def locally(e: Evidence, cause: Cause) -> Saving | None:
     """k exchanges become one: (k - 1) / k of them."""
     k = e.gradients.exchanging if e.gradients is not None else 0.0
@@ -223,6 +231,8 @@ GAINS: dict[str, Gain] = {
     "rarer-checkpoint": half(LADDER),
     "larger-batch": half(FORMULA),
     "pack": half(FORMULA),
+    "stage": waited,
+    "offline": tried,
     "leave-rank-out": without_rank,
     "equal-batches": whole(LADDER),
     "leave-host-out": without_host,

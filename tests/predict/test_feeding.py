@@ -1,0 +1,68 @@
+"""What limits how fast a set is read, by terms made by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.predict.feeding import Terms, hosts, rate, remedies, striping
+
+# 100 kB a sample; 1 ms of a processor; storage of 1 GB/s and 5,000 reads a second, 2 ms each
+TERMS = Terms(
+    samples=10_000, bytes=1e5, cores=4, read_s=1e-4, decode_s=8e-4, transform_s=1e-4, alone=4000.0,
+    bandwidth=1e9, operations=5000.0, wait_s=2e-3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "ranks", "limit", "samples_s"),
+    [
+        ({}, 4, "threads", 4 * 2 / 3e-3),
+        ({"wait_s": 0.0}, 4, "processor", 4000),
+        ({"wait_s": 0.0, "operations": 1000.0}, 4, "operations", 1000),
+        ({"operations": 1000.0, "blocks": True}, 4, "processor", 4000),
+        ({"bandwidth": 5e7}, 4, "bandwidth", 500),
+        ({"alone": 300.0}, 2, "interpreter", 600),
+        ({"alone": 300.0, "kind": "store"}, 2, "interpreter", 2 / (1 / 300 + 2e-3)),
+        ({"kind": "store", "chunk": 9, "wait_s": 0.0}, 4, "processor", 4 / (1e-3 + 3 * 8e-4)),
+        ({"wait_s": 0.0, "stored_s": 1e-3}, 4, "processor", 2000),
+    ],
+)
+def test_the_least_of_the_terms_limits(changed, ranks, limit, samples_s):
+    found = rate(replace(TERMS, **changed), ranks, 2, stored=True)
+    assert (found.limit, found.samples_s) == (limit, pytest.approx(samples_s))
+
+
+def test_from_memory_neither_storage_nor_waiting_limits():
+    slow = replace(TERMS, bandwidth=1e6, operations=10.0, wait_s=1.0, stored_s=1.0)
+    assert rate(slow, 4, 2, stored=False).samples_s == pytest.approx(4000)
+    assert rate(slow, 1, 2, stored=False).limit == "threads"
+
+
+def named(terms, ranks=4, threads=2, stored=True):
+    return {one.id: round(one.samples_s) for one in remedies(terms, ranks, threads, stored)}
+
+
+def test_remedies_answer_what_limits_and_say_what_they_gain():
+    found = named(TERMS)
+    assert found["threads"] == 4000
+    assert named(replace(TERMS, kind="files", operations=100.0)) == {"pack": 4000}
+    assert named(replace(TERMS, operations=100.0)) == {"blocks": 4000, "stage": 4000}
+    assert named(replace(TERMS, bandwidth=1e7)) == {"stage": 4000}
+    processor = replace(TERMS, wait_s=0.0)
+    assert named(processor) == {"smaller": 5000}
+    assert named(replace(processor, transform_s=9e-3)) == {"offline": 4444}
+    assert named(replace(processor, decode_s=1e-5, read_s=1e-3)) == {}
+    hindered = replace(processor, alone=500.0)
+    assert named(hindered, ranks=2) == {"smaller": 1667}
+
+
+def test_from_how_many_hosts_on_their_storage_limits():
+    assert hosts(replace(TERMS, wait_s=0.0), 4, 2) == 2
+    assert hosts(replace(TERMS, operations=1000.0), 4, 2) is None
+    assert hosts(replace(TERMS, wait_s=0.0, operations=39_000.0, bandwidth=1e10), 4, 2) == 10
+
+
+def test_what_to_set_is_said_for_parallel_file_systems_only():
+    assert "setstripe -c 4" in striping("lustre", 64 << 20)
+    assert "mmlsfs" in striping("gpfs", 0)
+    assert striping("ext4", 0) is None

@@ -1,0 +1,113 @@
+"""``paceline check --data SET``: what limits how fast a set is read here."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+
+import ranks
+import sets
+from paceline.data import pack
+from paceline.study.feeding import Feed, advised
+
+SLOW = """
+import numpy as np
+
+def slow(x):
+    for _ in range(30):
+        x = np.sort(x + 1, axis=None).reshape(x.shape)
+    return x
+"""
+
+
+def told(source, **options):
+    """As --json has it; each look is short."""
+    return advised(Feed(str(source), seconds=0.2, **options), lambda what: None).as_json()
+
+
+def now(found, state):
+    return next(one for one in found["rates"][state] if one["ranks"] == found["ranks"])
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set") / "packed"
+    pack(sets.arrays(4000, (32, 32)), folder, shard_bytes=4 << 20)
+    return folder
+
+
+def test_the_prediction_is_the_least_of_its_terms_and_loaders_run_beside_it(packed):
+    words = [ranks.PACELINE, "check", "--quick", "--json", "--data", str(packed), "-n", "2"]
+    done = subprocess.run(
+        [*words, "--threads", "1"], capture_output=True, text=True, timeout=120,
+        env=ranks.environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ranks"], found["threads"], found["terms"]["samples"]) == (2, 1, 4000)
+    assert found["terms"]["bytes"] == 4096
+    for state, rates in found["rates"].items():
+        assert [one["ranks"] for one in rates][:2] == [1, 2]
+        for one in rates:
+            assert one["samples_s"] == min(one["terms"].values()) == one["terms"][one["limit"]]
+        assert found["measured"][state] > 0
+    assert "memory" in found["rates"]
+    in_memory = found["terms"]["bandwidth"] is None
+    assert in_memory == ("storage" not in found["rates"])
+    assert in_memory == any("in memory" in note for note in found["notes"])
+
+
+def test_a_transform_that_is_most_of_the_work_is_named_and_so_is_what_spares_it(
+    packed, tmp_path, monkeypatch
+):
+    (tmp_path / "feeding_slow.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    found = told(packed, transform="feeding_slow:slow")
+    terms = found["terms"]
+    assert terms["transform_s"] > 5 * (terms["read_s"] + terms["decode_s"])
+    offline = {one["id"]: one for one in found["remedies"]}["offline"]
+    state = "memory" if terms["bandwidth"] is None else "storage"
+    assert offline["samples_s"] > 3 * now(found, state)["samples_s"]
+    assert "--apply" in offline["sentence"]
+
+
+def test_a_store_and_its_labels(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    x, y = sets.arrays(2000, (16, 16))
+    with h5py.File(tmp_path / "tiles.h5", "w") as file:
+        file.create_dataset("x", data=x, chunks=(50, 16, 16), compression="gzip")
+        file["y"] = y
+    found = told(f"{tmp_path / 'tiles.h5'}:x", labels="y", ranks=1)
+    assert found["terms"]["kind"] == "store"
+    assert found["measured"]["memory"] > 0
+
+
+def test_images_of_several_sizes_in_files(tmp_path):
+    folder = sets.images(tmp_path / "images", 200)
+    sets.images(folder / "ant" / "large", 10, size=(30, 30))
+    done = subprocess.run(
+        [ranks.PACELINE, "check", "--quick", "--data", str(folder), "-n", "1"],
+        capture_output=True, text=True, timeout=120, env=ranks.environment(COLUMNS="200"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "210 samples of" in done.stdout
+    assert "samples/s of all ranks" in done.stdout
+
+
+MISTAKES = [
+    ("few", None, "too few to measure. HINT"),
+    ("set", "nowhere:f", "HINT: MODULE:FUNCTION"),
+    ("set", "math:pi", "--transform math:pi: is a float"),
+    ("set", "math:sqrt", "; in the transform of sample 0"),
+    ("words.tfrecord", None, "HINT: paceline pack"),
+]
+
+
+@pytest.mark.parametrize(("source", "transform", "said"), MISTAKES)
+def test_mistakes_are_told(tmp_path, packed, source, transform, said):
+    (tmp_path / "set").symlink_to(packed)
+    (tmp_path / "words.tfrecord").write_bytes(b"")
+    pack(np.zeros((3, 4), np.float32), tmp_path / "few")
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        told(tmp_path / source, transform=transform)
