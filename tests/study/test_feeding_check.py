@@ -9,6 +9,7 @@ import pytest
 import ranks
 import sets
 from paceline.data import pack
+from paceline.predict.feeding import HINDERED
 from paceline.study.feeding import Feed, advised
 
 SLOW = """
@@ -50,7 +51,8 @@ def test_the_prediction_is_the_least_of_its_terms_and_loaders_run_beside_it(pack
     for state, rates in found["rates"].items():
         assert [one["ranks"] for one in rates][:2] == [1, 2]
         for one in rates:
-            assert one["samples_s"] == min(one["terms"].values()) == one["terms"][one["limit"]]
+            assert one["samples_s"] == min(one["terms"].values())
+            assert HINDERED * one["terms"][one["limit"]] <= one["samples_s"]
         assert found["measured"][state] > 0
     assert "memory" in found["rates"]
     in_memory = found["terms"]["bandwidth"] is None
