@@ -52,6 +52,9 @@ def test_remedies_answer_what_limits_and_say_what_they_gain():
     assert named(processor) == {"smaller": 5000}
     assert named(replace(processor, transform_s=9e-3)) == {"offline": 4444}
     assert named(replace(processor, decode_s=1e-5, read_s=1e-3)) == {}
+    store = replace(TERMS, kind="store", chunk=8, decoded=4e5, wait_s=0.0)
+    assert named(store) == {"pack": 2500}
+    assert named(store, ranks=1) == {}
     hindered = replace(processor, alone=500.0)
     assert named(hindered, ranks=2) == {"smaller": 1667}
 

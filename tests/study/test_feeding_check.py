@@ -103,7 +103,22 @@ MISTAKES = [
     ("set", "math:pi", "--transform math:pi: is a float"),
     ("set", "math:sqrt", "; in the transform of sample 0"),
     ("words.tfrecord", None, "HINT: paceline pack"),
+    ("nowhere", None, "is no folder. HINT"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--transform", "math:sqrt"], "--transform is of a set. HINT: --data SET"),
+        (["--data", "SET", "-H", "a,b"], "-H: a set is looked at on this host. HINT"),
+    ],
+)
+def test_options_that_have_no_effect_are_refused(packed, words, said):
+    words = [str(packed) if word == "SET" else word for word in words]
+    done = subprocess.run([ranks.PACELINE, "check", *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize(("source", "transform", "said"), MISTAKES)

@@ -73,7 +73,9 @@ def check(
     threads: Annotated[
         int | None,
         typer.Option(
-            help="Of each rank's loader. Default: as the Loader has them.", show_default=False
+            help="Of each rank's loader. Default: as the Loader has them.",
+            min=1,
+            show_default=False,
         ),
     ] = None,
     hosts: Annotated[
@@ -142,7 +144,17 @@ def check(
             else:
                 Console().print(shown.compared(before, after, found))
             return
-        if data is not None and (labels or transform or threads or _is_set(data)):
+        of_a_set = {"--labels": labels, "--transform": transform, "--threads": threads}
+        given = [name for name, value in of_a_set.items() if value is not None]
+        if given and data is None:
+            raise ValueError(f"{given[0]} is of a set. HINT: --data SET")
+        if data is not None and (given or _is_set(data)):
+            elsewhere = {"-H": hosts, "--hostfile": hostfile, "--launcher": launcher, "--env": env}
+            if others := [name for name, value in elsewhere.items() if value]:
+                raise ValueError(
+                    f"{others[0]}: a set is looked at on this host. HINT: start paceline check "
+                    "--data there (ssh, srun); or --data FOLDER, for the storage of all hosts"
+                )
             _feed(data, labels, transform, threads, ranks, quick, json)
             return
         from ..cost.machine import as_json, save

@@ -26,6 +26,8 @@ class Files:
     ) -> None:
         self._told = (os.fspath(folder), None if labels is None else os.fspath(labels))
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ValueError(f"Files: {folder} is no folder. HINT: one that holds files of samples")
         with tempfile.TemporaryDirectory(prefix="paceline-") as work:  # its list stays open
             table = None if labels is None else Path(labels)
             self._source = FolderSource(self.folder, table, Path(work))

@@ -33,6 +33,7 @@ WORK, PLAN, SPOOL = ".packing", "plan.json", "spool"
 SPOOL_BYTES = 256 << 20
 KINDS = {RAW: "arrays", ZSTD: "arrays", JPEG: "images", IMAGE: "images", FILE: "files"}
 AHEAD_BYTES = 256 << 20  # that are encoded and not yet written, at most
+LOOKS = 100  # samples, until one can be read
 CHUNK_BYTES = 1 << 20  # about what one thread takes at a time
 Step = Callable[[int, int], None]  # samples that are done, and bytes
 
@@ -209,7 +210,7 @@ class _Packing:
 
 def _kind(source: Source, how: Encoding) -> str:
     """Of what is packed in the place of the source's samples: as the first that can be read."""
-    for i in range(len(source)):
+    for i in range(min(len(source), LOOKS)):
         try:
             packed = encoded(source.load(i), how, None)
         except (OSError, ValueError, EOFError):  # packing says so

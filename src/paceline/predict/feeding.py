@@ -29,8 +29,8 @@ class Terms:
     there, each by itself (of a store: a chunk), many at once; wait_s: of one at a time; None where
     the set comes from memory anyway. stored_s: CPU-seconds a sample that its first reading takes
     more than later ones. kind: "packed", "files" (each sample is one) or "store", whose chunks of
-    ``chunk`` samples each rank unpacks for itself; blocks: whether a packed set is read in blocks.
-    """
+    ``chunk`` samples each rank unpacks for itself; decoded: bytes of one that is unpacked; blocks:
+    whether a packed set is read in blocks."""
 
     samples: int
     bytes: float
@@ -45,6 +45,7 @@ class Terms:
     stored_s: float = 0.0
     kind: str = "packed"
     chunk: int = 1
+    decoded: float = 0.0
     blocks: bool = False
 
     @property
@@ -131,8 +132,10 @@ def _threads(t: Terms, now: Rate, stored: bool) -> list[Remedy]:
 def _storage(t: Terms, now: Rate) -> list[Remedy]:
     found = []
     if t.kind != "packed":
-        unpacked_s = 0.0 if t.kind == "store" else t.decode_s
-        packed = replace(t, blocks=True, kind="packed", decode_s=unpacked_s, chunk=1)
+        packed = replace(t, blocks=True, kind="packed")
+        if t.kind == "store":  # as arrays
+            alone = t.alone * t.cpu_s / max(t.cpu_s - t.decode_s, 1e-9)
+            packed = replace(packed, decode_s=0.0, alone=alone, chunk=1, bytes=t.decoded)
         said = "paceline pack, and shuffle='blocks': large reads instead of a sample at a time"
         found.append(Remedy("pack", rate(packed, now.ranks, now.threads, True).samples_s, said))
     elif not t.blocks:

@@ -60,6 +60,8 @@ class Climber:
             self._observer.after_step()
             if not self.rung.measures(step):
                 self._observer.ends(self._phase)
+                if self._phase == EVERYTHING:
+                    self._told["workers"] = len(children())
         if number == len(self.rung.phases):
             self._finish()
         phase = self.rung.phases[number]

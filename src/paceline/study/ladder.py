@@ -22,6 +22,7 @@ from .runner import MINUTE, Asked, FailedError, Runner
 
 FIRST_STEPS = 10  # of the run that shows how long a step takes
 LEAST_STEPS, MOST_STEPS = 10, 400
+BURST = 16  # steps
 FEWEST = 3  # of a script that ends early, or where more are not done in the budget
 REPETITIONS = (3, 9)  # at least, at most
 OVER = 2.0  # times the budget may be taken for LEAST_STEPS, which see what is done now and then
@@ -80,6 +81,7 @@ def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
 class _Climbing:
     def __init__(self, asked: Asked, runner: Runner, began: float) -> None:
         self.asked, self.runner, self.began = asked, runner, began
+        self.workers = 0  # of a rank's loader
         self.starts_s = 0.0  # of a round, that its processes take to start
         self.phases = {True: (EVERYTHING, CACHED), False: (EVERYTHING, CACHED, SILENT, LOADER)}
 
@@ -129,7 +131,7 @@ class _Climbing:
         last one ``took``."""
         missing = REPETITIONS[0] - len(found.climbs["everything"])
         share = self._longest(missing) / max(took - self.starts_s, 0.1)
-        steps = max(FEWEST, int(share * found.steps))
+        steps = in_bursts(max(FEWEST, int(share * found.steps)), self.workers)
         if share < 1 and steps < found.steps and not self.asked.steps:
             found.steps, found.warm = steps, self._warm(steps)
 
@@ -165,11 +167,10 @@ class _Climbing:
         each = max((left - rounds * starts) / rounds, SHARE * left / rounds) / a_round
         most = int(each / step_s) - self.asked.warming
         if most >= LEAST_STEPS:
-            return min(MOST_STEPS, most)
+            return in_bursts(min(MOST_STEPS, most), self.workers)
         most = int(self._longest(REPETITIONS[0]) / a_round / step_s)
-        return max(
-            FEWEST, LEAST_STEPS if most > LEAST_STEPS + self.asked.warming else 2 * most // 3
-        )
+        few = LEAST_STEPS if most > LEAST_STEPS + self.asked.warming else 2 * most // 3
+        return in_bursts(max(FEWEST, few), self.workers)
 
     def _longest(self, rounds: int) -> float:
         """Seconds that the steps of each of so many rounds may take at most. As long as starting
@@ -210,10 +211,17 @@ class _Climbing:
         one of several, and rungs that tell something of it are run, too."""
         self.runner.as_in(run)
         told = [record.meta.get("rung", {}) for record in run.records]
+        self.workers = max(one.get("workers", 0) for one in told)
         if any(one.get("threads", 1) > 1 for one in told):
             self.phases[False] = (EVERYTHING, CACHED, SILENT, ONE_THREAD, LOADER)
         if any(one.get("convolutions") and not one.get("channels_last") for one in told):
             self.phases[True] = (EVERYTHING, CACHED, CHANNELS_LAST)
+
+
+def in_bursts(steps: int, burst: int) -> int:
+    """At least so many steps, in whole bursts of not more than BURST: workers that take as long as
+    each other give their batches together, and fewer steps have the wait for one, or have none."""
+    return math.ceil(steps / burst) * burst if 1 < burst <= BURST else steps
 
 
 def _name(alone: bool, phase: str) -> str:

@@ -1,6 +1,7 @@
 """``paceline diagnose --try``: remedies set one after the other, each measured in turns with the
 training as it was, and kept only where it helped beyond the noise."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from ..knobs.settings import exclude, settable
 from ..predict.gains import TRIED
 from ..predict.remedies import Remedy, after
 from ..record.rung import EVERYTHING, Rung
+from .ladder import in_bursts
 from .runner import MINUTE, Asked, FailedError, Runner
 
 ROUNDS = (3, 6)  # at least, at most
@@ -21,6 +23,7 @@ WORSE = 0.01  # of the loss: what it may be higher for a knob that changes numbe
 ROUGH = 0.1  # either way, of the throughput: a prediction that some steps make better
 GLIMPSE = 2  # rounds of a micro-measurement
 GLIMPSE_STEPS = 10  # at most, in each
+WORKERS = "loader-workers"
 ALL = "all"
 
 
@@ -216,6 +219,8 @@ class _Trying:
         """The gain of one round, and of a knob that changes numbers the loss without and with it.
         Every other round the other comes first: what warms up or cools down counts for both."""
         rates, losses = {}, {}
+        if remedy.knob == WORKERS:  # whole bursts of these, and of two, which scripts often have
+            steps = in_bursts(steps, math.lcm(2, int(remedy.value)))
         changed = {**kept, remedy.knob: remedy.value}
         exclude(changed)
         warm = replace(self.runner.asked, settings=changed).warming

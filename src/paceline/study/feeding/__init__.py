@@ -9,10 +9,10 @@ from typing import Any
 from ...data.room import kind_of
 from ...data.shards import Shards
 from ...predict.feeding import Rate, Remedy, Terms, hosts, rate, remedies, striping
-from .feed import Feed, dataset
+from .feed import BATCHES, Feed, dataset
 from .places import LEAST, most_of, places, root_of, size_of
 from .prove import proven
-from .stored import from_storage
+from .storage import from_storage
 from .work import from_memory
 
 __all__ = ["Advice", "Feed", "advised"]
@@ -58,10 +58,13 @@ class Advice:
 def advised(feed: Feed, say: Say) -> Advice:
     """Raises ValueError for what is no set, or too small to be measured."""
     data = dataset(feed)
-    if len(data) < LEAST:
-        raise ValueError(f"{data!r}: too few to measure. HINT: a set of {LEAST} and more")
-    say(f"{data!r}")
+    if feed.ranks < 1:
+        raise ValueError(f"{feed.ranks} ranks load nothing. HINT: 1 or more")
     feed = replace(feed, most=most_of(data))
+    least = max(LEAST, BATCHES * feed.ranks)
+    if len(data) < least:
+        raise ValueError(f"{data!r}: too few to measure. HINT: a set of {least} and more")
+    say(f"{data!r}")
     some = places(data, feed)
     filesystem, notes = kind_of(root_of(data)), list[str]()
     say("reading from storage")

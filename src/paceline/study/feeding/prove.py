@@ -10,7 +10,7 @@ from typing import Any
 from ...data.files import Files
 from .feed import Feed
 from .places import Place, files_of
-from .stored import forgotten
+from .storage import forgotten
 
 Running = list["subprocess.Popen[str]"]
 

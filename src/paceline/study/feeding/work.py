@@ -47,6 +47,7 @@ def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
         stored_s=scale * first_s,
         kind=_kind(data),
         chunk=together(data),
+        decoded=data.field.nbytes if isinstance(data, Stored) else 0.0,
     )
 
 

@@ -1,0 +1,13 @@
+"""How many steps of a training are measured at a time."""
+
+import pytest
+
+from paceline.study.ladder import in_bursts
+
+
+@pytest.mark.parametrize(
+    ("steps", "burst", "whole"),
+    [(3, 2, 4), (10, 2, 10), (10, 4, 12), (3, 6, 6), (10, 0, 10), (10, 1, 10), (10, 40, 10)],
+)
+def test_the_bursts_of_a_loaders_workers_are_measured_whole(steps, burst, whole):
+    assert in_bursts(steps, burst) == whole
