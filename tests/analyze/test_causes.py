@@ -94,10 +94,15 @@ def test_why_the_exchange_takes_long(name):
 
 @pytest.mark.parametrize(
     ("count", "crowded", "named"),
-    [(10, 0.3, "jitter"), (10, 0.05, "exchange-latency"), (1000, 0.3, "exchange-latency")],
+    [
+        (10, 0.3, "jitter"),
+        (10, 0.05, "exchange-latency"),
+        (200, 0.3, "exchange-latency"),
+        (1000, 0.3, "exchange-latency"),
+    ],
 )
 def test_few_small_exchanges_whose_threads_lack_a_core_are_no_latency(count, crowded, named):
-    """Ten steps of 100 ms; half of that is exchange: 50 ms a call, or 0.5."""
+    """Ten steps of 100 ms; half of that is exchange: 50 ms a call, or 2.5, or 0.5."""
     slower = SLOWER | {name: climbs(0.1, crowded=crowded) for name in ("cached", "everything")}
     (cause,) = judged(losses=EXCHANGE, calls=collective(count=count), **slower)
     assert cause.id == named

@@ -172,3 +172,42 @@ def test_readers_and_stagers_beside_each_other(packed, tmp_path, monkeypatch):
     for _ in range(5):
         assert sorted(int(v) for x, _ in loader for v in x[:, 0]) == list(range(100))
     thread.join()
+
+
+STAGED = """
+import os, sys, time
+import paceline
+from paceline.data import Loader
+world = paceline.init()
+loader = world.shard(Loader(sys.argv[1], 5, shuffle=True))
+root, deadline = os.environ["PACELINE_STAGE"], time.monotonic() + 30
+def whole():
+    return sum(name.startswith("shard-") for _, _, names in os.walk(root) for name in names) == 10
+while True:
+    seen = sum(len(y) for _, y in world.batches(loader))
+    if whole() or time.monotonic() > deadline:
+        break
+print(f"rank {world.rank} saw {seen}, whole {whole()}")
+"""
+
+
+def test_a_run_stages_what_it_names_while_it_trains(packed, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(STAGED)
+    root = tmp_path / "near"
+    root.mkdir()
+    words = [ranks.PACELINE, "run", "-n", "2", "--stage", packed, script, packed]
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, timeout=120,
+        env=ranks.environment(PACELINE_STAGE=str(root)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 saw 50, whole True" in done.stdout
+    assert "rank 1 saw 50, whole True" in done.stdout
+    (folder,) = (root / "paceline-stage").glob("set-*")
+    here = {name: data for name, data in sets.contents(folder).items() if name[0] != "."}
+    assert here == sets.contents(packed)
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True,
+                          env=ranks.environment())  # fmt: skip
+    assert done.returncode == 2
+    assert "where to? HINT: PACELINE_STAGE" in done.stderr

@@ -1,15 +1,20 @@
 """``paceline check --data SET``: what limits how fast a set is read here."""
 
+import contextlib
+import io
 import json
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import ranks
 import sets
 from paceline.data import pack
 from paceline.predict.feeding import HINDERED
+from paceline.report.feeding import drawn
 from paceline.study.feeding import Feed, advised
 
 SLOW = """
@@ -88,13 +93,33 @@ def test_a_store_and_its_labels(tmp_path):
 def test_images_of_several_sizes_in_files(tmp_path):
     folder = sets.images(tmp_path / "images", 200)
     sets.images(folder / "ant" / "large", 10, size=(30, 30))
-    done = subprocess.run(
-        [ranks.PACELINE, "check", "--quick", "--data", str(folder), "-n", "1"],
-        capture_output=True, text=True, timeout=120, env=ranks.environment(COLUMNS="200"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "210 samples of" in done.stdout
-    assert "samples/s of all ranks" in done.stdout
+    found = told(folder, ranks=1)
+    assert found["terms"]["kind"] == "files"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(drawn(found))
+    text = console.export_text()
+    assert "210 samples of" in text
+    assert f"{found['measured']['memory']:,.0f} (" in text
+
+
+def test_nothing_runs_on_when_it_is_killed(packed):
+    words = [ranks.PACELINE, "check", "--data", str(packed), "-n", "2", "--json"]
+    checking = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=ranks.environment())
+    ranks.wait_until(lambda: loading(packed))
+    checking.kill()
+    checking.wait()
+    ranks.wait_until(lambda: not loading(packed))
+
+
+def loading(folder):
+    """Processes that load it, and nothing else."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"paceline.study.feeding.feed" in words and str(folder).encode() in b" ".join(words):
+                found.append(path)
+    return found
 
 
 MISTAKES = [

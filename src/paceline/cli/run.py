@@ -82,6 +82,15 @@ def run(
     hang_timeout: HangTimeout = 300.0,
     settings: Settings = None,
     exchange: Exchange = None,
+    stage: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A packed set that each host brings to its own $PACELINE_STAGE while it trains: "
+            "see paceline stage. May be given again.",
+            metavar="SET",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[
         int, typer.Option(help="Port of the ranks' store; 0 finds a free one.", min=0, max=65535)
     ] = 0,
@@ -119,6 +128,7 @@ def run(
 
     with mistakes_told():
         knobs = knobs_of(settings, script, exchange)
+        sets = _staged(stage or [])
     job = Job(
         name=script,
         args=args or [],
@@ -137,6 +147,7 @@ def run(
         record=record,
         count_flops=count_flops,
         settings=knobs,
+        stage=sets,
     )
     try:
         code = start(job, ranks, hosts, hostfile, launcher, env or [], show)
@@ -149,3 +160,20 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
+
+
+def _staged(sets: list[Path]) -> list[str]:
+    """Their absolute paths. Raises ValueError for what is no packed set, or has nowhere to go."""
+    if not sets:
+        return []
+    from ..data.shard_format import load
+    from ..data.staging import VARIABLE
+
+    if not os.environ.get(VARIABLE):
+        raise ValueError(
+            f"--stage {sets[0]}: where to? HINT: {VARIABLE}=/local (a folder of each host's own: a "
+            "disk, or /dev/shm)"
+        )
+    for one in sets:
+        load(one)
+    return [str(one.resolve()) for one in sets]

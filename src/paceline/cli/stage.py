@@ -1,6 +1,7 @@
 """``paceline stage``."""
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -36,6 +37,9 @@ def stage(
             show_default=False,
         ),
     ] = None,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Stop when the process that started it has ended.")
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="JSON on standard output instead of a line.")
     ] = False,
@@ -55,8 +59,9 @@ def stage(
         if not given:
             raise ValueError("where to? HINT: paceline stage SET ROOT, or PACELINE_STAGE=ROOT")
         most = None if room is None else bytes_of(room, "--room")
-        with progress("staged", None, "shards") as step:
-            found = staged(source, given, room=most, step=step, waits=_waits)
+        with progress("staged", None, "shards") as said:
+            step = _while_it_lives(os.getppid()) if beside else said
+            found = staged(source, given, room=most, step=step, waits=None if beside else _waits)
     if json:
         told = asdict(found) | {"folder": str(found.folder)}
         typer.echo(dumps(told))
@@ -69,6 +74,14 @@ def stage(
     console = Console()
     for text, style in shown(asdict(found)):
         console.print(Text(text, style=style))
+
+
+def _while_it_lives(parent: int) -> Callable[[int, int], None]:
+    def step(done: int, size: int) -> None:
+        if os.getppid() != parent:
+            raise KeyboardInterrupt
+
+    return step
 
 
 def _waits() -> None:

@@ -13,8 +13,11 @@ ROOT: the next one waits, and finds what was done.
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +33,7 @@ from .room import free
 from .shard_format import DataError, Meta, Shard
 
 PLACE, VARIABLE = "paceline-stage", "PACELINE_STAGE"
+SETS = "PACELINE_STAGE_SETS"  # that ``paceline run --stage`` names
 USED = ".used"  # its time: when the set was staged or opened last
 CHUNK = 4 << 20
 THREADS = 2  # a checksum beside a read
@@ -113,11 +117,31 @@ def here(origin: Path) -> Path | None:
     if not root:
         return None
     folder = place(origin, Path(root))
+    begin(origin, folder)
     try:
         (folder / USED).touch()
     except OSError:
         return None
     return folder
+
+
+_begun: dict[Path, "subprocess.Popen[bytes]"] = {}  # by this process
+
+
+def begin(origin: Path, folder: Path) -> None:
+    """Of a set that ``paceline run --stage`` names: the first rank of each host has it staged
+    beside the training, by a process that ends with it."""
+    if str(origin.resolve()) not in os.environ.get(SETS, "").split(os.pathsep):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # all ranks look here for what comes
+    except OSError:  # staging says so
+        pass
+    first = os.environ.get("LOCAL_RANK", "0") == "0" and multiprocessing.parent_process() is None
+    if first and folder not in _begun:
+        words = [sys.executable, "-m", "paceline", "stage", "--beside", str(origin)]
+        quiet = subprocess.DEVNULL
+        _begun[folder] = subprocess.Popen(words, stdin=quiet, stdout=quiet)
 
 
 def _beside(meta: Meta) -> list[str]:

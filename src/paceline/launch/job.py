@@ -48,6 +48,7 @@ class Job:
     record: Path | None = None
     count_flops: bool = False  # in one recorded step
     settings: dict[str, Any] = field(default_factory=dict)  # knobs and their values
+    stage: list[str] = field(default_factory=list)  # packed sets, by absolute paths
 
     @property
     def own_interpreters(self) -> bool:
@@ -71,6 +72,9 @@ def variables(job: Job, run: str) -> dict[str, str]:
     if job.settings:
         found[VARIABLE] = json.dumps(job.settings)
         found |= environment(job.settings)
+    if job.stage:
+        found["PACELINE_STAGE"] = os.environ["PACELINE_STAGE"]
+        found["PACELINE_STAGE_SETS"] = os.pathsep.join(job.stage)
     if sys.stderr.isatty():
         found["PACELINE_TTY"] = "1"
         found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)

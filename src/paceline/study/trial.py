@@ -130,7 +130,7 @@ def tried(
 ) -> None:
     """Try each, the best predicted first, beside those that were kept before. What only a few
     steps can tell comes last. Takes SHARE of the minutes that were asked for, or what one more
-    trial takes."""
+    trial takes; the most promising is tried even where telling that took all of them."""
     until = time.monotonic() + SHARE * MINUTE * asked.minutes
     with Runner(asked, say) as runner:
         _Trying(runner, steps, until).all(remedies, found)
@@ -139,6 +139,7 @@ def tried(
 class _Trying:
     def __init__(self, runner: Runner, steps: int, until: float) -> None:
         self.runner, self.steps, self.until = runner, steps, until
+        self.measured = 0  # knobs
 
     def all(self, remedies: list[Remedy], found: Tried) -> None:
         before = found.faster  # what their predictions are of
@@ -187,7 +188,8 @@ class _Trying:
         """Measured in turns, until it is known well enough."""
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
-        if time.monotonic() > self.until:
+        promising = predicted is not None and predicted.mean > 0
+        if time.monotonic() > self.until and (self.measured or not promising):
             why = "not tried: the time is over. HINT: more --minutes, or this one by its name"
             return Trial(remedy, predicted, None, False, why)
         if remedy.value is None:
@@ -195,6 +197,7 @@ class _Trying:
             return Trial(remedy, None, None, False, why)
         gains: list[float] = []
         losses: list[tuple[float, float]] = []
+        self.measured += 1
         try:
             while len(gains) < ROUNDS[1]:
                 gain, loss = self._pair(remedy, kept, self.steps, len(gains))

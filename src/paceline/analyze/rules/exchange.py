@@ -11,6 +11,7 @@ HIDDEN = 0.1  # of the exchange is covered by computing at most, if nothing over
 SPARED = 1.5  # backwards of an optimizer step that exchange: more than the last one
 DELAYED = 0.5  # of the exchange's time a rank waits for a core, if that is what it takes
 TURN = 1e-3  # s: a small exchange that takes longer waits for the scheduler, if a core is lacking
+FEW = 10  # calls a step: more are what costs, whatever each of them waits for
 MANY = 6  # buckets of a backward
 BUCKET = 1 << 20  # bytes: of a bucket that is too small where there are many
 BUCKET_CAP = 25 << 20  # bytes: DDP's own; it leaves several buckets for more than that ...
@@ -104,7 +105,8 @@ def _latency(e: Evidence, calls: Collective) -> Said:
         return said
     figures = _figures(e, calls)
     each = e.share("transfer") * e.step_s / max(figures["calls_a_step"], 1)
-    if e.crowded >= DELAYED * e.share("transfer") and each >= TURN:
+    lacking = e.crowded >= DELAYED * e.share("transfer")
+    if lacking and each >= TURN and figures["calls_a_step"] < FEW:
         sentence = (
             f"{calls.name}s of {figures['bytes']:,.0f} bytes take {1e3 * each:.2g} ms, as their "
             "threads wait for a core while others compute: leave a core of the host free"

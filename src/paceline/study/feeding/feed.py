@@ -115,7 +115,7 @@ def listed(samples: list[Any]) -> list[Any]:
 
 
 def main() -> None:
-    feed = Feed(**json.loads(sys.argv[1]))
+    feed, parent = Feed(**json.loads(sys.argv[1])), os.getppid()
     if feed.cores:
         os.sched_setaffinity(0, feed.cores)
     source = loader(feed, dataset(feed))
@@ -125,7 +125,8 @@ def main() -> None:
     batches = iter(source)
     next(batches)
     print("ready", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        return
     for _ in range(AHEAD):  # that were made before the clock
         next(batches)
     samples, start = 0, time.perf_counter()
@@ -134,7 +135,7 @@ def main() -> None:
     for _ in chain(batches, chain.from_iterable(more)):
         samples += source.batch_size or 1
         end = time.perf_counter()
-        if end - start > feed.seconds:
+        if end - start > feed.seconds or os.getppid() != parent:  # which was killed
             break
     print(json.dumps({"samples": samples, "seconds": end - start}), flush=True)
 
