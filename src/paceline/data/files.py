@@ -5,6 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .encode import array_of
 from .folder import FolderSource
 from .shard_format import DataError, Field
@@ -74,7 +76,13 @@ class Files:
         return Field(array.dtype.name, array.shape), self.label
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        """(array or bytes, label)."""
+        """(array or bytes, label); arrays that can be written to."""
+        array, label = self._decoded(i)
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            array = array.copy()
+        return array, label
+
+    def _decoded(self, i: int) -> tuple[Any, Any]:
         path = self.folder / self._source.name(i)
         try:
             loaded = self._source.load(i)
@@ -86,7 +94,7 @@ class Files:
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
         """A sample to ``arrays[k]``, its label to ``labels[k]``."""
-        array, label = self.read(i, scratch)
+        array, label = self._decoded(i)
         if array.shape != arrays.shape[1:] or array.dtype != arrays.dtype:
             raise RaggedError(i, Field(array.dtype.name, array.shape))
         arrays[k] = array
