@@ -10,7 +10,6 @@ SMALL_FILE_S, READ_S_PER_BYTE = 20e-6, 2e-10
 REDUCE_S, BARRIER_S, PRINT_S = 0.0004, 0.0004, 0.00003
 EXCHANGE_S = 0.003  # of 4 MiB: a layer of 1024 x 1024
 LAYER_S, START_S, FAULT_S = 0.001, 0.1, 2.5e-6
-POOL_S = 0.0030  # of 16 images, forward and backward, what it takes more than as channels-last
 PAGE, BATCH, CHUNK = 4096, 64, 1 << 20
 
 
@@ -146,13 +145,4 @@ FAULTS = (
         alone=True,
     ),
 )
-# Planted behind all others, whose order is by a seed that knows nothing of them.
-LATER = (
-    Fault(
-        "layout",
-        ("layout",),
-        lambda s, _: ["--pools", f"{max(1, round(s / POOL_S))}"],
-        alone=True,
-    ),
-)
-BY_KIND = {fault.kind: fault for fault in (*FAULTS, *LATER)}
+BY_KIND = {fault.kind: fault for fault in FAULTS}

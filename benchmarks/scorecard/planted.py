@@ -109,7 +109,6 @@ def options() -> argparse.Namespace:
         "--unused", action=argparse.BooleanOptionalAction, help="search for unused parameters"
     )
     parser.add_argument("--double", action="store_true")
-    parser.add_argument("--pools", type=int, default=0, help="of images, not as channels-last")
     parser.add_argument("--touch", type=int, default=0, help="bytes that are new in each step")
     parser.add_argument("--reuse", action="store_true", help="and are not, by hand")
     parser.add_argument("--holder", type=float, default=0.0, help="cores a thread of Python takes")
@@ -148,19 +147,6 @@ def validate(net: nn.Module, loader: DataLoader, seconds: float) -> None:
     net.train()
 
 
-class Pictures(nn.Module):
-    """Pooling of what a convolution gives, again and again: slow in the usual layout of images."""
-
-    def __init__(self, net: nn.Module, pools: int) -> None:
-        super().__init__()
-        self.net, self.first = net, nn.Conv2d(1, 32, 3, padding=1)
-        self.pools = nn.Sequential(*[nn.MaxPool2d(3, 1, 1) for _ in range(pools)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        images = x[:16].reshape(-1, 1, 8, 8).repeat(1, 1, 4, 4)
-        return self.net(x) + 0 * self.pools(self.first(images)).mean()
-
-
 def network(args: argparse.Namespace) -> nn.Module:
     if args.longer:
         # One layer, again and again: long to compute, and little to exchange.
@@ -168,8 +154,6 @@ def network(args: argparse.Namespace) -> nn.Module:
     inner = [nn.Linear(args.width, args.width, bias=False) for _ in range(args.layers)]
     parts = [nn.Linear(INPUTS, args.width), nn.ReLU(), *inner, nn.Linear(args.width, 1)]
     net = nn.Sequential(*parts)
-    if args.pools:
-        net = Pictures(net, args.pools)
     return net.double() if args.double else net
 
 

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from beside import here, runner
-from faults import BY_KIND, FAULTS, LATER, REDUCE_S, STRENGTHS, STRONG, WEAK
+from faults import BY_KIND, FAULTS, REDUCE_S, STRENGTHS, STRONG, WEAK
 from rich.console import Console
 from rich.table import Table
 
@@ -92,7 +92,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
         other = [_on(name, kind) for name in SCRIPTS if name != PLANTED for kind in WRAPPED]
         cases = [*alone, *pairs, *other, *(Case([]) for _ in range(20))]
         draw.shuffle(cases)  # what a part of them shows is then true of all
-        return cases + [Case([(fault.kind, s)]) for fault in LATER for s in STRENGTHS]
+        return cases
     healthy = pairs = args.cases // 6
     cases = [_on(name, draw.choice(WRAPPED)) for name in SCRIPTS if name != PLANTED]
     kinds = draw.sample(FAULTS, min(args.cases - healthy - pairs - len(cases), len(FAULTS)))

@@ -79,7 +79,7 @@ def stage(
 def _while_it_lives(parent: int) -> Callable[[int, int], None]:
     def step(done: int, size: int) -> None:
         if os.getppid() != parent:
-            raise KeyboardInterrupt
+            raise typer.Exit
 
     return step
 
