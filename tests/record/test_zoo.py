@@ -42,6 +42,9 @@ CASES = {
     "accumulate --how two": Told(samples=256, args=("--how", "two")),
     "a_list": Told(samples=256),
     "alone": Told(collectives=set(), samples=128, ranks=1),
+    "by_count": Told(
+        collectives=set(), present=("validation",), absent=("checkpoint",), samples=128, ranks=1
+    ),
     "closures": Told(),
     "gan": Told(samples=256),
     "transforms": Told(present=("input",), samples=128),
@@ -103,7 +106,7 @@ def test_a_script_is_recorded_unchanged_and_told_truly(recorded, name):
         pytest.skip(f"{told.needs} is not installed (pip install paceline[frameworks])")
     result, report = recorded(name.split()[0], *told.args, started=told.ranks)
     assert re.search(r"final loss", result.stdout), result.stdout
-    size = 1 if name == "alone" else 2
+    size = told.ranks if name.split()[0] != "spawn" else 2
     assert (report.ranks, report.size, report.missing_ranks) == (list(range(size)), size, [])
     assert report.steps == told.steps
     assert (report.confidence, report.doubts, report.unmatched) == (1.0, [], 0)
@@ -146,6 +149,14 @@ def test_a_profiler_session_of_the_script_gets_all_its_events(recorded):
     result, _ = recorded("profiled", started=2)
     counts = [int(re.search(r"(\d+) events", text).group(1)) for text in (plain, result.stdout)]
     assert counts[1] == pytest.approx(counts[0], rel=0.1)
+
+
+def test_an_evaluation_that_asks_for_no_batch_too_many_ends_with_its_last(recorded):
+    """A loop that stops by count leaves its iterator's address to another loop's iterator, or to
+    none: what lies between them is no evaluation."""
+    _, report = recorded("by_count", started=1)
+    assert report.states[0]["validation"] < 0.4
+    assert report.states[0]["useful"] > 0.4
 
 
 def test_without_a_loader_the_gap_between_steps_shows_the_wait_for_input(recorded):

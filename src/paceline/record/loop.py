@@ -26,16 +26,18 @@ from .states import State
 
 NESTED = 8  # loaders inside each other's loops that are told apart
 AHEAD = 16  # batches fetched before their backward; with more the data is only being read
+GONE = -1  # an iterator that no longer is
 HELD = 64  # forwards without gradient that are held until it is known what they were
 
 
 class _Iteration:
     """One turn of a loop over a DataLoader, from asking for its batch to asking for the next."""
 
-    __slots__ = ("forwards", "iterator", "module", "quiet", "samples", "start", "trains")
+    __slots__ = ("forwards", "iterator", "module", "opened", "quiet", "samples", "start", "trains")
 
-    def __init__(self, iterator: int, start: int, samples: int) -> None:
+    def __init__(self, iterator: int, start: int, samples: int, opened: int = 0) -> None:
         self.iterator = iterator  # 0: no loader's, from a forward to the optimizer's step
+        self.opened = opened  # when that iterator was made, where that is known
         self.module = 0  # the first one called, where there is no loader
         self.start = start
         self.samples = samples
@@ -90,7 +92,7 @@ class Loop:
         if self._evaluation[0]:
             self._end_evaluation()
         self._forward_end = 0
-        self._ask(id(iterator), start)
+        opened = self._ask(id(iterator), start)
         self.recorder.begins(State.INPUT, start)
         self.busy = True
         try:
@@ -99,9 +101,10 @@ class Loop:
             self.busy = False
             self.recorder.event(State.INPUT, start, now())
         if self._opened[0]:
-            start = self._opened[1] if self._opened[0] == id(iterator) else start
+            if self._opened[0] == id(iterator):
+                start = opened = self._opened[1]
             self._opened = (0, 0)
-        self._iterations.append(_Iteration(id(iterator), start, _samples(batch)))
+        self._iterations.append(_Iteration(id(iterator), start, _samples(batch), opened))
         if len(self._iterations) > NESTED:
             del self._iterations[0]
         self._fetched += 1
@@ -118,11 +121,17 @@ class Loop:
             self.busy = False
             self.recorder.event(State.INPUT, start, now())
         self._opened = (id(iterator), start)
+        if self._iterations and self._iterations[-1].iterator == id(iterator):
+            self._ask(id(iterator), start)
+        for turn in self._iterations:
+            if turn.iterator == id(iterator):  # the one that had this address is gone
+                turn.iterator = GONE
         return iterator
 
-    def _ask(self, iterator: int, at: int) -> None:
-        """The iteration that this loader was in is over, and those of loaders inside it."""
-        turns = self._iterations
+    def _ask(self, iterator: int, at: int) -> int:
+        """The iteration that this loader was in is over, and those of loaders inside it. When
+        the loader's iterator was made, 0 where that is not known."""
+        turns, opened = self._iterations, 0
         if turns and (
             turns[-1].iterator == iterator or any(turn.iterator == iterator for turn in turns)
         ):
@@ -134,7 +143,9 @@ class Loop:
                 elif turn.samples:
                     self._ahead.append(turn.samples)
                 if turn.iterator == iterator:
+                    opened = turn.opened
                     break
+        return opened
 
     # the model
 
@@ -244,6 +255,7 @@ class Loop:
     def _trains(self, turn: _Iteration) -> None:
         """A backward came: what ran without gradient before it was part of the step."""
         turn.trains = True
+        self._end_before(turn)
         if turn.forwards:
             for start, end in turn.forwards:
                 self.recorder.event(State.FORWARD, start, end)
@@ -254,6 +266,16 @@ class Loop:
             self._ahead = []
         self.recorder.samples += turn.samples
         turn.samples = 0
+
+    def _end_before(self, turn: _Iteration) -> None:
+        """An evaluation that knew its last batch and asked for no other was over when the loader
+        that trains now was made. Its iterator is gone, and another may have its address."""
+        while len(self._iterations) > 1:
+            last = self._iterations[-2]
+            if not last.quiet or last.trains or last.start >= turn.opened:
+                break
+            self.recorder.event(State.VALIDATION, last.start, turn.opened)
+            del self._iterations[-2]
 
     # the optimizer
 
