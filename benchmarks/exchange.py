@@ -1,8 +1,8 @@
 """How fast ranks of one host exchange, over memory and through gloo.
 
 All-reduces by size on 2 and 4 ranks (`paceline bench comm`: in turns, beside a copy of as many
-bytes, and MPI where it is installed), and the share of a training step's processor time that is the
-model's own, of three models on 2 ranks.
+bytes, and MPI where it is installed), the share of a training step's processor time that is the
+model's own, of three models on 2 ranks, and the samples/s of the examples on 2 ranks.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    BENCHMARKS,
     BIN,
     SCRIPTS,
     console,
@@ -21,6 +22,7 @@ from common import (
     machine,
     options,
     ratio,
+    rounds,
     run,
     spread,
     target,
@@ -29,7 +31,8 @@ from rich.table import Table
 
 MIB = 1 << 20
 GLOO, OWN = "gloo", "paceline"
-TRAINING = ("alone", "gloo", "gloo, views", "paceline, views")
+TRAINING = ("alone", "nothing exchanged", "gloo", "gloo, views", "paceline, views")
+EXAMPLES = ("digits", "surrogate")
 
 
 def main() -> None:
@@ -37,14 +40,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=3, help="of paceline bench comm")
     parser.add_argument("--steps", type=int, default=5, help="of each round of the training")
+    parser.add_argument("--runs", type=int, default=7, help="of each example, over each")
     args = parser.parse_args()
     facts = machine()
     os.environ["OMP_NUM_THREADS"] = "1"
     sizes = {str(n): [by_size(n) for _ in range(args.rounds)] for n in args.ranks}
     training = trained(args)
-    targets = [*of_sizes(sizes), *of_training(training)]
+    examples = {name: trained_over(name, args.runs) for name in EXAMPLES}
+    targets = [*of_sizes(sizes), *of_training(training), *of_examples(examples)]
     console.print(shown(training))
-    found = {"sizes": sizes, "training": training, "targets": targets}
+    console.print(shown_examples(examples))
+    found = {"sizes": sizes, "training": training, "examples": examples, "targets": targets}
     finish("exchange", args, facts, **found)
 
 
@@ -63,6 +69,22 @@ def trained(args: Any) -> dict[str, dict[str, list[tuple[float, float]]]]:
         words = [str(BIN / "paceline"), "run", "-n", "2", str(SCRIPTS / "exchange_training.py")]
         launch([*words, str(path), str(args.repeats), str(args.steps)])
         return dict(json.loads(path.read_text()))
+
+
+def trained_over(name: str, runs: int) -> dict[str, list[float]]:
+    """Samples/s of an example from its second step on, as its record has it."""
+    console.print(f"examples/{name}.py", highlight=False)
+    found: dict[str, list[float]] = {GLOO: [], OWN: []}
+    script = str(BENCHMARKS.parent / "examples" / f"{name}.py")
+    for turn in rounds([GLOO, OWN], runs):
+        for over in turn:
+            with tempfile.TemporaryDirectory() as folder:
+                words = [str(BIN / "paceline"), "run", "-n", "2", "--exchange", over]
+                launch([*words, "--record", f"{folder}/record", script])
+                report = [str(BIN / "paceline"), "report", "--json", f"{folder}/record"]
+                done = subprocess.run(report, capture_output=True, text=True, check=True)
+            found[over].append(float(json.loads(done.stdout)["samples_per_s"]))
+    return found
 
 
 def medians(run: dict[str, Any], backend: str) -> dict[int, float]:
@@ -111,12 +133,32 @@ def shares(times: dict[str, list[tuple[float, float]]], way: str) -> list[float]
 def of_training(training: dict[str, dict[str, list[tuple[float, float]]]]) -> list[dict[str, Any]]:
     goals = []
     for name, times in training.items():
-        own, gloo = shares(times, TRAINING[3]), shares(times, TRAINING[2])
+        own, gloo = shares(times, TRAINING[4]), shares(times, TRAINING[3])
         least = 0.0 if name == "ResNet-50" else 0.1
         less = [b - a + least for a, b in zip(own, gloo, strict=True)]
         claim = f"{name}: the model's own share is {least:g} above that over gloo with views"
         goals.append(target(claim, 0.0, {"rounds": less, **spread(less)}))
     return goals
+
+
+def of_examples(examples: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    return [
+        target(f"examples/{name}.py: faster than over gloo", 1.0, ratio(found[GLOO], found[OWN]))
+        for name, found in examples.items()
+    ]
+
+
+def shown_examples(examples: dict[str, dict[str, list[float]]]) -> Table:
+    table = Table(title="Samples/s of the examples, 2 ranks")
+    for heading in ("", "gloo", "paceline", "times as fast"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, found in examples.items():
+        each = (f"{spread(found[way])['median']:,.0f}" for way in (GLOO, OWN))
+        faster = ratio(found[OWN], found[GLOO])
+        table.add_row(
+            name, *each, f"{faster['median']:.2f} ({faster['q1']:.2f}-{faster['q3']:.2f})"
+        )
+    return table
 
 
 def shown(training: dict[str, dict[str, list[tuple[float, float]]]]) -> Table:

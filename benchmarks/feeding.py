@@ -68,8 +68,8 @@ def made(folder: Path) -> None:
         rough = Image.fromarray(draw.integers(0, 256, (32, 32, 3), np.uint8))
         rough.resize((256, 256)).save(path, quality=90)
     pack(folder / "files", folder / "photographs", statistics=0)
-    x = draw.normal(size=(800, 12, 120, 120)).astype(np.float32)
-    pack(x, folder / "arrays", np.arange(800), statistics=0)
+    x = draw.normal(size=(1500, 12, 120, 120)).astype(np.float32)
+    pack(x, folder / "arrays", np.arange(1500), statistics=0)
     pack(draw.normal(size=(60_000, 256)).astype(np.float32), folder / "signals", statistics=0)
     tiles = np.round(draw.normal(size=(12_000, 4, 64, 64)), 1).astype(np.float32)
     with h5py.File(folder / "tiles.h5", "w") as file:

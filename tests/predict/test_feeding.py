@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.feeding import Terms, hosts, rate, remedies, striping
+from paceline.predict.feeding import Terms, beside, hosts, rate, remedies, striping
 
 # 100 kB a sample; 1 ms of a processor; storage of 1 GB/s and 5,000 reads a second, 2 ms each
 TERMS = Terms(
@@ -29,7 +29,19 @@ TERMS = Terms(
 )
 def test_the_least_of_the_terms_limits(changed, ranks, limit, samples_s):
     found = rate(replace(TERMS, **changed), ranks, 2, stored=True)
-    assert (found.limit, found.samples_s) == (limit, pytest.approx(samples_s))
+    assert (found.limit, min(found.terms.values())) == (limit, pytest.approx(samples_s))
+    assert 0.95 * samples_s < found.samples_s <= 1.000001 * samples_s
+
+
+def test_reading_and_computing_hold_each_other_up_where_both_are_as_fast():
+    assert beside(1000.0, 1000.0, 1) == pytest.approx(500)  # one after the other
+    assert beside(1000.0, 1000.0, 4) == pytest.approx(800)
+    assert beside(1000.0, 1e9, 1) == pytest.approx(1000)
+    assert beside(500.0, 1000.0, 3) == pytest.approx(500 * (1 + 0.5 + 0.25) / 1.875)
+    both = rate(replace(TERMS, wait_s=0.0, operations=4000.0), 4, 2, stored=True)
+    assert both.samples_s == pytest.approx(8 / 9 * 4000)
+    blocks = replace(TERMS, wait_s=0.0, operations=4000.0, blocks=True)
+    assert rate(blocks, 4, 2, stored=True).samples_s == pytest.approx(4000)  # which reads ahead
 
 
 def test_from_memory_neither_storage_nor_waiting_limits():
@@ -44,19 +56,19 @@ def named(terms, ranks=4, threads=2, stored=True):
 
 def test_remedies_answer_what_limits_and_say_what_they_gain():
     found = named(TERMS)
-    assert found["threads"] == 4000
+    assert found["threads"] == 3942
     assert named(replace(TERMS, kind="files", operations=100.0)) == {"pack": 4000}
     assert named(replace(TERMS, operations=100.0)) == {"blocks": 4000, "stage": 4000}
     assert named(replace(TERMS, bandwidth=1e7)) == {"stage": 4000}
     processor = replace(TERMS, wait_s=0.0)
-    assert named(processor) == {"smaller": 5000}
-    assert named(replace(processor, transform_s=9e-3)) == {"offline": 4444}
+    assert named(processor) == {"smaller": 4865}
+    assert named(replace(processor, transform_s=9e-3)) == {"offline": 4150}
     assert named(replace(processor, decode_s=1e-5, read_s=1e-3)) == {}
     store = replace(TERMS, kind="store", chunk=8, decoded=4e5, wait_s=0.0)
     assert named(store) == {"pack": 2500}
-    assert named(store, ranks=1) == {}
+    assert named(store, ranks=1) == {"pack": 2500}  # of 2,222: it reads, and then it computes
     hindered = replace(processor, alone=500.0)
-    assert named(hindered, ranks=2) == {"smaller": 1667}
+    assert named(hindered, ranks=2) == {"smaller": 1653}
 
 
 def test_from_how_many_hosts_on_their_storage_limits():

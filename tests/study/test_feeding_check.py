@@ -56,8 +56,13 @@ def test_the_prediction_is_the_least_of_its_terms_and_loaders_run_beside_it(pack
     for state, rates in found["rates"].items():
         assert [one["ranks"] for one in rates][:2] == [1, 2]
         for one in rates:
-            assert one["samples_s"] == min(one["terms"].values())
-            assert HINDERED * one["terms"][one["limit"]] <= one["samples_s"]
+            least = min(one["terms"].values())
+            assert HINDERED * one["terms"][one["limit"]] <= least
+            assert (
+                one["samples_s"] == least
+                if state == "memory"
+                else 0.5 < one["samples_s"] / least <= 1
+            )
         assert found["measured"][state] > 0
     assert "memory" in found["rates"]
     in_memory = found["terms"]["bandwidth"] is None

@@ -17,6 +17,7 @@ from ..record.agree import agreement, announce
 from ..record.collectives import RecordedGroup, measure_entry
 from ..record.recorder import Recorder
 from ..record.tell import say
+from . import same_model
 from .shared.group import SharedGroup
 from .shared.opened import BY_CHOICE, ELSEWHERE, opened
 
@@ -36,6 +37,7 @@ def record(recorder: Recorder) -> None:
 def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     """What ``init_process_group("paceline")`` and ``new_group`` make (paceline/__init__.py)."""
     recorder = _recorder
+    same_model.look()
     if recorder is None or not recorder.enabled:
         return _faster(_plain_group(options), options)
     key = announce(options.store, str(options.group_id))

@@ -8,7 +8,8 @@ processors and the loaders' threads allow; and what would raise that.
                                                          lock, Python's or a library's
     threads       threads / (CPU-seconds + waiting)      one sample at a time each
 
-The first two, and the waiting, are only there where the set does not come from memory.
+The first two, and the waiting, are only there where the set does not come from memory. There the
+rate is below the least of them as well, where two are near each other: see ``beside``.
 """
 
 import math
@@ -90,7 +91,24 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
     others = {name: found[name] for name in ("processor", "threads") if name in found}
     if limit == "interpreter" and least >= HINDERED * min(others.values()):
         limit = min(others, key=others.__getitem__)
+    if "operations" in found:
+        jobs = ranks * (1 if t.kind == "store" else threads)
+        computing = min(t.cores / cpu_s, ranks * threads / cpu_s, ranks / _longest(t, ranks, cpu_s))
+        reading = min(found["bandwidth"], found["operations"])
+        if wait_s:
+            reading = min(reading, jobs / wait_s)
+        least = min(least, beside(computing, reading, jobs))
     return Rate(ranks, threads, least, limit, found)
+
+
+def beside(computing: float, reading: float, jobs: int) -> float:
+    """Samples a second of ``jobs`` threads that each read a sample and then compute for it, where
+    so many a second could be computed, and read: a closed network of two queues (Gordon and Newell
+    1967). With many threads the less of the two; n / (n + 1) of it where both are the same."""
+    low, high = sorted((computing, reading))
+    ratio = low / high
+    share = jobs / (jobs + 1) if ratio == 1 else (1 - ratio**jobs) / (1 - ratio ** (jobs + 1))
+    return low * share
 
 
 def _longest(t: Terms, ranks: int, cpu_s: float) -> float:

@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_double, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -96,8 +97,9 @@ class Kernel:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # else modules are gone already, and the kernel of the system closes all
+            self.close()
 
     def _check(self, error: int, timeout: float) -> None:
         if error:

@@ -6,8 +6,9 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -98,8 +99,9 @@ class InTorch:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self.close()
 
     # phases
 

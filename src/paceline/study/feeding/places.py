@@ -10,7 +10,7 @@ from ...data.shards import Shards
 from ...data.stored import CACHE_BYTES, Stored
 from .feed import Feed, loader
 
-MOST_BYTES = 256 << 20  # of samples that are looked at, so that memory holds them
+MOST_BYTES = 1 << 30  # of samples that are looked at, so that memory holds them
 MOST = 20_000  # of them
 LEAST = 100  # samples: fewer are read before a clock says anything
 Place = tuple[Path, int, int]  # file, offset, bytes

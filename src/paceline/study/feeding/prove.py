@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,17 @@ def proven(feed: Feed, data: Any, some: list[Place], state: str) -> float:
     """Samples a second of all ranks."""
     stored = state == "storage"
     cores = shares(feed.ranks)
-    running = started(
-        [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
-    )
+    feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
+    if not stored:
+        return loaded(feeds)
+    return loaded(feeds, lambda: forgotten([(path, 0, 0) for path in every_file(data, some)]))
+
+
+def loaded(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> float:
+    """Samples a second of them all together. before: is called when they are ready."""
+    running = started(feeds)
     try:
-        if stored:
-            forgotten([(path, 0, 0) for path in _every_file(data, some)])
+        before()
         go(running)
         found = [json.loads(_line(process) or "{}") for process in running]
     finally:
@@ -69,7 +75,7 @@ def ended(running: Running) -> None:
         process.wait()
 
 
-def _every_file(data: Any, some: list[Place]) -> set[Path]:
+def every_file(data: Any, some: list[Place]) -> set[Path]:
     return {path for path, _, _ in some} | (
         set() if isinstance(data, Files) else set(files_of(data))
     )

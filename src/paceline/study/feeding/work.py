@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +13,23 @@ from ...data.shards import Scratch, Shards
 from ...data.sources import imported
 from ...data.stored import Stored
 from ...predict.feeding import Terms
-from .feed import Feed, dataset, listed, loader
+from .feed import Feed, listed
 from .places import Place, order_of, together
-from .prove import ended, go, started
+from .prove import loaded
 
-MOST_THREADS = 8  # of one process that shows what all cores can do; and processes beside it
+MOST_THREADS = 8  # of one process that shows what all cores can do; and processes that do
 MANY = 10_000
 
 
 def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
     """What a sample takes of one core while the others are as busy, and its parts; and what one
-    process makes of all cores."""
+    process makes of all cores. The processes are such as training has, and none has what this one
+    has done before."""
     mine = sorted(os.sched_getaffinity(0))
-    alone = replace(feed, rank=0, ranks=1, threads=min(len(mine), MOST_THREADS))
-    samples_s = _loads(alone)
-    with _company(alone, mine[1:MOST_THREADS]):
-        os.sched_setaffinity(0, mine[:1])
-        try:
-            core_s = 1 / _loads(replace(alone, threads=feed.threads))
-        finally:
-            os.sched_setaffinity(0, mine)
+    alone = replace(feed, rank=0, ranks=1)
+    samples_s = loaded([replace(alone, threads=min(len(mine), MOST_THREADS))])
+    each = [replace(alone, cores=(core,)) for core in mine[:MOST_THREADS]]
+    core_s = len(each) / loaded(each)
     read_s, plain_s, whole_s, first_s = _parts(feed, data)
     scale = core_s / whole_s
     return Terms(
@@ -54,20 +50,6 @@ def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
 def _kind(data: Any) -> str:
     kinds = {Files: "files", Stored: "store", Shards: "packed"}
     return kinds[type(data)]
-
-
-@contextmanager
-def _company(feed: Feed, cores: list[int]) -> Iterator[None]:
-    """A process on each of these that does the same: what a core does is slower while its
-    neighbours are busy."""
-    running = started(
-        [replace(feed, threads=1, seconds=float("inf"), cores=(core,)) for core in cores]
-    )
-    try:
-        go(running)
-        yield
-    finally:
-        ended(running)
 
 
 def _parts(feed: Feed, data: Any) -> tuple[float, float, float, float]:
@@ -104,17 +86,3 @@ def _timed(call: Callable[[int], Any], order: list[int], seconds: float) -> floa
         if time.thread_time() - start > seconds:
             break
     return (time.thread_time() - start) / done
-
-
-def _loads(feed: Feed) -> float:
-    """Samples a second of this process, from memory."""
-    source = loader(feed, dataset(feed))
-    for _ in source:  # from storage
-        pass
-    samples, start = 0, time.perf_counter()
-    while time.perf_counter() - start < feed.seconds:
-        for _ in source:
-            samples += source.batch_size or 1
-            if time.perf_counter() - start > feed.seconds:
-                break
-    return samples / (time.perf_counter() - start)
