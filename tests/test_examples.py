@@ -76,17 +76,13 @@ def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs
     assert {c.name for group in report.groups for c in group.collectives} >= {"all-reduce"}
 
 
-def test_digits_reach_what_they_state():
-    assert reached("2 ranks", "digits.py") >= 0.98
-
-
 def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
     done = run(sys.executable, "examples/demo.py")
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGKILL" in done.stderr
     assert "going on from run/demo/step-00000400" in done.stderr
     assert "parallel efficiency" in done.stderr
-    assert figure(done.stdout) == reached("2 ranks", "digits.py")
+    assert figure(done.stdout) == reached("2 ranks", "digits.py") >= 0.98  # as it states
 
 
 @pytest.mark.soak

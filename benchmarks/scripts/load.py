@@ -8,6 +8,7 @@ samples/s.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -24,8 +25,9 @@ Epoch = Callable[[], Iterator[Any]]
 
 
 def alone(kind: str, folder: Path) -> Epoch:
-    """The work itself, in one thread without a loader: a fresh array a sample, and those of a
-    batch are there at a time."""
+    """The work itself, without a loader, a checksum, or batches that go anywhere: as many
+    processes as loaders have threads, each with its part of the batches. A fresh array a sample,
+    and those of a batch are there at a time."""
     import simplejpeg
 
     from paceline.data.shards import Scratch, Shards
@@ -35,13 +37,31 @@ def alone(kind: str, folder: Path) -> Epoch:
         [bytes(shards.raw(i, scratch)[1]) for i in range(len(shards))] if kind == "images" else []
     )
     rows = np.load(folder / "arrays.npy", mmap_mode="r") if kind == "arrays" else None
+    order = np.random.default_rng(0).permutation(len(shards)).tolist()
+    batches = [order[at : at + BATCH[kind]] for at in range(0, len(order), BATCH[kind])]
 
     def one(i: int) -> Any:
         return simplejpeg.decode_jpeg(blobs[i]) if rows is None else np.array(rows[i])
 
+    def works(number: int, end: Any) -> None:
+        while end.recv():
+            for batch in batches[number::WORKERS]:
+                _held = [one(i) for i in batch]
+            end.send(True)
+
+    context = multiprocessing.get_context("fork")
+    ends = []
+    for number in range(WORKERS):
+        end, other = context.Pipe()
+        context.Process(target=works, args=(number, other), daemon=True).start()
+        ends.append(end)
+
     def epoch() -> Iterator[Any]:
-        for at in range(0, len(shards), BATCH[kind]):
-            yield [one(i) for i in range(at, min(at + BATCH[kind], len(shards)))]
+        for end in ends:
+            end.send(True)
+        for end in ends:
+            end.recv()
+        yield from batches
 
     return epoch
 
