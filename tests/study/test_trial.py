@@ -99,7 +99,7 @@ def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
     each = {one.remedy.knob: one for one in result.tried.trials}
     workers = each["loader-workers"]
     if first.gain.high - first.gain.low > 0.2:  # a few steps were asked as well, before it
-        assert (workers.first, workers.source) == (first.gain, "a few steps")
+        assert (workers.first, workers.source) == (first.gain, "a formula and a few steps")
     else:
         assert (workers.predicted, workers.source) == (first.gain, "a formula")
     assert result.tried.kept["loader-workers"] == first.value

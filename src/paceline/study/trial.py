@@ -23,6 +23,7 @@ WORSE = 0.01  # of the loss: what it may be higher for a knob that changes numbe
 ROUGH = 0.1  # either way, of the throughput: a prediction that some steps make better
 GLIMPSE = 2  # rounds of a micro-measurement
 GLIMPSE_STEPS = 10  # at most, in each
+UNSURE = 0.08  # either way, of the throughput with it: what two such rounds alike may both be off
 WORKERS = "loader-workers"
 ALL = "all"
 
@@ -30,7 +31,7 @@ ALL = "all"
 @dataclass(frozen=True)
 class Trial:
     """predicted: the gain, from before it was tried, with what was kept by then; source: where
-    that is from; first: what the remedy was proposed with, where a few steps said it better.
+    that is from; first: what the remedy was proposed with, where a few steps made it better.
     gain: as measured; None where it could not be. kept: it helped. why: what else is to be said.
     loss: of a knob that changes numbers."""
 
@@ -136,6 +137,21 @@ def tried(
         _Trying(runner, steps, until).all(remedies, found)
 
 
+def joined(first: Interval, steps: Interval) -> Interval:
+    """Of two predictions of one gain, the second from few steps: their mean by inverse variance,
+    which is nearer than either where they are wrong by themselves; as wide as both, where they do
+    not meet."""
+    half, other = (
+        max((one.high - one.low) / 2, least)
+        for one, least in ((first, TIGHT), (steps, UNSURE * (1 + max(steps.mean, 0.0))))
+    )
+    mean = (first.mean / half**2 + steps.mean / other**2) / (half**-2 + other**-2)
+    wide = (half**-2 + other**-2) ** -0.5
+    if abs(first.mean - steps.mean) > half + other:
+        wide = abs(first.mean - steps.mean) / 2
+    return Interval(mean, mean - wide, mean + wide)
+
+
 class _Trying:
     def __init__(self, runner: Runner, steps: int, until: float) -> None:
         self.runner, self.steps, self.until = runner, steps, until
@@ -167,7 +183,8 @@ class _Trying:
                 found.trials.append(_not_measured(remedy, foreseen, error))
                 return
             if better is not None:
-                first, foreseen, source = foreseen, better, TRIED
+                first, source = foreseen, f"{source} and {TRIED}"
+                foreseen = joined(foreseen, better)
         trial = self._measured(remedy, foreseen, found.kept)
         found.trials.append(replace(trial, source=source, first=first))
         if trial.kept and trial.gain is not None:

@@ -1,0 +1,27 @@
+"""A formula and a few steps, joined to one prediction."""
+
+import pytest
+
+from paceline.analyze.ladder import Interval
+from paceline.study.trial import UNSURE, joined
+
+
+def test_the_surer_of_two_predictions_counts_for_more():
+    alike = joined(Interval(0.4, 0.2, 0.6), Interval(0.5, 0.3, 0.7))
+    assert alike.mean == pytest.approx(0.45)
+    assert alike.high - alike.low == pytest.approx(0.4 / 2**0.5)
+    rough = joined(Interval(0.6, -0.4, 1.6), Interval(0.4, 0.2, 0.6))
+    assert rough.mean == pytest.approx(0.4 + 0.2 / 26)
+
+
+def test_a_few_rounds_are_not_believed_beyond_what_rounds_differ_by():
+    both = joined(Interval(0.0, -UNSURE, UNSURE), Interval(0.0, 0.0, 0.0))
+    assert both.high == pytest.approx(UNSURE / 2**0.5)
+    half = joined(Interval(1.0, 1 - 2 * UNSURE, 1 + 2 * UNSURE), Interval(0.9, 0.9, 0.9))
+    assert 0.9 < half.mean < 1.0
+
+
+def test_predictions_that_do_not_meet_are_as_wide_as_both():
+    apart = joined(Interval(0.2, 0.1, 0.3), Interval(0.8, 0.75, 0.85))
+    assert apart.high - apart.low == pytest.approx(0.6)
+    assert apart.low < apart.mean < apart.high
