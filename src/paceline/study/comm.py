@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,15 +77,20 @@ def _mpi(wish: Wish, words: list[str], say: Callable[[str], None]) -> tuple[dict
     if find_spec("mpi4py") is None or launcher is None:
         return {}, "it needs mpi4py and mpirun. HINT: pip install mpi4py, and a module"
     say("the same through MPI")
+    # Open MPI's own word for ranks beyond the cores, which ours may have as well.
+    environment = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     command = [launcher, "-n", str(wish.ranks), sys.executable, "-m", PROBE, "--mpi", *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MPI_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=MPI_SECONDS, env=environment
+        )
     except subprocess.TimeoutExpired:
         return {}, f"{launcher} did not end in {MPI_SECONDS} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     if done.returncode or not lines:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        return {}, f"{launcher} ended with {done.returncode}: {''.join(said)}"
+        said = (done.stderr or done.stdout).splitlines()
+        first = next((line for line in said if re.search(r"\w", line)), "")
+        return {}, f"{launcher} ended with {done.returncode}: {first}"
     return dict(json.loads(lines[0])), ""
 
 
