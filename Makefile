@@ -46,9 +46,11 @@ test: $(VENV)/frameworks
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
 
-# PyTorch's own tests of collectives and DDP, over the exchange in shared memory.
+# PyTorch's own tests of collectives and DDP, over the exchange in shared memory: on four ranks,
+# and those of groups on eight, as they ask for.
 test-torch: $(VENV)/installed
 	$(BIN)/pytest -n 2 --durations=5 -m "" tests/comm/torchs_own.py
+	WORLD_SIZE=8 $(BIN)/pytest -n 2 --durations=5 -m "" -k "_group" tests/comm/torchs_own.py
 
 # Real ssh, Slurm, MPI and Chromium for the tests that need hosts or open pages; without them those
 # tests are skipped.
