@@ -12,12 +12,12 @@ from paceline.record.states import State
 from records import Rank, made
 
 
-def report(*words, check=True):
+def report(*words, check=True, **env):
     result = subprocess.run(
         [ranks.PACELINE, "report", *map(str, words)],
         capture_output=True,
         text=True,
-        env=ranks.environment(NO_COLOR="1"),
+        env=ranks.environment(NO_COLOR="1", **env),
     )
     if check:
         assert result.returncode == 0, result.stderr
@@ -158,11 +158,12 @@ def test_one_damaged_file_is_left_out_by_name(tmp_path):
     folder = made(tmp_path / "run", size=3)
     path = folder / "rank-1.ring"
     path.write_bytes(path.read_bytes()[:17000])
-    text = re.sub(r"[│\s]+", " ", report(folder).stdout)
+    wide = {"COLUMNS": "400"}  # else a long path is broken anywhere
+    text = re.sub(r"[│\s]+", " ", report(folder, **wide).stdout)
     assert "rank-1.ring is cut off or damaged" in text
     assert "no record of rank 1" in text
     (folder / "rank-2.ring").write_bytes(b"")
-    assert "rank-2.ring is not a record" in re.sub(r"[│\s]+", " ", report(folder).stdout)
+    assert "rank-2.ring is not a record" in re.sub(r"[│\s]+", " ", report(folder, **wide).stdout)
 
 
 def test_a_folder_of_attempts_points_to_them(tmp_path):

@@ -272,7 +272,8 @@ class Loop:
         that trains now was made. Its iterator is gone, and another may have its address."""
         while len(self._iterations) > 1:
             last = self._iterations[-2]
-            if not last.quiet or last.trains or last.start >= turn.opened:
+            evaluates = last.iterator and last.quiet and not last.trains
+            if not evaluates or last.start >= turn.opened:
                 break
             self.recorder.event(State.VALIDATION, last.start, turn.opened)
             del self._iterations[-2]
