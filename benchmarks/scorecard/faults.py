@@ -6,7 +6,8 @@ from dataclasses import dataclass
 STRENGTHS = (0.3, 0.6, 1.2)  # of the base step's time, that the fault adds
 WEAK, _, STRONG = STRENGTHS
 # What things take on the machine that this was written on; only strengths rest on them.
-SMALL_FILE_S, READ_S_PER_BYTE = 20e-6, 2e-10
+# A small file: opened and read by two ranks at once, with what diagnose's look at it takes.
+SMALL_FILE_S, READ_S_PER_BYTE = 28e-6, 2e-10
 REDUCE_S, BARRIER_S, PRINT_S = 0.0004, 0.0004, 0.00003
 EXCHANGE_S = 0.003  # of 4 MiB: a layer of 1024 x 1024
 LAYER_S, START_S, FAULT_S = 0.001, 0.1, 2.5e-6
