@@ -56,14 +56,13 @@ def test_each_rank_is_told_which_parameter_differs(tmp_path, backend, options):
     done = ranks.run(script, backend, ranks=3, launcher=f"paceline {options}")
     expected = {
         "same: made",
-        f"type: {SAID}0.weight is float32 of 8 x 8 on ranks 0, 2, float64 of 8 x 8 on rank 1{HINT}",
-        f"shape: {SAID}0.weight is float32 of 8 x 8 on ranks 0, 2, "
-        f"float32 of 6 x 6 on rank 1{HINT}",
-        f"more: {SAID}number 4 of its tensors is not there on ranks 0, 2, "
+        f"type: {SAID}0.weight is float32 of 8 x 8 on ranks 0,2, float64 of 8 x 8 on rank 1{HINT}",
+        f"shape: {SAID}0.weight is float32 of 8 x 8 on ranks 0,2, float32 of 6 x 6 on rank 1{HINT}",
+        f"more: {SAID}number 4 of its tensors is not there on ranks 0,2, "
         f"2.weight (float32 of 8 x 8) on rank 1{HINT}",
-        f"frozen: {SAID}number 0 of its tensors is 0.weight (float32 of 8 x 8) on ranks 0, 2, "
+        f"frozen: {SAID}number 0 of its tensors is 0.weight (float32 of 8 x 8) on ranks 0,2, "
         f"0.bias (float32 of 8) on rank 1{HINT}",
-        f"buffer: {SAID}number 4 of its tensors is 2.running_mean (float32 of 8) on ranks 0, 2, "
+        f"buffer: {SAID}number 4 of its tensors is 2.running_mean (float32 of 8) on ranks 0,2, "
         f"not there on rank 1{HINT}",
         "late: made",
     }
@@ -73,4 +72,4 @@ def test_each_rank_is_told_which_parameter_differs(tmp_path, backend, options):
 def test_only_a_group_s_own_ranks_are_named():
     each = [[["w", "float32 of 2"]], [["w", "float32 of 3"]], [["w", "float32 of 3"]]]
     said = differing(each, [4, 6, 7])
-    assert "w is float32 of 2 on rank 4, float32 of 3 on ranks 6, 7." in said
+    assert "w is float32 of 2 on rank 4, float32 of 3 on ranks 6-7." in said

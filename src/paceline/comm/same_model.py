@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..record.agree import ranks_said
 from ..record.collectives import RecordedGroup
 from ..record.imports import after_import
 from .shared.group import SharedGroup
@@ -68,8 +69,7 @@ def differing(each: list[Rows], ranks: list[int]) -> str:
     names = {name for name, _ in sides}
     first = f"{next(iter(names))} is" if len(names) == 1 else f"number {at} of its tensors is"
     said = ", ".join(
-        f"{what if len(names) == 1 else f'{name} ({what})' if name else what} on "
-        f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, members))}"
+        f"{what if len(names) == 1 or not name else f'{name} ({what})'} on {ranks_said(members)}"
         for (name, what), members in sides.items()
     )
     return (

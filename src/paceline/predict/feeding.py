@@ -93,7 +93,8 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
         limit = min(others, key=others.__getitem__)
     if "operations" in found:
         jobs = ranks * (1 if t.kind == "store" else threads)
-        computing = min(t.cores / cpu_s, ranks * threads / cpu_s, ranks / _longest(t, ranks, cpu_s))
+        own = min(ranks * threads / cpu_s, ranks / _longest(t, ranks, cpu_s))
+        computing = min(found["processor"], own)
         reading = min(found["bandwidth"], found["operations"])
         if wait_s:
             reading = min(reading, jobs / wait_s)

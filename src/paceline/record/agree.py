@@ -248,7 +248,7 @@ def told(rows: _ROWS, differing: list[int], number: int, group: Any) -> str:
     sides: dict[str, list[int]] = {}
     for rank, row in zip(members, rows, strict=True):
         sides.setdefault(_described(row, members, differing), []).append(rank)
-    parts = ", ".join(f"{_ranks(ranks)} {what}" for what, ranks in sides.items())
+    parts = ", ".join(f"{ranks_said(ranks)} {what}" for what, ranks in sides.items())
     of = f" of group {name}" if name else ""
     return f"ranks disagree about collective {number}{of}: {parts}. HINT: {_hint(differing, rows)}"
 
@@ -269,7 +269,7 @@ def _described(row: Any, members: list[int], differing: list[int]) -> str:
     return f"{what}{' by ' + owner if owner else ''} ({line})"
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_said(ranks: list[int]) -> str:
     """ "rank 3", "ranks 0-2,5"."""
     runs: list[list[int]] = []
     for rank in ranks:

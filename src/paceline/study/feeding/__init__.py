@@ -11,8 +11,8 @@ from ...data.shards import Shards
 from ...predict.feeding import Rate, Remedy, Terms, hosts, rate, remedies, striping
 from .feed import BATCHES, Feed, dataset
 from .places import LEAST, most_of, places, root_of, size_of
-from .prove import every_file, proven
-from .storage import forgotten, from_storage
+from .prove import all_forgotten, proven
+from .storage import from_storage
 from .work import from_memory
 
 __all__ = ["Advice", "Feed", "advised"]
@@ -70,7 +70,7 @@ def advised(feed: Feed, say: Say) -> Advice:
     say("reading from storage")
     told = from_storage(data, some, feed.seconds, notes)
     if told:  # memory is to have them as the first epoch leaves them there
-        forgotten([(path, 0, 0) for path in every_file(data, some)])
+        all_forgotten(data, some)
     say("reading from memory, decoding, transforming")
     terms = _with(from_memory(feed, data, some), told)
     states = ["storage", "memory"] if terms.stored else ["memory"]

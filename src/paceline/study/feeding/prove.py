@@ -23,7 +23,7 @@ def proven(feed: Feed, data: Any, some: list[Place], state: str) -> float:
     feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
     if not stored:
         return loaded(feeds)
-    return loaded(feeds, lambda: forgotten([(path, 0, 0) for path in every_file(data, some)]))
+    return loaded(feeds, lambda: all_forgotten(data, some))
 
 
 def loaded(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> float:
@@ -75,7 +75,12 @@ def ended(running: Running) -> None:
         process.wait()
 
 
-def every_file(data: Any, some: list[Place]) -> set[Path]:
+def all_forgotten(data: Any, some: list[Place]) -> bool:
+    """``forgotten``, of every file that samples are in."""
+    return forgotten([(path, 0, 0) for path in _every_file(data, some)])
+
+
+def _every_file(data: Any, some: list[Place]) -> set[Path]:
     return {path for path, _, _ in some} | (
         set() if isinstance(data, Files) else set(files_of(data))
     )
