@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 import ranks
+from paceline.cluster.binding import Place
 from paceline.cluster.bound import process
+from paceline.launch.bindings import of_host
+from paceline.report.bindings import drawn
 
 BOTH = {0, 1} <= os.sched_getaffinity(0)
 two_cores = pytest.mark.skipif(not BOTH, reason="needs the cores 0 and 1")
@@ -136,7 +139,7 @@ def test_in_a_cpuset_only_its_cores_are_used(tmp_path):
 @two_cores
 @pytest.mark.soak
 def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
-    ranks.write(shared_folder, TRAIN.format(more="pass").replace("return 160", "return 800"))
+    ranks.write(shared_folder, TRAIN.format(more="pass").replace("return 160", "return 3200"))
     line = f"{ranks.PACELINE} run -n 4 --report-bindings script.py"
     torch = f"export TORCHINDUCTOR_CACHE_DIR={shared_folder}/torch"
     job = slurm.batch(f"#!/bin/sh\n{torch}\nexec {line}\n", "-N2", "--exclusive", cwd=shared_folder)
@@ -146,6 +149,16 @@ def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
     assert [one["rank"] for one in found] == [[0], [1], [0], [1]]
     assert [row(said, rank)[1] for rank in range(4)] == ["host1", "host1", "host2", "host2"]
     assert [row(said, rank)[4] for rank in range(4)] == ["0", "1", "0", "1"]
+
+
+def test_a_rank_that_ended_before_the_look_is_named():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = {0: (os.getpid(), 0), 1: (ended.pid, 1)}
+    told = of_host([Place(cpus=(), threads=1), Place(cpus=(), threads=1)], here)
+    said = drawn([("host1", told)], 4)
+    assert "ranks 1-3: ended before this look, so not in the table" in " ".join(said.split())
+    assert row(said, 0)[1] == "host1"
 
 
 def test_memory_is_preferred_from_a_node():

@@ -114,7 +114,8 @@ class Report:
         from ..report.bindings import drawn
 
         used = sorted({seat.host for seat in seats})
-        self._say(drawn([(hosts[number].name, hosts[number].bindings()) for number in used]))
+        told = [(hosts[number].name, hosts[number].bindings()) for number in used]
+        self._say(drawn(told, len(seats)))
 
     def end(self) -> None:
         """The ranks have ended."""

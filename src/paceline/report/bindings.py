@@ -20,8 +20,9 @@ _EVERY = 8  # cores of a drawing between two gaps
 Host = tuple[str, dict[str, Any]]
 
 
-def drawn(hosts: Sequence[Host]) -> str:
-    """hosts: the name and what ``launch.bindings.of_host`` has told, of each."""
+def drawn(hosts: Sequence[Host], ranks: int) -> str:
+    """hosts: the name and what ``launch.bindings.of_host`` has told, of each. ranks: of the job;
+    those that no host has told of have ended."""
     width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
     console = Console(width=width, file=None, force_terminal=None, stderr=True)
     with console.capture() as taken:
@@ -34,6 +35,11 @@ def drawn(hosts: Sequence[Host]) -> str:
             for line in lines[1:]:
                 console.print(Text(f"  {line}"), soft_wrap=True)
         for line in _odd(hosts):
+            console.print(Text(line, style="bold red"))
+        ended = set(range(ranks)) - {one["rank"] for _, told in hosts for one in told["ranks"]}
+        if ended:
+            which = f"rank{'s' if len(ended) > 1 else ''} {spans(sorted(ended))}"
+            line = f"{which}: ended before this look, so not in the table. HINT: more steps"
             console.print(Text(line, style="bold red"))
         for line in _notes(hosts):
             console.print(Text(line, style="bright_black"))
