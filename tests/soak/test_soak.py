@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,27 +85,24 @@ def victims(script: Path, launcher: int) -> dict[str, int]:
     return found
 
 
-def test_fifty_kills_at_random_moments(tmp_path):
-    """Whatever is killed, whenever: the run started again ends with the same bits."""
-    print(f"PACELINE_SOAK_SEED={SEED}")
-    draw = random.Random(SEED)
-    script = ranks.write(tmp_path, TRAIN)
-    args = ["--samples", 400, "--epochs", 3, "--dropout", 0.2, "--sleep", 0.02]
-    ranks.run(script, tmp_path / "whole.pt", *args, ranks=2)
-    whole = torch.load(tmp_path / "whole.pt")
+def kill_at_random(folder, draw, whole, args, number):
+    """Trainings whose launcher, rank server or rank is killed so often, and started again; how
+    often which."""
+    folder.mkdir()
+    script = ranks.write(folder, TRAIN)
     kills = {"launcher": 0, "server": 0, "rank": 0}
     trainings = 0
-    while sum(kills.values()) < 50:
+    while sum(kills.values()) < number:
         trainings += 1
-        out, folder = tmp_path / f"out-{trainings}.pt", tmp_path / f"ckpt-{trainings}"
+        out, at = folder / f"out-{trainings}.pt", folder / f"ckpt-{trainings}"
         every = draw.choice(["3", "0.3s", "epoch"])
-        start = ranks.command(script, out, *args, "--checkpoint", folder, "--every", every)
+        start = ranks.command(script, out, *args, "--checkpoint", at, "--every", every)
         for _ in range(60):
             job = subprocess.Popen(start, env=ranks.environment(), stderr=subprocess.PIPE)
             deadline = time.monotonic() + draw.uniform(0.6, 2.2)
             while job.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if job.poll() is None and sum(kills.values()) < 50:
+            if job.poll() is None and sum(kills.values()) < number:
                 name, pid = draw.choice(list(victims(script, job.pid).items()))
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -121,7 +119,24 @@ def test_fifty_kills_at_random_moments(tmp_path):
             assert torch.equal(tensor, result["model"][name]), f"{name}, seed {SEED}"
         if result["figures"]:  # empty where it was killed between its last save and its end
             assert result["figures"][-1] == whole["figures"][-1]
-    print(f"{kills} in {trainings} trainings")
+    return {**kills, "trainings": trainings}
+
+
+def test_fifty_kills_at_random_moments(tmp_path):
+    """Whatever is killed, whenever: the run started again ends with the same bits. Two trainings
+    at a time, as each mostly waits."""
+    print(f"PACELINE_SOAK_SEED={SEED}")
+    script = ranks.write(tmp_path, TRAIN)
+    args = ["--samples", 400, "--epochs", 3, "--dropout", 0.2, "--sleep", 0.02]
+    ranks.run(script, tmp_path / "whole.pt", *args, ranks=2)
+    whole = torch.load(tmp_path / "whole.pt")
+    with ThreadPoolExecutor(2) as both:
+        turns = [
+            both.submit(kill_at_random, tmp_path / name, random.Random(SEED + at), whole, args, 25)
+            for at, name in enumerate("ab")
+        ]
+        for turn in turns:
+            print(turn.result())
     assert ranks.in_memory() == set()
 
 
