@@ -1,30 +1,36 @@
 """``paceline stage``."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .base import app, mistakes_told
+from .options import Env, Hostfile, Hosts, Launcher
 from .pack import progress
 from .sizes import bytes_of
+
+if TYPE_CHECKING:
+    from ..data.bringing import Staged
 
 
 @app.command(
     epilog="Examples:  paceline stage packed/ /local   ·   "
-    "srun --ntasks-per-node=1 paceline stage packed/ /dev/shm --room 100G   ·   "
-    "PACELINE_STAGE=/local paceline run train.py",
+    "salloc -N 4 paceline stage packed/ /dev/shm --room 100G   ·   "
+    "paceline stage packed/ /local -H host1,host2   ·   "
+    "PACELINE_STAGE=/local paceline run --stage packed/ train.py",
 )
 def stage(
     source: Annotated[Path, typer.Argument(help="A packed set, as on the shared file system.")],
     root: Annotated[
         Path | None,
         typer.Argument(
-            help="A folder of this host's own: a local disk, or /dev/shm. Default: "
+            help="A folder of each host's own: a local disk, or /dev/shm. Default: "
             "$PACELINE_STAGE.",
             show_default=False,
         ),
@@ -32,48 +38,100 @@ def stage(
     room: Annotated[
         str | None,
         typer.Option(
-            help="What all staged sets there may take, as 100G. Default: what is free (in memory: "
-            "what the job may still use), but for a tenth.",
+            help="What all staged sets there may take on a host, as 100G. Default: what is free "
+            "(in memory: what the job may still use), but for a tenth.",
             show_default=False,
         ),
     ] = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+    env: Env = None,
     beside: Annotated[
-        bool, typer.Option("--beside", help="Stop when the process that started it has ended.")
+        bool,
+        typer.Option(
+            "--beside",
+            help="As paceline run --stage calls it: with the other hosts of the job, until the "
+            "process that started it has ended.",
+        ),
     ] = False,
     json: Annotated[
-        bool, typer.Option("--json", help="JSON on standard output instead of a line.")
+        bool, typer.Option("--json", help="JSON on standard output instead of lines.")
     ] = False,
 ) -> None:
-    """Bring a packed set to storage of this host's own, once for all jobs that run here.
+    """Bring a packed set to storage of each host's own, once for all jobs that run there.
 
-    Each shard's checksum is compared. Training may begin meanwhile: with PACELINE_STAGE=ROOT the
-    Loader reads what is there from there, and the rest from where it was packed. What other sets
-    have left makes room, the longest unused first; shards for which there is none stay where they
-    are. Killed, the same command goes on.
+    Inside an allocation, or with -H, all its hosts take part: each byte is read once from where
+    the set is, by one of them, and the others fetch it from that host. Each shard's checksum is
+    compared. A host without room for all keeps a part that no other host has.
+
+    Training may begin meanwhile: with PACELINE_STAGE=ROOT the Loader reads what is there from
+    there, and the rest from where it was packed. What other sets have left makes room, the longest
+    unused first. Killed, the same command goes on. Exit code 1 where a host could not do its part.
     """
     with mistakes_told():
+        from ..data.shard_format import load
         from ..data.staging import VARIABLE
-        from ..data.staging import stage as staged
+        from ..study.stage import Wish, over_hosts, summed
 
         given = os.environ.get(VARIABLE) if root is None else str(root)
         if not given:
             raise ValueError("where to? HINT: paceline stage SET ROOT, or PACELINE_STAGE=ROOT")
         most = None if room is None else bytes_of(room, "--room")
-        with progress("staged", None, "shards") as said:
-            step = _while_it_lives(os.getppid()) if beside else said
-            found = staged(source, given, room=most, step=step, waits=None if beside else _waits)
-    if json:
-        told = asdict(found) | {"folder": str(found.folder)}
-        typer.echo(dumps(told))
+        wish = Wish(hosts, hostfile, launcher, tuple(env or []))
+        if not beside and wish.count > 1:
+            load(source)
+            code, told = over_hosts(wish, source, str(Path(given).absolute()), most, _say)
+            if json:
+                typer.echo(summed(told))
+            else:
+                _show(told)
+            raise typer.Exit(code)
+        found = _here(source, given, most, beside)
+    if beside:
         return
+    if json:
+        typer.echo(dumps(asdict(found) | {"folder": str(found.folder)}))
+    else:
+        _show([asdict(found)])
+
+
+def _here(source: Path, root: str, room: int | None, beside: bool) -> "Staged":
+    from ..data.staging import stage as staged
+
+    if not beside:
+        with progress("staged", None, "shards") as said:
+            return staged(source, root, room=room, step=said, waits=_waits)
+    step = _while_it_lives(os.getppid())
+    found = staged(source, root, room=room, step=step, together=True, ended=_ended)
+    if found.hosts and os.environ.get("GROUP_RANK") == "0":
+        from ..report.dataset import staged_together
+
+        _say(staged_together(str(source), found.hosts))
+    return found
+
+
+def _ended(found: "Staged") -> None:
+    """This host's part: what a user should know of it while the script trains."""
+    from ..report.dataset import concerns
+
+    for line in concerns(asdict(found)):
+        _say(line)
+
+
+def _show(told: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     from ..report.dataset import staged as shown
 
     console = Console()
-    for text, style in shown(asdict(found)):
+    for text, style in shown(told):
         console.print(Text(text, style=style))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline stage: {text}\n")
 
 
 def _while_it_lives(parent: int) -> Callable[[int, int], None]:
@@ -85,4 +143,4 @@ def _while_it_lives(parent: int) -> Callable[[int, int], None]:
 
 
 def _waits() -> None:
-    typer.echo("paceline: another process stages there: waiting for it", err=True)
+    _say("another process stages there: waiting for it")

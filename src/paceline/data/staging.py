@@ -16,43 +16,26 @@ import fcntl
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
-
-from crc32c import crc32c
+from typing import Any
 
 from . import shard_format
+from .bringing import Bringing, Staged, Step, whole
 from .room import free
 from .shard_format import DataError, Meta, Shard
+from .sharing import UNCHECKED, Exchange, GoneError, join
 
 PLACE, VARIABLE = "paceline-stage", "PACELINE_STAGE"
 SETS = "PACELINE_STAGE_SETS"  # that ``paceline run --stage`` names
 USED = ".used"  # its time: when the set was staged or opened last
-CHUNK = 4 << 20
 THREADS = 2  # a checksum beside a read
-Step = Callable[[int, int], None]  # shards that are done, and bytes
-
-
-@dataclass
-class Staged:
-    """What is there now. here, copied: shards, all and those of this call. left: shards for which
-    there was no room. evicted: other sets that made room."""
-
-    folder: Path
-    shards: int
-    here: int = 0
-    copied: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    left: list[str] = field(default_factory=list)
-    evicted: list[str] = field(default_factory=list)
 
 
 def stage(
@@ -63,52 +46,114 @@ def stage(
     threads: int = THREADS,
     step: Step | None = None,
     waits: Callable[[], None] | None = None,
+    together: bool = False,
+    ended: Callable[[Staged], None] | None = None,
 ) -> Staged:
     """Bring the packed set ``source`` to the folder ``root``. room: bytes that all staged sets
     together may take there; default what is free (in memory: what the job may still use) but for
     a tenth. Sets that were not used for longest make room. Shards that have none stay where they
     are, and are read from there. waits: is called where another process has to end first.
 
+    together: with the other hosts of the job that this process's variables name, each of which
+    calls this once: every byte is read once from ``source``, and fetched by the others from the
+    host that has read it (sharing.py). A host without room for all reads a part that no other
+    host reads. Returns when all hosts have what they want; ended: is called when this one has.
+    What goes wrong on one host is then in the result, and the others go on.
+
     Raises ValueError for a source that is no whole set, a root that can't be written to, and a
     disk that fills up meanwhile; DataError where a shard is not what was packed.
     """
     began, origin = time.monotonic(), Path(source)
     meta = shard_format.load(origin)
-    folder = place(origin, Path(root))
-    with _told(Path(root)), _alone(folder.parent, waits):
-        folder.mkdir(exist_ok=True)
-        found = Staged(folder, len(meta.shards))
-        (folder / USED).touch()
-        missing = [one for one in meta.shards if not _whole(folder, one)]
-        small = [name for name in _beside(meta) if not (folder / name).exists()]
-        beside = sum((origin / name).stat().st_size for name in small)
-        chosen = _fitting(missing, beside, folder, room, found)
-        for name in small:
-            part = folder / f".part-{name}"
-            shutil.copyfile(origin / name, part)
-            part.replace(folder / name)
-        tell = step or (lambda done, size: None)
-        pool = ThreadPoolExecutor(threads, "paceline-stage")
+    files = _files(origin, meta)
+    found = Staged(place(origin, Path(root)), len(meta.shards), socket.gethostname())
+    tell = step or (lambda done, size: None)
+    exchange = _joined(files, found) if together else None
+    try:
         try:
-            jobs = [pool.submit(_shard, origin, folder, one) for one in chosen]
-            for one, job in zip(chosen, jobs, strict=True):
-                job.result()
-                found.copied += 1
-                found.bytes += one.bytes
-                tell(found.copied, found.bytes)
+            _brought(origin, Path(root), files, room, threads, tell, waits, exchange, found)
+        except ValueError as mistake:
+            if exchange is None:
+                raise
+            found.error = str(mistake)
+        found.left = [one.file for one in meta.shards if not whole(found.folder, one)]
+        found.here = found.shards - len(found.left)
+        found.seconds = time.monotonic() - began
+        if ended is not None:
+            ended(found)
+        if exchange is not None:
+            found.hosts = _all_ended(exchange, found, tell)
+    finally:
+        if exchange is not None:
+            exchange.close()
+    return found
+
+
+def _brought(
+    origin: Path,
+    root: Path,
+    files: list[Shard],
+    room: int | None,
+    threads: int,
+    tell: Step,
+    waits: Callable[[], None] | None,
+    exchange: Exchange | None,
+    found: Staged,
+) -> None:
+    folder = found.folder
+    with _told(root), _alone(folder.parent, waits):
+        folder.mkdir(exist_ok=True)
+        (folder / USED).touch()
+        missing = [one for one in files if not whole(folder, one)]
+        budget = _made_room(missing, origin, folder, room, found)
+        try:
+            Bringing(origin, folder, files, budget, exchange, found).run(threads, tell)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
             for part in folder.glob(".part-*"):
                 part.unlink(missing_ok=True)
-    found.here = sum(_whole(folder, one) for one in meta.shards)
-    found.seconds = time.monotonic() - began
-    return found
+
+
+def _files(origin: Path, meta: Meta) -> list[Shard]:
+    """All of a set but for paceline.json: what has no checksum of its own first, as it is small."""
+    names = [shard_format.INDEX, *([shard_format.NAMES] if meta.names else [])]
+    small = [Shard(name, 0, (origin / name).stat().st_size, UNCHECKED) for name in names]
+    return [*small, *meta.shards]
+
+
+def _joined(files: list[Shard], found: Staged) -> Exchange | None:
+    try:
+        return join(found.folder, files, os.environ)
+    except GoneError as error:
+        why = str(error).splitlines()[0] if str(error) else "no answer"
+        found.notes.append(f"the job's store does not answer ({why}): {found.host} reads all alone")
+        return None
+
+
+def _all_ended(exchange: Exchange, found: Staged, tell: Step) -> list[dict[str, Any]]:
+    """What each host did; returns when all have what they want."""
+    try:
+        exchange.end(asdict(found) | {"folder": str(found.folder), "hosts": []})
+    except GoneError:
+        return []
+    return exchange.linger(lambda: tell(found.copied, found.bytes))
 
 
 def place(origin: Path, root: Path) -> Path:
     """Where a set is, or would be."""
     told = shard_format.identity(origin)
     return root / PLACE / f"{origin.resolve().name}-{told}"
+
+
+def begin_all() -> None:
+    """At a rank's start: what ``paceline run --stage`` names comes before the script asks for it,
+    on all hosts."""
+    root = os.environ.get(VARIABLE)
+    for one in filter(None, os.environ.get(SETS, "").split(os.pathsep)):
+        try:
+            folder = place(Path(one), Path(root or ""))
+        except (OSError, ValueError):  # the script says so, if it opens it
+            continue
+        begin(Path(one), folder)
 
 
 def here(origin: Path) -> Path | None:
@@ -144,48 +189,13 @@ def begin(origin: Path, folder: Path) -> None:
         _begun[folder] = subprocess.Popen(words, stdin=quiet, stdout=quiet)
 
 
-def _beside(meta: Meta) -> list[str]:
-    """What is not checked shard by shard: the index, whose rows have checksums; the names; and
-    what the set is, last."""
-    return [shard_format.INDEX, *([shard_format.NAMES] if meta.names else []), shard_format.META]
-
-
-def _whole(folder: Path, shard: Shard) -> bool:
-    try:
-        return (folder / shard.file).stat().st_size == shard.bytes
-    except FileNotFoundError:
-        return False
-
-
-def _shard(origin: Path, folder: Path, shard: Shard) -> None:
-    part = folder / f".part-{shard.file}"
-    with part.open("wb", buffering=0) as file:
-        crc = _copied(origin / shard.file, file)
-    if crc != shard.crc:
-        raise DataError(origin / shard.file, -1, 0, "a byte has changed (its checksum is another)")
-    part.replace(folder / shard.file)
-
-
-def _copied(path: Path, to: BinaryIO) -> int:
-    """The checksum of what was copied."""
-    crc, buffer = 0, memoryview(bytearray(CHUNK))
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while size := file.readinto(buffer):
-            crc = crc32c(buffer[:size], crc)
-            done = 0
-            while done < size:
-                done += to.write(buffer[done:size])
-    return crc
-
-
-def _fitting(
-    missing: list[Shard], beside: int, folder: Path, room: int | None, found: Staged
-) -> list[Shard]:
-    """Those of the missing shards that there is room for, with so many bytes beside them; other
-    sets go, the longest unused first."""
-    own = folder.parent
-    wanted = sum(shard.bytes for shard in missing) + beside
+def _made_room(
+    missing: list[Shard], origin: Path, folder: Path, room: int | None, found: Staged
+) -> int:
+    """Bytes that may come: other sets go until what is missing fits, the longest unused first."""
+    own, meta = folder.parent, shard_format.META
+    beside = 0 if (folder / meta).exists() else (origin / meta).stat().st_size
+    wanted = sum(one.bytes for one in missing) + beside
     others = sorted(
         (one for one in own.iterdir() if one != folder and (one / USED).exists()),
         key=lambda one: (one / USED).stat().st_mtime,
@@ -195,18 +205,10 @@ def _fitting(
         if room is not None:
             left = min(left, room - sum(_size(one) for one in own.iterdir() if one.is_dir()))
         if wanted <= left or not others:
-            break
+            return left - beside
         gone = others.pop(0)
         shutil.rmtree(gone, ignore_errors=True)  # who reads it has it open, or goes to the source
         found.evicted.append(gone.name)
-    chosen, left = [], left - beside
-    for shard in missing:
-        if shard.bytes <= left:
-            chosen.append(shard)
-            left -= shard.bytes
-        else:
-            found.left.append(shard.file)
-    return chosen
 
 
 def _size(folder: Path) -> int:

@@ -133,6 +133,10 @@ def execute(command: dict[str, Any]) -> int:
         if os.environ.get("PACELINE_ATTACH"):
             attach()
         turn()
+        if os.environ.get("PACELINE_STAGE_SETS"):
+            from ..data.staging import begin_all
+
+            begin_all()
         if command["module"]:
             sys.path.insert(0, os.getcwd())
             sys.modules["__main__"] = ModuleType("__main__")

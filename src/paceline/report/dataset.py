@@ -35,19 +35,46 @@ def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -
     return Group(Text(f"{folder}: {read}: {len(bad):,} are not", style="bold red"), *_some(bad))
 
 
-def staged(told: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lines, and their styles, of what ``paceline stage`` has done."""
-    rate = told["bytes"] / told["seconds"] if told["seconds"] else 0.0
-    lines = [(f"{told['folder']}: {told['here']:,} of {told['shards']:,} shards are there", "")]
-    if told["copied"]:
-        took = f"{told['copied']:,} copied ({size(told['bytes'])}, {size(round(rate))}/s)"
-        lines[0] = (f"{lines[0][0]}, {took}", "green")
-    if told["evicted"]:
-        lines.append((f"gone, to make room: {', '.join(told['evicted'])}", "yellow"))
-    if told["left"]:
-        count = len(told["left"])
+def staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Lines, and their styles, of what ``paceline stage`` has done on each host."""
+    several = len(hosts) > 1
+    lines = []
+    for one in hosts:
+        rate = one["bytes"] / one["seconds"] if one["seconds"] else 0.0
+        where = f"{one['host']}: {one['folder']}" if several else str(one["folder"])
+        line = f"{where}: {one['here']:,} of {one['shards']:,} shards are there"
+        if one["copied"]:
+            line += f", {one['copied']:,} copied ({size(one['bytes'])}, {size(round(rate))}/s)"
+        lines.append((line, "green" if one["copied"] else ""))
+        lines += [(f"  {text}" if several else text, "yellow") for text in concerns(one)]
+    if several:
+        lines.append((staged_together("", hosts), ""))
+    return lines
+
+
+def staged_together(source: str, hosts: list[dict[str, Any]]) -> str:
+    """One line of several hosts."""
+    read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
+    copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
+    took = max(one["seconds"] for one in hosts)
+    what = f"{source} on {len(hosts)} hosts" if source else f"{len(hosts)} hosts"
+    return (
+        f"{what}: {copied:,} shards came ({size(came)}) in {told(took, 's')}, {copied - fetched:,} "
+        f"of them ({size(read)}) from where the set is, the others from each other"
+    )
+
+
+def concerns(one: dict[str, Any]) -> list[str]:
+    """What a user should know of a host's part."""
+    lines = [f"{one['host']}: {one['error']}"] if one["error"] else []
+    lines += one["notes"]
+    if one["evicted"]:
+        lines.append(f"{one['host']}: gone, to make room: {', '.join(one['evicted'])}")
+    if one["left"] and not one["error"]:
+        count, share = len(one["left"]), len(one["left"]) / one["shards"]
         lines.append(
-            (f"no room for {count:,} shards, which are read from where they are", "yellow")
+            f"{one['host']}: no room for {count:,} shards, which are read from where they are: a "
+            f"shuffle reaches all of the set, so about {share:.0%} of what is read"
         )
     return lines
 

@@ -1,0 +1,263 @@
+"""How a set's files come to a host: those that it claims from where they were packed, the others
+from the hosts that have claimed them (sharing.py)."""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from crc32c import crc32c
+
+from . import shard_format
+from .shard_format import DataError, Shard
+from .sharing import LOOK_S, QUIET_S, UNCHECKED, Exchange, GoneError
+
+FETCHERS = 4  # threads, each of which asks one host
+CHUNK = 4 << 20
+Step = Callable[[int, int], None]  # shards that are done, and bytes
+
+
+@dataclass
+class Staged:
+    """What is there now. here, copied: shards, all and those of this call; fetched: of these from
+    other hosts. bytes: that came; read: of these from where the set was packed. left: shards that
+    are not here. evicted: other sets that made room. hosts: each host's own, of those that staged
+    together. notes: in words. error: what ended this host's part, of those that staged together."""
+
+    folder: Path
+    shards: int
+    host: str = ""
+    here: int = 0
+    copied: int = 0
+    fetched: int = 0
+    bytes: int = 0
+    read: int = 0
+    seconds: float = 0.0
+    left: list[str] = field(default_factory=list)
+    evicted: list[str] = field(default_factory=list)
+    hosts: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+class Bringing:
+    """One call's. Numbers are places in ``files``."""
+
+    def __init__(
+        self,
+        origin: Path,
+        folder: Path,
+        files: list[Shard],
+        budget: int,
+        exchange: Exchange | None,
+        found: Staged,
+    ) -> None:
+        """budget: bytes that may come. Where that is less than what is missing, only what this
+        host claims comes."""
+        self._origin, self._folder, self._files = origin, folder, files
+        self._exchange, self._found = exchange, found
+        self._missing = {at for at, one in enumerate(files) if not whole(folder, one)}
+        self._coming: set[int] = set()
+        self._left = budget
+        self._all = sum(files[at].bytes for at in self._missing) <= budget
+        self._changed = threading.Condition()
+        self._news_at = time.monotonic()
+        self._stopped = False
+
+    def run(self, threads: int, step: Step) -> None:
+        """step: called several times a second; what it raises ends this."""
+        self._say_what_it_is()
+        here = [at for at in range(len(self._files)) if at not in self._missing]
+        for at in here:
+            self._of_others(Exchange.tell, at)
+        pool = ThreadPoolExecutor(threads + FETCHERS, "paceline-stage")
+        try:
+            jobs = {pool.submit(self._read) for _ in range(threads)}
+            if self._exchange is not None and self._all:
+                jobs |= {pool.submit(self._fetch) for _ in range(FETCHERS)}
+            while jobs:
+                done, jobs = wait(jobs, LOOK_S, FIRST_EXCEPTION)
+                for job in done:
+                    job.result()
+                if self._of_others(Exchange.news):
+                    self._news()
+                step(self._found.copied, self._found.bytes)
+        finally:
+            self._stopped = True
+            self._news()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self) -> None:
+        """What this host claims, until all is claimed or there is no room."""
+        while not self._stopped:
+            number = self._of_others(Exchange.claim)
+            if self._exchange is None:
+                number = self._first_missing()
+            if number is None:
+                return
+            if not self._begins(number, claimed=True):
+                self._of_others(Exchange.give_up, number)
+                if not self._all and self._no_room(number):
+                    return
+                continue
+            self._from_origin(number)
+
+    def _fetch(self) -> None:
+        """What other hosts have claimed, once they have it."""
+        while not self._stopped and self._missing:
+            if self._exchange is None:  # it has gone
+                self._read()
+                return
+            number = self._there()
+            if number is None:
+                with self._changed:
+                    self._changed.wait(LOOK_S)
+                    quiet = time.monotonic() - self._news_at > QUIET_S
+                if quiet:
+                    self._look_after()
+            elif self._begins(number):
+                self._from_host(number)
+
+    def _first_missing(self) -> int | None:
+        with self._changed:
+            return min(self._missing - self._coming, default=None)
+
+    def _there(self) -> int | None:
+        """One that another host has."""
+        exchange = self._exchange
+        with self._changed:
+            some = [at for at in self._missing - self._coming if exchange and exchange.has(at)]
+        return exchange.chosen(some) if exchange and some else None
+
+    def _look_after(self) -> None:
+        """Nothing has come for a while: where who reads a shard has gone, this host reads it."""
+        with self._changed:
+            self._news_at = time.monotonic()
+            some = sorted(self._missing - self._coming)
+        for number in some:
+            if self._stopped:
+                return
+            if self._of_others(Exchange.take_over, number):
+                if self._begins(number):
+                    self._from_origin(number)
+                return
+
+    def _begins(self, number: int, claimed: bool = False) -> bool:
+        """Whether it is to come now, in this thread. One that is claimed, but that another host
+        has, comes from there."""
+        exchange = self._exchange
+        with self._changed:
+            if number not in self._missing or number in self._coming:
+                return False
+            if claimed and exchange is not None and exchange.has(number):
+                return False
+            if self._files[number].bytes > self._left:
+                return False
+            self._left -= self._files[number].bytes
+            self._coming.add(number)
+            return True
+
+    def _no_room(self, number: int) -> bool:
+        with self._changed:
+            return number in self._missing and self._files[number].bytes > self._left
+
+    def _from_origin(self, number: int) -> None:
+        came = False
+        try:
+            self._written(number, lambda file: _copied(self._origin, self._files[number], file))
+            came = True
+        finally:
+            if not came:
+                self._of_others(Exchange.give_up, number)
+            self._came(number, came)
+
+    def _from_host(self, number: int) -> None:
+        exchange, came = self._exchange, False
+        try:
+            came = exchange is not None and self._written(
+                number, lambda file: exchange.fetch(number, file)
+            )
+        finally:
+            self._came(number, came, fetched=True)
+
+    def _written(self, number: int, write: Callable[[BinaryIO], bool]) -> bool:
+        """Under its name, once it is whole."""
+        name = self._files[number].file
+        part = self._folder / f".part-{name}"
+        with part.open("wb", buffering=0) as file:
+            if not write(file):
+                return False
+        part.replace(self._folder / name)
+        return True
+
+    def _came(self, number: int, came: bool, fetched: bool = False) -> None:
+        found, one = self._found, self._files[number]
+        with self._changed:
+            self._coming.discard(number)
+            if came:
+                self._missing.discard(number)
+                found.bytes += one.bytes
+                found.read += 0 if fetched else one.bytes
+                if one.crc != UNCHECKED:
+                    found.copied += 1
+                    found.fetched += fetched
+                self._news_at = time.monotonic()
+            else:
+                self._left += one.bytes
+            self._changed.notify_all()
+        if came:
+            self._say_what_it_is()
+            self._of_others(Exchange.tell, number)
+
+    def _say_what_it_is(self) -> None:
+        """paceline.json, as soon as the index is there: a set is then read from here."""
+        small = [one for one in self._files if one.crc == UNCHECKED]
+        meta = shard_format.META
+        if all(whole(self._folder, one) for one in small) and not (self._folder / meta).exists():
+            part = self._folder / f".part-{meta}-{threading.get_ident()}"
+            shutil.copyfile(self._origin / meta, part)
+            part.replace(self._folder / meta)
+
+    def _news(self) -> None:
+        with self._changed:
+            self._news_at = time.monotonic()
+            self._changed.notify_all()
+
+    def _of_others(self, ask: Callable[..., Any], *number: int) -> Any:
+        """What the exchange answers; without one, or when it has gone, None."""
+        exchange = self._exchange
+        if exchange is None:
+            return None
+        try:
+            return ask(exchange, *number)
+        except GoneError:
+            self._exchange = None
+            return None
+
+
+def whole(folder: Path, one: Shard) -> bool:
+    """Whether a file of a set is there: it gets its name when it is."""
+    try:
+        return (folder / one.file).stat().st_size == one.bytes
+    except FileNotFoundError:
+        return False
+
+
+def _copied(origin: Path, one: Shard, to: BinaryIO) -> bool:
+    """Raises DataError where it is not what was packed."""
+    crc, buffer, path = 0, memoryview(bytearray(CHUNK)), origin / one.file
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while size := file.readinto(buffer):
+            crc = crc32c(buffer[:size], crc)
+            done = 0
+            while done < size:
+                done += to.write(buffer[done:size])
+    if one.crc not in (crc, UNCHECKED):
+        raise DataError(path, -1, 0, "a byte has changed (its checksum is another)")
+    return True

@@ -1,0 +1,286 @@
+"""Shards between the hosts of a job: each is read once from where it was packed, by the host that
+claims it, and the others fetch it from that host.
+
+In the job's store (torch's TCPStore), under "paceline-stage/ATTEMPT/SET/":
+
+    turn         a counter: who adds to it claims the shard of that number
+    by/N         who reads shard N; "" where that host gave it up
+    there        a counter: entries of a log
+    there/K      its K-th entry: the number of a shard that is whole on a host, and which that is
+    told         a counter: hosts that have what they want
+    told/K       what the K-th of them did
+
+A host is "address port token": where it listens, on the address by which it reaches the store, and
+what has to be known to be answered. What comes is compared with its checksum like any shard.
+"""
+
+import hmac
+import json
+import os
+import random
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from crc32c import crc32c
+
+from .shard_format import DataError, Shard
+
+PREFIX = "paceline-stage"
+PATIENCE_S = 20.0  # of a host that is asked for a shard, between two pieces of it
+ALIVE_S = 5.0  # within which a host that still reads answers
+QUIET_S = 3.0  # without news, after which is looked who still reads
+LOOK_S = 0.05  # between two looks at the log
+JOIN_S = 60.0
+PIECE = 4 << 20
+ALIVE = 0xFFFFFFFF  # asked for in the place of a shard
+NOT_THERE = (1 << 64) - 1
+UNCHECKED = -1  # in the place of a file's checksum: the index, whose rows have their own
+_WORD, _SIZE = struct.Struct("!32sI"), struct.Struct("!Q")
+
+
+class GoneError(Exception):
+    """The store does not answer: the job ends, or its first host is lost."""
+
+
+class Exchange:
+    """One host's part in it. Threads may call all of it at the same time."""
+
+    def __init__(
+        self, store: Any, address: str, folder: Path, shards: Sequence[Shard], hosts: int
+    ) -> None:
+        """store: of the job, under a prefix for this set. folder: where whole shards lie. hosts:
+        that take part, at most."""
+        self.hosts, self._shards, self._store = hosts, shards, store
+        self._server = Server(address, folder, shards)
+        self._own = self._server.name
+        self._lock = threading.Lock()  # a store's client serves one call at a time
+        self._where: dict[int, set[str]] = {}
+        self._seen = 0
+
+    def claim(self) -> int | None:
+        """The number of a shard that this host alone reads; None when all are claimed."""
+        with self._asked():
+            number = int(self._store.add("turn", 1)) - 1
+            if number >= len(self._shards):
+                return None
+            self._store.set(f"by/{number}", self._own)
+            return number
+
+    def give_up(self, number: int) -> None:
+        """It could not be read: another host may try."""
+        with self._asked():
+            self._store.compare_set(f"by/{number}", self._own, "")
+
+    def take_over(self, number: int) -> bool:
+        """Whether this host is to read a shard whose reader has gone."""
+        with self._asked():
+            key = f"by/{number}"
+            by = self._store.get(key).decode() if self._store.check([key]) else ""
+        if by == self._own or (by and alive(by)):
+            return False
+        with self._asked():
+            return bool(self._store.compare_set(key, by, self._own).decode() == self._own)
+
+    def tell(self, number: int) -> None:
+        """It is whole here."""
+        with self._asked():
+            entry = int(self._store.add("there", 1)) - 1
+            self._store.set(f"there/{entry}", f"{number} {self._own}")
+
+    def news(self) -> bool:
+        """Look at the log; whether there was something new."""
+        with self._asked():
+            before, count = self._seen, int(self._store.add("there", 0))
+            while self._seen < count and self._store.check([f"there/{self._seen}"]):
+                said = self._store.get(f"there/{self._seen}").decode()
+                number, _, host = said.partition(" ")
+                if host != self._own:
+                    self._where.setdefault(int(number), set()).add(host)
+                self._seen += 1
+            return self._seen > before
+
+    def has(self, number: int) -> bool:
+        """Whether another host has it."""
+        return bool(self._where.get(number))
+
+    def chosen(self, numbers: Sequence[int]) -> int:
+        """One of them, so that not all hosts fetch the same one from the same host."""
+        return random.choice(numbers)
+
+    def fetch(self, number: int, file: BinaryIO) -> bool:
+        """Write it to ``file``, from one of the hosts that have it; False where none gave it."""
+        while hosts := list(self._where.get(number, ())):
+            host = random.choice(hosts)
+            try:
+                _fetched(host, number, self._shards[number], file)
+                return True
+            except (OSError, DataError):
+                self._where[number].discard(host)
+                file.seek(0)
+                file.truncate()
+        return False
+
+    def end(self, told: Mapping[str, Any]) -> None:
+        """This host has what it wants."""
+        with self._asked():
+            place = int(self._store.add("told", 1)) - 1
+            self._store.set(f"told/{place}", json.dumps(dict(told)))
+
+    def all_told(self) -> list[dict[str, Any]]:
+        """What each host said at its end, of those that have ended."""
+        with self._asked():
+            keys = [f"told/{place}" for place in range(int(self._store.add("told", 0)))]
+            return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+
+    def linger(self, step: Callable[[], None]) -> list[dict[str, Any]]:
+        """Serve until all hosts have what they want; what each has told. step: called now and
+        then, and may raise."""
+        try:
+            while len(told := self.all_told()) < self.hosts:
+                step()
+                time.sleep(4 * LOOK_S)
+        except GoneError:
+            return []
+        return told
+
+    def close(self) -> None:
+        self._server.close()
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except RuntimeError as error:  # DistError and all its kinds
+                raise GoneError from error
+
+
+def join(folder: Path, shards: Sequence[Shard], environ: Mapping[str, str]) -> Exchange | None:
+    """With the other hosts of this process's job, as torchrun's variables say; None where there
+    is no other, or no store. Raises GoneError where the store does not answer."""
+    hosts = int(environ.get("GROUP_WORLD_SIZE") or 1)
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if hosts < 2 or not address or not port:
+        return None
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    wait = timedelta(seconds=JOIN_S)
+    try:
+        store = TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=wait)
+    except RuntimeError as error:
+        raise GoneError(str(error)) from error
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    under = PrefixStore(f"{PREFIX}/{attempt}/{folder.name}", store)
+    return Exchange(under, own_address(address, int(port)), folder, shards, hosts)
+
+
+def own_address(address: str, port: int) -> str:
+    """That this host has on the way to another one. Nothing is sent."""
+    family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as one:
+        one.connect(where)
+        return str(one.getsockname()[0])
+
+
+class Server:
+    """Sends whole shards of a folder to whoever knows its token."""
+
+    def __init__(self, address: str, folder: Path, shards: Sequence[Shard]) -> None:
+        self._folder, self._shards = folder, shards
+        self._token = secrets.token_hex(16)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listening = socket.create_server((address, 0), family=family, backlog=128)
+        self.name = f"{address} {self._listening.getsockname()[1]} {self._token}"
+        threading.Thread(target=self._serve, name="paceline-stage", daemon=True).start()
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(visitor,), daemon=True).start()
+
+    def _answer(self, visitor: socket.socket) -> None:
+        with visitor:
+            try:
+                visitor.settimeout(PATIENCE_S)
+                token, number = _WORD.unpack(_exactly(visitor, _WORD.size))
+                if not hmac.compare_digest(token, self._token.encode()):
+                    return
+                if number == ALIVE or number >= len(self._shards):
+                    visitor.sendall(_SIZE.pack(NOT_THERE))
+                    return
+                shard = self._shards[number]
+                with (self._folder / shard.file).open("rb") as file:
+                    visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
+                    visitor.sendfile(file)
+            except (OSError, EOFError):  # the visitor goes elsewhere
+                return
+
+
+def alive(host: str) -> bool:
+    """Whether a host's process answers."""
+    try:
+        with _asked(host, ALIVE, ALIVE_S) as channel:
+            return bool(_SIZE.unpack(_exactly(channel, _SIZE.size))[0] == NOT_THERE)
+    except (OSError, EOFError):
+        return False
+
+
+def _asked(host: str, number: int, patience: float) -> socket.socket:
+    address, port, token = host.split()
+    channel = socket.create_connection((address, int(port)), patience)
+    try:
+        channel.sendall(_WORD.pack(token.encode(), number))
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _fetched(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
+    """Raises OSError where the host does not send it whole, DataError for another checksum."""
+    crc, left, buffer = 0, shard.bytes, memoryview(bytearray(PIECE))
+    try:
+        with _asked(host, number, PATIENCE_S) as channel:
+            (size,) = _SIZE.unpack(_exactly(channel, _SIZE.size))
+            if size != shard.bytes:
+                raise ConnectionError(f"{host.split()[0]} has it not whole")
+            while left:
+                got = channel.recv_into(buffer[: min(left, PIECE)])
+                if not got:
+                    raise EOFError
+                crc, left = crc32c(buffer[:got], crc), left - got
+                _put(file, buffer[:got])
+    except EOFError:
+        raise ConnectionError(f"{host.split()[0]} broke off") from None
+    if shard.crc not in (crc, UNCHECKED):
+        raise DataError(Path(shard.file), -1, 0, "came with another checksum")
+
+
+def _put(file: BinaryIO, piece: memoryview) -> None:
+    done = 0
+    while done < len(piece):
+        done += file.write(piece[done:])
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = channel.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
