@@ -57,14 +57,16 @@ class Bringing:
         exchange: Exchange | None,
         found: Staged,
     ) -> None:
-        """budget: bytes that may come. Where that is less than what is missing, only what this
-        host claims comes."""
+        """budget: bytes that may come. Where that is less than what is missing, what this host
+        claims comes first."""
         self._origin, self._folder, self._files = origin, folder, files
         self._exchange, self._found = exchange, found
         self._missing = {at for at, one in enumerate(files) if not whole(folder, one)}
         self._coming: set[int] = set()
+        self._small = [at for at, one in enumerate(files) if one.crc == UNCHECKED]
         self._left = budget
         self._all = sum(files[at].bytes for at in self._missing) <= budget
+        self._claiming = True
         self._changed = threading.Condition()
         self._news_at = time.monotonic()
         self._stopped = False
@@ -75,10 +77,11 @@ class Bringing:
         here = [at for at in range(len(self._files)) if at not in self._missing]
         for at in here:
             self._of_others(Exchange.tell, at)
+        self._of_others(Exchange.ready, lambda: step(0, 0))
         pool = ThreadPoolExecutor(threads + FETCHERS, "paceline-stage")
         try:
             jobs = {pool.submit(self._read) for _ in range(threads)}
-            if self._exchange is not None and self._all:
+            if self._exchange is not None:
                 jobs |= {pool.submit(self._fetch) for _ in range(FETCHERS)}
             while jobs:
                 done, jobs = wait(jobs, LOOK_S, FIRST_EXCEPTION)
@@ -94,22 +97,21 @@ class Bringing:
 
     def _read(self) -> None:
         """What this host claims, until all is claimed or there is no room."""
-        while not self._stopped:
+        while not self._stopped and self._wanted():
             number = self._of_others(Exchange.claim)
             if self._exchange is None:
                 number = self._first_missing()
             if number is None:
-                return
-            if not self._begins(number, claimed=True):
+                break
+            if self._begins(number, claimed=True):
+                self._from_origin(number)
+            else:
                 self._of_others(Exchange.give_up, number)
-                if not self._all and self._no_room(number):
-                    return
-                continue
-            self._from_origin(number)
+        self._claiming = False
 
     def _fetch(self) -> None:
         """What other hosts have claimed, once they have it."""
-        while not self._stopped and self._missing:
+        while not self._stopped and self._wanted():
             if self._exchange is None:  # it has gone
                 self._read()
                 return
@@ -123,23 +125,40 @@ class Bringing:
             elif self._begins(number):
                 self._from_host(number)
 
+    def _wanted(self) -> bool:
+        """Whether something is missing that has room."""
+        with self._changed:
+            return any(at in self._coming or self._fits(at) for at in self._missing)
+
+    def _fits(self, number: int) -> bool:
+        """Beside what a set can't be read without."""
+        kept = 0
+        if number not in self._small:
+            due = (at for at in self._small if at in self._missing and at not in self._coming)
+            kept = sum(self._files[at].bytes for at in due)
+        return self._files[number].bytes + kept <= self._left
+
     def _first_missing(self) -> int | None:
         with self._changed:
-            return min(self._missing - self._coming, default=None)
+            some = (at for at in self._missing - self._coming if self._fits(at))
+            return min(some, default=None)
 
     def _there(self) -> int | None:
-        """One that another host has."""
+        """One that another host has. Where there is no room for all, the own part comes first."""
         exchange = self._exchange
         with self._changed:
             some = [at for at in self._missing - self._coming if exchange and exchange.has(at)]
+            if not self._all and self._claiming:
+                some = [at for at in some if at in self._small]
+            some = [at for at in some if self._fits(at)]
         return exchange.chosen(some) if exchange and some else None
 
     def _look_after(self) -> None:
         """Nothing has come for a while: where who reads a shard has gone, this host reads it."""
         with self._changed:
             self._news_at = time.monotonic()
-            some = sorted(self._missing - self._coming)
-        for number in some:
+            some = [at for at in self._missing - self._coming if self._fits(at)]
+        for number in sorted(some):
             if self._stopped:
                 return
             if self._of_others(Exchange.take_over, number):
@@ -156,15 +175,11 @@ class Bringing:
                 return False
             if claimed and exchange is not None and exchange.has(number):
                 return False
-            if self._files[number].bytes > self._left:
+            if not self._fits(number):
                 return False
             self._left -= self._files[number].bytes
             self._coming.add(number)
             return True
-
-    def _no_room(self, number: int) -> bool:
-        with self._changed:
-            return number in self._missing and self._files[number].bytes > self._left
 
     def _from_origin(self, number: int) -> None:
         came = False
@@ -203,7 +218,7 @@ class Bringing:
                 self._missing.discard(number)
                 found.bytes += one.bytes
                 found.read += 0 if fetched else one.bytes
-                if one.crc != UNCHECKED:
+                if number not in self._small:
                     found.copied += 1
                     found.fetched += fetched
                 self._news_at = time.monotonic()
@@ -216,8 +231,7 @@ class Bringing:
 
     def _say_what_it_is(self) -> None:
         """paceline.json, as soon as the index is there: a set is then read from here."""
-        small = [one for one in self._files if one.crc == UNCHECKED]
-        meta = shard_format.META
+        meta, small = shard_format.META, (self._files[at] for at in self._small)
         if all(whole(self._folder, one) for one in small) and not (self._folder / meta).exists():
             part = self._folder / f".part-{meta}-{threading.get_ident()}"
             shutil.copyfile(self._origin / meta, part)
@@ -228,13 +242,13 @@ class Bringing:
             self._news_at = time.monotonic()
             self._changed.notify_all()
 
-    def _of_others(self, ask: Callable[..., Any], *number: int) -> Any:
+    def _of_others(self, ask: Callable[..., Any], *given: Any) -> Any:
         """What the exchange answers; without one, or when it has gone, None."""
         exchange = self._exchange
         if exchange is None:
             return None
         try:
-            return ask(exchange, *number)
+            return ask(exchange, *given)
         except GoneError:
             self._exchange = None
             return None
@@ -244,7 +258,7 @@ def whole(folder: Path, one: Shard) -> bool:
     """Whether a file of a set is there: it gets its name when it is."""
     try:
         return (folder / one.file).stat().st_size == one.bytes
-    except FileNotFoundError:
+    except OSError:  # what can't be looked at is not there
         return False
 
 

@@ -7,6 +7,7 @@ In the job's store (torch's TCPStore), under "paceline-stage/ATTEMPT/SET/":
     by/N         who reads shard N; "" where that host gave it up
     there        a counter: entries of a log
     there/K      its K-th entry: the number of a shard that is whole on a host, and which that is
+    ready        a counter: hosts that have told what they had before
     told         a counter: hosts that have what they want
     told/K       what the K-th of them did
 
@@ -14,6 +15,7 @@ A host is "address port token": where it listens, on the address by which it rea
 what has to be known to be answered. What comes is compared with its checksum like any shard.
 """
 
+import contextlib
 import hmac
 import json
 import os
@@ -24,7 +26,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,6 +40,7 @@ ALIVE_S = 5.0  # within which a host that still reads answers
 QUIET_S = 3.0  # without news, after which is looked who still reads
 LOOK_S = 0.05  # between two looks at the log
 JOIN_S = 60.0
+READY_S = 3.0  # that the first host waits for the others, so that what they have is not read again
 PIECE = 4 << 20
 ALIVE = 0xFFFFFFFF  # asked for in the place of a shard
 NOT_THERE = (1 << 64) - 1
@@ -64,6 +66,7 @@ class Exchange:
         self._lock = threading.Lock()  # a store's client serves one call at a time
         self._where: dict[int, set[str]] = {}
         self._seen = 0
+        self._ended = False
 
     def claim(self) -> int | None:
         """The number of a shard that this host alone reads; None when all are claimed."""
@@ -94,6 +97,18 @@ class Exchange:
         with self._asked():
             entry = int(self._store.add("there", 1)) - 1
             self._store.set(f"there/{entry}", f"{number} {self._own}")
+
+    def ready(self, step: Callable[[], None]) -> None:
+        """This host has told what it has; wait for the others, but not for long."""
+        end = time.monotonic() + READY_S
+        with self._asked():
+            count = int(self._store.add("ready", 1))
+        while count < self.hosts and time.monotonic() < end:
+            step()
+            time.sleep(LOOK_S)
+            with self._asked():
+                count = int(self._store.add("ready", 0))
+        self.news()
 
     def news(self) -> bool:
         """Look at the log; whether there was something new."""
@@ -129,8 +144,11 @@ class Exchange:
         return False
 
     def end(self, told: Mapping[str, Any]) -> None:
-        """This host has what it wants."""
-        with self._asked():
+        """This host has what it wants, or wants no more: the others need not wait. Said once."""
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.suppress(GoneError), self._asked():
             place = int(self._store.add("told", 1)) - 1
             self._store.set(f"told/{place}", json.dumps(dict(told)))
 
@@ -154,7 +172,7 @@ class Exchange:
     def close(self) -> None:
         self._server.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
         with self._lock:
             try:
@@ -202,6 +220,8 @@ class Server:
         threading.Thread(target=self._serve, name="paceline-stage", daemon=True).start()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # which ends accept
         self._listening.close()
 
     def _serve(self) -> None:

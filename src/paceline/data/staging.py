@@ -82,7 +82,12 @@ def stage(
         if ended is not None:
             ended(found)
         if exchange is not None:
-            found.hosts = _all_ended(exchange, found, tell)
+            exchange.end(_plain(found))
+            found.hosts = exchange.linger(lambda: tell(found.copied, found.bytes))
+    except BaseException as error:
+        if exchange is not None:  # nobody waits for this host
+            exchange.end(_plain(found) | {"error": found.error or type(error).__name__})
+        raise
     finally:
         if exchange is not None:
             exchange.close()
@@ -129,13 +134,8 @@ def _joined(files: list[Shard], found: Staged) -> Exchange | None:
         return None
 
 
-def _all_ended(exchange: Exchange, found: Staged, tell: Step) -> list[dict[str, Any]]:
-    """What each host did; returns when all have what they want."""
-    try:
-        exchange.end(asdict(found) | {"folder": str(found.folder), "hosts": []})
-    except GoneError:
-        return []
-    return exchange.linger(lambda: tell(found.copied, found.bytes))
+def _plain(found: Staged) -> dict[str, Any]:
+    return asdict(found) | {"folder": str(found.folder), "hosts": []}
 
 
 def place(origin: Path, root: Path) -> Path:

@@ -58,6 +58,8 @@ def staged_together(source: str, hosts: list[dict[str, Any]]) -> str:
     copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
     took = max(one["seconds"] for one in hosts)
     what = f"{source} on {len(hosts)} hosts" if source else f"{len(hosts)} hosts"
+    if not copied:
+        return f"{what}: nothing had to come"
     return (
         f"{what}: {copied:,} shards came ({size(came)}) in {told(took, 's')}, {copied - fetched:,} "
         f"of them ({size(read)}) from where the set is, the others from each other"

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..cost.units import size
-from ..data.bringing import Staged
 from ..data.staging import stage
 from ..record.tell import say, to_launcher
 
@@ -32,12 +31,9 @@ def main() -> None:
 
     found = stage(args.source, args.root, room=args.room, step=step, together=True)
     if first:
-        hosts = sorted(found.hosts or [_alone(found)], key=lambda one: str(one["host"]))
+        alone = asdict(found) | {"folder": str(found.folder)}
+        hosts = sorted(found.hosts or [alone], key=lambda one: str(one["host"]))
         to_launcher(summary=json.dumps({"hosts": hosts}))
-
-
-def _alone(found: Staged) -> dict[str, object]:
-    return asdict(found) | {"folder": str(found.folder)}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Staging by several hosts: each shard is read once from where it was packed, by one of them."""
+
+import os
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import TCPStore
+
+import sets
+from paceline.data import Shards, pack, sharing
+from paceline.data.sharing import Exchange, join
+from paceline.data.staging import _files, place, stage
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """Forty shards of ten samples."""
+    x, y = sets.arrays(400, (50,))
+    pack((x, y), tmp_path / "set", shard_bytes=2000)
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """So many hosts, which are threads here, meet at its store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr(sharing, "QUIET_S", 0.3)
+    monkeypatch.setattr("paceline.data.bringing.QUIET_S", 0.3)
+
+    def of(hosts):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
+        return store
+
+    return of
+
+
+def staged(packed, roots, **options):
+    """What each host has found."""
+    with ThreadPoolExecutor(len(roots)) as pool:
+        calls = [pool.submit(stage, packed, root, together=True, **options) for root in roots]
+        return [call.result(timeout=60) for call in calls]
+
+
+def content(folder):
+    return {name: data for name, data in sets.contents(folder).items() if name[0] != "."}
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 5])
+def test_every_byte_is_read_once_for_all_hosts(packed, tmp_path, job, hosts):
+    job(hosts)
+    found = staged(packed, [tmp_path / f"host{i}" for i in range(hosts)])
+    size = sum((packed / one.file).stat().st_size for one in _files(packed, Shards(packed).meta))
+    assert sum(one.read for one in found) == size
+    assert [one.bytes for one in found] == [size] * hosts
+    assert [(one.here, one.copied, one.left) for one in found] == [(40, 40, [])] * hosts
+    assert sum(one.fetched for one in found) == 40 * (hosts - 1)
+    for one in found:
+        assert content(one.folder) == content(packed)
+        assert {told["copied"] for told in one.hosts} == {40}
+    again = staged(packed, [tmp_path / f"host{i}" for i in range(hosts)])
+    assert {(one.here, one.copied, one.bytes) for one in again} == {(40, 0, 0)}
+
+
+def test_what_a_host_has_already_nobody_reads_again(packed, tmp_path, job):
+    stage(packed, tmp_path / "host0")
+    job(2)
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert [one.copied for one in found] == [0, 40]
+    assert sum(one.read for one in found) == 0
+    assert content(found[1].folder) == content(packed)
+
+
+def test_hosts_without_room_for_all_keep_parts_that_no_other_has(packed, tmp_path, job):
+    job(3)
+    beside = sum((packed / name).stat().st_size for name in ("index.bin", "paceline.json"))
+    room = beside + 10 * (packed / "shard-00000.bin").stat().st_size + 100
+    found = staged(packed, [tmp_path / f"host{i}" for i in range(3)], room=room)
+    assert [one.here for one in found] == [10, 10, 10]
+    parts = [{one.name for one in found[i].folder.glob("shard-*")} for i in range(3)]
+    assert len(set.union(*parts)) == 30
+    assert [len(one.left) for one in found] == [30, 30, 30]
+
+
+def test_a_host_with_room_has_all_and_one_without_its_part(packed, tmp_path, job):
+    job(2)
+    beside = sum((packed / name).stat().st_size for name in ("index.bin", "paceline.json"))
+    room = beside + 10 * (packed / "shard-00000.bin").stat().st_size + 100
+    with ThreadPoolExecutor(2) as pool:
+        small = pool.submit(stage, packed, tmp_path / "small", room=room, together=True)
+        large = pool.submit(stage, packed, tmp_path / "large", together=True)
+        assert (small.result(60).here, large.result(60).here) == (10, 40)
+    assert (small.result().folder / "index.bin").exists()
+    assert small.result().read + large.result().read <= sum(
+        (packed / one.file).stat().st_size for one in _files(packed, Shards(packed).meta)
+    )
+
+
+def dead(packed, claims):
+    """A host that claims and is gone; how it looks to the others."""
+    files = _files(packed, Shards(packed).meta)
+    one = join(place(packed, packed.parent / "dead"), files, os.environ)
+    claimed = [one.claim() for _ in range(claims)]
+    one.tell(claimed[0])  # which it does not give any more
+    one.end({"host": "dead", "copied": 0})
+    one.close()
+    return claimed
+
+
+def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, job):
+    job(3)
+    claimed = dead(packed, claims=7)
+    assert len(set(claimed)) == 7
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert [one.here for one in found] == [40, 40]
+    for one in found:
+        assert content(one.folder) == content(packed)
+    assert not any(one.error for one in found)
+
+
+def test_without_the_store_each_reads_what_it_has_not(packed, tmp_path, job, monkeypatch):
+    job(2)
+    monkeypatch.setattr(sharing, "JOIN_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        monkeypatch.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
+    found = stage(packed, tmp_path / "host0", together=True)
+    assert (found.here, found.fetched) == (40, 0)
+    assert "the job's store does not answer" in found.notes[0]
+
+
+def test_a_store_that_goes_in_the_middle_is_survived(packed, tmp_path, job, monkeypatch):
+    job(2)
+    asked = []
+
+    def lost(self):
+        asked.append(1)
+        if len(asked) > 5:
+            raise sharing.GoneError
+        return claim(self)
+
+    claim = Exchange.claim
+    monkeypatch.setattr(Exchange, "claim", lost)
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert [one.here for one in found] == [40, 40]
+
+
+def test_what_fails_on_one_host_is_told_and_the_others_have_all(packed, tmp_path, job):
+    job(2)
+    (tmp_path / "file").touch()
+    found = staged(packed, [tmp_path / "file", tmp_path / "host1"])
+    assert "HINT: a folder of this host's own" in found[0].error
+    assert (found[1].here, found[1].error) == (40, "")
+    assert {told["error"] for told in found[1].hosts} == {"", found[0].error}
+
+
+def test_a_changed_byte_is_noticed_whoever_sends_it(packed, tmp_path, job):
+    first = stage(packed, tmp_path / "host0")
+    shard = first.folder / "shard-00003.bin"
+    data = bytearray(shard.read_bytes())
+    data[7] ^= 1
+    shard.write_bytes(data)
+    job(2)
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert content(found[1].folder) == content(packed)
+
+
+def test_who_does_not_know_the_token_is_sent_nothing(packed):
+    one = sharing.Server("127.0.0.1", packed, Shards(packed).meta.shards)
+    address, port, token = one.name.split()
+    for word, wanted in ((b"0" * 32, b""), (token.encode(), struct.pack("!Q", 2000))):
+        with socket.create_connection((address, int(port))) as channel:
+            channel.sendall(struct.pack("!32sI", word, 0))
+            assert channel.recv(8) == wanted
+    one.close()
+
+
+def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatch):
+    """It has claimed, and accepts who asks, and says nothing."""
+    store = job(2)
+    monkeypatch.setattr(sharing, "ALIVE_S", 0.3)
+    monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        files = _files(packed, Shards(packed).meta)
+        one = join(place(packed, tmp_path / "mute"), files, os.environ)
+        one._own = f"127.0.0.1 {mute.getsockname()[1]} {'0' * 32}"
+        claimed = [one.claim() for _ in range(3)]
+        one.tell(claimed[0])
+        one.end({"host": "mute"})
+        found = stage(packed, tmp_path / "host0", together=True)
+        one.close()
+    assert store.check([f"{sharing.PREFIX}/0/{found.folder.name}/told/1"])
+    assert (found.here, found.fetched) == (40, 0)
+    assert content(found.folder) == content(packed)
