@@ -28,6 +28,7 @@ from .options import (
     Threads,
     knobs_of,
 )
+from .prologue import Where, sets_of
 
 
 @app.command(
@@ -85,9 +86,19 @@ def run(
     stage: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A packed set that each host brings to its own $PACELINE_STAGE while it trains: "
-            "see paceline stage. May be given again.",
+            help="A packed set that the hosts bring to their own $PACELINE_STAGE while they "
+            "train: see paceline stage. May be given again.",
             metavar="SET",
+            show_default=False,
+        ),
+    ] = None,
+    pack: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="If the set of --stage is not there yet: what it is packed from first, with the "
+            "options of paceline pack, as --pack 'photos/ --resize 256'. On several hosts all of "
+            "them pack. The second --pack is for the second --stage.",
+            metavar="'SOURCE ...'",
             show_default=False,
         ),
     ] = None,
@@ -128,7 +139,7 @@ def run(
 
     with mistakes_told():
         knobs = knobs_of(settings, script, exchange)
-        sets = _staged(stage or [])
+        sets = sets_of(stage or [], [] if show else pack or [], Where(hosts, hostfile, launcher))
     job = Job(
         name=script,
         args=args or [],
@@ -160,20 +171,3 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
-
-
-def _staged(sets: list[Path]) -> list[str]:
-    """Their absolute paths. Raises ValueError for what is no packed set, or has nowhere to go."""
-    if not sets:
-        return []
-    from ..data.shard_format import load
-    from ..data.staging import VARIABLE
-
-    if not os.environ.get(VARIABLE):
-        raise ValueError(
-            f"--stage {sets[0]}: where to? HINT: {VARIABLE}=/local (a folder of each host's own: a "
-            "disk, or /dev/shm)"
-        )
-    for one in sets:
-        load(one)
-    return [str(one.resolve()) for one in sets]
