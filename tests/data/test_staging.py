@@ -14,6 +14,7 @@ import pytest
 
 import ranks
 import sets
+from needs import need
 from paceline.data import DataError, Loader, Shards, pack, shards, staging
 from paceline.data.room import free, kind_of
 from paceline.data.staging import VARIABLE, stage
@@ -153,6 +154,50 @@ def test_what_can_not_be_is_said(packed, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     running = command(packed)
     assert "where to? HINT: paceline stage SET ROOT" in running.communicate()[1]
+
+
+def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(packed, tmp_path, monkeypatch):
+    need(["root"] if os.geteuid() else [])
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=44k", "tmpfs", disk], check=True)
+    try:
+        monkeypatch.setattr(staging, "free", lambda _: 1 << 30)  # as another job took it since
+        with pytest.raises(ValueError, match=r"No space left on device.*HINT: make room, or give"):
+            stage(packed, disk)
+        monkeypatch.setenv(VARIABLE, str(disk))
+        assert list(staging.place(packed, disk).glob("shard-*"))
+        assert not list(staging.place(packed, disk).glob(".part*"))
+        assert len(reads(packed)) == 100
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        assert stage(packed, disk).here == 10
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+PLAIN_ROOT = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # modes count for it
+
+
+def test_a_permission_that_changes_is_told_and_training_goes_on(packed, tmp_path):
+    need(["root"] if os.geteuid() else [])
+    folder = stage(packed, tmp_path / "disk").folder
+    shards_there = sorted(folder.glob("shard-*"))
+    for shard in shards_there[5:]:
+        shard.unlink()
+    folder.chmod(0o555)
+    words = [*PLAIN_ROOT, sys.executable, "-m", "paceline", "stage", packed, tmp_path / "disk"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Permission denied. HINT: a folder of this host's own that can be written to" in (
+        " ".join(done.stderr.split())
+    )
+    shards_there[0].chmod(0)
+    script = "from paceline.data import Shards; import sys; s = Shards(sys.argv[1]); "
+    script += "print(len([s[i] for i in range(len(s))]))"
+    words = [*PLAIN_ROOT, sys.executable, "-c", script, packed]
+    near = ranks.environment(**{VARIABLE: str(tmp_path / "disk")})
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=near)
+    assert done.stdout == "100\n", done.stderr
 
 
 def test_memory_counts_as_the_jobs():
