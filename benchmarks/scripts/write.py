@@ -2,7 +2,7 @@
 
     python write.py NAME FOLDER [KIND ...]
 
-FOLDER: benchmarks/packing.py's, with KIND/files (class folders) or KIND.npy and KIND-labels.npy, and
+FOLDER: of benchmarks/packing.py, with KIND (class folders) or KIND.npy and KIND-labels.npy, and
 "few-KIND", which is written before and not counted. Prints JSON: for each kind the seconds until
 what was written is on its storage, of this call alone, and bytes of what was written.
 """
@@ -76,7 +76,7 @@ def plain(source: Source, samples: Iterable[Sample], to: Path) -> None:
     number = size = 0
     file = (to / "0").open("wb", 4 << 20)
     for data, _ in samples:
-        if size + len(data) > SHARD:
+        if size > SHARD:
             file.close()
             number, size = number + 1, 0
             file = (to / str(number)).open("wb", 4 << 20)

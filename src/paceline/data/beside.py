@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from .shard_format import checksum
 
 PIECE = 1 << 20  # bytes that are handed to the thread at a time, about
-PIECES = 16  # that wait for it, at most
+PIECES = 4  # that wait for it, at most
 FEW = 16  # parts; more of them become one before they are written
 
 

@@ -30,7 +30,7 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, labels: Path | None, work: Path) -> None:
         super().__init__()
-        self.folder, self.told = folder, str(folder)
+        self.folder, self.told, self._below = folder, str(folder), os.path.join(folder, "")
         self._listed = work / LISTED
         entries = _Classes(folder) if labels is None else _Table(folder, labels)
         if not (work / ENDS).exists():
@@ -50,7 +50,7 @@ class FolderSource(Source):
 
     def load(self, i: int) -> Loaded:
         label, name = self._entry(i)
-        data = _read(os.path.join(self.folder, name))
+        data = _read(name if name.startswith("/") else self._below + name)
         if not data:
             raise ValueError("the file is empty")
         if isinstance(self.label, Field):

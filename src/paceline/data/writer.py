@@ -60,9 +60,9 @@ class Writer:
         self._at += packed.length
         self._names.append(packed.name)
         if len(self._alike) < 2:
-            field = Field(packed.dtype, packed.shape)
-            if field not in self._alike:
-                self._alike.append(field)
+            kind = (packed.dtype, packed.shape)
+            if all(kind != (one.dtype, one.shape) for one in self._alike):
+                self._alike.append(Field(*kind))
 
     def close(self, place: int) -> None:
         """The open shard is whole, and all are kept; place: the first one in the order that is
@@ -87,10 +87,8 @@ class Writer:
             "alike": [[one.dtype, one.shape] for one in self._alike],
         }
         self._file.end()
-        rows, names = b"".join(self._rows), "".join(f"{name}\n" for name in self._names)
-        self._keeping = self._keeps.submit(
-            self._keep, number, shard, self._file, rows, os.fsencode(names), state
-        )
+        beside = (self._rows, self._names)
+        self._keeping = self._keeps.submit(self._keep, number, shard, self._file, *beside, state)
         self.shards.append(shard)
         self._out, self._whole = len(self.left_out), self._whole + shard.bytes
         self._file, self._at, self._rows, self._names = None, 0, [], []
@@ -100,14 +98,15 @@ class Writer:
         number: int,
         shard: Shard,
         file: Beside,
-        rows: bytes,
-        names: bytes,
+        rows: list[Any],
+        names: list[str],
         state: dict[str, Any],
     ) -> None:
         shard.crc = file.kept()
         (self.work / f"shard-{number:05}.part").replace(self.folder / shard.file)
-        _write(self.work / f"rows-{number:05}", rows)
-        _write(self.work / f"names-{number:05}", names)
+        _write(self.work / f"rows-{number:05}", b"".join(rows))
+        named = "".join(f"{name}\n" for name in names)
+        _write(self.work / f"names-{number:05}", os.fsencode(named))
         _write(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
 
     def abort(self) -> None:
