@@ -68,6 +68,29 @@ def test_loader_storage(tmp_path):
 
 
 @pytest.mark.soak
+def test_packing(tmp_path):
+    few = ("--images", "40", "--arrays", "20", "--texts", "60", "--folder", str(tmp_path))
+    path = tmp_path / "packing.json"
+    result = result_of("packing", path, *few, "--peers", "nobody", "webdataset")
+    for kind, least in (("images", 40), ("arrays", 20 * 691_200), ("texts", 60 * 1500)):
+        writers = result["measurements"][kind]
+        assert {"plain copy", "paceline", "paceline, no statistics"} <= set(writers)
+        assert not any(name.startswith("nobody") for name in writers)  # no such package is there
+        assert all(one[0]["bytes"] >= least for one in writers.values())
+        assert all(one[0]["s"] >= one[0]["call_s"] > 0 for one in writers.values())
+    assert not list(tmp_path.glob("tmp*"))
+
+
+@pytest.mark.soak
+def test_staging(tmp_path):
+    few = ("--megabytes", "20", "--samples", "50", "--folder", str(tmp_path))
+    result = result_of("staging", tmp_path / "staging.json", *few)
+    assert [len(ways) for ways in result["measurements"].values()] == [3, 3, 3, 3]
+    assert all(one[0] > 0 for ways in result["measurements"].values() for one in ways.values())
+    assert len(result["targets"]) == 8
+
+
+@pytest.mark.soak
 def test_step_time(tmp_path):
     path = tmp_path / "step.json"
     result = result_of("step_time", path, "--ranks", "1", "--steps", "30", "--warmup", "2")

@@ -12,7 +12,8 @@ from PIL import Image
 
 import ranks
 import sets
-from paceline.data import DataError, Loader, Shards, pack
+from paceline.data import DataError, Loader, Shards, pack, packing, statistics
+from paceline.data import folder as folder_source
 from paceline.data.decode import jpeg_package
 
 
@@ -210,6 +211,42 @@ def test_what_is_written_does_not_depend_on_the_threads(tmp_path):
         pack(folder, tmp_path / f"out{workers}", workers=workers, shard_bytes=4000)
     assert len(Shards(tmp_path / "out1").meta.shards) > 3
     assert sets.contents(tmp_path / "out1") == sets.contents(tmp_path / "out5")
+
+
+@pytest.mark.parametrize("little_s", [0.0, 1e9], ids=["threads", "alone"])
+def test_what_is_written_does_not_depend_on_how_it_is_read(tmp_path, monkeypatch, little_s):
+    folder = sets.images(tmp_path / "in", count=300)
+    pack(folder, tmp_path / "a", shard_bytes=20_000)
+    monkeypatch.setattr(packing, "LITTLE_S", little_s)
+    monkeypatch.setattr(folder_source, "KEPT_BYTES", 0)
+    pack(folder, tmp_path / "b", shard_bytes=20_000)
+    assert len(Shards(tmp_path / "a").meta.shards) > 5
+    assert sets.contents(tmp_path / "a") == sets.contents(tmp_path / "b")
+    told = [Shards(tmp_path / name).meta for name in ("a", "b")]
+    assert told[0].statistics == told[1].statistics
+    assert told[0].shards == told[1].shards
+
+
+def test_a_stream_may_give_the_same_memory_again(tmp_path):
+    def given():
+        array, data = np.zeros(1000), bytearray(8000)
+        for i in range(50):
+            array[:], data[:] = i, bytes([i]) * 8000
+            yield (array if kind == "arrays" else data), i
+
+    for kind in ("arrays", "files"):
+        pack(given(), tmp_path / kind)
+        for data, label in samples(tmp_path / kind):
+            assert set(data) == {label}
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_values_are_counted_as_numpy_counts_them(monkeypatch, channels):
+    image = np.random.default_rng(0).integers(0, 256, (30, 41, channels), np.uint8)
+    by_pillow = statistics._of_bytes(image)
+    monkeypatch.setattr(statistics, "find_spec", lambda name: None)
+    for one, other in zip(by_pillow, statistics._of_bytes(image), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_a_killed_pack_goes_on_and_gives_the_same_bytes(tmp_path):

@@ -3,13 +3,13 @@ function makes of it."""
 
 import io
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .decode import compressed, decode, described, opened
-from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_bytes
+from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_packed
 from .sources import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
 
@@ -49,46 +49,44 @@ class Encoding:
             raise ValueError(f"quality={self.quality}: HINT: 1 to 100, as JPEG has it")
 
 
-@dataclass
+@dataclass(slots=True)
 class Packed:
-    """One sample, ready to be written. crc: of its bytes, without its row."""
+    """One sample, ready to be written. length: bytes. crc: of its bytes, without its row.
+    statistics: of this one, where they are taken."""
 
     encoding: int
     shape: tuple[int, ...]
     dtype: str
     parts: list[Any]
+    length: int
     label: int
     crc: int
     name: str
-    statistics: Statistics = field(default_factory=Statistics)  # of this one
+    statistics: Statistics | None = None
 
-    @property
-    def length(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    def row(self, shard: int, offset: int) -> tuple[Row, bytes]:
-        """Its row at a place, and that row's bytes."""
+    def row(self, shard: int, offset: int) -> bytes:
+        """Its row at a place."""
         place = (self.label, offset, self.length, shard)
-        row = Row(*place, self.shape, self.dtype, self.encoding, 0, b"")
-        covered = row_bytes(row)
-        crc = checksum(covered, start=self.crc)
-        return row._replace(covered=covered, crc=crc), covered + crc.to_bytes(4, "little")
+        covered = row_packed(*place, self.shape, self.dtype, self.encoding)
+        return covered + checksum(covered, start=self.crc).to_bytes(4, "little")
 
 
 def encoded(loaded: Loaded, how: Encoding, label: Field | str | None) -> Packed:
     """Raises ValueError where a sample, or its label, is not what it is said to be."""
     encoding, shape, dtype, data = _encoded(loaded, how)
-    parts, number = [data], 0
+    parts, number, length = [data], 0, len(data)
     if isinstance(label, Field):
         array = np.asarray(loaded.label, label.dtype, order="C")
         if array.shape != label.shape:
             raise ValueError(f"its label is {array.shape}, and others are {label.shape}")
         parts.append(array.tobytes())
+        length += len(parts[1])
     elif label is not None:
         number = int(loaded.label)
-    if sum(map(len, parts)) >= 1 << 32:
+    if length >= 1 << 32:
         raise ValueError("has 4 GiB or more. HINT: cut it into patches")
-    return Packed(encoding, shape, dtype, parts, number, checksum(b"", *parts), loaded.name)
+    crc = checksum(b"", *parts)
+    return Packed(encoding, shape, dtype, parts, length, number, crc, loaded.name)
 
 
 def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
@@ -148,7 +146,17 @@ def _of_array(array: np.ndarray[Any, Any], how: Encoding) -> tuple[int, tuple[in
     array = np.asarray(array, kind, order="C")
     if how.compress:
         return ZSTD, array.shape, kind.name, compressed(array)
-    return RAW, array.shape, kind.name, array.tobytes()
+    return RAW, array.shape, kind.name, _bytes(array)
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> Any:
+    """A C-ordered array's. Where they are, if nobody can write there before they are packed."""
+    held = array
+    while isinstance(held.base, np.ndarray):
+        held = held.base
+    if isinstance(held.base, bytes) and array.size:
+        return array.reshape(-1).view(np.uint8).data
+    return array.tobytes()
 
 
 def _fits(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:

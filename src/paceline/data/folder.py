@@ -12,6 +12,7 @@ import numpy as np
 from .shard_format import Field
 from .sources import ARRAYS, IMAGES, Loaded, Source
 
+KEPT_BYTES = 16 << 20  # of a listing, at most, in memory; a longer one is read line by line
 LISTED, ENDS = "listing", "listing.ends"  # in the working folder: a line a sample, where it ends
 SHOWN = 3
 
@@ -29,7 +30,7 @@ class FolderSource(Source):
 
     def __init__(self, folder: Path, labels: Path | None, work: Path) -> None:
         super().__init__()
-        self.folder, self.told = folder, str(folder)
+        self.folder, self.told, self._below = folder, str(folder), os.path.join(folder, "")
         self._listed = work / LISTED
         entries = _Classes(folder) if labels is None else _Table(folder, labels)
         if not (work / ENDS).exists():
@@ -38,6 +39,8 @@ class FolderSource(Source):
         self.notes = entries.notes
         self._ends = np.fromfile(work / ENDS, np.int64)
         self._file = os.open(self._listed, os.O_RDONLY)
+        small = self._listed.stat().st_size <= KEPT_BYTES
+        self._lines = self._listed.read_bytes() if small else None
         if not len(self._ends):
             raise ValueError(f"{folder}: has no files to pack. HINT: is it the right folder?")
         self.kind = self._kind()
@@ -47,8 +50,7 @@ class FolderSource(Source):
 
     def load(self, i: int) -> Loaded:
         label, name = self._entry(i)
-        path = self.folder / name
-        data = path.read_bytes()
+        data = _read(name if name.startswith("/") else self._below + name)
         if not data:
             raise ValueError("the file is empty")
         if isinstance(self.label, Field):
@@ -62,9 +64,12 @@ class FolderSource(Source):
         os.close(self._file)
 
     def _entry(self, i: int) -> tuple[Any, str]:
-        start = int(self._ends[i - 1]) if i else 0
-        line = os.pread(self._file, int(self._ends[i]) - start, start)
-        told, name = os.fsdecode(line).rstrip("\n").split("\t", 1)
+        start, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
+        if self._lines is None:
+            line = os.pread(self._file, end - start, start)
+        else:
+            line = self._lines[start:end]
+        told, _, name = os.fsdecode(line).rstrip("\n").partition("\t")
         if isinstance(self.label, Field):
             return [float(one) for one in told.split(",")], name
         return (int(told) if told else None), name
@@ -172,6 +177,22 @@ def _kind(told: str) -> str:
     except ValueError:
         return "text" if told else "float"
     return "whole" if number.is_integer() and told.lstrip("-").isdigit() else "float"
+
+
+def _read(path: str) -> bytes:
+    """A file's bytes. Of small ones most of the time is what Python's own files do beside."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(file).st_size
+        data = os.read(file, size + 1)
+        if len(data) == size:
+            return data
+        parts = [data]  # it is longer by now, or comes in parts
+        while parts[-1]:
+            parts.append(os.read(file, 1 << 20))
+        return b"".join(parts)
+    finally:
+        os.close(file)
 
 
 def files_below(folder: Path) -> Iterator[str]:

@@ -35,6 +35,9 @@ KINDS = {RAW: "arrays", ZSTD: "arrays", JPEG: "images", IMAGE: "images", FILE: "
 AHEAD_BYTES = 256 << 20  # that are encoded and not yet written, at most
 LOOKS = 100  # samples, until one can be read
 CHUNK_BYTES = 1 << 20  # about what one thread takes at a time
+LITTLE_S = 100e-6  # of a processor, that a sample takes at most where threads are no gain
+TRIED = 4  # samples, read without threads to see whether that is faster
+UNTIL = 1024  # chunks for threads from one try to the next, at most
 Step = Callable[[int, int], None]  # samples that are done, and bytes
 
 
@@ -127,11 +130,15 @@ class _Packing:
     def _run(self, workers: int, step: Step) -> Report:
         samples, start = len(self.source), self.writer.next
         order = np.random.default_rng(self.plan["seed"]).permutation(samples)
+        classes = self.statistics.classes if self.source.label == "class" else None
         for at, packed in self._encoded(order, start, workers):
             if isinstance(packed, Packed):
                 self.writer.add(packed, at)
                 # after it: a shard that ends before it has no part of it
-                self.statistics.merge(packed.statistics)
+                if classes is not None:
+                    classes[packed.label] += 1
+                if packed.statistics is not None:
+                    self.statistics.merge(packed.statistics)
             else:
                 self.writer.left_out.append(packed)
             step(at + 1, self.writer.bytes)
@@ -143,19 +150,28 @@ class _Packing:
         return Report(meta, 0.0, start, self.writer.left_out, self.source.notes)
 
     def _encoded(self, order: Any, start: int, workers: int) -> Iterator[tuple[int, Packed | str]]:
-        """(place, sample, or why there is none) in order, encoded ahead by threads."""
+        """(place, sample, or why there is none) in order, encoded ahead by threads where that is
+        faster."""
         pool = ThreadPoolExecutor(workers, "paceline-pack")
         waiting: deque[tuple[int, Future[list[Packed | str]]]] = deque()
-        at, size, each = start, 0.0, 1
+        at, size, each, pace = start, 0.0, 1, _Pace()
         try:
             while at < len(order) or waiting:
                 most = max(min(2 * workers, int(AHEAD_BYTES / max(size * each, 1))), 1)
-                while at < len(order) and len(waiting) < most:
+                while at < len(order) and len(waiting) < most and not pace.alone:
                     chunk = order[at : at + each].tolist()
                     waiting.append((at, pool.submit(self._chunk, at, chunk)))
                     at += len(chunk)
-                first, done = waiting.popleft()
-                for place, packed in enumerate(done.result(), first):
+                    pace.handed()
+                if waiting:
+                    first, done = waiting.popleft()
+                    found = done.result()
+                else:
+                    chunk = order[at : at + min(each, pace.most)].tolist()
+                    with pace.measured(len(chunk)):
+                        first, found = at, self._chunk(at, chunk)
+                    at += len(chunk)
+                for place, packed in enumerate(found, first):
                     yield place, packed
                     if isinstance(packed, Packed):  # the largest of late says how many at a time
                         size = max(packed.length, 0.9 * size)
@@ -180,10 +196,8 @@ class _Packing:
                     "on_error skip (--on-error skip) leaves out what can't be read"
                 ) from error
             return why
-        packed.statistics = Statistics(self.writer.images)
-        if self.source.label == "class":
-            packed.statistics.classes[packed.label] = 1
         if array is not None:
+            packed.statistics = Statistics(self.writer.images)
             packed.statistics.add(array)
         return packed
 
@@ -206,6 +220,34 @@ class _Packing:
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )
+
+
+class _Pace:
+    """Whether samples are read without threads: where nothing is waited for and a sample takes
+    little, threads take longer to hand the interpreter's lock to each other than to do the work.
+    Found by a few samples at a time that one thread reads alone; ever less often where it was not
+    so. alone: whether the next ones are. most: of them."""
+
+    def __init__(self) -> None:
+        self.alone, self.most = True, TRIED
+        self._handed, self._until = 0, 1
+
+    def handed(self) -> None:
+        """A chunk went to a thread."""
+        self._handed += 1
+        if self._handed >= self._until:
+            self.alone, self._handed, self._until = True, 0, min(2 * self._until, UNTIL)
+
+    @contextmanager
+    def measured(self, samples: int) -> Iterator[None]:
+        began, used = time.perf_counter(), time.thread_time()
+        yield
+        took, used = time.perf_counter() - began, time.thread_time() - used
+        self.alone = used / samples < LITTLE_S and used > took / 2
+        if self.alone:
+            self.most, self._until = self.most * 4, 1
+        else:
+            self.most = TRIED
 
 
 def _kind(source: Source, how: Encoding) -> str:
@@ -236,17 +278,20 @@ def _spooled(stream: Source, work: Path, step: Step) -> Source:
         (spool / WORK).mkdir(parents=True)
         writer = Writer(spool, spool / WORK, SPOOL_BYTES, images=False)
         count, kinds = 0, set()
-        for loaded in stream.each():
-            packed = encoded(loaded, Encoding(), stream.label)
-            images = packed.encoding == RAW and pictures(packed.dtype, packed.shape)
-            kinds.add("images" if images else KINDS[packed.encoding])
-            writer.add(packed, count)
-            count += 1
-            step(count, writer.bytes)
-        if len(kinds) != 1:
-            some = " and ".join(sorted(kinds)) or "no samples"
-            raise ValueError(f"{stream.told}: gives {some}. HINT: samples of one kind")
-        writer.close(count)
+        try:
+            for loaded in stream.each():
+                packed = encoded(loaded, Encoding(), stream.label)
+                images = packed.encoding == RAW and pictures(packed.dtype, packed.shape)
+                kinds.add("images" if images else KINDS[packed.encoding])
+                writer.add(packed, count)
+                count += 1
+                step(count, writer.bytes)
+            if len(kinds) != 1:
+                some = " and ".join(sorted(kinds)) or "no samples"
+                raise ValueError(f"{stream.told}: gives {some}. HINT: samples of one kind")
+            writer.close(count)
+        finally:
+            writer.abort()
         packed_as = {"kind": kinds.pop()}
         meta = Meta(
             count,

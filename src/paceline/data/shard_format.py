@@ -182,14 +182,26 @@ def _meta(whole: dict[str, Any]) -> Meta:
 
 def row_bytes(row: Row) -> bytes:
     """The first 44 bytes of a row, which its checksum is over."""
-    ndim, shape = len(row.shape), row.shape
+    place = (row.label, row.offset, row.length, row.shard)
+    return row_packed(*place, row.shape, row.dtype, row.encoding)
+
+
+def row_packed(
+    label: int,
+    offset: int,
+    length: int,
+    shard: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    encoding: int,
+) -> bytes:
+    """``row_bytes`` of what a row says."""
+    ndim = len(shape)
     if ndim > DIMS:
         ndim, shape = AS_THE_SET, ()
     sides = (*shape, *(0,) * (DIMS - len(shape)))
-    kind = DTYPES.index(row.dtype)
-    packed = ROW.pack(
-        row.label, row.offset, row.length, row.shard, *sides, kind, ndim, row.encoding, 0
-    )
+    kind = DTYPES.index(dtype)
+    packed = ROW.pack(label, offset, length, shard, *sides, kind, ndim, encoding, 0)
     return packed[:COVERED]
 
 
@@ -210,7 +222,7 @@ def checksum(covered: bytes, *parts: Any, start: int = 0) -> int:
     value = start
     for part in parts:
         value = crc32c(part, value)
-    return int(crc32c(covered, value))
+    return int(crc32c(covered, value)) if covered else value
 
 
 def _same_size(path: Path, wanted: int) -> None:

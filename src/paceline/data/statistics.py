@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,19 @@ class Statistics:
 
 def _of_bytes(image: np.ndarray[Any, Any]) -> tuple[Any, Any]:
     """Mean and squares of each channel, from how often each of 256 values is there."""
-    counts = np.stack(
-        [np.bincount(image[:, :, c].ravel(), minlength=256) for c in range(image.shape[2])]
-    )
+    counts = _counts(image)
     values = np.arange(256.0)
     mean = counts @ values / counts.sum(1)
     squares = (counts * (values - mean[:, None]) ** 2).sum(1)
     return mean, squares
+
+
+def _counts(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """How often each value is there, by channel. Pillow counts twice as fast as numpy."""
+    channels = image.shape[2]
+    if channels in (1, 3, 4) and find_spec("PIL") is not None:
+        from PIL import Image
+
+        picture = Image.fromarray(image[:, :, 0] if channels == 1 else image)
+        return np.array(picture.histogram(), np.int64).reshape(channels, 256)
+    return np.stack([np.bincount(image[:, :, c].ravel(), minlength=256) for c in range(channels)])

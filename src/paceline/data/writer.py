@@ -2,20 +2,21 @@
 
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from . import shard_format
+from .beside import Beside
 from .encode import Packed
 from .shard_format import Field, Meta, Shard
 from .statistics import Statistics
 
-BUFFER = 4 << 20
-
 
 class Writer:
-    """``add`` samples, ``close``, ``finish``. next: the place in the order to go on at, behind
-    what an earlier writer has left whole."""
+    """``add`` samples, ``close``, ``finish``, and in any case ``abort``. next: the place in the
+    order to go on at, behind what an earlier writer has left whole. A thread writes, and another
+    one keeps the shard before: it waits for the storage."""
 
     def __init__(self, folder: Path, work: Path, shard_bytes: int, images: bool) -> None:
         self.folder, self.work, self.limit, self.images = folder, work, shard_bytes, images
@@ -26,8 +27,12 @@ class Writer:
         self._alike: list[Field] = []  # of all samples so far; two where they differ
         self._names: list[str] = []
         self._rows: list[bytes] = []
-        self._file: BinaryIO | None = None
-        self._at = self._crc = self._out = 0
+        self._file: Beside | None = None
+        self._at = self._whole = self._out = 0  # bytes: of the open shard, of those before
+        self._writes, self._keeps = (
+            ThreadPoolExecutor(1, f"paceline-{name}") for name in ("write", "keep")
+        )
+        self._keeping: Future[None] | None = None
         while self._kept():
             pass
 
@@ -37,7 +42,7 @@ class Writer:
 
     @property
     def bytes(self) -> int:
-        return sum(shard.bytes for shard in self.shards) + self._at
+        return self._whole + self._at
 
     @property
     def alike(self) -> Field | None:
@@ -47,51 +52,69 @@ class Writer:
     def add(self, packed: Packed, place: int) -> None:
         """The next sample; place: in the order."""
         if self._file is not None and self._at + packed.length > self.limit:
-            self.close(place)
+            self._end(place)
         if self._file is None:
-            self._file = (self.work / "shard.part").open("wb", BUFFER)
-        _, row = packed.row(len(self.shards), self._at)
-        for part in packed.parts:
-            self._file.write(part)
-            self._crc = shard_format.checksum(b"", part, start=self._crc)
+            self._file = Beside(self.work / f"shard-{len(self.shards):05}.part", self._writes)
+        self._rows.append(packed.row(len(self.shards), self._at))
+        self._file.write(packed.parts, packed.length)
         self._at += packed.length
-        self._rows.append(row)
         self._names.append(packed.name)
         if len(self._alike) < 2:
-            self._alike = list(dict.fromkeys([*self._alike, Field(packed.dtype, packed.shape)]))
+            kind = (packed.dtype, packed.shape)
+            if all(kind != (one.dtype, one.shape) for one in self._alike):
+                self._alike.append(Field(*kind))
 
     def close(self, place: int) -> None:
-        """The open shard is whole; place: the first one in the order that is not in it."""
-        if self._file is None:
-            return
-        with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
+        """The open shard is whole, and all are kept; place: the first one in the order that is
+        not in it."""
+        if self._file is not None:
+            self._end(place)
+        if self._keeping is not None:
+            self._keeping.result()
+
+    def _end(self, place: int) -> None:
+        """The open shard is kept by the thread for it, once the one before is."""
+        assert self._file is not None
+        if self._keeping is not None:
+            self._keeping.result()
         number = len(self.shards)
-        shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._at, self._crc)
-        (self.work / "shard.part").replace(self.folder / shard.file)
-        _write(self.work / f"rows-{number:05}", b"".join(self._rows))
-        names = "".join(f"{name}\n" for name in self._names)
-        _write(self.work / f"names-{number:05}", os.fsencode(names))
-        self.shards.append(shard)
+        shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._at, 0)
         state = {
-            "shard": vars(shard),
+            "shard": vars(shard),  # of which the checksum is still to come
             "next": place,
             "left_out": self.left_out[self._out :],
             "statistics": self.statistics.as_state(),
             "alike": [[one.dtype, one.shape] for one in self._alike],
         }
+        self._file.end()
+        beside = (self._rows, self._names)
+        self._keeping = self._keeps.submit(self._keep, number, shard, self._file, *beside, state)
+        self.shards.append(shard)
+        self._out, self._whole = len(self.left_out), self._whole + shard.bytes
+        self._file, self._at, self._rows, self._names = None, 0, [], []
+
+    def _keep(
+        self,
+        number: int,
+        shard: Shard,
+        file: Beside,
+        rows: list[Any],
+        names: list[str],
+        state: dict[str, Any],
+    ) -> None:
+        shard.crc = file.kept()
+        (self.work / f"shard-{number:05}.part").replace(self.folder / shard.file)
+        _write(self.work / f"rows-{number:05}", b"".join(rows))
+        named = "".join(f"{name}\n" for name in names)
+        _write(self.work / f"names-{number:05}", os.fsencode(named))
         _write(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
-        self._out = len(self.left_out)
-        self._file, self._at, self._crc, self._rows, self._names = None, 0, 0, [], []
 
     def abort(self) -> None:
         """Nothing more comes; the open shard is not kept."""
         if self._file is not None:
-            try:
-                self._file.close()
-            except OSError:  # the disk is full, which was said already
-                pass
+            self._file.abort()
+        for pool in (self._writes, self._keeps):
+            pool.shutdown(wait=True)
 
     def finish(self, meta: Meta, named: bool) -> None:
         """The index, the names, and last of all what says that the set is whole."""
@@ -120,6 +143,7 @@ class Writer:
         except (OSError, ValueError):
             return False
         self.shards.append(shard)
+        self._whole += shard.bytes
         self.next = state["next"]
         self.left_out += state["left_out"]
         self._out = len(self.left_out)
