@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .decode import compressed, decode, described, opened
+from .decode import compressed, decode, described, npy, opened
 from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_bytes
 from .sources import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
@@ -98,7 +98,7 @@ def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, 
     if isinstance(data, np.ndarray):
         return _of_array(data, how)
     if loaded.end in ARRAYS:
-        return _of_array(np.load(io.BytesIO(data), allow_pickle=False), how)
+        return _of_array(npy(data), how)
     if loaded.end not in IMAGES:
         return FILE, (), "uint8", data
     encoding, shape, dtype = described(data, loaded.end in JPEGS)
@@ -117,7 +117,7 @@ def array_of(loaded: Loaded) -> Any:
     if isinstance(data, np.ndarray):
         return data
     if loaded.end in ARRAYS:
-        return np.load(io.BytesIO(data), allow_pickle=False)
+        return npy(data)
     if loaded.end not in IMAGES:
         return data
     encoding, shape, dtype = described(data, loaded.end in JPEGS)
