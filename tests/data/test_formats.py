@@ -18,7 +18,7 @@ import zarr
 
 import paceline
 import sets
-from paceline.data import Shards, export, pack
+from paceline.data import Loader, Shards, export, pack
 from paceline.data.export import WRITES, converted
 from paceline.data.shards import Scratch
 
@@ -308,6 +308,8 @@ def test_chunks_that_are_not_there_are_told(tmp_path):
     assert report.notes == [
         f"{tmp_path}/h.h5:x: 3 of 5 chunks are not there, and read as fill values"
     ]
+    with pytest.warns(UserWarning, match=r"Loader: .*h\.h5:x: 3 of 5 chunks are not there"):
+        Loader(tmp_path / "h.h5")
 
 
 def test_what_is_not_clear_is_asked(tmp_path):
