@@ -312,6 +312,17 @@ def test_chunks_that_are_not_there_are_told(tmp_path):
         Loader(tmp_path / "h.h5")
 
 
+def test_samples_without_a_byte(tmp_path):
+    with h5py.File(tmp_path / "h.h5", "w") as file:
+        x = file.create_dataset("x", 3, h5py.vlen_dtype(np.uint8))
+        x[0], x[2] = np.arange(5), np.arange(7)
+    with pytest.raises(ValueError, match=r"sample 1: is empty: no byte of it is there"):
+        pack(tmp_path / "h.h5", tmp_path / "one")
+    pack(np.zeros((3, 0), np.float32), tmp_path / "two")
+    assert [len(one) for one in Shards(tmp_path / "two")] == [0, 0, 0]
+    assert [x.shape for x in Loader(tmp_path / "two", 2)] == [(2, 0), (1, 0)]
+
+
 def test_what_is_not_clear_is_asked(tmp_path):
     with h5py.File(tmp_path / "two.h5", "w") as file:
         file["a"], file["b"] = np.zeros((3, 2)), np.zeros((3, 2))

@@ -100,6 +100,8 @@ def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, 
     if loaded.end in ARRAYS:
         return _of_array(npy(data), how)
     if loaded.end not in IMAGES:
+        if not data:
+            raise ValueError("is empty: no byte of it is there")
         return FILE, (), "uint8", data
     encoding, shape, dtype = described(data, loaded.end in JPEGS)
     if how.resize is not None and min(shape[:2]) > how.resize:
