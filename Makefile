@@ -21,7 +21,8 @@ $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@$(BIN)/pip install $(PIP_ARGS) --no-deps aeon  # for its data, which examples/sets.py packs
 	@touch $@
 
-# Frameworks whose scripts are recorded in the tests; without them those tests are skipped.
+# Frameworks whose scripts are recorded in the tests, or that plug in (NVIDIA's DALI, 0.3 GB);
+# without them those tests are skipped.
 $(VENV)/frameworks: $(VENV)/installed
 	@$(BIN)/pip install $(PIP_ARGS) -e '.[frameworks]'
 	@touch $@

@@ -18,7 +18,7 @@ import zarr
 
 import paceline
 import sets
-from paceline.data import Shards, export, pack
+from paceline.data import Loader, Shards, export, pack
 from paceline.data.export import WRITES, converted
 from paceline.data.shards import Scratch
 
@@ -232,6 +232,95 @@ def test_what_is_damaged_is_told(tmp_path, to, inside, damage, said):
     damage(dest / inside if inside else dest)
     with pytest.raises(ValueError, match=said):
         pack(dest, tmp_path / "again")
+
+
+def _tar(path, members=6):
+    with tarfile.open(path, "w") as tar:
+        for k in range(members):
+            made = io.BytesIO()
+            np.save(made, np.full(200, k))
+            one = tarfile.TarInfo(f"{k}.npy")
+            one.size = len(made.getvalue())
+            tar.addfile(one, io.BytesIO(made.getvalue()))
+    return path
+
+
+def test_a_tar_that_ends_before_its_end_is_told(tmp_path):
+    each = 512 + 2048  # a member, with its header
+    whole = _tar(tmp_path / "t.tar").read_bytes()
+    assert len(whole) % 10240 == 0
+    damaged = bytearray(whole)
+    damaged[3 * each] ^= 1
+    (tmp_path / "t.tar").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"t\.tar: no tar member at byte 7,680\. HINT: copy"):
+        pack(tmp_path / "t.tar", tmp_path / "one")
+    (tmp_path / "t.tar").write_bytes(whole[: 4 * each])
+    with pytest.raises(ValueError, match=r"is truncated: it has no end mark"):
+        pack(tmp_path / "t.tar", tmp_path / "one")
+    (tmp_path / "t.tar").write_bytes(whole[: 4 * each] + bytes(20480))
+    report = pack(tmp_path / "t.tar", tmp_path / "one")
+    assert report.meta.samples == 4
+    assert report.notes == [f"{tmp_path}/t.tar: 20,480 zeros at its end: members may be missing"]
+
+
+@pytest.mark.parametrize("kind", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"])
+@pytest.mark.parametrize("variables", [1, 2])
+def test_an_old_netcdf_that_was_cut_is_told(tmp_path, kind, variables):
+    path = tmp_path / "t.nc"
+    with netCDF4.Dataset(path, "w", format=kind) as file:
+        file.title = "cut"
+        file.createDimension("time", None)
+        file.createDimension("place", 5)
+        fixed = file.createVariable("where", "f8", ("place",))
+        fixed.units = "m"
+        for k in range(variables):
+            made = file.createVariable(f"v{k}", "i2", ("time", "place"))
+            made[:] = np.arange(50).reshape(10, 5)
+        fixed[:] = np.arange(5)
+    assert pack(f"{path}:v0", tmp_path / "one").notes == []
+    whole = path.read_bytes()
+    padding = 2 if variables > 1 else 0  # of the last record, which a file may do without
+    path.write_bytes(whole[: -1 - padding])
+    with pytest.raises(ValueError, match=r"t\.nc: is truncated: [\d,]+ bytes of at least"):
+        pack(f"{path}:v0", tmp_path / "two")
+    path.write_bytes(whole + whole[-100:])
+    report = pack(f"{path}:v0", tmp_path / "two")
+    assert report.notes == [f"{path}: is longer than its 10 records: are there more?"]
+
+
+def test_chunks_that_are_not_there_are_told(tmp_path):
+    group = zarr.open_group(str(tmp_path / "z.zarr"), mode="w")
+    group.create_array("x", data=np.ones((40, 3)), chunks=(8, 3))
+    assert pack(tmp_path / "z.zarr", tmp_path / "whole").notes == []
+    (tmp_path / "z.zarr/x/c/2/0").unlink()
+    report = pack(tmp_path / "z.zarr", tmp_path / "one")
+    assert report.notes == [
+        f"{tmp_path}/z.zarr:x: 1 of 5 chunks are not there, and read as fill values"
+    ]
+    group.create_array("y", data=np.arange(40), chunks=(8,))
+    (tmp_path / "z.zarr/x/zarr.json").unlink()
+    report = pack(tmp_path / "z.zarr", tmp_path / "three")
+    assert report.meta.array.shape == ()
+    assert "Object at x is not recognized" in report.notes[0]
+    with h5py.File(tmp_path / "h.h5", "w") as file:
+        file.create_dataset("x", (40, 3), "f4", chunks=(8, 3))[:16] = 1
+    report = pack(tmp_path / "h.h5", tmp_path / "two")
+    assert report.notes == [
+        f"{tmp_path}/h.h5:x: 3 of 5 chunks are not there, and read as fill values"
+    ]
+    with pytest.warns(UserWarning, match=r"Loader: .*h\.h5:x: 3 of 5 chunks are not there"):
+        Loader(tmp_path / "h.h5")
+
+
+def test_samples_without_a_byte(tmp_path):
+    with h5py.File(tmp_path / "h.h5", "w") as file:
+        x = file.create_dataset("x", 3, h5py.vlen_dtype(np.uint8))
+        x[0], x[2] = np.arange(5), np.arange(7)
+    with pytest.raises(ValueError, match=r"sample 1: is empty: no byte of it is there"):
+        pack(tmp_path / "h.h5", tmp_path / "one")
+    pack(np.zeros((3, 0), np.float32), tmp_path / "two")
+    assert [len(one) for one in Shards(tmp_path / "two")] == [0, 0, 0]
+    assert [x.shape for x in Loader(tmp_path / "two", 2)] == [(2, 0), (1, 0)]
 
 
 def test_what_is_not_clear_is_asked(tmp_path):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 
 from .base import app, mistakes_told
 from .sizes import bytes_of
+from .watched import watched
 
 QUIET_S = 10.0  # between two lines of progress where there is no terminal
 
@@ -126,10 +128,6 @@ def pack(
             raise typer.Exit(code)
         if dest is None:
             raise ValueError("where to? HINT: paceline pack SOURCE DEST")
-        from ..data.export import converted
-        from ..data.packing import pack as packed
-        from ..data.sources import imported
-
         options: dict[str, Any] = {
             "shard_bytes": bytes_of(shard_size, "--shard-size"),
             "seed": seed,
@@ -139,16 +137,33 @@ def pack(
             "quality": quality,
             "compress": compress,
             "cast": cast,
-            "apply": None if apply is None else imported(apply, "--apply"),
+            "apply": apply,
             "statistics": statistics,
             "on_error": on_error,
             "fresh": fresh,
         }
-        with progress("packed" if to is None else "done", None) as step:
-            if to is None:
-                report = packed(source, dest, labels, **options, step=step)
-            else:
-                report = converted(source, dest, to, labels, **options, step=step)
+        work = partial(_packed, source, dest, to, labels, options, json)
+        library = _library(source)
+        if library:  # made in C, and not all of it checks what it reads
+            watched(work, partial(_at_fault, source, library))
+        else:
+            work()
+
+
+def _packed(
+    source: str, dest: Path, to: str | None, labels: Path | None, options: Any, json: bool
+) -> None:
+    from ..data.export import converted
+    from ..data.packing import pack as packed
+    from ..data.sources import imported
+
+    if options["apply"] is not None:
+        options["apply"] = imported(options["apply"], "--apply")
+    with progress("packed" if to is None else "done", None) as step:
+        if to is None:
+            report = packed(source, dest, labels, **options, step=step)
+        else:
+            report = converted(source, dest, to, labels, **options, step=step)
     meta = asdict(report.meta)
     if json:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
@@ -159,6 +174,21 @@ def pack(
     from ..report import dataset as shown
 
     Console().print(shown.drawn(meta, report.left_out, report.notes, report.seconds))
+
+
+def _library(source: str) -> str:
+    """That reads the source, where it is a file of another format; or ""."""
+    from ..data import formats
+
+    kind = formats.known(formats.split(source)[0])
+    return formats.FORMATS[kind].library if kind else ""
+
+
+def _at_fault(source: str, library: str, what: str) -> str:
+    return (
+        f"{source}: {library} {what} while it read this: the file is damaged. HINT: copy it "
+        "again, or see what h5dump, ncdump, mdb_stat ... say of it"
+    )
 
 
 def _check(folder: Path, workers: int | None, json: bool) -> int:

@@ -52,7 +52,7 @@ class Recipe:
         self.array: Field | None = None
         self.channels_last = False  # as they are made; they are given with channels first
         self.seeds_all = False  # the global generators too: in a process that has them for itself
-        self._draws = transform is not None and _takes_two(transform)
+        self._draws = transform is not None and takes_two(transform)
         self._tensors = False  # whether the transform gives them
 
     def seeded(self, seed: int) -> "Recipe":
@@ -265,7 +265,7 @@ def _ragged(recipe: Recipe, i: int, what: Field, usual: Field | None = None) -> 
     )
 
 
-def _takes_two(transform: Callable[..., Any]) -> bool:
+def takes_two(transform: Callable[..., Any]) -> bool:
     """Whether it takes a generator beside the sample."""
     try:
         inspect.signature(transform).bind(None, None)

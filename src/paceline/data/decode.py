@@ -89,6 +89,17 @@ def opened(data: Bytes) -> Any:
     return picture
 
 
+def npy(data: Bytes) -> np.ndarray[Any, Any]:
+    """The array of a .npy file's bytes. Raises ValueError for any other."""
+    try:
+        array: np.ndarray[Any, Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("an archive of several")
+    except Exception as error:  # numpy parses its header as Python, and raises what that does
+        raise ValueError(f"is no .npy that can be read: {error}") from None
+    return array
+
+
 def described(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:
     """Encoding, shape and dtype of an image file, from its head."""
     fast = jpeg_package() if jpeg else None

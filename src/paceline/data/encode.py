@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .decode import compressed, decode, described, opened
-from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_packed
+from .decode import compressed, decode, described, npy, opened
+from .shard_format import FILE, RAW, ZSTD, Field, checksum, row_packed
 from .sources import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
 
@@ -96,8 +96,10 @@ def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, 
     if isinstance(data, np.ndarray):
         return _of_array(data, how)
     if loaded.end in ARRAYS:
-        return _of_array(np.load(io.BytesIO(data), allow_pickle=False), how)
+        return _of_array(npy(data), how)
     if loaded.end not in IMAGES:
+        if not data:
+            raise ValueError("is empty: no byte of it is there")
         return FILE, (), "uint8", data
     encoding, shape, dtype = described(data, loaded.end in JPEGS)
     if how.resize is not None and min(shape[:2]) > how.resize:
@@ -115,7 +117,7 @@ def array_of(loaded: Loaded) -> Any:
     if isinstance(data, np.ndarray):
         return data
     if loaded.end in ARRAYS:
-        return np.load(io.BytesIO(data), allow_pickle=False)
+        return npy(data)
     if loaded.end not in IMAGES:
         return data
     encoding, shape, dtype = described(data, loaded.end in JPEGS)

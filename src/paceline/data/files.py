@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from .encode import array_of
 from .folder import FolderSource
 from .shard_format import DataError, Field
 from .shards import RaggedError
+from .sources import Loaded
 
 Place = tuple[Path, int, int]  # file, offset, bytes
 
@@ -33,7 +35,7 @@ class Files:
         with tempfile.TemporaryDirectory(prefix="paceline-") as work:  # its list stays open
             table = None if labels is None else Path(labels)
             self._source = FolderSource(self.folder, table, Path(work))
-        self.images = self._source.kind == "images"
+        self.images, self.arrays = (self._source.kind == kind for kind in ("images", "arrays"))
         told = self._source.label
         self.label = told if isinstance(told, Field) else Field("int64", ()) if told else None
 
@@ -82,11 +84,18 @@ class Files:
             array = array.copy()
         return array, label
 
+    def stored(self, i: int) -> tuple[Any, Any]:
+        """(array, label): a .npy file's, or the file's bytes as uint8."""
+        return self._made(i, lambda loaded: array_of(loaded) if self.arrays else _bytes(loaded))
+
     def _decoded(self, i: int) -> tuple[Any, Any]:
+        return self._made(i, array_of)
+
+    def _made(self, i: int, make: Callable[[Loaded], Any]) -> tuple[Any, Any]:
         path = self.folder / self._source.name(i)
         try:
             loaded = self._source.load(i)
-            return array_of(loaded), loaded.label
+            return make(loaded), loaded.label
         except OSError as error:
             raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None
         except (ValueError, ArithmeticError, MemoryError, EOFError) as error:
@@ -100,3 +109,7 @@ class Files:
         arrays[k] = array
         if label is not None:
             labels[k] = label
+
+
+def _bytes(loaded: Loaded) -> Any:
+    return np.frombuffer(loaded.data, np.uint8)

@@ -28,6 +28,8 @@ from .shards import Shards
 from .stored import Stored, is_store
 from .workers import AtOnce, Processes, Threads
 
+Pull = Callable[[], tuple[int, Any] | None]  # a batch: samples of the epoch, and what is made of it
+
 # Of all loaders of this process, for the record: what the report says of them.
 _told: dict[str, Any] = {
     "workers": 0,
@@ -58,6 +60,11 @@ class Loader(DataLoader[Any]):
     that holds the interpreter's lock; in these the global generators are seeded for each sample,
     too. collate_fn: of a list of samples, where they don't stack. on_error: "stop", or "skip" what
     can't be read, with a warning and a count (``skipped``).
+    dali: a function that is given samples as they are stored, as NVIDIA DALI's DataNode (files'
+    bytes as uint8, or arrays), and returns one or several DataNodes, of which DALI makes the
+    batches: ``f(samples)``, or ``f(samples, rng)`` with ``rng.uniform(low, high)`` and
+    ``rng.coin(share)``, DataNodes that depend on (seed, epoch, sample) alone. On the GPU of this
+    process where there is one.
 
     Images come as (batch, channels, height, width) in channels-last memory, uint8, unless a
     transform says otherwise; a transform that returns a tensor has them as it likes. A batch's
@@ -84,6 +91,7 @@ class Loader(DataLoader[Any]):
         processes: bool = False,
         seed: int = 0,
         on_error: str = "stop",
+        dali: Callable[..., Any] | None = None,
     ) -> None:
         if on_error not in ("stop", "skip"):
             raise ValueError(f"Loader: on_error={on_error!r}. HINT: 'stop' or 'skip'")
@@ -97,6 +105,9 @@ class Loader(DataLoader[Any]):
                 "Loader: processes have no pinned memory. HINT: processes=False, or "
                 "pin_memory=False"
             )
+        if dali is not None:
+            others = {"transform": transform, "mix_up": mix_up, "collate_fn": collate_fn}
+            _alone({**others, "pin_memory": pin_memory or None, "processes": processes or None})
         if num_workers is None:
             num_workers = min(2, len(os.sched_getaffinity(0)))
         super().__init__(
@@ -113,6 +124,12 @@ class Loader(DataLoader[Any]):
         self._recipe = Recipe(
             dataset, plugged(transform), collate_fn, seed, skips, processes, mixing
         )
+        self._dali, self._most = dali, batch_size
+        self._graph: tuple[tuple[int, int], Any] | None = None
+        if dali is not None:
+            from .dali import Undecoded
+
+            self._recipe = Undecoded(dataset, seed, skips)
         self._epoch, self._start = 0, 0
         self._given = 0  # samples of the running epoch
         self._ranks, self._skipped_before = 1, 0
@@ -131,6 +148,7 @@ class Loader(DataLoader[Any]):
         other = Loader.__new__(Loader)
         changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._recipe.seeded(seed)}
         changed["_ranks"] = ranks
+        changed["_most"], changed["_graph"] = -(-batches.split.batch // ranks), None
         # a base seed of torch's is drawn from here, not from the training's generator
         changed["generator"] = torch.Generator().manual_seed(seed)
         other.__dict__.update({**self.__dict__, **changed, "_pool": None, "_iterator": None})
@@ -188,6 +206,20 @@ class Loader(DataLoader[Any]):
         pinned = self.pin_memory and not self._processes and torch.cuda.is_available()
         return Batch(self._recipe, keys, workers.submit, self.num_workers, pinned)
 
+    def through(self, pull: Pull) -> Pull:
+        """What gives a pass's batches: DALI's graph of those that ``pull`` gives, or ``pull``."""
+        if self._dali is None:
+            return pull
+        from .dali import Graph, Undecoded
+
+        how = max(self.num_workers, 1), max(self.prefetch_factor or 1, 1)
+        if self._graph is None or self._graph[0] != how or not self._graph[1].begins(pull):
+            assert isinstance(self._recipe, Undecoded)
+            self._graph = how, Graph(self._dali, self._recipe, self._most, *how)
+            self._graph[1].begins(pull)
+        graph: Graph = self._graph[1]
+        return graph.next
+
     def reads_ahead(self, batches: Any) -> ReadAhead:
         """The same batches, whose blocks are asked for before they are needed."""
         count = samples_ahead(self._recipe.source) // self._ranks
@@ -226,19 +258,27 @@ class _Pass(_BaseDataLoaderIter):
             self._sampler_iter = iter(BatchSampler(rest, loader.batch_size or 1, loader.drop_last))
         if isinstance(loader.sampler, InBlocks) and isinstance(loader.dataset, Shards):
             self._sampler_iter = loader.reads_ahead(self._sampler_iter)
+        self._next_batch = loader.through(self._made)
 
     def _next_data(self) -> Any:
+        found = self._next_batch()
+        if found is None:
+            self._loader.ends(time.monotonic() - self._began)
+            raise StopIteration
+        samples, whole = found
+        self._loader.gave(samples)
+        return whole
+
+    def _made(self) -> tuple[int, Any] | None:
+        """Samples of the epoch, and the batch that is made of them; None at the end."""
         loader = self._loader
         depth = max(loader.prefetch_factor or 1, 1)
         while len(self._ahead) < depth and (keys := next(self._sampler_iter, None)) is not None:
             self._ahead.append(loader.batch(keys))
         if not self._ahead:
-            loader.ends(time.monotonic() - self._began)
-            raise StopIteration
+            return None
         batch = self._ahead.popleft()
-        whole = batch.whole(loader)
-        loader.gave(len(batch.keys))
-        return whole
+        return len(batch.keys), batch.whole(loader)
 
 
 def _dataset(source: Any) -> Any:
@@ -262,6 +302,16 @@ def _dataset(source: Any) -> Any:
         f"Loader: {type(source).__name__} is no source. HINT: a folder that paceline pack has "
         "written, HDF5, netCDF or zarr, arrays x or (x, y); for other datasets torch's DataLoader"
     )
+
+
+def _alone(others: dict[str, Any]) -> None:
+    """Raises ValueError for what has no place beside dali."""
+    named = [name for name, value in others.items() if value is not None]
+    if named:
+        raise ValueError(
+            f"Loader: dali and {', '.join(named)}. HINT: without {', '.join(named)}; what it does "
+            "belongs into the function that dali is"
+        )
 
 
 def _order(dataset: Any, shuffle: bool | str, seed: int) -> Ordered:

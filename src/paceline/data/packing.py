@@ -304,7 +304,7 @@ def _spooled(stream: Source, work: Path, step: Step) -> Source:
         )
         writer.finish(meta, stream.named)
     source = ShardSource(spool)
-    source.told = stream.told
+    source.told, source.notes = stream.told, stream.notes
     return source
 
 

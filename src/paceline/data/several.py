@@ -31,7 +31,7 @@ class Several:
         return f"{len(self.sets)} sets: {len(self):,} samples"
 
     def __getitem__(self, i: int) -> Any:
-        own, j = self._where(i)
+        own, j = self.place(i)
         return own[j]
 
     @property
@@ -40,20 +40,21 @@ class Several:
         return int(max(one.classes for one in self.sets))
 
     def outline(self, i: int) -> tuple[Field, Field | None]:
-        own, j = self._where(i)
+        own, j = self.place(i)
         found: tuple[Field, Field | None] = own.outline(j)
         return found
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        own, j = self._where(i)
+        own, j = self.place(i)
         found: tuple[Any, Any] = own.read(j, scratch)
         return found
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        own, j = self._where(i)
+        own, j = self.place(i)
         own.read_into(j, arrays, labels, k, scratch)
 
-    def _where(self, i: int) -> tuple[Any, int]:
+    def place(self, i: int) -> tuple[Any, int]:
+        """The set that a sample is in, and its number there."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         at = bisect_right(self._ends, i)

@@ -187,7 +187,7 @@ class Shards:
 
     def _fill(self, i: int, row: Row, parts: list[Any]) -> None:
         """Read, and compare the checksum."""
-        file, at, left = self._file(row.shard), row.offset, list(parts)
+        file, at, left = self._file(row.shard), row.offset, [one for one in parts if len(one)]
         try:
             while left:
                 done = os.preadv(file, left, at)

@@ -40,6 +40,8 @@ class Stored:
     def __init__(self, x: str | os.PathLike[str], y: str | os.PathLike[str] | None = None) -> None:
         self._told = (os.fspath(x), None if y is None else os.fspath(y))
         self._open()
+        for note in self._source.notes:
+            warnings.warn(f"Loader: {note}", stacklevel=3)
         found = self._source.x
         if found.dtype == "bytes" or getattr(found, "flat", False):
             raise ValueError(

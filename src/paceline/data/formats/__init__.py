@@ -7,6 +7,7 @@ Each is a module with ``source(path, name, labels)``, which gives a Source, and 
 import importlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
@@ -20,10 +21,12 @@ from ..sources import Source
 
 @dataclass(frozen=True)
 class Format:
-    """ends: of a file's or folder's name. files: a pattern of all that a folder of several holds;
-    marks: names of which a folder that is one holds some."""
+    """library: what reads it, where that is made in C. ends: of a file's or folder's name. files: a
+    pattern of all that a folder of several holds; marks: names of which a folder that is one holds
+    some."""
 
     module: str
+    library: str
     ends: tuple[str, ...]
     files: str = ""
     marks: tuple[str, ...] = ()
@@ -31,13 +34,15 @@ class Format:
 
 
 FORMATS = {
-    "hdf5": Format("hdf5", (".h5", ".hdf5", ".he5"), writes=True),
-    "netcdf": Format("netcdf", (".nc", ".nc4", ".cdf")),
-    "zarr": Format("zarrs", (".zarr",), marks=("zarr.json", ".zgroup", ".zarray")),
-    "lmdb": Format("lmdbs", (".lmdb", ".mdb"), marks=("data.mdb",), writes=True),
-    "tfrecord": Format("tfrecord", (".tfrecord", ".tfrecords", ".tfrec"), "*.tfrec*", writes=True),
-    "webdataset": Format("webdataset", (".tar",), "*.tar", writes=True),
-    "parquet": Format("parquet", (".parquet",), "*.parquet"),
+    "hdf5": Format("hdf5", "h5py", (".h5", ".hdf5", ".he5"), writes=True),
+    "netcdf": Format("netcdf", "netCDF4", (".nc", ".nc4", ".cdf")),
+    "zarr": Format("zarrs", "zarr", (".zarr",), marks=("zarr.json", ".zgroup", ".zarray")),
+    "lmdb": Format("lmdbs", "lmdb", (".lmdb", ".mdb"), marks=("data.mdb",), writes=True),
+    "tfrecord": Format(
+        "tfrecord", "", (".tfrecord", ".tfrecords", ".tfrec"), "*.tfrec*", writes=True
+    ),
+    "webdataset": Format("webdataset", "", (".tar",), "*.tar", writes=True),
+    "parquet": Format("parquet", "pyarrow", (".parquet",), "*.parquet"),
 }
 CLASSES = "classes.txt"  # their names, beside files that have no place for them
 LOOKS = 1000  # names of a folder, to tell what it is
@@ -104,8 +109,21 @@ def source(path: Path, name: str, labels: str | None) -> Source:
     kind = known(path)
     assert kind is not None
     module = importlib.import_module(f".{FORMATS[kind].module}", __name__)
-    found: Source = module.source(path, name, labels)
+    with damage_told(path):
+        found: Source = module.source(path, name, labels)
     return found
+
+
+@contextmanager
+def damage_told(told: object) -> Iterator[None]:
+    """What a library raises where it stumbles over a damaged file, as a ValueError."""
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{told}: can't be read: {words}. HINT: copy it again") from error
 
 
 def written(to: str, path: Path, about: About, samples: Iterator[Sample]) -> None:

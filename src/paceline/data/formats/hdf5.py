@@ -1,5 +1,6 @@
 """HDF5, by h5py: arrays by name, or files' bytes as arrays of bytes of any length."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..shard_format import Field
-from . import About, Sample, needed
-from .stores import Array, Rows, StoreSource, field_of, native
+from . import About, Sample, damage_told, needed
+from .stores import Array, Rows, StoreSource, field_of, missing_chunks, native
 from .stores import source as store_source
 
 CLASSES = "classes"  # attribute: their names
@@ -43,12 +44,14 @@ class H5Rows(Rows):
             field = field_of(kind or self._data.dtype, self._data.shape)
             self.dtype, self.shape = field.dtype, field.shape
         self.chunk = self._data.chunks[0] if self._data.chunks else 1
+        self.note = lacks(self._data, self.told)
 
     def __len__(self) -> int:
         return len(self._data)
 
     def read(self, first: int, end: int) -> Array:
-        rows = self._data[first:end]
+        with damage_told(self.told):
+            rows = self._data[first:end]
         if self.dtype == "bytes":
             return np.asarray(rows, dtype=object)
         if self.flat:
@@ -57,7 +60,10 @@ class H5Rows(Rows):
 
     def _shaped(self, rows: Any, first: int, end: int) -> Array:
         made = np.empty(end - first, object)
-        shapes = self._shapes[first:end] if self._shapes is not None else [(-1,)] * len(made)
+        shapes: Any = [(-1,)] * len(made)
+        if self._shapes is not None:
+            with damage_told(self.told):
+                shapes = self._shapes[first:end]
         for k, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
             made[k] = native(row, self.told).reshape(tuple(shape))
         return made
@@ -71,6 +77,32 @@ def _opened(path: Path) -> Any:
         return needed("h5py").File(path, "r")
     except OSError as error:
         raise ValueError(f"{path}: is no HDF5 file that can be read: {error}") from None
+
+
+def lacks(data: Any, told: str) -> str:
+    """What of a dataset was never written, and reads as its fill value; or "". Raises ValueError
+    where more or less is stored than its shape says."""
+    stored, chunks = data.id.get_storage_size(), data.chunks
+    if data.external or data.is_virtual or not data.size:
+        return ""
+    if not chunks and not stored:
+        return f"{told}: nothing of it is stored, and it reads as fill values"
+    if not chunks:
+        alike = not data.dtype.hasobject  # else they lie elsewhere
+        if alike and stored != data.size * data.id.get_type().get_size():
+            raise ValueError(
+                f"{told}: is {data.shape} of {data.dtype}, and {stored:,} bytes are stored. "
+                "HINT: copy it again"
+            )
+        return ""
+    sides = zip(data.shape, chunks, strict=True)
+    there, whole = data.id.get_num_chunks(), math.prod(-(-side // one) for side, one in sides)
+    if there > whole:
+        raise ValueError(
+            f"{told}: is {data.shape}, and has {there:,} chunks where there are {whole:,}. "
+            "HINT: copy it again"
+        )
+    return missing_chunks(told, there, whole)
 
 
 def _seen(shapes: dict[str, tuple[int, ...]], key: str, one: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import About, Sample, needed
+from . import About, Sample, damage_told, needed
 from .members import Members, members_of
 
 CLASSES = b"__classes__"
@@ -41,7 +41,7 @@ class Pages(Members):
             self.classes = self._told(CLASSES).decode().splitlines()
 
     def content(self, where: Any) -> bytes:
-        with self._pages.begin() as view:
+        with damage_told(self.told), self._pages.begin() as view:
             found: bytes | None = view.get(where)
         if found is None:
             raise ValueError(f"{where!r} has vanished")
@@ -59,8 +59,12 @@ class Pages(Members):
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         last, members = "", dict[str, Any]()
+        seen, told = 0, int(self._pages.stat()["entries"])
         with self._pages.begin() as view:
             for key in view.cursor().iternext(keys=True, values=False):
+                seen += 1
+                if seen > told:  # pages that point at each other have no end
+                    break
                 if key.startswith(b"__"):  # counts and lists, as recipes have them
                     continue
                 folder, slash, file = _named(key).rpartition("/")
@@ -71,6 +75,11 @@ class Pages(Members):
                     members = {}
                 last = own
                 members[end] = bytes(key)
+        if seen != told:
+            more = "more than " if seen > told else f"{seen:,} of "
+            raise ValueError(
+                f"{self._pages.path()}: holds {more}{told:,} keys. HINT: copy it again"
+            )
         if members:
             yield last, members
 

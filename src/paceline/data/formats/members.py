@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..decode import npy
 from ..shard_format import Field
 from ..sources import ARRAYS, IMAGES, Loaded, Source, by_magic
 from . import Sample
@@ -78,7 +79,7 @@ class Members(Source):
         end = f".{self._ends[i].rpartition('.')[2].lower()}" if self._ends[i] else ""
         loaded = Loaded(content, told, self.name(i), end or by_magic(content))
         if loaded.end in ARRAYS:
-            loaded.data = np.load(io.BytesIO(content), allow_pickle=False)
+            loaded.data = npy(content)
         return loaded
 
     def name(self, i: int) -> str:
@@ -91,7 +92,7 @@ class Members(Source):
         if where is None:
             return
         if self._label_end.endswith("npy"):
-            first = np.load(io.BytesIO(self.content(where)), allow_pickle=False)
+            first = npy(self.content(where))
             self.label = Field(first.dtype.name, first.shape)
             return
         self.label = "class"
@@ -102,7 +103,7 @@ class Members(Source):
 
     def _label(self, content: bytes) -> Any:
         if isinstance(self.label, Field):
-            return np.load(io.BytesIO(content), allow_pickle=False)
+            return npy(content)
         text = _text(content)
         return self._numbers[text] if self._numbers else int(text)
 

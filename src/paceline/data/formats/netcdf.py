@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import needed
+from . import classic, damage_told, hdf5, needed
 from .stores import Array, Rows, StoreSource, native
 from .stores import source as store_source
 
@@ -18,9 +18,12 @@ def source(path: Path, name: str, labels: str | None) -> StoreSource:
     with _opened(path) as file:
         shapes = {key: tuple(one.shape) for key, one in file.variables.items()}
         coordinates = set(file.dimensions)
+    note = classic.lacks(path)
     if not name and len(shapes) > 1:  # a coordinate is no sample
         shapes = {key: shape for key, shape in shapes.items() if key not in coordinates} or shapes
-    return store_source(path, shapes, name, labels, NetRows)
+    found = store_source(path, shapes, name, labels, NetRows)
+    found.notes += [note] if note else []
+    return found
 
 
 class NetRows(Rows):
@@ -34,16 +37,14 @@ class NetRows(Rows):
         self.dtype = self.read(0, 1).dtype.name if len(self) else "float32"
         chunks = self._data.chunking()
         self.chunk = chunks[0] if isinstance(chunks, list) else 1
+        self.note = self._lacks(path, name)
 
     def __len__(self) -> int:
         return int(self._data.shape[0])
 
     def read(self, first: int, end: int) -> Array:
-        try:
-            with _LOCK:
-                rows = self._data[first:end]
-        except RuntimeError as error:
-            raise ValueError(f"{self.told}: can't be read: {error}") from None
+        with damage_told(self.told), _LOCK:
+            rows = self._data[first:end]
         if np.ma.isMaskedArray(rows):
             if rows.dtype.kind == "f":
                 rows = rows.filled(np.nan)
@@ -52,6 +53,17 @@ class NetRows(Rows):
             else:
                 rows = rows.data
         return native(rows, self.told)
+
+    def _lacks(self, path: Path, name: str) -> str:
+        """Of version 4, which is HDF5, where h5py is there to tell."""
+        if not self._data._grp.data_model.startswith("NETCDF4"):
+            return ""
+        try:
+            package = needed("h5py")
+        except ValueError:
+            return ""
+        with _LOCK, package.File(path, "r") as file:
+            return hdf5.lacks(file[name], self.told) if name in file else ""
 
     def close(self) -> None:
         with _LOCK:

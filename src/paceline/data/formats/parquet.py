@@ -10,7 +10,7 @@ import numpy as np
 
 from ..shard_format import Field
 from ..sources import Loaded, Source, by_magic
-from . import needed
+from . import damage_told, needed
 from .stores import PAIRS
 
 BATCH = 256  # rows that are decoded together
@@ -68,14 +68,14 @@ class Columns(Source):
                 for value, label in zip(data, labels, strict=True):
                     yield self._loaded(value, label, f"{path}: row {number}")
                     number += 1
+        if number != self._count:
+            raise ValueError(f"{self.told}: has {number:,} rows of {self._count:,}")
 
     def _batches(self, path: Path) -> Iterator[Any]:
         columns = [one for one in (self._data, self._labels) if one]
-        try:
-            file = self._parquet.ParquetFile(path)
+        with damage_told(path):
+            file = self._parquet.ParquetFile(path, page_checksum_verification=True)
             yield from file.iter_batches(BATCH, columns=columns)
-        except OSError as error:
-            raise ValueError(f"{path}: can't be read: {error}") from None
 
     def _loaded(self, value: Any, label: Any, where: str) -> Loaded:
         told: Any = None

@@ -29,10 +29,10 @@ Array = np.ndarray[Any, Any]
 class Rows(ABC):
     """An array on a disk, whose first dim is the sample. chunk: samples that can only be read
     together; 1 where each can be by itself. dtype: a number's name, or "bytes" where samples are
-    files' bytes. May be read by several threads."""
+    files' bytes. note: what has to be said of it. May be read by several threads."""
 
     told = ""
-    dtype = ""
+    dtype = note = ""
     shape: tuple[int, ...] = ()
     chunk = 1
 
@@ -65,6 +65,7 @@ class Stacked(Rows):
         self.told = ", ".join(one.told for one in parts)
         self.dtype, self.shape = first.dtype, (len(parts), *first.shape)
         self.chunk = max(one.chunk for one in parts)
+        self.note = "; ".join(one.note for one in parts if one.note)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -85,6 +86,7 @@ class StoreSource(ArraySource):
             raise ValueError(f"{y.told}: labels that are no numbers. HINT: classes as 0, 1, 2 ...")
         super().__init__(x, y)
         self.in_order = x.chunk > 1
+        self.notes += [one.note for one in (x, y) if isinstance(one, Rows) and one.note]
         self.named, self._names = names is not None, names
         if x.dtype == "bytes":
             some = by_magic(bytes(x.row(0))) if len(x) else ""
@@ -122,6 +124,8 @@ class StoreSource(ArraySource):
         if self.x.dtype == "bytes":
             loaded.data = bytes(loaded.data)
             loaded.end = by_magic(loaded.data)
+        else:
+            loaded.data = np.asarray(loaded.data)  # a single number, too
         return loaded
 
 
@@ -181,6 +185,13 @@ def native(array: Any, told: str) -> Array:
 
 def field_of(dtype: Any, shape: tuple[int, ...]) -> Field:
     return Field(np.dtype(dtype).newbyteorder("=").name, tuple(shape[1:]))
+
+
+def missing_chunks(told: str, there: int, whole: int) -> str:
+    """What is said where chunks are not there, or ""."""
+    if there >= whole:
+        return ""
+    return f"{told}: {whole - there:,} of {whole:,} chunks are not there, and read as fill values"
 
 
 def _held(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -92,6 +92,8 @@ class Records(Source):
     def _walk(self, number: int, path: Path) -> None:
         """Where each record is."""
         at, size = 0, path.stat().st_size
+        if not size:
+            self.notes.append(f"{path}: is empty")
         while at < size:
             head = os.pread(self._files[number], HEAD.size, at)
             length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1)

@@ -19,6 +19,9 @@ def source(path: Path, name: str, labels: str | None) -> "Tars":
     return Tars(path, labels)
 
 
+PIECE = 1 << 20  # bytes that are read at once
+
+
 class Tars(Members):
     """A tar file, or a folder of them. Where a member lies: (tar, offset, length)."""
 
@@ -40,6 +43,18 @@ class Tars(Members):
         for file in self._files:
             os.close(file)
 
+    def _at_end(self, number: int, at: int) -> None:
+        """tarfile takes a damaged header for the end: from there on there are zeros only."""
+        path, end = self.paths[number], at
+        while data := os.pread(self._files[number], PIECE, end):
+            if data.count(0) < len(data):
+                raise ValueError(f"{path}: no tar member at byte {at:,}. HINT: copy it again")
+            end += len(data)
+        if end - at < tarfile.BLOCKSIZE:
+            raise ValueError(f"{path}: is truncated: it has no end mark. HINT: copy it again")
+        if end - at > 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE:
+            self.notes.append(f"{path}: {end - at:,} zeros at its end: members may be missing")
+
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, path in enumerate(self.paths):
             key, members = "", dict[str, Any]()
@@ -56,6 +71,7 @@ class Tars(Members):
                             members = {}
                         key = own
                         members[end] = (number, one.offset_data, one.size)
+                    self._at_end(number, tar.offset)
             except (tarfile.TarError, EOFError) as error:
                 raise ValueError(
                     f"{path}: can't be read as a tar: {error}. HINT: copy it again; a compressed "

@@ -1,10 +1,11 @@
 """zarr, by its own package: a folder that is an array, or a group of them."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
-from . import needed
-from .stores import Array, Rows, StoreSource, field_of, native
+from . import damage_told, needed
+from .stores import Array, Rows, StoreSource, field_of, missing_chunks, native
 from .stores import source as store_source
 
 ALONE = "array"  # the name of one that is in no group
@@ -15,10 +16,14 @@ def source(path: Path, name: str, labels: str | None) -> StoreSource:
     if hasattr(found, "shape"):
         return store_source(path, {ALONE: tuple(found.shape)}, name or ALONE, labels, ZarrRows)
     shapes: dict[str, tuple[int, ...]] = {}
-    for key, one in found.members(max_depth=None):
-        if hasattr(one, "shape"):
-            shapes[key] = tuple(one.shape)
-    return store_source(path, shapes, name, labels, ZarrRows)
+    with warnings.catch_warnings(record=True) as odd:  # of what is no zarr, or none any more
+        warnings.simplefilter("always")
+        for key, one in found.members(max_depth=None):
+            if hasattr(one, "shape"):
+                shapes[key] = tuple(one.shape)
+    source = store_source(path, shapes, name, labels, ZarrRows)
+    source.notes += [f"{path}: {one.message}" for one in odd]
+    return source
 
 
 class ZarrRows(Rows):
@@ -31,15 +36,14 @@ class ZarrRows(Rows):
         field = field_of(self._data.dtype, self._data.shape)
         self.dtype, self.shape = field.dtype, field.shape
         self.chunk = (getattr(self._data, "shards", None) or self._data.chunks)[0]
+        self.note = missing_chunks(self.told, self._data.nchunks_initialized, self._data.nchunks)
 
     def __len__(self) -> int:
         return int(self._data.shape[0])
 
     def read(self, first: int, end: int) -> Array:
-        try:
+        with damage_told(self.told):
             return native(self._data[first:end], self.told)
-        except (RuntimeError, KeyError) as error:
-            raise ValueError(f"{self.told}: can't be read: {error}") from None
 
 
 def _opened(path: Path) -> Any:
