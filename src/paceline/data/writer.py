@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +13,7 @@ from .shard_format import Field, Meta, Shard
 from .statistics import Statistics
 
 BUFFER = 4 << 20
+WHOLE = "whole.json"  # of a writer that has written a part of a set, and all of that
 
 
 class Writer:
@@ -44,6 +47,15 @@ class Writer:
         """What all samples are; None where they differ."""
         return self._alike[0] if len(self._alike) == 1 else None
 
+    def take(self, packed: Packed | str, place: int) -> None:
+        """The next sample, or why there is none."""
+        if isinstance(packed, str):
+            self.left_out.append(packed)
+            return
+        self.add(packed, place)
+        # after it: a shard that ends before it has no part of it
+        self.statistics.merge(packed.statistics)
+
     def add(self, packed: Packed, place: int) -> None:
         """The next sample; place: in the order."""
         if self._file is not None and self._at + packed.length > self.limit:
@@ -57,8 +69,7 @@ class Writer:
         self._at += packed.length
         self._rows.append(row)
         self._names.append(packed.name)
-        if len(self._alike) < 2:
-            self._alike = list(dict.fromkeys([*self._alike, Field(packed.dtype, packed.shape)]))
+        self._as_well([Field(packed.dtype, packed.shape)])
 
     def close(self, place: int) -> None:
         """The open shard is whole; place: the first one in the order that is not in it."""
@@ -70,20 +81,37 @@ class Writer:
         number = len(self.shards)
         shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._at, self._crc)
         (self.work / "shard.part").replace(self.folder / shard.file)
-        _write(self.work / f"rows-{number:05}", b"".join(self._rows))
+        whole_or_not(self.work / f"rows-{number:05}", b"".join(self._rows))
         names = "".join(f"{name}\n" for name in self._names)
-        _write(self.work / f"names-{number:05}", os.fsencode(names))
+        whole_or_not(self.work / f"names-{number:05}", os.fsencode(names))
         self.shards.append(shard)
-        state = {
-            "shard": vars(shard),
-            "next": place,
-            "left_out": self.left_out[self._out :],
-            "statistics": self.statistics.as_state(),
-            "alike": [[one.dtype, one.shape] for one in self._alike],
-        }
-        _write(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
+        state = {"shard": vars(shard), "next": place, **self._state(self._out)}
+        whole_or_not(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
         self._out = len(self.left_out)
         self._file, self._at, self._crc, self._rows, self._names = None, 0, 0, [], []
+
+    def whole(self, place: int) -> None:
+        """Its part of the set is complete: as ``adopt`` of the set's own writer takes it."""
+        self.close(place)
+        state = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
+        whole_or_not(self.work / WHOLE, json.dumps(state).encode())
+
+    def adopt(self, part: Path) -> None:
+        """Behind what there is, the shards of a folder whose writer was ``whole``. Killed in it,
+        and done again, it is the same."""
+        state: dict[str, Any] = json.loads((part / WHOLE).read_bytes())
+        for there, told in enumerate(state["shards"]):
+            was, here = Shard(**told), len(self.shards)
+            shard = Shard(f"shard-{here:05}.bin", was.samples, was.bytes, was.crc)
+            with suppress(FileNotFoundError):  # done before the kill
+                (part / was.file).replace(self.folder / shard.file)
+            rows = (part / f"rows-{there:05}").read_bytes()
+            (self.work / f"rows-{here:05}").write_bytes(shard_format.moved(rows, there, here))
+            shutil.copyfile(part / f"names-{there:05}", self.work / f"names-{here:05}")
+            self.shards.append(shard)
+        self.left_out += state["left_out"]
+        self.statistics.merge(Statistics.of_state(self.images, state["statistics"]))
+        self._as_well(_fields(state["alike"]))
 
     def abort(self) -> None:
         """Nothing more comes; the open shard is not kept."""
@@ -124,12 +152,30 @@ class Writer:
         self.left_out += state["left_out"]
         self._out = len(self.left_out)
         self.statistics = Statistics.of_state(self.images, state["statistics"])
-        self._alike = [Field(dtype, tuple(shape)) for dtype, shape in state["alike"]]
+        self._alike = _fields(state["alike"])
         return True
 
+    def _as_well(self, fields: list[Field]) -> None:
+        """Samples are these, too."""
+        if len(self._alike) < 2:
+            self._alike = list(dict.fromkeys([*self._alike, *fields]))[:2]
 
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+    def _state(self, out: int) -> dict[str, Any]:
+        """What is known of the samples so far. out: how many of those that were left out are
+        written down elsewhere."""
+        return {
+            "left_out": self.left_out[out:],
+            "statistics": self.statistics.as_state(),
+            "alike": [[one.dtype, one.shape] for one in self._alike],
+        }
+
+
+def _fields(told: list[Any]) -> list[Field]:
+    return [Field(dtype, tuple(shape)) for dtype, shape in told]
+
+
+def whole_or_not(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(data)

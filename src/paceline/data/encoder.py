@@ -1,0 +1,101 @@
+"""Samples of a source as they are packed: read and encoded by threads, ahead of who writes them."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .encode import Encoding, Packed, encoded, values
+from .sources import Source
+from .statistics import Statistics
+
+AHEAD_BYTES = 256 << 20  # that are encoded and not yet written, at most
+CHUNK_BYTES = 1 << 20  # about what one thread takes at a time
+CHUNK = 256  # samples, at most
+Span = tuple[int, int]  # places in the order: from one, up to another that is not in it
+
+
+@dataclass
+class Encoder:
+    """order: which sample comes at which place. measured: of the first so many places the mean and
+    deviation are taken. skips: whether samples that can't be read are left out."""
+
+    source: Source
+    how: Encoding
+    order: Any
+    measured: int
+    skips: bool
+
+    def encoded(
+        self, spans: Iterable[Span], workers: int, ahead: int = AHEAD_BYTES, chunk: int = CHUNK
+    ) -> Iterator[tuple[int, Packed | str]]:
+        """(place, sample, or why there is none) of these spans in their order. The next span is
+        asked for once threads have taken all of the last one. ahead: bytes that are not yet
+        written; chunk: samples that one thread takes at a time; both at most."""
+        pool = ThreadPoolExecutor(workers, "paceline-pack")
+        waiting: deque[tuple[int, Future[list[Packed | str]]]] = deque()
+        coming, at, stop = iter(spans), 0, 0
+        size, each, more = 0.0, 1, True
+        try:
+            while more or waiting:
+                most = max(min(2 * workers, int(ahead / max(size * each, 1))), 1)
+                while more and len(waiting) < most:
+                    if at == stop:
+                        at, stop = next(coming, (0, 0))
+                        more = at < stop
+                        continue
+                    last = min(at + each, stop)
+                    chosen = self.order[at:last].tolist()
+                    waiting.append((at, pool.submit(self._chunk, at, chosen)))
+                    at = last
+                if not waiting:
+                    break
+                first, done = waiting.popleft()
+                for place, packed in enumerate(done.result(), first):
+                    yield place, packed
+                    if isinstance(packed, Packed):  # the largest of late says how many at a time
+                        size = max(packed.length, 0.9 * size)
+                each = int(min(max(CHUNK_BYTES / max(size, 1), 1), chunk))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _chunk(self, first: int, chosen: list[int]) -> list[Packed | str]:
+        # in random order: the statistics of the first are as good as any's
+        return [self.one(i, at < self.measured) for at, i in enumerate(chosen, first)]
+
+    def one(self, i: int, measured: bool) -> Packed | str:
+        """A sample, or why there is none. Raises ValueError where none is left out."""
+        try:
+            packed = encoded(self.source.load(i), self.how, self.source.label)
+            array = values(packed) if measured else None
+        except (OSError, ValueError, EOFError) as error:
+            why = f"{self.source.told}: {_reason(error, self.source, i)}"
+            if not self.skips:
+                raise ValueError(
+                    f"{why}. HINT: mend it and say the same again, which goes on here; or "
+                    "on_error skip (--on-error skip) leaves out what can't be read"
+                ) from error
+            return why
+        packed.statistics = Statistics(self.source.kind == "images")
+        if self.source.label == "class":
+            packed.statistics.classes[packed.label] = 1
+        if array is not None:
+            packed.statistics.add(array)
+        return packed
+
+
+def in_order(samples: int, seed: int) -> Any:
+    """Which sample comes at each place: a permutation by the seed."""
+    return np.random.default_rng(seed).permutation(samples)
+
+
+def _reason(error: Exception, source: Source, i: int) -> str:
+    """What is wrong with which sample."""
+    name = source.name(i)
+    where = f"{name} (sample {i})" if name else f"sample {i}"
+    if isinstance(error, FileNotFoundError):
+        return f"{where} has vanished"
+    return f"{where}: {getattr(error, 'strerror', None) or error}"
