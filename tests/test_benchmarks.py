@@ -71,7 +71,8 @@ def test_loader_storage(tmp_path):
 def test_packing(tmp_path):
     few = ("--samples", "60", "--ms", "1", "--ranks", "2")
     result = result_of("packing", tmp_path / "packing.json", *few)
-    assert len(result["measurements"]) == len(result["targets"]) == 3
+    assert len(result["measurements"]) == 3
+    assert len(result["targets"]) == 1
     for ways in result["measurements"].values():
         assert {way: len(seconds) for way, seconds in ways.items()} == {"threads": 1, "2 ranks": 1}
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +64,12 @@ def calls(folder, host):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+def packing_on(hosts, host):
+    """Ranks there."""
+    command = ["pgrep", "-f", "paceline.launch.rank"]
+    return hosts.run(host, *command, check=False, cwd=Path("/")).stdout.split()
+
+
 def pieces(folder):
     return len(list((folder / "out" / ".packing").glob("piece-*")))
 
@@ -89,9 +96,10 @@ def test_a_host_goes_down_and_the_rest_is_packed_by_another(hosts, folder, host)
     assert kept >= 4
     (folder / "go").touch()
     before = sum(calls(folder, name) for name in ("host1", "host2"))
-    packed(hosts, folder, "-H", "host3:2")
+    done = packed(hosts, folder, "-H", "host3,host4")  # a rank a core
+    assert f"{2 * len(os.sched_getaffinity(0))} ranks on 2 hosts" in done.stderr
     as_one_process(folder)
-    again = calls(folder, "host3") + calls(folder, "host0")
+    again = sum(calls(folder, name) for name in ("host0", "host3", "host4"))
     assert again < COUNT - 5 * kept
     assert before + again >= COUNT
     assert hosts.left_over(10) == []
@@ -103,28 +111,31 @@ def test_a_host_that_is_cut_off_and_packs_on_does_no_harm(hosts, folder):
     hosts.link("host2", False)  # its agent does not hear that the launcher has gone
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate(timeout=30)
+    assert packing_on(hosts, "host2")
     cut_off = calls(folder, "host2")
     ranks.wait_until(lambda: calls(folder, "host2") > cut_off, 20)
     (folder / "go").touch()
     packed(hosts, folder, "-H", "host1:2")
     as_one_process(folder)
     there = calls(folder, "host2")
-    ranks.wait_until(lambda: not hosts.run(
-        "host2", "pgrep", "-f", "paceline.study.packing", check=False, cwd=folder
-    ).stdout.strip(), 20)  # fmt: skip
+    ranks.wait_until(lambda: not packing_on(hosts, "host2"))
     assert calls(folder, "host2") < there + COUNT // 4
     assert [path.name for path in sorted((folder / "out").iterdir()) if path.is_dir()] == []
 
 
-def test_a_folder_that_a_host_does_not_share_is_told(hosts, folder):
-    done = hosts.run(
-        "host0", ranks.PACELINE, "pack", "-H", "host1:1,host2:1", "x.npy", "/tmp/out", cwd=folder,
-        check=False,
-    )  # fmt: skip
+def test_what_a_host_does_not_share_is_told(hosts, folder):
+    words = ["-H", "host1:1,host2:1", "x.npy", "/tmp/out"]
+    done = hosts.run("host0", ranks.PACELINE, "pack", *words, cwd=folder, check=False)
     assert done.returncode == 2
     assert "/tmp/out: what host" in done.stderr
     assert "HINT: one on a file system that all hosts share" in " ".join(done.stderr.split())
     hosts.run("host0", "rm", "-rf", "/tmp/out", cwd=folder)
+    hosts.run("host0", "cp", "x.npy", "/tmp", cwd=folder)
+    words = ["-H", "host0:1,host2:1", "/tmp/x.npy", "out"]
+    done = hosts.run("host0", ranks.PACELINE, "pack", *words, cwd=folder, check=False)
+    assert done.returncode == 2
+    assert "paceline: host2: /tmp/x.npy: no such file or folder" in done.stderr
+    hosts.run("host0", "rm", "/tmp/x.npy", cwd=folder)
     assert hosts.left_over(10) == []
 
 

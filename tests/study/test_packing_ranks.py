@@ -1,11 +1,13 @@
 """paceline pack -n: what ranks pack is what one process packs, whoever is killed meanwhile."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from paceline.data.shards import Scratch
 
 # What is applied notes whose it is and of which sample, and waits until the file "go" is there.
 MINE = """
-import os, sys, time
+import ctypes, os, sys, time
 import numpy as np
 
 def noted(x):
@@ -27,6 +29,15 @@ def noted(x):
     if x.flat[0] >= 0 and not os.path.exists("go"):
         time.sleep(0.05)
     return x * 2
+
+libc = ctypes.PyDLL(None)  # its functions keep the interpreter's lock
+
+def holds(x):
+    began = time.monotonic()
+    libc.usleep(20_000)
+    with open("times", "a") as file:
+        file.write(f"{os.getpid()} {began} {time.monotonic()}\\n")
+    return x - 1
 
 def odd(x):
     if int(x.flat[0]) % 50 == 17:
@@ -121,16 +132,30 @@ def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
 
 
 def test_ranks_apply_what_holds_the_interpreter_each_by_itself(folder):
-    (folder / "go").touch()
-    words = [*ARRAYS, "--compress", "--apply", "mine:noted"]
+    words = [*ARRAYS, "--compress", "--apply", "mine:holds"]
     command(folder, *words, "one")
-    (folder / "calls").unlink()
+    (alone,) = _calls_by_process(folder)
+    assert alone[-1][1] - alone[0][0] > 0.02 * COUNT  # its threads wait for each other
+    (folder / "times").unlink()
     command(folder, "-n", 2, *words, "out")
     same(folder / "out", folder / "one")
-    by = Counter(line.split()[0] for line in (folder / "calls").read_text().splitlines())
-    packers = [calls for calls in by.values() if calls > 40]
-    assert len(packers) == 2, by
-    assert sum(packers) == COUNT
+    one, other = [calls for calls in _calls_by_process(folder) if len(calls) > 40]
+    assert len(one) + len(other) == COUNT
+    assert _overlapping(one, other) > COUNT // 4
+
+
+def _calls_by_process(folder):
+    """When each call began and ended, of each process."""
+    found = {}
+    for line in (folder / "times").read_text().splitlines():
+        pid, began, ended = line.split()
+        found.setdefault(pid, []).append((float(began), float(ended)))
+    return list(found.values())
+
+
+def _overlapping(some, others):
+    """Calls that began while one of the others was under way."""
+    return sum(any(a < began < b for a, b in others) for began, _ in some)
 
 
 def test_a_stream_is_spooled_once_and_packed_by_all(folder):
@@ -153,6 +178,7 @@ def test_what_was_killed_goes_on_with_whole_pieces(folder, who, then):
     words = [*ARRAYS, "--apply", "mine:noted", "--workers", 1, "out"]
     job = started(folder, "-n", 2, *words)
     ranks.wait_until(lambda: whole_pieces(folder) >= 5, 30)
+    assert len(_running_in(folder)) >= 3
     if who == "launcher":
         job.kill()
         job.communicate(timeout=30)
@@ -164,7 +190,7 @@ def test_what_was_killed_goes_on_with_whole_pieces(folder, who, then):
         assert re.search(r"rank \d was killed by SIGKILL", err)
         assert "What is packed so far is kept. HINT: say the same again" in err
         assert not list((folder / "out" / ".packing").glob("run-*"))
-    ranks.wait_until(lambda: not ranks.alive("paceline.study.packing"))
+    ranks.wait_until(lambda: not _running_in(folder))
     pieces = whole_pieces(folder)
     assert not (folder / "out" / "paceline.json").exists()
     (folder / "go").touch()
@@ -175,6 +201,16 @@ def test_what_was_killed_goes_on_with_whole_pieces(folder, who, then):
     same(folder / "out", folder / "one")
     each = len(_callers(folder, "all-calls")) - before
     assert each < COUNT - 5 * pieces  # those of whole pieces were not applied again
+
+
+def _running_in(folder):
+    """Processes that work in the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if path.readlink() == folder:
+                found.append(path.parent.name)
+    return found
 
 
 def _callers(folder, name="calls"):
@@ -194,7 +230,7 @@ def test_ctrl_c_leaves_what_is_whole_and_nothing_else(folder):
     assert {path.name.rstrip("0123456789") for path in work.iterdir()} == {
         *("lock", "pieces.json", "plan.json", "piece-"),
     }
-    assert not ranks.alive("paceline.study.packing")
+    assert not _running_in(folder)
     (folder / "go").touch()
     command(folder, *words)
     command(folder, *words[2:-1], "one")
@@ -246,6 +282,7 @@ def test_a_set_of_which_nothing_can_be_packed_leaves_nothing(folder):
     [
         (["-n", "2", "--check", "out"], "--check is done by one process. HINT: without -n"),
         (["-n", "2", "x.npy", "out", "--to", "hdf5"], "--to is done by one process. HINT"),
+        (["--env", "A=1", "x.npy", "out"], "--env A=1: is for ranks. HINT: with -n or -H"),
         (["-n", "0", "x.npy", "out"], "-n 0: at least one rank is needed. HINT: -n 1"),
         (["--launcher", "ssh", "x.npy", "out"], "--launcher ssh: on which hosts? HINT"),
         (["-H", "a:1,b:1", "-n", "3", "x.npy", "out"], "-n 3: 3 ranks for 2 slots (a:1, b:1)"),

@@ -145,6 +145,8 @@ def pack(
         from ..study.packing import Asked, Where
 
         where = Where(ranks, hosts, hostfile, launcher, tuple(env or ()))
+        if env and not where:
+            raise ValueError(f"--env {env[0]}: is for ranks. HINT: with -n or -H")
         if check:
             if dest is not None:
                 raise ValueError(f"--check takes one folder, and {dest} is a second. HINT: one")

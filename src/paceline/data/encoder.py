@@ -1,5 +1,6 @@
 """Samples of a source as they are packed: read and encoded by threads, ahead of who writes them."""
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from .statistics import Statistics
 AHEAD_BYTES = 256 << 20  # that are encoded and not yet written, at most
 CHUNK_BYTES = 1 << 20  # about what one thread takes at a time
 CHUNK = 256  # samples, at most
+CHUNK_S = 0.25  # of a thread's time, about: so often it is told what is done
 Span = tuple[int, int]  # places in the order: from one, up to another that is not in it
 
 
@@ -36,7 +38,7 @@ class Encoder:
         asked for once threads have taken all of the last one. ahead: bytes that are not yet
         written; chunk: samples that one thread takes at a time; both at most."""
         pool = ThreadPoolExecutor(workers, "paceline-pack")
-        waiting: deque[tuple[int, Future[list[Packed | str]]]] = deque()
+        waiting: deque[tuple[int, Future[tuple[list[Packed | str], float]]]] = deque()
         coming, at, stop = iter(spans), 0, 0
         size, each, more = 0.0, 1, True
         try:
@@ -54,17 +56,22 @@ class Encoder:
                 if not waiting:
                     break
                 first, done = waiting.popleft()
-                for place, packed in enumerate(done.result(), first):
+                some, took = done.result()
+                for place, packed in enumerate(some, first):
                     yield place, packed
                     if isinstance(packed, Packed):  # the largest of late says how many at a time
                         size = max(packed.length, 0.9 * size)
-                each = int(min(max(CHUNK_BYTES / max(size, 1), 1), chunk))
+                few = min(CHUNK_BYTES / max(size, 1), CHUNK_S / max(took, 1e-9), chunk)
+                each = max(int(few), 1)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _chunk(self, first: int, chosen: list[int]) -> list[Packed | str]:
+    def _chunk(self, first: int, chosen: list[int]) -> tuple[list[Packed | str], float]:
+        """These samples, and seconds of each."""
+        began = time.monotonic()
         # in random order: the statistics of the first are as good as any's
-        return [self.one(i, at < self.measured) for at, i in enumerate(chosen, first)]
+        some = [self.one(i, at < self.measured) for at, i in enumerate(chosen, first)]
+        return some, (time.monotonic() - began) / len(chosen)
 
     def one(self, i: int, measured: bool) -> Packed | str:
         """A sample, or why there is none. Raises ValueError where none is left out."""

@@ -198,10 +198,13 @@ class Packing:
         start = cut.first + sum(samples for samples, _ in there.values())
         before = self.writer.bytes + sum(size for _, size in there.values())
         pieces = Pieces(cut, self.work, run, self.wish.shard_bytes, self.writer.images)
+        left = [piece for piece in range(len(cut)) if piece not in there]
+
+        def tell() -> None:
+            step(start + pieces.samples, before + pieces.bytes)
+
         run.mkdir()
         try:
-            left = [piece for piece in range(len(cut)) if piece not in there]
-            tell = lambda: step(start + pieces.samples, before + pieces.bytes)  # noqa: E731
             pieces.pack(self.encoder, left, workers, tell)
         finally:
             shutil.rmtree(run, ignore_errors=True)
