@@ -45,7 +45,7 @@ def main() -> None:
     parser = options("packing", __doc__ or "", repeats=7)
     parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--samples", type=int, default=3000)
-    parser.add_argument("--ms", type=float, default=8.0, help="of a sample's function, about")
+    parser.add_argument("--ms", type=float, default=10.0, help="of a sample's function, about")
     args = parser.parse_args()
     facts = machine()
     ways = {THREADS: [], f"{args.ranks} ranks": ["-n", str(args.ranks)]}

@@ -136,7 +136,8 @@ def pack(
 
     Reading a file a sample is slow on every parallel file system, and its servers' time is
     everybody's. A packed set is read at the speed of large files, and a flipped byte is noticed.
-    Stopped or killed, the same command goes on where it was. paceline.data.Loader reads it.
+    Stopped or killed, the same command goes on where it was, on any number of ranks.
+    paceline.data.Loader reads it.
 
     Exit code 1 where --check has found something.
     """
