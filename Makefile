@@ -85,6 +85,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/loader_storage.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/packing_ranks.py
 	$(BIN)/python benchmarks/staging.py
 	$(BIN)/python benchmarks/fault_times.py
 	$(BIN)/python benchmarks/host_fault_times.py

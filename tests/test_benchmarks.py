@@ -91,6 +91,16 @@ def test_staging(tmp_path):
 
 
 @pytest.mark.soak
+def test_packing_ranks(tmp_path):
+    few = ("--samples", "60", "--ms", "1", "--ranks", "2")
+    result = result_of("packing_ranks", tmp_path / "packing.json", *few)
+    assert len(result["measurements"]) == 3
+    assert len(result["targets"]) == 1
+    for ways in result["measurements"].values():
+        assert {way: len(seconds) for way, seconds in ways.items()} == {"threads": 1, "2 ranks": 1}
+
+
+@pytest.mark.soak
 def test_step_time(tmp_path):
     path = tmp_path / "step.json"
     result = result_of("step_time", path, "--ranks", "1", "--steps", "30", "--warmup", "2")

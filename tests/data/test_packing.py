@@ -12,7 +12,7 @@ from PIL import Image
 
 import ranks
 import sets
-from paceline.data import DataError, Loader, Shards, pack, packing, statistics
+from paceline.data import DataError, Loader, Shards, encoder, pack, statistics
 from paceline.data import folder as folder_source
 from paceline.data.decode import jpeg_package
 
@@ -217,7 +217,7 @@ def test_what_is_written_does_not_depend_on_the_threads(tmp_path):
 def test_what_is_written_does_not_depend_on_how_it_is_read(tmp_path, monkeypatch, little_s):
     folder = sets.images(tmp_path / "in", count=300)
     pack(folder, tmp_path / "a", shard_bytes=20_000)
-    monkeypatch.setattr(packing, "LITTLE_S", little_s)
+    monkeypatch.setattr(encoder, "LITTLE_S", little_s)
     monkeypatch.setattr(folder_source, "KEPT_BYTES", 0)
     pack(folder, tmp_path / "b", shard_bytes=20_000)
     assert len(Shards(tmp_path / "a").meta.shards) > 5

@@ -7,13 +7,18 @@ from dataclasses import asdict
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .base import app, mistakes_told
+from .options import Env, Hostfile, Hosts, Launcher
 from .sizes import bytes_of
 from .watched import watched
+
+if TYPE_CHECKING:
+    from ..data.packing import Report
+    from ..study.packing import Asked, Where
 
 QUIET_S = 10.0  # between two lines of progress where there is no terminal
 
@@ -25,6 +30,8 @@ QUIET_S = 10.0  # between two lines of progress where there is no terminal
     "paceline pack x.npy packed/ --labels y.npy --cast float16 --compress   ·   "
     "paceline pack mine:samples packed/   ·   "
     "paceline pack tiles.h5:bands packed/ --apply mine:upsampled   ·   "
+    "paceline pack -n 8 photos/ packed/ --apply mine:cleaned   ·   "
+    "paceline pack -H host1:32,host2:32 photos/ packed/   ·   "
     "paceline pack tiles.h5:bands packed/ --labels kind   ·   "
     "paceline pack packed/ tars/ --to webdataset   ·   paceline pack --check packed/",
 )
@@ -41,6 +48,21 @@ def pack(
     dest: Annotated[
         Path | None, typer.Argument(help="The folder to pack into.", show_default=False)
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            help="Processes in all, on this host, on all of the allocation or on -H's hosts: for "
+            "--apply with a function that holds Python's lock, and for several hosts. Default: "
+            "threads of this host; with -H its slots, else a rank a core.",
+            show_default=False,
+        ),
+    ] = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+    env: Env = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -99,7 +121,7 @@ def pack(
     ] = 4096,
     workers: Annotated[
         int | None,
-        typer.Option(help="Threads. Default: two a core.", min=1, show_default=False),
+        typer.Option(help="Threads, of each rank. Default: two a core.", min=1, show_default=False),
     ] = None,
     on_error: Annotated[
         str, typer.Option(help="stop, or skip what can't be read, with a count.")
@@ -116,58 +138,51 @@ def pack(
 
     Reading a file a sample is slow on every parallel file system, and its servers' time is
     everybody's. A packed set is read at the speed of large files, and a flipped byte is noticed.
-    Stopped or killed, the same command goes on where it was. paceline.data.Loader reads it.
+    Stopped or killed, the same command goes on where it was, on any number of ranks.
+    paceline.data.Loader reads it.
 
     Exit code 1 where --check has found something.
     """
     with mistakes_told():
+        from ..data.packing import Wish
+        from ..study.packing import Asked, Where
+
+        where = Where(ranks, hosts, hostfile, launcher, tuple(env or ()))
+        if env and not where:
+            raise ValueError(f"--env {env[0]}: is for ranks. HINT: with -n or -H")
         if check:
             if dest is not None:
                 raise ValueError(f"--check takes one folder, and {dest} is a second. HINT: one")
+            _of_one_process(where, "--check")
             code = _check(Path(source), workers, json)
             raise typer.Exit(code)
         if dest is None:
             raise ValueError("where to? HINT: paceline pack SOURCE DEST")
-        options: dict[str, Any] = {
-            "shard_bytes": bytes_of(shard_size, "--shard-size"),
-            "seed": seed,
-            "workers": workers,
+        encoding: dict[str, Any] = {
             "decode": decode,
             "resize": resize,
             "quality": quality,
             "compress": compress,
             "cast": cast,
-            "apply": apply,
-            "statistics": statistics,
-            "on_error": on_error,
-            "fresh": fresh,
         }
-        work = partial(_packed, source, dest, to, labels, options, json)
-        library = _library(source)
+        shard_bytes = bytes_of(shard_size, "--shard-size")
+        wish = Wish(shard_bytes, seed, statistics, on_error, fresh)
+        table = None if labels is None else str(labels)
+        asked = Asked(source, str(dest), table, apply, workers, encoding, wish)
+        work = partial(_pack, asked, where, to, json)
+        library = "" if where else _library(source)
         if library:  # made in C, and not all of it checks what it reads
             watched(work, partial(_at_fault, source, library))
         else:
             work()
 
 
-def _packed(
-    source: str, dest: Path, to: str | None, labels: Path | None, options: Any, json: bool
-) -> None:
-    from ..data.export import converted
-    from ..data.packing import pack as packed
-    from ..data.sources import imported
-
-    if options["apply"] is not None:
-        options["apply"] = imported(options["apply"], "--apply")
-    with progress("packed" if to is None else "done", None) as step:
-        if to is None:
-            report = packed(source, dest, labels, **options, step=step)
-        else:
-            report = converted(source, dest, to, labels, **options, step=step)
+def _pack(asked: "Asked", where: "Where", to: str | None, json: bool) -> None:
+    report = _packed(asked, where, to)
     meta = asdict(report.meta)
     if json:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
-        typer.echo(dumps({"folder": str(dest), **meta, **more}))
+        typer.echo(dumps({"folder": asked.dest, **meta, **more}))
         return
     from rich.console import Console
 
@@ -189,6 +204,50 @@ def _at_fault(source: str, library: str, what: str) -> str:
         f"{source}: {library} {what} while it read this: the file is damaged. HINT: copy it "
         "again, or see what h5dump, ncdump, mdb_stat ... say of it"
     )
+
+
+def _packed(asked: "Asked", where: "Where", to: str | None) -> "Report":
+    from ..data.export import converted
+    from ..data.packing import pack
+    from ..study.packing import pack_on_ranks
+
+    with progress("packed" if to is None else "done", None) as step:
+        if where and to is None:
+            return pack_on_ranks(asked, where, step)
+        if to is not None:
+            _of_one_process(where, "--to")
+        else:
+            _all_of_it()
+        how = {**asked.encoding, "apply": asked.how.apply, **asdict(asked.wish)}
+        options = {**how, "workers": asked.workers, "step": step}
+        if to is None:
+            return pack(asked.source, asked.dest, asked.labels, **options)
+        return converted(asked.source, asked.dest, to, asked.labels, **options)
+
+
+def _of_one_process(where: "Where", option: str) -> None:
+    if where:
+        raise ValueError(
+            f"{option} is done by one process. HINT: without -n, -H, --hostfile and --launcher; "
+            "paceline pack -n packs, and --to and --check take what it has packed"
+        )
+
+
+def _all_of_it() -> None:
+    """In an allocation: how to use it."""
+    import os
+    from contextlib import suppress
+
+    from ..cluster.allocation import find
+
+    with suppress(ValueError):  # what is said of it contradicts itself: not needed here
+        found = find(dict(os.environ))
+        if found is not None:
+            job = f"{found.scheduler} job {found.job}"
+            typer.echo(
+                f"paceline: threads of this host pack; with -n N ranks of all of {job} do",
+                err=True,
+            )
 
 
 def _check(folder: Path, workers: int | None, json: bool) -> int:
@@ -218,7 +277,7 @@ def progress(
     """On stderr: a line that moves, or one now and then."""
     from rich.console import Console
 
-    from ..cost.units import size
+    from ..report.dataset import progress as told
 
     console, began = Console(stderr=True), time.monotonic()
     every = 0.2 if console.is_terminal else QUIET_S
@@ -231,9 +290,7 @@ def progress(
         if now < due:
             return
         due, moved = now + every, True
-        of = f" of {whole:,}" if whole else ""
-        rate = done / (now - began)
-        line = f"paceline: {what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
+        line = f"paceline: {told(what, done, whole, read, done / (now - began), each)}"
         console.file.write(f"\r\x1b[2K{line}" if console.is_terminal else f"{line}\n")
         console.file.flush()
 

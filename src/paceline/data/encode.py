@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .decode import compressed, decode, described, npy, opened
-from .shard_format import FILE, RAW, ZSTD, Field, checksum, row_packed
+from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_packed
 from .sources import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
 

@@ -27,6 +27,8 @@ META, INDEX, NAMES = "paceline.json", "index.bin", "names.txt"
 UNKNOWN = "........"  # in the place of the checksum, while it is taken of all of paceline.json
 ROW = struct.Struct("<qQII4IBBBxI")
 COVERED = ROW.size - 4  # bytes of a row that its checksum is over
+_SHARD = 20  # where the number of the shard is in it
+_PARTS = np.dtype([("a", "V20"), ("shard", "<u4"), ("b", "V20"), ("crc", "<u4")])
 DIMS = 4  # that a row has room for; a set whose shape has more says it once, in its meta
 AS_THE_SET = 255  # in the place of the number of dims
 
@@ -214,6 +216,16 @@ def row_of(packed: bytes, whole: tuple[int, ...]) -> Row:
     shape = whole if ndim == AS_THE_SET else (a, b, c, d)[:ndim]
     covered = packed[:COVERED]
     return Row(label, offset, length, shard, shape, DTYPES[kind], encoding, crc, covered)
+
+
+def moved(rows: bytes, shard: int, other: int) -> bytes:
+    """Rows of one shard as rows of another one, whose bytes are the same. A CRC is linear: what the
+    number changes in it is the same for all of them, whatever the samples are."""
+    table = np.frombuffer(rows, _PARTS).copy()
+    changed = bytes(_SHARD) + (shard ^ other).to_bytes(4, "little")
+    table["shard"] = other
+    table["crc"] ^= crc32c(changed.ljust(COVERED, b"\0")) ^ crc32c(bytes(COVERED))
+    return table.tobytes()
 
 
 def checksum(covered: bytes, *parts: Any, start: int = 0) -> int:

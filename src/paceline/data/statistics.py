@@ -39,7 +39,7 @@ class Statistics:
 
     def merge(self, other: "Statistics") -> None:
         self.classes.update(other.classes)
-        if other.mean is None:
+        if other.mean is None or not other.count:
             return
         if self.mean is None:
             self.samples, self.count = other.samples, other.count
@@ -66,7 +66,7 @@ class Statistics:
     def as_json(self) -> dict[str, Any]:
         """mean and deviation (population's) by channel, of so many samples; samples by class."""
         told: dict[str, Any] = {}
-        if self.mean is not None and np.all(np.isfinite(self.squares)):
+        if self.mean is not None and self.count and np.all(np.isfinite(self.squares)):
             deviation = np.sqrt(np.asarray(self.squares) / self.count)
             told = {"of": self.samples, "mean": np.asarray(self.mean).tolist()}
             told["deviation"] = deviation.tolist()
@@ -87,6 +87,11 @@ class Statistics:
             }
         )
         return {**moments, "classes": sorted(self.classes.items())}
+
+    @classmethod
+    def empty(cls, images: bool, channels: tuple[int, ...]) -> "Statistics":
+        """Of no sample yet, and for those whose channels have this shape."""
+        return cls(images, mean=np.zeros(channels), squares=np.zeros(channels))
 
     @classmethod
     def of_state(cls, images: bool, state: dict[str, Any]) -> "Statistics":

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,20 @@ from .encode import Packed
 from .shard_format import Field, Meta, Shard
 from .statistics import Statistics
 
+WHOLE = "whole.json"  # of a writer that has written a part of a set, and all of that
+
 
 class Writer:
-    """``add`` samples, ``close``, ``finish``, and in any case ``abort``. next: the place in the
-    order to go on at, behind what an earlier writer has left whole. A thread writes, and another
-    one keeps the shard before: it waits for the storage."""
+    """``take`` or ``add`` samples, ``close``, ``finish``, and in any case ``abort``. next: the
+    place in the order to go on at, behind what an earlier writer has left whole. A thread writes,
+    and another one keeps the shard before: it waits for the storage."""
 
-    def __init__(self, folder: Path, work: Path, shard_bytes: int, images: bool) -> None:
-        self.folder, self.work, self.limit, self.images = folder, work, shard_bytes, images
+    def __init__(
+        self, folder: Path, work: Path, shard_bytes: int, images: bool, classes: bool = False
+    ) -> None:
+        """classes: whether labels are, and are counted."""
+        self.folder, self.work, self.limit = folder, work, shard_bytes
+        self.images, self.classes = images, classes
         self.shards: list[Shard] = []
         self.left_out: list[str] = []
         self.statistics = Statistics(images)
@@ -49,6 +57,18 @@ class Writer:
         """What all samples are; None where they differ."""
         return self._alike[0] if len(self._alike) == 1 else None
 
+    def take(self, packed: Packed | str, place: int) -> None:
+        """The next sample, or why there is none."""
+        if isinstance(packed, str):
+            self.left_out.append(packed)
+            return
+        self.add(packed, place)
+        # after it: a shard that ends before it has no part of it
+        if self.classes:
+            self.statistics.classes[packed.label] += 1
+        if packed.statistics is not None:
+            self.statistics.merge(packed.statistics)
+
     def add(self, packed: Packed, place: int) -> None:
         """The next sample; place: in the order."""
         if self._file is not None and self._at + packed.length > self.limit:
@@ -59,10 +79,7 @@ class Writer:
         self._file.write(packed.parts, packed.length)
         self._at += packed.length
         self._names.append(packed.name)
-        if len(self._alike) < 2:
-            kind = (packed.dtype, packed.shape)
-            if all(kind != (one.dtype, one.shape) for one in self._alike):
-                self._alike.append(Field(*kind))
+        self._as_well((packed.dtype, packed.shape))
 
     def close(self, place: int) -> None:
         """The open shard is whole, and all are kept; place: the first one in the order that is
@@ -79,13 +96,8 @@ class Writer:
             self._keeping.result()
         number = len(self.shards)
         shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._at, 0)
-        state = {
-            "shard": vars(shard),  # of which the checksum is still to come
-            "next": place,
-            "left_out": self.left_out[self._out :],
-            "statistics": self.statistics.as_state(),
-            "alike": [[one.dtype, one.shape] for one in self._alike],
-        }
+        # the checksum is still to come
+        state = {"shard": vars(shard), "next": place, **self._state(self._out)}
         self._file.end()
         beside = (self._rows, self._names)
         self._keeping = self._keeps.submit(self._keep, number, shard, self._file, *beside, state)
@@ -104,13 +116,38 @@ class Writer:
     ) -> None:
         shard.crc = file.kept()
         (self.work / f"shard-{number:05}.part").replace(self.folder / shard.file)
-        _write(self.work / f"rows-{number:05}", b"".join(rows))
+        whole_or_not(self.work / f"rows-{number:05}", b"".join(rows))
         named = "".join(f"{name}\n" for name in names)
-        _write(self.work / f"names-{number:05}", os.fsencode(named))
-        _write(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
+        whole_or_not(self.work / f"names-{number:05}", os.fsencode(named))
+        whole_or_not(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
+
+    def whole(self, place: int) -> None:
+        """Its part of the set is complete: as ``adopt`` of the set's own writer takes it."""
+        self.close(place)
+        state = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
+        whole_or_not(self.work / WHOLE, json.dumps(state).encode())
+
+    def adopt(self, part: Path) -> None:
+        """Behind what there is, the shards of a folder whose writer was ``whole``. Killed in it,
+        and done again, it is the same."""
+        state: dict[str, Any] = json.loads((part / WHOLE).read_bytes())
+        for there, told in enumerate(state["shards"]):
+            was, here = Shard(**told), len(self.shards)
+            shard = Shard(f"shard-{here:05}.bin", was.samples, was.bytes, was.crc)
+            with suppress(FileNotFoundError):  # done before the kill
+                (part / was.file).replace(self.folder / shard.file)
+            rows = (part / f"rows-{there:05}").read_bytes()
+            (self.work / f"rows-{here:05}").write_bytes(shard_format.moved(rows, there, here))
+            shutil.copyfile(part / f"names-{there:05}", self.work / f"names-{here:05}")
+            self.shards.append(shard)
+            self._whole += shard.bytes
+        self.left_out += state["left_out"]
+        self.statistics.merge(Statistics.of_state(self.images, state["statistics"]))
+        for dtype, shape in state["alike"]:
+            self._as_well((dtype, tuple(shape)))
 
     def abort(self) -> None:
-        """Nothing more comes; the open shard is not kept."""
+        """Nothing more comes; an open shard is not kept."""
         if self._file is not None:
             self._file.abort()
         for pool in (self._writes, self._keeps):
@@ -151,9 +188,23 @@ class Writer:
         self._alike = [Field(dtype, tuple(shape)) for dtype, shape in state["alike"]]
         return True
 
+    def _as_well(self, kind: tuple[str, tuple[int, ...]]) -> None:
+        """A sample is this, too: its dtype and shape."""
+        if len(self._alike) < 2 and all(kind != (one.dtype, one.shape) for one in self._alike):
+            self._alike.append(Field(*kind))
 
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+    def _state(self, out: int) -> dict[str, Any]:
+        """What is known of the samples so far. out: how many of those that were left out are
+        written down elsewhere."""
+        return {
+            "left_out": self.left_out[out:],
+            "statistics": self.statistics.as_state(),
+            "alike": [[one.dtype, one.shape] for one in self._alike],
+        }
+
+
+def whole_or_not(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(data)

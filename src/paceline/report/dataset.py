@@ -35,6 +35,14 @@ def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -
     return Group(Text(f"{folder}: {read}: {len(bad):,} are not", style="bold red"), *_some(bad))
 
 
+def progress(
+    what: str, done: int, whole: int | None, read: int, rate: float, each: str = "samples"
+) -> str:
+    """How far it is. read: bytes; rate: a second."""
+    of = f" of {whole:,}" if whole else ""
+    return f"{what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
+
+
 def staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Lines, and their styles, of what ``paceline stage`` has done on each host."""
     several = len(hosts) > 1

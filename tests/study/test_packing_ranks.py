@@ -1,0 +1,306 @@
+"""paceline pack -n: what ranks pack is what one process packs, whoever is killed meanwhile."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ranks
+import sets
+from paceline.data import Shards, pack
+from paceline.data.shards import Scratch
+
+# What is applied notes whose it is and of which sample, and waits until the file "go" is there.
+MINE = """
+import ctypes, os, sys, time
+import numpy as np
+
+def noted(x):
+    assert "torch" not in sys.modules
+    with open("calls", "a") as file:
+        file.write(f"{os.getpid()} {int(x.flat[0])}\\n")
+    if x.flat[0] >= 0 and not os.path.exists("go"):
+        time.sleep(0.05)
+    return x * 2
+
+libc = ctypes.PyDLL(None)  # its functions keep the interpreter's lock
+
+def holds(x):
+    began = time.monotonic()
+    libc.usleep(20_000)
+    with open("times", "a") as file:
+        file.write(f"{os.getpid()} {began} {time.monotonic()}\\n")
+    return x - 1
+
+def odd(x):
+    if int(x.flat[0]) % 50 == 17:
+        raise RuntimeError("it is odd")
+    return x + 1
+
+def samples():
+    for i in range(300):
+        yield np.full((3, 4), i, "float32"), i % 5
+"""
+COUNT = 300
+
+
+@pytest.fixture
+def folder(tmp_path):
+    x, y = sets.arrays(COUNT)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", y)
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+ARRAYS = ("x.npy", "--labels", "y.npy", "--shard-size", "1K")
+
+
+def started(folder, *words, **env):
+    return subprocess.Popen(
+        [ranks.PACELINE, "pack", *map(str, words)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ranks.environment(COLUMNS="200", **env),
+        start_new_session=True,
+    )
+
+
+def command(folder, *words, check=True, **env):
+    process = started(folder, *words, **env)
+    out, err = process.communicate(timeout=120)
+    if check and process.returncode:
+        raise AssertionError(f"{process.returncode}\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+def content(folder):
+    """All that a set is, but for where its shards begin and when it was packed."""
+    shards = Shards(folder)
+    samples = []
+    for i in range(len(shards)):
+        row, data, label = shards.raw(i, Scratch())
+        name = shards.name(i) if shards.meta.names else ""
+        samples.append((bytes(data), np.asarray(label).tolist(), name, row.encoding, row.shape))
+    meta = json.loads((folder / "paceline.json").read_text())
+    for part in (meta, meta["packed"]):
+        for key in ("checksum", "shards", "statistics", "date"):
+            part.pop(key, None)
+    return samples, meta
+
+
+def same(one, other):
+    assert content(one) == content(other)
+    here, there = (Shards(folder).meta.statistics for folder in (one, other))
+    assert here["of"] == there["of"]
+    assert here.get("classes") == there.get("classes")
+    for name in ("mean", "deviation"):
+        assert here[name] == pytest.approx(there[name], rel=1e-12)
+    assert not (one / ".packing").exists()
+    known = {"paceline.json", "index.bin", "names.txt"}
+    left = {path.name for path in one.iterdir()} - known
+    assert left == {shard.file for shard in Shards(one).meta.shards}
+
+
+def whole_pieces(folder):
+    return len(list((folder / "out" / ".packing").glob("piece-*")))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
+    sets.images(folder / "images", 120)
+    command(folder, "images", "one", "--statistics", 50)
+    _, out, err = command(
+        folder, "-n", count, "images", "out", "--statistics", 50, "--shard-size", "4K", "--json"
+    )
+    same(folder / "out", folder / "one")
+    told = json.loads(out)
+    assert (told["samples"], told["classes"], told["left_out"]) == (120, list(sets.CLASSES), [])
+    assert len(told["shards"]) > 8
+    assert err == ""
+    _, out, _ = command(folder, "--check", "out")
+    assert "all as they were packed" in out
+
+
+def test_ranks_apply_what_holds_the_interpreter_each_by_itself(folder):
+    words = [*ARRAYS, "--compress", "--apply", "mine:holds"]
+    command(folder, *words, "one")
+    (alone,) = _calls_by_process(folder)
+    assert alone[-1][1] - alone[0][0] > 0.02 * COUNT  # its threads wait for each other
+    (folder / "times").unlink()
+    command(folder, "-n", 2, *words, "out")
+    same(folder / "out", folder / "one")
+    one, other = [calls for calls in _calls_by_process(folder) if len(calls) > 40]
+    assert len(one) + len(other) == COUNT
+    assert _overlapping(one, other) > COUNT // 4
+
+
+def _calls_by_process(folder):
+    """When each call began and ended, of each process."""
+    found = {}
+    for line in (folder / "times").read_text().splitlines():
+        pid, began, ended = line.split()
+        found.setdefault(pid, []).append((float(began), float(ended)))
+    return list(found.values())
+
+
+def _overlapping(some, others):
+    """Calls that began while one of the others was under way."""
+    return sum(any(a < began < b for a, b in others) for began, _ in some)
+
+
+def test_a_stream_is_spooled_once_and_packed_by_all(folder):
+    command(folder, "mine:samples", "one")
+    command(folder, "-n", 2, "mine:samples", "out", "--shard-size", "1K")
+    same(folder / "out", folder / "one")
+    assert Shards(folder / "out").meta.packed["source"] == "mine:samples"
+
+
+@pytest.mark.parametrize(
+    ("who", "then"),
+    [
+        ("rank", ("-n", 3)),
+        ("launcher", ()),
+        pytest.param("rank", (), marks=pytest.mark.soak),
+        pytest.param("launcher", ("-n", 3), marks=pytest.mark.soak),
+    ],
+)
+def test_what_was_killed_goes_on_with_whole_pieces(folder, who, then):
+    words = [*ARRAYS, "--apply", "mine:noted", "--workers", 1, "out"]
+    job = started(folder, "-n", 2, *words)
+    ranks.wait_until(lambda: whole_pieces(folder) >= 5, 30)
+    assert len(_running_in(folder)) >= 3
+    if who == "launcher":
+        job.kill()
+        job.communicate(timeout=30)
+    else:
+        rank = max(Counter(_callers(folder)).items(), key=lambda item: item[1])[0]
+        os.kill(rank, signal.SIGKILL)
+        _, err = job.communicate(timeout=30)
+        assert job.returncode == 2
+        assert re.search(r"rank \d was killed by SIGKILL", err)
+        assert "What is packed so far is kept. HINT: say the same again" in err
+        assert not list((folder / "out" / ".packing").glob("run-*"))
+    ranks.wait_until(lambda: not _running_in(folder))
+    pieces = whole_pieces(folder)
+    assert not (folder / "out" / "paceline.json").exists()
+    (folder / "go").touch()
+    before = len(_callers(folder))
+    command(folder, *then, *words)
+    (folder / "calls").rename(folder / "all-calls")
+    command(folder, *words[:-1], "one")
+    same(folder / "out", folder / "one")
+    each = len(_callers(folder, "all-calls")) - before
+    assert each < COUNT - 5 * pieces  # those of whole pieces were not applied again
+
+
+def _running_in(folder):
+    """Processes that work in the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if path.readlink() == folder:
+                found.append(path.parent.name)
+    return found
+
+
+def _callers(folder, name="calls"):
+    path = folder / name
+    return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_ctrl_c_leaves_what_is_whole_and_nothing_else(folder):
+    words = ["-n", 2, *ARRAYS, "--apply", "mine:noted", "--workers", 1, "out"]
+    job = started(folder, *words)
+    ranks.wait_until(lambda: whole_pieces(folder) >= 2, 30)
+    os.killpg(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 130
+    assert "Traceback" not in err
+    work = folder / "out" / ".packing"
+    assert {path.name.rstrip("0123456789") for path in work.iterdir()} == {
+        *("lock", "pieces.json", "plan.json", "piece-"),
+    }
+    assert not _running_in(folder)
+    (folder / "go").touch()
+    command(folder, *words)
+    command(folder, *words[2:-1], "one")
+    same(folder / "out", folder / "one")
+
+
+def test_a_sample_that_can_not_be_packed_is_told_as_by_one_process(folder):
+    x = np.load(folder / "x.npy")
+    for i, one in enumerate(x):
+        path = folder / "in" / "ab"[i % 2] / f"{i:04}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, one)
+    bad = folder / "in" / "b" / "0151.npy"
+    bad.write_bytes(b"no array")
+    words = ["in", "--shard-size", "1K"]
+    code, _, alone = command(folder, *words, "one", check=False)
+    code, out, err = command(folder, "-n", 2, *words, "out", check=False)
+    assert (code, out, err) == (2, "", alone)
+    assert "b/0151.npy (sample 225)" in err  # of a's 150, and then the 76th
+    assert "HINT: mend it and say the same again" in err
+    np.save(bad, x[151])
+    command(folder, "-n", 2, *words, "out")
+    command(folder, *words, "one")
+    same(folder / "out", folder / "one")
+
+
+def test_samples_that_are_left_out_are_counted_over_all_ranks(folder):
+    words = [*ARRAYS, "--apply", "mine:odd", "--on-error", "skip", "--json"]
+    _, out, _ = command(folder, *words, "one")
+    alone = json.loads(out)["left_out"]
+    _, out, _ = command(folder, "-n", 2, *words, "out")
+    assert json.loads(out)["left_out"] == alone
+    assert len(alone) == 6
+    assert "apply mine:odd: RuntimeError: it is odd" in alone[0]
+    same(folder / "out", folder / "one")
+
+
+def test_a_set_of_which_nothing_can_be_packed_leaves_nothing(folder):
+    (folder / "none.py").write_text("def fails(x):\n    raise RuntimeError('never')\n")
+    words = ["-n", 2, *ARRAYS, "--apply", "none:fails", "--on-error", "skip", "out"]
+    code, _, err = command(folder, *words, check=False)
+    assert code == 2
+    assert "none of 300 samples could be packed" in err
+    assert list((folder / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "2", "--check", "out"], "--check is done by one process. HINT: without -n"),
+        (["-n", "2", "x.npy", "out", "--to", "hdf5"], "--to is done by one process. HINT"),
+        (["--env", "A=1", "x.npy", "out"], "--env A=1: is for ranks. HINT: with -n or -H"),
+        (["-n", "0", "x.npy", "out"], "-n 0: at least one rank is needed. HINT: -n 1"),
+        (["--launcher", "ssh", "x.npy", "out"], "--launcher ssh: on which hosts? HINT"),
+        (["-H", "a:1,b:1", "-n", "3", "x.npy", "out"], "-n 3: 3 ranks for 2 slots (a:1, b:1)"),
+        (["-n", "2", "nowhere", "out"], "nowhere: no such file or folder"),
+        (["-n", "2", "x.npy", "done"], "done: holds a packed set. HINT"),
+        (["-n", "2", "x.npy", "out", "--apply", "no:such"], "no:such: No module named 'no'"),
+    ],
+)
+def test_mistakes_are_told_before_any_rank_starts(folder, words, said):
+    pack(np.zeros((3, 2)), folder / "done")
+    code, _, err = command(folder, *words, check=False)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+    assert not list(folder.glob("out/*"))
+
+
+def test_in_an_allocation_threads_pack_and_what_would_use_all_of_it_is_said(folder):
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    _, _, err = command(folder, *ARRAYS, "out", **allocation)
+    assert err == "paceline: threads of this host pack; with -n N ranks of all of Slurm job 7 do\n"
