@@ -60,8 +60,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.5, help="of diagnose; 0: without")
     args = parser.parse_args()
     facts = machine()
-    where = args.folder or Path.cwd()
-    with tempfile.TemporaryDirectory(dir=where) as name, staging(args.memory) as stage:
+    where = (args.folder or Path.cwd()).resolve()
+    with tempfile.TemporaryDirectory(dir=where) as name, staging(args.memory.resolve()) as stage:
         case = Case(Path(name), Path(stage), args)
         prepared = case.prepared()
         console.print(f"prepared: {prepared}", highlight=False)

@@ -5,9 +5,10 @@ import gc
 import json
 import os
 import sys
+from multiprocessing import active_children
 from pathlib import Path
 
-from paceline.record.usage import Opens, children, read_bytes
+from paceline.record.usage import Opens, read_bytes
 
 
 def main() -> None:
@@ -19,7 +20,7 @@ def main() -> None:
     opens, before = Opens(), read_bytes("self")
     patches.main()
     gc.collect()
-    if children():
+    if active_children():
         raise SystemExit("the loader's workers are still there: what they read can't be told")
     # what a process has read is its parent's once it has ended and was waited for
     asked, stored = (now - then for now, then in zip(read_bytes("self"), before, strict=True))
