@@ -83,6 +83,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/loader_storage.py
+	$(BIN)/python benchmarks/patches.py
 	$(BIN)/python benchmarks/fault_times.py
 	$(BIN)/python benchmarks/host_fault_times.py
 
