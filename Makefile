@@ -87,6 +87,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/packing_ranks.py
 	$(BIN)/python benchmarks/staging.py
+	$(BIN)/python benchmarks/patches.py
 	$(BIN)/python benchmarks/fault_times.py
 	$(BIN)/python benchmarks/host_fault_times.py
 

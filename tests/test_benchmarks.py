@@ -21,12 +21,12 @@ def started(name, *options):
     )
 
 
-def result_of(name, path, *options, timeout=120):
+def result_of(name, path, *options, more=(), timeout=120):
     process = started(name, "--json", str(path), *options)
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output
     result = json.loads(path.read_text())
-    assert set(result) == KEYS
+    assert set(result) == KEYS.union(more)
     assert result["benchmark"] == name
     assert set(result["machine"]) == {"cores", "cpu", "platform", "python", "torch", "load"}
     assert result["settings"]["repeats"] == 1
@@ -98,6 +98,18 @@ def test_packing_ranks(tmp_path):
     assert len(result["targets"]) == 1
     for ways in result["measurements"].values():
         assert {way: len(seconds) for way, seconds in ways.items()} == {"threads": 1, "2 ranks": 1}
+
+
+@pytest.mark.soak
+def test_patches(tmp_path):
+    few = ("--patches", "120", "--steps", "12", "--minutes", "0", "--folder", str(tmp_path))
+    few += ("--memory", str(tmp_path))
+    result = result_of("patches", tmp_path / "patches.json", *few, more=("prepared", "told"))
+    steps = list(result["measurements"])
+    assert [name[0] for name in steps] == list("12345")
+    opened = [result["measurements"][name][0]["opened_a_sample"] for name in steps]
+    assert min(opened[:2]) >= 24 > 1 > max(opened[2:])  # two patches of twelve files a sample
+    assert len(result["targets"]) == 3
 
 
 @pytest.mark.soak

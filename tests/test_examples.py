@@ -1,5 +1,6 @@
 """The examples, end to end: the same result on any number of ranks, and what they state."""
 
+import importlib
 import json
 import os
 import re
@@ -8,10 +9,13 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
+from paceline.data import Loader, Shards
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -107,6 +111,67 @@ def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
     short = ("packed.py", tmp_path / "packed", "--epochs", "2")
     assert reached("alone", *short) > 0.7
     assert abs(reached("2 ranks", *short) - reached("alone", *short)) <= IMAGE + 1e-4
+
+
+PATCHES = 48
+
+
+@pytest.fixture(scope="module")
+def patches(tmp_path_factory):
+    """The folder of the case's sets (docs/case-patches.md): as found, packed, and upsampled."""
+    folder = tmp_path_factory.mktemp("patches")
+    script = "examples/patches.py"
+    done = run(sys.executable, script, "make", folder / "files", "--patches", str(PATCHES))
+    assert done.returncode == 0, done.stderr
+    for name, words in (("packed", ()), ("upsampled", ("--apply", "patches:upsampled"))):
+        command = [BIN / "paceline", "pack", "patches:samples", folder / name, *words]
+        environment = {**ENVIRONMENT, "PATCHES": str(folder / "files")}
+        done = subprocess.run(
+            command, cwd=ROOT / "examples", env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_patches_are_the_same_from_files_and_packed(patches, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    case = importlib.import_module("patches")
+    folders, labels = case.labelled(patches / "files")
+    found = {
+        case.bands(folder).tobytes(): label for folder, label in zip(folders, labels, strict=True)
+    }
+    assert len(found) == PATCHES
+    assert labels.shape == (PATCHES, 43)
+    assert 1 <= labels.sum(1).min() < labels.sum(1).max() <= 5
+    packed, upsampled = Shards(patches / "packed"), Shards(patches / "upsampled")
+    for i in range(PATCHES):  # in one order, by the same seed
+        (flat, label), (large, same) = packed[i], upsampled[i]
+        assert label.tolist() == same.tolist() == found.pop(flat.tobytes()).tolist()
+        assert large.dtype == np.uint16
+        assert large.tobytes() == case.upsampled(flat).tobytes()
+        assert large[:4].tobytes() == flat[: 4 * 120 * 120].tobytes()  # 10 m: as they are
+        coarse = flat[-400:].reshape(20, 20).astype(float)  # 60 m: six times as many
+        means = large[-1].reshape(20, 6, 20, 6).mean((1, 3))
+        assert np.abs(means - coarse).mean() < 0.5 * np.abs(coarse - coarse.mean()).mean()
+    assert not found
+    options = {"transform": case.augmented, "mix_up": case.MIX_UP, "shuffle": True}
+    online, offline = (Loader(shards, 16, **options) for shards in (packed, upsampled))
+    for (x, y), (same_x, same_y) in zip(online, offline, strict=True):
+        assert x.shape == (16, 12, 120, 120)
+        assert torch.equal(x, same_x)
+        assert torch.equal(y, same_y)
+
+
+@pytest.mark.parametrize("source", [pytest.param("files", marks=pytest.mark.soak), "upsampled"])
+def test_patches_train_from_files_and_packed(patches, source):
+    way = ("--input", "files" if source == "files" else "packed")
+    short = ("--steps", "24", "--batch", "12", *way)
+    done = run(*STARTERS["2 ranks"], "examples/patches.py", "train", patches / source, *short)
+    assert done.returncode == 0, done.stderr
+    first, last = re.search(
+        r"loss (\S+) in the first 10 steps, (\S+) in the last", done.stdout
+    ).groups()
+    assert float(last) < 0.9 * float(first)
 
 
 @pytest.mark.parametrize(

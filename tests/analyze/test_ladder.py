@@ -103,6 +103,11 @@ def test_a_loader_that_computes_and_one_that_waits(tmp_path):
     loader = {"batches": 20, "seconds": 1.0, "busy_s": 0.95, "workers": 0, "ranks": 2}
     seen, (cause,) = judged(tmp_path / "a", fall, loader, load=(20, 20), exchange=0.2)
     assert (cause.id, seen["input"].differ) == ("input-preprocessing", False)
+    assert cause.sentence.endswith("(no workers: the rank loads by itself)")
+    files = {"opened": 15_000, "read": 15_000 * 7_000, "open_s": 1e-5, "system_s": 0.1}
+    _, (cause,) = judged(tmp_path / "d", fall, loader | files, load=(20, 20), exchange=0.2)
+    assert cause.id == "input-preprocessing"
+    assert cause.sentence.endswith(", and 750 small files are opened for each")
     assert cause.share == pytest.approx(0.5, abs=0.01)
     assert "50 ms a batch to make (no workers" in cause.sentence
     loader |= {"busy_s": 0.1, "workers": 4}

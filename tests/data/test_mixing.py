@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sets
-from paceline.data import Loader, pack
+from paceline.data import Loader, Shards, pack
 from paceline.data.mixing import Mixing
 from paceline.data.shard import shard
 
@@ -49,6 +49,22 @@ def test_mixtures_are_the_same_on_any_number_of_ranks_and_other_in_each_epoch(tm
             assert torch.equal(x, torch.cat([part[epoch][step][0] for part in several]))
             assert torch.equal(y, torch.cat([part[epoch][step][1] for part in several]))
     assert not torch.equal(alone[0][0][1], alone[1][0][1])
+
+
+def test_several_classes_of_a_packed_sample_are_mixed_as_shares(tmp_path):
+    x, y = sets.arrays(30)
+    seen = np.stack([np.isin(range(7), (one, 6)) for one in y]).astype(np.uint8)
+    pack(zip(x, seen, strict=True), tmp_path / "out")
+    source = Shards(tmp_path / "out")
+    _, labels = batches(Loader(source, 10, mix_up=0.4, seed=3))
+    assert labels.dtype == torch.float32
+    assert labels[:, 6].tolist() == pytest.approx([1] * 30)
+    mixing = Mixing(source, 0.4)
+    for i in range(30):
+        other, share = mixing.partner(3, 0, i)
+        mixed = share * source[i][1] + (1 - share) * source[other][1]
+        assert labels[i].tolist() == pytest.approx(mixed.tolist(), abs=1e-6)
+    assert ((labels > 0) & (labels < 1)).any()
 
 
 def test_numbers_are_mixed_as_numbers_and_unlabelled_samples_alone():

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import ranks
-from paceline.analyze.causes import WORTH, Cause, Witness
+from paceline.analyze.causes import RULES, WORTH, Cause, Witness
 from paceline.analyze.ladder import Climb, Interval, waterfall
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
@@ -227,6 +227,16 @@ def test_hostile_names_are_text_and_on_a_telephone_all_can_be_read(tmp_path, ope
 
 def test_every_name_of_a_cause_has_its_definition():
     assert all(f"held by {name}" in DEFINITIONS for name in NAMES)
+
+
+def test_all_that_a_witness_can_see_has_a_name(tmp_path):
+    told = found(tmp_path / "run")
+    every = dataclasses.replace(told, witnesses=[Witness(name, None, 0.1) for name in RULES])
+    console = Console(file=io.StringIO(), width=100)
+    console.print(in_terminal(every, 100))
+    lines = console.file.getvalue().splitlines()
+    assert sum(line.rstrip().endswith("10.0 %") for line in lines) == len(RULES)
+    assert "other programs" in diagnosis(every, WORDS)
 
 
 def test_steps_stand_in_for_samples_that_nobody_knows(tmp_path):

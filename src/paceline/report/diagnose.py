@@ -25,6 +25,8 @@ NAMES = {
     "validation": "validation",
     "checkpoint": "checkpoints",
     "script": "the script's own",
+    "standing": "standing still",
+    "noise": "other programs",
     "threads": "threads",
     "layout": "memory layout",
     "precision": "precision",

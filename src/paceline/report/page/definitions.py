@@ -117,6 +117,10 @@ DEFINITIONS = {
     "steps' validation, minus with it. The ideal has none.",
     "held by checkpoint": "All ranks without exchange, at the pace of the slowest: without the "
     "steps' saving, minus with it. The ideal has none.",
+    "held by standing": "What all ranks are on no core within their steps, without exchange, "
+    "without a loader to wait for and without a thread that holds them.",
+    "held by noise": "What each rank at least waits for a core while other programs than the job "
+    "keep some of them.",
     "held by threads": "All ranks without exchange: a step, minus one with a single thread a rank.",
     "held by layout": "One rank with its batch in memory: a step, minus one in which convolutions "
     "have weights and images as channels-last.",

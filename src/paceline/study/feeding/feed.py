@@ -47,7 +47,8 @@ class Feed:
     again: bool = True  # from memory: once before the clock, and on after its last sample
 
     def words(self) -> list[str]:
-        return [sys.executable, "-m", __name__, json.dumps(asdict(self))]
+        quiet = ("-W", "ignore::RuntimeWarning:runpy")  # that the package has it imported
+        return [sys.executable, *quiet, "-m", __name__, json.dumps(asdict(self))]
 
 
 def dataset(feed: Feed) -> Any:
