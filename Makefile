@@ -7,7 +7,7 @@ TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-torch test-packages soak lint types format bench picture clean
+.PHONY: demo test test-frameworks test-benchmarks test-torch test-packages soak lint types format bench picture clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/shared/*.[ch])
@@ -41,8 +41,8 @@ demo: $(VENV)/installed
 
 # Two tests at a time, and then by themselves those that judge measured times.
 test: $(VENV)/frameworks
-	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not soak and not alone"
-	$(BIN)/pytest --durations=10 -m "alone and not soak"
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not soak and not bench and not alone"
+	$(BIN)/pytest --durations=10 -m "alone and not soak and not bench"
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
@@ -57,6 +57,10 @@ test-torch: $(VENV)/installed
 # tests are skipped.
 test-packages:
 	@tests/bed/packages.sh
+
+# Each benchmark, made small: that it runs, and writes what it says.
+test-benchmarks: $(VENV)/installed
+	$(BIN)/pytest -n 2 --durations=10 -m bench
 
 soak: $(VENV)/installed
 	$(BIN)/pytest -n 2 --dist worksteal --durations=20 -m "soak and not alone"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.bench
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 KEYS = {"benchmark", "date", "machine", "settings", "measurements", "medians", "ratios", "targets"}
 
@@ -37,7 +38,6 @@ def result_of(name, path, *options, more=(), timeout=120):
     return result
 
 
-@pytest.mark.soak
 def test_start_time(tmp_path):
     result = result_of("start_time", tmp_path / "out" / "start.json", "--ranks", "1")
     for launcher in ("paceline", "torchrun"):
@@ -48,7 +48,6 @@ def test_start_time(tmp_path):
     assert len(result["targets"]) == 1
 
 
-@pytest.mark.soak
 def test_loaders(tmp_path):
     few = ("--images", "60", "--arrays", "20", "--epochs", "1", "--peers", "DataLoader, shards")
     result = result_of("loaders", tmp_path / "loaders.json", *few)
@@ -59,7 +58,6 @@ def test_loaders(tmp_path):
     assert len(result["targets"]) == 4
 
 
-@pytest.mark.soak
 def test_loader_storage(tmp_path):
     few = ("--megabytes", "20", "--samples", "1000", "--folder", str(tmp_path))
     result = result_of("loader_storage", tmp_path / "storage.json", *few)
@@ -67,7 +65,6 @@ def test_loader_storage(tmp_path):
     assert len(result["targets"]) == 2
 
 
-@pytest.mark.soak
 def test_packing(tmp_path):
     few = ("--images", "40", "--arrays", "20", "--texts", "60", "--folder", str(tmp_path))
     path = tmp_path / "packing.json"
@@ -81,7 +78,6 @@ def test_packing(tmp_path):
     assert not list(tmp_path.glob("tmp*"))
 
 
-@pytest.mark.soak
 def test_staging(tmp_path):
     few = ("--megabytes", "20", "--samples", "50", "--folder", str(tmp_path))
     result = result_of("staging", tmp_path / "staging.json", *few)
@@ -90,7 +86,6 @@ def test_staging(tmp_path):
     assert len(result["targets"]) == 8
 
 
-@pytest.mark.soak
 def test_packing_ranks(tmp_path):
     few = ("--samples", "60", "--ms", "1", "--ranks", "2")
     result = result_of("packing_ranks", tmp_path / "packing.json", *few)
@@ -100,7 +95,6 @@ def test_packing_ranks(tmp_path):
         assert {way: len(seconds) for way, seconds in ways.items()} == {"threads": 1, "2 ranks": 1}
 
 
-@pytest.mark.soak
 def test_patches(tmp_path):
     few = ("--patches", "120", "--steps", "12", "--minutes", "0", "--folder", str(tmp_path))
     few += ("--memory", str(tmp_path))
@@ -112,7 +106,6 @@ def test_patches(tmp_path):
     assert len(result["targets"]) == 3
 
 
-@pytest.mark.soak
 def test_step_time(tmp_path):
     path = tmp_path / "step.json"
     result = result_of("step_time", path, "--ranks", "1", "--steps", "30", "--warmup", "2")
@@ -152,7 +145,6 @@ def test_report_size(tmp_path):
     assert len(result["targets"]) == 2
 
 
-@pytest.mark.soak
 def test_top_cost(tmp_path):
     result = result_of("top_cost", tmp_path / "top.json", "--quick")
     names = {"nobody", "top", "again", "every"}
@@ -173,18 +165,15 @@ def fault_times(name, path, fault="killed"):
     assert [target["limit"] for target in result["targets"]] == [1, 10]
 
 
-@pytest.mark.soak
 def test_fault_times(tmp_path):
     fault_times("fault_times", tmp_path / "faults.json")
 
 
-@pytest.mark.soak
 @pytest.mark.usefixtures("hosts")
 def test_host_fault_times(tmp_path):
     fault_times("host_fault_times", tmp_path / "faults.json")
 
 
-@pytest.mark.soak
 def test_binding(tmp_path):
     result = result_of(
         "binding", tmp_path / "binding.json", "--steps", "20", "--ways", "paceline, a core each"

@@ -115,7 +115,7 @@ def whole_pieces(folder):
     return len(list((folder / "out" / ".packing").glob("piece-*")))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
     sets.images(folder / "images", 120)
     command(folder, "images", "one", "--statistics", 50)
@@ -131,6 +131,7 @@ def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
     assert "all as they were packed" in out
 
 
+@pytest.mark.soak
 def test_ranks_apply_what_holds_the_interpreter_each_by_itself(folder):
     words = [*ARRAYS, "--compress", "--apply", "mine:holds"]
     command(folder, *words, "one")
@@ -165,6 +166,7 @@ def test_a_stream_is_spooled_once_and_packed_by_all(folder):
     assert Shards(folder / "out").meta.packed["source"] == "mine:samples"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("who", "then"),
     [
