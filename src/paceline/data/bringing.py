@@ -18,7 +18,7 @@ from .shard_format import DataError, Shard
 from .sharing import LOOK_S, QUIET_S, UNCHECKED, Exchange, GoneError
 
 FETCHERS = 4  # threads, each of which asks one host
-CHUNK = 1 << 20  # larger ones cost a disk's file system twice the processor time
+CHUNK = 256 << 10  # what a kernel has free at once; larger ones can take it several times as long
 Step = Callable[[int, int], None]  # shards that are done, and bytes
 
 
@@ -97,7 +97,7 @@ class Bringing:
 
     def _read(self) -> None:
         """What this host claims, until all is claimed or there is no room."""
-        while not self._stopped and self._wanted():
+        while not self._stopped and self._first_missing() is not None:
             number = self._of_others(Exchange.claim)
             if self._exchange is None:
                 number = self._first_missing()
@@ -139,6 +139,7 @@ class Bringing:
         return self._files[number].bytes + kept <= self._left
 
     def _first_missing(self) -> int | None:
+        """That has room, and that no thread brings."""
         with self._changed:
             some = (at for at in self._missing - self._coming if self._fits(at))
             return min(some, default=None)
