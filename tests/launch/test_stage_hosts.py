@@ -49,7 +49,7 @@ def original(hosts, packed):
 
 def test_all_hosts_have_it_and_each_byte_was_read_once(hosts, packed):
     names = ["host1", "host2", "host3"]
-    words = [ranks.PACELINE, "stage", "set", NEAR, "-H", ",".join(names), "--json"]
+    words = [ranks.PACELINE, "stage", "set", NEAR, "-H", ":4,".join(names), "--json"]
     told = json.loads(hosts.run("host0", *words, cwd=packed.parent).stdout)
     files = [*packed.glob("shard-*"), packed / "index.bin"]
     assert told["read"] == sum(path.stat().st_size for path in files)

@@ -79,9 +79,10 @@ def stage(
             raise ValueError("where to? HINT: paceline stage SET ROOT, or PACELINE_STAGE=ROOT")
         most = None if room is None else bytes_of(room, "--room")
         wish = Wish(hosts, hostfile, launcher, tuple(env or []))
-        if not beside and wish.count > 1:
+        where = None if beside else wish.target()
+        if where is not None:
             load(source)
-            code, told = over_hosts(wish, source, str(Path(given).absolute()), most, _say)
+            code, told = over_hosts(wish, where, source, str(Path(given).absolute()), most, _say)
             if json:
                 typer.echo(summed(told))
             else:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cluster.links import is_here
 from ..cluster.who import launched_by
 from ..launch.job import Job
 from ..launch.start import start
-from ..launch.target import target
+from ..launch.target import Target, target
 from .summary import summary_of
 
 RANK = "paceline.study.stage_rank"
@@ -25,32 +26,39 @@ class Wish:
     launcher: str | None = None
     variables: tuple[str, ...] = ()
 
-    @property
-    def count(self) -> int:
-        """How many hosts; 1 where this process is one of several that a launcher has started, each
-        for its own host. Raises ValueError for options that contradict each other."""
+    def target(self) -> Target | None:
+        """The hosts; None where that is this one alone, or where this process is one of several
+        that a launcher has started, each for its own host. Raises ValueError for options that
+        contradict each other."""
         if self.hosts is None and self.hostfile is None:
             started = launched_by(dict(os.environ))
             if "PACELINE_RUN" in os.environ or (started is not None and started.size > 1):
-                return 1
-        return len(target(self.hosts, self.hostfile, self.launcher).hosts)
+                return None
+        found = target(self.hosts, self.hostfile, self.launcher)
+        alone = len(found.hosts) == 1 and (not found.explicit or is_here(found.hosts[0].name))
+        return None if alone else found
 
 
 def over_hosts(
-    wish: Wish, source: Path, root: str, room: int | None, say: Callable[[str], None]
+    wish: Wish,
+    where: Target,
+    source: Path,
+    root: str,
+    room: int | None,
+    say: Callable[[str], None],
 ) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code, and what each host did, by name.
+    """The exit code, and what each host did, by name. where: as ``wish`` has it.
 
     Raises ValueError for mistakes, and where hosts ended before they could tell.
     """
-    count = wish.count
+    count = len(where.hosts)
+    # Slots are for ranks that compute: here each host has one.
+    named = ",".join(f"{_bracketed(one.name)}:1" for one in where.hosts) if where.explicit else None
     words = [str(source.resolve()), root, *(["--room", str(room)] if room is not None else [])]
     say(f"{source} to {root} of {count} hosts")
     code, found = summary_of(
         Job(RANK, words, True, bind="none", hang_timeout=0.0),
-        lambda job: start(
-            job, count, wish.hosts, wish.hostfile, wish.launcher, list(wish.variables)
-        ),
+        lambda job: start(job, count, named, None, wish.launcher, list(wish.variables)),
     )
     if found is None:
         raise ValueError(
@@ -59,6 +67,11 @@ def over_hosts(
         )
     told: list[dict[str, Any]] = found["hosts"]
     return max(code, int(any(one["error"] for one in told))), told
+
+
+def _bracketed(name: str) -> str:
+    """An address of IPv6 as -H has it."""
+    return f"[{name}]" if ":" in name else name
 
 
 def summed(hosts: list[dict[str, Any]]) -> str:
