@@ -3,11 +3,14 @@
 import argparse
 import json
 import os
+import socket
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from ..cost.units import size
+from ..data.bringing import Staged
 from ..data.staging import stage
 from ..record.tell import say, to_launcher
 
@@ -20,16 +23,24 @@ def main() -> None:
     parser.add_argument("root")
     parser.add_argument("--room", type=int)
     args = parser.parse_args()
-    first = os.environ["RANK"] == "0"
+    first, waits = os.environ["RANK"] == "0", False
     due = time.monotonic() + EVERY_S
+
+    def ended(found: Staged) -> None:
+        nonlocal waits
+        waits = True
 
     def step(done: int, so_far: int) -> None:
         nonlocal due
         if first and time.monotonic() > due:
             due = time.monotonic() + EVERY_S
-            say(f"paceline stage: {done:,} shards, {size(so_far)} on the first host\n")
+            here = f"{socket.gethostname()} has {done:,} shards more, {size(so_far)}"
+            say(f"paceline stage: {here}{', and waits for other hosts' if waits else ''}\n")
 
-    found = stage(args.source, args.root, room=args.room, step=step, together=True)
+    try:
+        found = stage(args.source, args.root, room=args.room, step=step, together=True, ended=ended)
+    except ValueError as mistake:
+        sys.exit(f"{socket.gethostname()}: {mistake}")
     if first:
         alone = asdict(found) | {"folder": str(found.folder)}
         hosts = sorted(found.hosts or [alone], key=lambda one: str(one["host"]))
