@@ -102,6 +102,7 @@ def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
     assert figure(again.stdout) == figure(full.stdout)
 
 
+@pytest.mark.soak
 def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
     """What the example's docstring says to do, in fewer epochs."""
     assert run(sys.executable, "examples/packed.py", "--write", tmp_path / "files").returncode == 0

@@ -31,8 +31,10 @@ def job(monkeypatch):
     monkeypatch.setattr(sharing, "QUIET_S", 0.3)
     monkeypatch.setattr("paceline.data.bringing.QUIET_S", 0.3)
 
-    def of(hosts):
+    def of(hosts, absent=0):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
+        if absent:  # nobody waits long for those
+            monkeypatch.setattr(sharing, "READY_S", 0.2)
         return store
 
     return of
@@ -111,7 +113,7 @@ def dead(packed, claims):
 
 
 def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, job):
-    job(3)
+    job(3, absent=1)
     claimed = dead(packed, claims=7)
     assert len(set(claimed)) == 7
     found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
@@ -148,7 +150,7 @@ def test_a_store_that_goes_in_the_middle_is_survived(packed, tmp_path, job, monk
 
 
 def test_what_fails_on_one_host_is_told_and_the_others_have_all(packed, tmp_path, job):
-    job(2)
+    job(2, absent=1)
     (tmp_path / "file").touch()
     found = staged(packed, [tmp_path / "file", tmp_path / "host1"])
     assert "HINT: a folder of this host's own" in found[0].error
@@ -179,7 +181,7 @@ def test_who_does_not_know_the_token_is_sent_nothing(packed):
 
 def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatch):
     """It has claimed, and accepts who asks, and says nothing."""
-    store = job(2)
+    store = job(2, absent=1)
     monkeypatch.setattr(sharing, "ALIVE_S", 0.3)
     monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:

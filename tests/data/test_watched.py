@@ -11,7 +11,7 @@ import pytest
 FRAME = """
 import os, re, signal, sys, time, typer
 from paceline.cli import base, watched
-watched.HUNG_S = 2.0
+watched.HUNG_S, watched.LOOK_S = 1.0, 0.1
 def work():
     print("begun", os.getpid(), flush=True)
     {}
@@ -22,7 +22,7 @@ except typer.Exit as end:
     sys.exit(end.exit_code)
 """
 BACKTRACKS = 're.match(r"(a+)+$", "a" * 60 + "b")'  # without end, and holds Python's lock
-LOOP = "    until = time.time() + 4\n    while time.time() < until:"
+LOOP = "    until = time.time() + 2\n    while time.time() < until:"
 
 
 def start(work):
@@ -37,12 +37,12 @@ def start(work):
         ("os.kill(os.getpid(), signal.SIGSEGV)", 2, "x.h5: h5py has crashed (SIGSEGV). HINT"),
         ("os.abort()", 2, "h5py has crashed (SIGABRT)"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 2, "was killed. HINT: the kernel does so"),
-        (BACKTRACKS, 2, "h5py has not come back for 2 s of a processor's time. HINT"),
+        (BACKTRACKS, 2, "h5py has not come back for 1 s of a processor's time. HINT"),
         ("raise ValueError('x.h5: is no file')", 2, "paceline: x.h5: is no file"),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("raise KeyboardInterrupt", 130, "paceline: interrupted"),
         ("raise typer.Exit(7)", 7, ""),
-        ("time.sleep(3)", 0, ""),  # a slow storage
+        ("time.sleep(1.5)", 0, ""),  # a slow storage
         (f"def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\n{LOOP} f(20)", 0, ""),
         (f"file = open('/dev/zero', 'rb')\n{LOOP} sum(file.read(1 << 22))", 0, ""),
     ],

@@ -32,6 +32,7 @@ def read_until(job, text):
     raise AssertionError(f"never said: {text}\n{said}")
 
 
+@pytest.mark.soak
 def test_a_host_that_was_lost_and_is_back_takes_part_again(hosts, shared_folder):
     ranks.run(ranks.write(shared_folder, TRAIN), shared_folder / "whole.pt", *ARGS)
     record = shared_folder / "record"

@@ -172,7 +172,7 @@ def pack(
         work = partial(_pack, asked, where, to, json)
         library = "" if where else _library(source)
         if library:  # made in C, and not all of it checks what it reads
-            watched(work, partial(_at_fault, source, library))
+            watched(work, partial(_at_fault, source, library), hangs=apply is None)
         else:
             work()
 

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import typer
@@ -25,10 +26,11 @@ LOOK_S = 0.5
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-def watched(work: Callable[[], None], fault: Callable[[str], str]) -> None:
+def watched(work: Callable[[], None], fault: Callable[[str], str], hangs: bool = True) -> None:
     """Do ``work`` in a child, and exit as it does. fault: what is said where a library "crashed
-    (SIGSEGV)" or "has not come back ..."; it is a ValueError then. The child ends with this
-    process, and gets the signals that this one gets."""
+    (SIGSEGV)" or "has not come back ..."; it is a ValueError then. hangs: whether one that does
+    not come back is looked for: not where it may be a function of the user's that takes so long.
+    The child ends with this process, and gets the signals that this one gets."""
     waited = {signal.SIGCHLD, *PASSED_ON}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     sys.stdout.flush()
@@ -43,7 +45,7 @@ def watched(work: Callable[[], None], fault: Callable[[str], str]) -> None:
     os.close(ours)
     os.set_blocking(theirs, False)
     try:
-        status = _ended(child, theirs, waited)
+        status = _ended(child, theirs, waited, hangs)
     finally:
         os.close(theirs)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -63,7 +65,7 @@ def watched(work: Callable[[], None], fault: Callable[[str], str]) -> None:
     os.kill(os.getpid(), number)  # as it would have ended without a child
 
 
-def _ended(child: int, moves: int, waited: set[signal.Signals]) -> int | None:
+def _ended(child: int, moves: int, waited: set[signal.Signals], hangs: bool) -> int | None:
     """How it has: its status; None where it was ended, as it hung."""
     since, used, before = time.monotonic(), 0.0, ""
     while True:
@@ -79,7 +81,8 @@ def _ended(child: int, moves: int, waited: set[signal.Signals]) -> int | None:
                 os.read(moves, 1 << 16)
             since, used, before = time.monotonic(), _processor_s(child), now
         # half of it: processors are shared, and a storage that is slow burns none
-        if time.monotonic() - since > HUNG_S and _processor_s(child) - used > HUNG_S / 2:
+        long = hangs and time.monotonic() - since > HUNG_S
+        if long and _processor_s(child) - used > HUNG_S / 2:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return None
@@ -106,13 +109,19 @@ def _moves(line: int) -> None:
     call that holds the interpreter's lock keeps this thread from looking, too."""
     own, before = threading.get_ident(), None
     while True:
-        frames = {k: f for k, f in sys._current_frames().items() if k != own}
-        now = {k: (id(f), f.f_lasti) for k, f in frames.items()}
-        del frames
+        now = {k: list(_stack(f)) for k, f in sys._current_frames().items() if k != own}
         if now != before:
             os.write(line, b".")
         before = now
         time.sleep(LOOK_S)
+
+
+def _stack(frame: FrameType | None) -> Iterator[tuple[int, int]]:
+    """Where each of its calls is. The innermost alone says little: Python hands its lock on at few
+    places of a function."""
+    while frame is not None:
+        yield id(frame.f_code), frame.f_lasti
+        frame = frame.f_back
 
 
 def _works(work: Callable[[], None], parent: int) -> NoReturn:
