@@ -27,7 +27,7 @@ from paceline.data.export import converted
 pytestmark = pytest.mark.soak
 
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
-SECONDS, COUNT = 40, 40
+SECONDS, COUNT = 25, 40
 
 
 def whole(folder, work):
