@@ -7,10 +7,10 @@ TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-torch test-packages soak lint types format bench picture clean
+.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages soak lint types format bench picture clean
 .DELETE_ON_ERROR:
 
-KERNEL := hatch_build.py $(wildcard src/paceline/comm/shared/*.[ch])
+KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
 
 $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or later; this is " + sys.version.split()[0] + ". HINT: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -41,8 +41,8 @@ demo: $(VENV)/installed
 
 # Two tests at a time, and then by themselves those that judge measured times.
 test: $(VENV)/frameworks
-	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not soak and not bench and not alone"
-	$(BIN)/pytest --durations=10 -m "alone and not soak and not bench"
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone"
+	$(BIN)/pytest --durations=10 -m "alone and not soak and not long and not bench"
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
@@ -61,6 +61,11 @@ test-packages:
 # Each benchmark, made small: that it runs, and writes what it says.
 test-benchmarks: $(VENV)/installed
 	$(BIN)/pytest -n 2 --durations=10 -m bench
+
+# What trains or measures for long, and launchers on more layouts of hosts.
+test-long: $(VENV)/installed
+	$(BIN)/pytest -n 2 --dist worksteal --durations=20 -m "long and not alone"
+	$(BIN)/pytest --durations=20 -m "long and alone"
 
 soak: $(VENV)/installed
 	$(BIN)/pytest -n 2 --dist worksteal --durations=20 -m "soak and not alone"
@@ -86,6 +91,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/page_size.py
 	$(BIN)/python benchmarks/binding.py
 	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/exchange_hosts.py
+	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/loader_storage.py
 	$(BIN)/python benchmarks/packing.py

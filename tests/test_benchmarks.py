@@ -174,6 +174,28 @@ def test_host_fault_times(tmp_path):
     fault_times("host_fault_times", tmp_path / "faults.json")
 
 
+@pytest.mark.usefixtures("hosts")
+def test_exchange_hosts(tmp_path):
+    few = ["--mbit", "1000", "--sizes", "1024", "65536", "--layers", "2"]
+    result = result_of("exchange_hosts", tmp_path / "hosts.json", *few)
+    assert len(result["measurements"].pop("overlap")["paceline 1"]) == 1
+    for sizes in result["measurements"].values():
+        assert all(
+            len(each) == 1 and each[0] > 0 for way in sizes.values() for each in way.values()
+        )
+    assert [target["limit"] for target in result["targets"]] == [
+        pytest.approx(one) for one in (1 / 1.4, 1 / 2.7, 1 / 3, 1 / 0.9, 0.3)
+    ]
+
+
+def test_compression(tmp_path):
+    result = result_of("compression", tmp_path / "less.json", "--epochs", "2")
+    sent = {way: told["bytes_a_step"] for way, told in result["medians"].items()}
+    assert min(sent.values()) > 0
+    assert sent["bfloat16"] == pytest.approx(sent["all of it"] / 2, rel=0.05)
+    assert all(len(told["losses"]) == 2 for told in result["medians"].values())
+
+
 def test_binding(tmp_path):
     result = result_of(
         "binding", tmp_path / "binding.json", "--steps", "20", "--ways", "paceline, a core each"

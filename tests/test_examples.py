@@ -48,7 +48,7 @@ def reached(starter, script, *arguments):
     return figure(done.stdout)
 
 
-@pytest.mark.soak  # slow on two cores; make demo's test has 2 ranks as well
+@pytest.mark.long  # slow on two cores; make demo's test has 2 ranks as well
 @pytest.mark.parametrize("starter", ["torchrun", "4 ranks"])
 def test_digits_reach_the_same_accuracy(starter):
     short = ("digits.py", "--epochs", "6")
@@ -56,7 +56,7 @@ def test_digits_reach_the_same_accuracy(starter):
     assert abs(reached(starter, *short) - reached("alone", *short)) <= IMAGE + 1e-4
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize("starter", ["4 ranks"])
 def test_surrogate_reaches_the_same_r_squared(starter):
     short = ("surrogate.py", "--epochs", "2")
@@ -64,7 +64,7 @@ def test_surrogate_reaches_the_same_r_squared(starter):
     assert abs(reached(starter, *short) - reached("alone", *short)) <= 1e-3
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize(("script", "epochs"), [("digits.py", "6")])
 def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs):
     record = tmp_path / "record"
@@ -89,7 +89,7 @@ def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
     assert figure(done.stdout) == reached("2 ranks", "digits.py") >= 0.98  # as it states
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
     script, folder = tmp_path / "digits.py", tmp_path / "checkpoints"
     source = (ROOT / "examples/digits.py").read_text()
@@ -102,7 +102,7 @@ def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
     assert figure(again.stdout) == figure(full.stdout)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
     """What the example's docstring says to do, in fewer epochs."""
     assert run(sys.executable, "examples/packed.py", "--write", tmp_path / "files").returncode == 0
@@ -163,7 +163,7 @@ def test_patches_are_the_same_from_files_and_packed(patches, monkeypatch):
         assert torch.equal(y, same_y)
 
 
-@pytest.mark.parametrize("source", [pytest.param("files", marks=pytest.mark.soak), "upsampled"])
+@pytest.mark.parametrize("source", [pytest.param("files", marks=pytest.mark.long), "upsampled"])
 def test_patches_train_from_files_and_packed(patches, source):
     way = ("--input", "files" if source == "files" else "packed")
     short = ("--steps", "24", "--batch", "12", *way)
@@ -183,8 +183,8 @@ def test_patches_train_from_files_and_packed(patches, source):
         ("wine", 178, [13], 3),
         ("motions", 80, [6, 100], 4),
         ("diabetes", 442, [10], None),
-        pytest.param("molecules", 28860, None, None, marks=pytest.mark.soak),
-        pytest.param("words", 126_052, [32], 38, marks=pytest.mark.soak),
+        pytest.param("molecules", 28860, None, None, marks=pytest.mark.long),
+        pytest.param("words", 126_052, [32], 38, marks=pytest.mark.long),
     ],
 )
 def test_sets_that_come_with_packages_are_packed(tmp_path, name, samples, shape, kinds):

@@ -38,7 +38,8 @@ static void go(Comm *c, int rank, size_t n) {
         for (size_t i = 0; i < n; i++) big[(size_t)q * n + i] = rank + q;
     }
     double *mine = malloc((n + 1) * sizeof(double));
-    expect(paceline_reduce_scatter(c, from, (char *)mine, n * sizeof(double), F64, SUM, 60), "scatter");
+    expect(paceline_reduce_scatter(c, from, (char *)mine, n * sizeof(double), F64, SUM, 0, 60),
+           "scatter");
     for (size_t i = 0; i < n; i++)
         if (mine[i] != all - RANKS + RANKS * rank) FAIL("reduce-scatter: %zu of %zu\n", i, n);
     expect(paceline_all_gather(c, (char *)mine, to, n * sizeof(double), 60), "all-gather");
@@ -54,6 +55,17 @@ static void go(Comm *c, int rank, size_t n) {
     for (int kind = F16; kind <= BF16; kind++) {
         for (size_t i = 0; i < n; i++) h[i] = (uint16_t)(i * 2654435761u >> 7);
         expect(paceline_all_reduce(c, (char *)h, n * 2, kind, MEAN, 60), "16 bits");
+    }
+    size_t bytes = n * sizeof(float);
+    for (int owners = 1; owners <= RANKS; owners++) { /* as with other hosts */
+        size_t part = (bytes / owners / LINE + 1) * LINE, at = part * rank / sizeof(float);
+        for (size_t i = 0; i < n; i++) x[i] = (float)(rank + 1) * (float)(i % 7);
+        expect(paceline_reduce_parts(c, (char *)x, bytes, part, F32, MEAN, 2, 60), "parts");
+        for (size_t i = at; i < n && i < at + part / sizeof(float); i++)
+            if (x[i] != (float)all / 2 * (float)(i % 7)) FAIL("parts: %zu of %zu\n", i, n);
+        expect(paceline_gather_parts(c, (char *)x, bytes, part, 60), "gather");
+        for (size_t i = 0; i < n; i++)
+            if (x[i] != (float)all / 2 * (float)(i % 7)) FAIL("gather: %zu of %zu\n", i, n);
     }
     free(big), free(x), free(k), free(mine), free(h);
 }

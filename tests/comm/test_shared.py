@@ -10,90 +10,9 @@ import torch
 
 import paceline
 import ranks
+from collectives import ANY, FAILS, SAME, TRAINS
 
 KERNEL = Path(paceline.__file__).parent / "comm" / "shared"
-
-# Every rank knows what all ranks have, and so what each collective gives.
-ANY = """
-    import random, sys
-    import torch, torch.distributed as dist
-    import paceline
-
-    dist.init_process_group("paceline")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    assert type(dist.group.WORLD).__name__ == "SharedGroup"
-    draw = random.Random(int(sys.argv[1]))
-    FLOATS = {torch.float32: 2**-24, torch.float64: 2**-53, torch.float16: 2**-11,
-              torch.bfloat16: 2**-8}
-    INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
-    OPS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MIN: torch.amin,
-           dist.ReduceOp.MAX: torch.amax}
-
-    def vector(shape, dtype, of, seed):
-        generator = torch.Generator().manual_seed(1000 * seed + of)
-        if dtype in FLOATS:
-            return torch.randn(shape, generator=generator).to(dtype)
-        return torch.randint(0, 100, shape, generator=generator, dtype=dtype)
-
-    def reduced(each, op):
-        all_ = torch.stack([x.double() if x.dtype in FLOATS else x.long() for x in each])
-        return OPS[op](all_, 0), all_.abs().sum(0)
-
-    def check(found, each, op):
-        expected, most = reduced(each, op)
-        if found.dtype in FLOATS:
-            bound = (size if found.dtype not in (torch.float16, torch.bfloat16) else 1.5)
-            off = (found.double() - expected).abs()
-            fits = off <= bound * FLOATS[found.dtype] * most + 1e-7
-            assert fits.all(), (found.dtype, off.max())
-        else:
-            torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=0)
-
-    for seed in range(int(sys.argv[2])):
-        kind = draw.choice(["reduce", "reduce", "scatter", "gather", "list", "broadcast",
-                            "barrier"])
-        dtype = draw.choice([*FLOATS, *INTEGERS])
-        shape = draw.choice([(), (1,), (3, 5), (draw.randrange(5000),),
-                             (draw.randrange(300_000, 900_000),)])
-        op, later = draw.choice(list(OPS)), draw.random() < 0.5
-        each = [vector(shape, dtype, of, seed) for of in range(size)]
-        mine, root = each[rank].clone(), draw.randrange(size)
-        if draw.random() < 0.2 and len(shape) == 2:
-            mine = mine.t().contiguous().t()  # not one piece of memory in this order
-        work, look = None, None
-        if kind == "reduce":
-            work = dist.all_reduce(mine, op, async_op=later)
-            look = lambda found=mine, each=each, op=op: check(found, each, op)
-        elif kind == "scatter" and shape:
-            whole = [torch.cat([vector(shape, dtype, 100 * of + to, seed) for to in range(size)])
-                     for of in range(size)]
-            found = torch.empty_like(mine)
-            work = dist.reduce_scatter_tensor(found, whole[rank], op, async_op=later)
-            look = lambda found=found, whole=whole, op=op: check(
-                found, [one.chunk(size)[rank] if one.numel() else one for one in whole], op)
-        elif kind == "gather" and shape:
-            found = torch.empty(size * shape[0], *shape[1:], dtype=dtype)
-            work = dist.all_gather_into_tensor(found, mine, async_op=later)
-            look = lambda found=found, each=each: torch.testing.assert_close(
-                found, torch.cat(each), rtol=0, atol=0)
-        elif kind == "list":
-            found = [torch.empty_like(mine) for _ in range(size)]
-            work = dist.all_gather(found, mine, async_op=later)
-            look = lambda found=found, each=each: torch.testing.assert_close(
-                found, each, rtol=0, atol=0)
-        elif kind == "broadcast":
-            work = dist.broadcast(mine, root, async_op=later)
-            look = lambda found=mine, whole=each[root]: torch.testing.assert_close(
-                found, whole, rtol=0, atol=0)
-        else:
-            work = dist.barrier(async_op=later)
-        if work is not None:
-            work.wait()
-        if look is not None:
-            look()
-    print(rank, "all as expected", flush=True)
-    dist.destroy_process_group()
-    """
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
@@ -134,7 +53,7 @@ NO_ROOM = """
 def test_without_room_for_it_gloo_does_it_and_that_is_said_before_the_training(tmp_path):
     done = ranks.run(ranks.write(tmp_path, NO_ROOM))
     assert {f"{rank} ProcessGroup 16.0" for rank in (0, 1)} <= ranks.untagged(done.stdout)
-    said = "paceline: ranks of this host exchange through gloo: rank 0: "
+    said = "paceline: ranks exchange through gloo: rank 0: "
     assert done.stderr.count(said) == 1
     assert "File too large" in done.stderr
 
@@ -187,61 +106,12 @@ def test_what_gloo_does_for_it_comes_back(tmp_path):
     assert done.stdout.count("all came back") == 2
 
 
-SAME = """
-    import sys
-    import torch, torch.distributed as dist
-    import paceline
-
-    dist.init_process_group("paceline")
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(1_000_003)
-    dist.all_reduce(x)
-    each = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(each, x)
-    assert all(torch.equal(x, one) for one in each)
-    if dist.get_rank() == 0:
-        torch.save(x, sys.argv[1])
-    dist.destroy_process_group()
-    """
-
-
 def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
     script = ranks.write(tmp_path, SAME)
     for name in ("one", "two"):
         ranks.run(script, tmp_path / name, ranks=3)
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     assert torch.equal(one, two)
-
-
-TRAINS = """
-    import sys
-    import torch, torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    import paceline
-
-    dist.init_process_group(sys.argv[2])
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 600), torch.nn.ReLU(), torch.nn.Linear(600, 8))
-    if sys.argv[3] == "ddp":
-        model = DistributedDataParallel(net, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
-    else:
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.device_mesh import init_device_mesh
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(net[0], mesh=mesh)
-        model = fully_shard(net, mesh=mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    torch.manual_seed(1 + dist.get_rank())
-    for _ in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(16, 64)).square().mean().backward()
-        optimizer.step()
-    state = {name: getattr(x, "full_tensor", lambda x=x: x)()
-             for name, x in net.state_dict().items()}
-    if dist.get_rank() == 0:
-        torch.save(state, sys.argv[1])
-    dist.destroy_process_group()
-    """
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -294,40 +164,6 @@ def test_an_exchange_that_nobody_knows_is_refused(tmp_path):
     assert "--exchange smoke: HINT: 'paceline' or 'gloo'" in done.stderr
 
 
-FAILS = """
-    import os, signal, sys, time
-    import torch, torch.distributed as dist
-    from datetime import timedelta
-    import paceline
-
-    what, later = sys.argv[1].split(","), "later" in sys.argv
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    for one in what:
-        group = dist.new_group(backend="paceline", timeout=timedelta(seconds=float(sys.argv[2])))
-        x = torch.ones(100_000)
-        dist.all_reduce(x, group=group)
-        start = time.monotonic()
-        try:
-            if one == "dies" and rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if one == "sleeps" and rank == 1:
-                time.sleep(3)
-            if one == "size" and rank == 1:
-                x = torch.ones(70_000)
-            if one == "type" and rank == 1:
-                x = torch.ones(50_000, dtype=torch.float64)
-            if one == "call" and rank == 1:
-                dist.broadcast(x, 0, group=group)
-            work = dist.all_reduce(x, group=group, async_op=later)
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            print(f"{one} after {time.monotonic() - start:.2f} s rank {rank}: {error}", flush=True)
-        if one != "dies":
-            dist.barrier()
-    os._exit(0)
-    """
 HAS = "exchange the same: rank 0 has all-reduce of 400,000 bytes as float32 (sum), and rank 1 has"
 
 

@@ -112,6 +112,30 @@ def dead(packed, claims):
     return claimed
 
 
+def test_what_one_has_no_room_for_another_claims(packed, job):
+    job(2)
+    files = _files(packed, Shards(packed).meta)
+    one, other = (join(place(packed, packed.parent / who), files, os.environ) for who in "ab")
+    claimed = [one.claim() for _ in files]
+    assert sorted(claimed) == list(range(len(files)))
+    one.give_up(3)
+    assert one.claim() is None  # it had no room for it
+    assert [other.claim(), other.claim()] == [3, None]
+    assert not one.take_over(3)  # the other one is there
+    for each in (one, other):
+        each.close()
+
+
+def test_what_was_taken_over_is_not_claimed_once_more(packed, job):
+    job(2)
+    files = _files(packed, Shards(packed).meta)
+    one, other = (join(place(packed, packed.parent / who), files, os.environ) for who in "ab")
+    assert other.take_over(1)
+    assert [one.claim(), one.claim()] == [0, 2]
+    for each in (one, other):
+        each.close()
+
+
 def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, job):
     job(3, absent=1)
     claimed = dead(packed, claims=7)

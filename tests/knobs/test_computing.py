@@ -50,7 +50,7 @@ def test_a_forward_in_bfloat16_gives_float32_back_and_trains_alike(tmp_path):
         torch.testing.assert_close(found[name], tensor, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_compiled_model_trains_as_before(tmp_path):
     _, (*_, expected) = run(tmp_path, MODEL, "plain", {}, count=1)
     _, (_, _, compiled, found) = run(tmp_path, MODEL, "compiled", {"compile": True}, count=1)
@@ -100,7 +100,7 @@ MEMORY = """
     """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_jemalloc_keeps_what_is_freed(jemalloc, tmp_path):
     _, (loaded, faults, _) = run(tmp_path, MEMORY, "plain", {}, count=1)
     assert not loaded

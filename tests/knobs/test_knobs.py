@@ -179,7 +179,7 @@ def test_a_stream_gets_no_workers_which_would_read_it_once_each(tmp_path):
     assert "loader-workers has no effect: its dataset is a stream" in done.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_slow_example_trains_as_before_with_its_settings(tmp_path):
     """Those of docs/remedies.md."""
     script = Path(__file__).parents[2] / "examples" / "slow.py"

@@ -96,7 +96,7 @@ def test_who_moves_away_is_told(tmp_path):
 
 
 @two_cores
-@pytest.mark.soak
+@pytest.mark.long
 def test_unasked_ranks_are_bound_only_where_their_cores_are_granted(tmp_path):
     found, said = train(tmp_path, "")
     assert [one["rank"] for one in found] == [[0, 1], [0, 1]]
@@ -116,7 +116,7 @@ def test_unasked_ranks_are_bound_only_where_their_cores_are_granted(tmp_path):
 CPUSETS = Path("/sys/fs/cgroup/cpuset")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.skipif(
     not os.access(CPUSETS / "cpuset.cpus", os.R_OK) or os.geteuid() != 0 or not BOTH,
     reason="needs root and control groups of version 1",
@@ -137,7 +137,7 @@ def test_in_a_cpuset_only_its_cores_are_used(tmp_path):
 
 
 @two_cores
-@pytest.mark.soak
+@pytest.mark.long
 def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
     ranks.write(shared_folder, TRAIN.format(more="pass").replace("return 160", "return 3200"))
     line = f"{ranks.PACELINE} run -n 4 --report-bindings script.py"

@@ -28,8 +28,8 @@ DIE = """
     """
 
 
-# Interpreters of their own end like forked ranks: told apart in make soak.
-FRESH = pytest.param("paceline --fresh", marks=pytest.mark.soak)
+# Interpreters of their own end like forked ranks: told apart in make test-long.
+FRESH = pytest.param("paceline --fresh", marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("launcher", ["paceline", FRESH])
@@ -235,7 +235,7 @@ def test_restarts_run_out(tmp_path):
     assert result.stderr.count("ended with exit code 5") == 2
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_rank_that_finishes_but_does_not_exit_is_told_from_a_hang(tmp_path):
     script = ranks.write(
         tmp_path,

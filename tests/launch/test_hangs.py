@@ -90,7 +90,7 @@ def test_a_loader_that_never_gives_a_batch(tmp_path):
     assert "in batches: while rank == 1: time.sleep(0.01)" in text
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_rank_that_leaves_the_loop_early(tmp_path):
     text = told(hanging(tmp_path, in_loop="if rank == 0: time.sleep(1000)"))
     assert re.search(r"all-reduce \d+: ranks 1-2 have waited", text)
@@ -98,7 +98,7 @@ def test_a_rank_that_leaves_the_loop_early(tmp_path):
     assert "if rank == 0: time.sleep(1000)" in text
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_of_a_script_without_a_record_the_stacks_are_told(tmp_path):
     text = told(hanging(tmp_path, in_loop="if rank == 1: time.sleep(1000)", record=False))
     assert "neither calls paceline.init() nor is recorded: only its stacks are known. HINT" in text
@@ -114,7 +114,7 @@ def test_ranks_in_different_collectives(tmp_path):
     assert "broadcast" in text
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
     compute = "end = time.time() + 7 * (rank == 1)\n"
     compute += 12 * " " + "while time.time() < end: sum(range(999))"
@@ -125,7 +125,7 @@ def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
     assert "HINT: a longer --hang-timeout" in text
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_brief_stops_are_survived_in_silence_and_reported(tmp_path):
     stop = (
         "rank == 1 and (os.fork() or (time.sleep(1.0), os.kill(os.getppid(), signal.SIGCONT), "
@@ -162,7 +162,7 @@ def over_hosts(hosts, folder, in_loop, timeout=3):
     return hosts.start("host0", *command, cwd=folder)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_host_that_loses_its_network_is_named_and_the_job_ends(hosts, shared_folder):
     wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
     process = over_hosts(hosts, shared_folder, wait)
@@ -181,7 +181,7 @@ def test_a_host_that_loses_its_network_is_named_and_the_job_ends(hosts, shared_f
     assert hosts.left_over(15) == []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_folder):
     stop = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)"
     process = over_hosts(hosts, shared_folder, stop)
@@ -196,7 +196,7 @@ def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_fol
     assert hosts.left_over(10) == []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_link_that_is_cut_for_seconds_is_survived_and_reported(hosts, shared_folder):
     wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
     process = over_hosts(hosts, shared_folder, wait, timeout=20)

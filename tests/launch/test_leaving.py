@@ -121,7 +121,7 @@ def saving(tmp_path):
     ("kind", "code", "words"),
     [
         (signal.SIGTERM, 143, "SIGTERM: all ranks"),
-        pytest.param(signal.SIGINT, 130, "interrupted: all ranks", marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, 130, "interrupted: all ranks", marks=pytest.mark.long),
     ],
 )
 def test_a_second_signal_ends_ranks_that_are_still_saving(tmp_path, saving, kind, code, words):
@@ -134,7 +134,7 @@ def test_a_second_signal_ends_ranks_that_are_still_saving(tmp_path, saving, kind
     assert ranks.alive(str(tmp_path / "script.py")) == []
 
 
-@pytest.mark.soak  # as long as they may take
+@pytest.mark.long  # as long as they may take
 def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path, saving):
     begun = time.monotonic()
     _, said = saving.communicate(timeout=40)
@@ -144,7 +144,7 @@ def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path, saving):
     assert "starting again" not in said
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_rank_that_dies_while_the_job_is_ended_is_told_and_not_restarted(tmp_path, saving):
     script = str(tmp_path / "script.py")
     _, _, victim, *_ = ranks.family(saving.pid)  # the launcher, the rank server, a rank
@@ -181,7 +181,7 @@ def test_a_scripts_own_handler_is_left_alone(tmp_path):
     assert "through {'own'}\n" in result.stdout
 
 
-@pytest.mark.soak  # as under the launcher
+@pytest.mark.long  # as under the launcher
 def test_without_a_launcher_a_warning_works_too(tmp_path):
     result = ranks.run(ranks.write(tmp_path, OWN), "none", launcher="python", check=False)
     assert result.returncode == 75, result.stderr
@@ -189,7 +189,7 @@ def test_without_a_launcher_a_warning_works_too(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_near_the_time_limit_a_job_leaves_without_any_signal(tmp_path):
     limit = 'os.environ["PACELINE_END_TIME"] = str(time.time() + 2)\n    figures ='
     script = ranks.write(tmp_path, TRAIN.replace("figures =", limit, 1))
@@ -221,7 +221,7 @@ def submitted(slurm, folder, count):
     return told.stdout.strip()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole):
     job = submitted(slurm, shared_folder, 1)
     slurm.cancel(job, "-s", "USR1", "--batch")
@@ -235,7 +235,7 @@ def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole
     assert slurm.left_over() == []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "options", "state"),
     [

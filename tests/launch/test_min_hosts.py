@@ -114,7 +114,7 @@ def test_a_job_goes_on_without_a_lost_host_and_computes_the_same(hosts, shared_f
     assert hosts.left_over(10) == []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_first_host_may_be_lost_too(hosts, shared_folder, undisturbed):
     where = "host0:1,host1:1,host2:1"
     record = shared_folder / "record"
@@ -148,7 +148,7 @@ WAIT = """
         pytest.param(
             [],
             "host2 is lost; 1 of 2 hosts is left. HINT: --min-hosts 1 goes on with those",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -175,7 +175,7 @@ FAILS = """
     """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_host_whose_rank_is_killed_again_is_left_out(hosts, shared_folder):
     fails = "os.kill(os.getpid(), signal.SIGKILL)"
     seconds = 'os.environ["WORLD_SIZE"] == "2" and 300'
@@ -192,7 +192,7 @@ def test_a_host_whose_rank_is_killed_again_is_left_out(hosts, shared_folder):
     assert hosts.left_over(10) == []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_what_a_script_raises_again_and_again_is_no_fault_of_its_host(hosts, shared_folder):
     ranks.write(shared_folder, FAILS.format(fails="sys.exit(7)", seconds="300"))
     command = [ranks.PACELINE, "run", "--fresh", *GOES_ON, "1", "-H", "host1,host2", "script.py"]
@@ -224,7 +224,7 @@ def test_mistakes_are_told_before_any_rank_starts(hosts, shared_folder, words, m
     assert not (shared_folder / "started").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_on_one_machine_there_is_one_host(tmp_path):
     script = ranks.write(tmp_path, "open('started', 'w')")
     launcher = "paceline --fresh --max-restarts 1 --min-hosts 2"

@@ -279,7 +279,7 @@ def test_a_launcher_that_is_ended_while_agents_start_leaves_nothing(hosts, share
     assert hosts.left_over(10) == []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["TERM", "KILL"])
 def test_records_that_lie_on_a_host_only_are_sent_or_removed(hosts, shared_folder, kind):
     own = hosts.run("host0", "mktemp", "-d").stdout.strip()
@@ -325,7 +325,7 @@ def test_a_cut_of_some_seconds_does_no_harm(hosts, shared_folder):
     assert hosts.left_over() == []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_network_that_reaches_the_others_is_found(hosts, shared_folder):
     ranks.write(shared_folder, SHOW)
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])

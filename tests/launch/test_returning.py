@@ -9,7 +9,7 @@ import ranks
 from scripts import TRAIN
 
 ARGS = ["--samples", 400, "--epochs", 5]
-SLOW = ["--sleep", 0.08, "--every", 10]  # slow enough for a host to come back meanwhile
+SLOW = ["--sleep", 0.12, "--every", 10]  # slow enough for a host to come back meanwhile
 JOB = ["--max-restarts", "3", "--min-hosts", "1", "--hang-timeout", "3"]
 
 
@@ -32,7 +32,7 @@ def read_until(job, text):
     raise AssertionError(f"never said: {text}\n{said}")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_host_that_was_lost_and_is_back_takes_part_again(hosts, shared_folder):
     ranks.run(ranks.write(shared_folder, TRAIN), shared_folder / "whole.pt", *ARGS)
     record = shared_folder / "record"
@@ -66,7 +66,7 @@ STAYS = """
     """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_script_that_does_not_leave_has_the_host_in_its_next_attempt(hosts, shared_folder):
     """Also the network's return: who ran on that host meanwhile is ended first."""
     ranks.write(shared_folder, STAYS)

@@ -258,7 +258,7 @@ RECORDED = """
     """
 
 
-@pytest.mark.soak  # as over ssh, which `make test` has
+@pytest.mark.long  # as over ssh, which `make test` has
 def test_a_record_has_the_ranks_of_all_hosts(slurm, shared_folder):
     """In a folder that all hosts share, and in one of the launcher's host."""
     script = ranks.write(shared_folder, RECORDED)

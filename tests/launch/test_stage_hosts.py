@@ -8,7 +8,7 @@ import pytest
 import ranks
 from paceline.data import pack
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.long
 NEAR = "/tmp/near"  # each host's own
 
 TRAIN = """

@@ -377,7 +377,7 @@ GOES_ON = """
     """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_slurm_leaves_a_job_the_hosts_that_are_left(slurm, shared_folder):
     script = ranks.write(shared_folder, GOES_ON)
     words = [*LESS, *ONE, "--run-option=--fresh", "--time", "5min"]

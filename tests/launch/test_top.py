@@ -250,7 +250,7 @@ def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
     ranks.wait_until(lambda: not own())
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_folder):
     ranks.write(shared_folder, TRAIN)
     words = [ranks.PACELINE, "run", "-H", "host1:2,host2:2", "--record", "record", "script.py"]

@@ -139,7 +139,7 @@ RIGHT = """
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_what_works_without_the_check_works_with_it(tmp_path):
     script = ranks.write(tmp_path, RIGHT)
     assert "all well" in ranks.run(script).stdout
@@ -158,7 +158,7 @@ ONE_SIDED = """
 
 
 @pytest.mark.parametrize(
-    "recorded", [[True, False], pytest.param([True, True], marks=pytest.mark.soak)]
+    "recorded", [[True, False], pytest.param([True, True], marks=pytest.mark.long)]
 )
 def test_it_takes_all_members(tmp_path, recorded):
     """A rank that is not recorded does not check, and those beside it do not wait for it."""

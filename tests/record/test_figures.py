@@ -89,7 +89,7 @@ def test_a_slow_rank_is_load_balance_and_the_others_wait_for_it(tmp_path):
     page_says(report, "Rank 1 needed longer to compute the same step")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_slow_loader_is_input_on_all_ranks(tmp_path):
     report = trouble(tmp_path, "--input-sleep", 0.03)
     nothing_else(report, "input")
@@ -114,7 +114,7 @@ def test_one_ranks_slow_loader_is_waited_for_by_the_others(tmp_path):
     ("knob", "state"),
     [
         ("--validate-rank0", "validation"),
-        pytest.param("--save-rank0", "checkpoint", marks=pytest.mark.soak),
+        pytest.param("--save-rank0", "checkpoint", marks=pytest.mark.long),
     ],
 )
 def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):

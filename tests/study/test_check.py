@@ -67,7 +67,7 @@ def test_mistakes_are_told_before_anything_is_measured(tmp_path):
 CPU = Path("/sys/fs/cgroup/cpu")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.skipif(
     not os.access(CPU / "cpu.cfs_quota_us", os.R_OK) and not (CPU / "cgroup.procs").exists(),
     reason="needs control groups of version 1",

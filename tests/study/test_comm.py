@@ -20,7 +20,7 @@ def bench(folder, *words):
     )
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_each_backend_is_measured_by_size_and_kept_in_the_machine_file(tmp_path):
     file = tmp_path / "machine.toml"
     save(Machine("2026-01-31T12:00:00Z", (HostFacts("here"),)), file)

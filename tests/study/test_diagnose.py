@@ -112,7 +112,7 @@ def run(script, *words):
     )
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_json_has_what_the_docs_say(script):
     done = run(script, "--minutes", "0.2", "--steps", "16", script, "0.005")
     assert done.returncode == 0, done.stderr
@@ -144,7 +144,7 @@ IMAGES = """
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_script_that_ends_early_with_images_and_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)
@@ -160,7 +160,7 @@ def test_a_script_that_ends_early_with_images_and_threads(monkeypatch, tmp_path)
     assert {one.name for one in found.witnesses} > {"threads", "layout"}
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_what_one_rank_alone_can_not_run_is_compared_with_the_fastest(tmp_path):
     alone = "    if dist.get_world_size() == 1:\n        sys.exit('needs more memory')\n"
     text = textwrap.dedent(TRAIN).replace("model = nn", textwrap.dedent(alone) + "model = nn", 1)

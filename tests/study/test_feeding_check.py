@@ -70,7 +70,7 @@ def test_the_prediction_is_the_least_of_its_terms_and_loaders_run_beside_it(pack
     assert in_memory == any("in memory" in note for note in found["notes"])
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_transform_that_is_most_of_the_work_is_named_and_so_is_what_spares_it(
     packed, tmp_path, monkeypatch
 ):

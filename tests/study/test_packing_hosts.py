@@ -12,7 +12,7 @@ import ranks
 import sets
 from paceline.data import Shards, pack
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.long
 
 MINE = """
 import os, time

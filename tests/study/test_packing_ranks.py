@@ -116,7 +116,7 @@ def whole_pieces(folder):
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3]
+    "count", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
 )
 def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
     sets.images(folder / "images", 120)
@@ -133,7 +133,7 @@ def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
     assert "all as they were packed" in out
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_ranks_apply_what_holds_the_interpreter_each_by_itself(folder):
     words = [*ARRAYS, "--compress", "--apply", "mine:holds"]
     command(folder, *words, "one")
@@ -161,7 +161,7 @@ def _overlapping(some, others):
     return sum(any(a < began < b for a, b in others) for began, _ in some)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_stream_is_spooled_once_and_packed_by_all(folder):
     command(folder, "mine:samples", "one")
     command(folder, "-n", 2, "mine:samples", "out", "--shard-size", "1K")
@@ -169,14 +169,14 @@ def test_a_stream_is_spooled_once_and_packed_by_all(folder):
     assert Shards(folder / "out").meta.packed["source"] == "mine:samples"
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("who", "then"),
     [
         ("rank", ("-n", 3)),
         ("launcher", ()),
-        pytest.param("rank", (), marks=pytest.mark.soak),
-        pytest.param("launcher", ("-n", 3), marks=pytest.mark.soak),
+        pytest.param("rank", (), marks=pytest.mark.long),
+        pytest.param("launcher", ("-n", 3), marks=pytest.mark.long),
     ],
 )
 def test_what_was_killed_goes_on_with_whole_pieces(folder, who, then):
@@ -223,7 +223,7 @@ def _callers(folder, name="calls"):
     return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_ctrl_c_leaves_what_is_whole_and_nothing_else(folder):
     words = ["-n", 2, *ARRAYS, "--apply", "mine:noted", "--workers", 1, "out"]
     job = started(folder, *words)
@@ -243,7 +243,7 @@ def test_ctrl_c_leaves_what_is_whole_and_nothing_else(folder):
     same(folder / "out", folder / "one")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_sample_that_can_not_be_packed_is_told_as_by_one_process(folder):
     x = np.load(folder / "x.npy")
     for i, one in enumerate(x):
@@ -264,7 +264,7 @@ def test_a_sample_that_can_not_be_packed_is_told_as_by_one_process(folder):
     same(folder / "out", folder / "one")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_samples_that_are_left_out_are_counted_over_all_ranks(folder):
     words = [*ARRAYS, "--apply", "mine:odd", "--on-error", "skip", "--json"]
     _, out, _ = command(folder, *words, "one")

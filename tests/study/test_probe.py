@@ -261,7 +261,7 @@ def test_a_host_that_says_nothing_is_named_and_the_others_go_on():
     assert ends[1] == "dropped"
 
 
-@pytest.mark.soak  # as test_check's, with a folder that is not there
+@pytest.mark.long  # as test_check's, with a folder that is not there
 def test_a_whole_check_is_one_job_and_one_machine(tmp_path):
     probe = ranks.BIN / "paceline"
     words = [probe, "run", "-n", "2", "--json", "found.json", "-m", "paceline.study.probe"]

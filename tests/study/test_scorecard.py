@@ -11,6 +11,7 @@ SCORECARD = Path(__file__).parents[2] / "benchmarks" / "scorecard" / "scorecard.
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.long
 def test_two_planted_faults_are_named_and_the_stronger_one_first(tmp_path):
     (case,) = score(tmp_path, "slow-rank+input-small-files")
     found = [name for name, _ in case["found"]]
@@ -18,14 +19,14 @@ def test_two_planted_faults_are_named_and_the_stronger_one_first(tmp_path):
     assert "input-small-files" in found, case
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_more_planted_faults_are_named_first(tmp_path):
     kinds = ["exchange-latency", "binding"]
     cases = score(tmp_path, ",".join(kinds))
     assert [case["found"][:1] and case["found"][0][0] for case in cases] == kinds, cases
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_faults_beside_the_script_are_named_first(tmp_path):
     cases = score(tmp_path, "noisy-machine,slow-host,slow-network")
     first = [case["found"][:1] and case["found"][0][0] for case in cases]

@@ -43,7 +43,7 @@ def test_ranks_equal_one_process(tmp_path, case):
         assert_equal(alone, train(tmp_path, number, *CASES[case]))
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_under_torchrun_and_as_one_rank_it_is_the_same(tmp_path):
     alone = train(tmp_path, 1, launcher="python")
     assert_equal(alone, train(tmp_path, 1), exact=True)
@@ -59,7 +59,7 @@ def test_accumulated_steps_equal_one_large_batch(tmp_path):
         torch.testing.assert_close(small["model"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_bfloat16_autocast_trains_close_to_float32(tmp_path):
     full = train(tmp_path, 2)
     half = train(tmp_path, 2, "--precision", "bf16")
@@ -73,7 +73,7 @@ def test_batch_norm_and_uneven_validation_do_not_hang(tmp_path):
     assert result["figures"][-1][3] == 53
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_forked_and_fresh_interpreters_give_the_same_bits(tmp_path):
     forked = train(tmp_path, 2)
     assert_equal(forked, train(tmp_path, 2, launcher="paceline --fresh"), exact=True)
@@ -115,7 +115,7 @@ STREAM = """
 """
 
 
-@pytest.mark.parametrize("accumulate", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("accumulate", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_streams_of_uneven_length_end_together_with_exact_weights(tmp_path, accumulate):
     script = ranks.write(tmp_path, STREAM)
     results = []

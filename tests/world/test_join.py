@@ -84,7 +84,7 @@ def test_a_size_that_contradicts_the_launcher_is_told_at_once(started):
     assert seconds < 15
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.long)])
 def test_a_second_network_that_leads_nowhere_is_passed_by(started, hosts, launcher):
     hosts.second_network("host1", "host2")
     words = ["srun", "-N2", "-n2"] if launcher == "srun" else bed.mpiexec("host1,host2")
@@ -92,7 +92,7 @@ def test_a_second_network_that_leads_nowhere_is_passed_by(started, hosts, launch
     assert joined(result) == EVEN
 
 
-@pytest.mark.soak  # waits for what does not answer
+@pytest.mark.long  # waits for what does not answer
 def test_names_that_stand_for_a_dead_network_are_an_error_on_all_ranks(started, hosts):
     """Where gloo by itself would wait for half an hour."""
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
@@ -107,7 +107,7 @@ def test_names_that_stand_for_a_dead_network_are_an_error_on_all_ranks(started, 
     assert seconds < 25
 
 
-@pytest.mark.soak  # waits for what does not answer
+@pytest.mark.long  # waits for what does not answer
 def test_an_address_by_hand_helps_where_names_are_dead(started, hosts):
     """gloo and all else then keep to the network that works."""
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])

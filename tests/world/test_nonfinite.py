@@ -61,7 +61,7 @@ def test_a_gradient_is_named_by_rank_step_and_layer_and_rounding_is_no_error(tmp
     assert f"{first} is not finite on rank 0 at step 13" in said
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_warnings_and_silence_on_request(tmp_path):
     said = said_by(tmp_path, "apart,loss", "nonfinite=warn", "replicas=warn", fails=False)
     assert "warning: rank 1's parameters differ from rank 0's at step 10" in said

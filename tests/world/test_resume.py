@@ -33,7 +33,7 @@ def assert_same_bits(one, other):
     assert one["figures"][-1] == other["figures"][-1]
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_killed_inside_an_epoch_and_started_again(tmp_path, number):
     whole = undisturbed(tmp_path, number)
     died = start(tmp_path, "out.pt", "--die-at", 22, number=number, check=False)

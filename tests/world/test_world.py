@@ -286,7 +286,7 @@ def test_the_summary_puts_time_where_it_went(tmp_path, where):
     assert "\x1b" not in result.stderr  # not a terminal: no colours
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_summary_comes_under_torchrun_and_alone_too(tmp_path):
     script = ranks.write(tmp_path, SLOW)
     assert "Paceline: 2 ranks, 40 steps" in ranks.run(script, "x", launcher="torchrun").stderr

@@ -61,7 +61,7 @@ def comm(
 ) -> None:
     """Collectives by size: time, algorithm and bus bandwidth as nccl-tests has them.
 
-    gloo, memory that ranks of a host share (Paceline's own), NCCL where there are GPUs, and MPI
+    gloo, Paceline's own (memory in a host, and once between hosts), NCCL where there are GPUs, MPI
     where mpi4py and mpirun are installed; in turns, and beside a copy of as many bytes in memory.
     """
     from rich.console import Console

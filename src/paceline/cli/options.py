@@ -117,9 +117,9 @@ Settings = Annotated[
 Exchange = Annotated[
     str | None,
     typer.Option(
-        help="paceline: CPU ranks of one host exchange over memory that they share, also in a "
-        "script that asks for gloo. gloo: they never do. Default: where the script uses "
-        "paceline's own world or backend.",
+        help="paceline: CPU ranks of a host exchange over memory that they share, and hosts once "
+        "for all of theirs, also in a script that asks for gloo. gloo: they never do. Default: "
+        "where the script uses paceline's own world or backend.",
         show_default=False,
     ),
 ]

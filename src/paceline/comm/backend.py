@@ -1,8 +1,8 @@
 """``torch.distributed``'s backend "paceline", behind the recorded seam.
 
 Known to torch by its own interface for backends, so subgroups go through it as well. Ranks of
-one host exchange CPU tensors over shared memory (comm.shared); gloo does what that does not, and
-NCCL serves the GPU.
+one host exchange CPU tensors over shared memory (comm.shared), hosts by a hierarchy over that
+(comm.hosts); gloo does what these do not, and NCCL serves the GPU.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from ..record.collectives import RecordedGroup, measure_entry
 from ..record.recorder import Recorder
 from ..record.tell import say
 from . import same_model
+from .hosts.opened import over_hosts
 from .shared.group import SharedGroup
 from .shared.opened import BY_CHOICE, ELSEWHERE, opened
 
@@ -54,8 +55,8 @@ def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
         return group
     store = PrefixStore("shared/", options.store)
     group, why = over_memory(group, store, options.timeout, options.global_ranks_in_group)
-    if why not in ("", ELSEWHERE, BY_CHOICE) and not _said and group.rank() == 0:
-        say(f"paceline: ranks of this host exchange through gloo: {why}\n")
+    if why not in ("", BY_CHOICE) and not _said and group.rank() == 0:
+        say(f"paceline: ranks exchange through gloo: {why}\n")
         _said = True
     return group
 
@@ -63,10 +64,14 @@ def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
 def over_memory(
     group: dist.ProcessGroup, store: Any, timeout: timedelta, names: Sequence[int] = ()
 ) -> tuple[dist.ProcessGroup, str]:
-    """The group with shared memory below its CPU collectives, where all of its ranks are on one
-    host; else as it is, and why. names: its ranks' numbers in the job."""
+    """The group with shared memory below its CPU collectives, and between hosts the hierarchy over
+    it; where that can't be as it is, and why. names: its ranks' numbers in the job."""
     seconds = timeout.total_seconds()
+    kernel: Any
     kernel, why = opened(store, group.rank(), group.size(), seconds, names)
+    if why == ELSEWHERE:
+        between = PrefixStore("hosts/", store)
+        kernel, why = over_hosts(between, group.rank(), group.size(), seconds, names)
     return (group, why) if kernel is None else (SharedGroup(group, kernel, seconds, _step), "")
 
 

@@ -30,9 +30,7 @@ class Listener:
     def __init__(self, only: str | None = None) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.sockets: dict[Link, socket.socket] = {}
-        for link in links():
-            if only and not _named(link.interface, only):
-                continue
+        for link in of_names(links(), only):
             try:
                 self.sockets[link] = listen_on(link.address)
             except OSError:
@@ -94,6 +92,12 @@ def variables(interface: str) -> dict[str, str]:
 def asked() -> str | None:
     """The interfaces that the user wants."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+
+
+def of_names(found: list[Link], only: str | None) -> list[Link]:
+    """Those of ``found`` that GLOO_SOCKET_IFNAME's or NCCL_SOCKET_IFNAME's words mean; all without
+    these."""
+    return [link for link in found if not only or _named(link.interface, only)]
 
 
 def others_of(me: int, hosts: int) -> list[int]:

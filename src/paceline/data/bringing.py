@@ -66,7 +66,6 @@ class Bringing:
         self._small = [at for at, one in enumerate(files) if one.crc == UNCHECKED]
         self._left = budget
         self._all = sum(files[at].bytes for at in self._missing) <= budget
-        self._claiming = True
         self._changed = threading.Condition()
         self._news_at = time.monotonic()
         self._stopped = False
@@ -107,7 +106,6 @@ class Bringing:
                 self._from_origin(number)
             else:
                 self._of_others(Exchange.give_up, number)
-        self._claiming = False
 
     def _fetch(self) -> None:
         """What other hosts have claimed, once they have it."""
@@ -145,14 +143,19 @@ class Bringing:
             return min(some, default=None)
 
     def _there(self) -> int | None:
-        """One that another host has. Where there is no room for all, the own part comes first."""
+        """One that another host has. Where there is no room for all, first what no other has."""
         exchange = self._exchange
         with self._changed:
             some = [at for at in self._missing - self._coming if exchange and exchange.has(at)]
-            if not self._all and self._claiming:
+            if not self._all and not self._all_kept():
                 some = [at for at in some if at in self._small]
             some = [at for at in some if self._fits(at)]
         return exchange.chosen(some) if exchange and some else None
+
+    def _all_kept(self) -> bool:
+        """Whether every shard is somewhere, or comes here."""
+        exchange, due = self._exchange, self._missing - self._coming
+        return exchange is None or all(exchange.has(at) for at in due)
 
     def _look_after(self) -> None:
         """Nothing has come for a while: where who reads a shard has gone, this host reads it."""

@@ -5,6 +5,8 @@ In the job's store (torch's TCPStore), under "paceline-stage/ATTEMPT/SET/":
 
     turn         a counter: who adds to it claims the shard of that number
     by/N         who reads shard N; "" where that host gave it up
+    up           a counter: entries of a log
+    up/K         its K-th entry: the number of a shard that was given up
     there        a counter: entries of a log
     there/K      its K-th entry: the number of a shard that is whole on a host, and which that is
     ready        a counter: hosts that have told what they had before
@@ -66,21 +68,40 @@ class Exchange:
         self._lock = threading.Lock()  # a store's client serves one call at a time
         self._where: dict[int, set[str]] = {}
         self._seen = 0
+        self._had: set[int] = set()  # claimed here at some time
         self._ended = False
 
     def claim(self) -> int | None:
-        """The number of a shard that this host alone reads; None when all are claimed."""
+        """The number of a shard that this host alone reads; None when all are claimed. What other
+        hosts have given up comes last."""
         with self._asked():
-            number = int(self._store.add("turn", 1)) - 1
-            if number >= len(self._shards):
-                return None
-            self._store.set(f"by/{number}", self._own)
-            return number
+            while (number := int(self._store.add("turn", 1)) - 1) < len(self._shards):
+                if self._is_own(number):
+                    return number
+            for entry in range(int(self._store.add("up", 0))):
+                if self._store.check([f"up/{entry}"]):
+                    number = int(self._store.get(f"up/{entry}"))
+                    if self._is_own(number):
+                        return number
+            return None
+
+    def _is_own(self, number: int) -> bool:
+        """From now on, if it was nobody's; not what this host had once."""
+        return number not in self._had and self._takes(number, "")
+
+    def _takes(self, number: int, before: str) -> bool:
+        """If it is still that host's."""
+        now = self._store.compare_set(f"by/{number}", before, self._own).decode()
+        if now == self._own:
+            self._had.add(number)
+        return bool(now == self._own)
 
     def give_up(self, number: int) -> None:
-        """It could not be read: another host may try."""
+        """It could not be read, or has no room here: another host may try."""
         with self._asked():
             self._store.compare_set(f"by/{number}", self._own, "")
+            entry = int(self._store.add("up", 1)) - 1
+            self._store.set(f"up/{entry}", str(number))
 
     def take_over(self, number: int) -> bool:
         """Whether this host is to read a shard whose reader has gone."""
@@ -90,7 +111,7 @@ class Exchange:
         if by == self._own or (by and alive(by)):
             return False
         with self._asked():
-            return bool(self._store.compare_set(key, by, self._own).decode() == self._own)
+            return self._takes(number, by)
 
     def tell(self, number: int) -> None:
         """It is whole here."""

@@ -31,7 +31,7 @@ def as_fp16(_: bool, turned: Turned) -> None:
 
 
 def _compressed(name: str, turned: Turned) -> None:
-    """One of PyTorch's hooks; where the script has a hook of its own that stays."""
+    """One of PyTorch's hooks."""
 
     def hook(group: Any, bucket: Any) -> Any:
         # DDP refuses bfloat16's by its name where there is no CUDA; gloo can do it.
@@ -40,12 +40,18 @@ def _compressed(name: str, turned: Turned) -> None:
         return getattr(default_hooks, name)(group, bucket)
 
     hook.__annotations__.clear()  # DDP takes none, or its own
+    hooked(turned, lambda replica: (None, hook))
+
+
+def hooked(turned: Turned, make: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
+    """Every replica gets the state and the hook that ``make`` returns for it; where the script has
+    a hook of its own that stays."""
 
     def first_forward(replica: Any) -> None:
         if replica._comm_hooks:
             turned.not_done("the script has a communication hook of its own")
             return
-        replica.register_comm_hook(None, hook)
+        replica.register_comm_hook(*make(replica))
         turned.done()
 
     before_forward(first_forward, once=True)

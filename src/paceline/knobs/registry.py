@@ -4,6 +4,9 @@ and ``paceline run --settings`` sets them."""
 
 from dataclasses import dataclass
 
+# Each is a communication hook, of which DDP has one.
+LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
+
 VARIABLE = "PACELINE_SETTINGS"  # knobs and their values, as JSON: how a rank hears of them
 
 
@@ -119,7 +122,7 @@ KNOBS: dict[str, Knob] = {
         r"\b(DistributedDataParallel|DDP)\(",
     ),
     "exchange": Knob(
-        "ranks of one host exchange over memory that they share, and not through gloo's sockets",
+        "ranks of a host exchange over memory that they share, and hosts once for all of theirs",
         ("exchange-bandwidth", "exchange-latency", "bucket-size", "no-overlap"),
         'init_process_group("{value}") after import paceline, or paceline run --exchange {value}',
         "comm.scripts:exchange",
@@ -161,7 +164,7 @@ KNOBS: dict[str, Knob] = {
         r"\b(DistributedDataParallel|DDP)\(",
         "bits: gradients are rounded to 8",
         numbers=True,
-        excludes=("compress-fp16",),
+        excludes=LESS,
     ),
     "compress-fp16": Knob(
         "gradients travel as float16: half the bytes",
@@ -172,7 +175,40 @@ KNOBS: dict[str, Knob] = {
         r"\b(DistributedDataParallel|DDP)\(",
         "bits: gradients are rounded to 11, and those above 65,504 are lost",
         numbers=True,
-        excludes=("compress-bf16",),
+        excludes=LESS,
+    ),
+    "compress-powersgd": Knob(
+        "gradients of matrices travel as two of so many columns (PowerSGD), the rest later",
+        ("exchange-bandwidth",),
+        "model.register_comm_hook(PowerSGDState(None, {value}, 4), powerSGD_hook)",
+        "comm.compress:powersgd",
+        Range(1, 256),
+        r"\b(DistributedDataParallel|DDP)\(",
+        "a gradient's size of memory, and steps until what is left out arrives",
+        numbers=True,
+        excludes=LESS,
+    ),
+    "compress-topk": Knob(
+        "so large a share of the gradients travels, the largest ones, the rest later",
+        ("exchange-bandwidth",),
+        "model.register_comm_hook(TopK({value}, group), topk_hook) of paceline.comm.compress",
+        "comm.compress:topk",
+        Range(1e-5, 1, whole=False),
+        r"\b(DistributedDataParallel|DDP)\(",
+        "a gradient's size of memory, and steps until what is left out arrives",
+        numbers=True,
+        excludes=LESS,
+    ),
+    "average-every": Knob(
+        "ranks train by themselves, and take the mean of their parameters every so many steps",
+        ("exchange-bandwidth", "exchange-latency", "bucket-size"),
+        "post_localSGD_hook, and PeriodicModelAverager(period={value}) after each step",
+        "comm.average:every",
+        Range(1, 10_000),
+        r"\b(DistributedDataParallel|DDP)\(",
+        "models that differ between two means: also what a rank evaluates or saves there",
+        numbers=True,
+        excludes=LESS,
     ),
     "threads": Knob(
         "each rank computes with so many threads, whatever the script asks for",

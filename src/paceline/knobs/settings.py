@@ -61,7 +61,7 @@ def exclude(knobs: dict[str, Any]) -> None:
     """Raises ValueError for two that can't be set together."""
     for name in knobs:
         for other in KNOBS[name].excludes:
-            if other in knobs:
+            if other in knobs and other != name:
                 raise ValueError(f"{name} and {other} exclude each other. HINT: take one out")
 
 

@@ -84,13 +84,17 @@ def bucket(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def over_memory(e: Evidence, cause: Cause) -> Saving | None:
-    """In one host, of processors."""
-    several = len(set(e.report.hosts)) > 1 or e.said.get("gpu")
-    return None if several else Saving("paceline", None, TRIED)
+    """Of processors."""
+    return None if e.said.get("gpu") else Saving("paceline", None, TRIED)
 
 
 def tried(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, None, TRIED)
+
+
+def by_asking(value: Any) -> Gain:
+    """Between hosts; elsewhere only where it is asked for by its name: it changes the training."""
+    return lambda e, cause: Saving(value, None, TRIED) if len(set(e.report.hosts)) > 1 else None
 
 
 def whole(source: str) -> Gain:
@@ -211,6 +215,9 @@ GAINS: dict[str, Gain] = {
     "accumulate-locally": locally,
     "compress-bf16": tried,
     "compress-fp16": tried,
+    "compress-powersgd": by_asking(2),
+    "compress-topk": by_asking(0.01),
+    "average-every": by_asking(8),
     "threads": threads,
     "own-binding-off": unbound,
     "keep-memory": kept,

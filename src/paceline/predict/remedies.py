@@ -13,6 +13,7 @@ from .gains import GAINS
 
 LEAST = 0.01  # of a step: what saves less is not proposed
 MOST = 0.95  # of a step: more than that is not believed
+DOUBT = 0.2  # of a gain, either way: what predictions were off by that looked surer than that
 HALF = 0.5  # of a step that ranks compute: then computing itself is worth to be made faster
 
 
@@ -73,6 +74,13 @@ def gain_of(saves: Interval) -> Interval:
     return Interval(mean / (1 - mean), low / (1 - low), high / (1 - high))
 
 
+def _doubted(gain: Interval) -> Interval:
+    """At least DOUBT wide: what was measured is sure, what is concluded from it less so."""
+    least = DOUBT * abs(gain.mean)
+    low, high = min(gain.low, gain.mean - least), max(gain.high, gain.mean + least)
+    return Interval(gain.mean, low, high)
+
+
 def after(gain: Interval, faster: float) -> Interval:
     """The same seconds less of a step that is ``faster`` times as fast by now."""
     if faster == 1:
@@ -86,7 +94,7 @@ def _remedy(name: str, knob: Knob, e: Evidence, cause: Cause, script: str) -> Re
     saving = GAINS[name](e, cause)
     if saving is None or (saving.saves is not None and saving.saves.mean < LEAST):
         return None
-    gain = gain_of(saving.saves) if saving.saves is not None else None
+    gain = _doubted(gain_of(saving.saves)) if saving.saves is not None else None
     line, code = _line(knob, cause, script)
     edit = knob.edit.format(value=saving.value)
     return Remedy(

@@ -2,6 +2,7 @@
 training as it was, and kept only where it helped beyond the noise."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,14 +17,14 @@ from ..record.rung import EVERYTHING, Rung
 from .ladder import in_bursts
 from .runner import MINUTE, Asked, FailedError, Runner
 
-ROUNDS = (3, 6)  # at least, at most
+ROUNDS = (3, 8)  # at least, at most
 SHARE = 1.5  # of the minutes that were asked for, for each pass of trials
-TIGHT, TIGHT_OF_GAIN = 0.02, 0.1  # half of the interval of a gain that is known well enough
+TIGHT, TIGHT_OF_GAIN = 0.02, 0.07  # half of the interval of a gain that is known well enough
 WORSE = 0.01  # of the loss: what it may be higher for a knob that changes numbers
-ROUGH = 0.1  # either way, of the throughput: a prediction that some steps make better
-GLIMPSE = 2  # rounds of a micro-measurement
-GLIMPSE_STEPS = 10  # at most, in each
-UNSURE = 0.08  # either way, of the throughput with it: what two such rounds alike may both be off
+ROUGH = 0.05  # either way, of the throughput: a prediction that some steps make better
+GLIMPSE = 3  # rounds of a micro-measurement
+GLIMPSE_STEPS = 15  # at most, in each
+UNSURE = 0.07  # either way, of the throughput with it: what rounds that agree may all be off
 WORKERS = "loader-workers"
 ALL = "all"
 
@@ -198,8 +199,7 @@ class _Trying:
         steps = min(self.steps, GLIMPSE_STEPS)
         pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
         gains = [gain for gain, _ in pairs]
-        low, high = min(gains), max(gains)
-        return Interval((low + high) / 2, low, high)
+        return Interval(statistics.median(gains), min(gains), max(gains))
 
     def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
         """Measured in turns, until it is known well enough."""

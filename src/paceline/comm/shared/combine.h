@@ -118,9 +118,9 @@ static void narrow(int kind, void *to, const void *from, size_t n) {
         memcpy(to, from, n * SIZES[kind]);
 }
 
-/* from: the ranks' vectors of ``bytes``; to, also (unless NULL): where the result goes. ``to`` may
-   be one of ``from``: blocks are combined beside them. */
-static void combine(int kind, int how, const char **from, int size, char *to, char *also,
+/* from: the ranks' vectors of ``bytes``; by: what a mean is divided by; to, also (unless NULL): where
+   the result goes. ``to`` may be one of ``from``: blocks are combined beside them. */
+static void combine(int kind, int how, const char **from, int size, int by, char *to, char *also,
                     size_t bytes) {
     _Alignas(64) char acc[BLOCK], more[BLOCK];
     Fold *fold = FOLD_OF[kind][how];
@@ -134,9 +134,9 @@ static void combine(int kind, int how, const char **from, int size, char *to, ch
             fold(acc, half ? more : from[q] + at, n);
         }
         if (how == MEAN && kind == F64)
-            divide_f64((double *)acc, size, n);
+            divide_f64((double *)acc, by, n);
         else if (how == MEAN)
-            divide_f32((float *)acc, (float)size, n);
+            divide_f32((float *)acc, (float)by, n);
         narrow(kind, to + at, acc, n);
         if (also) memcpy(also + at, to + at, n * SIZES[kind]);
     }

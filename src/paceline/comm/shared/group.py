@@ -1,6 +1,7 @@
-"""A process group whose collectives over CPU tensors go through memory that its ranks share; what
-it does not do itself (other devices and types, sends, gathers to one) goes to ``inner``, PyTorch's
-own. Which of the two it is hangs on what is the same on all ranks alone."""
+"""A process group whose collectives over CPU tensors go through memory that its ranks share, and
+between hosts over the network; what it does not do itself (other devices and types, sends, gathers
+to one) goes to ``inner``, PyTorch's own. Which of the two it is hangs on what is the same on all
+ranks alone."""
 
 # mypy: disable-error-code="override"
 # The stub has all overloads of a method; torch calls one, with options as the last argument.
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...record.collectives import METHODS, share_backends
+from ..hosts.hierarchy import Hierarchy
 from .calls import HOWS, KINDS, ExchangeError
 from .native import Kernel
 from .without_c import InTorch
@@ -39,7 +41,7 @@ class SharedGroup(dist.ProcessGroup):
     def __init__(
         self,
         inner: dist.ProcessGroup,
-        kernel: Kernel | InTorch,
+        kernel: Kernel | InTorch | Hierarchy,
         timeout: float,
         where: Callable[[], str] = str,
     ) -> None:

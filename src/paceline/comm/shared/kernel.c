@@ -39,7 +39,7 @@
 #define YIELDS 200
 #define SLICE_NS 50000000 /* asleep at once: so late at most is a death noticed */
 
-enum { OK, DIED, SILENT, DIFFERS, CLAIMED = 255 }; /* in the low byte of an error; above: rank */
+enum { OK, DIED, SILENT, DIFFERS, ELSEWHERE, CLAIMED = 255 }; /* in the low byte of an error; above: rank */
 enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER };
 
 /* What a rank is about to do: where another rank does something else, both are told. */
@@ -70,6 +70,7 @@ typedef struct {
     uint32_t posted, freed[RING]; /* when all have ended that phase a slot may be filled again */
     uint64_t chunk;               /* so many have gone through this rank's slots */
     Call call; /* what this rank does */
+    int by;    /* what a mean is divided by */
     int64_t timeout_ns;
 } Comm;
 
@@ -247,6 +248,7 @@ static int compare(Comm *c, uint64_t chunk) {
 static int begin(Comm *c, uint32_t op, uint32_t kind, uint32_t how, uint32_t root, uint64_t bytes,
                  double timeout) {
     c->call = (Call){op, kind, how, root, bytes};
+    c->by = c->size;
     c->timeout_ns = (int64_t)(timeout * 1e9);
     return broken(c);
 }
@@ -298,7 +300,7 @@ static int reduce(Comm *c, Chunk *k, const char *own, char *into, int share) {
     size_t mine = lies_at(k, c->rank);
     for (int q = 0; q < c->size; q++)
         from[q] = q == c->rank ? own : slot_of(c, q, k->chunk) + mine;
-    combine(c->call.kind, c->call.how, from, c->size, into,
+    combine(c->call.kind, c->call.how, from, c->size, c->by, into,
             share ? slot_of(c, c->rank, k->chunk) + mine : NULL, length(k, c->rank));
     k->reduced = post(c);
     return OK;
@@ -326,7 +328,7 @@ int paceline_all_reduce(Comm *c, char *data, uint64_t bytes, int kind, int how, 
         if ((error = await_all(c, post(c))) || (error = compare(c, chunk))) return error;
         const char *from[c->size];
         for (int q = 0; q < c->size; q++) from[q] = slot_of(c, q, chunk);
-        combine(kind, how, from, c->size, data, NULL, bytes);
+        combine(kind, how, from, c->size, c->size, data, NULL, bytes);
         c->freed[c->chunk++ % RING] = post(c);
         return OK;
     }
@@ -350,11 +352,13 @@ int paceline_all_reduce(Comm *c, char *data, uint64_t bytes, int kind, int how, 
     return OK;
 }
 
-/* from: one vector of ``bytes`` for each rank; to: the sum of those for this rank. */
+/* from: one vector of ``bytes`` for each rank; to: the sum of those for this rank. by: what a mean is
+   divided by; 0: the number of ranks. */
 int paceline_reduce_scatter(Comm *c, const char **from, char *to, uint64_t bytes, int kind, int how,
-                            double timeout) {
+                            int by, double timeout) {
     int error = begin(c, REDUCE_SCATTER, kind, how, 0, bytes, timeout);
     if (error) return error;
+    if (by) c->by = by;
     size_t most = c->slot / c->size / LINE * LINE;
     for (size_t at = 0; at < bytes || !at; at += most) {
         size_t part = bytes - at < most ? bytes - at : most;
@@ -391,6 +395,12 @@ int paceline_all_gather(Comm *c, const char *from, char **to, uint64_t bytes, do
     return OK;
 }
 
+/* This rank has seen that the exchange with other hosts is over: all others of this host are told. */
+void paceline_break(Comm *c, int rank) { fails(c, ELSEWHERE, rank, NULL); }
+
+/* Where it is told that the group is broken: not 0 then. */
+_Atomic uint32_t *paceline_broken(Comm *c) { return &c->head->broken; }
+
 int paceline_broadcast(Comm *c, char *data, uint64_t bytes, int root, double timeout) {
     int error = begin(c, BROADCAST, 0, 0, root, bytes, timeout);
     if (error) return error;
@@ -415,3 +425,5 @@ int paceline_barrier(Comm *c, double timeout) {
     c->freed[c->chunk++ % RING] = post(c);
     return OK;
 }
+
+#include "parts.h"

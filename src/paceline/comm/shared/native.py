@@ -8,10 +8,10 @@ from ctypes import POINTER, c_double, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from .calls import Call, died, differ, silent
+from .calls import Call, ExchangeError, died, differ, silent
 
 LIBRARY = Path(__file__).parent / "kernel.so"
-DIED, SILENT = 1, 2  # else ranks differ
+DIED, SILENT, OUTSIDE = 1, 2, 4  # else ranks differ
 
 
 @cache
@@ -27,8 +27,15 @@ def library() -> ctypes.CDLL:
         "all_reduce": (c_int, c_void_p, c_void_p, c_uint64, c_int, c_int, c_double),
         "reduce_scatter": (
             *(c_int, c_void_p, POINTER(c_void_p), c_void_p),
-            *(c_uint64, c_int, c_int, c_double),
+            *(c_uint64, c_int, c_int, c_int, c_double),
         ),
+        "reduce_parts": (
+            *(c_int, c_void_p, c_void_p, c_uint64, c_uint64),
+            *(c_int, c_int, c_int, c_double),
+        ),
+        "gather_parts": (c_int, c_void_p, c_void_p, c_uint64, c_uint64, c_double),
+        "break": (None, c_void_p, c_int),
+        "broken": (c_void_p, c_void_p),
         "all_gather": (c_int, c_void_p, c_void_p, POINTER(c_void_p), c_uint64, c_double),
         "broadcast": (c_int, c_void_p, c_void_p, c_uint64, c_int, c_double),
         "barrier": (c_int, c_void_p, c_double),
@@ -68,12 +75,43 @@ class Kernel:
             self._raise(error, timeout)
 
     def reduce_scatter(
-        self, sources: Sequence[int], to: int, nbytes: int, kind: int, how: int, timeout: float
+        self,
+        sources: Sequence[int],
+        to: int,
+        nbytes: int,
+        kind: int,
+        how: int,
+        timeout: float,
+        by: int = 0,
     ) -> None:
-        """sources: a vector of ``nbytes`` for each rank."""
+        """sources: a vector of ``nbytes`` for each rank. by: what a mean is divided by, if not by
+        the number of ranks."""
         each = (c_void_p * self.size)(*sources)
         call = self._library.paceline_reduce_scatter
-        self._check(call(self._comm, each, to, nbytes, kind, how, timeout), timeout)
+        self._check(call(self._comm, each, to, nbytes, kind, how, by, timeout), timeout)
+
+    def reduce_parts(
+        self, data: int, nbytes: int, part: int, kind: int, how: int, by: int, timeout: float
+    ) -> None:
+        """Rank q's part, of ``part`` bytes from q * part on as far as the vector goes, becomes this
+        host's sum, on that rank alone. by: what a mean is divided by."""
+        call = self._library.paceline_reduce_parts
+        self._check(call(self._comm, data, nbytes, part, kind, how, by, timeout), timeout)
+
+    def gather_parts(self, data: int, nbytes: int, part: int, timeout: float) -> None:
+        """All ranks get all parts."""
+        call = self._library.paceline_gather_parts
+        self._check(call(self._comm, data, nbytes, part, timeout), timeout)
+
+    def give_up(self) -> None:
+        """This rank can't reach other hosts any more: every rank of this one is told."""
+        if self._comm:
+            self._library.paceline_break(self._comm, self.rank)
+
+    @property
+    def broken(self) -> int:
+        """The address of a word that is not 0 once the group is broken."""
+        return int(self._library.paceline_broken(self._comm))
 
     def all_gather(self, source: int, to: Sequence[int], nbytes: int, timeout: float) -> None:
         """to: room for ``nbytes`` of each rank."""
@@ -114,4 +152,6 @@ class Kernel:
             raise died(mine, self._names[rank])
         if why == SILENT:
             raise silent(mine, self._names[rank], timeout)
+        if why == OUTSIDE:
+            raise ExchangeError(f"{mine} can't go on: rank {self._names[rank]} lost other hosts")
         raise differ([(self._names[rank], call) for rank, call in two])

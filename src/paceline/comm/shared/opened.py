@@ -41,7 +41,7 @@ def opened(
     times = store.add(f"{attempt}/{rank}", 1)  # a store may outlive a group, and its successor's
     store = PrefixStore(f"{attempt}/{times}", store)
     how, why_not = _can()
-    why = _agreed(store, "may", rank, size, why_not, f"{memory.identity()} {how.__name__}")
+    why = agreed(store, "may", rank, size, why_not, f"{memory.identity()} {how.__name__}")
     if why:
         return None, why
     kernel, failed = None, ""
@@ -52,7 +52,7 @@ def opened(
     except (OSError, ValueError) as error:
         failed = f"rank {rank}: {error}"
     # Only now does every rank hold the lock by which the others see that it is alive.
-    why = _agreed(store, "has", rank, size, failed, "")
+    why = agreed(store, "has", rank, size, failed, "")
     if why and kernel is not None:
         kernel.close()
     elif how is InTorch and rank == 0:
@@ -81,7 +81,7 @@ def _can() -> tuple[type[Kernel] | type[InTorch], str]:
     return Kernel, ""
 
 
-def _agreed(store: Any, key: str, rank: int, size: int, why: str, same: str) -> str:
+def agreed(store: Any, key: str, rank: int, size: int, why: str, same: str) -> str:
     """The first reason of any rank not to, the same on all; also where ``same`` is not."""
     store.set(f"{key}/{rank}", f"{why}\n{same}")
     if rank == 0:

@@ -1,0 +1,78 @@
+"""Gradients that travel as less, as communication hooks of DDP. What a step leaves out is added to
+the next one's gradients (error feedback), so that it comes later, and is not lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from ..knobs.ddp import hooked
+from ..knobs.turned import Turned
+
+FIRST = 4  # steps exchange all: DDP makes its buckets anew after the first one
+
+
+def powersgd(rank: int, turned: Turned) -> None:
+    """PyTorch's PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727): gradients of m x n as
+    two matrices of ``rank`` columns."""
+
+    def make(replica: Any) -> tuple[Any, Callable[..., Any]]:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+
+        state = torchs.PowerSGDState(
+            replica.process_group,
+            matrix_approximation_rank=int(rank),
+            start_powerSGD_iter=FIRST,
+        )
+        return state, torchs.powerSGD_hook
+
+    hooked(turned, make)
+
+
+def topk(share: float, turned: Turned) -> None:
+    """Of each bucket the ``share`` of numbers that are the largest."""
+
+    def make(replica: Any) -> tuple[Any, Callable[..., Any]]:
+        return TopK(share, replica.process_group), topk_hook
+
+    hooked(turned, make)
+
+
+class TopK:
+    """share: of a bucket's numbers, the largest, travel as float32, each with its place (Aji,
+    Heafield 2017, arXiv 1704.05021). left: by bucket, what has not been sent yet (Stich,
+    Cordonnier, Jaggi 2018, arXiv 1809.07599)."""
+
+    def __init__(self, share: float, group: dist.ProcessGroup) -> None:
+        self.share, self.group = share, group
+        self.left: dict[int, torch.Tensor] = {}
+
+
+def topk_hook(state: TopK, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean over ranks of what each of them sends, summed up in the order of ranks: the same
+    bits on all."""
+    flat, size = bucket.buffer(), state.group.size()
+    left = state.left.get(bucket.index())
+    if left is not None and left.numel() == flat.numel():
+        flat.add_(left)
+    count = max(1, round(state.share * flat.numel()))
+    _, where = flat.abs().topk(count, sorted=False)
+    sent = torch.empty(2 * count, dtype=torch.int32, device=flat.device)
+    sent[:count] = where
+    sent[count:] = flat[where].float().view(torch.int32)
+    left = state.left[bucket.index()] = flat.clone()
+    left[where] = 0
+    each = [torch.empty_like(sent) for _ in range(size)]
+    gathered = dist.all_gather(each, sent, group=state.group, async_op=True).get_future()
+
+    def summed(_: Any) -> torch.Tensor:
+        flat.zero_()
+        for one in each:
+            values = one[count:].view(torch.float32).to(flat.dtype)
+            flat.index_add_(0, one[:count].long(), values)
+        return flat.div_(size)
+
+    future: torch.futures.Future[torch.Tensor] = gathered.then(summed)
+    return future

@@ -1,0 +1,1 @@
+"""Exchange between hosts: the hierarchy over the ranks that share one."""

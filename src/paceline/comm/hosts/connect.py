@@ -1,0 +1,171 @@
+"""A rank's connections to its peers on other hosts: TCP, and who knocks has to know a word."""
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...cluster.links import Link, links
+from ..reach import asked, listen_on, of_names
+
+CONNECT_S = 30.0  # within which peers come, all of which are known to be there
+WORD_S = 5.0  # within which who has come has said its word
+LOOKS_S = 5.0  # without a word: then it is looked whether the peer's host still answers
+PROBES = 100  # without an answer, before the connection counts as lost
+DARK_MS = 12_000  # without an answer to those looks: it is not the peer that is late
+_WORD = struct.Struct("!32si")
+_LAST_ANSWER = (
+    56  # where tcp_info has the milliseconds since the last acknowledgement (linux/tcp.h)
+)
+
+_connections: "weakref.WeakSet[Connections]" = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class Connections:
+    """sockets: by host. of: what is said of them, by host: "host2 (10.0.0.2)"."""
+
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    of: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _connections.add(self)
+
+    def close(self) -> None:
+        for one in self.sockets.values():
+            one.close()
+
+    def dark(self, host: int) -> bool:
+        """Whether that host has not answered for a while, not even its kernel."""
+        try:
+            told = self.sockets[host].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+        except OSError:
+            return False
+        return bool(struct.unpack_from("I", told, _LAST_ANSWER)[0] > DARK_MS)
+
+
+def _left_in_child() -> None:
+    # A loader's worker that outlives its rank would keep the rank's connections open.
+    for one in list(_connections):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_left_in_child)
+
+
+def links_here() -> list[Link]:
+    """The network links by which this host exchanges, which its ranks take in turn: those that
+    GLOO_SOCKET_IFNAME names, else the one by which MASTER_ADDR is reached.
+
+    Raises OSError where there is none."""
+    found = links()
+    only = asked()
+    if only:
+        named = of_names(found, only)
+        if not named:
+            raise OSError(None, f"no interface is up that GLOO_SOCKET_IFNAME={only} names")
+        return named
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))
+        address = probe.getsockname()[0]
+        by_address = [link for link in found if link.address == address]
+        found = by_address or found
+    if not found:
+        raise OSError(None, "it has no network interface that is up")
+    return found[:1]
+
+
+class Door:
+    """Where peers knock. told: what they have to know."""
+
+    def __init__(self, link: Link) -> None:
+        self._token = secrets.token_hex(16)
+        self._listening = listen_on(link.address)
+        self._listening.setblocking(True)
+        port = self._listening.getsockname()[1]
+        self.told = f"{link.address} {port} {self._token} {link.interface}"
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def meet(self, me: int, doors: Mapping[int, str], names: Mapping[int, str]) -> Connections:
+        """One connection to every host of ``doors``: the later of two hosts goes to the earlier.
+
+        Raises OSError that names who could not be met, and where that was tried.
+        """
+        met, deadline = Connections(), time.monotonic() + CONNECT_S
+        try:
+            for host, told in doors.items():
+                address, port, token, interface = told.split()
+                met.of[host] = f"{names[host]} ({interface} {address})"
+                if host < me:
+                    met.sockets[host] = _knock(
+                        address, int(port), token, me, met.of[host], deadline
+                    )
+            while missing := [host for host in doors if host not in met.sockets]:
+                host, visitor = self._answer(deadline, [met.of[host] for host in missing])
+                if host in missing:
+                    met.sockets[host] = visitor
+                else:
+                    visitor.close()
+            for one in met.sockets.values():
+                _ready(one)
+        except BaseException:
+            met.close()
+            raise
+        finally:
+            self.close()
+        return met
+
+    def _answer(self, deadline: float, missing: list[str]) -> tuple[int, socket.socket]:
+        while True:
+            self._listening.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                visitor, _ = self._listening.accept()
+            except TimeoutError:
+                raise OSError(None, f"no connection from {', '.join(missing)}") from None
+            try:
+                visitor.settimeout(WORD_S)
+                token, host = _WORD.unpack(_exactly(visitor, _WORD.size))
+                if hmac.compare_digest(token, self._token.encode()):
+                    return host, visitor
+            except OSError:
+                pass
+            visitor.close()
+
+
+def _knock(
+    address: str, port: int, token: str, me: int, named: str, deadline: float
+) -> socket.socket:
+    try:
+        left = max(deadline - time.monotonic(), 0.001)
+        found = socket.create_connection((address, port), left)
+        found.sendall(_WORD.pack(token.encode(), me))
+        return found
+    except OSError as error:
+        raise OSError(None, f"no connection to {named}: {error.strerror or error}") from None
+
+
+def _exactly(visitor: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        more = visitor.recv(size - len(found))
+        if not more:
+            raise OSError(None, "closed")
+        found += more
+    return found
+
+
+def _ready(one: socket.socket) -> None:
+    one.setblocking(False)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(LOOKS_S))
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(LOOKS_S))
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)

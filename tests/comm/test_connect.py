@@ -1,0 +1,103 @@
+"""How ranks of different hosts are connected: hosts are threads here, on the loopback."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from paceline.cluster.links import Link
+from paceline.comm.hosts import connect
+from paceline.comm.hosts.connect import Door
+
+HERE = Link("lo", "127.0.0.1")
+NAMES = {0: "host1", 1: "host2", 2: "host3"}
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(connect, "CONNECT_S", 1.0)
+    monkeypatch.setattr(connect, "WORD_S", 0.2)
+
+
+def met(doors, disturb=None):
+    """What each host has got, connections or an error."""
+    told, found = {host: door.told for host, door in doors.items()}, {}
+
+    def one(host, door):
+        others = {at: word for at, word in told.items() if at != host}
+        try:
+            found[host] = door.meet(host, others, NAMES)
+        except OSError as error:
+            found[host] = error.strerror
+
+    threads = [threading.Thread(target=one, args=each) for each in doors.items()]
+    if disturb is not None:
+        disturb(told)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_two_hosts_have_a_connection():
+    found = met({host: Door(HERE) for host in NAMES})
+    for a in NAMES:
+        for b in NAMES:
+            if a != b:
+                end, other = found[a].sockets[b], found[b].sockets[a]
+                assert end.getsockname() == other.getpeername()
+                end.setblocking(True)
+                end.send(bytes([a]))
+    for a in NAMES:
+        for b in NAMES:
+            if a != b:
+                assert found[a].sockets[b].recv(10) == bytes([b])
+        found[a].close()
+    assert found[0].of[2] == "host3 (lo 127.0.0.1)"
+
+
+def test_who_does_not_know_the_word_is_turned_away():
+    strangers = []
+
+    def disturb(told):
+        for word in (b"x" * connect._WORD.size, b"short", b""):  # the last two say no more
+            address, port, *_ = told[0].split()
+            strangers.append(socket.create_connection((address, int(port))))
+            strangers[-1].send(word)
+
+    found = met({host: Door(HERE) for host in (0, 1)}, disturb)
+    assert list(found[0].sockets) == [1]
+    for one in strangers:
+        one.settimeout(5)
+        assert one.recv(1) == b""
+        one.close()
+    for one in found.values():
+        one.close()
+
+
+def test_who_can_not_be_reached_is_named_with_where_that_was_tried():
+    doors = {0: Door(HERE), 1: Door(HERE)}
+    doors[0].close()
+    told = {0: doors[0].told}
+    said = r"no connection to host1 \(lo 127\.0\.0\.1\): Connection refused$"
+    with pytest.raises(OSError, match=said):
+        doors[1].meet(1, told, NAMES)
+    waits, start = Door(HERE), time.monotonic()
+    said = r"no connection from host2 \(lo 127\.0\.0\.1\), host3 \(lo 127\.0\.0\.1\)$"
+    with pytest.raises(OSError, match=said):
+        waits.meet(0, {1: doors[1].told, 2: doors[1].told}, NAMES)
+    assert time.monotonic() - start < 10
+
+
+def test_interfaces_are_those_that_the_user_names(monkeypatch):
+    monkeypatch.setattr(connect, "links", lambda: [Link("eth0", "10.0.0.1"), HERE])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    assert {link.interface for link in connect.links_here()} == {"lo", "eth0"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with pytest.raises(OSError, match=r"no interface is up that GLOO_SOCKET_IFNAME=ib0 names$"):
+        connect.links_here()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert connect.links_here() == [HERE]

@@ -1,0 +1,109 @@
+"""The steps of every algorithm, played by as many hosts as one likes."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from paceline.comm.hosts import schedules
+from paceline.comm.hosts.schedules import ALL_REDUCE, Link, Step, best, cost, cut
+
+HOSTS = (2, 3, 4, 5, 6, 7, 8, 13)
+NBYTES = 1000
+
+
+class Host:
+    def __init__(self, me: int, steps: list[Step]) -> None:
+        self.me, self.steps = me, steps
+        # Of each byte which hosts' are summed up in it, and how often.
+        self.bytes = [{me: 1} for _ in range(NBYTES)]
+
+
+def play(hosts: list[Host]) -> None:
+    """Each host a step further where all that it waits for has been sent; any order will do."""
+    sent: dict[tuple[int, int], list[list[dict]]] = {}
+    begun, order = [False] * len(hosts), random.Random(1)
+    while any(host.steps for host in hosts):
+        moved = False
+        for host in order.sample(hosts, len(hosts)):
+            if not host.steps:
+                continue
+            step = host.steps[0]
+            if not begun[host.me]:
+                for to, at, count in step.sends:
+                    part = [dict(one) for one in host.bytes[at : at + count]]
+                    sent.setdefault((host.me, to), []).append(part)
+                begun[host.me] = moved = True
+            if all(sent.get((of, host.me)) for of, _, _ in step.receives):
+                for of, at, count in step.receives:
+                    part = sent[of, host.me].pop(0)
+                    assert len(part) == count, "sender and receiver do not mean the same"
+                    for i, one in enumerate(part, at):
+                        before = host.bytes[i] if step.fold else {}
+                        host.bytes[i] = {
+                            who: one.get(who, 0) + before.get(who, 0) for who in {*one, *before}
+                        }
+                host.steps.pop(0)
+                begun[host.me], moved = False, True
+        assert moved, "hosts wait for each other"
+    assert not any(sent.values()), "something was sent that nobody has taken"
+
+
+def everything(size: int) -> dict[int, int]:
+    return dict.fromkeys(range(size), 1)
+
+
+@pytest.mark.parametrize("size", HOSTS)
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_all_hosts_have_the_sum_of_all_at_the_end(name, size):
+    hosts = [Host(me, list(ALL_REDUCE[name](NBYTES, me, size))) for me in range(size)]
+    play(hosts)
+    assert all(one == everything(size) for host in hosts for one in host.bytes)
+
+
+@pytest.mark.parametrize("size", HOSTS)
+@pytest.mark.parametrize("name", ["ring", "direct"])
+def test_the_halves_end_at_the_part_s_own_host(name, size):
+    cuts = cut(NBYTES, size)
+    scatter, gather = (getattr(schedules, f"{name}_{half}") for half in ("scatter", "gather"))
+    hosts = [Host(me, list(scatter(cuts, me, size))) for me in range(size)]
+    play(hosts)
+    for host in hosts:
+        own = host.bytes[cuts[host.me] : cuts[host.me + 1]]
+        assert all(one == everything(size) for one in own)
+    hosts = [Host(me, list(gather(cuts, me, size))) for me in range(size)]
+    play(hosts)
+    for host in hosts:
+        for of in range(size):
+            assert all(one == {of: 1} for one in host.bytes[cuts[of] : cuts[of + 1]])
+
+
+@pytest.mark.parametrize("size", HOSTS)
+def test_a_broadcast_reaches_all_from_any_root(size):
+    for root in range(size):
+        steps = [list(schedules.broadcast(NBYTES, me, size, root)) for me in range(size)]
+        hosts = [Host(me, of_one) for me, of_one in enumerate(steps)]
+        play(hosts)
+        assert all(one == {root: 1} for host in hosts for one in host.bytes)
+
+
+def test_parts_cover_the_vector_and_begin_at_a_line():
+    for nbytes in (0, 1, 63, 64, 65, 1000, 4096):
+        for parts in (1, 2, 3, 7):
+            cuts = cut(nbytes, parts)
+            assert (cuts[0], cuts[-1], len(cuts)) == (0, nbytes, parts + 1)
+            assert all(a <= b and (a % 64 == 0 or a == nbytes) for a, b in pairwise(cuts))
+
+
+def test_what_costs_least_is_taken():
+    """As the formulas in the module's docstring say."""
+    link = Link(latency=50e-6, rate=1e8)
+    assert best(8, 16, link) == "doubling"
+    assert best(8, 13, link) == "doubling"
+    assert best(100_000_000, 128, link) == "halving"  # 14 steps, not 254
+    assert best(100_000_000, 16, link) == "ring"  # whose connections are never idle
+    assert best(100_000_000, 13, link) == "ring"
+    assert best(1_000_000, 2, link) == "doubling"
+    assert best(30_000, 4, link) == "direct"
+    ring = ALL_REDUCE["ring"](16_000_000, 0, 16)
+    assert cost(ring, link) == pytest.approx(30 * (50e-6 + 1e6 / 1e8))

@@ -1,0 +1,135 @@
+"""The steps between hosts, where hosts are threads that are connected by sockets."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import played
+import pytest
+
+import paceline
+import ranks
+from paceline.comm.hosts import native
+from paceline.comm.hosts.native import program
+from paceline.comm.hosts.schedules import ALL_REDUCE, Step
+
+WIRE = Path(paceline.__file__).parent / "comm" / "hosts" / "wire.c"
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 7])
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_every_algorithm_gives_all_hosts_the_same_sum(name, hosts):
+    for count in played.SIZES:
+        each, found = played.reduced(name, hosts, count)
+        np.testing.assert_allclose(found[0], np.sum(each, 0), rtol=1e-5, atol=1e-5)
+        for one in found[1:]:
+            assert one.tobytes() == found[0].tobytes(), "other bits"
+        again = played.reduced(name, hosts, count)[1]
+        assert again[0].tobytes() == found[0].tobytes(), "other bits in another run"
+
+
+def test_other_types_and_what_is_done_with_them():
+    each, found = played.reduced("direct", 3, 999, "max", "float64")
+    assert (found[2] == np.max(each, 0)).all()
+    each, found = played.reduced("ring", 3, 999, "product", "float64")
+    np.testing.assert_allclose(found[1], np.prod(each, 0), rtol=1e-12)
+    # the hosts have divided already
+    each, found = played.reduced("halving", 4, 999, "mean", "float32")
+    np.testing.assert_allclose(found[0], np.sum(each, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_broadcast_from_each_of_them():
+    for root in range(5):
+        for one in played.spread(5, 10_000, root):
+            assert (one == root).all()
+
+
+def both_ways(nbytes, to):
+    return program([Step(((to, 0, nbytes),), ((to, 0, nbytes),))])
+
+
+def fails(what, timeout=played.TIMEOUT):
+    """Two hosts, of which ``what`` is done to the second: the errors of both."""
+    together = played.Together(2)
+
+    def each(me, wire):
+        data = np.zeros(1000, np.float32)
+        said = played.call("all-reduce", nbytes=data.nbytes)
+        if me == 1:
+            said = what(together) or said
+        wire.run(both_ways(data.nbytes, 1 - me), data.ctypes.data, said, timeout)
+
+    together.do(each)
+    together.close()
+    return together.errors
+
+
+def test_who_does_something_else_is_named_with_what_it_does():
+    theirs = played.call("broadcast", nbytes=4000)
+    errors = fails(lambda _: theirs)
+    assert (errors[0].why, errors[0].host, errors[0].theirs) == (native.DIFFERS, 1, theirs)
+    assert errors[1].theirs == played.call("all-reduce", nbytes=4000)
+
+
+def test_a_connection_that_is_closed_is_noticed_at_once():
+    start = time.monotonic()
+    errors = fails(lambda together: [one.close() for one in together.kept[1::2]] and None)
+    assert (errors[0].why, errors[0].host) == (native.CLOSED, 1)
+    assert time.monotonic() - start < played.TIMEOUT / 2
+
+
+def test_silence_ends_with_the_timeout():
+    gone_on = threading.Event()
+    together = played.Together(2)
+
+    def each(me, wire):
+        data = np.zeros(10, np.float32)
+        said = played.call("all-reduce", nbytes=data.nbytes)
+        if me == 0:
+            try:
+                wire.run(both_ways(data.nbytes, 1), data.ctypes.data, said, 0.3)
+            finally:
+                gone_on.set()
+        gone_on.wait(played.TIMEOUT)
+
+    together.do(each)
+    together.close()
+    assert (together.errors[0].why, together.errors[0].host) == (native.SILENT, 1)
+
+
+def test_who_waits_hears_that_its_own_host_has_given_up():
+    def breaks(together):
+        time.sleep(0.2)  # the other one waits by then
+        together.broken[0] = 1
+        raise native.StepError(native.BROKEN, 0)
+
+    start = time.monotonic()
+    assert fails(breaks)[0].why == native.BROKEN
+    assert time.monotonic() - start < played.TIMEOUT / 2
+
+
+def test_the_interpreter_is_clean(tmp_path):
+    compiler = shutil.which("gcc")
+    assert compiler, "HINT: make test-packages"
+    built = tmp_path / "wire.so"
+    flags = ["-std=c11", "-O1", "-g", "-DPLAIN", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    subprocess.run([compiler, *flags, "-o", str(built), str(WIRE)], check=True)
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True)
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    env = ranks.environment(
+        LD_PRELOAD=":".join(one.stdout.strip() for one in found),
+        ASAN_OPTIONS="detect_leaks=0",  # the interpreter's own
+        PYTHONPATH=os.pathsep.join(sys.path),
+    )
+    command = [sys.executable, str(Path(played.__file__)), str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "clean\n"

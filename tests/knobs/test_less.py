@@ -1,0 +1,110 @@
+"""Knobs that send less: what is left out of a step comes later, and models become as good."""
+
+import re
+
+import pytest
+import torch
+
+import ranks
+from paceline.knobs.settings import Setting, write
+
+# Each rank has its own data; the last line of each says what became of the loss.
+DESCENDS = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    target = torch.randn(32, 8)
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(256, 32)
+    y = torch.tanh(x @ target)
+    for step in range(int(sys.argv[2])):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+    print("loss", float(loss), flush=True)
+    torch.save(net.state_dict(), f"{sys.argv[1]}-{dist.get_rank()}")
+    dist.destroy_process_group()
+    """
+
+
+def trained(folder, steps, knobs, script=DESCENDS):
+    """Of both ranks, the models and the last losses."""
+    settings = folder / "settings.toml"
+    write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
+    launcher = f"paceline --settings {settings}" if knobs else "paceline"
+    done = ranks.run(ranks.write(folder, script), folder / "model", steps, launcher=launcher)
+    losses = [float(one) for one in re.findall(r"loss ([\d.]+)", done.stdout)]
+    return [torch.load(folder / f"model-{rank}") for rank in range(2)], losses
+
+
+def close(one, other, **bounds):
+    return all(torch.allclose(one[name], other[name], **bounds) for name in one)
+
+
+@pytest.mark.parametrize("knobs", [{"compress-topk": 1.0}, {"average-every": 1}])
+def test_where_nothing_is_left_out_the_training_is_the_same(tmp_path, knobs):
+    (expected, _), _ = trained(tmp_path, 12, {})
+    (found, other), _ = trained(tmp_path, 12, knobs)
+    assert close(found, expected, rtol=1e-4, atol=1e-5)
+    assert close(found, other, rtol=0, atol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("knobs", [{"compress-topk": 0.02}, {"compress-powersgd": 1}])
+def test_what_is_left_out_comes_later(tmp_path, knobs):
+    """The model is another one on the way, and the loss falls as far."""
+    (plain, _), before = trained(tmp_path, 300, {})
+    (found, other), losses = trained(tmp_path, 300, knobs)
+    assert not close(found, plain, rtol=1e-3, atol=1e-4)
+    assert close(found, other, rtol=0, atol=0)  # the same on both ranks
+    first = trained(tmp_path, 1, {})[1]
+    gone = (sum(first) - sum(losses)) / (sum(first) - sum(before))
+    assert gone > 0.9, (first, before, losses)
+
+
+def test_ranks_differ_between_two_means_and_not_after_one(tmp_path):
+    (one, other), _ = trained(tmp_path, 4 + 2 * 5, {"average-every": 5})
+    assert close(one, other, rtol=0, atol=0)
+    (one, other), _ = trained(tmp_path, 4 + 2 * 5 + 3, {"average-every": 5})
+    assert not close(one, other, rtol=1e-4, atol=1e-5)
+
+
+SUMS = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    net = torch.nn.Linear(8, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    gradient = torch.arange(1.0, 9.0) * (1 + rank)
+    steps = int(sys.argv[2])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(gradient[None]).sum().backward()  # which has this gradient in every step
+        optimizer.step()
+    state = next(hook for hook in model._comm_hooks)[1]
+    (left,) = state.left.values()
+    print("loss", 0.0)
+    torch.save({"weight": net.weight[0], "left": left, "all": steps * gradient},
+               f"{sys.argv[1]}-{rank}")
+    dist.destroy_process_group()
+    """
+
+
+def test_what_was_sent_and_what_is_left_is_all_of_the_gradients(tmp_path):
+    found, _ = trained(tmp_path, 40, {"compress-topk": 0.125}, SUMS)  # one number a step
+    sent = sum(one["all"] - one["left"] for one in found) / 2
+    torch.testing.assert_close(-found[0]["weight"], sent)
+    assert (sent > 0).all(), "the small ones never have their turn"
+    assert any((one["left"] != 0).any() for one in found)
