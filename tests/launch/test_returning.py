@@ -10,13 +10,14 @@ from scripts import TRAIN
 
 ARGS = ["--samples", 400, "--epochs", 5]
 SLOW = ["--sleep", 0.12, "--every", 10]  # slow enough for a host to come back meanwhile
-JOB = ["--max-restarts", "3", "--min-hosts", "1", "--hang-timeout", "3"]
+JOB = ["--max-restarts", "3", "--min-hosts", "1"]
 
 
 def start(hosts, folder, *words):
     """A launcher on host0 whose ranks on host1 and host2 train; the script's ``out.pt``."""
     script = ranks.write(folder, TRAIN)
-    args = [*words, "-H", "host1,host2", script, "out.pt", *ARGS, *SLOW, "--checkpoint", "ckpt"]
+    words = [*words, "--hang-timeout", "3", "-H", "host1,host2"]
+    args = [*words, script, "out.pt", *ARGS, *SLOW, "--checkpoint", "ckpt"]
     job = hosts.start("host0", ranks.PACELINE, "run", *JOB, *args, cwd=folder)
     ranks.wait_until(lambda: (folder / "ckpt/step-00000010/manifest.json").exists(), 40)
     return job
@@ -74,7 +75,7 @@ def test_a_script_that_does_not_leave_has_the_host_in_its_next_attempt(hosts, sh
     job = hosts.start("host0", *command, cwd=shared_folder)
     ranks.wait_until(lambda: len(list(shared_folder.glob("up-0-*"))) == 2, 30)
     hosts.link("host2", False)
-    # Silent as they are by themselves, ranks without a record are told from stuck by their host.
+    # Told at once so, without a --hang-timeout: these ranks are as silent as those that hang.
     hosts.run("host0", "pkill", "-KILL", "-f", "ssh .*host2", check=False)
     read_until(job, "host2 is lost; going on with 1 of 2 hosts, 1 of 2 ranks, from the last")
     ranks.wait_until(lambda: (shared_folder / "up-1-0-of-1").exists())
