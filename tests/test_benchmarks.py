@@ -188,6 +188,16 @@ def test_exchange_hosts(tmp_path):
     ]
 
 
+def test_tuning(tmp_path):
+    few = ("--mbit", "1000", "--each", "6", "--models", "large layers")
+    result = result_of("tuning", tmp_path / "tuning.json", *few)
+    (one,) = result["measurements"].values()
+    assert set(one["seconds"]) == {"best", "tuned", "default"}
+    assert len(one["sweep"]) == one["settings"] > 20
+    assert 0 < one["tuner_steps"] < one["steps"]
+    assert len(result["targets"]) == 3
+
+
 def test_compression(tmp_path):
     result = result_of("compression", tmp_path / "less.json", "--epochs", "2")
     sent = {way: told["bytes_a_step"] for way, told in result["medians"].items()}

@@ -1,9 +1,12 @@
 """Options that several commands have: which ranks of which script run where, and how."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:  # each command loads this module
+    from ..knobs.tuning import Tuning
 
 Script = Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")]
 Args = Annotated[
@@ -124,6 +127,26 @@ Exchange = Annotated[
     ),
 ]
 
+TuneExchange = Annotated[
+    Path | None,
+    typer.Option(
+        help="In the first hundred steps, find the bucket size and the way of exchange that are "
+        "fastest for this script's DDP, and keep them in this file, a settings file: runs of the "
+        "same model on as many ranks and hosts take it from there. What is not faster than "
+        "before, in turns, is not taken.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+TuneCompression = Annotated[
+    bool,
+    typer.Option(
+        "--tune-compression",
+        help="With --tune-exchange: gradients that travel as bfloat16 may be taken as well. "
+        "That changes the numbers.",
+    ),
+]
+
 
 def knobs_of(settings: Path | None, script: str, exchange: str | None = None) -> dict[str, Any]:
     """What --settings and --exchange set for the script; what is ignored is told. Raises
@@ -142,3 +165,29 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
             raise ValueError(f"--exchange {exchange}: HINT: {kind}")
         knobs["exchange"] = exchange
     return knobs
+
+
+def tuning_of(
+    file: Path | None, compression: bool, script: str, knobs: dict[str, Any]
+) -> "Tuning | None":
+    """What --tune-exchange asks for; ``knobs`` get what it needs. Raises ValueError."""
+    if file is None:
+        if compression:
+            raise ValueError(
+                "--tune-compression: nothing is tuned. HINT: with --tune-exchange FILE"
+            )
+        return None
+    from ..knobs.registry import LESS
+    from ..knobs.settings import read
+    from ..knobs.tuning import Tuning, made
+
+    for name in ("bucket-mb", "algorithm", *LESS):
+        if name in knobs:
+            raise ValueError(f"--tune-exchange looks for {name}, and it is set. HINT: take one out")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"--tune-exchange {file}: there is no folder {file.absolute().parent}")
+    if file.exists():
+        made(file, read(file))
+    gloo = "exchange" not in knobs  # what a script that says so goes back to
+    knobs.setdefault("exchange", "paceline")
+    return Tuning(str(file.absolute()), Path(script).name, gloo, compression)

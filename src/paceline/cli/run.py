@@ -26,7 +26,10 @@ from .options import (
     Settings,
     Smt,
     Threads,
+    TuneCompression,
+    TuneExchange,
     knobs_of,
+    tuning_of,
 )
 from .prologue import Where, sets_of
 
@@ -83,6 +86,8 @@ def run(
     hang_timeout: HangTimeout = 300.0,
     settings: Settings = None,
     exchange: Exchange = None,
+    tune_exchange: TuneExchange = None,
+    tune_compression: TuneCompression = False,
     stage: Annotated[
         list[Path] | None,
         typer.Option(
@@ -139,6 +144,7 @@ def run(
 
     with mistakes_told():
         knobs = knobs_of(settings, script, exchange)
+        tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
         sets = sets_of(stage or [], [] if show else pack or [], Where(hosts, hostfile, launcher))
     job = Job(
         name=script,
@@ -158,6 +164,7 @@ def run(
         record=record,
         count_flops=count_flops,
         settings=knobs,
+        tuning=tuning,
         stage=sets,
     )
     try:

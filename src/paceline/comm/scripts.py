@@ -5,6 +5,7 @@ import functools
 import os
 from typing import Any
 
+from ..knobs.tuning import VARIABLE, Tuning
 from ..knobs.turned import Turned
 from ..record.imports import after_import
 
@@ -34,6 +35,12 @@ def exchange(by: str, turned: Turned) -> None:
     after_import({"torch.distributed.distributed_c10d": install})
 
 
+def algorithm(name: str, turned: Turned) -> None:
+    """Of all-reduces between hosts, in groups that are made from now on."""
+    os.environ["PACELINE_ALGORITHM"] = name
+    turned.done()
+
+
 def _faster(
     c10d: Any, group: Any, store: Any, timeout: Any, members: list[int], turned: Turned
 ) -> Any:
@@ -42,6 +49,7 @@ def _faster(
     from ..record.patches import stand_in
     from . import same_model
     from .backend import over_memory
+    from .shared.group import SharedGroup
 
     same_model.look()
     name = str(c10d._world.pg_names[group])
@@ -51,6 +59,8 @@ def _faster(
     if why:
         turned.not_done(why)
         return group
+    assert isinstance(faster, SharedGroup)
+    faster.instead_of_gloo = VARIABLE in os.environ and Tuning.loads(os.environ[VARIABLE]).gloo
     turned.done()
     if isinstance(group, RecordedGroup):
         group.inner = faster

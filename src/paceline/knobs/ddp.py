@@ -31,7 +31,12 @@ def as_fp16(_: bool, turned: Turned) -> None:
 
 
 def _compressed(name: str, turned: Turned) -> None:
-    """One of PyTorch's hooks."""
+    hook = torchs_hook(name)
+    hooked(turned, lambda replica: (None, hook))
+
+
+def torchs_hook(name: str) -> Callable[..., Any]:
+    """One of PyTorch's default hooks."""
 
     def hook(group: Any, bucket: Any) -> Any:
         # DDP refuses bfloat16's by its name where there is no CUDA; gloo can do it.
@@ -40,7 +45,7 @@ def _compressed(name: str, turned: Turned) -> None:
         return getattr(default_hooks, name)(group, bucket)
 
     hook.__annotations__.clear()  # DDP takes none, or its own
-    hooked(turned, lambda replica: (None, hook))
+    return hook
 
 
 def hooked(turned: Turned, make: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:

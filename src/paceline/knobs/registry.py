@@ -130,6 +130,14 @@ KNOBS: dict[str, Knob] = {
         r"init_process_group\(",
         "16 MiB of memory a host",
     ),
+    "algorithm": Knob(
+        "all-reduces between hosts go by this algorithm, whatever their size",
+        ("exchange-bandwidth", "exchange-latency"),
+        "PACELINE_ALGORITHM={value} in the environment",
+        "comm.scripts:algorithm",
+        Choice(("direct", "doubling", "halving", "ring", "tree")),
+        costs="time for messages of other sizes than those it is best for",
+    ),
     "gradient-views": Knob(
         "gradients are views of DDP's buckets, and not copied there and back",
         ("exchange-bandwidth", "bucket-size"),

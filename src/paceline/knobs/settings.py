@@ -40,7 +40,7 @@ def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
 
     Raises ValueError where the file is no settings file, or two of its knobs exclude each other.
     """
-    tree = _read(path)
+    tree = read(path)
     made = tree.get("made", {})
     if made.get("script") not in (None, Path(script).name):
         return {}, [
@@ -65,7 +65,8 @@ def exclude(knobs: dict[str, Any]) -> None:
                 raise ValueError(f"{name} and {other} exclude each other. HINT: take one out")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The whole file. Raises ValueError where it is none of these."""
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:

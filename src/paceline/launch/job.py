@@ -13,6 +13,8 @@ from ..cluster import limit
 from ..cluster.host import free_memory
 from ..knobs.process import environment
 from ..knobs.registry import VARIABLE
+from ..knobs.tuning import VARIABLE as TUNING
+from ..knobs.tuning import Tuning
 from . import keep, later
 
 # What a rank takes before it has any data (its share of memory, measured with a tiny model).
@@ -48,6 +50,7 @@ class Job:
     record: Path | None = None
     count_flops: bool = False  # in one recorded step
     settings: dict[str, Any] = field(default_factory=dict)  # knobs and their values
+    tuning: Tuning | None = None  # of DDP's exchange
     stage: list[str] = field(default_factory=list)  # packed sets, by absolute paths
 
     @property
@@ -72,6 +75,8 @@ def variables(job: Job, run: str) -> dict[str, str]:
     if job.settings:
         found[VARIABLE] = json.dumps(job.settings)
         found |= environment(job.settings)
+    if job.tuning is not None:
+        found[TUNING] = job.tuning.dumps()
     if job.stage:
         found["PACELINE_STAGE"] = os.environ["PACELINE_STAGE"]
         found["PACELINE_STAGE_SETS"] = os.pathsep.join(job.stage)

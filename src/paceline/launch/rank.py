@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ..cluster.who import place, tell_others
+from ..knobs import tuning
 from ..knobs.turned import turn
 from ..record.attach import attach, detach
 from ..record.errors import one_line, told
@@ -133,6 +134,10 @@ def execute(command: dict[str, Any]) -> int:
         if os.environ.get("PACELINE_ATTACH"):
             attach()
         turn()
+        if os.environ.get(tuning.VARIABLE):
+            from ..comm.tune.tuner import begin
+
+            begin(tuning.Tuning.loads(os.environ[tuning.VARIABLE]))
         if os.environ.get("PACELINE_STAGE_SETS"):
             from ..data.staging import begin_all
 

@@ -88,6 +88,11 @@ def over_memory(e: Evidence, cause: Cause) -> Saving | None:
     return None if e.said.get("gpu") else Saving("paceline", None, TRIED)
 
 
+def not_proposed(e: Evidence, cause: Cause) -> Saving | None:
+    """Only where it is asked for by its name: paceline run --tune-exchange finds it."""
+    return None
+
+
 def tried(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, None, TRIED)
 
@@ -210,6 +215,7 @@ GAINS: dict[str, Gain] = {
     "pin-memory": pinned,
     "bucket-mb": bucket,
     "exchange": over_memory,
+    "algorithm": not_proposed,
     "gradient-views": tried,
     "unused-search-off": whole(RECORD),
     "accumulate-locally": locally,

@@ -29,7 +29,8 @@ ANY = ""  # algorithm: the one of the least cost
 
 class Hierarchy:
     """As shared.native.Kernel, for all hosts. wire: of the ranks that have a part. link: what the
-    slowest of the links between these hosts can do; algorithm: of an all-reduce between hosts."""
+    slowest of the links between these hosts can do; algorithm: of an all-reduce between hosts; it
+    may become another one while nothing is under way. told: what it was made with."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Hierarchy:
         algorithm: str = ANY,
     ) -> None:
         self.places, self._kernel, self._wire, self._link = places, kernel, wire, link
-        self._trouble, self._algorithm = trouble, algorithm
+        self._trouble, self.algorithm, self.told = trouble, algorithm, algorithm
         self.rank, self.size = places.rank, sum(map(len, places.ranks))
         self._hosts, self._host, self._local = len(places.ranks), places.host, places.local
         self._mates = places.ranks[self._host]
@@ -132,7 +133,7 @@ class Hierarchy:
         return part, max(min(part, nbytes - self._local * part), 0) if self._local < owners else 0
 
     def _all_reduce(self, nbytes: int) -> Program:
-        name = self._algorithm or _best(nbytes, self._hosts, self._link)
+        name = self.algorithm or _best(nbytes, self._hosts, self._link)
         return _program(name, nbytes, self._host, self._hosts)
 
     def _scattered(self, cuts: list[int]) -> Program:

@@ -36,7 +36,8 @@ MEAN = HOWS.index("mean")
 
 class SharedGroup(dist.ProcessGroup):
     """timeout: seconds that a rank waits for another one in a collective. where: what is said of
-    the place of an error (its step)."""
+    the place of an error (its step). reduces_over_gloo: all-reduces go to ``inner`` as well;
+    instead_of_gloo: nobody asked for this group but the tuner (comm.tune)."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class SharedGroup(dist.ProcessGroup):
         self._worker = Worker("paceline-exchange")
         self._one = threading.Lock()  # collective at a time, whichever threads ask
         self._pid = os.getpid()
+        self.reduces_over_gloo = self.instead_of_gloo = False
         share_backends(self, inner)
 
     def settle(self, seconds: float) -> None:
@@ -64,7 +66,8 @@ class SharedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
         how = _how(given)
-        if how is None or len(tensors) != 1 or not _fit(tensors, how):
+        here = not self.reduces_over_gloo and len(tensors) == 1
+        if how is None or not here or not _fit(tensors, how):
             return self.inner.allreduce(tensors, *given, **options)
         return self._start(lambda: self._reduce(tensors[0], how), tensors, given)
 

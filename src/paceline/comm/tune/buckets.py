@@ -1,0 +1,79 @@
+"""Other buckets for a DDP that has begun: a reducer of its own making, in the place of the one
+before. As DDP itself does for a copy of it that was pickled."""
+
+from typing import Any
+
+import torch
+
+from ...knobs.ddp import torchs_hook
+from .costs import MIB, Ready
+
+LIKE_IT = "_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping"
+
+
+def why_not(replica: Any) -> str:
+    """Why this replica's buckets can't be others, or ""."""
+    if replica._comm_hooks:
+        return "it has a communication hook, which may keep something of each bucket"
+    if getattr(replica, "_join_config", None) and replica._join_config.enable:
+        return "ranks may end at different steps (model.join())"
+    if getattr(replica, "mixed_precision", None) is not None:
+        return "it has DDP's own mixed_precision"
+    if getattr(replica, "_use_python_reducer", False):
+        return "its backward is compiled with the exchange"
+    if getattr(replica, "_delay_all_reduce_params", None):
+        return "gradients of it are exchanged by the script's own hook"
+    if getattr(replica, "bucket_bytes_cap_list", None):
+        return "it has buckets of its own sizes (bucket_cap_mb_list)"
+    if any(not hasattr(replica, name) for name in LIKE_IT):
+        return f"torch {torch.__version__} makes its reducer in another way"
+    return ""
+
+
+class Buckets:
+    """Of one replica, whose own are those it has now."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = replica
+        names = ("bucket_bytes_cap", "bucket_bytes_cap_default", "_bucket_config")
+        self._own = {name: getattr(replica, name) for name in names if hasattr(replica, name)}
+
+    def ready(self) -> list[Ready]:
+        """Of each gradient, as the last backward had them."""
+        parameters, _ = self._replica._build_params_for_reducer()
+        told = self._replica.reducer.get_backward_stats()  # ns, by parameter
+        return [
+            Ready(ns / 1e9, one.numel() * one.element_size())
+            for one, ns in zip(parameters, told, strict=True)
+        ]
+
+    def caps(self) -> list[float]:
+        """Bytes of the replica's own buckets, the first of which may be smaller."""
+        first = 1 << 20  # DDP's own, unless a size is asked for
+        cap = self._own["bucket_bytes_cap"]
+        return [first, cap] if self._own.get("bucket_bytes_cap_default") else [cap]
+
+    def set(self, mib: float | None, bf16: bool = False) -> None:
+        """mib: None for the replica's own. Between an optimizer's step and the next forward."""
+        replica = self._replica
+        replica.reducer._remove_autograd_hooks()
+        for name, value in self._own.items():
+            setattr(replica, name, value)
+        if mib is not None:
+            replica.bucket_bytes_cap = int(mib * MIB)
+            replica.bucket_bytes_cap_default = False
+            if "_bucket_config" in self._own:
+                replica._bucket_config = type(self._own["_bucket_config"])(
+                    replica.bucket_bytes_cap, (), replica.bucket_bytes_cap
+                )
+        parameters, sparse = replica._build_params_for_reducer()
+        names = replica._build_debug_param_to_name_mapping(parameters)
+        replica._ddp_init_helper(parameters, sparse, names, replica.static_graph)
+        replica._has_rebuilt_buckets = False
+        if replica.static_graph:
+            replica._static_graph_delay_allreduce_enqueued = False
+            replica.reducer._set_static_graph()
+            replica.logger._set_static_graph()
+        replica._comm_hooks.clear()
+        if bf16:
+            replica.register_comm_hook(None, torchs_hook("bf16_compress_hook"))

@@ -1,0 +1,211 @@
+"""``paceline run --tune-exchange``, in a rank: the first DDP that makes steps is tuned over them.
+
+Every rank measures its steps and takes the slowest rank's figure, so that all of them decide the
+same. Buckets and ways change between an optimizer's step and the next forward, when no gradient is
+under way."""
+
+import atexit
+import os
+import time
+from collections.abc import Generator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ...knobs.ddp import before_forward
+from ...knobs.tuning import Tuning
+from ...record.tell import say
+from . import kept, ways
+from .buckets import Buckets, why_not
+from .choice import Choice
+from .costs import Ready, Seconds, buckets, ends, likely
+from .halving import SETTLES, Ask, Verdict, halving, steps_of
+
+WARM_UP = 5  # steps
+
+
+def begin(wanted: Tuning) -> None:
+    """Before the script runs."""
+    found: list[Tuner] = []
+
+    def look(replica: Any) -> None:
+        if not found:
+            found.append(Tuner(replica, wanted))
+        if replica is found[0].replica:
+            found[0].forward()
+
+    def at_end() -> None:
+        if os.environ.get("RANK", "0") == "0":
+            for line in found[0].at_end() if found else ["no DistributedDataParallel made a step"]:
+                say(f"paceline: --tune-exchange: {line}\n")
+
+    before_forward(look)
+    atexit.register(at_end)
+
+
+class Tuner:
+    """Of one replica."""
+
+    def __init__(self, replica: Any, wanted: Tuning) -> None:
+        self.replica, self._wanted = replica, wanted
+        self._ways = ways.Ways(replica.process_group)
+        self._parameters, _ = replica._build_params_for_reducer()
+        self._own = {id(one) for one in self._parameters}
+        self._device = self._parameters[0].device
+        self._buckets = Buckets(replica)
+        self._size = dist.get_world_size(replica.process_group)
+        self._mine = kept.signature(self._parameters, self._size, self._ways.hosts)
+        self._now = self._default = Choice(None, self._ways.default)
+        self._next: Choice | None = None  # from the next forward on
+        self._steps, self._seconds, self._last = 0, list[float](), 0.0
+        self._moved = False  # a forward since the last step
+        self._why, self._done = "", False
+        self._search: Generator[Ask, float, Verdict] | None = None
+        self._ask = Ask(self._default, WARM_UP)
+        self._hook: Any = None
+
+    def forward(self) -> None:
+        """Before each forward that has gradients."""
+        self._moved = True
+        if self._hook is None and not self._done:
+            self._begin()
+        if not self._done and self.replica._join_config.enable:
+            self._stop("the script has begun model.join(): ranks may end at different steps")
+        if self._next is not None:
+            self._set(self._next)
+            self._next = None
+
+    def at_end(self) -> list[str]:
+        """What is to be said of a script that has ended."""
+        if self._done:
+            return []
+        if not self._last:
+            return ["no optimizer of torch.optim made a step with the model's parameters"]
+        return [
+            f"the script has ended before it was done, in step {self._steps}; nothing is kept. "
+            f"HINT: it takes {WARM_UP + SETTLES + steps_of(99)} steps"
+        ]
+
+    # From here on alike on all ranks.
+
+    def _begin(self) -> None:
+        self._ways.set(self._default.way)
+        why = why_not(self.replica) or ("it has one rank" if self._size == 1 else "")
+        if why:
+            self._stop(why)
+            return
+        choice, said = self._known()
+        if choice is not None:
+            self._done = True
+            self._set(choice)
+            self._say(f"the exchange is set as {self._wanted.file} says: {choice}")
+            return
+        if said:
+            self._say(f"{said}: tuned anew")
+        self._search = self._searched()
+        self._ask = next(self._search)
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def _known(self) -> tuple[Choice | None, str]:
+        """What the first rank reads."""
+        told: list[Any] = [None]
+        group = self.replica.process_group
+        if dist.get_rank(group) == 0:
+            try:
+                told[0] = kept.known(Path(self._wanted.file), self._mine)
+            except ValueError as mistake:
+                told[0] = (None, str(mistake))
+        first = dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(told, src=first, group=group, device=self._device)
+        choice, said = told[0]
+        return choice, said
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After a step of any optimizer: of the model's, one of several counts."""
+        groups = optimizer.param_groups
+        first = next((one for group in groups for one in group["params"]), None)
+        if self._done or not self._moved or id(first) not in self._own:
+            return
+        self._moved = False
+        ways.settled(self._device)
+        now = time.perf_counter()
+        if self._last:
+            self._steps += 1
+            self._seconds.append(now - self._last)
+        if len(self._seconds) == SETTLES + self._ask.steps:
+            self._answer(median(self._seconds[SETTLES:]))
+            now = time.perf_counter()  # without what the answer took
+        self._last = now
+
+    def _answer(self, seconds: float) -> None:
+        assert self._search is not None
+        told = ways.slowest(seconds, self.replica.process_group, self._device)
+        self._seconds = []
+        try:
+            self._ask = self._search.send(told)
+            self._next = self._ask.choice
+        except StopIteration as end:
+            self._next = end.value.choice
+            self._end(end.value)
+
+    def _searched(self) -> Generator[Ask, float, Verdict]:
+        """The default; then what the model says of others, and these."""
+        seconds = yield Ask(self._default, WARM_UP)
+        ready, group = self._buckets.ready(), self.replica.process_group
+        at = ways.mean([one.at for one in ready], group, self._device)
+        gradients = [Ready(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
+        measured = self._ways.measured(sum(one.nbytes for one in ready), self._device)
+        costs = {way: Seconds(told) for way, told in measured.items()}
+        found = likely(gradients, costs, self._default, self._wanted.bf16)
+        full = buckets(gradients, self._buckets.caps())
+        exposed = ends(full, costs[self._default.way]) - max(at)
+        self._say(
+            f"the exchange is tuned: {1e3 * seconds:.1f} ms a step, {1e3 * exposed:.1f} of them "
+            f"exchange that nothing hides, by a model; in {steps_of(len(found))} steps "
+            f"{len(found)} other settings are tried"
+        )
+        return (yield from halving(self._default, found))
+
+    def _set(self, choice: Choice) -> None:
+        if (choice.mib, choice.bf16) != (self._now.mib, self._now.bf16):
+            self._buckets.set(choice.mib, choice.bf16)
+        self._ways.set(choice.way)
+        self._now = choice
+
+    def _end(self, verdict: Verdict) -> None:
+        self._done = True
+        self._hook.remove()
+        took, before = 1e3 * verdict.seconds, 1e3 * verdict.before
+        if verdict.kept:
+            words = f"{verdict.best}: {took:.1f} ms a step, {before:.1f} before"
+        elif verdict.before:
+            words = f"it stays as it was ({before:.1f} ms a step): {verdict.best} took {took:.1f}"
+        else:
+            words = "nothing else is likely to be faster"
+        if os.environ.get("RANK", "0") == "0":
+            words += self._keep(verdict)
+        self._say(f"the exchange is tuned, in {self._steps} steps: {words}")
+
+    def _keep(self, verdict: Verdict) -> str:
+        file = self._wanted.file
+        try:
+            kept.keep(Path(file), verdict, self._mine, self._wanted.script)
+        except OSError as error:
+            return f"; {file} can't be written: {error.strerror}"
+        return f"; kept in {file}"
+
+    def _stop(self, why: str) -> None:
+        self._done = True
+        if self._hook is not None:
+            self._hook.remove()
+        if self._now != self._default:
+            self._next = self._default
+        self._say(f"the exchange is not tuned: {why}")
+
+    def _say(self, text: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"paceline: {text}\n")
