@@ -188,6 +188,7 @@ def test_exchange_hosts(tmp_path):
     ]
 
 
+@pytest.mark.usefixtures("hosts")
 def test_tuning(tmp_path):
     few = ("--mbit", "1000", "--each", "6", "--models", "large layers")
     result = result_of("tuning", tmp_path / "tuning.json", *few)
