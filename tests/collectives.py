@@ -102,16 +102,32 @@ SAME = """
     """
 
 TRAINS = """
-    import sys
+    import contextlib, sys
     import torch, torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     import paceline
 
+    class Branches(torch.nn.Module):  # rank 0 takes one of them; the last one is nobody's
+        def __init__(self):
+            super().__init__()
+            self.all = torch.nn.ModuleList(torch.nn.Linear(64, 90) for _ in range(4))
+
+        def forward(self, x):
+            return self.all[0](x) + sum(one(x).sum() for one in self.all[1 : 1 + min(rank, 2)])
+
+    kind = sys.argv[3]
     dist.init_process_group(sys.argv[2])
+    rank = dist.get_rank()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 600), torch.nn.ReLU(), torch.nn.Linear(600, 8))
-    if sys.argv[3] == "ddp":
+    join, steps = contextlib.nullcontext(), 6
+    if kind in ("ddp", "uneven"):
         model = DistributedDataParallel(net, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+        if kind == "uneven":
+            join, steps = model.join(), 6 - rank
+    elif kind == "unused":
+        net = Branches()
+        model = DistributedDataParallel(net, bucket_cap_mb=0.02, find_unused_parameters=True)
     else:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.device_mesh import init_device_mesh
@@ -119,11 +135,12 @@ TRAINS = """
         fully_shard(net[0], mesh=mesh)
         model = fully_shard(net, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    torch.manual_seed(1 + dist.get_rank())
-    for _ in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(16, 64)).square().mean().backward()
-        optimizer.step()
+    torch.manual_seed(1 + rank)
+    with join:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
     state = {name: getattr(x, "full_tensor", lambda x=x: x)()
              for name, x in net.state_dict().items()}
     if dist.get_rank() == 0:

@@ -52,6 +52,13 @@ def test_by_every_algorithm(hosts, shared_folder, name):
     as_expected(hosts, shared_folder, "host1:2,host2:1,host3:2", 40, PACELINE_ALGORITHM=name)
 
 
+@pytest.mark.long
+def test_over_racks(hosts, shared_folder):
+    """Whose hosts are not next to each other in the job."""
+    racks = {"PACELINE_RACKS": "host[1,3] host[2,4]", "PACELINE_ALGORITHM": "racks"}
+    as_expected(hosts, shared_folder, "host1:2,host2:1,host3:1,host4:2", 40, **racks)
+
+
 CYCLIC = """
     import os, runpy, sys
     # as srun --distribution=cyclic would place them: host1 has ranks 0 and 2, host2 1 and 3
@@ -81,7 +88,10 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(hosts, shared_fo
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ("fsdp", "uneven", "unused"))],
+)
 def test_models_train_over_it_as_over_gloo(hosts, shared_folder, kind):
     found = []
     for backend in ("gloo", "paceline"):
@@ -230,16 +240,34 @@ def test_words_that_differ_or_that_nobody_knows_are_refused(hosts, shared_folder
     where = "host1:1,host2:1"
     done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_ALGORITHM="rings")
     assert (
-        "PACELINE_ALGORITHM=rings: no such algorithm. HINT: one of direct, doubling," in done.stderr
+        "PACELINE_ALGORITHM=rings: no such algorithm here. HINT: one of direct, doubling, halving,"
+        in done.stderr
     )
+    assert "racks where PACELINE_RACKS names" in done.stderr
     done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_LINK_MBIT="fast")
     assert "PACELINE_LINK_MBIT=fast: a number of Mbit/s is expected" in done.stderr
+    done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_RACKS="host[1,3]")
+    assert "PACELINE_RACKS=host[1,3] does not have host2. HINT: every host in one" in done.stderr
+    assert "did not" not in done.stderr, "one rank waits for another"
     differs = DIFFERS.rstrip(" ") + SAME.lstrip("\n")
     done = run(hosts, shared_folder, differs, where, "x", check=False)
     said = (
         "ranks are told to use different algorithms: rank 0 has PACELINE_ALGORITHM=ring, and rank"
     )
     assert f"{said} 1 PACELINE_ALGORITHM=tree. HINT: the same on all ranks" in done.stderr
+
+
+SLOWER = """
+    import os, socket
+    os.environ["PACELINE_LINK_MBIT"] = {"host2": "200"}.get(socket.gethostname(), "1000")
+    """
+
+
+def test_links_that_differ_widely_are_named_once(hosts, shared_folder):
+    script = SLOWER.rstrip(" ") + GROUPS.lstrip("\n")
+    done = run(hosts, shared_folder, script, "host1:2,host2:2")
+    said = "paceline: links between hosts differ, in Mbit/s: host2 (eth0) 200; others up to 1,000."
+    assert done.stderr.count(said) == 1, done.stderr
 
 
 def test_where_ranks_are_on_which_host():
@@ -249,3 +277,16 @@ def test_where_ranks_are_on_which_host():
     assert (cyclic.ranks, cyclic.local, cyclic.rails) == (((0, 2, 4), (1, 3)), 1, 1)
     assert (blocks.even, cyclic.even) == (True, False)
     assert (blocks.wired, cyclic.wired) == (2, 2)
+
+
+def test_hosts_of_a_rack_are_next_to_each_other():
+    def of(*racks):
+        hosts = ["a", "b", "c", "d"]
+        found = places(hosts, hosts, 0, 1, racks)
+        return "".join(found.names), found.in_rack
+
+    assert of("x", "y", "x", "y") == ("acbd", 2)
+    assert of("x", "y", "y", "y") == ("abcd", 0)  # of different sizes
+    assert of("x", "", "x", "") == ("acbd", 0)  # one is not known
+    assert of("x", "x", "x", "x") == ("abcd", 0)
+    assert of("w", "x", "y", "z") == ("abcd", 0)

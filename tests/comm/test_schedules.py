@@ -61,6 +61,31 @@ def test_all_hosts_have_the_sum_of_all_at_the_end(name, size):
     assert all(one == everything(size) for host in hosts for one in host.bytes)
 
 
+RACKS = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 10), (10, 2)]
+
+
+@pytest.mark.parametrize(("count", "each"), RACKS)
+def test_over_racks_as_well_and_no_more_leaves_one_than_must(count, each):
+    """Twice what a ring of racks would send: (R - 1) / R of the vector."""
+    size = count * each
+    steps = [list(schedules.racks(NBYTES, me, size, each)) for me in range(size)]
+    leaves = [
+        sum(
+            nbytes
+            for me in range(rack * each, (rack + 1) * each)
+            for step in steps[me]
+            for to, _, nbytes in step.sends
+            if to // each != rack
+        )
+        for rack in range(count)
+    ]
+    rounding = 2 * 64 * each * count
+    assert max(leaves) <= 2 * NBYTES * (count - 1) / count + rounding
+    hosts = [Host(me, of_one) for me, of_one in enumerate(steps)]
+    play(hosts)
+    assert all(one == everything(size) for host in hosts for one in host.bytes)
+
+
 @pytest.mark.parametrize("size", HOSTS)
 @pytest.mark.parametrize("name", ["ring", "direct"])
 def test_the_halves_end_at_the_part_s_own_host(name, size):
@@ -105,5 +130,8 @@ def test_what_costs_least_is_taken():
     assert best(100_000_000, 13, link) == "ring"
     assert best(1_000_000, 2, link) == "doubling"
     assert best(30_000, 4, link) == "direct"
+    assert best(8, 8, link, each=4) == "doubling"
+    assert best(300_000, 64, link, each=8) == "racks"
+    assert best(100_000_000, 16, link, each=4) == "ring"
     ring = ALL_REDUCE["ring"](16_000_000, 0, 16)
     assert cost(ring, link) == pytest.approx(30 * (50e-6 + 1e6 / 1e8))

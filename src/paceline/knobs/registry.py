@@ -135,7 +135,7 @@ KNOBS: dict[str, Knob] = {
         ("exchange-bandwidth", "exchange-latency"),
         "PACELINE_ALGORITHM={value} in the environment",
         "comm.scripts:algorithm",
-        Choice(("direct", "doubling", "halving", "ring", "tree")),
+        Choice(("direct", "doubling", "halving", "ring", "racks", "tree")),
         costs="time for messages of other sizes than those it is best for",
     ),
     "gradient-views": Knob(

@@ -19,7 +19,11 @@ class FixedBuckets(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        if not options.get("find_unused_parameters"):  # then DDP never re-sorts
+        self.settle()
+
+    def settle(self) -> None:
+        """Of a reducer that has just been made."""
+        if not self.find_unused_parameters:  # then DDP never re-sorts
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 

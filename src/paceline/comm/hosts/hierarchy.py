@@ -133,8 +133,9 @@ class Hierarchy:
         return part, max(min(part, nbytes - self._local * part), 0) if self._local < owners else 0
 
     def _all_reduce(self, nbytes: int) -> Program:
-        name = self.algorithm or _best(nbytes, self._hosts, self._link)
-        return _program(name, nbytes, self._host, self._hosts)
+        each = self.places.in_rack
+        name = self.algorithm or _best(nbytes, self._hosts, self._link, each)
+        return _program(name, nbytes, self._host, self._hosts, each=each)
 
     def _scattered(self, cuts: list[int]) -> Program:
         return program(_half("scatter", cuts, self._host, self._hosts))
@@ -200,15 +201,15 @@ class Hierarchy:
 
 
 @lru_cache(512)
-def _best(nbytes: int, hosts: int, link: Link) -> str:
-    return schedules.best(nbytes, hosts, link)
+def _best(nbytes: int, hosts: int, link: Link, each: int) -> str:
+    return schedules.best(nbytes, hosts, link, each)
 
 
 @lru_cache(512)
-def _program(name: str, nbytes: int, me: int, hosts: int, root: int = 0) -> Program:
+def _program(name: str, nbytes: int, me: int, hosts: int, root: int = 0, each: int = 0) -> Program:
     if name == "broadcast":
         return program(schedules.broadcast(nbytes, me, hosts, root))
-    return program(schedules.ALL_REDUCE[name](nbytes, me, hosts))
+    return program(schedules.all_reduce(name, nbytes, me, hosts, each))
 
 
 def _half(name: str, cuts: list[int], me: int, hosts: int) -> Iterator[schedules.Step]:

@@ -10,21 +10,27 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from ...cluster.links import Link as Interface
+from ...cluster.racks import RACKS, rack_of
+from ...record.tell import say
 from ..shared import memory
 from ..shared import opened as shared
 from ..shared.native import Kernel
+from . import schedules
 from .connect import Connections, Door, links_here
 from .hierarchy import ANY, Hierarchy
 from .native import Wire, library
 from .places import Places, places
-from .schedules import ALL_REDUCE, Link
+from .schedules import Link
 from .trouble import Trouble
 
 ALGORITHM = "PACELINE_ALGORITHM"  # of an all-reduce between hosts
 NO_KERNEL = "the kernel in C was not built at the installation"
 MBIT = "PACELINE_LINK_MBIT"  # of a link that does not know what it can do, or shares it
 SPEED = 1000.0  # Mbit/s, of one that does not say
+WIDELY = 2.0  # times as fast as another host's: links that differ so much are told
 RAIL = 2500  # Mbit/s that one connection keeps busy; more of them get into each other's way
+
+_told = False  # that links differ
 
 
 def over_hosts(
@@ -34,23 +40,34 @@ def over_hosts(
     and why, where one of them can't take part. names: the ranks' numbers in the job.
 
     Raises ValueError on all ranks where they are told to use different algorithms, or something
-    that there is none of; RuntimeError of torch's store where a rank does not come.
+    that there is none of, or racks that one of the hosts is in none of; RuntimeError of torch's
+    store where a rank does not come.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     times = store.add(f"{attempt}/{rank}", 1)  # a store may outlive a group, and its successor's
     store = PrefixStore(f"{attempt}/{times}", store)
     here, no_link = _links()
+    rack, mistake = _rack()
     mine = {
         "host": memory.identity(),
         "name": socket.gethostname(),
+        "rack": rack,
+        "mistake": mistake,
         "algorithm": os.environ.get(ALGORITHM, ANY),
+        "links": [one.interface for one in here],
         "mbit": [os.environ.get(MBIT) or one.speed or SPEED for one in here],
     }
     each = _all_told(store, "who", rank, size, mine)
-    algorithm = _same_algorithm([one["algorithm"] for one in each], names)
+    if mistakes := [one["mistake"] for one in each if one["mistake"]]:
+        raise ValueError(mistakes[0])
     speeds = [[_mbit(mbit) for mbit in one["mbit"]] or [SPEED] for one in each]
+    if rank == 0:
+        _differ(each, speeds)
     most = min(sum(max(1, round(mbit / RAIL)) for mbit in links) for links in speeds)
-    found = places([one["host"] for one in each], [one["name"] for one in each], rank, most)
+    said = {key: [one[key] for one in each] for key in ("host", "name", "rack", "algorithm")}
+    found = places(said["host"], said["name"], rank, most, said["rack"])
+    known = [*schedules.ALL_REDUCE, *[schedules.RACKS] * (found.in_rack > 0)]
+    algorithm = _same_algorithm(said["algorithm"], known, names)
     sharing = -(-found.rails // min(map(len, speeds)))  # ranks a link
     link = Link(rate=min(map(min, speeds)) * 1e6 / 8 / sharing)
 
@@ -92,6 +109,14 @@ def _links() -> tuple[list[Interface], str]:
         return [], f"{socket.gethostname()}: {error.strerror or error}"
 
 
+def _rack() -> tuple[str, str]:
+    """This host's, and what is wrong with what the user has said."""
+    try:
+        return rack_of(socket.gethostname()), ""
+    except ValueError as mistake:
+        return "", str(mistake)
+
+
 def _mbit(said: str | float) -> float:
     """What the user has said, or the link itself."""
     try:
@@ -101,6 +126,26 @@ def _mbit(said: str | float) -> float:
     if not 0 < mbit < float("inf"):
         raise ValueError(f"{MBIT}={said}: a number of Mbit/s is expected")
     return mbit
+
+
+def _differ(each: list[dict[str, Any]], speeds: list[list[float]]) -> None:
+    """Links of which one is much slower than others are named, once."""
+    global _told
+    slowest, fastest = min(speeds, key=min), max(map(min, speeds))
+    if _told or fastest < WIDELY * min(slowest):
+        return
+    _told = True
+    slow = {
+        f"{one['name']} ({', '.join(one['links'])}) {min(mbit):,.0f}"
+        for one, mbit in zip(each, speeds, strict=True)
+        if fastest >= WIDELY * min(mbit)
+    }
+    say(
+        f"paceline: links between hosts differ, in Mbit/s: {'; '.join(sorted(slow))}; others up to "
+        f"{fastest:,.0f}. The slowest one sets the pace of every exchange. HINT: "
+        f"GLOO_SOCKET_IFNAME names other interfaces, {MBIT} a rate that a link can't know, -H the "
+        "hosts without these\n"
+    )
 
 
 def _connected(
@@ -135,11 +180,12 @@ def _all_told(store: Any, key: str, rank: int, size: int, mine: Any) -> list[Any
     return [json.loads(one) for one in store.multi_get([f"{key}/{r}" for r in range(size)])]
 
 
-def _same_algorithm(each: list[str], names: Sequence[int]) -> str:
+def _same_algorithm(each: list[str], known: list[str], names: Sequence[int]) -> str:
     for rank, one in enumerate(each):
-        if one != ANY and one not in ALL_REDUCE:
-            hint = f"one of {', '.join(ALL_REDUCE)}"
-            raise ValueError(f"{ALGORITHM}={one}: no such algorithm. HINT: {hint}")
+        if one != ANY and one not in known:
+            racks = f", and {schedules.RACKS} where {RACKS} names racks of as many hosts each"
+            hint = f"one of {', '.join(known)}{'' if schedules.RACKS in known else racks}"
+            raise ValueError(f"{ALGORITHM}={one}: no such algorithm here. HINT: {hint}")
         if one != each[0]:
             first, other = (names[0], names[rank]) if names else (0, rank)
             raise ValueError(

@@ -10,6 +10,7 @@ hosts, a link that takes a seconds to begin and b seconds a byte, and a vector o
     direct      2           2 (a + (H - 1) n b / H) and more   few hosts: each sends to all at once
     halving     2 log2 H    2 log2 H a + 2 (H - 1) n b / H     long vectors on many hosts
     ring        2 (H - 1)   2 (H - 1) (a + n b / H)            long vectors
+    racks       4           4 a + 2 (H - 1) n b / H and more   hosts in racks that share a way out
 
 To these is added what TCP takes: a connection that was idle begins slowly, which a ring's are not
 in its steps, and those that share a link do not end at the same time.
@@ -117,6 +118,37 @@ def direct(nbytes: int, me: int, hosts: int) -> Iterator[Step]:
     cuts = cut(nbytes, hosts)
     yield from direct_scatter(cuts, me, hosts)
     yield from direct_gather(cuts, me, hosts)
+
+
+def racks(nbytes: int, me: int, hosts: int, each: int) -> Iterator[Step]:
+    """Two levels, for racks of ``each`` hosts that are next to each other: a reduce-scatter in the
+    rack, an all-reduce of each part between the hosts that hold it, one in every rack, and an
+    all-gather in the rack. As much leaves a rack as with a ring, which is the least.
+
+    step, host 0 of racks 0 1 and 2 3    sends                       gets
+    0, in the rack                       half 1 to 1                 half 0 from 1
+    1 and 2, between racks               quarters of half 0 to 2     from 2
+    3, in the rack                       half 0 to 1                 half 1 from 1
+    """
+    rack, place = divmod(me, each)
+    cuts, few = cut(nbytes, each), each <= AT_ONCE
+    scatter, gather = (direct_scatter, direct_gather) if few else (ring_scatter, ring_gather)
+    between = direct if hosts // each <= AT_ONCE else ring
+    first, end = cuts[place], cuts[place + 1]
+    yield from _moved(scatter(cuts, place, each), lambda at: rack * each + at)
+    others = between(end - first, rack, hosts // each)
+    yield from _moved(others, lambda at: at * each + place, first)
+    yield from _moved(gather(cuts, place, each), lambda at: rack * each + at)
+
+
+def _moved(steps: Iterator[Step], host: Callable[[int], int], first: int = 0) -> Iterator[Step]:
+    """The steps of some of the hosts, of a part of the vector."""
+
+    def moved(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple((host(at), first + place, count) for at, place, count in messages)
+
+    for step in steps:
+        yield Step(moved(step.sends), moved(step.receives), step.fold)
 
 
 Core = Callable[[int, int, int], Iterator[Step]]
@@ -236,7 +268,24 @@ def cost(steps: Iterator[Step], link: Link) -> float:
     return total
 
 
-def best(nbytes: int, hosts: int, link: Link) -> str:
-    """The all-reduce of the least cost, as host 0 sees it: no other host has more to do."""
-    names = [name for name in ALL_REDUCE if name != "direct" or hosts <= AT_ONCE]
-    return min(names, key=lambda name: cost(ALL_REDUCE[name](nbytes, 0, hosts), link))
+RACKS = "racks"
+
+
+def all_reduce(name: str, nbytes: int, me: int, hosts: int, each: int = 0) -> Iterator[Step]:
+    """each: hosts of a rack, where they are in racks that are alike."""
+    return racks(nbytes, me, hosts, each) if name == RACKS else ALL_REDUCE[name](nbytes, me, hosts)
+
+
+def names(hosts: int, each: int = 0) -> list[str]:
+    """Of the all-reduces that so many hosts may use."""
+    found = [name for name in ALL_REDUCE if name != "direct" or hosts <= AT_ONCE]
+    return [*found, RACKS] if each else found
+
+
+def best(nbytes: int, hosts: int, link: Link, each: int = 0) -> str:
+    """The all-reduce of the least cost, as host 0 sees it: no other host has more to do. Of long
+    vectors between racks, those that send more out of a rack than a ring does are left out."""
+    found = names(hosts, each)
+    if each and nbytes > WINDOW:
+        found = [name for name in found if name in ("ring", RACKS)]
+    return min(found, key=lambda name: cost(all_reduce(name, nbytes, 0, hosts, each), link))

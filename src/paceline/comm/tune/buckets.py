@@ -35,16 +35,16 @@ class Buckets:
 
     def __init__(self, replica: Any) -> None:
         self._replica = replica
+        self.parameters, self._sparse = replica._build_params_for_reducer()
         names = ("bucket_bytes_cap", "bucket_bytes_cap_default", "_bucket_config")
         self._own = {name: getattr(replica, name) for name in names if hasattr(replica, name)}
 
     def ready(self) -> list[Ready]:
         """Of each gradient, as the last backward had them."""
-        parameters, _ = self._replica._build_params_for_reducer()
         told = self._replica.reducer.get_backward_stats()  # ns, by parameter
         return [
             Ready(ns / 1e9, one.numel() * one.element_size())
-            for one, ns in zip(parameters, told, strict=True)
+            for one, ns in zip(self.parameters, told, strict=True)
         ]
 
     def caps(self) -> list[float]:
@@ -66,14 +66,15 @@ class Buckets:
                 replica._bucket_config = type(self._own["_bucket_config"])(
                     replica.bucket_bytes_cap, (), replica.bucket_bytes_cap
                 )
-        parameters, sparse = replica._build_params_for_reducer()
-        names = replica._build_debug_param_to_name_mapping(parameters)
-        replica._ddp_init_helper(parameters, sparse, names, replica.static_graph)
+        names = replica._build_debug_param_to_name_mapping(self.parameters)
+        replica._ddp_init_helper(self.parameters, self._sparse, names, replica.static_graph)
         replica._has_rebuilt_buckets = False
         if replica.static_graph:
             replica._static_graph_delay_allreduce_enqueued = False
             replica.reducer._set_static_graph()
             replica.logger._set_static_graph()
+        if hasattr(replica, "settle"):  # parallel.data.FixedBuckets
+            replica.settle()
         replica._comm_hooks.clear()
         if bf16:
             replica.register_comm_hook(None, torchs_hook("bf16_compress_hook"))

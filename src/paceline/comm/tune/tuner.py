@@ -53,12 +53,11 @@ class Tuner:
     def __init__(self, replica: Any, wanted: Tuning) -> None:
         self.replica, self._wanted = replica, wanted
         self._ways = ways.Ways(replica.process_group)
-        self._parameters, _ = replica._build_params_for_reducer()
-        self._own = {id(one) for one in self._parameters}
-        self._device = self._parameters[0].device
         self._buckets = Buckets(replica)
+        parameters = self._buckets.parameters
+        self._own, self._device = {id(one) for one in parameters}, parameters[0].device
         self._size = dist.get_world_size(replica.process_group)
-        self._mine = kept.signature(self._parameters, self._size, self._ways.hosts)
+        self._mine = kept.signature(parameters, self._size, self._ways.hosts)
         self._now = self._default = Choice(None, self._ways.default)
         self._next: Choice | None = None  # from the next forward on
         self._steps, self._seconds, self._last = 0, list[float](), 0.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...record.collectives import RecordedGroup
 from ..hosts.hierarchy import ANY, Hierarchy
-from ..hosts.schedules import ALL_REDUCE, AT_ONCE
+from ..hosts.schedules import Step, all_reduce, names
 from ..shared.group import SharedGroup
 from .choice import AS_IT_IS, GLOO, PACELINE
 
@@ -44,7 +44,7 @@ class Ways:
         self._shared.reduces_over_gloo = way == GLOO
         kernel = self._shared.kernel
         if isinstance(kernel, Hierarchy) and not kernel.told:
-            kernel.algorithm = way if way in ALL_REDUCE else ANY
+            kernel.algorithm = ANY if way in (PACELINE, GLOO) else way
 
     def measured(self, largest: int, device: torch.device) -> dict[str, dict[int, float]]:
         """Seconds of an all-reduce by its bytes, of each way; up to ``largest`` bytes. The same on
@@ -77,10 +77,11 @@ def _algorithms(kernel: Any) -> list[str]:
     """Between hosts; of those that do the same steps the first, none where the user has set one."""
     if not isinstance(kernel, Hierarchy) or kernel.told:
         return []
-    hosts, found = len(kernel.places.ranks), dict[tuple[Any, ...], str]()
-    for name, core in ALL_REDUCE.items():
-        if name != "tree" and (name != "direct" or hosts <= AT_ONCE):
-            found.setdefault(tuple(core(PROBE, 0, hosts)), name)
+    hosts, each = len(kernel.places.ranks), kernel.places.in_rack
+    found: dict[tuple[Step, ...], str] = {}
+    for name in names(hosts, each):
+        if name != "tree":  # doubling has fewer steps
+            found.setdefault(tuple(all_reduce(name, PROBE, 0, hosts, each)), name)
     return list(found.values())
 
 

@@ -1,0 +1,22 @@
+"""Which rack a host is in, as the user or Slurm says."""
+
+import pytest
+
+from paceline.cluster.racks import rack_of
+
+
+def test_as_the_user_says():
+    said = {"PACELINE_RACKS": "n[01-02],m1 n[03-04]", "SLURM_TOPOLOGY_ADDR": "s0.s1.n03"}
+    assert rack_of("n01", said) == rack_of("m1", said) == "n[01-02],m1"
+    assert rack_of("n03.cluster.org", said) == "n[03-04]"
+    with pytest.raises(ValueError, match=r"does not have n05. HINT: every host in one rack"):
+        rack_of("n05", said)
+    with pytest.raises(ValueError, match=r"n\[1"):
+        rack_of("n1", {"PACELINE_RACKS": "n[1"})
+
+
+def test_as_slurm_says():
+    assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "s0.s1.n03"}) == "s0.s1"
+    assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "n03"}) == ""  # no topology
+    assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "s0.s1.n01"}) == ""  # of the host it came from
+    assert rack_of("n03", {}) == ""
