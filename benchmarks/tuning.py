@@ -31,7 +31,7 @@ HOSTS = "host1:2,host2:2"
 def main() -> None:
     parser = options("tuning", __doc__ or "", repeats=7)
     parser.add_argument("--mbit", type=int, nargs="+", default=[200, 1000])
-    parser.add_argument("--each", type=int, default=24, help="steps of a setting of the sweep")
+    parser.add_argument("--each", type=int, default=20, help="steps of a setting of the sweep")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     args = parser.parse_args()
     if missing():
@@ -49,7 +49,8 @@ def main() -> None:
 def case(hosts: Any, model: str, mbit: int, args: Any) -> dict[str, Any]:
     folder = hosts.new_folder()
     shutil.copy(SCRIPTS / "tuning.py", folder)
-    start = [BIN / "paceline", "run", "--fresh", "-H", HOSTS]
+    # A sweep takes longer than a script may that nobody sees from inside.
+    start = [BIN / "paceline", "run", "--fresh", "-H", HOSTS, "--hang-timeout", 0]
     start += ["--env", f"PACELINE_LINK_MBIT={mbit}"]  # the interfaces don't know of tc
     script = ["tuning.py", folder / "found.json", model]
     tune = [*start, "--tune-exchange", "tuned.toml", *script, "--steps", 110]
@@ -58,6 +59,7 @@ def case(hosts: Any, model: str, mbit: int, args: Any) -> dict[str, Any]:
     sweep += ["--rounds", args.repeats, "--each", args.each]
     hosts.run("host0", *sweep, cwd=folder, timeout=3600)
     found = dict(json.loads((folder / "found.json").read_text()))
+    console.print(found["choices"], highlight=False)
     steps = re.search(r"is tuned, in (\d+) steps", told)
     assert steps is not None, told
     kept = tomllib.loads((folder / "tuned.toml").read_text())["knobs"]
@@ -79,7 +81,6 @@ def report(args: Any, facts: Any, found: dict[str, Any]) -> None:
         ms = [f"{1e3 * medians[name][way]:.1f}" for way in ("default", "best", "tuned")]
         cells = [f"{of_best['median']:.2f}", f"{100 * share:.0f} %"]
         table.add_row(name, *ms, *cells)
-        console.print(f"{name}: {one['choices']}", highlight=False)
         claims += [
             judged(f"{name}: of the best", NEAR, of_best),
             judged(f"{name}: of the default", SAME, of_default),

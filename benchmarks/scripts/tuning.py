@@ -41,7 +41,7 @@ def made() -> tuple[nn.Module, torch.Tensor]:
     layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
     for wide in (32, 64, 128, 256):  # most of the bytes are in the last one
         layers += [nn.Conv2d(wide, 2 * wide, 3, padding=1, stride=2), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 10)), torch.randn(8, 3, 32, 32)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 10)), torch.randn(4, 3, 32, 32)
 
 
 def chain(layers: int, width: int) -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
+import scripts
 from paceline.comm.tune.choice import GLOO, PACELINE, Choice
 from paceline.comm.tune.costs import MIB, Ready, Seconds, buckets, ends, likely
 from paceline.comm.tune.halving import MOST, SETTLES, halving, steps_of
@@ -181,6 +182,22 @@ def test_a_training_is_the_same_to_the_last_bit_while_it_is_tuned(tmp_path, kind
     settings, said = trained(tmp_path, kind, "--settings", tmp_path / "tuned.toml")
     assert "ignored" not in said
     assert same(settings, expected)
+
+
+@pytest.mark.long
+def test_so_is_that_of_paceline_s_own_world(tmp_path):
+    """Whose buckets are final from the start."""
+    script, args = ranks.write(tmp_path, scripts.TRAIN), ["--samples", 400, "--epochs", 5]
+    ranks.run(script, tmp_path / "plain.pt", *args)
+    found = [torch.load(tmp_path / "plain.pt")]
+    for said in ("the exchange is tuned, in ", "the exchange is set as "):
+        launcher = f"paceline --tune-exchange {tmp_path / 'tuned.toml'}"
+        done = ranks.run(script, tmp_path / "tuned.pt", *args, launcher=launcher)
+        assert said in done.stderr, done.stderr
+        found.append(torch.load(tmp_path / "tuned.pt"))
+    for one in found[1:]:
+        assert one["figures"] == found[0]["figures"]
+        assert same(one["model"], found[0]["model"])
 
 
 @pytest.mark.long

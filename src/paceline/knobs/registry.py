@@ -116,7 +116,8 @@ KNOBS: dict[str, Knob] = {
     "bucket-mb": Knob(
         "DDP exchanges gradients in buckets of so many MiB",
         ("bucket-size",),
-        "DistributedDataParallel(bucket_cap_mb={value})",
+        "DistributedDataParallel(bucket_cap_mb={value}); which is best for a script, paceline run "
+        "--tune-exchange finds",
         "knobs.ddp:bucket",
         Range(0.1, 4096, whole=False),
         r"\b(DistributedDataParallel|DDP)\(",

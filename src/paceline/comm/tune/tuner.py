@@ -35,8 +35,7 @@ def begin(wanted: Tuning) -> None:
     def look(replica: Any) -> None:
         if not found:
             found.append(Tuner(replica, wanted))
-        if replica is found[0].replica:
-            found[0].forward()
+        found[0].forward(replica)
 
     def at_end() -> None:
         if os.environ.get("RANK", "0") == "0":
@@ -62,13 +61,15 @@ class Tuner:
         self._next: Choice | None = None  # from the next forward on
         self._steps, self._seconds, self._last = 0, list[float](), 0.0
         self._moved = False  # a forward since the last step
-        self._why, self._done = "", False
+        self._done = False
         self._search: Generator[Ask, float, Verdict] | None = None
         self._ask = Ask(self._default, WARM_UP)
         self._hook: Any = None
 
-    def forward(self) -> None:
-        """Before each forward that has gradients."""
+    def forward(self, replica: Any) -> None:
+        """Before each forward of any replica that has gradients."""
+        if replica is not self.replica:
+            return
         self._moved = True
         if self._hook is None and not self._done:
             self._begin()
@@ -77,6 +78,9 @@ class Tuner:
         if self._next is not None:
             self._set(self._next)
             self._next = None
+        if self._done:  # the model may go, if the script has another one
+            self.replica = None
+            del self._buckets, self._ways
 
     def at_end(self) -> list[str]:
         """What is to be said of a script that has ended."""
@@ -111,23 +115,28 @@ class Tuner:
 
     def _known(self) -> tuple[Choice | None, str]:
         """What the first rank reads."""
-        told: list[Any] = [None]
-        group = self.replica.process_group
-        if dist.get_rank(group) == 0:
+        found: tuple[Choice | None, str] = (None, "")
+        if dist.get_rank(self.replica.process_group) == 0:
             try:
-                told[0] = kept.known(Path(self._wanted.file), self._mine)
+                found = kept.known(Path(self._wanted.file), self._mine)
             except ValueError as mistake:
-                told[0] = (None, str(mistake))
+                found = None, str(mistake)
+        choice, said = self._of_first(found)
+        return choice, said
+
+    def _of_first(self, mine: Any) -> Any:
+        """What the first rank has found, for all of them."""
+        told, group = [mine], self.replica.process_group
         first = dist.get_global_rank(group, 0)
         dist.broadcast_object_list(told, src=first, group=group, device=self._device)
-        choice, said = told[0]
-        return choice, said
+        return told[0]
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """After a step of any optimizer: of the model's, one of several counts."""
-        groups = optimizer.param_groups
-        first = next((one for group in groups for one in group["params"]), None)
-        if self._done or not self._moved or id(first) not in self._own:
+        if self._done or not self._moved:
+            return
+        each = (one for group in optimizer.param_groups for one in group["params"])
+        if not any(id(one) in self._own for one in each):
             return
         self._moved = False
         ways.settled(self._device)
@@ -159,7 +168,7 @@ class Tuner:
         gradients = [Ready(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
         measured = self._ways.measured(sum(one.nbytes for one in ready), self._device)
         costs = {way: Seconds(told) for way, told in measured.items()}
-        found = likely(gradients, costs, self._default, self._wanted.bf16)
+        found = self._of_first(likely(gradients, costs, self._default, self._wanted.bf16))
         full = buckets(gradients, self._buckets.caps())
         exposed = ends(full, costs[self._default.way]) - max(at)
         self._say(
