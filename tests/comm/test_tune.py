@@ -9,11 +9,14 @@ import torch.distributed as dist
 
 import ranks
 import scripts
+from paceline.comm.tune import kept
 from paceline.comm.tune.choice import GLOO, PACELINE, Choice
 from paceline.comm.tune.costs import MIB, Ready, Seconds, buckets, ends, likely
-from paceline.comm.tune.halving import MOST, SETTLES, halving, steps_of
+from paceline.comm.tune.halving import MOST, SETTLES, Verdict, halving, steps_of
+from paceline.knobs.settings import taken
 
 DEFAULT = Choice(None, GLOO)
+MINE = {"ranks": 4, "hosts": 2, "compression": False}
 OTHERS = [Choice(float(mib), PACELINE) for mib in range(1, 1 + MOST)]
 
 
@@ -58,6 +61,22 @@ def test_under_noise_it_is_rarely_far_from_the_best():
         verdict, _ = searched(lambda choice, took=took: took[choice] * chance.uniform(0.95, 1.05))
         missed += took[verdict.choice] > 1.05 * min(took.values())
     assert missed < 45
+
+
+@pytest.mark.parametrize("kept_", [True, False])
+@pytest.mark.parametrize(
+    "best", [Choice(2.5, "ring"), Choice(4.0, PACELINE, True), Choice(3.0, GLOO), Choice(7.0)]
+)
+def test_what_is_kept_is_what_is_taken_again(tmp_path, best, kept_):
+    path = tmp_path / "tuned.toml"
+    assert kept.known(path, MINE, DEFAULT) == (None, "")
+    kept.keep(path, Verdict(DEFAULT, best, 0.9, 1.0, kept_), MINE, "train.py")
+    assert kept.known(path, MINE, DEFAULT) == (best if kept_ else DEFAULT, "")
+    other, said = kept.known(path, MINE | {"compression": True}, DEFAULT)
+    assert other is None
+    assert said == f"{path} was made with compression = False, and this is True"
+    knobs, notes = taken(path, "train.py")
+    assert (knobs, notes) == (best.knobs() if kept_ else {}, [])
 
 
 def test_buckets_are_filled_as_ddp_fills_them():
@@ -206,7 +225,7 @@ def test_an_answer_of_another_model_is_not_taken(tmp_path):
     trained(tmp_path, "plain", "--tune-exchange", tuned)
     expected, _ = trained(tmp_path, "deeper")
     found, said = trained(tmp_path, "deeper", "--tune-exchange", tuned)
-    assert f"paceline: {tuned} is of gradients = 12, and this is 16: tuned anew" in said
+    assert f"paceline: {tuned} was made with gradients = 12, and this is 16: tuned anew" in said
     assert "the exchange is tuned, in " in said
     assert same(found, expected)
     assert tomllib.loads(tuned.read_text())["made"]["gradients"] == 16

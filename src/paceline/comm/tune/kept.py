@@ -14,10 +14,11 @@ from .choice import Choice
 from .halving import Verdict
 
 
-def signature(parameters: list[Any], ranks: int, hosts: int) -> dict[str, Any]:
-    """Of whom the answer is: parameters that have gradients, ranks and hosts of their exchange, and
-    the machine."""
+def signature(parameters: list[Any], ranks: int, hosts: int, bf16: bool) -> dict[str, Any]:
+    """Of whom the answer is: parameters that have gradients, ranks and hosts of their exchange, the
+    machine, and whether gradients might travel as bfloat16."""
     return {
+        "compression": bf16,
         "ranks": ranks,
         "hosts": hosts,
         "gradients": len(parameters),
@@ -28,8 +29,9 @@ def signature(parameters: list[Any], ranks: int, hosts: int) -> dict[str, Any]:
     }
 
 
-def known(path: Path, mine: dict[str, Any]) -> tuple[Choice | None, str]:
-    """What the file says for this signature; None, and what is to be said of that.
+def known(path: Path, mine: dict[str, Any], default: Choice) -> tuple[Choice | None, str]:
+    """What the file says for this signature, ``default`` where nothing was faster; None where it
+    says nothing, and why.
 
     Raises ValueError where it is no file of the tuner's."""
     if not path.exists():
@@ -38,8 +40,9 @@ def known(path: Path, mine: dict[str, Any]) -> tuple[Choice | None, str]:
     told = made(path, tree)
     for name, value in mine.items():
         if told.get(name) != value:
-            return None, f"{path} is of {name} = {told.get(name)}, and this is {value}"
-    return Choice.of(tree.get("knobs", {})), ""
+            return None, f"{path} was made with {name} = {told.get(name)}, and this is {value}"
+    knobs = tree.get("knobs", {})
+    return Choice.of(knobs) if knobs else default, ""
 
 
 def keep(path: Path, verdict: Verdict, mine: dict[str, Any], script: str) -> None:

@@ -56,7 +56,7 @@ class Tuner:
         parameters = self._buckets.parameters
         self._own, self._device = {id(one) for one in parameters}, parameters[0].device
         self._size = dist.get_world_size(replica.process_group)
-        self._mine = kept.signature(parameters, self._size, self._ways.hosts)
+        self._mine = kept.signature(parameters, self._size, self._ways.hosts, wanted.bf16)
         self._now = self._default = Choice(None, self._ways.default)
         self._next: Choice | None = None  # from the next forward on
         self._steps, self._seconds, self._last = 0, list[float](), 0.0
@@ -118,7 +118,7 @@ class Tuner:
         found: tuple[Choice | None, str] = (None, "")
         if dist.get_rank(self.replica.process_group) == 0:
             try:
-                found = kept.known(Path(self._wanted.file), self._mine)
+                found = kept.known(Path(self._wanted.file), self._mine, self._default)
             except ValueError as mistake:
                 found = None, str(mistake)
         choice, said = self._of_first(found)
