@@ -29,6 +29,8 @@ class FixedBuckets(DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self.find_unused_parameters:  # then DDP itself begins with the last ones, and stays so
+            return parameters, sparse
         return parameters[::-1], sparse[::-1]
 
 

@@ -1,0 +1,42 @@
+"""DDP's buckets are final from the start, and go out in the order of the backward."""
+
+import pytest
+
+import ranks
+
+ORDER = """
+    import sys
+    import torch, torch.distributed as dist
+    import paceline
+
+    world = paceline.init(progress=False)
+    net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(5)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"find_unused_parameters": True} if "unused" in sys.argv else {}
+    model, optimizer = world.distribute(net, optimizer, bucket_cap_mb=0.001, **options)
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    gone = []
+
+    def hook(state, bucket):
+        gone.append(sorted({names[id(one)][0] for one in bucket.parameters()}))
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 32)).square().mean().backward()
+        print(world.rank, "gone", "".join("".join(one) for one in gone), flush=True)
+        gone.clear()
+    """
+
+
+@pytest.mark.parametrize("word", ["used", "unused"])
+def test_the_last_layers_gradients_go_out_first_from_the_first_step_on(tmp_path, word):
+    done = ranks.run(ranks.write(tmp_path, ORDER), word)
+    found = {line.partition("gone ")[2] for line in done.stdout.splitlines() if "gone" in line}
+    assert len(found) == 1, found  # the same in every step and on all ranks
+    layers = found.pop()
+    assert sorted(set(layers)) == list("01234")
+    assert list(layers) == sorted(layers, reverse=True), layers
