@@ -1,5 +1,6 @@
 """Collectives over shared memory: as torch's, on any shapes and types, with any number of ranks."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -155,6 +156,12 @@ def test_a_script_that_says_gloo_exchanges_over_memory_where_it_is_asked_for(
     script = ranks.write(tmp_path, SAYS_GLOO)
     done = ranks.run(script, launcher=f"paceline {options}")
     assert {f"{rank} gloo {kind} 16.0" for rank in (0, 1)} <= ranks.untagged(done.stdout)
+    rings = sorted(tmp_path.glob("record/rank-*.ring"))
+    assert len(rings) == 2 * ("--record" in options)
+    for ring in rings:  # so that a diagnosis does not propose it
+        data = ring.read_bytes()
+        header = json.loads(data[48 : 48 + int.from_bytes(data[44:48], "little")])
+        assert header["exchange"] == "paceline"
 
 
 def test_an_exchange_that_nobody_knows_is_refused(tmp_path):

@@ -142,6 +142,10 @@ TRAIN = """
     net = torch.nn.Sequential(*layers)
     net.register_parameter("idle", torch.nn.Parameter(torch.ones(7)) if kind == "unused" else None)
     model = DistributedDataParallel(net, **options)
+    if kind == "other torch":
+        def made_otherwise(*_):
+            raise RuntimeError("made otherwise")
+        DistributedDataParallel._ddp_init_helper = made_otherwise
     if kind == "hook":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         model.register_comm_hook(None, allreduce_hook)
@@ -236,6 +240,7 @@ def test_an_answer_of_another_model_is_not_taken(tmp_path):
     ("kind", "steps", "why"),
     [
         ("hook", 100, "is not tuned: it has a communication hook"),
+        ("other torch", 100, f"is not tuned: torch {torch.__version__}: made otherwise"),
         ("join", 100, "is not tuned: ranks may end at different steps (model.join())"),
         ("plain", 12, "--tune-exchange: the script has ended before it was done, in step 11"),
     ],

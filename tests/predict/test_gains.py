@@ -106,6 +106,22 @@ def test_a_host_less_is_a_part_of_the_throughput_less():
     assert gain_of(found.saves).mean == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "saved"),
+    [("aabb", 1 / 3), ("abab", 2 / 3), ("ab", 0.0), ("aaab", 1 / 3), ("aabbccdd", 1 / 7)],
+)
+def test_hosts_that_exchange_once_for_all_of_their_ranks_send_less(hosts, saved):
+    """1.5 and 3 times as fast on two hosts of two ranks, 1.17 on four."""
+    e = evidence()
+    e.report.hosts = list(hosts)
+    found = GAINS["exchange"](e, cause("exchange-bandwidth", share=0.6))
+    assert found.value == "paceline"
+    assert found.saves.mean == pytest.approx(0.6 * saved)
+    assert GAINS["exchange"](e, cause("exchange-latency")).saves is None  # a few steps tell
+    already = evidence(facts=[{"exchange": "paceline"}] * 2)
+    assert GAINS["exchange"](already, cause("exchange-bandwidth")) is None
+
+
 def test_what_was_saved_before_is_not_saved_again():
     half = gain_of(Interval(0.5, 0.45, 0.55))
     assert (half.mean, half.low) == pytest.approx((1.0, 0.8182), abs=1e-3)

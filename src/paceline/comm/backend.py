@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ..record.agree import agreement, announce
 from ..record.collectives import RecordedGroup, measure_entry
-from ..record.recorder import Recorder
+from ..record.recorder import Recorder, tell_all
 from ..record.tell import say
 from . import same_model
 from .hosts.opened import over_hosts
@@ -72,7 +72,10 @@ def over_memory(
     if why == ELSEWHERE:
         between = PrefixStore("hosts/", store)
         kernel, why = over_hosts(between, group.rank(), group.size(), seconds, names)
-    return (group, why) if kernel is None else (SharedGroup(group, kernel, seconds, _step), "")
+    if kernel is None:
+        return group, why
+    tell_all(exchange=NAME)
+    return SharedGroup(group, kernel, seconds, _step), ""
 
 
 def _step() -> str:

@@ -3,7 +3,8 @@ formula over both. A saving is a share of the step as it was measured, with an i
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from ..analyze.causes import Cause
@@ -84,8 +85,18 @@ def bucket(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def over_memory(e: Evidence, cause: Cause) -> Saving | None:
-    """Of processors."""
-    return None if e.said.get("gpu") else Saving("paceline", None, TRIED)
+    """Of processors, where that is not what exchanges. Between hosts it is less that crosses the
+    network: in a ring of N ranks that leaves a host h times, each of H hosts sends h / H times
+    2 (N - 1) / N of a vector, and 2 (H - 1) / H of it once for all of its ranks."""
+    if e.said.get("gpu") or e.said.get("exchange") == "paceline":
+        return None
+    hosts = e.report.hosts
+    count, size = len(set(hosts)), len(hosts)
+    if count == 1 or cause.id != "exchange-bandwidth":
+        return Saving("paceline", None, TRIED)
+    leaves = sum(one != other for one, other in pairwise([*hosts, hosts[0]]))
+    less = 1 - (count - 1) / (leaves * (size - 1) / size)
+    return replace(scaled(e, cause, max(less, 0.0), FORMULA), value="paceline")
 
 
 def not_proposed(e: Evidence, cause: Cause) -> Saving | None:

@@ -140,8 +140,8 @@ def tried(
 
 def joined(first: Interval, steps: Interval) -> Interval:
     """Of two predictions of one gain, the second from few steps: their mean by inverse variance,
-    which is nearer than either where they are wrong by themselves; as wide as both, where they do
-    not meet."""
+    which is nearer than either where they are wrong by themselves. Where they do not meet, what was
+    measured."""
     half, other = (
         max((one.high - one.low) / 2, least)
         for one, least in ((first, TIGHT), (steps, UNSURE * (1 + max(steps.mean, 0.0))))
@@ -149,7 +149,7 @@ def joined(first: Interval, steps: Interval) -> Interval:
     mean = (first.mean / half**2 + steps.mean / other**2) / (half**-2 + other**-2)
     wide = (half**-2 + other**-2) ** -0.5
     if abs(first.mean - steps.mean) > half + other:
-        wide = abs(first.mean - steps.mean) / 2
+        mean, wide = steps.mean, other
     return Interval(mean, mean - wide, mean + wide)
 
 

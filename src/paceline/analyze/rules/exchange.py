@@ -134,6 +134,8 @@ def _after(e: Evidence, g: Gradients, calls: Collective) -> Said | None:
 def _bandwidth(e: Evidence, calls: Collective) -> Said:
     figures = _figures(e, calls)
     rate = f" at {calls.busbw:.2g} GB/s" if calls.busbw is not None else ""
+    hosts = len(set(e.report.hosts))
+    rate += f" between {hosts} hosts" * (hosts > 1)
     covered = calls.hidden <= HIDDEN * (calls.wait + calls.transfer)
     nothing = ", and nothing of it is covered by computing" if covered else ""
     sentence = (

@@ -11,8 +11,14 @@ from .costs import MIB, Ready
 LIKE_IT = "_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping"
 
 
+class UnableError(Exception):
+    """This torch's DDP can't be given other buckets; it goes on with those it had."""
+
+
 def why_not(replica: Any) -> str:
     """Why this replica's buckets can't be others, or ""."""
+    if torch.distributed.get_world_size(replica.process_group) == 1:
+        return "it has one rank"
     if replica._comm_hooks:
         return "it has a communication hook, which may keep something of each bucket"
     if getattr(replica, "_join_config", None) and replica._join_config.enable:
@@ -54,9 +60,25 @@ class Buckets:
         return [first, cap] if self._own.get("bucket_bytes_cap_default") else [cap]
 
     def set(self, mib: float | None, bf16: bool = False) -> None:
-        """mib: None for the replica's own. Between an optimizer's step and the next forward."""
+        """mib: None for the replica's own. Between an optimizer's step and the next forward.
+
+        Raises UnableError where that can't be."""
         replica = self._replica
-        replica.reducer._remove_autograd_hooks()
+        before = {name: getattr(replica, name) for name in (*self._own, "reducer", "logger")}
+        try:
+            self._make(mib)
+        except Exception as error:  # what DDP does inside it has promised to nobody
+            for name, value in before.items():
+                setattr(replica, name, value)
+            raise UnableError(f"torch {torch.__version__}: {error}") from error
+        before["reducer"]._remove_autograd_hooks()
+        replica._comm_hooks.clear()
+        if bf16:
+            replica.register_comm_hook(None, torchs_hook("bf16_compress_hook"))
+
+    def _make(self, mib: float | None) -> None:
+        """A reducer."""
+        replica = self._replica
         for name, value in self._own.items():
             setattr(replica, name, value)
         if mib is not None:
@@ -75,6 +97,3 @@ class Buckets:
             replica.logger._set_static_graph()
         if hasattr(replica, "settle"):  # parallel.data.FixedBuckets
             replica.settle()
-        replica._comm_hooks.clear()
-        if bf16:
-            replica.register_comm_hook(None, torchs_hook("bf16_compress_hook"))

@@ -20,7 +20,7 @@ from ...knobs.ddp import before_forward
 from ...knobs.tuning import Tuning
 from ...record.tell import say
 from . import kept, ways
-from .buckets import Buckets, why_not
+from .buckets import Buckets, UnableError, why_not
 from .choice import Choice
 from .costs import Ready, Seconds, buckets, ends, likely
 from .halving import SETTLES, Ask, Verdict, halving, steps_of
@@ -30,34 +30,50 @@ WARM_UP = 5  # steps
 
 def begin(wanted: Tuning) -> None:
     """Before the script runs."""
-    found: list[Tuner] = []
+    found: list[Tuner | None] = []
 
     def look(replica: Any) -> None:
         if not found:
-            found.append(Tuner(replica, wanted))
-        found[0].forward(replica)
+            found.append(_tuner(replica, wanted))
+        if found[0] is not None:
+            found[0].forward(replica)
 
     def at_end() -> None:
-        if os.environ.get("RANK", "0") == "0":
-            for line in found[0].at_end() if found else ["no DistributedDataParallel made a step"]:
-                say(f"paceline: --tune-exchange: {line}\n")
+        if not found:
+            _say("--tune-exchange: no DistributedDataParallel made a step")
+        elif found[0] is not None and (left := found[0].left()):
+            _say(f"--tune-exchange: {left}")
 
     before_forward(look)
     atexit.register(at_end)
 
 
-class Tuner:
-    """Of one replica."""
+def _tuner(replica: Any, wanted: Tuning) -> "Tuner | None":
+    """The replica's; None where it can't have one, which is said."""
+    found = ways.Ways(replica.process_group)
+    found.set(found.default)
+    if why := why_not(replica):
+        _say(f"the exchange is not tuned: {why}")
+        return None
+    return Tuner(replica, found, wanted)
 
-    def __init__(self, replica: Any, wanted: Tuning) -> None:
-        self.replica, self._wanted = replica, wanted
-        self._ways = ways.Ways(replica.process_group)
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        say(f"paceline: {text}\n")
+
+
+class Tuner:
+    """Of one replica, whose group has these ways."""
+
+    def __init__(self, replica: Any, over: ways.Ways, wanted: Tuning) -> None:
+        self.replica, self._ways, self._wanted = replica, over, wanted
         self._buckets = Buckets(replica)
         parameters = self._buckets.parameters
         self._own, self._device = {id(one) for one in parameters}, parameters[0].device
-        self._size = dist.get_world_size(replica.process_group)
-        self._mine = kept.signature(parameters, self._size, self._ways.hosts, wanted.bf16)
-        self._now = self._default = Choice(None, self._ways.default)
+        size = dist.get_world_size(over.group)
+        self._mine = kept.signature(parameters, size, over.hosts, wanted.bf16)
+        self._now = self._default = Choice(None, over.default)
         self._next: Choice | None = None  # from the next forward on
         self._steps, self._seconds, self._last = 0, list[float](), 0.0
         self._moved = False  # a forward since the last step
@@ -82,33 +98,27 @@ class Tuner:
             self.replica = None
             del self._buckets, self._ways
 
-    def at_end(self) -> list[str]:
-        """What is to be said of a script that has ended."""
+    def left(self) -> str:
+        """Why a script that has ended is not tuned, or ""."""
         if self._done:
-            return []
+            return ""
         if not self._last:
-            return ["no optimizer of torch.optim made a step with the model's parameters"]
-        return [
+            return "no optimizer of torch.optim made a step with the model's parameters"
+        return (
             f"the script has ended before it was done, in step {self._steps}; nothing is kept. "
             f"HINT: it takes {WARM_UP + SETTLES + steps_of(99)} steps"
-        ]
+        )
 
     # From here on alike on all ranks.
 
     def _begin(self) -> None:
-        self._ways.set(self._default.way)
-        why = why_not(self.replica) or ("it has one rank" if self._size == 1 else "")
-        if why:
-            self._stop(why)
-            return
         choice, said = self._known()
         if choice is not None:
-            self._done = True
-            self._set(choice)
-            self._say(f"the exchange is set as {self._wanted.file} says: {choice}")
+            self._done, self._next = True, choice
+            _say(f"the exchange is set as {self._wanted.file} says: {choice}")
             return
         if said:
-            self._say(f"{said}: tuned anew")
+            _say(f"{said}: tuned anew")
         self._search = self._searched()
         self._ask = next(self._search)
         self._hook = register_optimizer_step_post_hook(self._stepped)
@@ -171,7 +181,7 @@ class Tuner:
         found = self._of_first(likely(gradients, costs, self._default, self._wanted.bf16))
         full = buckets(gradients, self._buckets.caps())
         exposed = ends(full, costs[self._default.way]) - max(at)
-        self._say(
+        _say(
             f"the exchange is tuned: {1e3 * seconds:.1f} ms a step, {1e3 * exposed:.1f} of them "
             f"exchange that nothing hides, by a model; in {steps_of(len(found))} steps "
             f"{len(found)} other settings are tried"
@@ -180,7 +190,12 @@ class Tuner:
 
     def _set(self, choice: Choice) -> None:
         if (choice.mib, choice.bf16) != (self._now.mib, self._now.bf16):
-            self._buckets.set(choice.mib, choice.bf16)
+            try:
+                self._buckets.set(choice.mib, choice.bf16)
+            except UnableError as why:
+                self._ways.set(self._default.way)
+                self._stop(str(why))
+                return
         self._ways.set(choice.way)
         self._now = choice
 
@@ -196,7 +211,7 @@ class Tuner:
             words = "nothing else is likely to be faster"
         if os.environ.get("RANK", "0") == "0":
             words += self._keep(verdict)
-        self._say(f"the exchange is tuned, in {self._steps} steps: {words}")
+        _say(f"the exchange is tuned, in {self._steps} steps: {words}")
 
     def _keep(self, verdict: Verdict) -> str:
         file = self._wanted.file
@@ -212,8 +227,4 @@ class Tuner:
             self._hook.remove()
         if self._now != self._default:
             self._next = self._default
-        self._say(f"the exchange is not tuned: {why}")
-
-    def _say(self, text: str) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            say(f"paceline: {text}\n")
+        _say(f"the exchange is not tuned: {why}")
