@@ -21,7 +21,9 @@ def test_a_few_rounds_are_not_believed_beyond_what_rounds_differ_by():
     assert 0.9 < half.mean < 1.0
 
 
-def test_predictions_that_do_not_meet_are_as_wide_as_both():
+def test_of_predictions_that_do_not_meet_the_measured_one_counts():
     apart = joined(Interval(0.2, 0.1, 0.3), Interval(0.8, 0.75, 0.85))
-    assert apart.high - apart.low == pytest.approx(0.6)
-    assert apart.low < apart.mean < apart.high
+    assert apart.mean == pytest.approx(0.8)
+    assert apart.high - apart.mean == apart.mean - apart.low == pytest.approx(UNSURE * 1.8)
+    near = joined(Interval(0.5, 0.3, 0.7), Interval(0.8, 0.75, 0.85))  # these do
+    assert 0.5 < near.mean < 0.8

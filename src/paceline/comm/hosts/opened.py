@@ -61,7 +61,7 @@ def over_hosts(
     if mistakes := [one["mistake"] for one in each if one["mistake"]]:
         raise ValueError(mistakes[0])
     speeds = [[_mbit(mbit) for mbit in one["mbit"]] or [SPEED] for one in each]
-    if rank == 0:
+    if rank == 0 and (not names or names[0] == 0):  # one rank of the job, whatever its groups
         _differ(each, speeds)
     most = min(sum(max(1, round(mbit / RAIL)) for mbit in links) for links in speeds)
     said = {key: [one[key] for one in each] for key in ("host", "name", "rack", "algorithm")}
