@@ -284,3 +284,12 @@ def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
         process.communicate(b"go\n", timeout=60)
     assert [process.returncode for process in started] == [0] * 12
     assert not ranks.in_memory()
+
+
+def test_what_the_launcher_writes_meanwhile_is_not_touched(tmp_path):
+    """A record of the same rank, of an attempt that the job goes on with elsewhere."""
+    path, coming = tmp_path / "rank-0.ring", tmp_path / "rank-0.ring.part"
+    coming.write_bytes(b"half of it")
+    keep._write(path, b"all")
+    assert (path.read_bytes(), coming.read_bytes()) == (b"all", b"half of it")
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, coming.name}

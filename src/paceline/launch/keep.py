@@ -245,6 +245,7 @@ def _told(record: Any) -> int:
 
 
 def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".part")
+    # The launcher may write a record of the same rank there, of a later attempt.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     partial.write_bytes(data)
     os.replace(partial, path)
