@@ -278,7 +278,7 @@ def test_bfloat16_is_taken_only_where_that_is_allowed(tmp_path):
     ("options", "said"),
     [
         (["--tune-compression"], "nothing is tuned. HINT: with --tune-exchange FILE"),
-        (["--tune-exchange", "there/tuned.toml"], "there is no folder"),
+        (["--tune-exchange", "there/tuned.toml"], "is no folder. HINT: a file in a folder"),
         (["--tune-exchange", "other.toml"], "--tune-exchange has not written it"),
         (
             ["--tune-exchange", "tuned.toml", "--settings", "other.toml"],

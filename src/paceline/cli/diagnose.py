@@ -24,6 +24,7 @@ from .options import (
     Settings,
     Smt,
     Threads,
+    can_be_written,
     knobs_of,
 )
 
@@ -146,9 +147,9 @@ def diagnose(
         if save_settings is not None:
             if not try_:
                 raise ValueError("--save-settings: nothing is tried. HINT: with --try all")
-            _can_be_written(save_settings, "--save-settings")
+            can_be_written(save_settings, "--save-settings")
         if html is not None:
-            _can_be_written(html, "--html")
+            can_be_written(html, "--html")
         known = load(machine) if machine is not None else None
         knobs = knobs_of(settings, script)
         asked = Asked(
@@ -170,16 +171,6 @@ def diagnose(
         typer.echo(saved(found, save_settings), err=json)
     if html is not None:
         _written(found, html, json)
-
-
-def _can_be_written(path: Path, option: str) -> None:
-    """Said before the minutes that a diagnosis takes."""
-    why = "it is a folder" if path.is_dir() else ""
-    why = why or ("" if path.parent.is_dir() else f"{path.parent} is no folder")
-    if why:
-        raise ValueError(
-            f"{option} {path} can't be written: {why}. HINT: a file in a folder that exists"
-        )
 
 
 def _written(found: "Diagnosis", path: Path, json: bool) -> None:

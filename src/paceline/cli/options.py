@@ -167,6 +167,16 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
     return knobs
 
 
+def can_be_written(path: Path, option: str) -> None:
+    """Said before the minutes that come first. Raises ValueError where it can't be."""
+    why = "it is a folder" if path.is_dir() else ""
+    why = why or ("" if path.parent.is_dir() else f"{path.parent} is no folder")
+    if why:
+        raise ValueError(
+            f"{option} {path} can't be written: {why}. HINT: a file in a folder that exists"
+        )
+
+
 def tuning_of(
     file: Path | None, compression: bool, script: str, knobs: dict[str, Any]
 ) -> "Tuning | None":
@@ -184,8 +194,7 @@ def tuning_of(
     for name in ("bucket-mb", "algorithm", *LESS):
         if name in knobs:
             raise ValueError(f"--tune-exchange looks for {name}, and it is set. HINT: take one out")
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"--tune-exchange {file}: there is no folder {file.absolute().parent}")
+    can_be_written(file, "--tune-exchange")
     if file.exists():
         made(file, read(file))
     gloo = "exchange" not in knobs  # what a script that says so goes back to

@@ -70,8 +70,7 @@ class Ladder:
         """What each rank of the last run said of its script (record/observer.py), and what it
         exchanges by where that is not torch's own."""
         metas = [record.meta for record in self.run.records]
-        by = [{key: meta[key] for key in ("exchange",) if key in meta} for meta in metas]
-        return [meta.get("rung", {}) | more for meta, more in zip(metas, by, strict=True)]
+        return [meta.get("rung", {}) | {"exchange": meta.get("exchange")} for meta in metas]
 
 
 def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
