@@ -62,10 +62,19 @@ class Slurm:
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) in states:
             if time.monotonic() > deadline:
-                said = self.run("scontrol", "show", "job", job).stdout
-                raise AssertionError(f"job {job} is {state} after {seconds} s\n{said}")
+                raise AssertionError(f"job {job} is {state} after {seconds} s\n{self._told(job)}")
             time.sleep(0.1)
         return state
+
+    def _told(self, job: str) -> str:
+        """What Slurm and the job say, and what runs: where a job hangs, this is all one has."""
+        told = self.run("scontrol", "show", "job", job).stdout
+        file = re.search(r"StdOut=(.+)", told)
+        if file and Path(file[1]).exists():
+            told += Path(file[1]).read_text(errors="replace")[-6000:]
+        for host in self.nodes:
+            told += f"\n{host}:\n{self.hosts.run(host, 'ps', '-eo', 'pid,ppid,stat,etimes,args').stdout}"
+        return told
 
     def cancel(self, job: str, *options: object) -> None:
         self.run("scancel", *options, job)
