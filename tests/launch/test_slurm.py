@@ -149,6 +149,39 @@ def test_an_allocation_that_has_ended_is_told_in_sruns_words(slurm, shared_folde
     assert time.monotonic() - begun < 10
 
 
+# In the folder of a job: as one host's agent starts, it ends so.
+ENDS = """
+    import os, signal, sys
+    if "paceline.launch.on_host" in sys.orig_argv and os.environ["SLURMD_NODENAME"] == "host2":
+        {how}
+    """
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "host2: task 1: Killed"),
+        ("sys.stderr.write('no disk\\n'); os._exit(3)", "host2: task 1: Exited with exit code 3"),
+    ],
+)
+def test_an_agent_that_ends_before_it_has_said_a_word_is_told_at_once(
+    slurm, shared_folder, how, told
+):
+    """srun goes on with the others: without its words, one would wait for minutes."""
+    script = ranks.write(shared_folder, SHOW)
+    ranks.write(shared_folder, ENDS.format(how=how), "sitecustomize.py")
+    begun = time.monotonic()
+    words = ["salloc", "-N2", "-w", "host1,host2", "env", "PYTHONPATH=.", *RUN.split(), script]
+    done = slurm.run(*words, cwd=shared_folder, check=False)
+    assert time.monotonic() - begun < 20
+    assert done.returncode == 2
+    assert "paceline: the agent of host2 has ended before it said a word: " in done.stderr
+    assert f"srun: error: {told}" in done.stderr
+    assert ("no disk" in done.stderr) == ("disk" in how)
+    assert shown(shared_folder) == []
+    assert slurm.left_over() == []
+
+
 def test_a_failing_rank_gives_the_job_its_exit_code(slurm, shared_folder):
     text = """
         import os, subprocess, sys, time

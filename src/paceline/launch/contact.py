@@ -12,6 +12,7 @@ import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
+from ..cluster.hostlist import numbers
 from ..cluster.links import is_here, links
 from .channel import Channel, new_secret, welcome
 from .there import There
@@ -212,6 +213,12 @@ class Contact:
                     raise ValueError(f"{self.tool.name} has ended: {words or 'without a word'}")
                 now = time.monotonic()
                 missing = [name for i, name in enumerate(self.names) if i not in found]
+                ended = [self.names[i] for i in started.ended(self.tool) if i not in found]
+                if ended and (self._without is None or len(ended) == len(missing)):
+                    raise ValueError(
+                        f"the agent of {', '.join(ended[:8])} has ended before it said a word: "
+                        + "\n".join(started.said()[-8:])
+                    )
                 if now - begun > START_SECONDS:
                     raise ValueError(
                         f"no agent came from {', '.join(missing[:8])} within {START_SECONDS:.0f} s."
@@ -277,7 +284,16 @@ class _Started:
             self._reader.join(1.0)
         except subprocess.TimeoutExpired:
             pass
-        return "\n".join(line for line in self.words if line)
+        return "\n".join(self.said())
+
+    def said(self) -> list[str]:
+        """Its last lines, so far."""
+        return [line for line in list(self.words) if line]
+
+    def ended(self, tool: Tool) -> set[int]:
+        """The numbers of its processes that have ended, as far as it says so."""
+        told = [re.match(tool.ended, line) for line in self.said()] if tool.ended else []
+        return {int(n) for match in told if match for n in numbers(match["tasks"])}
 
     def new_words(self) -> list[str]:
         """Its lines since the last call."""

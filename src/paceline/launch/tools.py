@@ -29,6 +29,8 @@ class Tool:
     takes_hosts: bool = True  # else it is always all of the allocation
     # Of the launcher's variables, those that would change what the tool does.
     without: tuple[str, ...] = ()
+    # What it says of processes that have ended while others go on: "tasks" are their numbers.
+    ended: str = ""
 
 
 def _ssh(hosts: list[str], agent: list[str]) -> list[str]:
@@ -99,7 +101,9 @@ TOOLS = {
     for tool in (
         Tool("ssh", _ssh, one_call_a_host=True, passes_environment=False),
         Tool("blaunch", _blaunch, one_call_a_host=True, passes_environment=False),
-        Tool("srun", _srun, without=_OF_TASKS),
+        Tool(
+            "srun", _srun, without=_OF_TASKS, ended=r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): "
+        ),
         Tool("jsrun", _jsrun, takes_hosts=False),
         Tool("palsrun", _pals),
         Tool("flux", _flux, takes_hosts=False),
