@@ -73,7 +73,8 @@ class Slurm:
         if file and Path(file[1]).exists():
             told += Path(file[1]).read_text(errors="replace")[-6000:]
         for host in self.nodes:
-            told += f"\n{host}:\n{self.hosts.run(host, 'ps', '-eo', 'pid,ppid,stat,etimes,args').stdout}"
+            runs = self.hosts.run(host, "ps", "-eo", "pid,ppid,stat,etimes,args").stdout
+            told += f"\n{host}:\n{runs}"
         return told
 
     def cancel(self, job: str, *options: object) -> None:
