@@ -1,5 +1,6 @@
 """The tuner finds what is faster in a job's first steps, and a training is the same for it."""
 
+import json
 import random
 import tomllib
 
@@ -22,12 +23,13 @@ OTHERS = [Choice(float(mib), PACELINE) for mib in range(1, 1 + MOST)]
 
 def searched(seconds, others=OTHERS):
     """The verdict of a search where a step takes ``seconds`` of a choice; and its steps."""
-    search, steps = halving(DEFAULT, others), 0
+    search, steps, before = halving(DEFAULT, others), 0, DEFAULT
     try:
         ask = next(search)
         while True:
-            steps += ask.steps + SETTLES
-            ask = search.send(seconds(ask.choice))
+            steps += ask.steps + SETTLES * (ask.choice != before)
+            before = ask.choice
+            ask = search.send(seconds(before))
     except StopIteration as end:
         return end.value, steps
 
@@ -36,7 +38,8 @@ def searched(seconds, others=OTHERS):
 def test_the_fastest_choice_is_found_in_as_many_steps_as_were_said(count):
     took = {choice: 1.0 - 0.1 * at for at, choice in enumerate(OTHERS)} | {DEFAULT: 1.05}
     verdict, steps = searched(took.__getitem__, OTHERS[:count])
-    assert steps == steps_of(count) <= 100
+    same = 2 * SETTLES  # a rung may begin with what the one before has ended with
+    assert steps_of(count) - same <= steps <= steps_of(count) <= 64
     assert verdict.kept == (count > 0)
     assert verdict.choice == (OTHERS[count - 1] if count else DEFAULT)
 
@@ -123,6 +126,61 @@ def test_short_backwards_get_one_bucket_and_long_ones_several():
     gradients = [Ready(1e-3 * at, MIB // 2) for at in range(32)]
     assert likely(gradients, latency, DEFAULT)[0].mib > 16
     assert first(0.2) <= 2
+
+
+# Layers are called in another order than they are registered.
+SET = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+    from paceline.comm.tune.buckets import Buckets
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = torch.nn.Linear(64, 16), torch.nn.Linear(32, 128)
+            self.middle = torch.nn.Linear(128, 64)
+
+        def forward(self, x):
+            return self.last(self.middle(self.first(x)))
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.03, **eval(sys.argv[1]))
+
+    def step():
+        model(torch.randn(4, 32)).sum().backward()
+
+    for _ in range(3):
+        step()
+    before = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    buckets = Buckets(model)
+    told = [[one.at for one in buckets.ready()]]
+    dist.broadcast_object_list(told, src=0)
+    buckets.order(told[0])
+    buckets.set(None)
+    sizes = []
+
+    def hook(_, bucket):
+        sizes.append(4 * bucket.buffer().numel())
+        return allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, hook)
+    step()
+    first = list(sizes)
+    step()
+    if dist.get_rank() == 0:
+        print([[int(one) for one in before.split(",")], first, sizes[len(first):]])
+    """
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_buckets_that_are_set_are_ddp_s_own_from_the_first_step_on(tmp_path, options):
+    """And not after a step, as in DDP."""
+    (told,) = ranks.untagged(ranks.run(ranks.write(tmp_path, SET), options).stdout)
+    before, first, second = json.loads(told)
+    assert len(before) > 1
+    assert first == second == before
 
 
 TRAIN = """

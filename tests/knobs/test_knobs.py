@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import ranks
-from paceline.knobs.registry import KNOBS, Switch
+from paceline.knobs.registry import KNOBS
 from paceline.knobs.settings import Setting, write
+from paceline.knobs.values import Switch
 from paceline.predict.gains import GAINS
 
 ALL = """
@@ -212,3 +213,25 @@ def test_the_variable_of_settings_is_json(tmp_path):
     write(settings, {"threads": Setting(1)}, {})
     done = ranks.run(script, ranks=1, launcher=f"paceline --settings {settings}")
     assert json.loads(done.stdout) == {"threads": 1}
+
+
+OVER_GLOO = """
+    import os
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    print(*(os.environ[f"NCCL_{name}"] for name in ("ALGO", "PROTO", "MIN_NCHANNELS")))
+    dist.new_group([0])
+    dist.destroy_process_group()
+    """
+
+
+def test_nccl_s_own_variables_are_set_and_where_it_does_not_exchange_that_is_told(tmp_path):
+    settings, knobs = tmp_path / "s.toml", ("nccl-algorithm", "nccl-protocol", "nccl-channels")
+    write(settings, dict(zip(knobs, map(Setting, ("Tree", "LL", 8)), strict=True)), {})
+    script = ranks.write(tmp_path, OVER_GLOO)
+    done = ranks.run(script, launcher=f"paceline --settings {settings}")
+    assert done.stdout.splitlines() == ["Tree LL 8"]  # what all ranks say is said once
+    for knob in knobs:
+        told = f"paceline: {knob} has no effect: the script's exchange is not NCCL's"
+        assert done.stderr.count(told) == 1

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -176,3 +177,35 @@ def test_what_was_found_before_it_was_stopped_is_not_lost(asked, monkeypatch, st
     said = {True: "interrupted: not all was tried", False: "it could not be diagnosed again: no lo"}
     assert result.notes[0] == "a note"
     assert said[stop is KeyboardInterrupt] in result.notes[1]
+
+
+def test_what_no_time_was_left_for_comes_first_in_the_next_pass(asked, monkeypatch):
+    def remedy(knob, gain):
+        return Remedy(knob, "", True, Interval(gain, gain, gain), "a formula", True, "")
+
+    workers, views, kept = (
+        remedy("loader-workers", 0.9), remedy("gradient-views", 0.5), remedy("keep-memory", 0.1)
+    )  # fmt: skip
+    first = Diagnosis(["script.py"], SimpleNamespace(steps=16), None, None, [], [], [])
+    seen = []
+
+    def once(asked, steps, remedies, into, say):
+        seen.append([one.knob for one in remedies])
+        gain = Interval(0.5, 0.4, 0.6)
+        into.trials += [Trial(remedies[0], gain, gain, True)]
+        into.trials += [
+            Trial(one, gain, None, False, "not tried", late=True) for one in remedies[1:]
+        ]
+        into.kept[remedies[0].knob] = True
+
+    second = replace(first, remedies=[workers, views, kept])
+    monkeypatch.setattr(diagnose_module, "tried", once)
+    monkeypatch.setattr(diagnose_module, "diagnosed", lambda asked, say: second)
+    result = proven(asked, replace(first, remedies=[workers, views]), ["all"], lambda _: None)
+    assert seen == [["loader-workers", "gradient-views"], ["gradient-views", "keep-memory"]]
+    told = [(one.remedy.knob, one.kept, one.late) for one in result.tried.trials]
+    assert told == [
+        ("loader-workers", True, False),
+        ("gradient-views", True, False),
+        ("keep-memory", False, True),
+    ]

@@ -4,6 +4,8 @@ and ``paceline run --settings`` sets them."""
 
 from dataclasses import dataclass
 
+from .values import ON, Choice, Range, Switch
+
 # Each is a communication hook, of which DDP has one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
 
@@ -23,55 +25,13 @@ class Knob:
     answers: tuple[str, ...]
     edit: str
     hook: str = ""
-    value: "Range | Switch | Choice | None" = None
+    value: Range | Switch | Choice | None = None
     looks_for: str = ""
     costs: str = ""
     numbers: bool = False
     excludes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Range:
-    """Numbers from ``low`` to ``high``, whole ones or any."""
-
-    low: float
-    high: float
-    whole: bool = True
-
-    def fits(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return self.low <= value <= self.high and (isinstance(value, int) or not self.whole)
-
-    def __str__(self) -> str:
-        return f"a {'whole ' * self.whole}number from {self.low:g} to {self.high:g}"
-
-
-@dataclass(frozen=True)
-class Switch:
-    """On; what is not wanted is left out."""
-
-    def fits(self, value: object) -> bool:
-        return value is True
-
-    def __str__(self) -> str:
-        return "true"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of these words."""
-
-    words: tuple[str, ...]
-
-    def fits(self, value: object) -> bool:
-        return value in self.words
-
-    def __str__(self) -> str:
-        return " or ".join(repr(word) for word in self.words)
-
-
-ON = Switch()
 COMPUTING = "computing"  # no cause: what is left where nothing holds the training back
 _LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
 
@@ -138,6 +98,30 @@ KNOBS: dict[str, Knob] = {
         "comm.scripts:algorithm",
         Choice(("direct", "doubling", "halving", "ring", "racks", "tree")),
         costs="time for messages of other sizes than those it is best for",
+    ),
+    "nccl-algorithm": Knob(
+        "NCCL's collectives go by this algorithm, and not by the one that it takes to be best",
+        ("exchange-bandwidth", "exchange-latency"),
+        "NCCL_ALGO={value} in the environment",
+        "knobs.nccl:algorithm",
+        Choice(("Ring", "Tree")),
+        costs="time for messages of other sizes; an error where NCCL has no such way",
+    ),
+    "nccl-protocol": Knob(
+        "NCCL's collectives go by this protocol, and not by the one that it takes to be best",
+        ("exchange-bandwidth", "exchange-latency"),
+        "NCCL_PROTO={value} in the environment",
+        "knobs.nccl:protocol",
+        Choice(("LL", "LL128", "Simple")),
+        costs="time for messages of other sizes; an error where NCCL has no such way",
+    ),
+    "nccl-channels": Knob(
+        "NCCL exchanges over so many channels at least",
+        ("exchange-bandwidth",),
+        "NCCL_MIN_NCHANNELS={value} in the environment",
+        "knobs.nccl:channels",
+        Range(1, 64),
+        costs="multiprocessors that then do not compute",
     ),
     "gradient-views": Knob(
         "gradients are views of DDP's buckets, and not copied there and back",

@@ -104,6 +104,16 @@ def not_proposed(e: Evidence, cause: Cause) -> Saving | None:
     return None
 
 
+def of_nccl(bandwidth: str, latency: str) -> Gain:
+    """On GPUs: by what the exchange is held back."""
+
+    def gain(e: Evidence, cause: Cause) -> Saving | None:
+        value = latency if cause.id == "exchange-latency" else bandwidth
+        return Saving(value, None, TRIED) if e.said.get("gpu") else None
+
+    return gain
+
+
 def tried(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, None, TRIED)
 
@@ -227,6 +237,9 @@ GAINS: dict[str, Gain] = {
     "bucket-mb": bucket,
     "exchange": over_memory,
     "algorithm": not_proposed,
+    "nccl-algorithm": of_nccl("Ring", "Tree"),
+    "nccl-protocol": of_nccl("Simple", "LL"),
+    "nccl-channels": not_proposed,
     "gradient-views": tried,
     "unused-search-off": whole(RECORD),
     "accumulate-locally": locally,

@@ -112,13 +112,14 @@ def _passes(
     """Trials, into ``result``, and the diagnosis with what was kept, again and again."""
     wanted = chosen(names, found.remedies)
     for _ in range(PASSES):
-        before = dict(result.kept)
+        before, anew = dict(result.kept), {one.knob for one in wanted}
+        result.trials = [one for one in result.trials if one.remedy.knob not in anew]
         tried(asked, found.ladder.steps, wanted, result, say)
         if result.kept == before:
             return
         after = diagnosed(replace(asked, settings=dict(result.kept)), say)
         yield after
-        known = {trial.remedy.knob for trial in result.trials}
+        known = {trial.remedy.knob for trial in result.trials if not trial.late}
         proposed = chosen([ALL], after.remedies) if ALL in names else []
         wanted = [one for one in proposed if one.knob not in known]
         if not wanted:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..analyze.ladder import Interval, climb
-from ..knobs.registry import KNOBS, Switch
+from ..knobs.registry import KNOBS
 from ..knobs.settings import exclude, settable
+from ..knobs.values import Switch
 from ..predict.gains import TRIED
 from ..predict.remedies import Remedy, after
 from ..record.rung import EVERYTHING, Rung
@@ -34,7 +35,7 @@ class Trial:
     """predicted: the gain, from before it was tried, with what was kept by then; source: where
     that is from; first: what the remedy was proposed with, where a few steps made it better.
     gain: as measured; None where it could not be. kept: it helped. why: what else is to be said.
-    loss: of a knob that changes numbers."""
+    late: there was no time left for it. loss: of a knob that changes numbers."""
 
     remedy: Remedy
     predicted: Interval | None
@@ -45,6 +46,7 @@ class Trial:
     loss: "Losses | None" = None
     source: str = ""
     first: Interval | None = None
+    late: bool = False
 
     @property
     def off(self) -> float | None:
@@ -208,7 +210,7 @@ class _Trying:
         promising = predicted is not None and predicted.mean > 0
         if time.monotonic() > self.until and (self.measured or not promising):
             why = "not tried: the time is over. HINT: more --minutes, or this one by its name"
-            return Trial(remedy, predicted, None, False, why)
+            return Trial(remedy, predicted, None, False, why, late=True)
         if remedy.value is None:
             why = f"no cause here asks for it: --try {remedy.knob}=VALUE sets it none the less"
             return Trial(remedy, None, None, False, why)

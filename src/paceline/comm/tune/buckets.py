@@ -1,6 +1,7 @@
 """Other buckets for a DDP that has begun: a reducer of its own making, in the place of the one
 before. As DDP itself does for a copy of it that was pickled."""
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Buckets:
     def __init__(self, replica: Any) -> None:
         self._replica = replica
         self.parameters, self._sparse = replica._build_params_for_reducer()
+        self._order: list[int] | None = None  # in which gradients are ready, once that is known
         names = ("bucket_bytes_cap", "bucket_bytes_cap_default", "_bucket_config")
         self._own = {name: getattr(replica, name) for name in names if hasattr(replica, name)}
 
@@ -52,6 +54,11 @@ class Buckets:
             Ready(ns / 1e9, one.numel() * one.element_size())
             for one, ns in zip(self.parameters, told, strict=True)
         ]
+
+    def order(self, at: list[float]) -> None:
+        """at: when each gradient is ready, the same on all ranks: in that order buckets are filled
+        from now on; those of which that is not known come last."""
+        self._order = sorted(range(len(at)), key=lambda one: at[one] or math.inf)
 
     def caps(self) -> list[float]:
         """Bytes of the replica's own buckets, the first of which may be smaller."""
@@ -88,12 +95,22 @@ class Buckets:
                 replica._bucket_config = type(self._own["_bucket_config"])(
                     replica.bucket_bytes_cap, (), replica.bucket_bytes_cap
                 )
-        names = replica._build_debug_param_to_name_mapping(self.parameters)
-        replica._ddp_init_helper(self.parameters, self._sparse, names, replica.static_graph)
+        fixed = hasattr(replica, "settle")  # parallel.data.FixedBuckets
+        order = None if fixed or replica.find_unused_parameters else self._order
+        places = range(len(self.parameters)) if order is None else order
+        parameters = [self.parameters[one] for one in places]
+        sparse = [self._sparse[one] for one in places]
+        names = replica._build_debug_param_to_name_mapping(parameters)
+        replica._ddp_init_helper(parameters, sparse, names, replica.static_graph)
         replica._has_rebuilt_buckets = False
         if replica.static_graph:
             replica._static_graph_delay_allreduce_enqueued = False
             replica.reducer._set_static_graph()
             replica.logger._set_static_graph()
-        if hasattr(replica, "settle"):  # parallel.data.FixedBuckets
+        if fixed:
             replica.settle()
+        elif (
+            order is not None
+        ):  # at once, not after a step: DDP takes them in the order of ``parameters``
+            replica.reducer._push_all_rebuilt_params()
+            replica.reducer._rebuild_buckets()

@@ -6,7 +6,7 @@ them has been asked before (costs.py). Halving bears the noise of single steps a
 after a number of steps that is known before:
 
     rung     choices               steps each
-    0        6                     3, after 2 that are not counted
+    0        6                     3, after 1 that is not counted
     1        the best 3            3, the same
     proof    the best, default     3, the same, 3 times in turns
 """
@@ -21,7 +21,7 @@ from .choice import Choice
 MOST = 6  # choices beside the default
 LEFT = 3  # of them, after the first rung
 STEPS = 3  # of a choice at a time, of which the median counts
-SETTLES = 2  # steps before them: DDP makes its buckets anew after the first one
+SETTLES = 1  # step before them, where the choice is another one: memory is touched anew
 PAIRS = 3  # of the proof; the best one has to be faster in each
 
 
@@ -71,7 +71,9 @@ def halving(default: Choice, likely: Sequence[Choice]) -> Generator[Ask, float, 
 
 
 def steps_of(count: int) -> int:
-    """That a search among so many choices takes."""
+    """That a search among so many choices takes at most."""
     count = min(count, MOST)
     rungs = count * (count > LEFT) + min(count, LEFT) * (count > 1)
-    return (rungs + 2 * PAIRS * (count > 0)) * (STEPS + SETTLES)
+    asks = rungs + 2 * PAIRS * (count > 0)
+    stays = (PAIRS - 1) * (count > 0)  # a pair begins with what the one before has ended with
+    return asks * (STEPS + SETTLES) - stays * SETTLES

@@ -25,7 +25,7 @@ from .choice import Choice
 from .costs import Ready, Seconds, buckets, ends, likely
 from .halving import SETTLES, Ask, Verdict, halving, steps_of
 
-WARM_UP = 5  # steps
+WARM_UP = 3  # steps
 
 
 def begin(wanted: Tuning) -> None:
@@ -79,7 +79,7 @@ class Tuner:
         self._moved = False  # a forward since the last step
         self._done = False
         self._search: Generator[Ask, float, Verdict] | None = None
-        self._ask = Ask(self._default, WARM_UP)
+        self._ask, self._settles = Ask(self._default, WARM_UP), SETTLES
         self._hook: Any = None
 
     def forward(self, replica: Any) -> None:
@@ -154,8 +154,8 @@ class Tuner:
         if self._last:
             self._steps += 1
             self._seconds.append(now - self._last)
-        if len(self._seconds) == SETTLES + self._ask.steps:
-            self._answer(median(self._seconds[SETTLES:]))
+        if len(self._seconds) == self._settles + self._ask.steps:
+            self._answer(median(self._seconds[self._settles :]))
             now = time.perf_counter()  # without what the answer took
         self._last = now
 
@@ -166,6 +166,7 @@ class Tuner:
         try:
             self._ask = self._search.send(told)
             self._next = self._ask.choice
+            self._settles = SETTLES if self._next != self._now else 0
         except StopIteration as end:
             self._next = end.value.choice
             self._end(end.value)
@@ -174,7 +175,8 @@ class Tuner:
         """The default; then what the model says of others, and these."""
         seconds = yield Ask(self._default, WARM_UP)
         ready, group = self._buckets.ready(), self.replica.process_group
-        at = ways.mean([one.at for one in ready], group, self._device)
+        at = self._of_first(ways.mean([one.at for one in ready], group, self._device))
+        self._buckets.order(at)
         gradients = [Ready(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
         measured = self._ways.measured(sum(one.nbytes for one in ready), self._device)
         costs = {way: Seconds(told) for way, told in measured.items()}
@@ -183,8 +185,8 @@ class Tuner:
         exposed = ends(full, costs[self._default.way]) - max(at)
         _say(
             f"the exchange is tuned: {1e3 * seconds:.1f} ms a step, {1e3 * exposed:.1f} of them "
-            f"exchange that nothing hides, by a model; in {steps_of(len(found))} steps "
-            f"{len(found)} other settings are tried"
+            f"exchange that nothing hides, by a model; in at most "
+            f"{steps_of(len(found))} steps {len(found)} other settings are tried"
         )
         return (yield from halving(self._default, found))
 
