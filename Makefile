@@ -93,6 +93,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/exchange_hosts.py
 	$(BIN)/python benchmarks/tuning.py
+	$(BIN)/python benchmarks/unused.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/loader_storage.py

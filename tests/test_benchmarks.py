@@ -199,6 +199,14 @@ def test_tuning(tmp_path):
     assert len(result["targets"]) == 3
 
 
+@pytest.mark.usefixtures("hosts")
+def test_unused(tmp_path):
+    result = result_of("unused", tmp_path / "unused.json", "--steps", "2")
+    assert {"plain", "search", "static", "map 120", "bits 120"} <= set(result["measurements"])
+    assert all(len(each) == 1 and each[0] > 0 for each in result["measurements"].values())
+    assert len(result["targets"]) == 1
+
+
 def test_compression(tmp_path):
     result = result_of("compression", tmp_path / "less.json", "--epochs", "2")
     sent = {way: told["bytes_a_step"] for way, told in result["medians"].items()}

@@ -179,7 +179,7 @@ def test_what_was_found_before_it_was_stopped_is_not_lost(asked, monkeypatch, st
     assert said[stop is KeyboardInterrupt] in result.notes[1]
 
 
-def test_what_no_time_was_left_for_comes_first_in_the_next_pass(asked, monkeypatch):
+def test_what_no_time_was_left_for_comes_in_the_next_pass(asked, monkeypatch):
     def remedy(knob, gain):
         return Remedy(knob, "", True, Interval(gain, gain, gain), "a formula", True, "")
 
@@ -198,14 +198,16 @@ def test_what_no_time_was_left_for_comes_first_in_the_next_pass(asked, monkeypat
         ]
         into.kept[remedies[0].knob] = True
 
-    second = replace(first, remedies=[workers, views, kept])
+    second = replace(first, remedies=[workers, views, kept, remedy("threads", -0.1)])
     monkeypatch.setattr(diagnose_module, "tried", once)
     monkeypatch.setattr(diagnose_module, "diagnosed", lambda asked, say: second)
     result = proven(asked, replace(first, remedies=[workers, views]), ["all"], lambda _: None)
-    assert seen == [["loader-workers", "gradient-views"], ["gradient-views", "keep-memory"]]
+    late = ["gradient-views", "keep-memory", "threads"]
+    assert seen == [["loader-workers", "gradient-views"], late, ["keep-memory"]]
     told = [(one.remedy.knob, one.kept, one.late) for one in result.tried.trials]
     assert told == [
         ("loader-workers", True, False),
         ("gradient-views", True, False),
-        ("keep-memory", False, True),
+        ("threads", False, True),
+        ("keep-memory", True, False),
     ]

@@ -25,6 +25,7 @@ from .trial import ALL, Trial, Tried, chosen, tried
 
 LINES = ("other", "wait", "transfer", "useful")  # states in which the script's lines tell something
 PASSES = 2  # of --try all: what helped shows what else would
+LATE = 1  # pass more, for what promises to help and was never tried for lack of time
 DRIFT = 0.25  # of a step's time, between rounds: more than that is a machine that is not quiet
 
 
@@ -111,7 +112,7 @@ def _passes(
 ) -> Iterator[Diagnosis]:
     """Trials, into ``result``, and the diagnosis with what was kept, again and again."""
     wanted = chosen(names, found.remedies)
-    for _ in range(PASSES):
+    for at in range(PASSES + LATE):
         before, anew = dict(result.kept), {one.knob for one in wanted}
         result.trials = [one for one in result.trials if one.remedy.knob not in anew]
         tried(asked, found.ladder.steps, wanted, result, say)
@@ -119,9 +120,12 @@ def _passes(
             return
         after = diagnosed(replace(asked, settings=dict(result.kept)), say)
         yield after
-        known = {trial.remedy.knob for trial in result.trials if not trial.late}
+        late = {trial.remedy.knob for trial in result.trials if trial.late}
+        known = {trial.remedy.knob for trial in result.trials} - late
         proposed = chosen([ALL], after.remedies) if ALL in names else []
         wanted = [one for one in proposed if one.knob not in known]
+        if at + 1 >= PASSES:
+            wanted = [one for one in wanted if one.knob in late and one.gain and one.gain.mean > 0]
         if not wanted:
             return
 
