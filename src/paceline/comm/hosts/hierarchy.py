@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from ..shared.calls import OPS, Call, ExchangeError
+from ..shared.calls import HOWS, OPS, Call, ExchangeError
 from ..shared.native import Kernel
 from . import schedules
 from .native import Program, StepError, Wire, program
@@ -24,6 +24,7 @@ SHORT = 16 << 10  # bytes: up to here the first rank of each host exchanges the 
 # Seconds that who waits for another host waits longer, so that the ranks of that host say first
 # which of them is late; and who waits for one of its own host, which may wait for another one.
 BETWEEN, LATER = 1.0, 4.0
+MEAN = HOWS.index("mean")
 ANY = ""  # algorithm: the one of the least cost
 
 
@@ -51,11 +52,14 @@ class Hierarchy:
         """The result is where the vector was."""
         call = Call(OPS.index("all-reduce"), kind, how, 0, nbytes)
         part, mine = self._part(nbytes)
+        alone = len(self._mates) == 1  # nothing to sum up in the host; a mean is divided there
         with self._told(call, timeout):
-            self._kernel.reduce_parts(data, nbytes, part, kind, how, self.size, timeout)
+            if not alone or how == MEAN:
+                self._kernel.reduce_parts(data, nbytes, part, kind, how, self.size, timeout)
             if mine:
                 self._run(self._all_reduce(mine), data + self._local * part, call, timeout)
-            self._kernel.gather_parts(data, nbytes, part, timeout + LATER)
+            if not alone:
+                self._kernel.gather_parts(data, nbytes, part, timeout + LATER)
 
     def reduce_scatter(
         self, sources: Sequence[int], to: int, nbytes: int, kind: int, how: int, timeout: float

@@ -21,7 +21,8 @@
 #define YIELDS 50            /* looks at the connections before it sleeps */
 #define SLICE_MS 50          /* asleep at once: so late at most is noticed that the host has given up */
 #define FOLD_AT (32 << 10)   /* bytes that are folded in at once, but for the last ones */
-#define WAKE_AT (64 << 10)   /* bytes that have to have come to wake it, where so many are missing */
+#define WAKE_AT (256 << 10)  /* bytes that have to have come to wake it, where so many are missing */
+#define SHORT (64 << 10)     /* bytes: where no more are missing it yields before it sleeps */
 #define ALIGN 64
 
 enum { OK, CLOSED, SILENT, DIFFERS, BROKEN, NO_MEMORY };
@@ -168,7 +169,8 @@ static void fold_in(Wire *w, int sends, int count, Folding *f) {
 
 /* Nobody is woken for each packet of a long message. */
 static void wakes_at(Wire *w, const Message *m) {
-    int bytes = m->bytes - m->done > WAKE_AT ? WAKE_AT : 1;
+    uint64_t left = m->bytes - m->done;
+    int bytes = left > WAKE_AT ? WAKE_AT : left > SHORT ? (int)left : 1;
     if (w->wakes[m->host] == bytes) return;
     w->wakes[m->host] = bytes;
     setsockopt(m->fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
@@ -195,13 +197,18 @@ static int step(Wire *w, int sends, int receives, Folding *f) {
     int64_t since = 0; /* nothing was moved */
     for (;;) {
         int any = 0, left = 0;
+        uint64_t missing = 0;
         if ((error = move(w, sends, count, &any))) return error;
         if (f) fold_in(w, sends, count, f);
-        for (int i = 0; i < count; i++) left += !ended(&w->messages[i]);
+        for (int i = 0; i < count; i++) {
+            const Message *m = &w->messages[i];
+            left += !ended(m);
+            missing += m->bytes - m->done;
+        }
         if (!left) return OK;
         if (any) {
             idle = 0, since = 0;
-        } else if (idle++ < YIELDS) {
+        } else if (missing <= SHORT && idle++ < YIELDS) {
             sched_yield();
         } else {
             if (!since) since = now_ns();
