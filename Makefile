@@ -91,6 +91,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/page_size.py
 	$(BIN)/python benchmarks/binding.py
 	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/sockets.py
 	$(BIN)/python benchmarks/exchange_hosts.py
 	$(BIN)/python benchmarks/tuning.py
 	$(BIN)/python benchmarks/unused.py

@@ -207,6 +207,14 @@ def test_unused(tmp_path):
     assert len(result["targets"]) == 1
 
 
+def test_sockets(tmp_path):
+    words = ["--ranks", "4", "--sizes", "65536", "1048576"]
+    result = result_of("sockets", tmp_path / "sockets.json", *words)
+    assert len(result["settings"]["sockets"]) > 1
+    assert len(result["measurements"]) == 4
+    assert all(len(each) == 1 and each[0] > 0 for each in result["measurements"].values())
+
+
 def test_compression(tmp_path):
     result = result_of("compression", tmp_path / "less.json", "--epochs", "2")
     sent = {way: told["bytes_a_step"] for way, told in result["medians"].items()}

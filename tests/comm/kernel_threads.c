@@ -74,10 +74,17 @@ static void *rank_of(void *number) {
     int rank = (int)(intptr_t)number;
     Comm c = *whole;
     c.rank = rank;
+    paceline_on_socket(&c, rank % 2, 0);
+    expect(paceline_barrier(&c, 60), "barrier"); /* all have said theirs */
     for (int round = 0; round < ROUNDS; round++) {
+        if (round == ROUNDS / 2) { /* 0 and 2 share one */
+            if (paceline_sockets(&c) != 2) FAIL("sockets\n");
+            paceline_by_socket(&c, 1);
+        }
         const size_t sizes[] = {0, 1, 37, 1000, 4096, 5001, 20011};
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) go(&c, rank, sizes[i]);
     }
+    free(c.order);
     return NULL;
 }
 

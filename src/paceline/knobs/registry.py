@@ -92,11 +92,12 @@ KNOBS: dict[str, Knob] = {
         "16 MiB of memory a host",
     ),
     "algorithm": Knob(
-        "all-reduces between hosts go by this algorithm, whatever their size",
+        "all-reduces between hosts go by this algorithm, whatever their size; or in each host by "
+        "its sockets",
         ("exchange-bandwidth", "exchange-latency"),
         "PACELINE_ALGORITHM={value} in the environment",
         "comm.scripts:algorithm",
-        Choice(("direct", "doubling", "halving", "ring", "racks", "tree")),
+        Choice(("direct", "doubling", "halving", "ring", "racks", "tree", "sockets")),
         costs="time for messages of other sizes than those it is best for",
     ),
     "nccl-algorithm": Knob(

@@ -14,6 +14,7 @@ import torch
 
 from ..shared.calls import HOWS, OPS, Call, ExchangeError
 from ..shared.native import Kernel
+from ..shared.opened import BY_SOCKET
 from . import schedules
 from .native import Program, StepError, Wire, program
 from .places import Places
@@ -31,7 +32,8 @@ ANY = ""  # algorithm: the one of the least cost
 class Hierarchy:
     """As shared.native.Kernel, for all hosts. wire: of the ranks that have a part. link: what the
     slowest of the links between these hosts can do; algorithm: of an all-reduce between hosts; it
-    may become another one while nothing is under way. told: what it was made with."""
+    may become another one while nothing is under way. told: what it was made with; BY_SOCKET: the
+    one of the least cost between hosts."""
 
     def __init__(
         self,
@@ -43,7 +45,8 @@ class Hierarchy:
         algorithm: str = ANY,
     ) -> None:
         self.places, self._kernel, self._wire, self._link = places, kernel, wire, link
-        self._trouble, self.algorithm, self.told = trouble, algorithm, algorithm
+        self._trouble, self.told = trouble, algorithm
+        self.algorithm = ANY if algorithm == BY_SOCKET else algorithm
         self.rank, self.size = places.rank, sum(map(len, places.ranks))
         self._hosts, self._host, self._local = len(places.ranks), places.host, places.local
         self._mates = places.ranks[self._host]
@@ -115,6 +118,15 @@ class Hierarchy:
             if self._local == 0:
                 self._run(_program("doubling", 0, self._host, self._hosts), 0, call, timeout)
             self._kernel.barrier(timeout + LATER)
+
+    @property
+    def sockets(self) -> int:
+        """Of this host (Kernel.sockets)."""
+        return self._kernel.sockets
+
+    def by_socket(self, by: bool) -> None:
+        """As Kernel's, on every host that has them."""
+        self._kernel.by_socket(by)
 
     def close(self) -> None:
         """Of a group that is not used any more: to the others, this rank has gone."""

@@ -15,6 +15,7 @@ from ...record.tell import say
 from ..shared import memory
 from ..shared import opened as shared
 from ..shared.native import Kernel
+from ..shared.opened import ALGORITHM, BY_SOCKET
 from . import schedules
 from .connect import Connections, Door, links_here
 from .hierarchy import ANY, Hierarchy
@@ -23,7 +24,6 @@ from .places import Places, places
 from .schedules import Link
 from .trouble import Trouble
 
-ALGORITHM = "PACELINE_ALGORITHM"  # of an all-reduce between hosts
 NO_KERNEL = "the kernel in C was not built at the installation"
 MBIT = "PACELINE_LINK_MBIT"  # of a link that does not know what it can do, or shares it
 SPEED = 1000.0  # Mbit/s, of one that does not say
@@ -66,7 +66,7 @@ def over_hosts(
     most = min(sum(max(1, round(mbit / RAIL)) for mbit in links) for links in speeds)
     said = {key: [one[key] for one in each] for key in ("host", "name", "rack", "algorithm")}
     found = places(said["host"], said["name"], rank, most, said["rack"])
-    known = [*schedules.ALL_REDUCE, *[schedules.RACKS] * (found.in_rack > 0)]
+    known = [*schedules.ALL_REDUCE, *[schedules.RACKS] * (found.in_rack > 0), BY_SOCKET]
     algorithm = _same_algorithm(said["algorithm"], known, names)
     sharing = -(-found.rails // min(map(len, speeds)))  # ranks a link
     link = Link(rate=min(map(min, speeds)) * 1e6 / 8 / sharing)

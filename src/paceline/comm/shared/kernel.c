@@ -51,6 +51,7 @@ typedef struct {
 typedef struct {
     _Alignas(2 * LINE) _Atomic uint32_t posted; /* phases that this rank has ended */
     _Atomic uint32_t sleepers;                  /* that wait for it */
+    _Atomic int32_t socket;                     /* of sockets.h */
     Call calls[RING];                           /* with what is in each slot */
 } Mailbox;
 
@@ -71,6 +72,8 @@ typedef struct {
     uint64_t chunk;               /* so many have gone through this rank's slots */
     Call call; /* what this rank does */
     int by;    /* what a mean is divided by */
+    int sockets, socket, mate, by_socket; /* of sockets.h; mate: this rank among those of its socket */
+    int *order, *begins; /* ranks in the order of their sockets, and where each socket begins */
     int64_t timeout_ns;
 } Comm;
 
@@ -101,6 +104,7 @@ Comm *paceline_open(int fd, int rank, int size, size_t slot, int locks) {
 
 void paceline_close(Comm *c) {
     munmap(c->head, c->mapped);
+    free(c->order);
     free(c);
 }
 
@@ -317,6 +321,8 @@ static int goes_out(Comm *c, Chunk *k, char *to) {
     return OK;
 }
 
+#include "sockets.h"
+
 /* kind, how: of combine.h. The result is where the vector was. Returns 0 or an error. */
 int paceline_all_reduce(Comm *c, char *data, uint64_t bytes, int kind, int how, double timeout) {
     int error = begin(c, ALL_REDUCE, kind, how, 0, bytes, timeout);
@@ -332,6 +338,7 @@ int paceline_all_reduce(Comm *c, char *data, uint64_t bytes, int kind, int how, 
         c->freed[c->chunk++ % RING] = post(c);
         return OK;
     }
+    if (c->by_socket) return all_reduce_by_socket(c, data, bytes);
     Chunk ring[RING];
     size_t count = (bytes + c->slot - 1) / c->slot;
     for (size_t i = 0; i < count + 2; i++) {

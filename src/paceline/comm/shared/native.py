@@ -34,6 +34,9 @@ def library() -> ctypes.CDLL:
             *(c_int, c_int, c_int, c_double),
         ),
         "gather_parts": (c_int, c_void_p, c_void_p, c_uint64, c_uint64, c_double),
+        "on_socket": (None, c_void_p, c_int, c_int),
+        "sockets": (c_int, c_void_p),
+        "by_socket": (None, c_void_p, c_int),
         "break": (None, c_void_p, c_int),
         "broken": (c_void_p, c_void_p),
         "all_gather": (c_int, c_void_p, c_void_p, POINTER(c_void_p), c_uint64, c_double),
@@ -64,7 +67,7 @@ class Kernel:
         self._comm = self._library.paceline_open(fd, rank, size, slot, 1)
         if not self._comm:
             raise OSError(ctypes.get_errno(), "the shared memory can't be mapped")
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.sockets = rank, size, 0
         self._names = list(names) or list(range(size))
         self._all_reduce = self._library.paceline_all_reduce
 
@@ -102,6 +105,23 @@ class Kernel:
         """All ranks get all parts."""
         call = self._library.paceline_gather_parts
         self._check(call(self._comm, data, nbytes, part, timeout), timeout)
+
+    def on_socket(self, socket: int, wanted: bool) -> None:
+        """Where this rank is, before all find_sockets(). wanted: whether it is told to sum up by
+        sockets."""
+        self._library.paceline_on_socket(self._comm, socket, wanted)
+
+    def find_sockets(self) -> bool:
+        """How many sockets the ranks are on, as ``sockets``: 0 unless there are several, and some
+        with several ranks. Whether all ranks are told the same."""
+        found = self._library.paceline_sockets(self._comm)
+        self.sockets = max(found, 0)
+        return bool(found >= 0)
+
+    def by_socket(self, by: bool) -> None:
+        """Ranks of a socket sum up first, from the next collective on; on all ranks, while nothing
+        is under way. No effect where there are no sockets."""
+        self._library.paceline_by_socket(self._comm, by)
 
     def give_up(self) -> None:
         """This rank can't reach other hosts any more: every rank of this one is told."""

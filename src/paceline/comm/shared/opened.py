@@ -8,6 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
+from ...cluster.sockets import SOCKETS, socket_of
 from ...record.tell import say
 from . import memory
 from .native import Kernel, library
@@ -18,6 +19,8 @@ SLOT = 1 << 20  # bytes: of each rank's slots
 RING = 3  # of these a rank has, as in kernel.c
 MOST = 16 << 20  # bytes of all slots of a host together
 LEAST_SLOT = 16 << 10
+ALGORITHM = "PACELINE_ALGORITHM"  # of an all-reduce between hosts, or by sockets:
+BY_SOCKET = "sockets"
 ELSEWHERE = "its ranks are on several hosts"
 BY_CHOICE = "PACELINE_EXCHANGE=gloo"
 
@@ -35,8 +38,10 @@ def opened(
     """The kernel of a group of ``size`` ranks, which meet in ``store``; None, and why, where one
     of them can't take part, or is elsewhere. names: the ranks' numbers in the job.
 
-    Raises RuntimeError of torch's store where a rank does not come.
+    Raises RuntimeError of torch's store where a rank does not come; ValueError where sockets are
+    not said in words that can be read, or only some ranks are told to sum up by them.
     """
+    socket = _socket_here()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     times = store.add(f"{attempt}/{rank}", 1)  # a store may outlive a group, and its successor's
     store = PrefixStore(f"{attempt}/{times}", store)
@@ -49,6 +54,8 @@ def opened(
         slot = slot_of(size)
         fd = memory.shared(store, rank, size, how.needs(size, slot), timeout)
         kernel = how(fd, rank, size, slot, names)
+        if isinstance(kernel, Kernel):
+            kernel.on_socket(socket, os.environ.get(ALGORITHM) == BY_SOCKET)
     except (OSError, ValueError) as error:
         failed = f"rank {rank}: {error}"
     # Only now does every rank hold the lock by which the others see that it is alive.
@@ -57,7 +64,35 @@ def opened(
         kernel.close()
     elif how is InTorch and rank == 0:
         _slower()
+    if not why and isinstance(kernel, Kernel):
+        _by_socket(kernel)
     return (None if why else kernel), why
+
+
+@cache
+def _socket_here() -> int:
+    return socket_of(os.sched_getaffinity(0))
+
+
+def _by_socket(kernel: Kernel) -> None:
+    """Once all ranks have said where they are, and what they are told."""
+    if not kernel.find_sockets():
+        raise ValueError(
+            f"only some ranks of a host have {ALGORITHM}={BY_SOCKET}. HINT: the same on all ranks"
+        )
+    if os.environ.get(ALGORITHM) == BY_SOCKET:
+        kernel.by_socket(True)
+        if not kernel.sockets and kernel.size > 1 and kernel.rank == 0:
+            _no_sockets()
+
+
+@cache
+def _no_sockets() -> None:
+    say(
+        f"paceline: {ALGORITHM}={BY_SOCKET} has no effect: ranks of this host are not bound to "
+        f"several sockets, or to one each. HINT: paceline run --bind core, or {SOCKETS} where the "
+        "host itself does not say\n"
+    )
 
 
 @cache

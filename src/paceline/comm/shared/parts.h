@@ -22,16 +22,25 @@ int paceline_reduce_parts(Comm *c, char *data, uint64_t bytes, uint64_t part, in
     for (uint64_t at = 0; at < part || !at; at += most) {
         if ((error = claim(c))) return error;
         uint64_t chunk = c->chunk++;
+        size_t each = part - at < most ? rounded(part - at, LINE) : most;
+        int by_socket = c->by_socket && owners * each > FLAT;
         for (int q = 0; q < owners; q++)
-            if (q != c->rank)
-                memcpy(slot_of(c, c->rank, chunk) + q * most, data + q * part + at,
+            if (q != c->rank || by_socket)
+                memcpy(slot_of(c, c->rank, chunk) + q * each, data + q * part + at,
                        within(bytes, part, q, at, most));
         if ((error = await_all(c, post(c))) || (error = compare(c, chunk))) return error;
-        size_t length = within(bytes, part, c->rank, at, most);
+        size_t length = within(bytes, part, c->rank, at, most), mine = c->rank * each;
         char *own = data + c->rank * part + at;
+        if (by_socket) {
+            within_socket(c, chunk, owners * each);
+            if ((error = await_all(c, post(c)))) return error;
+            over_sockets(c, chunk, owners * each, mine, mine + length, own, 0);
+            c->freed[chunk % RING] = post(c);
+            continue;
+        }
         const char *from[c->size];
         for (int q = 0; q < c->size; q++)
-            from[q] = q == c->rank ? own : slot_of(c, q, chunk) + c->rank * most;
+            from[q] = q == c->rank ? own : slot_of(c, q, chunk) + mine;
         if (length) combine(kind, how, from, c->size, by, own, NULL, length);
         c->freed[chunk % RING] = post(c);
     }

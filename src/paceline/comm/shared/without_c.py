@@ -23,7 +23,9 @@ _FLOCK = "hhqqi"
 
 
 class InTorch:
-    """As native.Kernel. A rank has two slots, which take turns."""
+    """As native.Kernel, without its level of sockets. A rank has two slots, which take turns."""
+
+    sockets = 0
 
     @staticmethod
     def needs(size: int, slot: int) -> int:

@@ -9,8 +9,8 @@ AS_IT_IS, GLOO, PACELINE = "", "gloo", "paceline"  # ways besides the algorithms
 @dataclass(frozen=True)
 class Choice:
     """mib: of a bucket; None: buckets as the script has them. way: what all-reduces go through:
-    AS_IT_IS, GLOO, PACELINE (which takes the algorithm of the least cost), or the name of an
-    algorithm between hosts. bf16: gradients travel as bfloat16."""
+    AS_IT_IS, GLOO, PACELINE (which takes the algorithm of the least cost), or an algorithm by its
+    name: one between hosts, or "sockets". bf16: gradients travel as bfloat16."""
 
     mib: float | None = None
     way: str = AS_IT_IS

@@ -14,13 +14,16 @@ from .choice import Choice
 from .halving import Verdict
 
 
-def signature(parameters: list[Any], ranks: int, hosts: int, bf16: bool) -> dict[str, Any]:
-    """Of whom the answer is: parameters that have gradients, ranks and hosts of their exchange, the
-    machine, and whether gradients might travel as bfloat16."""
+def signature(
+    parameters: list[Any], ranks: int, hosts: int, sockets: bool, bf16: bool
+) -> dict[str, Any]:
+    """Of whom the answer is: parameters that have gradients, ranks and hosts of their exchange and
+    whether it may go by sockets, the machine, and whether gradients might travel as bfloat16."""
     return {
         "compression": bf16,
         "ranks": ranks,
         "hosts": hosts,
+        "sockets": sockets,
         "gradients": len(parameters),
         "gradient_bytes": sum(one.numel() * one.element_size() for one in parameters),
         "machine": platform.machine(),

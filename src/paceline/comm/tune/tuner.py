@@ -72,7 +72,7 @@ class Tuner:
         parameters = self._buckets.parameters
         self._own, self._device = {id(one) for one in parameters}, parameters[0].device
         size = dist.get_world_size(over.group)
-        self._mine = kept.signature(parameters, size, over.hosts, wanted.bf16)
+        self._mine = kept.signature(parameters, size, over.hosts, over.sockets, wanted.bf16)
         self._now = self._default = Choice(None, over.default)
         self._next: Choice | None = None  # from the next forward on
         self._steps, self._seconds, self._last = 0, list[float](), 0.0

@@ -1,5 +1,6 @@
 """Which ways a group's all-reduces can go, and how long each of them takes here."""
 
+import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -12,6 +13,8 @@ from ...record.collectives import RecordedGroup
 from ..hosts.hierarchy import ANY, Hierarchy
 from ..hosts.schedules import Step, all_reduce, names
 from ..shared.group import SharedGroup
+from ..shared.native import Kernel
+from ..shared.opened import ALGORITHM, BY_SOCKET
 from .choice import AS_IT_IS, GLOO, PACELINE
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes
@@ -21,16 +24,18 @@ PROBE = 1 << 20  # bytes, of which algorithms with the same steps are one
 
 
 class Ways:
-    """Of the group that a replica exchanges by."""
+    """Of the group that a replica exchanges by; made on all of its ranks."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         inner = group.inner if isinstance(group, RecordedGroup) else group
         self._shared = inner if isinstance(inner, SharedGroup) else None
-        self.default, self.all = AS_IT_IS, [AS_IT_IS]
+        self.default, self.all, self.sockets = AS_IT_IS, [AS_IT_IS], False
         if self._shared is not None:
             self.default = GLOO if self._shared.instead_of_gloo else PACELINE
-            self.all = [PACELINE, *_algorithms(self._shared.kernel), GLOO]
+            self.sockets = has_sockets(group)
+            by_socket = [BY_SOCKET] * self.sockets
+            self.all = [PACELINE, *by_socket, *_algorithms(self._shared.kernel), GLOO]
 
     @property
     def hosts(self) -> int:
@@ -44,7 +49,9 @@ class Ways:
         self._shared.reduces_over_gloo = way == GLOO
         kernel = self._shared.kernel
         if isinstance(kernel, Hierarchy) and not kernel.told:
-            kernel.algorithm = ANY if way in (PACELINE, GLOO) else way
+            kernel.algorithm = ANY if way in (PACELINE, BY_SOCKET, GLOO) else way
+        if self.sockets and isinstance(kernel, Kernel | Hierarchy):
+            kernel.by_socket(way == BY_SOCKET)
 
     def measured(self, largest: int, device: torch.device) -> dict[str, dict[int, float]]:
         """Seconds of an all-reduce by its bytes, of each way; up to ``largest`` bytes. The same on
@@ -71,6 +78,14 @@ class Ways:
             seconds = median(timed(once, device) for _ in range(TIMES))
             found[nbytes] = slowest(seconds, self.group, device)
         return found
+
+
+def has_sockets(group: Any) -> bool:
+    """Whether ranks of any host of a SharedGroup may sum up by sockets; not where the user has said
+    how. All of its ranks ask."""
+    inner: Any = group.inner if isinstance(group, RecordedGroup) else group
+    may = inner.kernel.sockets > 0 and not os.environ.get(ALGORITHM)
+    return slowest(float(may), group, torch.device("cpu")) > 0
 
 
 def _algorithms(kernel: Any) -> list[str]:

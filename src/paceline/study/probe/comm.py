@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ...cluster.who import place
+from ...comm.tune.ways import has_sockets
 from ...cost.machine import SECONDS, AtSize, Collective, Figure
 from ...cost.shapes import tree
+from ...record.collectives import RecordedGroup
 from ...record.recorder import Recorder
 from ...record.tell import to_launcher
 from ...world.join import join, leave
@@ -54,11 +56,21 @@ def _backends() -> dict[str, Members]:
     found = {"gloo": Members(dist.new_group(backend="gloo"), size, cpu)}
     if (name := backend_of(default)) not in found:
         found[name] = Members(default, size, cpu)
+        if has_sockets(default):
+            found[f"{name} by sockets"] = Members(_by_socket(), size, cpu)
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         found["nccl"] = Members(dist.new_group(backend="nccl"), size, device)
     return found
+
+
+def _by_socket() -> Any:
+    """Another group, whose ranks sum up in their sockets first."""
+    group = dist.new_group()
+    inner: Any = group.inner if isinstance(group, RecordedGroup) else group
+    inner.kernel.by_socket(True)
+    return group
 
 
 def _measured(backends: dict[str, Members], operation: str, sizes: list[int]) -> dict[str, Any]:

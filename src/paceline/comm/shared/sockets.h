@@ -1,0 +1,113 @@
+/* Ranks on several sockets: what ranks of one have is summed up there, and only sums cross to the
+   others; included by kernel.c, whose phases these are. Of n ranks on s sockets n / s times less is
+   read from other sockets to be summed up. */
+#pragma once
+
+/* Of this rank, before all look for their sockets; -1: on none. wanted: whether it was told to sum up
+   by sockets. */
+void paceline_on_socket(Comm *c, int socket, int wanted) {
+    atomic_store(&c->boxes[c->rank].socket, 2 * socket + (wanted != 0));
+}
+
+/* Once all ranks have said theirs: how many sockets there are, where some rank shares one; 0 where
+   there is no such level; -1 where only some ranks were told to sum up so. */
+int paceline_sockets(Comm *c) {
+    int all = 0, wanted = 0, nowhere = 0;
+    for (int q = 0; q < c->size; q++) {
+        int said = atomic_load(&c->boxes[q].socket);
+        wanted += said & 1;
+        nowhere += said < 0;
+    }
+    if (wanted != 0 && wanted != c->size) return -1;
+    if (c->size == 1 || nowhere) return 0;
+    free(c->order);
+    c->order = calloc(2 * (size_t)c->size + 1, sizeof(int));
+    if (c->order == NULL) return 0;
+    c->begins = c->order + c->size;
+    for (int q = 0, at = 0; q < c->size; q++) { /* sockets in the order of their first ranks */
+        int socket = atomic_load(&c->boxes[q].socket), seen = 0;
+        for (int before = 0; before < q; before++)
+            seen |= atomic_load(&c->boxes[before].socket) == socket;
+        if (seen) continue;
+        for (int mate = q; mate < c->size; mate++) {
+            if (atomic_load(&c->boxes[mate].socket) != socket) continue;
+            if (mate == c->rank) c->socket = all, c->mate = at - c->begins[all];
+            c->order[at++] = mate;
+        }
+        c->begins[++all] = at;
+    }
+    c->sockets = all > 1 && all < c->size ? all : 0;
+    return c->sockets;
+}
+
+/* From the next collective on; on all ranks, while nothing is under way. */
+void paceline_by_socket(Comm *c, int by) { c->by_socket = by && c->sockets; }
+
+static int mates(Comm *c, int socket) { return c->begins[socket + 1] - c->begins[socket]; }
+
+/* Ranks of a socket sum up a piece each. */
+static size_t piece(Comm *c, int socket, size_t bytes) {
+    return rounded((bytes + mates(c, socket) - 1) / mates(c, socket), LINE);
+}
+
+/* Of ``bytes`` in every rank's slot: this rank's piece becomes its socket's sum, in its slot. */
+static void within_socket(Comm *c, uint64_t chunk, size_t bytes) {
+    size_t each = piece(c, c->socket, bytes), at = each * c->mate;
+    if (at >= bytes || mates(c, c->socket) == 1) return;
+    const char *from[c->size];
+    for (int i = 0; i < mates(c, c->socket); i++)
+        from[i] = slot_of(c, c->order[c->begins[c->socket] + i], chunk) + at;
+    combine(c->call.kind, c->call.how == MEAN ? SUM : c->call.how, from, mates(c, c->socket), 1,
+            slot_of(c, c->rank, chunk) + at, NULL, bytes - at < each ? bytes - at : each);
+}
+
+/* Then of these sums, from ``at`` until ``end``, that over all sockets; to, share: as of reduce. */
+static void over_sockets(Comm *c, uint64_t chunk, size_t bytes, size_t at, size_t end, char *to,
+                         int share) {
+    const char *from[c->size];
+    while (at < end) {
+        size_t next = end;
+        for (int s = 0; s < c->sockets; s++) {
+            size_t each = piece(c, s, bytes), of = at / each;
+            if (each * (of + 1) < next) next = each * (of + 1);
+            from[s] = slot_of(c, c->order[c->begins[s] + of], chunk) + at;
+        }
+        combine(c->call.kind, c->call.how, from, c->sockets, c->by, to,
+                share ? slot_of(c, c->rank, chunk) + at : NULL, next - at);
+        to += next - at, at = next;
+    }
+}
+
+/* A long vector: chunks as in paceline_all_reduce, with one more phase. */
+static int all_reduce_by_socket(Comm *c, char *data, size_t bytes) {
+    Chunk ring[RING];
+    size_t count = (bytes + c->slot - 1) / c->slot;
+    int error;
+    for (size_t i = 0; i < count + 2; i++) {
+        if (i < count) {
+            Chunk *k = &ring[i % RING];
+            k->at = i * c->slot;
+            k->bytes = bytes - k->at < c->slot ? bytes - k->at : c->slot;
+            k->part = rounded((k->bytes + c->size - 1) / c->size, LINE);
+            if ((error = claim(c))) return error;
+            k->chunk = c->chunk++;
+            memcpy(slot_of(c, c->rank, k->chunk), data + k->at, k->bytes);
+            k->in = post(c);
+        }
+        Chunk *last = &ring[(i + 1) % RING]; /* i - 2 */
+        if (i >= 2) {
+            if ((error = await_all(c, last->reduced))) return error; /* in the sockets */
+            size_t from = lies_at(last, c->rank), to = lies_at(last, c->rank + 1);
+            over_sockets(c, last->chunk, last->bytes, from, to, data + last->at + from, 1);
+            last->reduced = post(c);
+        }
+        if (i >= 1 && i <= count) {
+            Chunk *k = &ring[(i - 1) % RING];
+            if ((error = await_all(c, k->in)) || (error = compare(c, k->chunk))) return error;
+            within_socket(c, k->chunk, k->bytes);
+            k->reduced = post(c);
+        }
+        if (i >= 2 && (error = goes_out(c, last, data))) return error;
+    }
+    return OK;
+}

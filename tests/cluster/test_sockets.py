@@ -1,0 +1,25 @@
+"""Which socket a process runs on, as the user or sysfs says."""
+
+import pytest
+
+from paceline.cluster.sockets import NOWHERE, SOCKETS, socket_of
+
+
+def test_as_the_user_says():
+    said = {SOCKETS: "0-3,8-11 4-7,12-15"}
+    assert socket_of({0, 8}, said) == 0
+    assert socket_of({5}, said) == socket_of({4, 15}, said) == 1
+    assert socket_of({3, 4}, said) == socket_of({16}, said) == socket_of(set(), said) == NOWHERE
+    with pytest.raises(ValueError, match=r"PACELINE_SOCKETS=0-x: no .* HINT: a list for each"):
+        socket_of({0}, {SOCKETS: "0-x"})
+
+
+def test_as_sysfs_says(tmp_path):
+    for cpu, package in enumerate([0, 0, 3, 3, -1]):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{package}\n")
+    assert socket_of({0, 1}, {}, tmp_path) == 0
+    assert socket_of({3}, {}, tmp_path) == 3
+    # On two of them; where the kernel does not say; where there is no such thread.
+    assert all(socket_of(cpus, {}, tmp_path) == NOWHERE for cpus in ({1, 2}, {4}, {5}, set()))

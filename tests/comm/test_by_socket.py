@@ -1,0 +1,160 @@
+"""Ranks on several sockets, which sum up within them first. Cores of this machine stand for
+sockets: what is read is the same, and how far it is away is not."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+
+import ranks
+from collectives import ANY, FAILS, SAME
+
+CORES = sorted(os.sched_getaffinity(0))[:2]
+SOCKETS = {"PACELINE_SOCKETS": " ".join(map(str, CORES))}
+BY_SOCKET = SOCKETS | {"PACELINE_ALGORITHM": "sockets"}
+BOUND = f"""
+    import os
+    os.sched_setaffinity(0, [{CORES}[int(os.environ["PLACES"][int(os.environ["RANK"])])]])
+    """
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+
+
+def bound(text):
+    """A script whose ranks are on the cores that the digits of PLACES are the places of."""
+    return BOUND.rstrip(" ") + text.removeprefix("\n")
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "places", ["0101", *(pytest.param(one, marks=LONG) for one in ("00010", "00110101"))]
+)
+def test_every_collective_gives_what_it_should(tmp_path, places):
+    check = "    assert dist.group.WORLD.kernel.sockets == 2\n    draw ="
+    script = ranks.write(tmp_path, bound(ANY.replace("    draw =", check, 1)))
+    done = ranks.run(script, 7, 60, 2, ranks=len(places), PLACES=places, **BY_SOCKET)
+    assert done.stdout.count("all as expected") == len(places)
+
+
+def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
+    script, found = ranks.write(tmp_path, bound(SAME)), []
+    for name, env in (("one", BY_SOCKET), ("two", BY_SOCKET), ("flat", SOCKETS)):
+        ranks.run(script, tmp_path / name, ranks=3, PLACES="011", **env)
+        found.append(torch.load(tmp_path / name))
+    one, two, flat = found
+    assert torch.equal(one, two)
+    assert not torch.equal(one, flat)  # another order, where all are summed up in that of ranks
+    torch.testing.assert_close(one, flat)
+
+
+UNEVEN = "host1:3,host2:1,host3:2"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", [UNEVEN, "host1:4,host2:4"])
+def test_between_hosts(hosts, shared_folder, where):
+    ranks.write(shared_folder, bound(ANY))
+    given = BY_SOCKET | {"PLACES": "01101011"}
+    more = [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
+    command = [ranks.PACELINE, "run", "-H", where, *more, "script.py", 3, 40, 5]
+    done = hosts.run("host0", *command, cwd=shared_folder, timeout=120)
+    assert done.stdout.count("all as expected") == sum(int(one[-1]) for one in where.split(","))
+
+
+@pytest.mark.parametrize("places", [pytest.param("010", marks=LONG), "001"])
+def test_who_does_something_else_is_late_or_has_died_is_named(tmp_path, places):
+    script = ranks.write(tmp_path, bound(FAILS))
+    more = {"PLACES": places, **BY_SOCKET}
+    done = ranks.run(script, "size,sleeps,dies", 1, ranks=3, check=False, **more)
+    for rank in (0, 2):
+        said = dict(re.findall(rf"(\w+) after [\d.]+ s rank {rank}: (.*)", done.stdout))
+        assert "rank 1 has all-reduce of 280,000 bytes as float32 (sum)" in said["size"]
+        assert "rank 1 did not come within 1 s. HINT: is it stopped" in said["sleeps"]
+        assert "can't go on: rank 1 has died" in said["dies"]
+
+
+ONE = """
+    import os
+    import torch, torch.distributed as dist
+    import paceline
+
+    if os.environ["RANK"] in os.environ.get("WITHOUT", ""):
+        del os.environ["PACELINE_ALGORITHM"]
+    dist.init_process_group("paceline")
+    x = torch.ones(100_000)
+    dist.all_reduce(x)
+    print(dist.get_rank(), float(x.max()), flush=True)
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.parametrize("places", ["000", pytest.param("01", marks=LONG)])
+def test_it_is_said_where_there_is_no_such_level(tmp_path, places):
+    script = ranks.write(tmp_path, bound(ONE))
+    size = len(places)
+    done = ranks.run(script, ranks=size, PLACES=places, **BY_SOCKET)
+    assert ranks.untagged(done.stdout) == {f"{rank} {size}.0" for rank in range(size)}
+    assert done.stderr.count("paceline: PACELINE_ALGORITHM=sockets has no effect: ranks of") == 1
+
+
+def test_ranks_that_are_told_different_things_do_not_begin(tmp_path):
+    script = ranks.write(tmp_path, bound(ONE))
+    more = {"PLACES": "0101", "WITHOUT": "23", **BY_SOCKET}
+    done = ranks.run(script, ranks=4, check=False, **more)
+    assert "only some ranks of a host have PACELINE_ALGORITHM=sockets. HINT: the" in done.stderr
+    done = ranks.run(script, ranks=4, check=False, **more | {"PACELINE_SOCKETS": "0-x"})
+    assert "PACELINE_SOCKETS=0-x: no hardware threads. HINT: a list for each" in done.stderr
+
+
+TUNED = """
+    import torch, torch.distributed as dist
+    import paceline
+    from paceline.comm.tune.ways import Ways
+
+    dist.init_process_group("paceline")
+    ways = Ways(dist.group.WORLD)
+    took = ways.measured(1 << 20, torch.device("cpu"))
+    assert list(took) == ways.all and all(min(one.values()) > 0 for one in took.values())
+    torch.manual_seed(dist.get_rank())
+    x, found = torch.randn(100_003), []
+    for way in ("paceline", "sockets", "paceline"):
+        ways.set(way)
+        found.append(x.clone())
+        dist.all_reduce(found[-1])
+    one, by_socket, again = found
+    alike = torch.allclose(one, by_socket, atol=1e-5)
+    same = torch.equal(one, again), torch.equal(one, by_socket), alike
+    print(dist.get_rank(), *ways.all, *same, flush=True)
+    dist.destroy_process_group()
+    """
+
+
+def test_the_tuner_measures_it_where_ranks_are_bound_so(tmp_path):
+    script = ranks.write(tmp_path, bound(TUNED))
+    done = ranks.run(script, ranks=4, PLACES="0011", **SOCKETS)
+    expected = "paceline sockets gloo True False True"
+    assert ranks.untagged(done.stdout) == {f"{rank} {expected}" for rank in range(4)}
+    done = ranks.run(script, ranks=4, PLACES="0000", **SOCKETS)
+    expected = "paceline gloo True True True"
+    assert ranks.untagged(done.stdout) == {f"{rank} {expected}" for rank in range(4)}
+
+
+BENCH = """
+    from paceline.study.probe import comm
+
+    comm.to_launcher = lambda **_: False
+    comm.main()
+    """
+
+
+def test_it_is_measured_beside_the_others(tmp_path):
+    """As ``paceline bench comm`` does, where ranks are bound to cores of several sockets."""
+    script = ranks.write(tmp_path, bound(BENCH))
+    done = ranks.run(script, "--sizes", 1024, 1 << 20, ranks=4, PLACES="0011", **SOCKETS)
+    told = json.loads(done.stdout[done.stdout.index("{") :])["collectives"]
+    assert [one["backend"] for one in told] == ["gloo", "paceline", "paceline by sockets"]
+    assert all(one["sizes"][1]["seconds"]["median"] > 0 for one in told)
