@@ -29,6 +29,7 @@ LAYOUTS = {  # hosts, options of the ranks' script
     "4 hosts x 2, blocks": (4, ()),
     "4 hosts x 2, round-robin": (4, ("--cyclic",)),
 }
+CONGESTION = "net.ipv4.tcp_congestion_control"
 BLOCKS, CYCLIC = 1.4, 2.7
 SMALL, LINE, HIDDEN = 3.0, 0.9, 0.7
 
@@ -46,6 +47,7 @@ def main() -> None:
     facts, found = machine(), {}
     with contextlib.closing(Hosts(4)) as hosts:
         narrowed(hosts, args.mbit)
+        facts["congestion"] = hosts.run("host1", "sysctl", "-n", CONGESTION).stdout.strip()
         for name, (count, words) in LAYOUTS.items():
             console.print(name, highlight=False)
             where = ",".join(f"host{at + 1}:2" for at in range(count))
@@ -58,7 +60,10 @@ def main() -> None:
 
 
 def narrowed(hosts: Any, mbit: int) -> None:
+    """And with Linux's own congestion control: BBR, where a machine has that instead, halts for a
+    fifth of a second every ten to see how long the way is."""
     for name in hosts.names[1:]:
+        hosts.run(name, "sysctl", "-q", "-w", f"{CONGESTION}=cubic", check=False)
         hosts.run(name, "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
         shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit"]
         hosts.run(name, *shape, "burst", "128kb", "latency", "100ms")

@@ -1,5 +1,6 @@
 """Whether a group's ranks share memory, and the kernel over it if they do: all of them, or none."""
 
+import itertools
 import os
 import platform
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ ALGORITHM = "PACELINE_ALGORITHM"  # of an all-reduce between hosts, or by socket
 BY_SOCKET = "sockets"
 ELSEWHERE = "its ranks are on several hosts"
 BY_CHOICE = "PACELINE_EXCHANGE=gloo"
+
+_groups = itertools.count()
 
 
 def slot_of(size: int) -> int:
@@ -82,17 +85,13 @@ def _by_socket(kernel: Kernel) -> None:
         )
     if os.environ.get(ALGORITHM) == BY_SOCKET:
         kernel.by_socket(True)
-        if not kernel.sockets and kernel.size > 1 and kernel.rank == 0:
-            _no_sockets()
-
-
-@cache
-def _no_sockets() -> None:
-    say(
-        f"paceline: {ALGORITHM}={BY_SOCKET} has no effect: ranks of this host are not bound to "
-        f"several sockets, or to one each. HINT: paceline run --bind core, or {SOCKETS} where the "
-        "host itself does not say\n"
-    )
+        first = next(_groups) == 0  # a part of its ranks may well be on one
+        if first and not kernel.sockets and kernel.size > 1 and kernel.rank == 0:
+            say(
+                f"paceline: {ALGORITHM}={BY_SOCKET} has no effect: ranks of this host are not "
+                "bound to several sockets, or to one each. HINT: paceline run --bind core, or "
+                f"{SOCKETS} where the host itself does not say\n"
+            )
 
 
 @cache
