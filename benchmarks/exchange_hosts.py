@@ -129,7 +129,7 @@ def report(args: Any, facts: Any, found: dict[str, Any], hidden: dict[str, list[
 
 
 def overlapped(args: Any, hidden: dict[str, list[float]]) -> Table:
-    back, out = (1e3 * hidden[key][0] for key in ("backward_s", "exchange_s"))
+    back, out = (1e3 * median(hidden[key]) for key in ("backward_s", "exchange_s"))
     title = f"hidden of DDP's exchange, {args.overlap_mbit} Mbit/s: backward {back:.0f} ms"
     most = 100 * (1 - median(hidden["busy"]))  # a rank has a core, and it computes the backward
     table = Table(title=f"{title}, exchange {out:.0f} ms; {most:.0f} % can be")

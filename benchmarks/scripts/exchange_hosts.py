@@ -77,9 +77,9 @@ def busy() -> tuple[int, int]:
 
 
 def overlap() -> dict[str, list[float]]:
-    """Of each group and size of buckets, the share of the exchange that is hidden: a batch is as
-    large as makes the backward as long as the exchange. Where each rank has one core, what the
-    exchange itself computes ("busy", of its time) can't be hidden."""
+    """Of each group and size of buckets, the share of the exchange that is hidden: in each round a
+    batch is as large as makes the backward as long as the exchange. Where each rank has one core,
+    what the exchange itself computes ("busy", of its time) can't be hidden."""
     torch.manual_seed(0)
 
     def model() -> nn.Module:
@@ -90,24 +90,27 @@ def overlap() -> dict[str, list[float]]:
         name: lambda group=group: dist.all_reduce(gradients, group=group)
         for name, group in GROUPS.items()
     }
-    alone = model()
+    x = torch.randn(128, WIDTH)
 
-    def steps(net: nn.Module, x: torch.Tensor):
+    def steps(net: nn.Module):
         def one() -> None:
             net.zero_grad(set_to_none=False)
             net(x).square().mean().backward()
 
         return one
 
-    batch = 128
-    for _ in range(3):
-        x = torch.randn(batch, WIDTH)
-        wanted, has = timed(exchange["paceline"], 3), timed(steps(alone, x), STEPS) * 2 / 3
-        batch = max(16, round(batch * wanted / has))
-    x = torch.randn(batch, WIDTH)
+    alone = steps(model())
+
+    def as_long() -> None:
+        """The batch that makes a backward (two thirds of a step) as long as the exchange."""
+        nonlocal x
+        wanted, has = timed(exchange["paceline"], STEPS), timed(alone, STEPS) * 2 / 3
+        x = torch.randn(max(16, round(len(x) * wanted / has)), WIDTH)
+
+    as_long()
     ways = {
         f"{name} {bucket}": steps(
-            DDP(model(), process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True), x
+            DDP(model(), process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
         )
         for name, group in GROUPS.items()
         for bucket in BUCKETS
@@ -115,19 +118,21 @@ def overlap() -> dict[str, list[float]]:
     for way in ways.values():
         timed(way, STEPS)
     found = {name: [] for name in ways}
-    shares = []
+    more = {name: [] for name in ("batch", "backward_s", "exchange_s", "busy")}
     for turn in range(args.rounds):
-        own = timed(steps(alone, x), STEPS)
+        as_long()
+        own = timed(alone, STEPS)
         each = {"gloo": timed(exchange["gloo"], STEPS)}
         before = busy()
         each["paceline"] = timed(exchange["paceline"], STEPS)
         computed, all_ticks = (now - then for now, then in zip(busy(), before, strict=True))
-        shares.append(computed / max(all_ticks, 1))
+        told = len(x), own * 2 / 3, each["paceline"], computed / max(all_ticks, 1)
+        for name, one in zip(more, told, strict=True):
+            more[name].append(one)
         for name in sorted(ways, reverse=turn % 2 == 1):
             took, whole = timed(ways[name], STEPS), each[name.partition(" ")[0]]
             found[name].append((own + whole - took) / whole)
-    more = {"batch": [batch], "backward_s": [own * 2 / 3], "exchange_s": [each["paceline"]]}
-    return found | more | {"busy": shares}
+    return found | more
 
 
 found = {str(nbytes): by_size(nbytes) for nbytes in args.sizes}
