@@ -86,8 +86,15 @@ class Slurm:
         (self.folder / "plugstack.conf").write_text("optional spank_pbs.so\n" if on else "")
 
     def left_over(self, seconds: float = 2.0) -> list[str]:
-        """Jobs that are not over, then as ``hosts.left_over``."""
-        return [f"job {job}" for job in self._jobs()] + self.hosts.left_over(seconds)
+        """As ``hosts.left_over``, then jobs that are not over. salloc ends before all nodes have
+        told Slurm that they are done: a job that is COMPLETING has time for it."""
+        left = self.hosts.left_over(seconds)
+        deadline = time.monotonic() + 10
+        while (jobs := self._jobs()) and time.monotonic() < deadline:
+            if set(jobs) - set(self._jobs("--states=COMPLETING")):
+                break
+            time.sleep(0.05)
+        return [f"job {job}" for job in jobs] + left
 
     def leave(self) -> None:
         if not self.hosts.up("host0") or not (jobs := self._jobs()):
@@ -113,8 +120,8 @@ class Slurm:
                 raise AssertionError(f"Slurm's nodes did not come back: {ill}")
             time.sleep(0.2)
 
-    def _jobs(self) -> list[str]:
-        return self.run("squeue", "-h", "-o", "%i").stdout.split()
+    def _jobs(self, *which: str) -> list[str]:
+        return self.run("squeue", "-h", "-o", "%i", *which).stdout.split()
 
     def _ill(self) -> list[str]:
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %T").stdout.splitlines()
