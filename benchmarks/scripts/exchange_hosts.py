@@ -32,7 +32,7 @@ import paceline  # noqa: E402, F401  the backend
 
 LEAST_S = 0.05  # of one measurement
 WIDTH = 512  # of the model: 1 MiB a layer
-BUCKETS = (1, 4, 25)  # MiB
+BUCKETS = (1, 2, 4, 25)  # MiB
 STEPS = 2  # of one measurement
 
 dist.init_process_group("gloo")
