@@ -109,8 +109,7 @@ class Buckets:
             replica.logger._set_static_graph()
         if fixed:
             replica.settle()
-        elif (
-            order is not None
-        ):  # at once, not after a step: DDP takes them in the order of ``parameters``
+        elif order is not None:
+            # At once, not after a step: DDP takes them in the order of ``parameters``.
             replica.reducer._push_all_rebuilt_params()
             replica.reducer._rebuild_buckets()
