@@ -90,8 +90,8 @@ class Slurm:
         told Slurm that they are done: a job that is COMPLETING has time for it."""
         left = self.hosts.left_over(seconds)
         deadline = time.monotonic() + 10
-        while (jobs := self._jobs()) and time.monotonic() < deadline:
-            if set(jobs) - set(self._jobs("--states=COMPLETING")):
+        while (jobs := self._jobs()) and set(jobs.values()) == {"COMPLETING"}:
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         return [f"job {job}" for job in jobs] + left
@@ -120,8 +120,10 @@ class Slurm:
                 raise AssertionError(f"Slurm's nodes did not come back: {ill}")
             time.sleep(0.2)
 
-    def _jobs(self, *which: str) -> list[str]:
-        return self.run("squeue", "-h", "-o", "%i", *which).stdout.split()
+    def _jobs(self) -> dict[str, str]:
+        """The state of each job that is not over."""
+        lines = self.run("squeue", "-h", "-o", "%i %T").stdout.splitlines()
+        return dict(line.split() for line in lines)
 
     def _ill(self) -> list[str]:
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %T").stdout.splitlines()
