@@ -47,7 +47,7 @@ def main() -> None:
     facts, found = machine(), {}
     with contextlib.closing(Hosts(4)) as hosts:
         narrowed(hosts, args.mbit)
-        facts["congestion"] = hosts.run("host1", "sysctl", "-n", CONGESTION).stdout.strip()
+        args.congestion = hosts.run("host1", "sysctl", "-n", CONGESTION).stdout.strip()
         for name, (count, words) in LAYOUTS.items():
             console.print(name, highlight=False)
             where = ",".join(f"host{at + 1}:2" for at in range(count))
