@@ -67,8 +67,9 @@ class Contact:
         hosts do not answer, and the others are enough; None: all are needed."""
         self.tool, self.names, self._quiet, self._without = tool, names, quiet, without
         self.hosts: list[There] = []
+        self._visitors: list[There] = []
         self._started: list[_Started] = []
-        self._closing = False
+        self._made = self._closing = False
         self._twice: int | None = None
 
     def make(self) -> list[There]:
@@ -85,12 +86,15 @@ class Contact:
         if not self.tool.one_call_a_host:
             here = [name for name in self.names if name not in (self._without or {})]
             self.hosts = in_order(self.hosts, here)
+        self._made = True
         return self.hosts
 
     def close(self) -> None:
         """Close the channels, whereupon agents end, and end the tools."""
         self._closing = True
-        for host in self.hosts:
+        if not self._made:
+            self._show_words()  # from here on they are of agents that find nobody any more
+        for host in (*self.hosts, *self._visitors):
             host.close()
         deadline = time.monotonic() + 5.0  # they end by themselves when their agents do
         for started in self._started:
@@ -101,7 +105,8 @@ class Contact:
                 getattr(started.process, ask)()
             for started in left:
                 started.wait_until(time.monotonic() + 5.0)
-        self._show_words()
+        if self._made:
+            self._show_words()
 
     def _show_words(self) -> None:
         """What agents had to say to people, and where a host was lost all that was said."""
@@ -238,6 +243,9 @@ class Contact:
         if channel is None:
             return  # whoever it was, it is none of ours
         host = There("", channel, channel.close)
+        self._visitors.append(host)
+        if self._closing:  # meanwhile: nobody else ends it
+            host.close()
         try:
             place = int(host.answer("place", START_SECONDS)["place"])
         except (ValueError, TypeError):

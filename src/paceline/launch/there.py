@@ -55,7 +55,7 @@ class There:
         self._unanswered, self._busy = 0, False
         self._offset = 0.0  # of that host's monotonic clock to ours, seconds
         self._round_trip = float("inf")
-        self._closing = False
+        self._closing, self._ended = False, threading.Lock()
         # As last heard, when, and when that was asked for.
         self._progress = (Progress(), time.monotonic(), 0.0)
         self._began = 0.0  # when the last rank was started
@@ -204,8 +204,9 @@ class There:
         self._over.wait(seconds)
 
     def close(self) -> None:
-        self._closing = True
-        self._channel.close()
+        if self._ended.acquire(blocking=False):  # once: its descriptors may be somebody else's then
+            self._closing = True
+            self._channel.close()
 
     # its threads
 
