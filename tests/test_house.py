@@ -13,7 +13,7 @@ SOURCE = Path(paceline.__file__).parent
 # From the top floor down; imports run down this list only.
 FLOORS = [
     *("cli", "study", "predict", "launch", "world", "parallel", "comm", "data", "checkpoint"),
-    *("optim", "deploy", "report", "analyze", "knobs", "cost", "cluster", "record"),
+    *("optim", "deploy", "report", "analyze", "knobs", "cost", "cluster", "record", "security"),
 ]
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE)
 

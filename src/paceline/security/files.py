@@ -1,0 +1,122 @@
+"""Open files that another user, or another program, may have made.
+
+A FIFO would block whoever opens it, a device never ends, and a link leads anywhere: each open here
+is non-blocking and is checked on the open descriptor, never on the path.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+Name = str | os.PathLike[str]
+
+
+class UnsafeFileError(OSError):
+    """A file that is not believed: no regular file, a link, or another user's."""
+
+
+class InvalidFileError(ValueError):
+    """A file whose content is not what its format allows.
+
+    Attributes:
+        file: Path of the file.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, file: Name, reason: str) -> None:
+        self.file, self.reason = Path(file), reason
+        super().__init__(f"{file}: {reason}")
+
+    def __reduce__(self) -> tuple[type, tuple[Path, str]]:
+        return type(self), (self.file, self.reason)
+
+
+def open_regular(
+    path: Name,
+    flags: int = os.O_RDONLY,
+    *,
+    dir_fd: int | None = None,
+    follow_links: bool = True,
+    owner: int | None = None,
+    mode: int = 0o600,
+) -> int:
+    """Open ``path`` and return its descriptor if it is a regular file.
+
+    Args:
+        path: The file; relative to ``dir_fd`` where that is given.
+        flags: Of ``os.open``; O_NONBLOCK and O_CLOEXEC are added.
+        follow_links: Whether ``path`` itself may be a symbolic link.
+        owner: User ID that the file must belong to; None: any.
+        mode: Permissions of a file that O_CREAT makes, less the umask.
+
+    Raises:
+        UnsafeFileError: It is a FIFO, socket, device, folder or link, or another user's.
+        OSError: It can't be opened.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    if not follow_links:
+        flags |= os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow_links:
+            raise UnsafeFileError(errno.ELOOP, "is a symbolic link", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise UnsafeFileError(errno.ENXIO, "is no regular file", str(path)) from None
+        raise
+    try:
+        check_regular(fd, path, owner)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_regular(fd: int, path: Name, owner: int | None = None) -> os.stat_result:
+    """Return the status of an open file. Raises UnsafeFileError as ``open_regular`` does."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        kind = kind_of_file(status.st_mode)
+        raise UnsafeFileError(errno.EINVAL, f"is {kind} and no regular file", str(path))
+    if owner is not None and status.st_uid != owner:
+        raise UnsafeFileError(errno.EPERM, f"belongs to user {status.st_uid}", str(path))
+    return status
+
+
+def kind_of_file(mode: int) -> str:
+    """Name the kind of a file, from its ``st_mode``: "a FIFO", "a character device" ..."""
+    kinds = (
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a character device"),
+        (stat.S_ISBLK, "a block device"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISLNK, "a symbolic link"),
+    )
+    return next((name for test, name in kinds if test(mode)), "a regular file")
+
+
+def read_regular(
+    path: Name,
+    max_bytes: int,
+    *,
+    dir_fd: int | None = None,
+    follow_links: bool = True,
+    owner: int | None = None,
+) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        InvalidFileError: It has more than ``max_bytes`` bytes; nothing of it has been read then.
+        UnsafeFileError, OSError: As ``open_regular``.
+    """
+    fd = open_regular(path, dir_fd=dir_fd, follow_links=follow_links, owner=owner)
+    with open(fd, "rb") as file:  # from here on the descriptor is the file's
+        size = os.fstat(fd).st_size
+        if size > max_bytes:
+            raise InvalidFileError(path, f"has {size:,} bytes, and at most {max_bytes:,} are read")
+        data = file.read(max_bytes + 1)  # /proc and files that grow say a smaller size
+    if len(data) > max_bytes:
+        raise InvalidFileError(path, f"has more than the {max_bytes:,} bytes that are read")
+    return data

@@ -1,0 +1,65 @@
+"""Feed a target damaged and hostile input for some time: ``python -m fuzz TARGET --seconds 60``.
+
+Run in tests/. A target is a module of fuzz.targets with
+
+    seeds()     valid inputs (bytes) to start from
+    run(data)   what Paceline does with such an input; returns or raises what a user would be told
+                (ValueError, OSError). Anything else that it raises, a run of over TIMEOUT_S and
+                memory over RSS_MB are findings, whose input is kept in --artifacts.
+
+The corpus grows in --corpus, from which a later run goes on. Exit code 1 where something was found.
+"""
+
+import argparse
+import importlib
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from . import targets
+
+TIMEOUT_S, RSS_MB = 10, 3072
+
+
+def names() -> list[str]:
+    """The targets there are."""
+    return sorted(
+        one.name for one in pkgutil.iter_modules(targets.__path__) if not one.name.startswith("_")
+    )
+
+
+def start(target: str, seconds: int, corpus: Path, artifacts: Path) -> "subprocess.Popen[bytes]":
+    """Start fuzzing in a process of its own; exit code 0 where nothing was found."""
+    seeds = corpus / "seeds"
+    for folder in (corpus, seeds, artifacts):
+        folder.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(importlib.import_module(f"fuzz.targets.{target}").seeds()):
+        (seeds / f"{target}-{number}").write_bytes(data)
+    words = [sys.executable, "-m", "fuzz.instrumented", target, str(corpus), str(seeds)]
+    limits = [f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={RSS_MB}", f"-max_total_time={seconds}"]
+    shown = ["-print_final_stats=1", f"-artifact_prefix={artifacts}/{target}-"]
+    return subprocess.Popen([*words, *limits, *shown], cwd=Path(__file__).parents[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
+    parser.add_argument("target", choices=[*names(), "all"])
+    parser.add_argument("--seconds", type=int, default=60, help="for each target")
+    parser.add_argument("--corpus", type=Path, help="default: a temporary folder")
+    parser.add_argument("--artifacts", type=Path, default=Path("run/fuzz"))
+    given = parser.parse_args()
+    chosen, found = names() if given.target == "all" else [given.target], []
+    with tempfile.TemporaryDirectory(prefix="paceline-fuzz-") as scratch:
+        for target in chosen:
+            corpus = (given.corpus or Path(scratch)) / target
+            print(f"fuzzing {target} for {given.seconds} s", flush=True)
+            if start(target, given.seconds, corpus.absolute(), given.artifacts.absolute()).wait():
+                found.append(target)
+    print(f"findings in: {', '.join(found)}" if found else "no finding")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
