@@ -221,20 +221,27 @@ def test_a_folder_that_went_away_meanwhile_loses_no_record(tmp_path):
     assert analyse(load(record)).steps == 20
 
 
-def test_what_cannot_be_kept_stays_and_is_named(tmp_path):
+def test_what_cannot_be_kept_stays_and_is_named(tmp_path, capsys):
     folder, target = tmp_path / "job", tmp_path / "gone" / "record"
-    folder.mkdir()
+    folder.mkdir(0o700)
     target.mkdir(parents=True)
     keep.promise(folder, target, ["script.py"], "run")
     shutil.rmtree(target.parent)
     target.parent.write_text("a file where the folder was")
-    keep.clear(folder)
+    assert not keep.clear(folder)
     assert (folder / keep.PROMISE).exists()
+    said = capsys.readouterr().err
+    assert str(folder) in said
+    assert not keep.clear(folder)  # by the launcher, after the rank server: it is said once
+    assert capsys.readouterr().err == ""
+    target.parent.unlink()
+    assert keep.clear(folder, orphan=True)  # the next run tries again
+    assert not folder.exists()
 
 
 def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_one_for_it(tmp_path):
     folder, target = tmp_path / "job", tmp_path / "record"
-    folder.mkdir()
+    folder.mkdir(0o700)
     target.mkdir()
     Rank(folder, 1, 2, attempt=0).step(0, 1)
     keep.note_attempt(folder, 1)
@@ -247,7 +254,7 @@ def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_on
 def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path):
     """It was left out of attempt 1, in which there was one rank less."""
     folder, target = tmp_path / "job", tmp_path / "record"
-    folder.mkdir()
+    folder.mkdir(0o700)
     target.mkdir()
     for rank in (0, 1):
         Rank(target, rank, 2, attempt=1).step(0, 1)
@@ -284,12 +291,3 @@ def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
         process.communicate(b"go\n", timeout=60)
     assert [process.returncode for process in started] == [0] * 12
     assert not ranks.in_memory()
-
-
-def test_what_the_launcher_writes_meanwhile_is_not_touched(tmp_path):
-    """A record of the same rank, of an attempt that the job goes on with elsewhere."""
-    path, coming = tmp_path / "rank-0.ring", tmp_path / "rank-0.ring.part"
-    coming.write_bytes(b"half of it")
-    keep._write(path, b"all")
-    assert (path.read_bytes(), coming.read_bytes()) == (b"all", b"half of it")
-    assert {one.name for one in tmp_path.iterdir()} == {path.name, coming.name}

@@ -223,7 +223,7 @@ def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
     script, words = ranks.write(tmp_path, text), [tmp_path / "one", tmp_path / "two"]
 
     def own():
-        return [f for f in keep.running() if keep.about(f).get("command", [""])[0] == str(script)]
+        return [f for f in keep.running() if keep.about(f).command[:1] == [str(script)]]
 
     jobs = [
         subprocess.Popen(
@@ -320,7 +320,7 @@ sys.stdin.read()
 def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, monkeypatch):
     monkeypatch.setattr(keep, "_PLACES", (tmp_path,))
     folder = tmp_path / (keep._prefix() + "x")
-    folder.mkdir()
+    folder.mkdir(0o700)
     (folder / "lock").touch()
     assert keep.running() == []
     code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX)"

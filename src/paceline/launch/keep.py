@@ -1,26 +1,60 @@
 """Keep a run's record: from node-local memory to the folder that the user named.
 
 The promise lies in the job's folder, so that whoever is left at the end can fulfil it: the rank
-server, the launcher after it, or the next ``paceline run`` on this host.
+server, the launcher after it, or the next ``paceline run`` on this host. A job's folder is this
+user's alone (``security.folders``); what lies under its name and is another user's is left alone,
+and said once. Nothing that a file says is ever removed.
 """
 
 import fcntl
 import json
 import os
+import re
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ..record.states import NOTES
+from ..security.files import InvalidFileError, read_regular
+from ..security.folders import Folder, replace_file
+from ..security.schema import read_json
+from ..security.text import printable
 
 PROMISE = "keep.json"
 ATTEMPT = "attempt"
 ABOUT = "run.json"
+LOCK = "lock"
+TO_SEND = "to-send"  # subfolder: the records that the agent sends to the launcher's host
+FAILED = "failed"  # the record could not be kept, which was said
+MAX_ABOUT_BYTES = 16 << 20  # a command line may be long
+MAX_RECORD_BYTES = 4 << 30
+
+
+@dataclass
+class Promise:
+    """Where a job's records go. target: folder on this host; sent: they are sent to the
+    launcher's host by the agent instead."""
+
+    target: str = ""
+    sent: bool = False
+
+
+@dataclass
+class About:
+    """Whose records a folder holds. started: seconds since 1970."""
+
+    run: str = ""
+    command: list[str] = field(default_factory=list)
+    started: Annotated[float, Meta(ge=0, le=1e11)] | None = None
+    host: str = ""
 
 
 def check(target: Path) -> None:
@@ -38,44 +72,68 @@ def check(target: Path) -> None:
 
 
 def job_folder() -> Path:
-    """A folder in node-local memory for a job's records.
+    """Make a folder in node-local memory for a job's records, this user's alone.
 
     Its lock lives as long as any process of the job. Folders whose lock is free are of jobs
     that were killed altogether: what they promised is done here, and they are removed.
     """
     rescue()
-    name = secrets.token_hex(6)
+    name = secrets.token_hex(8)
     for place in _PLACES:
-        unlocked = place / f"paceline-new-{name}"  # not yet one that others would clear
         try:
-            unlocked.mkdir(mode=0o700)
+            folder = Folder.make(place / f"paceline-new-{name}")  # not yet one that others clear
         except OSError:
             continue
-        _lock(unlocked)
-        return unlocked.rename(place / (_prefix() + name))
+        with folder:
+            _lock(folder)
+            folder.move(place / (_prefix() + name))
+            return folder.path
     raise ValueError(f"neither {' nor '.join(map(str, _PLACES))} can be written to")
 
 
 def rescue() -> None:
     """Clear the folders of jobs that were killed together with all that would have done it."""
-    for place in _PLACES:
-        for old in place.glob(_prefix() + "*"):
-            if _lock(old):
-                clear(old, orphan=True)
+    for folder in _job_folders():
+        with folder:
+            if _lock(folder):
+                clear(folder.path, orphan=True)
 
 
 _PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+_reported: set[str] = set()  # folders that are not this user's, named once
 
 
 def _prefix() -> str:
     return f"paceline-job-{os.getuid()}-"
 
 
-def _lock(folder: Path) -> bool:
+def _job_folders() -> Iterator[Folder]:
+    """Open this user's job folders. What has the name of one and is none is named once."""
+    name_of_one = re.compile(re.escape(_prefix()) + r"[0-9a-zA-Z_]+")
+    for place in dict.fromkeys(_PLACES):
+        try:
+            names = sorted(os.listdir(place))
+        except OSError:
+            continue
+        for name in filter(name_of_one.fullmatch, names):
+            try:
+                yield Folder.open(place / name)
+            except FileNotFoundError:
+                continue  # just removed
+            except OSError as error:
+                if name not in _reported:
+                    _reported.add(name)
+                    sys.stderr.write(
+                        f"paceline: {place / name} {error.strerror}: it is not one of your jobs, "
+                        "and is left alone\n"
+                    )
+
+
+def _lock(folder: Folder) -> bool:
     """Take the folder's lock, for as long as this process and its children live; whether it
     was free."""
     try:
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fd = folder.open_file(LOCK, os.O_RDWR | os.O_CREAT)
     except OSError:
         return False
     try:
@@ -87,16 +145,20 @@ def _lock(folder: Path) -> bool:
 
 
 def running() -> list[Path]:
-    """The folders of this user's jobs that run on this host. Looking changes nothing."""
-    found = [folder for place in _PLACES for folder in sorted(place.glob(_prefix() + "*"))]
-    return [folder for folder in found if _locked(folder)]
+    """Return the folders of this user's jobs that run on this host. Looking changes nothing."""
+    found = []
+    for folder in _job_folders():
+        with folder:
+            if _locked(folder):
+                found.append(folder.path)
+    return found
 
 
-def _locked(folder: Path) -> bool:
+def _locked(folder: Folder) -> bool:
     """Whether somebody holds the folder's lock. It is shared for the moment of the question, so
     that another who asks is not told wrong; a rescue at that very moment is left to the next."""
     try:
-        fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        fd = folder.open_file(LOCK)
     except OSError:
         return False
     try:
@@ -116,10 +178,10 @@ def promise(folder: Path, target: Path, command: list[str], run: str) -> None:
 
 
 def label(folder: Path, command: list[str], run: str) -> None:
-    """Say in a folder whose records it holds."""
+    """Write into a folder whose records it holds. Raises OSError."""
     host = socket.gethostname()
-    about = {"run": run, "command": command, "started": time.time(), "host": host}
-    (folder / ABOUT).write_text(json.dumps(about, indent=1))
+    found = {"run": run, "command": command, "started": time.time(), "host": host}
+    replace_file(folder / ABOUT, json.dumps(found, indent=1).encode())
 
 
 def introduce(folder: Path, command: list[str], run: str) -> None:
@@ -130,103 +192,170 @@ def introduce(folder: Path, command: list[str], run: str) -> None:
         pass
 
 
-def about(folder: Path) -> dict[str, Any]:
-    """What ``label`` has said in a folder; empty where it has not."""
+def about(folder: Path) -> About:
+    """Return what ``label`` has written into a folder; empty where it has not."""
     try:
-        found = json.loads((folder / ABOUT).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return read_json(folder / ABOUT, About, MAX_ABOUT_BYTES)
+    except (OSError, InvalidFileError):
+        return About()
 
 
 def promised(folder: Path) -> Path | None:
-    """Where the records in a job's folder are to go on this host, if anywhere."""
+    """Return where the records in a job's folder are to go on this host, if anywhere."""
     try:
-        promise = json.loads((folder / PROMISE).read_text())
-        return None if promise.get("sent") else Path(promise["target"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = read_json(folder / PROMISE, Promise, MAX_ABOUT_BYTES)
+    except (OSError, InvalidFileError):
         return None
+    return Path(found.target) if found.target and not found.sent else None
 
 
 def noted_attempt(folder: Path) -> int | None:
-    """Which attempt of the job began last; None where nobody notes that."""
+    """Return which attempt of the job began last; None where nobody notes that."""
     try:
-        return int((folder / ATTEMPT).read_text())
+        return int(read_regular(folder / ATTEMPT, 20))
     except (OSError, ValueError):
         return None
 
 
-def promise_to(folder: Path, target: Path, sent: bool = False) -> None:
-    """The records in ``folder`` go to ``target`` when it is cleared; with ``sent``, to be sent
-    on from there to another host, by the process that this one is cleared for."""
-    promise = {"target": str(target.absolute()), "sent": sent}
-    (folder / PROMISE).write_text(json.dumps(promise))
+def promise_to(folder: Path, target: Path) -> None:
+    """Have the records in ``folder`` go to ``target`` when it is cleared."""
+    _promise(folder, {"target": str(target.absolute())})
+
+
+def promise_to_send(folder: Path) -> None:
+    """Have the records in ``folder`` wait in its subfolder TO_SEND when it is cleared, to be sent
+    to another host by the process that it is cleared for."""
+    _promise(folder, {"sent": True})
+
+
+def _promise(folder: Path, found: dict[str, Any]) -> None:
+    with Folder.open(folder) as opened:
+        opened.write(PROMISE, json.dumps(found).encode())
 
 
 def note_attempt(folder: Path, number: int) -> None:
     """Attempt ``number`` begins: only its records are the run's."""
     try:
-        (folder / ATTEMPT).write_text(str(number))
+        with Folder.open(folder) as opened:
+            opened.write(ATTEMPT, str(number).encode())
     except OSError:
         pass  # the records themselves say it too, nearly always
 
 
-def clear(folder: Path, orphan: bool = False) -> None:
+def clear(folder: Path, orphan: bool = False) -> bool:
     """Copy the records in the job's folder to where they were promised, and remove it; never
-    raises. A folder whose promise can't be kept stays, and is named. orphan: nobody is left who
-    would send them on."""
-    if (folder / PROMISE).exists():
+    raises. A folder whose promise can't be kept stays, and is named once.
+
+    Args:
+        orphan: Nobody is left who would send the records to another host; and a copy that has
+            failed is tried again.
+
+    Returns:
+        Whether nothing was lost so far: all is copied, or waits to be sent.
+    """
+    try:
+        opened = Folder.open(folder)
+    except OSError:
+        return True  # removed meanwhile, or never this job's
+    with opened:
+        if opened.status(PROMISE) is None:
+            opened.remove_all()
+            return True
+        if opened.status(FAILED) is not None and not orphan:
+            return False
         try:
-            promise = json.loads((folder / PROMISE).read_text())
-            target = Path(promise["target"])
-            if orphan and promise.get("sent"):
+            found = read_json(PROMISE, Promise, MAX_ABOUT_BYTES, dir_fd=opened.fd)
+            if found.sent and orphan:
                 sys.stderr.write("paceline: the records of this host are lost with its agent\n")
-                shutil.rmtree(target, ignore_errors=True)
-                shutil.rmtree(folder, ignore_errors=True)
-                return
-            target.mkdir(parents=True, exist_ok=True)  # the script may have removed it
-            _copy(folder, target)
+            elif found.sent:
+                _set_aside(opened)
+                return True
+            else:
+                target = Path(found.target)
+                target.mkdir(parents=True, exist_ok=True)  # the script may have removed it
+                _copy(opened, target)
         except Exception as error:
-            said = f"paceline: the record could not be kept ({error}). It is in {folder}\n"
-            sys.stderr.write(said)
-            return
-    shutil.rmtree(folder, ignore_errors=True)
+            _failed(opened, error)
+            return False
+        opened.remove_all()
+        return True
 
 
-def _copy(folder: Path, target: Path) -> None:
+def remove(folder: Path) -> None:
+    """Remove a job's folder, whatever it holds; never raises."""
+    try:
+        with Folder.open(folder) as opened:
+            opened.remove_all()
+    except OSError:
+        pass
+
+
+def _failed(folder: Folder, error: Exception) -> None:
+    sys.stderr.write(
+        f"paceline: the record could not be kept ({printable(str(error))}). It is in "
+        f"{folder.path}; the next paceline run on this host tries again. HINT: make room there, or "
+        f"cp {folder.path}/*.ring to another folder\n"
+    )
+    try:
+        os.close(folder.open_file(FAILED, os.O_WRONLY | os.O_CREAT))
+    except OSError:
+        pass  # it is said once more
+
+
+def _set_aside(folder: Folder) -> None:
+    """Copy the records to TO_SEND, and remove the rings: they may be large."""
+    if folder.status(TO_SEND) is not None:
+        return
+    part = f"{TO_SEND}.part"
+    folder.remove(part)
+    with folder.subfolder(part, make=True) as waiting:
+        _copy(folder, waiting.path)
+    folder.rename(part, TO_SEND)
+    for name in folder.names():
+        if name.endswith((".ring", ".lines", ".stack")):
+            folder.remove(name)
+
+
+def _copy(folder: Folder, target: Path) -> None:
     """The last attempt's records to ``target``, earlier ones to attempt-N in it. Of an attempt that
     the job has gone on after, without this host, all are earlier ones."""
     from ..analyze.read import read, used_bytes
 
-    found: dict[tuple[int, int], tuple[int, int, Path, bytes]] = {}
-    for path in sorted(folder.glob("*.ring")):
-        data = path.read_bytes()
+    found: dict[tuple[int, int], tuple[int, int, str, bytes]] = {}
+    for name in folder.names():
+        if not name.endswith(".ring"):
+            continue
+        path = folder.path / name
+        try:
+            data = folder.read(name, MAX_RECORD_BYTES)
+        except OSError as error:
+            sys.stderr.write(f"paceline: {printable(str(path))} {error.strerror}: left out\n")
+            continue
         try:
             record = read(data, str(path))
             data = data[: used_bytes(data)]
         except ValueError as error:
-            sys.stderr.write(f"paceline: {error}: it is kept as it is\n")
-            _write(target / path.name, data)
+            sys.stderr.write(f"paceline: {printable(str(error))}: it is kept as it is\n")
+            replace_file(target / name, data)
             continue
         key = (int(record.meta.get("attempt", 0)), record.rank)
         told = _told(record)
         # A process that only started the ranks is nobody's record.
         if key not in found or told > found[key][0]:
-            found[key] = (told, int(record.meta["size"]), path, data)
+            found[key] = (told, int(record.meta["size"]), name, data)
     sizes = {size for told, size, _, _ in found.values() if told}
-    noted = (folder / ATTEMPT).read_text() if (folder / ATTEMPT).exists() else "0"
-    last = max([int(noted), *(attempt for attempt, _ in found)])
+    last = max([noted_attempt(folder.path) or 0, *(attempt for attempt, _ in found)])
     there = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
     last = max([last, *map(_attempt, there)])
-    for (attempt, rank), (told, size, path, data) in found.items():
+    for (attempt, rank), (told, size, name, data) in found.items():
         if not told and sizes and size not in sizes:
             continue
         place = target if attempt == last else target / f"attempt-{attempt}"
         place.mkdir(exist_ok=True)
-        _write(place / f"rank-{rank}.ring", data)
-        lines = path.with_suffix(".lines")
-        if lines.exists():
-            _write(place / f"rank-{rank}.lines", lines.read_bytes())
+        replace_file(place / f"rank-{rank}.ring", data)
+        lines = name.removesuffix(".ring") + ".lines"
+        if folder.status(lines) is not None:
+            replace_file(place / f"rank-{rank}.lines", folder.read(lines, MAX_RECORD_BYTES))
 
 
 def _attempt(path: Path) -> int:
@@ -234,7 +363,7 @@ def _attempt(path: Path) -> int:
     from ..analyze.read import read
 
     try:
-        return int(read(path.read_bytes()).meta.get("attempt", 0))
+        return int(read(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
     except (OSError, ValueError):
         return 0
 
@@ -242,10 +371,3 @@ def _attempt(path: Path) -> int:
 def _told(record: Any) -> int:
     """Events that say more than where the script was."""
     return int(len(record.events) - record.count(*NOTES))
-
-
-def _write(path: Path, data: bytes) -> None:
-    # The launcher may write a record of the same rank there, of a later attempt.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    partial.write_bytes(data)
-    os.replace(partial, path)

@@ -21,7 +21,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..record.ring import EVENT, HEADER_BYTES
 from ..record.tail import Tail, tails
+from ..security.text import printable_tree
 from . import keep
 from .channel import BrokenError, Channel
 from .stacks import ask as ask_for_stacks
@@ -34,6 +36,7 @@ VISITORS = 8  # at a time
 PATIENCE_SECONDS = 5.0  # of a visitor
 TRIES, BUSY_SECONDS = 5, 0.3
 MOST_EVENTS = 1 << 16
+MAX_TAIL_BYTES = HEADER_BYTES + MOST_EVENTS * EVENT.size
 _PEER = struct.Struct("iII")  # pid, uid, gid
 Message = tuple[dict[str, Any], bytes]
 
@@ -221,6 +224,10 @@ def ask(run: str, most: int) -> Seen | None:
     raise ValueError(_SILENT)
 
 
+class UnreachableError(ValueError):
+    """A launcher's socket takes no connection; it may be another user's under that name."""
+
+
 class BusyError(Exception):
     """The launcher has broken the conversation off: others are there, or it ends."""
 
@@ -232,8 +239,8 @@ def _ask(run: str, most: int) -> Seen | None:
             connection.connect(_address(run))
         except ConnectionRefusedError:
             raise
-        except OSError:
-            raise ValueError(_SILENT) from None
+        except OSError:  # its queue is full: whose it is can't be seen
+            raise UnreachableError(_SILENT) from None
         if not _own(connection):
             return None
         patience = struct.pack("ll", int(PATIENCE_SECONDS), 0)
@@ -253,10 +260,19 @@ def seen(messages: list[Message]) -> Seen:
     """What a whole answer says; its last message is the end."""
     *told, (end, _) = messages
     found = [
-        Tail(about["ring"], about["now"], about["process"], zlib.decompress(raw), about["stack"])
-        for about, raw in told
+        Tail(about["ring"], about["now"], about["process"], _unpacked(raw), about["stack"])
+        for about, raw in printable_tree(told)
     ]
+    end = printable_tree(end)
     return Seen(found, end["silent"], end["ending"], end)
+
+
+def _unpacked(raw: bytes) -> bytes:
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(raw, MAX_TAIL_BYTES)
+    if unpacking.unconsumed_tail:
+        raise ValueError(f"a tail of more than {MAX_TAIL_BYTES:,} bytes")
+    return data
 
 
 def _conversation(channel: Channel, most: int) -> Seen:

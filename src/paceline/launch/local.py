@@ -29,19 +29,20 @@ def run(job: Job) -> int:
     interrupt = Interrupt()
     raise_on_end(interrupt.remember)
     try:
-        code = _run(job, interrupt)
+        code, kept = _run(job, interrupt)
     except TerminatedError as end:
         name = signal.Signals(end.number).name
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
         return 128 + end.number
-    if job.record is not None:
+    if job.record is not None and kept:
         tell(job, job.record, code)
     if interrupt.go_on_later:
         put_back()
     return code
 
 
-def _run(job: Job, interrupt: Interrupt) -> int:
+def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
+    """Run the job; its exit code, and whether its record was kept where it was promised."""
     from . import bind
 
     source, places = check(job), bind.places(job)
@@ -69,17 +70,15 @@ def _run(job: Job, interrupt: Interrupt) -> int:
     except BaseException:
         _end(server, folder)
         raise
-    _end(server, folder)
-    return code
+    return code, _end(server, folder)
 
 
-def _end(server: Server | None, folder: Path) -> None:
-    """Nothing is left of the job but its record."""
+def _end(server: Server | None, folder: Path) -> bool:
+    """Leave nothing of the job but its record; whether that was kept."""
     if server is not None:
         server.end(2.0)
     end_children(0.0)  # nobody, unless the rank server itself was killed
-    if folder.exists():
-        keep.clear(folder)
+    return keep.clear(folder)
 
 
 def tell(job: Job, folder: Path, code: int) -> None:

@@ -7,7 +7,6 @@ channel ends, for whatever reason, it ends the ranks, keeps their records, and e
 
 import argparse
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -57,7 +56,7 @@ class OnHost:
         self.listener: Listener | None = None
         self.claimed: socket.socket | None = None
         self.folder: Path | None = None
-        self.kept: Path | None = None  # where records wait to be sent
+        self.sends = False  # the records are not in a folder that the launcher sees, too
         self.pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
@@ -222,27 +221,29 @@ class OnHost:
                 self.selector.unregister(here)
             server.end(grace)
         end_children(0.0)  # nobody, unless the rank server itself was killed
-        if self.folder is not None and self.folder.exists():
+        if self.folder is not None:
             keep.clear(self.folder)
 
     def _promise(self, record: Path, run: str) -> None:
         """Keep the records in the launcher's folder if it is the same here, else send them."""
         assert self.folder is not None
         try:
-            shared = json.loads((record / "run.json").read_text())["run"] == run
+            shared = keep.about(record).run == run
             with tempfile.TemporaryFile(dir=record):
                 pass  # here it can be written, too
-        except (OSError, ValueError, KeyError):
+        except OSError:
             shared = False
-        if not shared:
-            record = self.kept = keep.job_folder()
-        keep.promise_to(self.folder, record, sent=not shared)
+        self.sends = not shared
+        if self.sends:
+            keep.promise_to_send(self.folder)
+        else:
+            keep.promise_to(self.folder, record)
 
     def send_kept(self) -> None:
         """Send the records that lie here only, and remove them, also where nobody takes them."""
-        kept, self.kept = self.kept, None
-        if kept is None:
+        if not self.sends or self.folder is None:
             return
+        self.sends, kept = False, self.folder / keep.TO_SEND
         try:
             for path in sorted(kept.rglob("rank-*")):
                 name, data = str(path.relative_to(kept)), path.read_bytes()
@@ -251,7 +252,7 @@ class OnHost:
                     last = start + PIECE >= len(data)
                     self.say(piece, file=name, start=start, last=last)
         finally:
-            keep.clear(kept)
+            keep.remove(self.folder)
 
     def _stop_listening(self) -> None:
         if self.listener is not None:

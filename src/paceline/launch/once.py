@@ -18,7 +18,7 @@ _PEER = struct.Struct("iII")  # pid, uid, gid
 
 def claim(run: str, place: int) -> socket.socket | None:
     """Be the agent of the job ``run`` at this place among its hosts, for as long as the socket is
-    open; None where somebody else's process holds the name."""
+    open; None where another user's process holds the name."""
     address = f"\0paceline-agent-{os.getuid()}-{run}-{place}"
     began = time.monotonic()
     means = [(PATIENCE, signal.SIGKILL), (0.0, signal.SIGHUP)]
@@ -30,22 +30,26 @@ def claim(run: str, place: int) -> socket.socket | None:
             return mine
         except OSError:
             mine.close()
-        if means and time.monotonic() - began >= means[-1][0]:
-            _end(address, means.pop()[1])
+        due = bool(means) and time.monotonic() - began >= means[-1][0]
+        if not _end(address, means.pop()[1] if due else None):
+            return None
         time.sleep(_TRY)
     return None
 
 
-def _end(address: str, kind: signal.Signals) -> None:
-    """Signal the process of ours that holds the name."""
+def _end(address: str, kind: signal.Signals | None) -> bool:
+    """Signal the process of ours that holds the name; whether it is no other user's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         try:
             visitor.settimeout(1.0)
             visitor.connect(address)
             peer = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
             pid, uid, _ = _PEER.unpack(peer)
-            if uid == os.getuid():
+            if uid != os.getuid():
+                return False
+            if kind is not None:
                 os.kill(pid, kind)
                 os.kill(pid, signal.SIGCONT)  # one that is stopped hears nothing
         except OSError:
             pass  # it has gone meanwhile
+    return True

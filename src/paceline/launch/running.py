@@ -5,9 +5,11 @@ job on several (``live``).
 """
 
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..security.text import printable
 from . import keep, live
 
 
@@ -57,7 +59,7 @@ def find(folder: Path | None, name: str | None) -> Running:
 
 def _of_folder(folder: Path, jobs: list[Running]) -> Running:
     about = keep.about(folder)
-    run, target = str(about.get("run") or ""), folder.resolve()
+    run, target = about.run, folder.resolve()
     for job in jobs:  # those whose launcher can be asked come first
         if job.target is not None and job.target.resolve() == target:
             return job
@@ -65,8 +67,8 @@ def _of_folder(folder: Path, jobs: list[Running]) -> Running:
             return job
     if any(folder.glob("*.ring")):
         raise ValueError(f"{folder}: the run has ended. HINT: paceline report {folder}")
-    if about:
-        here, host = socket.gethostname(), str(about.get("host", "another host"))
+    if about.host:
+        here, host = socket.gethostname(), about.host
         if host == here:
             raise ValueError(
                 f"{folder}: no job runs on this host ({here}) that records there. HINT: it may be "
@@ -84,12 +86,23 @@ def _of_folder(folder: Path, jobs: list[Running]) -> Running:
     )
 
 
+_reported: set[str] = set()  # launchers' sockets that were left out, named once
+
+
 def _running() -> list[Running]:
     """This user's jobs that can be seen from this host: those with several hosts first."""
     found: dict[str, Running] = {}
     for run in live.listening():
         try:
             seen = live.ask(run, 0)
+        except live.UnreachableError:
+            if run not in _reported:
+                _reported.add(run)
+                sys.stderr.write(
+                    f"paceline: a launcher's socket for job {printable(run)} takes no connection: "
+                    "it may be another user's, and is left out\n"
+                )
+            continue
         except ValueError:
             seen = live.Seen([], [], False, {})  # stopped, and there
         if seen is None:
@@ -100,19 +113,18 @@ def _running() -> list[Running]:
     for folder in keep.running():
         about = keep.about(folder)
         name = _name(folder)
-        if name not in found and str(about.get("run")) not in found:
-            command = [str(word) for word in about.get("command", [])]
-            started, target = about.get("started"), keep.promised(folder)
-            home = str(keep.about(target).get("host", "")) if target is not None else ""
+        if name not in found and about.run not in found:
+            target = keep.promised(folder)
+            home = keep.about(target).host if target is not None else ""
             home = "" if home == socket.gethostname() else home
-            found[name] = Running(name, command, started, target, over=False, home=home)
+            found[name] = Running(name, about.command, about.started, target, over=False, home=home)
     return list(found.values())
 
 
 def _name(folder: Path) -> str:
     """Of the job that a folder is of. Ranks of another launcher have a folder each, and the
     same place to go to."""
-    run, target = str(keep.about(folder).get("run") or ""), keep.promised(folder)
+    run, target = keep.about(folder).run, keep.promised(folder)
     if run == folder.name or target is None:
         return run or folder.name
     return f"{run}:{target}" if run else str(target)

@@ -26,9 +26,8 @@ def load_so_far(folder: Path) -> Run:
     if ranks:
         records = [rank.record for rank in ranks]
         missing = set(range(int(records[0].meta["size"]))) - {one.rank for one in records}
-        command = [str(word) for word in about.get("command", [])]
-        return Run(str(folder), records, sorted(missing), notes, command, running=True)
-    host = str(about.get("host", ""))
+        return Run(str(folder), records, sorted(missing), notes, about.command, running=True)
+    host = about.host
     if host and host != socket.gethostname():
         raise ValueError(
             f"{folder} has no record yet: its job was started on {host}, and may still run. HINT: "

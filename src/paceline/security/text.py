@@ -29,8 +29,8 @@ def printable_tree(tree: Any) -> Any:
         return printable(tree, lines=True)
     if isinstance(tree, dict):
         return {printable_tree(key): printable_tree(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [printable_tree(value) for value in tree]
+    if isinstance(tree, list | tuple):
+        return type(tree)(printable_tree(value) for value in tree)
     return tree
 
 

@@ -43,7 +43,7 @@ def _made(store: Any, size: int, nbytes: int, deadline: float) -> int:
             os.posix_fallocate(fd, 0, nbytes)  # so that no rank finds out when it writes
             door = opened.enter_context(socket.socket(socket.AF_UNIX))
             door.bind(f"\0{name}")
-            door.listen(size)
+            door.listen(max(size, 1024))  # others of the host may knock as well
         except OSError as error:
             store.set(WHERE, f"!{error.strerror}")
             raise
@@ -67,7 +67,7 @@ def _taken(store: Any, deadline: float) -> int:
         raise OSError(None, name[1:])
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(max(deadline - time.monotonic(), 0.001))
-        door.connect(f"\0{name}")
+        _connect(door, f"\0{name}", deadline)
         if _user(door) != os.getuid():
             raise OSError(None, f"the memory offered is of user {_user(door)}")
         _, fds, _, _ = socket.recv_fds(door, 1, 1)
@@ -75,6 +75,18 @@ def _taken(store: Any, deadline: float) -> int:
         raise OSError(None, "rank 0 has handed on no memory")
     os.set_inheritable(fds[0], False)
     return fds[0]
+
+
+def _connect(door: socket.socket, address: str, deadline: float) -> None:
+    """Connect; where the queue is full, of strangers say, again until the deadline."""
+    while True:
+        try:
+            door.connect(address)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _user(visitor: socket.socket) -> int:

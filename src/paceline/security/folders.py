@@ -1,0 +1,283 @@
+"""Folders of this user, or of a group, in places that other users write to as well.
+
+``/dev/shm``, ``/tmp`` and a node's disk are shared: a name in them may be another user's folder, or
+a link. So a folder is believed by what ``fstat`` says of the opened descriptor, and everything in
+it is opened, made and removed relative to that descriptor, without following links.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from .files import UnsafeFileError, kind_of_file, open_regular, read_regular
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """A folder that only this user, or only the members of one group, can write to.
+
+    Held open as a descriptor until ``close`` or the end of the object. Names of files are plain:
+    no ``/``, not ``.`` or ``..``.
+
+    Attributes:
+        path: Where it was when it was opened; for messages, and for programs that need a path.
+        group: ID of the group whose members share it; None: this user's alone.
+    """
+
+    def __init__(self, path: Path, fd: int, group: int | None = None) -> None:
+        """Take over ``fd``, an open folder. Raises UnsafeFileError where others can write to it."""
+        self.path, self.fd, self.group = path, fd, group
+        try:
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        status = os.fstat(self.fd)
+        mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
+        if self.group is None:
+            if status.st_uid != user:
+                raise UnsafeFileError(
+                    errno.EPERM, f"belongs to user {status.st_uid}", str(self.path)
+                )
+            if mode & 0o077:
+                raise UnsafeFileError(
+                    errno.EPERM, f"is open to other users (mode {mode:04o})", str(self.path)
+                )
+            return
+        if status.st_gid != self.group or mode & 0o007:
+            raise UnsafeFileError(
+                errno.EPERM,
+                f"is not the folder of group {self.group} alone (group {status.st_gid}, mode "
+                f"{mode:04o})",
+                str(self.path),
+            )
+        if status.st_uid not in (user, 0) and not is_member(status.st_uid, self.group):
+            raise UnsafeFileError(
+                errno.EPERM,
+                f"belongs to user {status.st_uid}, who is not in group {self.group}",
+                str(self.path),
+            )
+
+    @classmethod
+    def open(cls, path: Path, group: int | None = None) -> "Folder":
+        """Open an existing folder.
+
+        Raises:
+            UnsafeFileError: It is a link, no folder, another user's, or open to other users.
+            OSError: It can't be opened.
+        """
+        return cls(path, _opened(path, str(path), None), group)
+
+    @classmethod
+    def make(cls, path: Path, group: int | None = None, exist_ok: bool = False) -> "Folder":
+        """Make the folder ``path``, mode 0700 (2770 for a group), in a folder that exists.
+
+        Raises:
+            FileExistsError: It is there already, and not ``exist_ok``.
+            UnsafeFileError, OSError: As ``open``.
+        """
+        _make(path, None, group, exist_ok)
+        return cls.open(path, group)
+
+    def subfolder(self, name: str, make: bool = False) -> "Folder":
+        """Open the folder ``name`` in this one, with the same access; ``make``: it may be new."""
+        _plain(name)
+        if make:
+            _make(Path(name), self.fd, self.group, exist_ok=True)
+        path = self.path / name
+        return Folder(path, _opened(path, name, self.fd), self.group)
+
+    def names(self) -> list[str]:
+        """Return the names of what is in it, sorted."""
+        return sorted(os.listdir(self.fd))
+
+    def status(self, name: str) -> os.stat_result | None:
+        """Return the status of a file, or of a link itself; None where there is none."""
+        try:
+            return os.stat(_plain(name), dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def open_file(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+        """Open a regular file of the folder's owner (in a group's folder: of anyone); its
+        descriptor. Raises UnsafeFileError, OSError."""
+        owner = os.geteuid() if self.group is None else None
+        return open_regular(
+            _plain(name), flags, dir_fd=self.fd, follow_links=False, owner=owner, mode=mode
+        )
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return a file's content. Raises InvalidFileError, UnsafeFileError, OSError."""
+        owner = os.geteuid() if self.group is None else None
+        return read_regular(
+            _plain(name), max_bytes, dir_fd=self.fd, follow_links=False, owner=owner
+        )
+
+    def write(self, name: str, data: bytes, mode: int = 0o600) -> None:
+        """Write a file, whole or not at all, in the place of one of that name."""
+        with self.replacing(name, mode) as fd:
+            write_all(fd, data)
+
+    @contextlib.contextmanager
+    def replacing(self, name: str, mode: int = 0o600) -> Iterator[int]:
+        """Give a descriptor of a new file that gets its name when the body ends without an error;
+        else it is removed. mode: less the umask."""
+        with _replacing(_plain(name), mode, self.fd) as fd:
+            yield fd
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or folder in it."""
+        os.rename(_plain(old), _plain(new), src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, a link itself, or a folder with all that is in it; nothing where there is
+        none. Raises OSError."""
+        status = self.status(name)
+        if status is None:
+            return
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(name, dir_fd=self.fd)  # by descriptors, without following links
+        else:
+            os.unlink(name, dir_fd=self.fd)
+
+    def remove_all(self) -> None:
+        """Remove the folder with all that is in it; what can't be removed stays."""
+        for name in self.names():
+            with contextlib.suppress(OSError):
+                self.remove(name)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)  # only an empty folder goes, whatever lies there by now
+
+    def move(self, path: Path) -> None:
+        """Give the folder another name in the same place."""
+        os.rename(self.path, path)
+        self.path = path
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("fd", -1) >= 0:
+            self.close()
+
+
+def is_member(user: int, group: int) -> bool:
+    """Whether a user belongs to a group, as the system's accounts say; False where they don't
+    know the user or the group."""
+    import grp
+    import pwd
+
+    try:
+        account = pwd.getpwuid(user)
+        return account.pw_gid == group or account.pw_name in grp.getgrgid(group).gr_mem
+    except KeyError:
+        return False
+
+
+def own_group(group: int) -> bool:
+    """Whether this process may act as a member of ``group``."""
+    return group == os.getegid() or group in os.getgroups()
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write ``path`` whole or not at all, in a folder that others may write to as well: a link of
+    that name is replaced and never followed. mode: less the umask.
+
+    Raises OSError; nothing new is left in the folder then.
+    """
+    with _replacing(str(path), mode, None) as fd:
+        write_all(fd, data)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+@contextlib.contextmanager
+def _replacing(name: str, mode: int, dir_fd: int | None) -> Iterator[int]:
+    folder, base = os.path.split(name)
+    part = os.path.join(folder, f".{base[:200]}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    fd = open_regular(part, flags, dir_fd=dir_fd, follow_links=False, mode=mode)
+    try:
+        yield fd
+        os.close(fd)
+        fd = -1
+        os.replace(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except BaseException:
+        if fd >= 0:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(part, dir_fd=dir_fd)
+        raise
+
+
+def _plain(name: str) -> str:
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise UnsafeFileError(errno.EINVAL, "is not the plain name of a file", repr(name))
+    return name
+
+
+def _opened(path: Path, name: str, dir_fd: int | None) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        try:
+            kind = kind_of_file(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+        except OSError:
+            raise error from None
+        if kind == "a folder":  # what leads to it is none
+            raise
+        raise UnsafeFileError(error.errno, f"is {kind} and no folder", str(path)) from None
+
+
+def _make(path: Path, dir_fd: int | None, group: int | None, exist_ok: bool) -> None:
+    """Make a folder. One for a group is made for this user alone first, under another name."""
+    try:
+        if group is None:
+            os.mkdir(path, 0o700, dir_fd=dir_fd)
+            return
+        os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    except FileExistsError:
+        if not exist_ok:
+            raise
+        return
+    except FileNotFoundError:
+        if group is None:
+            raise
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.mkdir(new, 0o700, dir_fd=dir_fd)
+    fd = os.open(new, _FOLDER, dir_fd=dir_fd)
+    try:
+        os.fchown(fd, -1, group)
+        os.fchmod(fd, 0o2770)
+        os.rename(new, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.rmdir(new, dir_fd=dir_fd)
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not exist_ok:
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,354 @@
+"""Greet the visitors of listening sockets before anything is believed of them.
+
+Everybody on a network can connect to a listening socket, say nothing, and wait. All servers of
+Paceline accept connections through ``Acceptor``: one thread, non-blocking sockets, a deadline, and
+limits of the connections that have not proved yet who they are.
+
+A greeting is a generator. It yields a ``Step``, bytes to send and bytes to read, and gets back what
+was read; what it returns is the result. It raises OSError or ValueError to refuse the visitor::
+
+    def greeting(address: str) -> Greeting[int]:
+        token, number = WORD.unpack((yield Step(read=WORD.size)))
+        if not hmac.compare_digest(token, expected):
+            raise RefusedError("a wrong token")
+        return number
+"""
+
+import contextlib
+import errno
+import select
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+GREETING_S = 1.0  # from accept until the greeting must be complete
+MAX_PENDING = 1024  # connections whose greeting is not complete
+MAX_PENDING_PER_ADDRESS = 256
+MAX_ACCEPTED_PER_TURN = 64  # before pending connections are served again
+MAX_STRANGER_ADDRESSES = 1024  # that are counted one by one
+SHOWN_ADDRESSES = 4
+RESUME_S = 0.1  # without accepting, where the process has no descriptors left
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class RefusedError(OSError):
+    """The other side is not whom the greeting is for."""
+
+
+class Step(NamedTuple):
+    """What a greeting does next.
+
+    Attributes:
+        send: Bytes to send first; few, so that they fit into an empty socket buffer.
+        read: Number of bytes to read then; of a line, its maximum.
+        line: Whether to read up to a line end only. A line that is too long is refused.
+    """
+
+    send: bytes = b""
+    read: int = 0
+    line: bool = False
+
+
+Greeting = Generator[Step, bytes, T]
+
+
+class Conversation(Generic[T]):
+    """One greeting on one non-blocking socket.
+
+    Attributes:
+        result: What the greeting returned, once ``proceed`` has returned True.
+    """
+
+    def __init__(self, connection: socket.socket, greeting: Greeting[T]) -> None:
+        self.connection, self._greeting = connection, greeting
+        self._step: Step | None = None
+        self._data = bytearray()
+        self.result: T
+
+    def proceed(self) -> bool:
+        """Send and read as far as possible without waiting.
+
+        Returns:
+            Whether the greeting is complete. Nothing that follows it has been read.
+
+        Raises:
+            OSError, ValueError: The other side is refused, has gone, or does not read.
+        """
+        try:
+            if self._step is None:
+                self._begin(next(self._greeting))
+            while self._step is not None and self._receive(self._step):
+                data = bytes(self._data)
+                self._data.clear()
+                self._begin(self._greeting.send(data))
+        except StopIteration as end:
+            self.result = end.value
+            return True
+        return False
+
+    def _begin(self, step: Step) -> None:
+        self._step = step
+        if step.send and self.connection.send(step.send) < len(step.send):
+            raise RefusedError("the other side does not read the greeting")
+
+    def _receive(self, step: Step) -> bool:
+        """Read what has come; whether the step has all its bytes."""
+        while (left := step.read - len(self._data)) > 0:
+            try:
+                more = self._recv_line(left) if step.line else self.connection.recv(left)
+            except (BlockingIOError, InterruptedError):
+                return False
+            if not more:
+                raise RefusedError("the connection was closed during the greeting")
+            self._data += more
+            if step.line and more.endswith(b"\n"):
+                return True
+        if step.line:
+            raise RefusedError(f"a line of more than {step.read} bytes")
+        return True
+
+    def _recv_line(self, most: int) -> bytes:
+        seen = self.connection.recv(most, socket.MSG_PEEK)
+        return self.connection.recv(seen.find(b"\n") + 1 or len(seen) or 1)
+
+
+def converse(connection: socket.socket, greeting: Greeting[T], seconds: float) -> T:
+    """Run a greeting on a connected socket and wait for it; the socket is non-blocking then.
+
+    Raises:
+        TimeoutError: The greeting was not complete within ``seconds``.
+        OSError, ValueError: As ``Conversation.proceed``.
+    """
+    deadline = time.monotonic() + seconds
+    connection.setblocking(False)
+    conversation = Conversation(connection, greeting)
+    poll = select.poll()  # select takes no descriptors above 1023
+    poll.register(connection, select.POLLIN)
+    while not conversation.proceed():
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError(errno.ETIMEDOUT, "no answer to the greeting")
+    return conversation.result
+
+
+class Strangers:
+    """Number of connections, by address, whose greeting was not completed."""
+
+    def __init__(self) -> None:
+        self.by_address: Counter[str] = Counter()
+        self.elsewhere = 0  # from addresses beyond MAX_STRANGER_ADDRESSES
+
+    def add(self, address: str) -> None:
+        """Count one connection."""
+        if address in self.by_address or len(self.by_address) < MAX_STRANGER_ADDRESSES:
+            self.by_address[address] += 1
+        else:
+            self.elsewhere += 1
+
+    @property
+    def total(self) -> int:
+        """Return the number of connections from all addresses."""
+        return self.by_address.total() + self.elsewhere
+
+    def __str__(self) -> str:
+        """Return the addresses with most connections: ``10.0.0.5 (200), 10.0.0.6 (12)``."""
+        shown = self.by_address.most_common(SHOWN_ADDRESSES)
+        words = [f"{address} ({count})" for address, count in shown]
+        rest = self.total - sum(count for _, count in shown)
+        return ", ".join([*words, f"other addresses ({rest})"] if rest else words)
+
+
+@dataclass
+class _Visitor(Generic[T]):
+    conversation: Conversation[T]
+    address: str
+    deadline: float
+
+
+class Acceptor(Generic[T]):
+    """Accept connections on listening sockets and return those that complete a greeting.
+
+    Connections that are silent, slow or wrong are closed after ``seconds`` and counted as
+    strangers. Where there are too many pending ones, of all or of one address, the oldest of them
+    is closed. Not thread-safe; ``fileno`` is readable when ``wait(0)`` has something to do.
+
+    Args:
+        listening: Listening sockets; the acceptor closes them in the end.
+        greeting: Called with the visitor's address for each connection; returns the generator.
+        seconds: Time from accept until the greeting must be complete.
+        max_pending: Maximum number of connections whose greeting is not complete.
+        max_per_address: The same, from one address.
+
+    Attributes:
+        strangers: Connections that were closed here, by address.
+        pending: Number of connections whose greeting is not complete.
+    """
+
+    def __init__(
+        self,
+        listening: Sequence[socket.socket],
+        greeting: Callable[[str], Greeting[T]],
+        *,
+        seconds: float = GREETING_S,
+        max_pending: int = MAX_PENDING,
+        max_per_address: int = MAX_PENDING_PER_ADDRESS,
+    ) -> None:
+        self._greeting, self._seconds = greeting, seconds
+        self._max_pending, self._max_per_address = max_pending, max_per_address
+        self.strangers = Strangers()
+        self._visitors: OrderedDict[int, _Visitor[T]] = OrderedDict()  # in the order of accept
+        self._of_address: dict[str, OrderedDict[int, None]] = {}
+        self._admitted: list[tuple[socket.socket, T]] = []
+        self._resume_at: float | None = None
+        self._epoll = select.epoll()
+        self._listening = {one.fileno(): one for one in listening}
+        for fd, one in self._listening.items():
+            one.setblocking(False)
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def __enter__(self) -> "Acceptor[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for; deadlines need a call of ``wait`` now and then."""
+        return self._epoll.fileno()
+
+    @property
+    def pending(self) -> int:
+        return len(self._visitors)
+
+    def wait(self, seconds: float) -> list[tuple[socket.socket, T]]:
+        """Serve visitors until one has completed its greeting, or ``seconds`` are over.
+
+        Returns:
+            Connections (non-blocking) with the results of their greetings.
+
+        Raises:
+            OSError: No listening socket is left open.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - (now := time.monotonic())
+            first = next(iter(self._visitors.values()), None)
+            until = [left, *([first.deadline - now] if first else [])]
+            if self._resume_at is not None:
+                until.append(self._resume_at - now)
+            self._serve(self._epoll.poll(max(0.0, min(until)), 256))
+            if self._admitted or time.monotonic() >= deadline:
+                admitted, self._admitted = self._admitted, []
+                return admitted
+            if not self._listening:
+                raise OSError(errno.EBADF, "the listening socket was closed")
+
+    def close(self) -> None:
+        """Close the listening sockets, and all connections that were not returned."""
+        for listening in self._listening.values():
+            listening.close()
+        for visitor in self._visitors.values():
+            visitor.conversation.connection.close()
+        for connection, _ in self._admitted:
+            connection.close()
+        self._listening.clear()
+        self._visitors.clear()
+        self._admitted.clear()
+        self._epoll.close()
+
+    def _serve(self, events: list[tuple[int, int]]) -> None:
+        for fd, _ in events:
+            if fd in self._visitors:
+                self._proceed(fd)
+        now = time.monotonic()
+        while self._visitors and next(iter(self._visitors.values())).deadline <= now:
+            self._drop(next(iter(self._visitors)))
+        if self._resume_at is not None and now >= self._resume_at:
+            self._resume_at = None
+            self._listen_for(select.EPOLLIN)
+        # New ones last: they must not displace those whose answers have just come.
+        for fd, _ in events:
+            if fd in self._listening:
+                self._accept(fd)
+
+    def _accept(self, fd: int) -> None:
+        for _ in range(MAX_ACCEPTED_PER_TURN):
+            try:
+                connection, peer = self._listening[fd].accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._make_room()
+                    return
+                if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                    self._forget(fd)
+                    return
+                continue  # of that connection alone: it was reset before it was accepted
+            self._greet(connection, str(peer[0]) if peer else "")
+
+    def _greet(self, connection: socket.socket, address: str) -> None:
+        connection.setblocking(False)
+        fd = connection.fileno()
+        same = self._of_address.setdefault(address, OrderedDict())
+        if len(same) >= self._max_per_address:
+            self._drop(next(iter(same)))
+        elif len(self._visitors) >= self._max_pending:
+            self._drop(next(iter(self._visitors)))
+        conversation = Conversation(connection, self._greeting(address))
+        deadline = time.monotonic() + self._seconds
+        self._visitors[fd] = _Visitor(conversation, address, deadline)
+        self._of_address.setdefault(address, OrderedDict())[fd] = None
+        if self._proceed(fd):
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def _proceed(self, fd: int) -> bool:
+        """Go on with a greeting; whether it is still pending."""
+        conversation = self._visitors[fd].conversation
+        try:
+            if not conversation.proceed():
+                return True
+        except (OSError, ValueError):
+            self._drop(fd)
+            return False
+        self._remove(fd)
+        self._admitted.append((conversation.connection, conversation.result))
+        return False
+
+    def _drop(self, fd: int) -> None:
+        visitor = self._remove(fd)
+        self.strangers.add(visitor.address)
+        visitor.conversation.connection.close()
+
+    def _remove(self, fd: int) -> _Visitor[T]:
+        # Not left to close: a process that is being forked holds the same open file.
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+        visitor = self._visitors.pop(fd)
+        same = self._of_address[visitor.address]
+        del same[fd]
+        if not same:
+            del self._of_address[visitor.address]
+        return visitor
+
+    def _make_room(self) -> None:
+        """The process has no descriptor for another connection."""
+        if self._visitors:
+            self._drop(next(iter(self._visitors)))
+        else:
+            self._listen_for(0)
+            self._resume_at = time.monotonic() + RESUME_S
+
+    def _listen_for(self, events: int) -> None:
+        for fd in self._listening:
+            self._epoll.modify(fd, events)
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+        self._listening.pop(fd).close()
