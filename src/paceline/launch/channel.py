@@ -18,11 +18,14 @@ import struct
 import time
 from typing import Any
 
+from ..security.greeting import Greeting, RefusedError, Step, converse
+
 HEAD = struct.Struct(">II")  # bytes of JSON, raw bytes
 MOST_JSON, MOST_RAW = 16 << 20, 16 << 20
 MAC_BYTES = 32
 NONCE_BYTES = 32
-GREETING_SECONDS = 10.0
+GREETING_SECONDS = 5.0  # from a connection until both sides have proved that they know the secret
+MAX_LOGIN_BYTES = 1 << 20  # that login scripts print before BEGIN
 # Over ssh, what login scripts print comes first; the channel begins behind this line.
 BEGIN = b"\n--paceline-channel-1--\n"
 
@@ -96,7 +99,7 @@ class Channel:
             left = deadline - time.monotonic()
             ready = poll.poll(max(0.0, left) * 1000)
             data = os.read(self._inlet, 1 << 16) if ready else b""
-            if not data:
+            if not data or len(self._buffer) > MAX_LOGIN_BYTES:
                 return None
             self._buffer += data
         before, _, rest = bytes(self._buffer).partition(BEGIN)
@@ -148,41 +151,69 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
+def host_greeting(secret: str) -> Greeting[bytes]:
+    """The listening side's part of the greeting.
+
+    Returns:
+        The random numbers of both sides, from which ``channel_of_visitor`` makes the keys.
+
+    Raises:
+        RefusedError: The visitor does not prove that it knows the secret.
+    """
+    ours = secrets.token_bytes(NONCE_BYTES)
+    answer = yield Step(send=ours, read=NONCE_BYTES + MAC_BYTES)
+    nonces, proof = ours + answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _mac(secret.encode(), b"visitor", nonces)):
+        raise RefusedError("the visitor does not know this job's secret")
+    yield Step(send=_mac(secret.encode(), b"host", nonces))
+    return nonces
+
+
+def visitor_greeting(secret: str, host: str) -> Greeting[bytes]:
+    """The connecting side's part of the greeting; ``host`` names the other side in errors.
+
+    Returns:
+        As ``host_greeting``.
+
+    Raises:
+        RefusedError: The host does not prove that it knows the secret.
+    """
+    theirs = yield Step(read=NONCE_BYTES)
+    nonces = theirs + secrets.token_bytes(NONCE_BYTES)
+    own = nonces[NONCE_BYTES:] + _mac(secret.encode(), b"visitor", nonces)
+    proof = yield Step(send=own, read=MAC_BYTES)
+    if not hmac.compare_digest(proof, _mac(secret.encode(), b"host", nonces)):
+        raise RefusedError(f"{host} does not know this job's secret")
+    return nonces
+
+
+def channel_of_visitor(visitor: socket.socket, secret: str, nonces: bytes) -> Channel:
+    """Return the listening side's channel, after ``host_greeting``. Raises OSError."""
+    return _over(visitor, secret, nonces, b"host", b"visitor")
+
+
 def welcome(visitor: socket.socket, secret: str) -> Channel | None:
-    """The listening side: a channel if the visitor knows the secret, else None (and closed)."""
+    """Greet one visitor and wait for it: a channel if it knows the secret, else None (and
+    closed)."""
     try:
-        visitor.settimeout(GREETING_SECONDS)
-        deadline = time.monotonic() + GREETING_SECONDS
-        ours = secrets.token_bytes(NONCE_BYTES)
-        visitor.sendall(ours)
-        theirs = _exactly(visitor, NONCE_BYTES, deadline)
-        proof = _exactly(visitor, MAC_BYTES, deadline)
-        if not hmac.compare_digest(proof, _mac(secret.encode(), b"visitor", ours + theirs)):
-            visitor.close()
-            return None
-        visitor.sendall(_mac(secret.encode(), b"host", ours + theirs))
+        nonces = converse(visitor, host_greeting(secret), GREETING_SECONDS)
+        return channel_of_visitor(visitor, secret, nonces)
     except OSError:
         visitor.close()
         return None
-    return _over(visitor, secret, ours + theirs, b"host", b"visitor")
 
 
 def visit(address: str, port: int, secret: str, seconds: float) -> Channel:
     """The connecting side. Raises OSError where nobody answers, or where whoever answers does
     not know the secret."""
     host = socket.create_connection((address, port), timeout=seconds)
-    deadline = time.monotonic() + GREETING_SECONDS
     try:
-        theirs = _exactly(host, NONCE_BYTES, deadline)
-        ours = secrets.token_bytes(NONCE_BYTES)
-        host.sendall(ours + _mac(secret.encode(), b"visitor", theirs + ours))
-        proof = _exactly(host, MAC_BYTES, deadline)
-        if not hmac.compare_digest(proof, _mac(secret.encode(), b"host", theirs + ours)):
-            raise OSError(f"{address} port {port} does not know this job's secret")
+        greeting = visitor_greeting(secret, f"{address} port {port}")
+        nonces = converse(host, greeting, GREETING_SECONDS)
+        return _over(host, secret, nonces, b"visitor", b"host")
     except OSError:
         host.close()
         raise
-    return _over(host, secret, theirs + ours, b"visitor", b"host")
 
 
 def _over(
@@ -194,17 +225,6 @@ def _over(
     fd = connection.detach()
     key, peer_key = (_mac(secret.encode(), b"from " + side, nonces) for side in (own, peer))
     return Channel(fd, fd, (key, peer_key))
-
-
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < count:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        more = connection.recv(count - len(data))
-        if not more:
-            raise OSError("the connection was closed during the greeting")
-        data += more
-    return data
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:

@@ -2,9 +2,7 @@
 
 import os
 import re
-import selectors
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -13,8 +11,9 @@ from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from ..cluster.hostlist import numbers
-from ..cluster.links import is_here, links
-from .channel import Channel, new_secret, welcome
+from ..cluster.links import is_here
+from .arrivals import AgentListener
+from .channel import Channel
 from .there import There
 from .tools import Tool
 from .travel import as_after_login, early
@@ -70,7 +69,6 @@ class Contact:
         self._visitors: list[There] = []
         self._started: list[_Started] = []
         self._made = self._closing = False
-        self._twice: int | None = None
 
     def make(self) -> list[There]:
         """Start an agent on every host; the hosts in their order.
@@ -173,89 +171,82 @@ class Contact:
 
     def _together(self) -> None:
         """The agents that one call starts: they connect to us."""
-        secret = new_secret()
-        listening = socket.create_server(("", 0), backlog=1024)
-        port = listening.getsockname()[1]
-        addresses = [link.address for link in links() if ":" not in link.address] or ["127.0.0.1"]
-        where = ";".join(f"{address},{port}" for address in addresses)
-        variables = {k: v for k, v in os.environ.items() if k not in self.tool.without}
-        variables["PACELINE_SECRET"] = secret
-        command = self.tool.command(self.names, [*agent_command(self.tool), "--connect", where])
-        started = _Started(command, variables)
-        self._started.append(started)
-        found: dict[int, There] = {}
-        with listening:
+        with AgentListener(self.names) as listener:
+            self._visitors = listener.visitors
+            variables = {k: v for k, v in os.environ.items() if k not in self.tool.without}
+            variables["PACELINE_SECRET"] = listener.secret
+            agent = [*agent_command(self.tool), "--connect", listener.where]
+            started = _Started(self.tool.command(self.names, agent), variables)
+            self._started.append(started)
             try:
-                self._accept(listening, secret, started, found)
+                self._accept(listener, started)
             except ValueError as mistake:
-                if self._without is None or not found:
+                if self._without is None or not listener.found:
                     raise
-                missing = [name for i, name in enumerate(self.names) if i not in found]
+                missing = self._missing(listener)
                 self._without.update(dict.fromkeys(missing, str(mistake)))
             finally:
-                self.hosts = [found[place] for place in sorted(found)]
+                for place, host in listener.found.items():
+                    host.name = self.names[place]
+                self.hosts = [listener.found[place] for place in sorted(listener.found)]
+            if listener.many_strangers and not self._quiet:
+                sys.stderr.write(f"paceline: warning: {listener.strangers()}\n")
 
-    def _accept(
-        self, listening: socket.socket, secret: str, started: "_Started", found: dict[int, There]
-    ) -> None:
-        selector = selectors.DefaultSelector()
-        selector.register(listening, selectors.EVENT_READ)
+    def _missing(self, listener: AgentListener) -> list[str]:
+        return [name for place, name in enumerate(self.names) if place not in listener.found]
+
+    def _accept(self, listener: AgentListener, started: "_Started") -> None:
+        """Wait for the agents of all hosts.
+
+        Raises:
+            ValueError: Some can't come any more, or did not within START_SECONDS.
+        """
         begun = said = time.monotonic()
-        pool = ThreadPoolExecutor(64)
-        try:
-            while len(found) < len(self.names):
-                if selector.select(0.2):
-                    visitor, _ = listening.accept()
-                    pool.submit(self._admit, visitor, secret, found)
-                if self._twice is not None:
-                    raise ValueError(
-                        f"two agents say that they are number {self._twice}: {self.tool.name} does "
-                        "not tell its processes apart by a variable that is known here. HINT: "
-                        "--launcher ssh"
-                    )
-                if started.process.poll() is not None:
-                    words = started.last_words()
-                    raise ValueError(f"{self.tool.name} has ended: {words or 'without a word'}")
-                now = time.monotonic()
-                missing = [name for i, name in enumerate(self.names) if i not in found]
-                ended = [self.names[i] for i in started.ended(self.tool) if i not in found]
-                if ended and (self._without is None or len(ended) == len(missing)):
-                    raise ValueError(
-                        f"the agent of {', '.join(ended[:8])} has ended before it said a word: "
-                        + "\n".join(started.said()[-8:])
-                    )
-                if now - begun > START_SECONDS:
-                    raise ValueError(
-                        f"no agent came from {', '.join(missing[:8])} within {START_SECONDS:.0f} s."
-                        f" {self.tool.name} says: {started.last_words() or 'nothing'}. HINT: can "
-                        "these hosts reach this one? --launcher ssh needs no way back"
-                    )
-                if now - said > SAY_SECONDS and not self._quiet:
-                    said = now
-                    sys.stderr.write(f"paceline: waiting for {', '.join(missing[:8])} ...\n")
-                    sys.stderr.write("".join(f"  {line}\n" for line in started.new_words()))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # a silent visitor holds nobody up
+        while len(listener.found) < len(self.names):
+            listener.wait(0.2)
+            self._check(listener, started)
+            now = time.monotonic()
+            missing = ", ".join(self._missing(listener)[:8])
+            if now - begun > START_SECONDS:
+                hint = "can these hosts reach this one? --launcher ssh needs no way back"
+                if strangers := listener.strangers():
+                    hint = f"{strangers}; end these, or use --launcher ssh, which opens no port"
+                raise ValueError(
+                    f"no agent came from {missing} within {START_SECONDS:.0f} s to "
+                    f"{listener.where}. {self.tool.name} says: {started.last_words() or 'nothing'}."
+                    f" HINT: {hint}"
+                )
+            if now - said > SAY_SECONDS and not self._quiet:
+                said = now
+                sys.stderr.write(f"paceline: waiting for {missing} ...\n")
+                sys.stderr.write("".join(f"  {line}\n" for line in started.new_words()))
 
-    def _admit(self, visitor: socket.socket, secret: str, found: dict[int, There]) -> None:
-        """A visitor that knows the secret is the agent of one of the hosts."""
-        channel = welcome(visitor, secret)
-        if channel is None:
-            return  # whoever it was, it is none of ours
-        host = There("", channel, channel.close)
-        self._visitors.append(host)
-        if self._closing:  # meanwhile: nobody else ends it
-            host.close()
-        try:
-            place = int(host.answer("place", START_SECONDS)["place"])
-        except (ValueError, TypeError):
-            host.close()
+    def _check(self, listener: AgentListener, started: "_Started") -> None:
+        """Raise ValueError where agents can't come any more."""
+        if self._closing:  # by another thread, which has not seen the latest visitors
+            for visitor in listener.visitors:
+                visitor.close()
+            raise ValueError("interrupted")
+        if listener.twice is not None:
+            raise ValueError(
+                f"two agents say that they are number {listener.twice}: {self.tool.name} does "
+                "not tell its processes apart by a variable that is known here. HINT: "
+                "--launcher ssh"
+            )
+        if len(listener.found) == len(self.names):
             return
-        if place in found:
-            self._twice = place
-        if place < len(self.names):
-            host.name = self.names[place]
-            found[place] = host
+        strangers = listener.strangers()
+        if started.process.poll() is not None:
+            words = started.last_words() or "without a word"
+            note = f" ({strangers})" if strangers else ""
+            raise ValueError(f"{self.tool.name} has ended: {words}{note}")
+        ended = started.ended(self.tool) - listener.found.keys()
+        if ended and (self._without is None or len(ended) == len(self.names) - len(listener.found)):
+            names = ", ".join([self.names[place] for place in sorted(ended)][:8])
+            said = [*started.said()[-8:], *([strangers] if strangers else [])]
+            raise ValueError(
+                f"the agent of {names} has ended before it said a word: " + "\n".join(said)
+            )
 
 
 class _Started:

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from ..cluster.who import launched_by
 from ..comm.reach import Listener, try_all, variables
 from . import bind, keep, live
-from .channel import BEGIN, BrokenError, Channel, visit
+from .channel import BEGIN, BrokenError, Channel
+from .dial import LauncherNotFoundError, dial
 from .frameworks import free_ports
 from .here import Here, InServer, Server, start_server
 from .interrupt import Patience
@@ -30,7 +31,6 @@ from .once import claim
 from .prepare import hello
 from .server import SUBREAPER, end_children, prctl
 
-CONNECT_SECONDS = 5.0  # to each address of the launcher
 # Without a word from the launcher: it or the network is gone. Longer than a launcher that is
 # stopped for a while (Ctrl-Z).
 SILENCE = 900.0  # seconds
@@ -321,17 +321,14 @@ def _channel() -> Channel:
     secret = os.environ.pop("PACELINE_SECRET", "")
     if not secret:
         sys.exit("paceline: the job's secret (PACELINE_SECRET) did not come to this host")
-    tried = []
-    for pair in wanted.split(";"):
-        address, _, port = pair.rpartition(",")
-        try:
-            return visit(address, int(port), secret, CONNECT_SECONDS)
-        except OSError as error:
-            tried.append(f"{address}: {error.strerror or error}")
-    sys.exit(
-        f"paceline: {socket.gethostname()} can't reach the launcher. Tried {'; '.join(tried)}. "
-        "HINT: is there a firewall between the hosts?"
-    )
+    try:
+        return dial(wanted, secret)
+    except LauncherNotFoundError as error:
+        hint = "do other programs flood the launcher's port? --launcher ssh needs no port"
+        if not error.dropped:
+            hint = "is there a firewall between the hosts?"
+        host = socket.gethostname()
+        sys.exit(f"paceline: {host} can't reach the launcher. Tried {error}. HINT: {hint}")
 
 
 def _ended(number: int, _: Any) -> NoReturn:

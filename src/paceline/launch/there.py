@@ -175,14 +175,8 @@ class There:
         deadline = time.monotonic() + seconds
         with self._news:
             while True:
-                for message in self._answers:
-                    if about in message or "mistake" in message:
-                        self._answers.remove(message)
-                        if "mistake" in message:
-                            raise ValueError(f"{self.name}: {message['mistake']}")
-                        return message
-                if self._trouble:
-                    raise ValueError(f"{self.name} {self._trouble}")
+                if (message := self._next_answer(about)) is not None:
+                    return message
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise SilentError(
@@ -190,6 +184,26 @@ class There:
                         "the host overloaded, or its file system slow?"
                     )
                 self._news.wait(min(left, 0.5))
+
+    def poll_answer(self, about: str) -> dict[str, Any] | None:
+        """Return the next answer that has ``about``, or None if it has not come yet.
+
+        Raises:
+            ValueError: As ``answer``.
+        """
+        with self._news:
+            return self._next_answer(about)
+
+    def _next_answer(self, about: str) -> dict[str, Any] | None:
+        for message in self._answers:
+            if about in message or "mistake" in message:
+                self._answers.remove(message)
+                if "mistake" in message:
+                    raise ValueError(f"{self.name}: {message['mistake']}")
+                return message
+        if self._trouble:
+            raise ValueError(f"{self.name} {self._trouble}")
+        return None
 
     def _due(self, about: str) -> dict[str, Any]:
         """An answer that takes no time: a host that does not give it is lost."""

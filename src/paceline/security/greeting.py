@@ -40,6 +40,10 @@ class RefusedError(OSError):
     """The other side is not whom the greeting is for."""
 
 
+class NoAnswerError(RefusedError, TimeoutError):
+    """The other side did not complete the greeting in time."""
+
+
 class Step(NamedTuple):
     """What a greeting does next.
 
@@ -121,7 +125,7 @@ def converse(connection: socket.socket, greeting: Greeting[T], seconds: float) -
     """Run a greeting on a connected socket and wait for it; the socket is non-blocking then.
 
     Raises:
-        TimeoutError: The greeting was not complete within ``seconds``.
+        NoAnswerError: The greeting was not complete within ``seconds``.
         OSError, ValueError: As ``Conversation.proceed``.
     """
     deadline = time.monotonic() + seconds
@@ -132,7 +136,7 @@ def converse(connection: socket.socket, greeting: Greeting[T], seconds: float) -
     while not conversation.proceed():
         left = deadline - time.monotonic()
         if left <= 0 or not poll.poll(left * 1000):
-            raise TimeoutError(errno.ETIMEDOUT, "no answer to the greeting")
+            raise NoAnswerError(errno.ETIMEDOUT, f"no answer to the greeting in {seconds:.0f} s")
     return conversation.result
 
 
