@@ -11,15 +11,26 @@ import hashlib
 import ipaddress
 import json
 import os
-import select
 import socket
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ..cluster.links import links
+from ..security.greeting import (
+    DROPPED,
+    Acceptor,
+    Greeting,
+    NoAnswerError,
+    RefusedError,
+    Step,
+    converse,
+)
+from ..security.schema import parse_json
 from .reach import listen_on
 
 PORTS = 8  # tried in turn: another program may have the first
@@ -28,6 +39,23 @@ UNREACHABLE_SECONDS = 12.0  # rank 0's host does not answer at all: it will not 
 KNOCK_SECONDS = 2.0
 SAY_SECONDS = 10.0
 NOT_RANK_0 = "not rank 0"
+MAX_LINE_BYTES = 4096
+MAX_WAITING_PER_RANK = 4  # connections that say the same rank: whoever knows the job can make some
+
+
+@dataclass
+class _Knock:
+    """What a rank says first."""
+
+    tag: str
+    rank: int
+
+
+@dataclass
+class _Answer:
+    """What rank 0 answers: the store's address and port."""
+
+    store: tuple[str, Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]]
 
 
 @dataclass(frozen=True)
@@ -88,19 +116,19 @@ class _Doorman:
         self.deadline = time.monotonic() + timeout
         self.timeout = timeout
         self.missing = set(range(1, when.size))
-        self.waiting: list[socket.socket] = []  # of this host, until the address is known
+        # Of this host, by rank, until the address is known.
+        self.waiting: dict[int, list[socket.socket]] = {}
         self.where: tuple[str, int] | None = None
         self.made: Any = None
 
     def store(self) -> Any:
-        doors = self._doors()
+        acceptor = Acceptor(self._doors(), lambda _: self.greeting())
         begun = said = time.monotonic()
         asked = False
         try:
             while self.missing:
-                ready, _, _ = select.select(doors, [], [], 1.0)
-                for door in ready:
-                    self._open(door)
+                for visitor, rank in acceptor.wait(1.0):
+                    self._open(visitor, rank)
                 now = time.monotonic()
                 if now > self.deadline:
                     raise ValueError(
@@ -115,8 +143,9 @@ class _Doorman:
                     said = now
                     sys.stderr.write(f"paceline: waiting for {self._absent()} ...\n")
         finally:
-            for door in [*doors, *self.waiting]:
-                door.close()
+            acceptor.close()
+            for visitor in self._waiting():
+                visitor.close()
         return self.made
 
     def _doors(self) -> list[socket.socket]:
@@ -136,22 +165,20 @@ class _Doorman:
             f"{socket.gethostname()}. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT"
         )
 
-    def _open(self, door: socket.socket) -> None:
-        try:
-            visitor, _ = door.accept()
-        except OSError:
-            return
-        try:
-            said = json.loads(_line(visitor, KNOCK_SECONDS))
-            rank = int(said["rank"])
-            if said["tag"] != self.when.tag or not 0 < rank < self.when.size:
-                raise ValueError
-            visitor.sendall(self.when.tag.encode() + b"\n")
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            visitor.close()  # none of ours
-            return
+    def greeting(self) -> Greeting[int]:
+        """Read the rank of a visitor of this job, and say that this is rank 0."""
+        knock = parse_json((yield Step(read=MAX_LINE_BYTES, line=True)), _Knock, "knock")
+        if knock.tag != self.when.tag or not 0 < knock.rank < self.when.size:
+            raise RefusedError("the visitor is of another job")
+        yield Step(send=self.when.tag.encode() + b"\n")
+        return knock.rank
+
+    def _open(self, visitor: socket.socket, rank: int) -> None:
         self.missing.discard(rank)
-        self.waiting.append(visitor)
+        same = self.waiting.setdefault(rank, [])
+        same.append(visitor)
+        if len(same) > MAX_WAITING_PER_RANK:
+            same.pop(0).close()
         own = str(visitor.getsockname()[0])
         outside = visitor.getpeername()[0] != own and own != "127.0.0.1"
         if self.where is None and (outside or self.when.one_host or not self.missing):
@@ -169,13 +196,16 @@ class _Doorman:
 
     def _tell(self) -> None:
         answer = json.dumps({"store": self.where}).encode() + b"\n"
-        for visitor in self.waiting:
+        for visitor in self._waiting():
             try:
                 visitor.sendall(answer)
             except OSError:
                 pass  # it has died; the store's timeout will say so
             visitor.close()
         self.waiting.clear()
+
+    def _waiting(self) -> list[socket.socket]:
+        return [visitor for same in self.waiting.values() for visitor in same]
 
     def _are_they_there(self) -> None:
         """Nobody came from elsewhere. Where this host reaches none of the others either, they
@@ -254,30 +284,29 @@ def _ask(when: Appointment, address: str, port: int, left: float) -> tuple[str, 
     """Where the store is, or why there is no answer."""
     try:
         with socket.create_connection((address, port), timeout=KNOCK_SECONDS) as door:
-            door.sendall(json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n")
             try:
-                if _line(door, KNOCK_SECONDS).decode(errors="replace").strip() != when.tag:
-                    return NOT_RANK_0
-            except TimeoutError:
+                converse(door, knocking(when), KNOCK_SECONDS)
+            except NoAnswerError:
                 return NOT_RANK_0  # it would have answered
-            said = json.loads(_line(door, max(0.1, left)))  # once it knows its own address
-            return str(said["store"][0]), int(said["store"][1])
+            return converse(door, waiting_for_store(), max(0.1, left))
     except TimeoutError:
         return f"no answer in {KNOCK_SECONDS:.0f} s"
+    except (*DROPPED, ValueError):
+        return NOT_RANK_0  # or it is busy with other visitors: it is asked again
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return NOT_RANK_0
 
 
-def _line(connection: socket.socket, seconds: float) -> bytes:
-    """One line of at most 4 KiB, and nothing behind it."""
-    deadline = time.monotonic() + seconds
-    data = b""
-    while not data.endswith(b"\n") and len(data) < 4096:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        more = connection.recv(1)
-        if not more:
-            raise OSError("the connection was refused after it was made")
-        data += more
-    return data
+def knocking(when: Appointment) -> Greeting[None]:
+    """Say who we are; RefusedError where the other side is not rank 0 of the same job."""
+    knock = json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n"
+    said = yield Step(send=knock, read=MAX_LINE_BYTES, line=True)
+    if said.strip() != when.tag.encode():
+        raise RefusedError(NOT_RANK_0)
+
+
+def waiting_for_store() -> Greeting[tuple[str, int]]:
+    """Read where the store is, once rank 0 knows by which of its addresses it is reached."""
+    said = yield Step(read=MAX_LINE_BYTES, line=True)
+    address, port = parse_json(said, _Answer, "rank 0's answer").store
+    return str(ipaddress.ip_address(address)), port

@@ -7,6 +7,7 @@ every host), and each host's best address that all others reached is the one tha
 Plain sockets; no torch.
 """
 
+import contextlib
 import os
 import secrets
 import selectors
@@ -18,6 +19,7 @@ from ..cluster.links import Link, links
 
 SECONDS = 3.0  # for a connection on the job's own network, where it takes less than 1 ms
 TOKEN_BYTES = 16
+MAX_ANSWERED_PER_TURN = 64  # before other descriptors are looked at again
 NEIGHBOURS = 16  # each host tries this many others; all of them in most jobs
 
 
@@ -47,14 +49,15 @@ class Listener:
         }
 
     def answer(self, listening: socket.socket) -> None:
-        """One of ``sockets`` has somebody at the door: show the token."""
-        try:
-            visitor, _ = listening.accept()
-            visitor.setblocking(False)
-            visitor.send(self.token)
-            visitor.close()
-        except OSError:
-            pass
+        """Show the token to those who have connected to one of ``sockets``. Nothing is read."""
+        for _ in range(MAX_ANSWERED_PER_TURN):
+            try:
+                visitor, _ = listening.accept()
+            except OSError:
+                return
+            with visitor, contextlib.suppress(OSError):
+                visitor.setblocking(False)
+                visitor.send(self.token)
 
     def close(self) -> None:
         for listening in self.sockets.values():

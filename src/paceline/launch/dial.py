@@ -3,15 +3,13 @@
 import random
 import time
 
-from ..security.greeting import RefusedError
+from ..security.greeting import DROPPED
 from .channel import Channel, visit
 
 CONNECT_SECONDS = 5.0  # to each address of the launcher
 PATIENCE_SECONDS = 30.0  # with a launcher that accepts the connection and drops it, or is silent
 REFUSED_SECONDS = 1.0  # where nobody listens on any address
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.1, 2.0  # between two attempts; each waits twice as long
-
-DROPPED = (RefusedError, ConnectionResetError, BrokenPipeError)  # once the connection was made
 
 
 class LauncherNotFoundError(Exception):

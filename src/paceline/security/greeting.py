@@ -40,6 +40,10 @@ class RefusedError(OSError):
     """The other side is not whom the greeting is for."""
 
 
+# What a connecting side sees whose connection was made and then closed.
+DROPPED = (RefusedError, ConnectionResetError, BrokenPipeError)
+
+
 class NoAnswerError(RefusedError, TimeoutError):
     """The other side did not complete the greeting in time."""
 

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...cluster.links import Link, links
+from ...security.greeting import Acceptor, Greeting, RefusedError, Step
 from ..reach import asked, listen_on, of_names
 
 CONNECT_S = 30.0  # within which peers come, all of which are known to be there
-WORD_S = 5.0  # within which who has come has said its word
+# Within which who has come has said its word. Longer than other greetings: a peer gets no answer to
+# its word, and so does not try again where it was too slow.
+WORD_S = 5.0
 LOOKS_S = 5.0  # without a word: then it is looked whether the peer's host still answers
 PROBES = 100  # without an answer, before the connection counts as lost
 DARK_MS = 12_000  # without an answer to those looks: it is not the peer that is late
@@ -87,7 +90,6 @@ class Door:
     def __init__(self, link: Link) -> None:
         self._token = secrets.token_hex(16)
         self._listening = listen_on(link.address)
-        self._listening.setblocking(True)
         port = self._listening.getsockname()[1]
         self.told = f"{link.address} {port} {self._token} {link.interface}"
 
@@ -108,12 +110,7 @@ class Door:
                     met.sockets[host] = _knock(
                         address, int(port), token, me, met.of[host], deadline
                     )
-            while missing := [host for host in doors if host not in met.sockets]:
-                host, visitor = self._answer(deadline, [met.of[host] for host in missing])
-                if host in missing:
-                    met.sockets[host] = visitor
-                else:
-                    visitor.close()
+            self._admit(met, set(doors) - set(met.sockets), deadline)
             for one in met.sockets.values():
                 _ready(one)
         except BaseException:
@@ -123,21 +120,42 @@ class Door:
             self.close()
         return met
 
-    def _answer(self, deadline: float, missing: list[str]) -> tuple[int, socket.socket]:
-        while True:
-            self._listening.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                visitor, _ = self._listening.accept()
-            except TimeoutError:
-                raise OSError(None, f"no connection from {', '.join(missing)}") from None
-            try:
-                visitor.settimeout(WORD_S)
-                token, host = _WORD.unpack(_exactly(visitor, _WORD.size))
-                if hmac.compare_digest(token, self._token.encode()):
-                    return host, visitor
-            except OSError:
-                pass
-            visitor.close()
+    def _admit(self, met: Connections, missing: set[int], deadline: float) -> None:
+        """Take the connections of the hosts that are missing.
+
+        Raises:
+            OSError: Some have not come by the deadline.
+        """
+        if not missing:
+            return
+        with Acceptor([self._listening], lambda _: self._greeting(), seconds=WORD_S) as acceptor:
+            while missing:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    names = ", ".join(met.of[host] for host in sorted(missing))
+                    raise OSError(None, f"no connection from {names}{_note(acceptor)}")
+                for visitor, host in acceptor.wait(left):
+                    if host in missing:
+                        missing.discard(host)
+                        met.sockets[host] = visitor
+                    else:
+                        visitor.close()
+
+    def _greeting(self) -> Greeting[int]:
+        """Read the token and the number of a peer's host."""
+        token, host = _WORD.unpack((yield Step(read=_WORD.size)))
+        if not hmac.compare_digest(token, self._token.encode()):
+            raise RefusedError("the visitor does not know this rank's token")
+        return int(host)
+
+
+def _note(acceptor: Acceptor[int]) -> str:
+    strangers = acceptor.strangers
+    if not strangers.total:
+        return ""
+    return (
+        f" ({strangers.total} connections that don't know the rank's token came from {strangers})"
+    )
 
 
 def _knock(
@@ -150,16 +168,6 @@ def _knock(
         return found
     except OSError as error:
         raise OSError(None, f"no connection to {named}: {error.strerror or error}") from None
-
-
-def _exactly(visitor: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        more = visitor.recv(size - len(found))
-        if not more:
-            raise OSError(None, "closed")
-        found += more
-    return found
 
 
 def _ready(one: socket.socket) -> None:
