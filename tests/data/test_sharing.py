@@ -12,6 +12,7 @@ import sets
 from paceline.data import Shards, pack, sharing
 from paceline.data.sharing import Exchange, join
 from paceline.data.staging import _files, place, stage
+from paceline.security.folders import Folder
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_host_with_room_has_all_and_one_without_its_part(packed, tmp_path, job
 def dead(packed, claims):
     """A host that claims and is gone; how it looks to the others."""
     files = _files(packed, Shards(packed).meta)
-    one = join(place(packed, packed.parent / "dead"), files, os.environ)
+    one = join(place(packed, packed).name, None, files, os.environ)
     claimed = [one.claim() for _ in range(claims)]
     one.tell(claimed[0])  # which it does not give any more
     one.end({"host": "dead", "copied": 0})
@@ -115,7 +116,7 @@ def dead(packed, claims):
 def test_what_one_has_no_room_for_another_claims(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
-    one, other = (join(place(packed, packed.parent / who), files, os.environ) for who in "ab")
+    one, other = (join(place(packed, packed).name, None, files, os.environ) for _ in "ab")
     claimed = [one.claim() for _ in files]
     assert sorted(claimed) == list(range(len(files)))
     one.give_up(3)
@@ -129,7 +130,7 @@ def test_what_one_has_no_room_for_another_claims(packed, job):
 def test_what_was_taken_over_is_not_claimed_once_more(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
-    one, other = (join(place(packed, packed.parent / who), files, os.environ) for who in "ab")
+    one, other = (join(place(packed, packed).name, None, files, os.environ) for _ in "ab")
     assert other.take_over(1)
     assert [one.claim(), one.claim()] == [0, 2]
     for each in (one, other):
@@ -194,7 +195,8 @@ def test_a_changed_byte_is_noticed_whoever_sends_it(packed, tmp_path, job):
 
 
 def test_who_does_not_know_the_token_is_sent_nothing(packed):
-    one = sharing.Server("127.0.0.1", packed, Shards(packed).meta.shards)
+    packed.chmod(0o700)
+    one = sharing.Server("127.0.0.1", Folder.open(packed), Shards(packed).meta.shards)
     address, port, token = one.name.split()
     for word, wanted in ((b"0" * 32, b""), (token.encode(), struct.pack("!Q", 2000))):
         with socket.create_connection((address, int(port))) as channel:
@@ -210,7 +212,7 @@ def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatc
     monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         files = _files(packed, Shards(packed).meta)
-        one = join(place(packed, tmp_path / "mute"), files, os.environ)
+        one = join(place(packed, packed).name, None, files, os.environ)
         one._own = f"127.0.0.1 {mute.getsockname()[1]} {'0' * 32}"
         claimed = [one.claim() for _ in range(3)]
         one.tell(claimed[0])

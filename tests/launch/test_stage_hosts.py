@@ -21,7 +21,7 @@ TRAIN = """
     root, deadline = os.environ["PACELINE_STAGE"], time.monotonic() + 60
     while True:
         seen = sum(len(y) for _, y in world.batches(loader))
-        whole = len(glob.glob(f"{root}/paceline-stage/set-*/shard-*")) == 20
+        whole = len(glob.glob(f"{root}/paceline-stage-0/set-*/shard-*")) == 20
         if not world.any(not whole) or time.monotonic() > deadline:
             break
         time.sleep(0.2)
@@ -39,7 +39,7 @@ def packed(shared_folder):
 
 
 def content(hosts, host):
-    look = f"cd {NEAR}/paceline-stage/set-* && sha256sum shard-* index.bin"
+    look = f"cd {NEAR}/paceline-stage-0/set-* && sha256sum shard-* index.bin"
     return hosts.run(host, "sh", "-c", look).stdout
 
 
@@ -64,8 +64,8 @@ def test_all_hosts_have_it_and_each_byte_was_read_once(hosts, packed):
     done = hosts.run("host0", *words[:-1], cwd=packed.parent, check=False)
     said = " ".join(done.stdout.split())
     assert done.returncode == 1
-    assert "host2: /tmp/near/paceline-stage: Not a directory. HINT: a folder of this" in said
-    assert "host3: /tmp/near/paceline-stage/set-" in said
+    assert "host2: /tmp/near/paceline-stage-0: Not a directory. HINT: a folder of this" in said
+    assert "host3: /tmp/near/paceline-stage-0/set-" in said
     assert said.count("20 of 20 shards are there") == 2
 
 
@@ -76,7 +76,7 @@ def test_a_host_that_stands_still_while_it_holds_a_share_is_done_without(hosts, 
     job = hosts.start("host0", *words, cwd=packed.parent, env=near)
     stop = ["pkill", "-STOP", "-f", "stage --beside"]
     ranks.wait_until(lambda: hosts.run("host2", *stop, check=False).returncode == 0, 60)
-    first = f"ls {NEAR}/paceline-stage/set-*/shard-* | wc -l"
+    first = f"ls {NEAR}/paceline-stage-0/set-*/shard-* | wc -l"
     ranks.wait_until(lambda: hosts.run("host1", "sh", "-c", first).stdout == "20\n", 60)
     hosts.run("host2", "pkill", "-CONT", "-f", "stage --beside")
     out, err = job.communicate(timeout=90)

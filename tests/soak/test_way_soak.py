@@ -120,7 +120,7 @@ def same_as_alone(shared, alone):
 def staged_right(hosts, packed):
     """On each host what is whole is as it was packed, and one more call brings the rest."""
     wanted = sums(hosts, "host0", packed)
-    near = f"{NEAR}/paceline-stage/{packed.name}-*"
+    near = f"{NEAR}/paceline-stage-{os.getuid()}/{packed.name}-*"
     for host in ("host1", "host2"):
         assert set(sums(hosts, host, near)) <= set(wanted), host
     words = [ranks.PACELINE, "stage", packed, NEAR, "-H", "host1,host2"]

@@ -43,6 +43,14 @@ def stage(
             show_default=False,
         ),
     ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Share the staged set with the group that owns SOURCE, which must be able to read "
+            "it there. Default: only you can read what you stage.",
+        ),
+    ] = False,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -82,13 +90,15 @@ def stage(
         where = None if beside else wish.target()
         if where is not None:
             load(source)
-            code, told = over_hosts(wish, where, source, str(Path(given).absolute()), most, _say)
+            code, told = over_hosts(
+                wish, where, source, str(Path(given).absolute()), most, _say, shared
+            )
             if json:
                 typer.echo(summed(told))
             else:
                 _show(told)
             raise typer.Exit(code)
-        found = _here(source, given, most, beside)
+        found = _here(source, given, most, beside, shared)
     if beside:
         return
     if json:
@@ -97,12 +107,12 @@ def stage(
         _show([asdict(found)])
 
 
-def _here(source: Path, root: str, room: int | None, beside: bool) -> "Staged":
+def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool) -> "Staged":
     from ..data.staging import stage as staged
 
     if not beside:
         with progress("staged", None, "shards") as said:
-            return staged(source, root, room=room, step=said, waits=_waits)
+            return staged(source, root, room=room, step=said, waits=_waits, shared=shared)
     step = _while_it_lives(os.getppid())
     found = staged(source, root, room=room, step=step, together=True, ended=_ended)
     if found.hosts and os.environ.get("GROUP_RANK") == "0":

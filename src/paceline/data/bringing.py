@@ -2,7 +2,7 @@
 from the hosts that have claimed them (sharing.py)."""
 
 import os
-import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from typing import Any, BinaryIO
 
 from crc32c import crc32c
 
+from ..security.files import open_regular, read_regular
+from ..security.folders import Folder
 from . import shard_format
+from .meta_schema import MAX_META_BYTES
 from .shard_format import DataError, Shard
 from .sharing import LOOK_S, QUIET_S, UNCHECKED, Exchange, GoneError
 
@@ -51,7 +54,7 @@ class Bringing:
     def __init__(
         self,
         origin: Path,
-        folder: Path,
+        folder: Folder,
         files: list[Shard],
         budget: int,
         exchange: Exchange | None,
@@ -207,12 +210,22 @@ class Bringing:
     def _written(self, number: int, write: Callable[[BinaryIO], bool]) -> bool:
         """Under its name, once it is whole."""
         name = self._files[number].file
-        part = self._folder / f".part-{name}"
-        with part.open("wb", buffering=0) as file:
-            if not write(file):
-                return False
-        part.replace(self._folder / name)
+        try:
+            with (
+                self._folder.replacing(name, self._mode(name)) as fd,
+                open(fd, "wb", buffering=0, closefd=False) as file,
+            ):
+                if not write(file):
+                    raise _NotWholeError
+        except _NotWholeError:
+            return False
         return True
+
+    def _mode(self, name: str) -> int:
+        """The permissions that a file has in the origin. In a group's folder nobody but its owner
+        may write to it; the group may read it (that it may in the origin was looked at)."""
+        mode = stat.S_IMODE((self._origin / name).stat().st_mode) & 0o777
+        return mode if self._folder.group is None else mode & 0o700 | 0o440
 
     def _came(self, number: int, came: bool, fetched: bool = False) -> None:
         found, one = self._found, self._files[number]
@@ -236,10 +249,9 @@ class Bringing:
     def _say_what_it_is(self) -> None:
         """paceline.json, as soon as the index is there: a set is then read from here."""
         meta, small = shard_format.META, (self._files[at] for at in self._small)
-        if all(whole(self._folder, one) for one in small) and not (self._folder / meta).exists():
-            part = self._folder / f".part-{meta}-{threading.get_ident()}"
-            shutil.copyfile(self._origin / meta, part)
-            part.replace(self._folder / meta)
+        if all(whole(self._folder, one) for one in small) and self._folder.status(meta) is None:
+            data = read_regular(self._origin / meta, MAX_META_BYTES)
+            self._folder.write(meta, data, self._mode(meta))
 
     def _news(self) -> None:
         with self._changed:
@@ -258,18 +270,23 @@ class Bringing:
             return None
 
 
-def whole(folder: Path, one: Shard) -> bool:
+class _NotWholeError(Exception):
+    """No host has sent the whole file."""
+
+
+def whole(folder: Folder, one: Shard) -> bool:
     """Whether a file of a set is there: it gets its name when it is."""
     try:
-        return (folder / one.file).stat().st_size == one.bytes
+        status = folder.status(one.file)
     except OSError:  # what can't be looked at is not there
         return False
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_size == one.bytes
 
 
 def _copied(origin: Path, one: Shard, to: BinaryIO) -> bool:
     """Raises DataError where it is not what was packed."""
     crc, buffer, path = 0, memoryview(bytearray(CHUNK)), origin / one.file
-    with path.open("rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while size := file.readinto(buffer):
             crc = crc32c(buffer[:size], crc)

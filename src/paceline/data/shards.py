@@ -1,5 +1,6 @@
 """A packed set, as it is read: by several threads, at any place, each sample checked."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -10,10 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from ..security.files import InvalidFileError, open_regular
 from . import shard_format, staging
 from .decode import decode
-from .shard_format import FILE, RAW, DataError, Field, Meta, Row
+from .names import Names
+from .row_check import RowCheck
+from .shard_format import FILE, INDEX, NAMES, RAW, DataError, Field, Meta, Row
 
+PIECE_BYTES = 1 << 20  # of a file that is read as a whole
+MAX_CLASSES = 1 << 24
 LOOK_S = 5.0  # between two looks whether a shard has been staged
 
 
@@ -33,12 +39,14 @@ class Shards:
         self.folder = Path(folder)
         self.meta: Meta = shard_format.load(self.folder)
         self._whole = self.meta.array.shape if self.meta.array else ()
+        self._check = RowCheck(self.meta)
+        self._names: Names | None = None
+        if self.meta.names:
+            told = self.meta.files.get(NAMES)
+            self._names = Names(self.folder / NAMES, self.meta.samples, told)
         self._opening = threading.Lock()
         self._staged = staging.here(self.folder)
-        index = self.folder
-        if self._staged is not None and (self._staged / shard_format.META).exists():
-            index = self._staged
-        self._index = os.open(index / shard_format.INDEX, os.O_RDONLY)
+        self._index = self._open_index()
         self._far: dict[int, float] = {}  # shards that are not staged: when that is looked at next
         self._files: dict[int, int] = {}
 
@@ -68,24 +76,35 @@ class Shards:
         return self.meta.packed.get("kind") == "images"
 
     def row(self, i: int) -> Row:
-        """A sample's row in the index, whose place there is; not yet compared with its checksum."""
-        packed = os.pread(self._index, shard_format.ROW.size, i * shard_format.ROW.size)
+        """Return a sample's row of the index; not yet compared with its checksum. The sample lies
+        in its shard, and its array is one that the set may have.
+
+        Raises:
+            DataError: The row is damaged or hostile: no memory has been taken for its sample.
+        """
         try:
+            packed = os.pread(self._index, shard_format.ROW.size, i * shard_format.ROW.size)
             if len(packed) < shard_format.ROW.size:
                 raise ValueError("the index is truncated")
             row = shard_format.row_of(packed, self._whole)
-            shards = self.meta.shards
-            if row.shard >= len(shards) or row.offset + row.length > shards[row.shard].bytes:
-                raise ValueError("its row is damaged")  # before any memory is taken for it
+            self._check(row)  # before any memory is taken for it
             return row
+        except OSError as error:
+            reason = f"can't be read: {error.strerror}"
+            raise self._bad(INDEX, i, i * shard_format.ROW.size, reason) from None
         except ValueError as error:
-            raise self._bad(shard_format.INDEX, i, i * shard_format.ROW.size, error) from None
+            raise self._bad(INDEX, i, i * shard_format.ROW.size, error) from None
 
     def rows(self) -> np.ndarray[Any, Any]:
         """The whole index, 48 bytes a sample: "label", "offset", "length", "shard" ..."""
         kinds: list[Any] = [("label", "<i8"), ("offset", "<u8"), ("length", "<u4")]
         kinds += [("shard", "<u4"), ("shape", "<u4", 4), ("kind", "u1", 4), ("crc", "<u4")]
-        return np.fromfile(self.folder / shard_format.INDEX, np.dtype(kinds))
+        path = self.folder / INDEX
+        with open(_open(path), "rb") as file:
+            found = np.fromfile(file, np.dtype(kinds), len(self))
+        if len(found) < len(self):
+            raise DataError(path, -1, 0, f"is truncated: {len(found):,} rows of {len(self):,}")
+        return found
 
     def labels(self) -> np.ndarray[Any, Any]:
         """Each sample's class, int64."""
@@ -95,22 +114,49 @@ class Shards:
 
     @property
     def classes(self) -> int:
-        """How many there are."""
-        return len(self.meta.classes) or int(self.labels().max(initial=-1)) + 1
+        """How many there are. Raises DataError where labels go beyond MAX_CLASSES."""
+        if self.meta.classes:
+            return len(self.meta.classes)
+        count = int(self.labels().max(initial=-1)) + 1
+        if count > MAX_CLASSES:
+            reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
+            raise DataError(self.folder / INDEX, -1, 0, reason)
+        return count
 
     def name(self, i: int) -> str:
-        """Where a sample came from, or ""."""
-        if not self.meta.names:
-            return ""
-        with (self.folder / shard_format.NAMES).open() as file:
-            return next((line.rstrip("\n") for at, line in enumerate(file) if at == i), "")
+        """Return where a sample came from, or "". Raises DataError where names.txt is damaged."""
+        try:
+            return "" if self._names is None else self._names[i]
+        except InvalidFileError as error:
+            raise DataError(error.file, -1, 0, error.reason) from None
+
+    def check_files(self) -> list[DataError]:
+        """Return what is wrong with index.bin and names.txt as whole files, for which rows have
+        no checksum: rows that have changed places, and changed names."""
+        found = []
+        try:
+            if self._names is not None:
+                self._names.check()
+        except InvalidFileError as error:
+            found.append(DataError(error.file, -1, 0, error.reason))
+        told, path = self.meta.files.get(INDEX), self.folder / INDEX
+        if told is not None:
+            with open(_open(path), "rb") as file:
+                crc = 0
+                while piece := file.read(PIECE_BYTES):
+                    crc = shard_format.checksum(b"", piece, start=crc)
+                if (file.tell(), crc) != (told.bytes, told.crc):
+                    reason = "has changed (its checksum is another): rows may have changed places"
+                    found.append(DataError(path, -1, 0, reason))
+        return found
 
     def place(self, i: int) -> tuple[Path, int, int]:
         """File, offset and bytes of a sample, where it is read from."""
         row = self.row(i)
         name = self.meta.shards[row.shard].file
-        near = None if self._staged is None else self._staged / name
-        return near if near and near.exists() else self.folder / name, row.offset, row.length
+        staged = self._staged
+        near = staged.path if staged is not None and staged.status(name) else self.folder
+        return near / name, row.offset, row.length
 
     def outline(self, i: int) -> tuple[Field, Field | None]:
         """What a sample and its label are, without reading it."""
@@ -234,13 +280,24 @@ class Shards:
             os.close(near)
         return self._files[shard]
 
+    def _open_index(self) -> int:
+        """Open the staged index, or else the origin's. A group's folder is never trusted for it:
+        who can change a sample there could change the checksum it is compared with."""
+        staged = self._staged
+        if staged is not None and staged.group is None and staged.status(shard_format.META):
+            try:
+                return staged.open_file(shard_format.INDEX)
+            except OSError:
+                pass
+        return _open(self.folder / shard_format.INDEX)
+
     def _near(self, shard: int) -> int | None:
         """The staged one, if it is there and whole."""
         if self._staged is None:
             return None
         told = self.meta.shards[shard]
         try:
-            file = os.open(self._staged / told.file, os.O_RDONLY)
+            file = self._staged.open_file(told.file)
             if os.fstat(file).st_size == told.bytes:
                 self._far.pop(shard, None)
                 return file
@@ -253,12 +310,16 @@ class Shards:
     def _bad_sample(self, i: int, row: Row, reason: object) -> DataError:
         file = self.meta.shards[row.shard].file
         near = self._staged is not None and row.shard not in self._far
-        return self._bad(file, i, row.offset, reason, self._staged if near else None)
+        return self._bad(
+            file, i, row.offset, reason, self._staged.path if self._staged and near else None
+        )
 
     def _bad(
         self, file: str, i: int, offset: int, reason: object, folder: Path | None = None
     ) -> DataError:
-        name = self.name(i)
+        name = ""
+        with contextlib.suppress(DataError):  # the sample's error counts, and not that of its name
+            name = self.name(i)
         return DataError(
             (folder or self.folder) / file, i, offset, f"{reason}" + (f" ({name})" if name else "")
         )
@@ -291,13 +352,17 @@ def _flat(array: Any) -> memoryview:
 
 
 def _open(path: Path) -> int:
+    """Open a regular file for reading; the limit of open files is raised where it is reached."""
     try:
-        return os.open(path, os.O_RDONLY)
+        try:
+            return open_regular(path)
+        except OSError as error:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if error.errno != errno.EMFILE or soft == hard:
+                raise
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return open_regular(path)
     except FileNotFoundError:
         raise DataError(path, -1, 0, "is missing. HINT: copy it, or pack again") from None
     except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE or soft == hard:
-            raise DataError(path, -1, 0, f"can't be opened: {error.strerror}") from None
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return os.open(path, os.O_RDONLY)
+        raise DataError(path, -1, 0, f"can't be opened: {error.strerror}") from None

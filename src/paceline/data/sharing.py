@@ -34,6 +34,7 @@ from typing import Any, BinaryIO
 
 from crc32c import crc32c
 
+from ..security.folders import Folder
 from .shard_format import DataError, Shard
 
 PREFIX = "paceline-stage"
@@ -58,7 +59,7 @@ class Exchange:
     """One host's part in it. Threads may call all of it at the same time."""
 
     def __init__(
-        self, store: Any, address: str, folder: Path, shards: Sequence[Shard], hosts: int
+        self, store: Any, address: str, folder: Folder | None, shards: Sequence[Shard], hosts: int
     ) -> None:
         """store: of the job, under a prefix for this set. folder: where whole shards lie. hosts:
         that take part, at most."""
@@ -202,9 +203,12 @@ class Exchange:
                 raise GoneError from error
 
 
-def join(folder: Path, shards: Sequence[Shard], environ: Mapping[str, str]) -> Exchange | None:
+def join(
+    name: str, folder: Folder | None, shards: Sequence[Shard], environ: Mapping[str, str]
+) -> Exchange | None:
     """With the other hosts of this process's job, as torchrun's variables say; None where there
-    is no other, or no store. Raises GoneError where the store does not answer."""
+    is no other, or no store. name: of the set, the same on all hosts. folder: None, where this
+    host has none. Raises GoneError where the store does not answer."""
     hosts = int(environ.get("GROUP_WORLD_SIZE") or 1)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if hosts < 2 or not address or not port:
@@ -217,7 +221,7 @@ def join(folder: Path, shards: Sequence[Shard], environ: Mapping[str, str]) -> E
     except RuntimeError as error:
         raise GoneError(str(error)) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    under = PrefixStore(f"{PREFIX}/{attempt}/{folder.name}", store)
+    under = PrefixStore(f"{PREFIX}/{attempt}/{name}", store)
     return Exchange(under, own_address(address, int(port)), folder, shards, hosts)
 
 
@@ -232,7 +236,7 @@ def own_address(address: str, port: int) -> str:
 class Server:
     """Sends whole shards of a folder to whoever knows its token."""
 
-    def __init__(self, address: str, folder: Path, shards: Sequence[Shard]) -> None:
+    def __init__(self, address: str, folder: Folder | None, shards: Sequence[Shard]) -> None:
         self._folder, self._shards = folder, shards
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -260,15 +264,19 @@ class Server:
                 token, number = _WORD.unpack(_exactly(visitor, _WORD.size))
                 if not hmac.compare_digest(token, self._token.encode()):
                     return
-                if number == ALIVE or number >= len(self._shards):
+                if number == ALIVE or number >= len(self._shards) or self._folder is None:
                     visitor.sendall(_SIZE.pack(NOT_THERE))
                     return
                 shard = self._shards[number]
-                with (self._folder / shard.file).open("rb") as file:
+                with _opened(self._folder, shard.file) as file:
                     visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
                     visitor.sendfile(file)
             except (OSError, EOFError):  # the visitor goes elsewhere
                 return
+
+
+def _opened(folder: Folder, name: str) -> BinaryIO:
+    return open(folder.open_file(name), "rb")
 
 
 def alive(host: str) -> bool:

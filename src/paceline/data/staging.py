@@ -1,21 +1,25 @@
 """``paceline stage``: a packed set's shards on storage of the host's own.
 
-    ROOT/paceline-stage/NAME-CHECKSUM/shard-00000.bin   whole, or not there
-                                     /.part             what is being copied
-                                     /paceline.json     of what set it is
+    ROOT/paceline-stage-USER/NAME-CHECKSUM/shard-00000.bin   whole, or not there
+                                          /.*.part           what is being copied
+                                          /paceline.json     of what set it is
+
+The folder is this user's alone (security.folders; USER is his number). Shared with a group it is
+ROOT/paceline-stage-group-GROUP, made and read by the members of the group that owns the set: then
+the index is always the origin's, so that each sample is compared with the origin's checksum.
+Files have the permissions that they have in the origin, never more.
 
 A set is known by the checksum of its paceline.json, so one of that name that was packed anew is
 another. Shards come one by one under their names, each compared with its checksum; a set is read
 from here as far as it is here (``Shards``), and from where it was packed for the rest. So training
-may begin while it comes, and a kill leaves nothing half trusted. One process at a time stages to a
-ROOT: the next one waits, and finds what was done.
+may begin while it comes, and a kill leaves nothing half trusted. One process at a time stages to
+such a folder: the next one waits, and finds what was done.
 """
 
 import errno
 import fcntl
 import multiprocessing
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +30,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..record.tell import say
+from ..security.files import UnsafeFileError
+from ..security.folders import Folder, own_group
+from ..security.text import printable
 from . import shard_format
 from .bringing import Bringing, Staged, Step, whole
 from .room import free
@@ -48,6 +56,7 @@ def stage(
     waits: Callable[[], None] | None = None,
     together: bool = False,
     ended: Callable[[Staged], None] | None = None,
+    shared: bool = False,
 ) -> Staged:
     """Bring the packed set ``source`` to the folder ``root``. room: bytes that all staged sets
     together may take there; default what is free (in memory: what the job may still use) but for
@@ -60,23 +69,34 @@ def stage(
     host reads. Returns when all hosts have what they want; ended: is called when this one has.
     What goes wrong on one host is then in the result, and the others go on.
 
-    Raises ValueError for a source that is no whole set, a root that can't be written to, and a
-    disk that fills up meanwhile; DataError where a shard is not what was packed.
+    shared: for the group that owns ``source``, which its files must be readable for; a member's
+    sets may make room for another's.
+
+    Raises ValueError for a source that is no whole set, a root that can't be written to, a source
+    that may not be shared, and a disk that fills up meanwhile; DataError where a shard is not what
+    was packed.
     """
     began, origin = time.monotonic(), Path(source)
     meta = shard_format.load(origin)
     files = _files(origin, meta)
-    found = Staged(place(origin, Path(root)), len(meta.shards), socket.gethostname())
+    group = _group_of(origin, files) if shared else None
+    found = Staged(place(origin, Path(root), group), len(meta.shards), socket.gethostname())
     tell = step or (lambda done, size: None)
-    exchange = _joined(files, found) if together else None
+    exchange: Exchange | None = None
+    folder: Folder | None = None
     try:
         try:
-            _brought(origin, Path(root), files, room, threads, tell, waits, exchange, found)
+            with _told(Path(root)):
+                folder = open_set(origin, Path(root), group, make=True)
+            exchange = _joined(folder, files, found) if together else None
+            _brought(origin, folder, files, room, threads, tell, waits, exchange, found)
         except ValueError as mistake:
+            if exchange is None and together:
+                exchange = _joined(folder, files, found)  # the others hear of it
             if exchange is None:
                 raise
             found.error = str(mistake)
-        found.left = [one.file for one in meta.shards if not whole(found.folder, one)]
+        found.left = [one.file for one in meta.shards if folder is None or not whole(folder, one)]
         found.here = found.shards - len(found.left)
         found.seconds = time.monotonic() - began
         if ended is not None:
@@ -91,12 +111,14 @@ def stage(
     finally:
         if exchange is not None:
             exchange.close()
+        if folder is not None:
+            folder.close()
     return found
 
 
 def _brought(
     origin: Path,
-    root: Path,
+    folder: Folder,
     files: list[Shard],
     room: int | None,
     threads: int,
@@ -105,17 +127,55 @@ def _brought(
     exchange: Exchange | None,
     found: Staged,
 ) -> None:
-    folder = found.folder
-    with _told(root), _alone(folder.parent, waits):
-        folder.mkdir(exist_ok=True)
-        (folder / USED).touch()
+    root = folder.path.parent
+    with _told(root), Folder.open(root, folder.group) as own, _alone(own, waits):
+        if not _same(own, folder):  # another process made room while this one waited
+            with own.subfolder(folder.path.name, make=True) as again:
+                os.dup2(again.fd, folder.fd, inheritable=False)
+        touch(folder)
         missing = [one for one in files if not whole(folder, one)]
-        budget = _made_room(missing, origin, folder, room, found)
+        budget = _made_room(missing, origin, own, folder, room, found)
         try:
             Bringing(origin, folder, files, budget, exchange, found).run(threads, tell)
         finally:
-            for part in folder.glob(".part-*"):
-                part.unlink(missing_ok=True)
+            for name in folder.names():
+                if name.startswith(".") and name.endswith(".part"):
+                    folder.remove(name)
+
+
+def _same(own: Folder, folder: Folder) -> bool:
+    """Whether a set's folder is still the one of its name."""
+    status, opened = own.status(folder.path.name), os.fstat(folder.fd)
+    return status is not None and os.path.samestat(status, opened)
+
+
+def _group_of(origin: Path, files: list[Shard]) -> int:
+    """The group that a set may be shared with: the one that owns its folder.
+
+    Raises ValueError where this user is no member of it, or where the group can't read all of the
+    set where it lies.
+    """
+    group = origin.stat().st_gid
+    hint = "HINT: without --shared"
+    if not own_group(group):
+        raise ValueError(
+            f"--shared: {origin} belongs to group {group}, of which you are no member. {hint}"
+        )
+    for path in (*reversed(origin.resolve().parents), origin.resolve()):
+        if not _group_may(path, group, 0o1):
+            raise ValueError(f"--shared: {path} is closed to group {group}. {hint}")
+    for name in (shard_format.META, *(one.file for one in files)):
+        if not _group_may(origin / name, group, 0o4):
+            raise ValueError(
+                f"--shared: group {group} can't read {origin / name}. {hint}, or chmod g+r"
+            )
+    return group
+
+
+def _group_may(path: Path, group: int, bit: int) -> bool:
+    """Whether members of a group may read (4) or enter (1), by the file's mode."""
+    status = path.stat()
+    return bool(status.st_mode & (bit << 3 if status.st_gid == group else bit))
 
 
 def _files(origin: Path, meta: Meta) -> list[Shard]:
@@ -125,9 +185,9 @@ def _files(origin: Path, meta: Meta) -> list[Shard]:
     return [*small, *meta.shards]
 
 
-def _joined(files: list[Shard], found: Staged) -> Exchange | None:
+def _joined(folder: Folder | None, files: list[Shard], found: Staged) -> Exchange | None:
     try:
-        return join(found.folder, files, os.environ)
+        return join(found.folder.name, folder, files, os.environ)
     except GoneError as error:
         why = str(error).splitlines()[0] if str(error) else "no answer"
         found.notes.append(f"the job's store does not answer ({why}): {found.host} reads all alone")
@@ -138,10 +198,35 @@ def _plain(found: Staged) -> dict[str, Any]:
     return asdict(found) | {"folder": str(found.folder), "hosts": []}
 
 
-def place(origin: Path, root: Path) -> Path:
-    """Where a set is, or would be."""
+def place(origin: Path, root: Path, group: int | None = None) -> Path:
+    """Return the folder where a set is, or would be: this user's, or a group's."""
     told = shard_format.identity(origin)
-    return root / PLACE / f"{origin.resolve().name}-{told}"
+    whose = f"{os.geteuid()}" if group is None else f"group-{group}"
+    return root / f"{PLACE}-{whose}" / f"{origin.resolve().name}-{told}"
+
+
+def open_set(origin: Path, root: Path, group: int | None = None, make: bool = False) -> Folder:
+    """Open the folder of a staged set. make: it and what leads to it may be new.
+
+    Raises UnsafeFileError where the folder is not this user's, or the group's; OSError.
+    """
+    path = place(origin, root, group)
+    if make:
+        root.mkdir(parents=True, exist_ok=True)
+        Folder.make(path.parent, group, exist_ok=True).close()
+    with Folder.open(path.parent, group) as own:
+        return own.subfolder(path.name, make)
+
+
+def touch(folder: Folder) -> None:
+    """Note that a set is used now. Raises OSError."""
+    fd = folder.open_file(USED, os.O_WRONLY | os.O_CREAT)
+    try:
+        if folder.group is not None and os.fstat(fd).st_uid == os.geteuid():
+            os.fchmod(fd, 0o660)
+        os.utime(fd)
+    finally:
+        os.close(fd)
 
 
 def begin_all() -> None:
@@ -150,36 +235,46 @@ def begin_all() -> None:
     root = os.environ.get(VARIABLE)
     for one in filter(None, os.environ.get(SETS, "").split(os.pathsep)):
         try:
-            folder = place(Path(one), Path(root or ""))
+            begin(Path(one), Path(root or ""))
         except (OSError, ValueError):  # the script says so, if it opens it
             continue
-        begin(Path(one), folder)
 
 
-def here(origin: Path) -> Path | None:
-    """The set's folder on this host, if some of it was staged to $PACELINE_STAGE."""
+def here(origin: Path) -> Folder | None:
+    """Open the set's folder on this host, if some of it was staged to $PACELINE_STAGE: by this
+    user, or by a member of the group that owns the set."""
     root = os.environ.get(VARIABLE)
     if not root:
         return None
-    folder = place(origin, Path(root))
-    begin(origin, folder)
-    try:
-        (folder / USED).touch()
-    except OSError:
-        return None
-    return folder
+    begin(origin, Path(root))
+    group = origin.stat().st_gid
+    for whose in (None, group) if own_group(group) else (None,):
+        try:
+            folder = open_set(origin, Path(root), whose)
+            touch(folder)
+            return folder
+        except UnsafeFileError as error:
+            if error.filename not in _refused:
+                _refused.add(error.filename)
+                why = f"{printable(str(error.filename))} {error.strerror}"
+                say(f"paceline: {why}: it is not read, and {origin} is read where it lies\n")
+        except OSError:
+            continue
+    return None
 
 
+_refused: set[str] = set()  # folders that are not this user's or a group's, named once
 _begun: dict[Path, "subprocess.Popen[bytes]"] = {}  # by this process
 
 
-def begin(origin: Path, folder: Path) -> None:
+def begin(origin: Path, root: Path) -> None:
     """Of a set that ``paceline run --stage`` names: the first rank of each host has it staged
     beside the training, by a process that ends with it."""
     if str(origin.resolve()) not in os.environ.get(SETS, "").split(os.pathsep):
         return
+    folder = place(origin, root)
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # all ranks look here for what comes
+        open_set(origin, root, make=True).close()  # all ranks look here for what comes
     except OSError:  # staging says so
         pass
     first = os.environ.get("LOCAL_RANK", "0") == "0" and multiprocessing.parent_process() is None
@@ -190,44 +285,63 @@ def begin(origin: Path, folder: Path) -> None:
 
 
 def _made_room(
-    missing: list[Shard], origin: Path, folder: Path, room: int | None, found: Staged
+    missing: list[Shard],
+    origin: Path,
+    own: Folder,
+    folder: Folder,
+    room: int | None,
+    found: Staged,
 ) -> int:
     """Bytes that may come: other sets go until what is missing fits, the longest unused first."""
-    own, meta = folder.parent, shard_format.META
-    beside = 0 if (folder / meta).exists() else (origin / meta).stat().st_size
+    meta = shard_format.META
+    beside = 0 if folder.status(meta) is not None else (origin / meta).stat().st_size
     wanted = sum(one.bytes for one in missing) + beside
-    others = sorted(
-        (one for one in own.iterdir() if one != folder and (one / USED).exists()),
-        key=lambda one: (one / USED).stat().st_mtime,
-    )
+    sets = dict(_sets(own))
+    used = {name: at for name, (_, at) in sets.items() if at is not None}
+    used.pop(folder.path.name, None)
+    others = sorted(used, key=lambda name: used[name])
     while True:
-        left = free(own)
+        left = free(own.path)
         if room is not None:
-            left = min(left, room - sum(_size(one) for one in own.iterdir() if one.is_dir()))
+            left = min(left, room - sum(size for size, _ in sets.values()))
         if wanted <= left or not others:
             return left - beside
         gone = others.pop(0)
-        shutil.rmtree(gone, ignore_errors=True)  # who reads it has it open, or goes to the source
-        found.evicted.append(gone.name)
+        try:
+            own.remove(gone)  # who reads it has it open, or goes to the source
+        except OSError as error:
+            found.notes.append(f"{own.path / gone} can't make room: {error.strerror}")
+            continue
+        del sets[gone]
+        found.evicted.append(gone)
 
 
-def _size(folder: Path) -> int:
-    with os.scandir(folder) as entries:
-        return sum(entry.stat().st_size for entry in entries if entry.is_file())
+def _sets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None]]]:
+    """Of each set that is staged there: its name, its bytes, and when it was used last."""
+    for name in own.names():
+        try:
+            with own.subfolder(name) as folder:
+                all_of_it = [folder.status(one) for one in folder.names()]
+                size = sum(one.st_size for one in all_of_it if one is not None)
+                used = folder.status(USED)
+                yield name, (size, None if used is None else used.st_mtime)
+        except OSError:  # no folder, or removed meanwhile
+            continue
 
 
 @contextmanager
-def _alone(own: Path, waits: Callable[[], None] | None) -> Iterator[None]:
-    """While no other process stages to the same root; its lock ends with it."""
-    own.mkdir(parents=True, exist_ok=True)
-    with (own / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waits is not None:
-                waits()
-            fcntl.flock(lock, fcntl.LOCK_EX)
+def _alone(own: Folder, waits: Callable[[], None] | None) -> Iterator[None]:
+    """While no other process stages to the same folder; the lock ends with this one."""
+    try:
+        fcntl.flock(own.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if waits is not None:
+            waits()
+        fcntl.flock(own.fd, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        fcntl.flock(own.fd, fcntl.LOCK_UN)
 
 
 @contextmanager

@@ -122,15 +122,16 @@ class Folder:
         )
 
     def write(self, name: str, data: bytes, mode: int = 0o600) -> None:
-        """Write a file, whole or not at all, in the place of one of that name."""
+        """Write a file, whole or not at all, in the place of one of that name. mode: exactly."""
         with self.replacing(name, mode) as fd:
             write_all(fd, data)
 
     @contextlib.contextmanager
     def replacing(self, name: str, mode: int = 0o600) -> Iterator[int]:
         """Give a descriptor of a new file that gets its name when the body ends without an error;
-        else it is removed. mode: less the umask."""
-        with _replacing(_plain(name), mode, self.fd) as fd:
+        else it is removed. mode: exactly, whatever the umask."""
+        with _replacing(_plain(name), 0o600, self.fd) as fd:
+            os.fchmod(fd, mode)
             yield fd
 
     def rename(self, old: str, new: str) -> None:

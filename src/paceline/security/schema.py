@@ -14,8 +14,8 @@ from .text import printable, printable_tree
 
 T = TypeVar("T")
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
-Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 def check(tree: Any, schema: type[T], file: Name) -> T:

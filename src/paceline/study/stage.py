@@ -46,6 +46,7 @@ def over_hosts(
     root: str,
     room: int | None,
     say: Callable[[str], None],
+    shared: bool = False,
 ) -> tuple[int, list[dict[str, Any]]]:
     """The exit code, and what each host did, by name. where: as ``wish`` has it.
 
@@ -55,6 +56,7 @@ def over_hosts(
     # Slots are for ranks that compute: here each host has one.
     named = ",".join(f"{_bracketed(one.name)}:1" for one in where.hosts) if where.explicit else None
     words = [str(source.resolve()), root, *(["--room", str(room)] if room is not None else [])]
+    words += ["--shared"] if shared else []
     say(f"{source} to {root} of {count} hosts")
     code, found = summary_of(
         Job(RANK, words, True, bind="none", hang_timeout=0.0),

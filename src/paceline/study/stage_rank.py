@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("root")
     parser.add_argument("--room", type=int)
+    parser.add_argument("--shared", action="store_true")
     args = parser.parse_args()
     first, waits = os.environ["RANK"] == "0", False
     due = time.monotonic() + EVERY_S
@@ -38,7 +39,15 @@ def main() -> None:
             say(f"paceline stage: {here}{', and waits for other hosts' if waits else ''}\n")
 
     try:
-        found = stage(args.source, args.root, room=args.room, step=step, together=True, ended=ended)
+        found = stage(
+            args.source,
+            args.root,
+            room=args.room,
+            step=step,
+            together=True,
+            ended=ended,
+            shared=args.shared,
+        )
     except ValueError as mistake:
         sys.exit(f"{socket.gethostname()}: {mistake}")
     if first:

@@ -1,0 +1,164 @@
+"""What another user of the node prepares does nothing to this one: two real user IDs, a victim's
+and an attacker's, in the real /dev/shm."""
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import ranks
+import users
+from users import ATTACKER, VICTIM
+
+SHM = Path("/dev/shm")
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+SCRIPT = "import time, sys; print('trained'); time.sleep(float(sys.argv[1]))"
+
+
+@pytest.fixture
+def place():
+    """A folder that all users can write to, as /tmp is."""
+    folder = Path(tempfile.mkdtemp(prefix="paceline-users-", dir="/tmp"))
+    folder.chmod(0o1777)
+    (folder / "train.py").write_text(SCRIPT)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def bait():
+    """Make a job's folder in /dev/shm that has the victim's name and is the attacker's."""
+    made = []
+
+    def make(**files):
+        path = SHM / f"paceline-job-{VICTIM}-{secrets.token_hex(4)}"
+        path.mkdir()
+        os.chown(path, ATTACKER, ATTACKER)
+        path.chmod(0o777)
+        for name, content in files.items():
+            file = path / name.replace("_", ".")
+            if isinstance(content, Path):
+                file.symlink_to(content)
+            elif content is None:
+                os.mkfifo(file)
+            else:
+                file.write_text(content)
+            os.chown(file, ATTACKER, ATTACKER, follow_symlinks=False)
+            if not file.is_symlink():
+                file.chmod(0o666)
+        made.append(path)
+        return path
+
+    yield make
+    for path in made:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def paceline(*words):
+    return [sys.executable, "-m", "paceline", *words]
+
+
+def secret_of(user, place, text="private"):
+    """A folder of the user's with a file that only he can read."""
+    folder = users.folder(place / f"home-{user}", user)
+    (folder / "thesis").write_text(text)
+    os.chown(folder / "thesis", user, user)
+    (folder / "thesis").chmod(0o600)
+    return folder
+
+
+def test_a_start_removes_copies_and_waits_for_nothing_that_another_user_made(place, bait):
+    home, loot = secret_of(VICTIM, place), users.folder(place / "loot", ATTACKER, 0o777)
+    said_sent = json.dumps({"target": str(home), "sent": True})
+    baits = [
+        bait(lock="", keep_json=said_sent),  # "remove what it names"
+        bait(lock="", keep_json=json.dumps({"target": str(loot)}), x_ring=home / "thesis"),
+        bait(lock="", keep_json=None),  # a FIFO
+        bait(lock=None),
+        bait(lock=home / "made-by-a-link"),
+    ]
+    link = SHM / f"paceline-job-{VICTIM}-link"  # to a folder that is the victim's
+    link.symlink_to(home)
+    try:
+        done = users.run(
+            VICTIM, *paceline("run", "-n", "1", place / "train.py", 0), cwd=place, timeout=60
+        )
+    finally:
+        link.unlink()
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert (home / "thesis").read_text() == "private"
+    assert os.listdir(home) == ["thesis"]
+    assert os.listdir(loot) == []
+    for path in baits:
+        assert path.exists()
+        assert done.stderr.count(f"{path} belongs to user {ATTACKER}: it is not one of your") == 1
+    assert done.stderr.count(f"{link} is a symbolic link and no folder") == 1
+
+
+def test_top_shows_no_job_that_another_user_made_up(place, bait):
+    about = {"run": f"r{ESCAPE}", "command": [f"x{ESCAPE}"], "started": 1.0, "host": "h"}
+    fake = bait(lock="", run_json=json.dumps(about), keep_json=json.dumps({"target": "/tmp"}))
+    waits = bait(lock=None)
+    hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX)"
+    hold += "; print(flush=True); sys.stdin.read()"
+    # A launcher's name in the abstract namespace that takes no more callers.
+    squat = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + sys.argv[1])"
+    squat += "; s.listen(0); c = [socket.socket(socket.AF_UNIX) for _ in range(2)]"
+    squat += "; [x.setblocking(False) for x in c]; [x.connect_ex('\\0' + sys.argv[1]) for x in c]"
+    squat += "; print(flush=True); sys.stdin.read()"
+    started = [
+        users.start(ATTACKER, sys.executable, "-c", hold, fake / "lock", stdin=-1),
+        users.start(ATTACKER, sys.executable, "-c", squat, f"paceline-live-{VICTIM}-x", stdin=-1),
+    ]
+    try:
+        for process in started:
+            process.stdout.readline()
+        done = users.run(VICTIM, *paceline("top", "--once"), timeout=60)
+    finally:
+        for process in started:
+            process.communicate("")
+    assert done.returncode == 2
+    assert "no job of yours runs on this host" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    for path in (fake, waits):
+        assert f"{path} belongs to user {ATTACKER}" in done.stderr
+    assert "socket for job x takes no connection: it may be another user's" in done.stderr
+
+
+def test_a_record_goes_through_no_link_in_its_folder(place):
+    """The folder is one that others can write to."""
+    home = secret_of(VICTIM, place)
+    record = place / "record"
+    record.mkdir()
+    record.chmod(0o777)
+    for name in ("run.json", "rank-0.ring.part"):
+        (record / name).symlink_to(home / "thesis")
+    words = paceline("run", "-n", "1", "--record", record, place / "train.py", 0)
+    done = users.run(VICTIM, *words, cwd=place, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (home / "thesis").read_text() == "private"
+    assert json.loads((record / "run.json").read_text())["command"][-1] == "0"
+    assert (record / "run.json").stat().st_uid == VICTIM
+
+
+def test_nobody_else_can_read_a_job_that_runs(place):
+    words = paceline("run", "-n", "1", place / "train.py", 60)
+    job = users.start(VICTIM, *words, cwd=place)
+    try:
+        ranks.wait_until(lambda: list(SHM.glob(f"paceline-job-{VICTIM}-*/*.ring")) or _stacks())
+        (folder,) = SHM.glob(f"paceline-job-{VICTIM}-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert users.run(ATTACKER, "ls", folder).returncode != 0
+    finally:
+        job.terminate()
+        job.communicate()
+    ranks.wait_until(lambda: not list(SHM.glob(f"paceline-job-{VICTIM}-*")))
+
+
+def _stacks():
+    return list(SHM.glob(f"paceline-job-{VICTIM}-*/*.stack"))
