@@ -160,10 +160,10 @@ def test_one_damaged_file_is_left_out_by_name(tmp_path):
     path.write_bytes(path.read_bytes()[:17000])
     wide = {"COLUMNS": "400"}  # else a long path is broken anywhere
     text = re.sub(r"[│\s]+", " ", report(folder, **wide).stdout)
-    assert "rank-1.ring is cut off or damaged" in text
+    assert "rank-1.ring: is cut off or damaged" in text
     assert "no record of rank 1" in text
     (folder / "rank-2.ring").write_bytes(b"")
-    assert "rank-2.ring is not a record" in re.sub(r"[│\s]+", " ", report(folder, **wide).stdout)
+    assert "rank-2.ring: is not a record" in re.sub(r"[│\s]+", " ", report(folder, **wide).stdout)
 
 
 def test_a_folder_of_attempts_points_to_them(tmp_path):

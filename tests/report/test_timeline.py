@@ -13,6 +13,7 @@ from paceline.analyze.report import examine
 from paceline.record.states import Op, State
 from paceline.report import timeline
 from paceline.report.chrome import lanes, microseconds
+from paceline.security.text import printable
 from records import MS, Rank
 
 HOSTILE = 'a"b\\</script><script>alert(1)</script>\n\u2028\ud800'
@@ -279,8 +280,8 @@ def test_hostile_names_stay_text(tmp_path):
     timeline.write(examined(ranks, command=[HOSTILE]), tmp_path / "run.json")
     data = trace(tmp_path / "run.json")
     names = {e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
-    assert names == {f"rank {i} (h{i}{HOSTILE})" for i in range(2)}
-    assert {e["args"]["group"] for e in slices_in(data, "communication")} == {HOSTILE}
+    assert names == {f"rank {i} (h{i}{printable(HOSTILE)})" for i in range(2)}
+    assert {e["args"]["group"] for e in slices_in(data, "communication")} == {printable(HOSTILE)}
     assert data["otherData"]["command"] == HOSTILE
     (tmp_path / "run.json").read_text("ascii")
 

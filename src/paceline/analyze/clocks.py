@@ -9,11 +9,15 @@ a(t) = offset + drift x t is fitted between the bounds, as far from them as poss
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
+from ..record.about import MAX_TIME_NS
 from .match import Matched, gives
 from .read import Record
 from .states import Ints
 
+MAX_BOUNDS = 1 << 25  # collectives times clocks that are looked at, 16 bytes each
+_NEVER, _ALWAYS = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _DRIFT = 1e-3  # clocks of computers drift by less, by far
 _TURNS = 80
 
@@ -55,35 +59,37 @@ def align(records: list[Record], matched: Matched) -> tuple[list[Record], Clocks
     """The records with all times on the first record's clock, and how well that went."""
     names = names_of(records)
     unique = list(dict.fromkeys(names))
-    hosts = {
-        name: tuple(
-            sorted({r.meta["host"] for r, n in zip(records, names, strict=True) if n == name})
-        )
-        for name in unique
-    }
+    at = {name: i for i, name in enumerate(unique)}
+    each: dict[str, set[str]] = {name: set() for name in unique}
+    for record, name in zip(records, names, strict=True):
+        each[name].add(record.host)
+    hosts = {name: tuple(sorted(of)) for name, of in each.items()}
     first = unique[0]
     found = {first: Clock(first, hosts[first], 0, 0.0, 0, 0)}
     if len(unique) == 1:
         return records, Clocks((found[first],), ())
-    bounds = _bounds(matched, np.array([unique.index(name) for name in names]), len(unique))
-    waiting = unique[1:]
-    while waiting:  # the host that communicates most with one that is known already comes next
-        count, name, known = max(
-            (min(len(bounds[u, k][0]), len(bounds[k, u][0])), name, reference)
-            for name in waiting
-            for reference in found
-            for u, k in [(unique.index(name), unique.index(reference))]
-        )
+    bounds = _Bounds(matched, np.array([at[name] for name in names]), len(unique))
+    apart, known = list[str](), first
+    best = dict.fromkeys(unique[1:], (0, ""))  # bounds to the clock that has most in common
+    while best:  # the host that communicates most with one that is known already comes next
+        for name in best:
+            u, k = at[name], at[known]
+            best[name] = max(best[name], (min(bounds.count(u, k), bounds.count(k, u)), known))
+        count, name, reference = max((n, name, other) for name, (n, other) in best.items())
         if count == 0:
             break
-        u, k = unique.index(name), unique.index(known)
-        fitted = _fit(bounds[u, k], bounds[k, u], found[known])
-        found[name] = replace(fitted, name=name, hosts=hosts[name])
-        waiting.remove(name)
-    for name in waiting:
+        del best[name]
+        u, k = at[name], at[reference]
+        fitted = _fit(bounds.of(u, k), bounds.of(k, u), found[reference])
+        if abs(fitted.offset_ns) < MAX_TIME_NS:
+            found[name], known = replace(fitted, name=name, hosts=hosts[name]), name
+        else:  # no node has been up for so long
+            apart.append(name)
+    apart += best
+    for name in apart:
         found[name] = Clock(name, hosts[name], 0, 0.0, 0, 0)
     moved = [_moved(r, found[name]) for r, name in zip(records, names, strict=True)]
-    return moved, Clocks(tuple(found[name] for name in unique), tuple(waiting))
+    return moved, Clocks(tuple(found[name] for name in unique), tuple(apart))
 
 
 def _moved(record: Record, clock: Clock) -> Record:
@@ -99,27 +105,39 @@ def _moved(record: Record, clock: Clock) -> Record:
     return replace(record, events=events, meta=meta)
 
 
-def _bounds(matched: Matched, clock: Ints, count: int) -> dict[tuple[int, int], tuple[Ints, Ints]]:
-    """For each pair of clocks (A, B): times on A at which somebody there was done with what
-    needed somebody on B, and the times on B at which the last of those there had started (of
-    all parts of one collective or message: its node)."""
-    launches, waits = matched.launches, matched.waits
-    nodes = len(matched.node_rows) - 1
-    never = np.iinfo(np.int64).min
-    started = np.full((count, nodes), never)  # the latest start on each clock, of each node
-    rows = np.repeat(np.arange(nodes), np.diff(matched.node_rows))
-    launch = matched.node_launches
-    np.maximum.at(started, (clock[launches["record"][launch]], rows), launches["start"][launch])
-    done = np.full((count, nodes), np.iinfo(np.int64).max)  # the first end of a wait for it
-    real = (waits["node"] >= 0) & ~gives(waits)
-    np.minimum.at(done, (clock[waits["record"][real]], waits["node"][real]), waits["end"][real])
-    result = {}
-    for a in range(count):
-        for b in range(count):
-            if a != b:
-                both = (done[a] != np.iinfo(np.int64).max) & (started[b] != never)
-                result[a, b] = (done[a][both], started[b][both])
-    return result
+class _Bounds:
+    """What communication says of each pair of clocks, made when it is asked for."""
+
+    def __init__(self, matched: Matched, clock: Ints, count: int) -> None:
+        """clock: the number of each record's clock, of ``count``."""
+        launches, waits = matched.launches, matched.waits
+        nodes = len(matched.node_rows) - 1
+        every = nodes * count // MAX_BOUNDS + 1  # of more nodes than that, every second and so on
+        nodes = nodes // every + 1
+        self._started = np.full((count, nodes), _NEVER)  # the latest start, of each node
+        rows = np.repeat(np.arange(len(matched.node_rows) - 1), np.diff(matched.node_rows))
+        launch = matched.node_launches[rows % every == 0]
+        rows = rows[rows % every == 0] // every
+        place = (clock[launches["record"][launch]], rows)
+        np.maximum.at(self._started, place, launches["start"][launch])
+        self._done = np.full((count, nodes), _ALWAYS)  # the first end of a wait for it
+        waits = waits[(waits["node"] >= 0) & (waits["node"] % every == 0) & ~gives(waits)]
+        place = (clock[waits["record"]], waits["node"] // every)
+        np.minimum.at(self._done, place, waits["end"])
+
+    def _both(self, a: int, b: int) -> npt.NDArray[np.bool_]:
+        return np.asarray((self._done[a] != _ALWAYS) & (self._started[b] != _NEVER))
+
+    def count(self, a: int, b: int) -> int:
+        """Return how many bounds there are."""
+        return int(np.count_nonzero(self._both(a, b)))
+
+    def of(self, a: int, b: int) -> tuple[Ints, Ints]:
+        """Return times on ``a`` at which somebody there was done with what needed somebody on
+        ``b``, and the times on ``b`` at which the last of those there had started (of all parts of
+        one collective or message: its node)."""
+        both = self._both(a, b)
+        return self._done[a][both], self._started[b][both]
 
 
 def _fit(after: tuple[Ints, Ints], before: tuple[Ints, Ints], reference: Clock) -> Clock:

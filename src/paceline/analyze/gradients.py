@@ -7,6 +7,7 @@ import numpy as np
 
 from ..record.states import Op, State
 from .measured import Measured
+from .states import total
 
 REDUCES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 
@@ -48,8 +49,8 @@ def gradients(m: Measured) -> Gradients | None:
             len(back),
             len(np.unique(at[inside])),
             int(inside.sum()),
-            int(amount[inside].sum()),
+            total(amount[inside]),
             int((~inside).sum()),
-            int(amount[~inside].sum()),
+            total(amount[~inside]),
         ]
     return Gradients(*(sums / steps).tolist()) if steps else None

@@ -12,10 +12,10 @@ from .losses import name_of
 from .match import Matched, by_record
 from .pop import busy
 from .read import Record
-from .states import Timeline, Window, merged
+from .states import Timeline, Window, merged, total
 
 # Bytes that cross a link, per byte of the whole vector, for p ranks (as in nccl-tests).
-_BUS = {
+_BUS: dict[int, Callable[[int], float]] = {
     Op.ALL_REDUCE: lambda p: 2 * (p - 1) / p,
     Op.REDUCE_SCATTER: lambda p: (p - 1) / p,
     Op.ALL_GATHER: lambda p: (p - 1) / p,
@@ -66,7 +66,7 @@ def groups(
             members_of.setdefault(group["name"], {})[i] = group
     count = len(matched.groups)
     each = zip(_by_group(matched.launches, count), _by_group(matched.waits, count), strict=True)
-    for (name, members), (launches, waits) in zip(sorted(members_of.items()), each, strict=True):
+    for (name, members), (launches, waits) in zip(sorted(members_of.items()), each, strict=False):
         size = max(int(group["size"]) for group in members.values())
         inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
         if size < 2 or not inside.any():
@@ -99,7 +99,7 @@ def _shares(
     turn = np.clip(waits["latest"], start, end)
     covered = sum(_hidden(launches, waits, timelines, within))
     whole = members * within.length
-    return float((turn - start).sum()) / whole, float((end - turn).sum()) / whole, covered / whole
+    return total(turn - start) / whole, total(end - turn) / whole, covered / whole
 
 
 def _by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
@@ -152,8 +152,8 @@ def _collectives(
         alone = of_op.all()
         share = whole if alone else shares(launches[of_op], waits[waits["op"] == op])
         if op in POINT_TO_POINT:
-            count, total = len(amount), int(amount.sum())
-            result.append(Collective(name_of(op), count, total, *share, None, None))
+            count = len(amount)
+            result.append(Collective(name_of(op), count, total(amount), *share, None, None))
             continue
         at = launches["node"][mine]
         at -= at.min()  # a group's nodes have numbers in a row
@@ -167,8 +167,8 @@ def _collectives(
         large = (amount_of >= 1 << 16) & (end > last)
         speed = amount_of[large] / (end[large] - last[large])  # bytes/ns = GB/s
         algbw = float(np.median(speed)) if large.any() else None
-        factor = _BUS.get(Op(op))
+        factor = _BUS.get(op)
         busbw = algbw * factor(size) if algbw is not None and factor is not None else None
-        total = int(amount_of.sum())
-        result.append(Collective(name_of(op), count, total, *share, algbw, busbw))
+        whole_bytes = total(amount_of)
+        result.append(Collective(name_of(op), count, whole_bytes, *share, algbw, busbw))
     return result

@@ -12,6 +12,7 @@ import numpy as np
 from ..record.states import State
 from .load import Run
 from .read import Record
+from .states import total
 
 BARS = ("sharing", "uneven", "validation", "checkpoint", "exchange", "input")
 
@@ -117,7 +118,7 @@ def climb(run: Run, first: int, steps: int, phase: str = "") -> Climb:
             raise EndedError(len(record.of(State.STEP)), first + steps)
         start, end = int(rows["start"].min()), int(rows["end"].max())
         # Samples are what it takes to compare one rank with several; steps stand in for them.
-        samples += int(rows["amount"].sum()) or len(rows)
+        samples += total(rows["amount"]) or len(rows)
         steps_s.append((end - start) / 1e9 / steps)
         for state, took in beside.items():
             took.append(_within(record, state, start, end) / 1e9 / steps)
@@ -140,9 +141,8 @@ def climb(run: Run, first: int, steps: int, phase: str = "") -> Climb:
 def _within(record: Record, state: int, start: int, end: int) -> int:
     """Nanoseconds of a state between two instants."""
     rows = record.of(state)
-    return int(
-        np.clip(np.minimum(rows["end"], end) - np.maximum(rows["start"], start), 0, None).sum()
-    )
+    both = np.minimum(rows["end"], end) - np.maximum(rows["start"], start)
+    return total(both.clip(min=0))
 
 
 def _slowest(climbs: list[Climb], *names: str) -> int:

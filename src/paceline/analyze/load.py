@@ -1,12 +1,22 @@
 """A run's folder, as ``paceline run --record`` leaves it, as records."""
 
-import json
 import mmap
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .read import Record, read
+from ..record.about import in_a_line
+from ..security.files import InvalidFileError, open_regular
+from ..security.reason import reason_of
+from ..security.schema import read_json
+from .lines import read_lines, words_of
+from .read import NewerVersionError, Record, read
+
+MAX_RECORDS = 1 << 13  # of one folder; every pair of ranks has a number in the report
+MAX_RECORD_BYTES = 256 << 20  # 100 times what a rank writes
+MAX_RUN_JSON_BYTES = 16 << 20
+MAX_NAMED = 8  # files that an error message lists
 
 
 @dataclass(frozen=True)
@@ -35,16 +45,24 @@ def load(folder: Path) -> Run:
         inside = sorted({path.parent for path in folder.rglob("*.ring")})
         hint = f"{inside[0]} has one" if inside else "paceline run --record makes one"
         raise ValueError(f"{folder} has no record (rank-N.ring). HINT: {hint}")
+    if len(paths) > MAX_RECORDS:
+        raise ValueError(
+            f"{folder} has {len(paths):,} records; at most {MAX_RECORDS:,} are read at once. "
+            "HINT: a folder with the records of one run"
+        )
     records, refused = [], []
     for path in paths:
         try:
-            records.append(_read(path))
-        except ValueError as error:
-            if "version" in str(error):
-                raise
-            refused.append(str(error))
+            record, notes = _read(path)
+        except NewerVersionError:
+            raise
+        except (InvalidFileError, OSError) as error:
+            refused.append(in_a_line(f"{path}: {reason_of(error)}"))
+            continue
+        records.append(record)
+        refused += notes
     if not records:
-        raise ValueError(f"{folder}: no file can be read: {'; '.join(refused)}")
+        raise ValueError(f"{folder}: no file can be read: {'; '.join(refused[:MAX_NAMED])}")
     _one_run(folder, records)
     records.sort(key=lambda record: record.rank)
     size = max(int(record.meta["size"]) for record in records)
@@ -52,22 +70,26 @@ def load(folder: Path) -> Run:
     return Run(str(folder), records, missing, refused, _command(folder))
 
 
-def _read(path: Path) -> Record:
-    with path.open("rb") as file:
-        try:
-            data: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:  # an empty file
-            data = b""
+def _read(path: Path) -> tuple[Record, list[str]]:
+    """Return a rank's record with the script's lines, and which of its files was left out."""
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > MAX_RECORD_BYTES:
+            reason = f"has {size:,} bytes, and a record at most {MAX_RECORD_BYTES:,}"
+            raise InvalidFileError(path, reason)
+        data: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size else b""
+    finally:
+        os.close(fd)
     record = read(data, str(path))
     lines = path.with_suffix(".lines")
-    if lines.exists():
-        for text in lines.read_text().splitlines():
-            try:
-                line = json.loads(text)
-                record.lines[int(line["number"])] = line
-            except (ValueError, KeyError):  # cut off in the middle of a line
-                continue
-    return record
+    try:
+        told, note = read_lines(lines)
+    except FileNotFoundError:
+        return record, []
+    except (InvalidFileError, OSError) as error:
+        return record, [in_a_line(f"{lines}: {reason_of(error)}")]
+    return replace(record, lines=told), [in_a_line(note)] if note else []
 
 
 def _one_run(folder: Path, records: list[Record]) -> None:
@@ -92,6 +114,7 @@ def _one_run(folder: Path, records: list[Record]) -> None:
 
 def _command(folder: Path) -> list[str]:
     try:
-        return [str(word) for word in json.loads((folder / "run.json").read_text())["command"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        about = read_json(folder / "run.json", dict[str, Any], MAX_RUN_JSON_BYTES)
+    except (OSError, InvalidFileError):
         return []
+    return words_of(about.get("command"))

@@ -15,7 +15,7 @@ from ..record.states import Op, State
 from .match import NOBODY, Matched
 from .pop import LOSSES
 from .read import Record
-from .states import OTHER, STATES, Ints, Timeline, Window
+from .states import OTHER, STATES, Ints, Timeline, Window, total
 
 BINS = 10  # ranges of steps that losses are located in
 AT_ONCE = 200_000  # ns between two waits with no work to speak of between them
@@ -102,22 +102,22 @@ def waits(
     length = turn - start
     whole = len(records) * within.length
     known = np.flatnonzero((rows["culprit"] != NOBODY) & (length > residual))
-    unknown = length[(length > 0)].sum() - length[known].sum()
+    unknown = total(length[(length > 0)]) - total(length[known])
     together = np.clip(_together(rows), within.start, start)[known]
     rows, start, turn, length = rows[known], start[known], turn[known], length[known]
     own = np.zeros((len(rows), len(STATES)), np.float32)
-    for number, mine in _apart(rows["record"]):
+    for number, mine in apart(rows["record"]):
         line = timelines[number]
         own[mine] = line.until(turn[mine]) - line.until(together[mine])
     result = []
-    for culprit, mine in _apart(rows["culprit"]):
+    for culprit, mine in apart(rows["culprit"]):
         line, record = timelines[culprit], records[culprit]
         more = np.empty((len(mine), len(STATES)))
         for part in range(0, len(mine), PART):
             some = mine[part : part + PART]
             by = np.clip(line.until(turn[some]) - line.until(together[some]) - own[some], 0, None)
-            total = by.sum(axis=1, keepdims=True)
-            by = np.where(total > 0, by / np.maximum(total, 1), _one(line.at(turn[some] - 1)))
+            each = by.sum(axis=1, keepdims=True)
+            by = np.where(each > 0, by / np.maximum(each, 1), _one(line.at(turn[some] - 1)))
             more[part : part + PART] = by
         for state in range(len(STATES)):
             weights = more[:, state] * length[mine]
@@ -141,7 +141,7 @@ def waits(
     return result
 
 
-def _apart(values: Ints) -> Iterable[tuple[int, Ints]]:
+def apart(values: Ints) -> Iterable[tuple[int, Ints]]:
     """Each value, and the rows that have it."""
     order = np.argsort(values, kind="stable")
     unique, first = np.unique(values[order], return_index=True)
@@ -181,7 +181,7 @@ def transfers(matched: Matched, ranks: int, within: Window, where: Ranges) -> li
     result = []
     real = np.flatnonzero(length > 0)
     kind = rows["group"][real].astype(np.int64) << 8 | rows["op"][real]
-    for one, at in _apart(kind):
+    for one, at in apart(kind):
         group, op, mine = one >> 8, one & 0xFF, real[at]
         weights = length[mine].astype(np.float64)
         share = float(weights.sum()) / (ranks * within.length)

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from ..record.states import POINT_TO_POINT, ROOTED, Op, State
 from .read import Record
-from .states import Ints, blocking
+from .states import Ints, blocking, total
 
 NOBODY = -1
+UNKNOWN_GROUP = "unknown"  # of a GPU's kernel whose collective is not known
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Matched:
         lack = lack[(lack["end"] > start) & (lack["start"] < end)]
         rows = self.waits[~self.waits["whole"]]
         blocked = np.minimum(rows["end"], end) - np.maximum(rows["start"], start)
-        return len(np.unique(lack["node"])), int(blocked.clip(min=0).sum())
+        return len(np.unique(lack["node"])), total(blocked.clip(min=0))
 
     def latest(self, count: int) -> list[Ints]:
         """For each of ``count`` records, and each of its BLOCKED and CALL events: when whom it
@@ -72,6 +73,8 @@ def match(records: list[Record]) -> Matched:
     if not (real := keys[:, 1] > 0).all():  # a kernel whose collective is not known
         launches, keys, mine = launches[real], keys[real], mine[real]
     waits, wait_keys, wait_mine = _rows(records, blocking, _WAIT, number)
+    if any((rows["group"] == len(number)).any() for rows in (launches, waits)):
+        names.append(UNKNOWN_GROUP)
     pairs, pair = np.unique(keys[:, 0], return_inverse=True)
     unique, place = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
     # A BLOCKED event has a COLLECTIVE of its own rank, unless the ring has overwritten it.
@@ -181,6 +184,7 @@ def _rows(
         if "call" in (row.dtype.names or ()):
             row["call"] = part["state"] == State.CALL
         group = _table(record, lambda g: number[g["name"]])[part["group"]]
+        group[part["group"] == 0] = len(number)
         own = _table(record, lambda g: g["rank"])[part["group"]]
         size = _table(record, lambda g: g["size"])[part["group"]]
         row["group"] = group

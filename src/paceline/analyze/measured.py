@@ -11,6 +11,8 @@ from .read import Record
 from .replay import ideal_length
 from .states import Timeline, Window, blocking, timeline
 
+MAX_REPLAY_NS = 1 << 62  # of all ranks' time together: delays in the replay may add up to it
+
 
 class Measured:
     """What lies in the window: every rank's line of states, the losses, and what tells of the
@@ -34,11 +36,11 @@ class Measured:
         self.states = [line.states for line in self.timelines]
         self.residual = clocks.residual_ns
         ideal, self.contradicts = None, False
-        if len(records) > 1 and not self.apart:
+        if len(records) > 1 and not self.apart and sum(map(busy, self.states)) < MAX_REPLAY_NS:
             ideal = ideal_length(matched, self.timelines, within)
             assert ideal >= max(map(busy, self.states)), "T_id is below the longest rank's time"
             # Each wait may be off by the clocks' residual; more is not the clocks.
-            allowed = self.residual * max(np.bincount(matched.waits["record"], minlength=1))
+            allowed = self.residual * int(np.bincount(matched.waits["record"], minlength=1).max())
             self.contradicts = ideal > within.length + allowed
             ideal = None if self.contradicts else min(ideal, within.length)
         self.efficiencies = efficiencies(self.states, within.length, ideal)

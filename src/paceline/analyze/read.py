@@ -1,16 +1,17 @@
 """Reading a record: the layout is in docs/record-format.md, its writer is record.ring."""
 
-import json
 import mmap
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ..record.ring import BEGUN, BEGUN_OFFSET, EVENT, HEADER, MAGIC, VERSION
+from ..record.about import MAX_TIME_NS, parse
+from ..record.ring import BEGUN, BEGUN_OFFSET, EVENT, HEADER, HEADER_BYTES, MAGIC, VERSION
 from ..record.states import Op, State
+from ..security.files import InvalidFileError
 
 EVENT_DTYPE = np.dtype(
     [
@@ -26,6 +27,14 @@ EVENT_DTYPE = np.dtype(
     ]
 )
 assert EVENT_DTYPE.itemsize == EVENT.size
+
+# What lies outside of these can't be what it says; sums within them fit 64 bits.
+MAX_AMOUNT = 1 << 53  # bytes, samples
+MAX_RUN_NS = 1 << 55  # 417 days on either side of a record's middle event
+
+
+class NewerVersionError(InvalidFileError):
+    """A record that a newer Paceline wrote."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +107,25 @@ def used_bytes(data: bytes) -> int:
 
 
 def read(data: Any, name: str = "the record") -> Record:
-    """Parse a record's bytes (or mapped file). ValueError where it is foreign, newer or cut off."""
-    if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{name} is not a record of Paceline. HINT: a rank-N.ring file")
+    """Parse a record's bytes (or mapped file).
+
+    Raises:
+        NewerVersionError: A newer Paceline wrote it.
+        InvalidFileError: It is no record, cut off, or its header is damaged.
+    """
+    if len(data) < HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
+        hint = "HINT: a rank-N.ring file"
+        raise InvalidFileError(name, f"is not a record of Paceline. {hint}")
     _, version, header, event, capacity, written, cost, length = HEADER.unpack_from(data)
     if version > VERSION:
-        raise ValueError(
-            f"{name} has version {version}, this Paceline reads up to {VERSION}. HINT: update it"
-        )
+        reason = f"has version {version}, this Paceline reads up to {VERSION}. HINT: update it"
+        raise NewerVersionError(name, reason)
     used = min(written, capacity)
-    if event != EVENT.size or len(data) < header + used * event or HEADER.size + length > header:
-        raise ValueError(f"{name} is cut off or damaged ({len(data)} bytes)")
-    meta = _meta(bytes(data[HEADER.size : HEADER.size + length]), name)
+    if header != HEADER_BYTES or event != EVENT.size or HEADER.size + length > header:
+        raise InvalidFileError(name, "is damaged: the sizes in its header can't be right")
+    if capacity < 1 or len(data) < header + used * event:
+        raise InvalidFileError(name, f"is cut off or damaged ({len(data)} bytes)")
+    meta = cast(dict[str, Any], parse(bytes(data[HEADER.size : HEADER.size + length]), name))
     events = np.frombuffer(data, EVENT_DTYPE, count=used, offset=header)
     if written > capacity:  # the oldest event stands where the next one would have gone
         events = np.roll(events, -int(written % capacity))
@@ -127,22 +143,6 @@ def read(data: Any, name: str = "the record") -> Record:
     )
 
 
-def _meta(text: bytes, name: str) -> dict[str, Any]:
-    """What the record says of itself. ValueError where it does not say what it must."""
-    try:
-        meta = json.loads(text)
-        rank, size = int(meta["rank"]), int(meta["size"])
-        ok = 0 <= rank < size and isinstance(meta["host"], str) and int(meta["started_ns"]) >= 0
-        for number, group in meta.get("groups", {}).items():
-            ok &= 0 < int(number) < 1 << 16 and 0 <= int(group["rank"]) < int(group["size"])
-            ok &= isinstance(group["name"], str)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        ok = False
-    if not ok:
-        raise ValueError(f"{name} is damaged: what it says of itself can't be read")
-    return dict(meta)
-
-
 def _whole(events: npt.NDArray[Any], meta: dict[str, Any]) -> npt.NDArray[np.bool_]:
     """Which events can be what they say."""
     groups = np.zeros(1 << 16, bool)
@@ -157,8 +157,9 @@ def _whole(events: npt.NDArray[Any], meta: dict[str, Any]) -> npt.NDArray[np.boo
         talks |= events["state"] == state
     whole &= ~talks | ((events["group"] > 0) & (events["op"] > 0))
     start, end = events["start"], events["end"]
-    whole &= (start >= 0) & (end > 0) & (end >= start) & (end < _LATEST)
-    return np.asarray(whole & (events["amount"] >= 0))
-
-
-_LATEST = 1 << 60  # ns: no host has been up for 36 years
+    whole &= (start >= 0) & (end > 0) & (end >= start) & (end < MAX_TIME_NS)
+    whole &= (events["amount"] >= 0) & (events["amount"] < MAX_AMOUNT)
+    if whole.any():
+        middle = int(np.median(end[whole]))
+        whole &= (start > middle - MAX_RUN_NS) & (end < middle + MAX_RUN_NS)
+    return np.asarray(whole)

@@ -18,7 +18,7 @@ from .measured import Measured
 from .places import Place, places
 from .pop import Efficiencies, busy, efficiencies
 from .read import Record
-from .states import STATES, Window, window
+from .states import STATES, Window, total, window
 from .steps import StepTimes, step_times, steps_of
 from .trouble import Stall, Still, explained, stalls, standstills
 from .waiting import Pair, pairs
@@ -177,7 +177,7 @@ def _figures(m: Measured | None) -> dict[str, Any]:
     length = m.within.length
     rows = [record.of(State.STEP) for record in m.records]
     inside = [s[(s["end"] > m.within.start) & (s["end"] <= m.within.end)] for s in rows]
-    samples = sum(int(s["amount"].sum()) for s in inside)
+    samples = sum(total(s["amount"]) for s in inside)
     times = [busy(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
@@ -236,7 +236,7 @@ def _doubts(
         if record.damaged:
             confidence *= len(record.events) / (len(record.events) + record.damaged)
             doubts.append(f"{record.damaged} events of rank {record.rank} are damaged: left out")
-    blocked = int((matched.waits["end"] - matched.waits["start"]).sum())
+    blocked = total(matched.waits["end"] - matched.waits["start"])
     unmatched, alone = _unmatched(matched, m.within if m is not None else None)
     if unmatched:
         confidence *= 1 - alone / blocked if blocked else 1.0
@@ -276,4 +276,4 @@ def _below(m: Measured, residual: int) -> int:
     rows = m.matched.waits
     wait = np.clip(rows["latest"], rows["start"], rows["end"]) - rows["start"]
     short = (wait > 0) & (wait <= residual)
-    return int(wait[short].sum())
+    return total(wait[short])

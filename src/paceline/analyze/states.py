@@ -33,6 +33,11 @@ def useful(record: Record) -> tuple[State, ...]:
     return (State.KERNEL,) if record.on_gpu else USEFUL
 
 
+def total(values: npt.NDArray[Any]) -> int:
+    """Return the sum of integers that together may not fit 64 bits, exact below 2**53."""
+    return int(values.sum(dtype=np.float64))
+
+
 @dataclass(frozen=True)
 class Window:
     """One interval on the common clock, the same for every rank (ns)."""

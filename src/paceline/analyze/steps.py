@@ -18,6 +18,7 @@ _MADS = 5.0  # an outlier is so many (scaled) median deviations above the median
 _LEAST = 1.5  # ... and at least so many times the median
 _EXPLAINS = 0.5  # of the time that a step took longer: less than that is no explanation
 _ALIKE = 0.5  # of the largest excess: a rank with that much has it too
+MAX_LOST_STEPS = 1 << 16  # without an event on any rank; each takes a column of the steps' table
 MOST = 1000  # outliers that are told one by one
 _SCALE = 1.4826  # of the median deviation, to a normal distribution's standard deviation
 
@@ -81,6 +82,10 @@ def steps_of(m: Measured) -> Steps | None:
     first = max(int(row["step"].min()) for row in rows)
     last = min(int(row["step"].max()) for row in rows)
     if last < first:
+        return None
+    numbers = np.unique(np.concatenate([row["step"] for row in rows]))
+    done = int(np.count_nonzero((numbers >= first) & (numbers <= last)))
+    if last - first + 1 > done + MAX_LOST_STEPS:
         return None
     bounds = np.full((len(rows), last - first + 2), m.within.start, np.int64)
     for i, row in enumerate(rows):

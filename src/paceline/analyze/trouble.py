@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..record.states import POINT_TO_POINT, State
-from .losses import name_of
+from .losses import apart, name_of
 from .match import by_record
 from .measured import Measured
 from .states import Ints, Window, blocking
@@ -183,11 +183,14 @@ def _of_record(m: Measured, i: int, rows: Any, which: Ints) -> list[Slow]:
     kind[rows["call"] | ~rows["whole"]] = -1
     took = (rows["end"] - rows["latest"]).clip(min=0)
     found = []
-    for one in np.unique(kind[which]).tolist():
-        alike = kind == one
+    is_slow = np.zeros(len(rows), bool)
+    is_slow[which] = True
+    wanted = np.flatnonzero(np.isin(kind, kind[which]))
+    for _, at in apart(kind[wanted]):
+        alike = wanted[at]
         usual = float(np.median(took[alike]))
-        if alike.sum() >= _KNOWN:
-            mine = which[(kind[which] == one) & (took[which] >= _TIMES * usual)]
+        if len(alike) >= _KNOWN:
+            mine = alike[is_slow[alike] & (took[alike] >= _TIMES * usual)]
             spans = zip(rows["latest"][mine].tolist(), rows["end"][mine].tolist(), strict=True)
             found += [(*span, i, row, usual) for span, row in zip(spans, mine, strict=True)]
     return found

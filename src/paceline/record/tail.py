@@ -4,14 +4,14 @@ A live view reads these: the header and the last events of a ring, never the who
 is asked of the rank, which does not notice.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from ..security.files import InvalidFileError, open_regular
+from .about import About, parse
 from .ring import (
     BEGUN,
     BEGUN_OFFSET,
@@ -24,6 +24,8 @@ from .ring import (
     WRITTEN_OFFSET,
 )
 from .states import NOTES, State
+
+MAX_CAPACITY = 1 << 23  # events of a ring; as many as analyze.load reads
 
 
 @dataclass(frozen=True)
@@ -46,28 +48,33 @@ class Tail:
 def tail(path: Path, most: int) -> bytes:
     """The last ``most`` events of a ring's file as a record that ``analyze.read`` reads.
 
-    Raises ValueError where the file is no record, or not yet; OSError where it has gone.
+    Raises InvalidFileError where the file is no record, or not yet; OSError where it has gone.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         head = bytearray(os.pread(fd, HEADER_BYTES, 0))
         if len(head) < HEADER_BYTES or head[: len(MAGIC)] != MAGIC:
-            raise ValueError(f"{path} is not a record, or not yet")
+            raise InvalidFileError(path, "is not a record, or not yet")
         magic, version, header, event, capacity, written, cost, length = HEADER.unpack_from(head)
         if version > VERSION or header != HEADER_BYTES or event != EVENT.size:
             return bytes(head)  # whoever reads it says what is wrong
+        if not 1 <= capacity <= MAX_CAPACITY or written >= 1 << 63:
+            raise InvalidFileError(path, f"has a ring of {capacity} events, {written} written")
         first = written - min(written, most, capacity)
         events = b"".join(
             os.pread(fd, (stop - start) * event, header + start * event)
             for start, stop in _places(first, written, capacity)
         )
-        (by_now,) = COUNTER.unpack(os.pread(fd, COUNTER.size, WRITTEN_OFFSET))
+        counter = os.pread(fd, COUNTER.size, WRITTEN_OFFSET)
     finally:
         os.close(fd)
+    if len(counter) < COUNTER.size or len(events) < (written - first) * event:
+        raise InvalidFileError(path, "is cut off")
+    (by_now,) = COUNTER.unpack(counter)
     # What the rank has overwritten meanwhile, or may be overwriting now, is not what it was.
     events = events[max(0, by_now + 1 - capacity - first) * event :]
     kept = len(events) // event
-    HEADER.pack_into(head, 0, magic, version, header, event, kept, kept, cost, length)
+    HEADER.pack_into(head, 0, magic, version, header, event, max(kept, 1), kept, cost, length)
     return bytes(head) + events
 
 
@@ -93,10 +100,11 @@ def _tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
         try:
             data = tail(path, most)
             about = meta(data)
-            if attempt is None or int(about.get("attempt", 0)) == attempt:
-                yield Tail(path.name, time.monotonic_ns(), process(int(about["pid"])), data)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, InvalidFileError):
             continue  # just made, or just removed
+        if attempt is None or about.get("attempt", 0) == attempt:
+            state = process(about["pid"]) if "pid" in about else ""
+            yield Tail(path.name, time.monotonic_ns(), state, data)
 
 
 _NOTE = 64  # events that are looked at for one of note
@@ -116,13 +124,12 @@ def last_of_note(path: Path) -> tuple[bytes, int, int]:
     return begun, max((event[1] for event in told), default=0), max(steps, default=0)
 
 
-def meta(data: bytes) -> dict[str, Any]:
-    """What a record says of itself. Raises ValueError where that can't be read."""
+def meta(data: bytes, name: str = "the record") -> About:
+    """Return the checked header of a record. Raises InvalidFileError."""
+    if len(data) < HEADER.size:
+        raise InvalidFileError(name, "is cut off")
     length = HEADER.unpack_from(data)[-1]
-    found = json.loads(data[HEADER.size : HEADER.size + length])
-    if not isinstance(found, dict):
-        raise ValueError("a record that says nothing of itself")
-    return found
+    return parse(data[HEADER.size : HEADER.size + length], name)
 
 
 def process(pid: int) -> str:

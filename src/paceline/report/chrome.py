@@ -26,6 +26,8 @@ COLOURS = {
 }
 
 Put = Callable[[list[str]], None]
+MAX_LANES = 256  # threads beside each other for what overlaps
+NO_LANE = -1
 
 
 class Process:
@@ -37,6 +39,7 @@ class Process:
     def __init__(self, pid: int, within: Window, put: Put) -> None:
         self.pid, self.within, self.put = pid, within, put
         self.threads = 0
+        self.dropped = 0  # slices that found no thread
 
     def named(self, name: str, label: str, order: int) -> None:
         facts: dict[str, dict[str, object]] = {
@@ -77,6 +80,9 @@ class Process:
         began = np.maximum(start[at], self.within.start)
         ended = np.minimum(end[at], self.within.end)
         lane = lanes(began, ended, key[at]) if key is not None else np.zeros(len(at), np.int64)
+        fits = lane != NO_LANE
+        self.dropped += int(np.count_nonzero(~fits))
+        at, began, ended, lane = (values[fits] for values in (at, began, ended, lane))
         numbers = [
             self.thread(name if n == 0 else f"{name} ({n + 1})") for n in range(int(lane.max()) + 1)
         ]
@@ -101,7 +107,10 @@ class Process:
         return tids
 
     def arrows(self, mark: str, name: str, tids: Ints, times: Ints, numbers: Ints) -> None:
-        """One side of each arrow: "s" where it starts, "f" where it ends."""
+        """One side of each arrow: "s" where it starts, "f" where it ends; none where the thread
+        is 0."""
+        drawn = tids > 0
+        tids, times, numbers = tids[drawn], times[drawn], numbers[drawn]
         ending = ',"bp":"e"}' if mark == "f" else "}"
         head = f'{{"ph":"{mark}","cat":"{name}","name":"{name}","pid":{self.pid}'
         columns = zip(
@@ -125,7 +134,8 @@ def labelled(name: str, state: str | None = None) -> str:
 
 def lanes(start: Ints, end: Ints, key: Ints) -> Ints:
     """A lane for each slice, so that those of one lane lie apart, or inside one another where
-    they have the same key. They must be in the order of their starts, the longer ones first."""
+    they have the same key; NO_LANE where more than MAX_LANES overlap. They must be in the order of
+    their starts, the longer ones first."""
     result, made = [], 0
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # until when, and the lane
@@ -142,6 +152,10 @@ def lanes(start: Ints, end: Ints, key: Ints) -> Ints:
                 result.append(lane)
                 break
         else:
+            if not free and made == MAX_LANES:
+                result.append(NO_LANE)
+                owned[k] = mine
+                continue
             if not free:
                 heapq.heappush(free, made)
                 made += 1

@@ -19,6 +19,8 @@ from ..analyze.report import Examined, Report
 from ..analyze.states import Ints, Window
 from ..analyze.steps import steps_of
 from ..record.states import State
+from .chrome import MAX_LANES
+from .top import numbered
 from .tracks import Tracks
 
 MOST = 1_000_000  # events in a file: 140 MB, which Perfetto opens in 12 s
@@ -107,7 +109,9 @@ def _fitting(begun: Ints, over: Ints, middle: int, allowed: tuple[int, int]) -> 
 
 
 def _left_out(report: Report, m: Measured, samples: int) -> list[str]:
-    left_out = [f"rank {rank}: no record" for rank in report.missing_ranks]
+    left_out = []
+    if report.missing_ranks:
+        left_out.append(f"rank {numbered(report.missing_ranks)}: no record")
     if samples > MOST_SAMPLES:
         left_out.append(f"the script's lines ({samples:,} samples of them)")
     if m.apart:
@@ -138,6 +142,8 @@ def _written(
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     for place, i in enumerate(order):
         tracks.write(i, part.within, place, put)
+    if tracks.dropped:
+        left_out.append(f"{tracks.dropped:,} slices that over {MAX_LANES} others overlap")
     about = {
         "command": " ".join(report.command),
         "record": report.name,

@@ -33,6 +33,7 @@ class Tracks:
 
     def __init__(self, m: Measured, samples: bool) -> None:
         self.m, self.samples = m, samples
+        self.dropped = 0  # slices that too many others overlap
         count = len(m.records)
         self.launches = by_record(m.matched.launches, count)
         self.waits = by_record(m.matched.waits, count)
@@ -102,6 +103,7 @@ class Tracks:
         self._arrows_in(i, process, tids)
         if self.samples:
             self._lines(record, process)
+        self.dropped += process.dropped
 
     def _phases(self, record: Record, process: Process) -> None:
         rows = record.of(*PHASES)
@@ -229,8 +231,8 @@ class Labels:
 
     def _in_flight(self, op: int, peer: int) -> str:
         if (op, peer) not in self.known:
-            ways = {Op.SEND: f" to {peer}", Op.RECV: f" from {peer}"}
-            self.known[op, peer] = labelled(name_of(op) + ways.get(Op(op), ""))
+            ways: dict[int, str] = {Op.SEND: f" to {peer}", Op.RECV: f" from {peer}"}
+            self.known[op, peer] = labelled(name_of(op) + ways.get(op, ""))
         return self.known[op, peer]
 
     def args(self, rows: Any, kinds: Ints, whom: Ints, rates: Any) -> list[str]:
