@@ -132,5 +132,5 @@ def test_a_meta_file_that_somebody_made_up_is_no_set(tmp_path, arrays):
         text = json.dumps(whole | change | {"checksum": "........"}).encode()
         sealed = text.replace(b"........", f"{crc32c(text):08x}".encode(), 1)
         (copy / "paceline.json").write_bytes(sealed)
-        with pytest.raises(DataError, match="says what no set says"):
+        with pytest.raises(DataError, match="says what its format does not allow"):
             load(copy)

@@ -10,19 +10,27 @@ from typing import Any
 
 import numpy as np
 
+from . import npy as npy_files
+from .meta_schema import MAX_SAMPLE_BYTES, nbytes
 from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Row
 
 Bytes = Any  # what supports the buffer protocol
 COLOURS = {1: "GRAY", 3: "RGB"}
 MODES = {"1": "L", "L": "L", "I;16": "I;16", "I": "I", "F": "F"}  # as they stay; others: RGB
 MOST_PIXELS = 1 << 28  # of an image: what claims more is no image to train with
+# Others of Pillow's formats run programs (EPS), or are never meant by a name in sources.IMAGES.
+PLUGINS = ("Jpeg", "Png", "Bmp", "Tiff", "WebP", "Gif", "Ppm", "Jpeg2K")
+FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "PPM", "JPEG2000")
+SCAN, MAX_SCANS = b"\xff\xda", 100  # progressive JPEGs have some ten; each decodes all pixels anew
+MANY = 10_000_000_000  # bytes x pixels, from which on scans may take more than a second
 
 
 def decode(row: Row, data: Bytes, into: np.ndarray[Any, Any] | None = None) -> Any:
     """The array of a sample, in ``into`` where it is given (of the row's shape and dtype, C order).
 
     data: its bytes, without a label's. Images are (height, width, channels). A file of another
-    kind stays bytes. Raises ValueError where it can't be decoded.
+    kind stays bytes. The head of the data is compared with the row before memory is taken for the
+    array. Raises ValueError where it can't be decoded.
     """
     if row.encoding == FILE:
         return bytes(data)
@@ -45,9 +53,14 @@ def _raw(row: Row, data: Bytes, into: Any) -> Any:
 
 
 def _zstd(row: Row, data: Bytes, into: Any) -> Any:
-    size = math.prod(row.shape) * np.dtype(row.dtype).itemsize
+    size = nbytes(row.dtype, row.shape)
     zstandard = optional("zstandard")
     try:
+        told = zstandard.frame_content_size(data)
+        if told not in (size, -1):  # -1: the frame does not say; then at most ``size`` are unpacked
+            raise ValueError(f"unpacks to {told:,} bytes, and its row says {size:,}")
+        if size > MAX_SAMPLE_BYTES:
+            raise ValueError(f"unpacks to {size:,} bytes, and at most {MAX_SAMPLE_BYTES:,} are")
         whole = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
     except zstandard.ZstdError as error:
         raise ValueError(f"does not decompress: {error}") from None
@@ -58,13 +71,31 @@ def _jpeg(row: Row, data: Bytes, into: Any) -> Any:
     fast = jpeg_package()
     if fast is None:
         return _image(row, data, into)
-    # Of a picture that is larger than its row says, the decoder itself says that it does not fit.
+    height, width, channels = row.shape
+    if len(data) * height * width > MANY:
+        _check_scans(data)
+    if into is None:  # else a picture that is larger than ``into`` is refused by the decoder
+        _same_sides(row, *fast.decode_jpeg_header(data)[:2])
     buffer = None if into is None else into.reshape(-1)
-    return fast.decode_jpeg(data, COLOURS[row.shape[2]], buffer=buffer)
+    return fast.decode_jpeg(data, COLOURS[channels], buffer=buffer)
 
 
 def _image(row: Row, data: Bytes, into: Any) -> Any:
-    return as_array(opened(data))
+    picture = opened(data)
+    _same_sides(row, picture.height, picture.width)
+    return as_array(picture)
+
+
+def _same_sides(row: Row, height: int, width: int) -> None:
+    """Compare an image's head with its row, before memory is taken for all pixels."""
+    if (height, width) != row.shape[:2]:
+        raise ValueError(f"is an image of {(height, width)}, and its row says {row.shape}")
+
+
+def _check_scans(data: Bytes) -> None:
+    scans = bytes(data).count(SCAN)
+    if scans > MAX_SCANS:
+        raise ValueError(f"is a JPEG of {scans:,} scans, and at most {MAX_SCANS} are decoded")
 
 
 def as_array(picture: Any) -> np.ndarray[Any, Any]:
@@ -72,32 +103,42 @@ def as_array(picture: Any) -> np.ndarray[Any, Any]:
     mode = MODES.get(picture.mode, "RGB")
     try:
         array = np.asarray(picture if picture.mode == mode else picture.convert(mode))
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"does not decode: {error}") from None
+    except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
+        raise ValueError(f"does not decode: {_words(error)}") from None
     return array if array.ndim == 3 else array[:, :, None]
 
 
 def opened(data: Bytes) -> Any:
     """PIL's picture, of which only the head has been read."""
-    package = optional("PIL.Image", "pillow")
+    package, formats = _pillow()
     try:
-        picture = package.open(io.BytesIO(data))
-    except (OSError, SyntaxError, ValueError, package.DecompressionBombError) as error:
-        raise ValueError(f"is no image that can be opened: {error}") from None
-    if picture.width * picture.height > MOST_PIXELS:
+        picture = package.open(io.BytesIO(data), formats=formats)
+    except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
+        raise ValueError(f"is no image that can be opened: {_words(error)}") from None
+    pixels = picture.width * picture.height
+    if pixels > MOST_PIXELS:
         raise ValueError(f"claims {picture.width} x {picture.height} pixels")
+    if len(data) * pixels > MANY and picture.format in ("JPEG", "MPO"):
+        _check_scans(data)
     return picture
 
 
+@functools.cache
+def _pillow() -> tuple[Any, tuple[str, ...]]:
+    """Return PIL.Image and those of FORMATS that it was built with."""
+    package = optional("PIL.Image", "pillow")
+    for name in PLUGINS:
+        importlib.import_module(f"PIL.{name}ImagePlugin")
+    return package, tuple(name for name in FORMATS if name in package.OPEN)
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def npy(data: Bytes) -> np.ndarray[Any, Any]:
-    """The array of a .npy file's bytes. Raises ValueError for any other."""
-    try:
-        array: np.ndarray[Any, Any] = np.load(io.BytesIO(data), allow_pickle=False)
-        if not isinstance(array, np.ndarray):
-            raise ValueError("an archive of several")
-    except Exception as error:  # numpy parses its header as Python, and raises what that does
-        raise ValueError(f"is no .npy that can be read: {error}") from None
-    return array
+    """The array of a .npy file's bytes, a view of them. Raises ValueError for any other."""
+    return npy_files.array_of(data)
 
 
 def described(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:

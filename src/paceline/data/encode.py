@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from .decode import compressed, decode, described, npy, opened
+from .meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
+from .names import as_line
 from .shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_packed
 from .sources import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
@@ -83,10 +85,12 @@ def encoded(loaded: Loaded, how: Encoding, label: Field | str | None) -> Packed:
         length += len(parts[1])
     elif label is not None:
         number = int(loaded.label)
-    if length >= 1 << 32:
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"its label {str(number)[:20]} ... does not fit into 64 bits")
+    if length >= MAX_SAMPLE_BYTES:
         raise ValueError("has 4 GiB or more. HINT: cut it into patches")
     crc = checksum(b"", *parts)
-    return Packed(encoding, shape, dtype, parts, length, number, crc, loaded.name)
+    return Packed(encoding, shape, dtype, parts, length, number, crc, as_line(loaded.name))
 
 
 def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
@@ -112,16 +116,19 @@ def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, 
 
 
 def array_of(loaded: Loaded) -> Any:
-    """A sample's array, decoded; bytes of a file of another kind. Raises ValueError."""
-    data = loaded.data
+    """Return a sample's array, decoded and writable; bytes of a file of another kind. Raises
+    ValueError."""
+    data = npy(loaded.data) if loaded.end in ARRAYS and _is_file(loaded) else loaded.data
     if isinstance(data, np.ndarray):
-        return data
-    if loaded.end in ARRAYS:
-        return npy(data)
+        return data if data.flags.writeable else data.copy()
     if loaded.end not in IMAGES:
         return data
     encoding, shape, dtype = described(data, loaded.end in JPEGS)
     return decode(Row(0, 0, len(data), 0, shape, dtype, encoding, 0, b""), data)
+
+
+def _is_file(loaded: Loaded) -> bool:
+    return not isinstance(loaded.data, np.ndarray)
 
 
 def named(function: Callable[..., Any] | None) -> str | None:
@@ -143,6 +150,12 @@ def _of_array(array: np.ndarray[Any, Any], how: Encoding) -> tuple[int, tuple[in
     if array.dtype.hasobject or array.dtype.kind not in "biufc":
         raise ValueError(f"is an array of {array.dtype}, not of numbers")
     kind = np.dtype(how.cast or array.dtype).newbyteorder("=")
+    if kind.name not in DTYPES:
+        raise ValueError(f"is an array of {kind}, and packed are {', '.join(DTYPES)}. HINT: --cast")
+    if array.ndim > MAX_DIMS or max(array.shape, default=0) >= 1 << 32:
+        raise ValueError(f"is an array of {array.shape}: too many dims, or too long a side")
+    if array.size * kind.itemsize >= MAX_SAMPLE_BYTES:
+        raise ValueError("has 4 GiB or more. HINT: cut it into patches")
     if kind.kind in "iu" and kind != array.dtype:
         _fits(array, kind)
     array = np.asarray(array, kind, order="C")
@@ -182,7 +195,7 @@ def _smaller(data: Any, side: int, quality: int) -> bytes:
             picture = picture.resize((round(width * scale), round(height * scale)), reducing_gap=2)
         made = io.BytesIO()
         picture.save(made, "JPEG", quality=quality)
-    except (OSError, SyntaxError) as error:
+    except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
         raise ValueError(f"does not decode: {error}") from None
     return made.getvalue()
 

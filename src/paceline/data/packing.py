@@ -26,7 +26,7 @@ import numpy as np
 from . import shard_format
 from .encode import Encoding, Packed, encoded
 from .encoder import Encoder, in_order
-from .pieces import Cut, Pieces, done, name
+from .pieces import CUT, Cut, Pieces, done, name
 from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Meta
 from .sources import ShardSource, Source, find, pictures
 from .unfinished import PIECE, RUN, SPOOL, WORK, discard, full_told, working
@@ -173,7 +173,11 @@ class Packing:
     def _cut(self) -> Cut | None:
         """That of an earlier call, if what it begins behind is still there."""
         found = Cut.load(self.work)
-        if found is not None and found.first != self.writer.next:
+        if found is None:
+            if (self.work / CUT).exists():  # damaged: where its pieces lie is not known
+                self._forget()
+            return None
+        if (found.first, found.samples) != (self.writer.next, self.samples):
             self._forget()
             return None
         return found

@@ -10,20 +10,25 @@ is killed leaves nothing half, and one that nobody has heard of for a while, and
 no longer counts with, can do no harm: its folder is gone, or what it gives is the same bytes.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
+
+from ..security.files import InvalidFileError
+from ..security.schema import Count, Size
+from . import state
 from .encode import Packed
 from .encoder import AHEAD_BYTES, CHUNK, Encoder, Span
-from .shard_format import Shard
+from .meta_schema import MAX_DIMS
+from .shard_format import ROW
 from .statistics import Statistics
 from .unfinished import PIECE, discard
-from .writer import WHOLE, Writer, whole_or_not
+from .writer import WHOLE, Writer
 
 CUT = "pieces.json"
 FULL = 0.9  # of a shard, as large as samples are in the mean: most pieces are one shard
@@ -36,10 +41,10 @@ class Cut:
     each: places of a piece. samples: in all. channels: the shape of their means, None where it
     is not known."""
 
-    first: int
-    each: int
-    samples: int
-    channels: tuple[int, ...] | None = None
+    first: Count
+    each: Size
+    samples: Count
+    channels: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)] | None = None
 
     @classmethod
     def of(
@@ -59,16 +64,16 @@ class Cut:
 
     @classmethod
     def load(cls, work: Path) -> "Cut | None":
-        """That of an earlier call, if there is one."""
+        """Return that of an earlier call; None where there is none, or a damaged one."""
         try:
-            told = json.loads((work / CUT).read_bytes())
-        except FileNotFoundError:
+            found = state.cut_state(work / CUT)
+        except (OSError, InvalidFileError):
             return None
-        channels = told.pop("channels")
-        return cls(**told, channels=None if channels is None else tuple(channels))
+        channels = None if found.channels is None else tuple(found.channels)
+        return cls(found.first, found.each, found.samples, channels)
 
     def save(self, work: Path) -> None:
-        whole_or_not(work / CUT, json.dumps(asdict(self)).encode())
+        state.written_whole(work / CUT, state.as_json(asdict(self)))
 
     def __len__(self) -> int:
         return -(-(self.samples - self.first) // self.each)
@@ -180,27 +185,24 @@ def done(cut: Cut, work: Path, folder: Path, shards: int) -> dict[int, tuple[int
     for piece in range(len(cut)):
         place = work / name(piece)
         try:
-            told: list[Shard] = [Shard(**one) for one in _state(place)["shards"]]
+            told = state.whole_state(place / WHOLE).shards
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError):
             discard(place)
             continue
         last = [folder / f"shard-{number:05}.bin" for number in range(shards, shards + len(told))]
         here = [place / one.file for one in told]
         sizes = [_size(a) or _size(b) for a, b in zip(here, last, strict=True)]
-        if sizes != [one.bytes for one in told]:
+        rows = [_size(place / f"rows-{number:05}") for number in range(len(told))]
+        whole = sizes == [one.bytes for one in told]
+        if not whole or rows != [ROW.size * one.samples for one in told]:
             discard(place)
             continue
         start, stop = cut.span(piece)
         found[piece] = (stop - start, sum(one.bytes for one in told))
         shards += len(told)
     return found
-
-
-def _state(place: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((place / WHOLE).read_bytes())
-    return state
 
 
 def _size(path: Path) -> int:

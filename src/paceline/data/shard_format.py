@@ -1,6 +1,7 @@
 """The shard format: samples one after the other in a few large files, and an index beside them.
 
-    paceline.json      what the set is: counts, shards, classes, statistics, and its own checksum
+    paceline.json      what the set is: counts, shards, classes, statistics, the checksums of
+                       index.bin and names.txt ("files", not in older sets), and its own checksum
     index.bin          a row of 48 bytes a sample, in the order of the set
     shard-00000.bin    the samples' bytes, one after the other, with nothing between
     names.txt          where each sample came from, a line each (sets of files)
@@ -12,15 +13,22 @@ behind its sample, and counts as part of it.
 """
 
 import json
-import math
 import os
+import re
+import stat
 import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
+
+from ..security.files import InvalidFileError, kind_of_file, read_regular
+from ..security.text import printable
+from . import meta_schema
+from .meta_schema import DTYPES as DTYPES
+from .meta_schema import MAX_META_BYTES, FileSum
 
 FORMAT, VERSION = "paceline-shards", 1
 META, INDEX, NAMES = "paceline.json", "index.bin", "names.txt"
@@ -34,20 +42,16 @@ AS_THE_SET = 255  # in the place of the number of dims
 
 RAW, ZSTD, JPEG, IMAGE, FILE = range(5)  # encodings
 ENCODINGS = ("array", "array, zstd", "JPEG", "image", "file")
-# In this order for good: a row has the number.
-DTYPES = (
-    *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"),
-    *("float32", "float64", "bool", "complex64", "complex128"),
-)
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
-class DataError(ValueError):
+class DataError(InvalidFileError):
     """A sample that can't be used. file, sample (its number in the set, or -1), offset (bytes)."""
 
     def __init__(self, file: Path | str, sample: int, offset: int, reason: str) -> None:
-        self.file, self.sample, self.offset, self.reason = Path(file), sample, offset, reason
         where = f"{file}: sample {sample} at byte {offset:,}" if sample >= 0 else f"{file}"
-        super().__init__(f"{where}: {reason}")
+        super().__init__(printable(where), printable(reason))
+        self.file, self.sample, self.offset, self.reason = Path(file), sample, offset, reason
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.file, self.sample, self.offset, self.reason)
@@ -76,7 +80,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return meta_schema.nbytes(self.dtype, self.shape)
 
 
 @dataclass
@@ -94,7 +98,8 @@ class Meta:
     """What a set says of itself.
 
     array: what all its samples are, None where they differ. label: None, "class" or the arrays
-    that labels are. classes: names of the labels 0, 1, 2 ...
+    that labels are. classes: names of the labels 0, 1, 2 ... files: size and checksum of index.bin
+    and names.txt; sets of older Paceline have none.
     """
 
     samples: int
@@ -105,6 +110,7 @@ class Meta:
     names: bool = False
     statistics: dict[str, Any] = field(default_factory=dict)
     packed: dict[str, Any] = field(default_factory=dict)  # from what, how, when
+    files: dict[str, FileSum] = field(default_factory=dict)
 
     @property
     def tail(self) -> int:
@@ -119,42 +125,55 @@ class Meta:
         """Written beside under another name, whole or not at all."""
         head = {"format": FORMAT, "version": VERSION, "checksum": UNKNOWN}
         text = json.dumps({**head, **asdict(self)}, indent=1).encode() + b"\n"
+        if len(text) > MAX_META_BYTES:
+            raise ValueError(
+                f"{folder}: {META} would have {len(text):,} bytes, and at most {MAX_META_BYTES:,} "
+                "are read. HINT: larger shards (--shard-size), fewer or shorter class names"
+            )
+        sealed = text.replace(UNKNOWN.encode(), f"{crc32c(text):08x}".encode(), 1)
         part = folder / f".{META}.part"
-        with part.open("wb") as file:
-            file.write(text.replace(UNKNOWN.encode(), f"{crc32c(text):08x}".encode(), 1))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(folder / META)
+        try:
+            with created(part) as file:
+                file.write(sealed)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(folder / META)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def created(path: Path) -> BinaryIO:
+    """Open a new file to write to. What lies there under its name, a link say, is removed and
+    never written through."""
+    path.unlink(missing_ok=True)
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
 
 
 def load(folder: Path) -> Meta:
-    """What is in the folder. Raises ValueError for another format, a newer one, a changed byte, a
-    file that is missing or has another size."""
+    """Return what the folder's paceline.json says of the set.
+
+    Raises:
+        DataError: It is of another format or a newer one, a byte has changed, a value is none that
+            the format allows, or a file is missing, not regular or of another size.
+    """
     path = folder / META
+    tree = _sealed(folder)
     try:
-        text = path.read_bytes()
-        whole = json.loads(text)
-    except FileNotFoundError:
-        raise _no_set(folder) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(path, -1, 0, f"can't be read: {error}") from None
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-        raise DataError(path, -1, 0, "is no set of paceline's. HINT: paceline pack SOURCE DEST")
-    if whole.get("version") != VERSION:
-        raise DataError(
-            path,
-            -1,
-            0,
-            f"is of format {whole.get('version')!r}, and this Paceline reads {VERSION}. "
-            "HINT: the Paceline that packed it, or pack again",
-        )
-    told = str(whole.get("checksum"))
-    if f"{crc32c(text.replace(told.encode(), UNKNOWN.encode(), 1)):08x}" != told:
-        raise DataError(path, -1, 0, "a byte has changed (its checksum is another)")
-    try:
-        meta = _meta(whole)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(path, -1, 0, f"says what no set says: {error!r}") from None
+        found = meta_schema.checked(tree, path)
+    except InvalidFileError as error:
+        raise DataError(path, -1, 0, error.reason) from None
+    meta = Meta(
+        found.samples,
+        [Shard(one.file, one.samples, one.bytes, one.crc) for one in found.shards],
+        _field(found.array),
+        found.label if isinstance(found.label, str) else _field(found.label),
+        found.classes,
+        found.names,
+        {**found.statistics},
+        {**found.packed},
+        {str(name): one for name, one in found.files.items()},
+    )
     for shard in meta.shards:
         _same_size(folder / shard.file, shard.bytes)
     _same_size(folder / INDEX, meta.samples * ROW.size)
@@ -162,24 +181,49 @@ def load(folder: Path) -> Meta:
 
 
 def identity(folder: Path) -> str:
-    """The checksum that a set's paceline.json has of itself: eight hexadecimal digits."""
+    """Return the checksum in a set's paceline.json: eight hexadecimal digits. Raises DataError."""
+    tree, _ = _read(folder)
+    return str(tree["checksum"])
+
+
+def _sealed(folder: Path) -> dict[str, Any]:
+    """Return the parsed paceline.json, whose checksum is right."""
+    tree, text = _read(folder)
+    told = tree["checksum"]
+    if f"{crc32c(text.replace(told.encode(), UNKNOWN.encode(), 1)):08x}" != told:
+        raise DataError(folder / META, -1, 0, "a byte has changed (its checksum is another)")
+    return tree
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """Return paceline.json, parsed and as it is. Its format and version are known, and its
+    checksum is eight digits."""
+    path = folder / META
     try:
-        told = json.loads((folder / META).read_bytes())["checksum"]
-    except (OSError, ValueError, KeyError, TypeError):
+        text = read_regular(path, MAX_META_BYTES)
+        tree = json.loads(text)
+    except FileNotFoundError:
         raise _no_set(folder) from None
-    return str(told)
+    except InvalidFileError as error:
+        raise DataError(path, -1, 0, error.reason) from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(path, -1, 0, f"can't be read: {reason}") from None
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise DataError(path, -1, 0, "is no set of paceline's. HINT: paceline pack SOURCE DEST")
+    if tree.get("version") != VERSION:
+        version = f"{tree.get('version')!r}"[:20]
+        reason = f"is of format {version}, and this Paceline reads {VERSION}. "
+        hint = "HINT: the Paceline that packed it, or pack again"
+        raise DataError(path, -1, 0, reason + hint)
+    told = tree.get("checksum")
+    if not isinstance(told, str) or not _CHECKSUM.fullmatch(told):
+        raise DataError(path, -1, 0, "a byte has changed (its checksum is no checksum)")
+    return tree, text
 
 
-def _meta(whole: dict[str, Any]) -> Meta:
-    def arrays(told: Any) -> Any:
-        return Field(told["dtype"], tuple(told["shape"])) if isinstance(told, dict) else told
-
-    named = {name: whole[name] for name in Meta.__dataclass_fields__}
-    named["shards"] = [Shard(**shard) for shard in named["shards"]]
-    named["array"], named["label"] = arrays(named["array"]), arrays(named["label"])
-    if any(Path(shard.file).name != shard.file for shard in named["shards"]):
-        raise ValueError("a shard in another folder")
-    return Meta(**named)
+def _field(found: meta_schema.FieldSchema | None) -> Field | None:
+    return None if found is None else Field(found.dtype, tuple(found.shape))
 
 
 def row_bytes(row: Row) -> bytes:
@@ -239,9 +283,15 @@ def checksum(covered: bytes, *parts: Any, start: int = 0) -> int:
 
 def _same_size(path: Path, wanted: int) -> None:
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except FileNotFoundError:
         raise DataError(path, -1, 0, "is missing. HINT: copy it, or pack again") from None
+    except OSError as error:
+        raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = kind_of_file(status.st_mode)
+        raise DataError(path, -1, 0, f"is {kind} and no regular file")
+    size = status.st_size
     if size != wanted:
         less = "is truncated" if size < wanted else "is longer than it was"
         raise DataError(

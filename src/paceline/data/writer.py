@@ -1,17 +1,17 @@
 """Shards as they are written: each whole one is kept, with its rows and what is needed to go on."""
 
-import json
 import os
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import shard_format
+from ..security.files import read_regular
+from . import shard_format, state
 from .beside import Beside
 from .encode import Packed
-from .shard_format import Field, Meta, Shard
+from .meta_schema import FileSum
+from .shard_format import Field, Meta, Shard, checksum, created
 from .statistics import Statistics
 
 WHOLE = "whole.json"  # of a writer that has written a part of a set, and all of that
@@ -97,10 +97,10 @@ class Writer:
         number = len(self.shards)
         shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._at, 0)
         # the checksum is still to come
-        state = {"shard": vars(shard), "next": place, **self._state(self._out)}
+        told = {"shard": vars(shard), "next": place, **self._state(self._out)}
         self._file.end()
         beside = (self._rows, self._names)
-        self._keeping = self._keeps.submit(self._keep, number, shard, self._file, *beside, state)
+        self._keeping = self._keeps.submit(self._keep, number, shard, self._file, *beside, told)
         self.shards.append(shard)
         self._out, self._whole = len(self.left_out), self._whole + shard.bytes
         self._file, self._at, self._rows, self._names = None, 0, [], []
@@ -112,38 +112,39 @@ class Writer:
         file: Beside,
         rows: list[Any],
         names: list[str],
-        state: dict[str, Any],
+        told: dict[str, Any],
     ) -> None:
         shard.crc = file.kept()
         (self.work / f"shard-{number:05}.part").replace(self.folder / shard.file)
-        whole_or_not(self.work / f"rows-{number:05}", b"".join(rows))
+        state.written_whole(self.work / f"rows-{number:05}", b"".join(rows))
         named = "".join(f"{name}\n" for name in names)
-        whole_or_not(self.work / f"names-{number:05}", os.fsencode(named))
-        whole_or_not(self.work / f"shard-{number:05}.json", json.dumps(state).encode())
+        state.written_whole(self.work / f"names-{number:05}", os.fsencode(named))
+        state.written_whole(self.work / f"shard-{number:05}.json", state.as_json(told))
 
     def whole(self, place: int) -> None:
         """Its part of the set is complete: as ``adopt`` of the set's own writer takes it."""
         self.close(place)
-        state = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
-        whole_or_not(self.work / WHOLE, json.dumps(state).encode())
+        told = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
+        state.written_whole(self.work / WHOLE, state.as_json(told))
 
     def adopt(self, part: Path) -> None:
         """Behind what there is, the shards of a folder whose writer was ``whole``. Killed in it,
         and done again, it is the same."""
-        state: dict[str, Any] = json.loads((part / WHOLE).read_bytes())
-        for there, told in enumerate(state["shards"]):
-            was, here = Shard(**told), len(self.shards)
+        found = state.whole_state(part / WHOLE)
+        for there, was in enumerate(found.shards):
+            here = len(self.shards)
             shard = Shard(f"shard-{here:05}.bin", was.samples, was.bytes, was.crc)
             with suppress(FileNotFoundError):  # done before the kill
                 (part / was.file).replace(self.folder / shard.file)
-            rows = (part / f"rows-{there:05}").read_bytes()
-            (self.work / f"rows-{here:05}").write_bytes(shard_format.moved(rows, there, here))
-            shutil.copyfile(part / f"names-{there:05}", self.work / f"names-{here:05}")
+            rows = shard_format.moved(state.rows_of(part, there, was.samples), there, here)
+            with created(self.work / f"rows-{here:05}") as file:
+                file.write(rows)
+            state.copy_file(part / f"names-{there:05}", self.work / f"names-{here:05}")
             self.shards.append(shard)
             self._whole += shard.bytes
-        self.left_out += state["left_out"]
-        self.statistics.merge(Statistics.of_state(self.images, state["statistics"]))
-        for dtype, shape in state["alike"]:
+        self.left_out += found.left_out
+        self.statistics.merge(Statistics.of_state(self.images, {**found.statistics}))
+        for dtype, shape in found.alike:
             self._as_well((dtype, tuple(shape)))
 
     def abort(self) -> None:
@@ -155,37 +156,48 @@ class Writer:
 
     def finish(self, meta: Meta, named: bool) -> None:
         """The index, the names, and last of all what says that the set is whole."""
-        self._joined("rows", shard_format.INDEX)
+        meta.files = {shard_format.INDEX: self._joined("rows", shard_format.INDEX)}
         if named:
-            self._joined("names", shard_format.NAMES)
+            meta.files[shard_format.NAMES] = self._joined("names", shard_format.NAMES)
         meta.save(self.folder)
 
-    def _joined(self, kind: str, name: str) -> None:
-        part = self.work / f"{kind}.part"
-        with part.open("wb") as file:
-            for number in range(len(self.shards)):
-                file.write((self.work / f"{kind}-{number:05}").read_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.folder / name)
+    def _joined(self, kind: str, name: str) -> FileSum:
+        """Write the index or the names, of those of all shards."""
+        part, size, crc = self.work / f"{kind}.part", 0, 0
+        try:
+            with created(part) as file:
+                for number in range(len(self.shards)):
+                    path = self.work / f"{kind}-{number:05}"
+                    data = read_regular(path, path.stat().st_size)
+                    size, crc = size + len(data), checksum(b"", data, start=crc)
+                    file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.folder / name)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return FileSum(size, crc)
 
     def _kept(self) -> bool:
         """Whether there is one more whole shard of an earlier writer."""
         number = len(self.shards)
         try:
-            state: dict[str, Any] = json.loads((self.work / f"shard-{number:05}.json").read_bytes())
-            shard = Shard(**state["shard"])
-            if (self.folder / shard.file).stat().st_size != shard.bytes:
+            found = state.shard_state(self.work, number)
+            shard = state.shard_of(found.shard)
+            rows = (self.work / f"rows-{number:05}").stat().st_size
+            sizes = ((self.folder / shard.file).stat().st_size, rows)
+            if sizes != (shard.bytes, shard.samples * shard_format.ROW.size):
                 return False
         except (OSError, ValueError):
             return False
         self.shards.append(shard)
         self._whole += shard.bytes
-        self.next = state["next"]
-        self.left_out += state["left_out"]
+        self.next = found.next
+        self.left_out += found.left_out
         self._out = len(self.left_out)
-        self.statistics = Statistics.of_state(self.images, state["statistics"])
-        self._alike = [Field(dtype, tuple(shape)) for dtype, shape in state["alike"]]
+        self.statistics = Statistics.of_state(self.images, {**found.statistics})
+        self._alike = [Field(dtype, tuple(shape)) for dtype, shape in found.alike]
         return True
 
     def _as_well(self, kind: tuple[str, tuple[int, ...]]) -> None:
@@ -201,13 +213,3 @@ class Writer:
             "statistics": self.statistics.as_state(),
             "alike": [[one.dtype, one.shape] for one in self._alike],
         }
-
-
-def whole_or_not(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
