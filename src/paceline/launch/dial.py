@@ -7,8 +7,10 @@ from ..security.greeting import DROPPED
 from .channel import Channel, visit
 
 CONNECT_SECONDS = 5.0  # to each address of the launcher
-PATIENCE_SECONDS = 30.0  # with a launcher that accepts the connection and drops it, or is silent
-REFUSED_SECONDS = 1.0  # where nobody listens on any address
+PATIENCE_SECONDS = (
+    25.0  # with a launcher that drops connections or is silent, before a last attempt
+)
+REFUSED_SECONDS = 1.0  # since some address did more than refuse the connection
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.1, 2.0  # between two attempts; each waits twice as long
 
 
@@ -35,23 +37,22 @@ def dial(where: str, secret: str) -> Channel:
     Raises:
         LauncherNotFoundError: Nobody listens there, or nobody who knows the secret.
     """
-    begun, wait = time.monotonic(), FIRST_WAIT_SECONDS
+    begun = answered = time.monotonic()
+    wait, dropped = FIRST_WAIT_SECONDS, False
     tried: dict[str, str] = {}
-    dropped = False
     while True:
-        silent = False
         for pair in where.split(";"):
             address, _, port = pair.rpartition(",")
             try:
                 return visit(address, int(port), secret, CONNECT_SECONDS)
             except OSError as error:
                 tried[address] = error.strerror or str(error)
-                silent = silent or isinstance(error, TimeoutError)
                 dropped = dropped or isinstance(error, DROPPED)
-        patience = PATIENCE_SECONDS if dropped or silent else REFUSED_SECONDS
-        # Not all agents that were dropped come back at the same time.
-        pause = wait * random.uniform(0.5, 1.0)
-        if time.monotonic() + pause - begun > patience:
+                if isinstance(error, (*DROPPED, TimeoutError)):
+                    answered = time.monotonic()
+        now = time.monotonic()
+        if now - begun > PATIENCE_SECONDS or now - answered > REFUSED_SECONDS:
             raise LauncherNotFoundError(tried, dropped)
-        time.sleep(pause)
+        # Not all agents that were dropped come back at the same time.
+        time.sleep(wait * random.uniform(0.5, 1.0))
         wait = min(2 * wait, MAX_WAIT_SECONDS)

@@ -1,0 +1,106 @@
+"""Connections of strangers to a listening port: idle ones, which are opened again when they are
+closed, and garbage. Standard library only; ends when nobody listens any more, or on SIGTERM.
+
+    python flood.py ADDRESS PORT [--idle 1000] [--garbage 10000] [--ready FILE]
+    python flood.py --where FILE     # wait for a file that has "--connect ADDRESS,PORT;..." in it
+
+FILE of --ready is written once all idle connections are open and a tenth of the garbage was sent.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import resource
+import select
+import socket
+import time
+from pathlib import Path
+
+SWEEP_S = 0.25  # between two looks which idle connections were closed
+PIECE = 100  # garbage connections between two looks at everything else
+KEPT = 200  # of them; the oldest is closed first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", nargs="?", default="")
+    parser.add_argument("port", nargs="?", type=int, default=0)
+    parser.add_argument("--where", type=Path)
+    parser.add_argument("--idle", type=int, default=1000)
+    parser.add_argument("--garbage", type=int, default=10_000)
+    parser.add_argument("--ready", type=Path)
+    args = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    target = (args.address, args.port) if args.where is None else found_in(args.where)
+    flood(target, args.idle, args.garbage, args.ready)
+
+
+def found_in(path: Path) -> tuple[str, int]:
+    """The first address after ``--connect``."""
+    while not path.exists():
+        time.sleep(0.01)
+    words = path.read_text().split()
+    address, port = words[words.index("--connect") + 1].split(";")[0].split(",")
+    return address, int(port)
+
+
+def flood(target: tuple[str, int], idle: int, garbage: int, ready: Path | None) -> None:
+    silent: list[socket.socket] = []
+    loud: list[socket.socket] = []
+    sent, swept = 0, 0.0
+    with contextlib.suppress(ConnectionRefusedError, ConnectionResetError, KeyboardInterrupt):
+        while True:
+            if time.monotonic() - swept > SWEEP_S:
+                silent = still_open(silent)
+                silent += [connected(target) for _ in range(idle - len(silent))]
+                swept = time.monotonic()
+            for _ in range(min(PIECE, garbage - sent)):
+                loud.append(connected(target))
+                with contextlib.suppress(OSError):
+                    loud[-1].send(nonsense())
+                if len(loud) > KEPT:
+                    loud.pop(0).close()
+                sent += 1
+            if ready is not None and sent >= garbage // 10:
+                ready.touch()
+            if sent >= garbage:
+                time.sleep(SWEEP_S)
+    print(sent)
+
+
+def connected(target: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(target, timeout=10.0)
+
+
+def still_open(connections: list[socket.socket]) -> list[socket.socket]:
+    """Those that the other side has not closed; what it says is thrown away."""
+    poll = select.poll()
+    by_fd = {one.fileno(): one for one in connections}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    for fd, _ in poll.poll(0):
+        try:
+            ended = by_fd[fd].recv(4096) == b""
+        except OSError:
+            ended = True
+        if ended:
+            by_fd.pop(fd).close()
+    return list(by_fd.values())
+
+
+def nonsense() -> bytes:
+    return random.choice(
+        [
+            os.urandom(random.randrange(1, 300)),
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            bytes(64),
+            b'{"tag": "' + b"0" * 64 + b'", "rank": 1}\n',
+            b"[" * 5000,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
