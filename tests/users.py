@@ -1,4 +1,4 @@
-"""Two unprivileged users of this machine, who have no account and need none.
+"""Unprivileged users of this machine, whose accounts are known to the commands that run as them.
 
 Commands run as one of them, with the Python and the source of the tests, also where these lie
 below a folder that is closed to others (/root): a mount namespace of the command's own opens the
@@ -16,7 +16,8 @@ from pathlib import Path
 import paceline
 from needs import need
 
-VICTIM, ATTACKER = 54321, 54322
+VICTIM, ATTACKER, MEMBER = 54321, 54322, 54331
+GROUP = 54400  # of the victim and the other member
 
 
 def missing() -> list[str]:
@@ -77,11 +78,22 @@ def _opened() -> str:
                 if not parent.stat().st_mode & 0o001:
                     by_gate.setdefault(parent, set()).add(path.resolve())
                     break
-    lines = []
+    lines = ["mount -t tmpfs tmpfs /mnt", *_accounts()]
     for gate, paths in by_gate.items():
-        lines.append("mount -t tmpfs tmpfs /mnt")
         held = [(f"/mnt/{number}", path) for number, path in enumerate(sorted(paths))]
         lines += [f"mkdir {at}; mount --rbind '{path}' {at}" for at, path in held]
         lines.append(f"mount -t tmpfs -o mode=755 tmpfs '{gate}'")
         lines += [f"mkdir -p '{path}'; mount --rbind {at} '{path}'" for at, path in held]
     return "\n".join(lines)
+
+
+def _accounts() -> list[str]:
+    """Shell lines that make the users known, in the command's own view of /etc."""
+    members = ",".join(f"user{user}" for user in (VICTIM, MEMBER))
+    people = [f"user{user}:x:{user}:{user}::/:/bin/sh" for user in (VICTIM, ATTACKER, MEMBER)]
+    lines = []
+    for name, more in (("passwd", people), ("group", [f"paceline-test:x:{GROUP}:{members}"])):
+        said = "\\n".join(more)
+        lines.append(f"cp /etc/{name} /mnt/{name}; printf '{said}\\n' >> /mnt/{name}")
+        lines.append(f"mount --bind /mnt/{name} /etc/{name}")
+    return lines

@@ -1,0 +1,204 @@
+"""Staging on a node with other users: nothing of theirs is read, nothing becomes more readable, and
+a group shares what its members may read anyway."""
+
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import sets
+import users
+from paceline.data import Shards, pack
+from paceline.security.files import UnsafeFileError
+from paceline.security.folders import Folder
+from users import ATTACKER, GROUP, MEMBER, VICTIM
+
+READ = """
+import sys
+from paceline.data import Shards
+s = Shards(sys.argv[1])
+print(sorted(int(s[i][0][0]) for i in range(len(s))) == list(range(len(s))))
+"""
+
+
+@pytest.fixture
+def place():
+    """A folder that all users can write to, as /dev/shm is."""
+    folder = Path(tempfile.mkdtemp(prefix="paceline-users-", dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def packed(place):
+    """A set of the victim's, in a folder that only he can enter."""
+    return packed_for(place, VICTIM, 0o700, 0o600)
+
+
+def packed_for(place, user, folder_mode, file_mode, group=None):
+    x, y = sets.arrays(60, (50,))
+    pack((x, y), place / "set", shard_bytes=2000)
+    shutil.rmtree(place / "set" / ".packing", ignore_errors=True)
+    for path in (place / "set").iterdir():
+        os.chown(path, user, group or user)
+        path.chmod(file_mode)
+    return users.folder(place / "set", user, folder_mode, group)
+
+
+def stage(user, *words, groups=()):
+    return users.run(user, sys.executable, "-m", "paceline", "stage", *words, groups=groups)
+
+
+def read(user, packed, root, groups=()):
+    code = f"import os; os.environ['PACELINE_STAGE'] = {str(root)!r}\n{READ}"
+    return users.run(user, sys.executable, "-c", code, packed, groups=groups)
+
+
+def test_a_folder_that_another_user_made_before_is_neither_written_nor_read(packed, place):
+    name = f"paceline-stage-{VICTIM}"
+    bait = users.folder(place / name, ATTACKER, 0o777)
+    done = stage(VICTIM, packed, place)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert f"{place}/{name}: belongs to user {ATTACKER}. HINT: " in said
+    assert os.listdir(bait) == []
+    # A whole set with other samples, under the right name.
+    from paceline.data.staging import place as place_of
+
+    forged = bait / place_of(packed, place).name
+    x, y = sets.arrays(60, (50,), seed=3)
+    pack((x + 500, y), forged, shard_bytes=2000)
+    forged.chmod(0o777)
+    done = read(VICTIM, packed, place)
+    assert done.stdout == "True\n", done.stderr
+    assert f"{place}/{name} belongs to user {ATTACKER}: it is not read" in done.stderr
+
+
+def test_the_old_folder_of_all_users_is_not_read_any_more(packed, place):
+    users.folder(place / "paceline-stage", ATTACKER, 0o777)
+    assert stage(VICTIM, packed, place).returncode == 0
+    assert os.listdir(place / "paceline-stage") == []
+
+
+def test_what_is_staged_is_no_more_readable_than_it_was(packed, place):
+    done = stage(VICTIM, packed, place)
+    assert done.returncode == 0, done.stderr
+    root = place / f"paceline-stage-{VICTIM}"
+    (folder,) = root.iterdir()
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (root, folder)] == [0o700, 0o700]
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    assert users.run(ATTACKER, "cat", folder / "shard-00000.bin").returncode != 0
+    assert read(VICTIM, packed, place).stdout == "True\n"
+
+
+def test_two_users_stage_to_the_same_root(place):
+    packed = packed_for(place, VICTIM, 0o755, 0o644)
+    for user in (VICTIM, ATTACKER):
+        done = stage(user, packed, place)
+        assert done.returncode == 0, done.stderr
+        assert read(user, packed, place).stdout == "True\n"
+    assert len(list(place.glob("paceline-stage-*"))) == 2
+
+
+def test_a_group_shares_a_set_and_nobody_else_does(place):
+    packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
+    done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
+    assert done.returncode == 0, done.stderr
+    (folder,) = (place / f"paceline-stage-group-{GROUP}").iterdir()
+    for path in (folder.parent, folder):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o2770
+    assert stat.S_IMODE((folder / "shard-00000.bin").stat().st_mode) == 0o640
+    again = stage(MEMBER, "--shared", "--json", packed, place, groups=[GROUP])
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["copied"] == 0
+    for user in (VICTIM, MEMBER):
+        for shard in packed.glob("shard-*"):  # what is read is not this one
+            shard.write_bytes(bytes(shard.stat().st_size))
+        assert read(user, packed, place, groups=[GROUP]).stdout == "True\n"
+    assert users.run(ATTACKER, "ls", folder).returncode != 0
+    assert stage(ATTACKER, "--shared", packed, place).returncode != 0
+
+
+def test_a_set_that_the_group_can_not_read_is_not_shared(place):
+    packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
+    (packed / "shard-00001.bin").chmod(0o600)
+    done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
+    assert done.returncode == 2
+    assert "shard-00001.bin. HINT: without --shared, or chmod g+r" in " ".join(done.stderr.split())
+    assert not list(place.glob("paceline-stage*"))
+
+
+def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(place, monkeypatch):
+    """He has changed the index beside it as well."""
+    x, y = sets.arrays(60, (50,))
+    pack((x, y), place / "set", shard_bytes=2000)
+    other = place / "other" / "set"
+    pack((x + 500, y), other, shard_bytes=2000)
+    from paceline.data import staging
+
+    group = (place / "set").stat().st_gid
+    folder = staging.stage(place / "set", place / "near", shared=True).folder
+    for path in other.iterdir():
+        if path.name.startswith(("shard", "index")):
+            shutil.copyfile(path, folder / path.name)
+    monkeypatch.setenv(staging.VARIABLE, str(place / "near"))
+    one = Shards(place / "set")
+    assert one._staged is not None
+    assert one._staged.group == group
+    with pytest.raises(ValueError, match="a byte has changed"):
+        one[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "why"),
+    [
+        (0o755, 0, "is open to other users"),
+        (0o700, ATTACKER, f"belongs to user {ATTACKER}"),
+        (None, 0, "is a symbolic link"),
+    ],
+)
+def test_a_folder_is_believed_by_its_owner_and_mode(tmp_path, mode, user, why):
+    if user:
+        users.need(users.missing())
+    path = tmp_path / "folder"
+    if mode is None:
+        (tmp_path / "real").mkdir(0o700)
+        path.symlink_to(tmp_path / "real")
+    else:
+        path.mkdir()
+        path.chmod(mode)
+        os.chown(path, user or os.geteuid(), -1)
+    with pytest.raises(UnsafeFileError, match=why):
+        Folder.open(path)
+
+
+def test_files_of_a_folder_are_opened_and_removed_in_it_alone(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    with Folder.make(tmp_path / "folder") as folder:
+        (folder.path / "link").symlink_to(outside / "kept")
+        (folder.path / "inner").mkdir()
+        (folder.path / "inner" / "link").symlink_to(outside)
+        os.mkfifo(folder.path / "fifo")
+        for name in ("link", "fifo", "inner"):
+            with pytest.raises(UnsafeFileError):
+                folder.open_file(name)
+        for name in ("../outside", "", "..", "a/b"):
+            with pytest.raises(UnsafeFileError, match="plain name"):
+                folder.open_file(name)
+        folder.write("link", b"new")  # in the place of the link
+        with pytest.raises(ZeroDivisionError), folder.replacing("half"):
+            raise ZeroDivisionError
+        assert folder.names() == ["fifo", "inner", "link"]
+        assert folder.read("link", 10) == b"new"
+        folder.remove_all()
+    assert not (tmp_path / "folder").exists()
+    assert (outside / "kept").read_text() == "kept"
