@@ -212,8 +212,8 @@ class Bringing:
         name = self._files[number].file
         try:
             with (
-                self._folder.replacing(name, self._mode(name)) as fd,
-                open(fd, "wb", buffering=0, closefd=False) as file,
+                self._folder.replacing(name, self._mode(name)) as new,
+                open(new.fd, "wb", buffering=0, closefd=False) as file,
             ):
                 if not write(file):
                     raise _NotWholeError

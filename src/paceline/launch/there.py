@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..security.folders import NewFile
 from .channel import BrokenError, Channel
 from .lines import Output
 from .progress import Progress
@@ -45,6 +46,7 @@ class There:
         self.ending = False  # its scheduler has asked its agent to end
         self.watched = False  # its silence means something: not while it imports torch
         self._channel = channel
+        self._incoming: tuple[Path, NewFile] | None = None  # a record's file that comes in pieces
         self._answers: deque[dict[str, Any]] = deque()
         self._deaths: deque[tuple[int, int, float]] = deque()
         self._news = threading.Condition()
@@ -239,6 +241,7 @@ class There:
             told = f"{type(error).__name__}: {error}"
             self._lost(f"was lost: what its host sent could not be handled ({told})")
         finally:
+            self._drop_incoming()
             self._over.set()
 
     def _hear(self, message: dict[str, Any], raw: bytes) -> None:
@@ -283,12 +286,27 @@ class There:
         if self.record is None or len(parts) > 2 or not plain or not name.endswith(ENDINGS):
             return
         path = self.record / name
-        partial = path.with_name(path.name + ".part")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("ab" if start else "wb") as file:
+        if start == 0:
+            self._drop_incoming()
+            self._incoming = (path, NewFile(path))
+        if self._incoming is None or self._incoming[0] != path:
+            return  # its beginning did not come
+        file = self._incoming[1]
+        try:
             file.write(raw)
-        if last:
-            partial.replace(path)
+            if last:
+                self._incoming = None
+                file.commit()
+        except BaseException:
+            file.discard()
+            raise
+
+    def _drop_incoming(self) -> None:
+        """Remove a file that did not come to its end."""
+        if self._incoming is not None:
+            self._incoming[1].discard()
+            self._incoming = None
 
     def _pulse(self) -> None:
         """Ask whether the host is there; often at first, which also compares the clocks."""

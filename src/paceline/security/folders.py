@@ -11,12 +11,63 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
-from .files import UnsafeFileError, kind_of_file, open_regular, read_regular
+from .files import Name, UnsafeFileError, kind_of_file, open_regular, read_regular
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NewFile:
+    """A file that gets its name when it is whole: at ``commit``. Until then it has another, random
+    one beside it; ``discard`` removes it. A link of its name is replaced and never followed.
+
+    Attributes:
+        fd: Its descriptor, for writing.
+    """
+
+    def __init__(self, path: Name, mode: int = 0o666, dir_fd: int | None = None) -> None:
+        """mode: less the umask. Raises OSError."""
+        self._name, self._dir_fd = str(path), dir_fd
+        folder, base = os.path.split(self._name)
+        self._part = os.path.join(folder, f".{base[:200]}.{secrets.token_hex(8)}.part")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self.fd = open_regular(self._part, flags, dir_fd=dir_fd, follow_links=False, mode=mode)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of ``data``. Raises OSError."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fd, view) :]
+
+    def commit(self) -> None:
+        """Give the file its name. Raises OSError."""
+        self._close()
+        os.replace(self._part, self._name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+
+    def discard(self) -> None:
+        """Remove the file, if it is not committed; never raises."""
+        self._close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._part, dir_fd=self._dir_fd)
+
+    def _close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.discard()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.discard()
+            raise
 
 
 class Folder:
@@ -123,16 +174,15 @@ class Folder:
 
     def write(self, name: str, data: bytes, mode: int = 0o600) -> None:
         """Write a file, whole or not at all, in the place of one of that name. mode: exactly."""
-        with self.replacing(name, mode) as fd:
-            write_all(fd, data)
+        with self.replacing(name, mode) as file:
+            file.write(data)
 
-    @contextlib.contextmanager
-    def replacing(self, name: str, mode: int = 0o600) -> Iterator[int]:
-        """Give a descriptor of a new file that gets its name when the body ends without an error;
+    def replacing(self, name: str, mode: int = 0o600) -> NewFile:
+        """Open a new file that gets its name when the body of a ``with`` ends without an error;
         else it is removed. mode: exactly, whatever the umask."""
-        with _replacing(_plain(name), 0o600, self.fd) as fd:
-            os.fchmod(fd, mode)
-            yield fd
+        file = NewFile(_plain(name), 0o600, self.fd)
+        os.fchmod(file.fd, mode)
+        return file
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file or folder in it."""
@@ -202,34 +252,8 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
     Raises OSError; nothing new is left in the folder then.
     """
-    with _replacing(str(path), mode, None) as fd:
-        write_all(fd, data)
-
-
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of ``data``. Raises OSError."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-@contextlib.contextmanager
-def _replacing(name: str, mode: int, dir_fd: int | None) -> Iterator[int]:
-    folder, base = os.path.split(name)
-    part = os.path.join(folder, f".{base[:200]}.{secrets.token_hex(8)}.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    fd = open_regular(part, flags, dir_fd=dir_fd, follow_links=False, mode=mode)
-    try:
-        yield fd
-        os.close(fd)
-        fd = -1
-        os.replace(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    except BaseException:
-        if fd >= 0:
-            os.close(fd)
-        with contextlib.suppress(OSError):
-            os.unlink(part, dir_fd=dir_fd)
-        raise
+    with NewFile(path, mode) as file:
+        file.write(data)
 
 
 def _plain(name: str) -> str:
