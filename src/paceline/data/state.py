@@ -18,8 +18,6 @@ from .shard_format import ROW, Field, Shard, created
 MAX_STATE_BYTES = 1 << 28  # samples that were left out are in it, with the reason
 MAX_CUT_BYTES = 1 << 16
 
-Label = Annotated[int, msgspec.Meta(ge=-(1 << 63), lt=1 << 63)]
-
 
 class MomentsSchema(TypedDict, total=False):
     """``Statistics.as_state``."""
@@ -28,7 +26,7 @@ class MomentsSchema(TypedDict, total=False):
     count: float
     mean: Numbers
     squares: Numbers
-    classes: list[tuple[Label, Count]]
+    classes: list[tuple[int, Count]]
 
 
 @dataclass
