@@ -1,10 +1,12 @@
 """Connections of strangers to a listening port: idle ones, which are opened again when they are
-closed, and garbage. Standard library only; ends when nobody listens any more, or on SIGTERM.
+closed, and garbage, as much of it as fits. Standard library only; ends when nobody listens any
+more, and prints how many connections of garbage were made.
 
     python flood.py ADDRESS PORT [--idle 1000] [--garbage 10000] [--ready FILE]
     python flood.py --where FILE     # wait for a file that has "--connect ADDRESS,PORT;..." in it
 
-FILE of --ready is written once all idle connections are open and a tenth of the garbage was sent.
+FILE of --ready is written once all idle connections are open and so many of garbage were made;
+garbage goes on after that, unless it is 0.
 """
 
 import argparse
@@ -17,6 +19,17 @@ import socket
 import time
 from pathlib import Path
 
+# In the place of srun or mpirun: strangers know the port before agents do, and have their
+# time.
+ANNOUNCED = """#!/bin/sh
+case "$*" in *--connect*)
+    printf '%s\\n' "$*" > where.part
+    mv where.part where
+    while [ ! -e go ]; do sleep 0.02; done
+    date +%s.%N > released ;;
+esac
+exec {program} "$@"
+"""
 SWEEP_S = 0.25  # between two looks which idle connections were closed
 PIECE = 100  # garbage connections between two looks at everything else
 KEPT = 200  # of them; the oldest is closed first
@@ -35,6 +48,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     target = (args.address, args.port) if args.where is None else found_in(args.where)
     flood(target, args.idle, args.garbage, args.ready)
+
+
+def announced(folder: Path, program: str) -> dict[str, str]:
+    """Variables with which ``program``, of /usr/bin, writes its words into ``where`` in the working
+    directory and waits for ``go`` to be there; then it writes the time into ``released``."""
+    path = folder / "bin" / program
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(ANNOUNCED.format(program=f"/usr/bin/{program}"))
+    path.chmod(0o755)
+    return {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def found_in(path: Path) -> tuple[str, int]:
@@ -56,16 +79,17 @@ def flood(target: tuple[str, int], idle: int, garbage: int, ready: Path | None) 
                 silent = still_open(silent)
                 silent += [connected(target) for _ in range(idle - len(silent))]
                 swept = time.monotonic()
-            for _ in range(min(PIECE, garbage - sent)):
+            for _ in range(PIECE if garbage else 0):
                 loud.append(connected(target))
                 with contextlib.suppress(OSError):
                     loud[-1].send(nonsense())
                 if len(loud) > KEPT:
                     loud.pop(0).close()
                 sent += 1
-            if ready is not None and sent >= garbage // 10:
+            if ready is not None and sent >= garbage:
                 ready.touch()
-            if sent >= garbage:
+                ready = None
+            if not garbage:
                 time.sleep(SWEEP_S)
     print(sent)
 

@@ -1,7 +1,6 @@
 """Many connections of strangers to the ports that a job opens: it starts all the same."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,11 +8,11 @@ import threading
 import time
 import uuid
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 import bed
+import flood
 import ranks
 from paceline.cluster.links import Link, links
 from paceline.comm.hosts.connect import Door
@@ -25,17 +24,8 @@ from paceline.launch.contact import Contact
 from paceline.launch.dial import LauncherNotFoundError
 from paceline.launch.tools import Tool
 
-FLOOD = Path(ranks.__file__).parent / "flood.py"
+FLOOD = flood.__file__
 SECRET = new_secret()
-# In the place of srun or mpirun: the port is known to strangers before agents come.
-BESIDE = """#!/bin/sh
-case "$*" in *--connect*)
-    printf '%s\\n' "$*" > where.part
-    mv where.part where
-    while [ ! -e flooding ]; do sleep 0.02; done ;;
-esac
-exec {program} "$@"
-"""
 SCRIPT = """
     import json, os
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
@@ -70,22 +60,14 @@ def flooded(closing, tmp_path):
     return started
 
 
-def install(folder, program):
-    path = folder / "bin" / program
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(BESIDE.format(program=f"/usr/bin/{program}"))
-    path.chmod(0o755)
-    return {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
-
-
 @pytest.mark.parametrize("program", ["srun", bed.mpi.MPIRUN])
 def test_a_job_starts_while_strangers_flood_the_launchers_port(
     request, hosts, shared_folder, program
 ):
-    """1,000 idle connections, opened again whenever they are dropped, and 10,000 of garbage, from
-    the host of an agent."""
+    """1,000 idle connections, opened again whenever they are dropped, and 10,000 of garbage before
+    the agents start and more while they do, from the host of one of them."""
     ranks.write(shared_folder, SCRIPT)
-    environment = install(shared_folder, program)
+    environment = flood.announced(shared_folder, program)
     words = [ranks.PACELINE, "run", "--fresh", "--launcher", program, "-H", "host1:2,host2:1"]
     if program == "srun":
         slurm = request.getfixturevalue("slurm")
@@ -93,8 +75,9 @@ def test_a_job_starts_while_strangers_flood_the_launchers_port(
         environment |= slurm.variables
     else:
         environment |= request.getfixturevalue("mpi")
-    where, flooding = shared_folder / "where", shared_folder / "flooding"
-    strangers = hosts.start("host2", sys.executable, FLOOD, "--where", where, "--ready", flooding)
+    where = shared_folder / "where"
+    words_of_flood = [sys.executable, FLOOD, "--where", where, "--ready", shared_folder / "go"]
+    strangers = hosts.start("host2", *words_of_flood)
     result = hosts.run(
         "host0", *words, "script.py", cwd=shared_folder, env=environment, timeout=100
     )
@@ -105,7 +88,7 @@ def test_a_job_starts_while_strangers_flood_the_launchers_port(
     assert f"--connect {hosts.address('host0')}," in where.read_text()
     assert ";" not in where.read_text().split("--connect ")[1].split()[0]
     sent, _ = strangers.communicate(timeout=30)  # it has ended: nobody listens any more
-    assert int(sent) >= 1000
+    assert int(sent) >= 10_000
 
 
 def agents_of(number, secret, where):
