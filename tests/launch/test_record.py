@@ -6,10 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import ranks
+from needs import need
 from paceline.analyze.load import load
 from paceline.analyze.report import analyse
 from paceline.launch import keep
@@ -290,4 +292,36 @@ def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
     for process in started:
         process.communicate(b"go\n", timeout=60)
     assert [process.returncode for process in started] == [0] * 12
+    assert not ranks.in_memory()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk with room for 64 KiB."""
+    need(["root"] if os.geteuid() else [])
+    disk = tmp_path / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=True)
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_record_that_has_no_room_is_said_once_and_leaves_nothing_half(tmp_path, small_disk):
+    script = ranks.write(tmp_path, TRAIN)
+    record = small_disk / "record"
+    done = ranks.run(script, -1, 400, launcher=f"paceline --record {record}", check=False)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("paceline: ")]
+    (line,) = [one for one in said if "record" in one]
+    assert "the record could not be kept ([Errno 28] No space left on device" in line
+    folder = Path(line.partition("It is in ")[2].partition(";")[0])
+    try:
+        assert {path.name for path in record.iterdir()} <= {"run.json", "rank-0.ring"}
+        assert len(list(folder.glob("*.ring"))) >= 2
+        subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+        again = ranks.run(script, -1, 2, launcher="paceline", check=False)
+        assert again.returncode == 0, again.stderr
+        assert analyse(load(record)).steps == 400
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     assert not ranks.in_memory()

@@ -7,11 +7,13 @@ nor can one that the kernel holds: these are read from outside.
 
 import faulthandler
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 from ..record.tail import process
+from ..security.files import open_regular
 from . import outside
 
 # None that a scheduler or a script uses.
@@ -28,7 +30,8 @@ def answer() -> None:
     outside.allow()
     path = Path(folder) / f"rank-{rank}-{os.getpid()}.stack"
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        fd = open_regular(path, flags, follow_links=False, owner=os.geteuid())
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     except (OSError, ValueError, RuntimeError):
         path.unlink(missing_ok=True)  # it is the file that says that it answers
@@ -38,9 +41,9 @@ def pids(folder: Path) -> dict[int, int]:
     """The process of each rank that answers."""
     found = {}
     for path in folder.glob("rank-*.stack"):
-        _, rank, pid = path.stem.split("-")
-        if process(int(pid)):
-            found[int(rank)] = int(pid)
+        match = re.fullmatch(r"rank-(\d{1,9})-(\d{1,9})", path.stem)
+        if match and process(int(match[2])):
+            found[int(match[1])] = int(match[2])
     return found
 
 

@@ -1,6 +1,8 @@
 """What hooks call: one recorder a rank, its clock, its ring and its own measured cost."""
 
+import contextlib
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -297,13 +299,16 @@ def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:
     named = folder or os.environ.get("PACELINE_RECORD")
     folders = [Path(named)] if named else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     for place in folders:
-        path = place / f"paceline-{os.getuid()}-{os.getpid()}-{now()}-rank-{rank}.ring"
+        path = (
+            place / f"paceline-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}-rank-{rank}.ring"
+        )
         if named:
             path = place / f"rank-{rank}-{os.getpid()}.ring"
         try:
             ring = Ring(path, meta)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             problem = error
             continue
         if not named:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..security.files import open_regular
+
 MAGIC = b"PACELINE"
 VERSION = 4
 HEADER_BYTES = 16384
@@ -41,7 +43,8 @@ class Ring:
         self.capacity = capacity
         size = HEADER_BYTES + capacity * EVENT.size
         path.unlink(missing_ok=True)  # never truncate what a dying rank may still have mapped
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        fd = open_regular(path, flags, follow_links=False, owner=os.geteuid())
         try:
             # Reserve the space now: a full /dev/shm is an error here and not a SIGBUS later.
             os.posix_fallocate(fd, 0, size)

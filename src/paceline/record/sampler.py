@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from ..security.files import open_regular
 from .recorder import Recorder, now
 from .states import State
 
@@ -97,7 +98,11 @@ class Sampler:
             "code": linecache.getline(file, line).strip()[:120],
         }
         try:
-            with path.with_suffix(".lines").open("a") as lines:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            fd = open_regular(
+                path.with_suffix(".lines"), flags, follow_links=False, owner=os.geteuid()
+            )
+            with open(fd, "a") as lines:
                 lines.write(json.dumps(known) + "\n")
         except OSError:
             pass  # the job's folder has gone: so will this process
