@@ -5,12 +5,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..security.text import printable
 from .encode import Encoding, Packed, encoded, values
 from .sources import Source
 from .statistics import Statistics
@@ -22,6 +23,7 @@ CHUNK_S = 0.25  # of a thread's time, about: so often it is told what is done
 LITTLE_S = 100e-6  # of a processor, that a sample takes at most where threads are no gain
 TRIED = 4  # samples, read without threads to see whether that is faster
 UNTIL = 1024  # chunks for threads from one try to the next, at most
+MAX_SAMPLES = 1 << 30  # their order takes eight bytes each
 Span = tuple[int, int]  # places in the order: from one, up to another that is not in it
 
 
@@ -92,8 +94,8 @@ class Encoder:
         try:
             packed = encoded(self.source.load(i), self.how, self.source.label)
             array = values(packed) if measured else None
-        except (OSError, ValueError, EOFError) as error:
-            why = f"{self.source.told}: {_reason(error, self.source, i)}"
+        except (OSError, ValueError, ArithmeticError, MemoryError, EOFError) as error:
+            why = printable(f"{self.source.told}: {_reason(error, self.source, i)}")
             if not self.skips:
                 raise ValueError(
                     f"{why}. HINT: mend it and say the same again, which goes on here; or "
@@ -135,14 +137,23 @@ class _Pace:
 
 
 def in_order(samples: int, seed: int) -> Any:
-    """Which sample comes at each place: a permutation by the seed."""
+    """Which sample comes at each place: a permutation by the seed. Raises ValueError for more
+    samples than a set may have."""
+    if samples > MAX_SAMPLES:
+        raise ValueError(
+            f"the source says that it has {samples:,} samples, and at most {MAX_SAMPLES:,} are "
+            "packed. HINT: several sets, which Loader([a, b], ...) takes as one"
+        )
     return np.random.default_rng(seed).permutation(samples)
 
 
 def _reason(error: Exception, source: Source, i: int) -> str:
     """What is wrong with which sample."""
-    name = source.name(i)
+    name = ""
+    with suppress(OSError, ValueError):  # it may lie in what can't be read
+        name = source.name(i)
     where = f"{name} (sample {i})" if name else f"sample {i}"
     if isinstance(error, FileNotFoundError):
         return f"{where} has vanished"
-    return f"{where}: {getattr(error, 'strerror', None) or error}"
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"{where}: {words}"

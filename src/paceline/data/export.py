@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from ..security.files import InvalidFileError, read_regular
 from . import formats
-from .decode import decode
 from .encode import named
 from .formats import FORMATS, About, Sample
 from .packing import Report, pack, told
-from .shard_format import META, NAMES, RAW, ZSTD
+from .shard_format import META, RAW, ZSTD
 from .shards import Scratch, Shards
 from .sources import ENDS, by_magic
 
 PLAN = ".plan"
+MAX_PLAN_BYTES = 1 << 20
+MAX_END = 16  # characters of a name's end that are taken for a kind of file
 HOW = ("decode", "resize", "compress", "cast", "apply")  # options of pack that change samples
 WRITES = tuple(name for name, kind in FORMATS.items() if kind.writes)
 
@@ -95,13 +97,13 @@ def converted(
 def _meant(packed: Path, plan: str, fresh: bool) -> None:
     """What a call that was stopped has left is gone on with, if it was of the same."""
     try:
-        same = not fresh and (packed / PLAN).read_text() == plan
-    except OSError:
+        same = not fresh and read_regular(packed / PLAN, MAX_PLAN_BYTES) == os.fsencode(plan)
+    except (OSError, InvalidFileError):
         same = False
     if not same:
         _removed(packed)
         packed.mkdir(parents=True)
-        (packed / PLAN).write_text(plan)
+        (packed / PLAN).write_bytes(os.fsencode(plan))
 
 
 def check(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
@@ -117,33 +119,25 @@ def check(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
 
 def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sample]:
     scratch, size = Scratch(), 0
-    names = _names(shards)
     for i in range(len(shards)):
         row, data, label = shards.raw(i, scratch)
-        name = next(names)
+        name = shards.name(i)
         if row.encoding in (RAW, ZSTD):
-            array: Any = np.array(decode(row, data))
+            array: Any = np.array(shards.decoded(i, row, data))
             sample = Sample(array, label, name, ".npy")
         else:
             content = bytes(data)
-            end = os.path.splitext(name)[1].lower() or by_magic(content)
+            end = os.path.splitext(name)[1].lower()
+            if len(end) < 2 or len(end) > MAX_END or not end.isprintable():
+                end = by_magic(content)
             sample = Sample(content, label, name, end if end != ".bin" else ENDS[row.encoding])
         yield sample
         size += row.length
         step(i + 1, size)
 
 
-def _names(shards: Shards) -> Iterator[str]:
-    if shards.meta.names:
-        with (shards.folder / NAMES).open(errors="surrogateescape") as file:
-            for line in file:
-                yield line.rstrip("\n")
-    while True:
-        yield ""
-
-
 def _removed(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

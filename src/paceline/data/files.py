@@ -99,7 +99,7 @@ class Files:
         except OSError as error:
             raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None
         except (ValueError, ArithmeticError, MemoryError, EOFError) as error:
-            raise DataError(path, -1, 0, str(error)) from None
+            raise DataError(path, -1, 0, str(error) or type(error).__name__) from None
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
         """A sample to ``arrays[k]``, its label to ``labels[k]``."""

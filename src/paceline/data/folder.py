@@ -3,18 +3,26 @@
 import csv
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
-from .shard_format import Field
+from ..security.files import InvalidFileError, open_regular, read_regular
+from ..security.text import printable
+from .reading import read_sample_file
+from .shard_format import Field, created
 from .sources import ARRAYS, IMAGES, Loaded, Source
+from .state import written_whole
 
 KEPT_BYTES = 16 << 20  # of a listing, at most, in memory; a longer one is read line by line
 LISTED, ENDS = "listing", "listing.ends"  # in the working folder: a line a sample, where it ends
 SHOWN = 3
+MAX_WAYS = 64  # links by which one folder may be reached
+MAX_LINE_BYTES = 1 << 20  # of a table of labels
 
 
 class FolderSource(Source):
@@ -33,14 +41,17 @@ class FolderSource(Source):
         self.folder, self.told, self._below = folder, str(folder), os.path.join(folder, "")
         self._listed = work / LISTED
         entries = _Classes(folder) if labels is None else _Table(folder, labels)
-        if not (work / ENDS).exists():
+        if _ends(work) is None:
             _list(entries, work)
         self.label, self.classes = entries.label, entries.classes
         self.notes = entries.notes
-        self._ends = np.fromfile(work / ENDS, np.int64)
-        self._file = os.open(self._listed, os.O_RDONLY)
-        small = self._listed.stat().st_size <= KEPT_BYTES
-        self._lines = self._listed.read_bytes() if small else None
+        found = _ends(work)
+        if found is None:
+            raise InvalidFileError(self._listed, "has changed while it was written")
+        self._ends = found
+        self._file = open_regular(self._listed)
+        small = os.fstat(self._file).st_size <= KEPT_BYTES
+        self._lines = read_regular(self._listed, KEPT_BYTES) if small else None
         if not len(self._ends):
             raise ValueError(f"{folder}: has no files to pack. HINT: is it the right folder?")
         self.kind = self._kind()
@@ -50,7 +61,7 @@ class FolderSource(Source):
 
     def load(self, i: int) -> Loaded:
         label, name = self._entry(i)
-        data = _read(name if name.startswith("/") else self._below + name)
+        data = read_sample_file(name if name.startswith("/") else self._below + name)
         if not data:
             raise ValueError("the file is empty")
         if isinstance(self.label, Field):
@@ -84,7 +95,7 @@ class FolderSource(Source):
             kind = "images" if end in IMAGES else "arrays" if end in ARRAYS else "files"
             kinds.setdefault(kind, name)
         if len(kinds) > 1:
-            some = ", ".join(f"{name} ({kind})" for kind, name in sorted(kinds.items()))
+            some = ", ".join(f"{printable(name)} ({kind})" for kind, name in sorted(kinds.items()))
             raise ValueError(
                 f"{self.folder}: files of several kinds: {some}. HINT: one folder, and one set, a "
                 "kind; or a CSV with --labels that names the files that are meant"
@@ -126,7 +137,7 @@ class _Table:
             self._lines += 1
             self._columns = self._columns or len(told)
             if len(told) != self._columns or not all(told):
-                missing.append(f"{name} (line {number})")
+                missing.append(f"{printable(name)} (line {number})")
             kinds |= {_kind(one) for one in told}
         if missing:
             more = f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else ""
@@ -151,14 +162,15 @@ class _Table:
     def _read(self) -> Iterator[tuple[int, tuple[str, list[str]]]]:
         """(line, (file, labels)), without a heading."""
         try:
-            with self.table.open(newline="") as file:
-                for number, row in enumerate(csv.reader(file), 1):
+            with open(open_regular(self.table), newline="") as file:
+                for number, row in enumerate(csv.reader(_lines(file)), 1):
                     if not row or (number == 1 and not (self.folder / row[0]).exists()):
                         continue
                     told = [one.strip() for one in row[1:]]
                     yield number, (row[0].strip(), told or [""])
         except (OSError, csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.table}: no table that can be read: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{self.table}: no table that can be read: {reason}") from None
 
     def each(self) -> Iterator[tuple[str, str]]:
         numbers = {name: str(number) for number, name in enumerate(self.classes)}
@@ -179,28 +191,17 @@ def _kind(told: str) -> str:
     return "whole" if number.is_integer() and told.lstrip("-").isdigit() else "float"
 
 
-def _read(path: str) -> bytes:
-    """A file's bytes. Of small ones most of the time is what Python's own files do beside."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(file).st_size
-        data = os.read(file, size + 1)
-        if len(data) == size:
-            return data
-        parts = [data]  # it is longer by now, or comes in parts
-        while parts[-1]:
-            parts.append(os.read(file, 1 << 20))
-        return b"".join(parts)
-    finally:
-        os.close(file)
-
-
 def files_below(folder: Path) -> Iterator[str]:
     """Files' names from the folder on, sorted in each of its folders; hidden ones left out. Links
-    to folders are followed, but not in circles."""
-    waiting = [""]
+    to folders are followed, but not in circles.
+
+    Raises:
+        ValueError: A folder is reached by more than MAX_WAYS links: links that lead to each other
+            would have no end.
+    """
+    waiting, ways = [("", False)], Counter[tuple[int, int]]()
     while waiting:
-        below = waiting.pop()
+        below, linked = waiting.pop()
         with os.scandir(folder / below) as found:
             entries = sorted(found, key=lambda entry: entry.name)
         folders = []
@@ -208,10 +209,19 @@ def files_below(folder: Path) -> Iterator[str]:
             if entry.name.startswith("."):
                 continue
             name = f"{below}/{entry.name}" if below else entry.name
+            link = entry.is_symlink()
             if not entry.is_dir():
                 yield name
-            elif not (entry.is_symlink() and _holds(entry.path, folder / below)):
-                folders.append(name)
+            elif not (link and _holds(entry.path, folder / below)):
+                if linked or link:
+                    status = entry.stat()
+                    ways[status.st_dev, status.st_ino] += 1
+                    if ways[status.st_dev, status.st_ino] > MAX_WAYS:
+                        raise ValueError(
+                            f"{printable(os.fspath(folder / name))}: more than {MAX_WAYS} links "
+                            "lead to this folder. HINT: remove links that lead to each other"
+                        )
+                folders.append((name, linked or link))
         waiting += reversed(folders)
 
 
@@ -220,18 +230,45 @@ def _holds(link: str, folder: Path) -> bool:
     return folder.resolve().is_relative_to(Path(link).resolve())
 
 
+def _lines(file: TextIO) -> Iterator[str]:
+    """Lines of a table, none of them longer than memory should hold."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            raise csv.Error(f"a line has {MAX_LINE_BYTES:,} characters or more")
+        yield line
+
+
+def _ends(work: Path) -> "np.ndarray[Any, Any] | None":
+    """Return where lines of the listing end; None where there is none, or a damaged one."""
+    try:
+        with open(open_regular(work / ENDS), "rb") as file:
+            ends = np.fromfile(file, np.int64)
+        fd = open_regular(work / LISTED)
+    except OSError:
+        return None
+    size = os.fstat(fd).st_size
+    os.close(fd)
+    whole = (ends[-1] if len(ends) else 0) == size and bool((np.diff(ends, prepend=0) > 0).all())
+    return ends if whole else None
+
+
 def _list(entries: "_Classes | _Table", work: Path) -> None:
     """Write down which samples there are; whole or not at all."""
     at, ends = 0, array("q")
     part = work / f"{LISTED}.part"
-    with part.open("wb") as file:
-        for told, name in entries.each():
-            if "\n" in name:
-                raise ValueError(f"{name!r}: a file's name with a line break can't be packed")
-            line = os.fsencode(f"{told}\t{name}\n")
-            file.write(line)
-            at += len(line)
-            ends.append(at)
-    part.replace(work / LISTED)
-    (work / f"{ENDS}.part").write_bytes(ends.tobytes())
-    (work / f"{ENDS}.part").replace(work / ENDS)
+    try:
+        with created(part) as file:
+            for told, name in entries.each():
+                if "\n" in name or "\n" in told:
+                    raise ValueError(f"{name!r}: a file's name with a line break can't be packed")
+                line = os.fsencode(f"{told}\t{name}\n")
+                file.write(line)
+                at += len(line)
+                ends.append(at)
+        (work / ENDS).unlink(missing_ok=True)  # of an older listing
+        part.replace(work / LISTED)
+        written_whole(work / ENDS, ends.tobytes())
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from . import shard_format
-from .decode import decode
+from ..security.files import open_regular
+from ..security.text import printable
+from . import npy, shard_format
+from .meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
+from .reading import read_at
 from .shard_format import FILE, IMAGE, JPEG, DataError, Field
 from .shards import Scratch, Shards
 
@@ -87,7 +90,7 @@ class ArraySource(Source):
                     f"{len(self.y):,} labels. HINT: as many of each"
                 )
             whole = not self.y.shape and np.dtype(self.y.dtype).kind in "iu"
-            self.label = "class" if whole else Field(self.y.dtype, self.y.shape)
+            self.label = "class" if whole else label_field(self.y.dtype, self.y.shape, self.y.told)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -100,6 +103,19 @@ class ArraySource(Source):
         for rows in (self.x, self.y):
             if rows is not None:
                 rows.close()
+
+
+def label_field(dtype: str, shape: tuple[int, ...], told: str) -> Field:
+    """Return what labels that are arrays are. Raises ValueError for arrays a set can't hold."""
+    if dtype not in DTYPES or len(shape) > MAX_DIMS:
+        raise ValueError(
+            f"{printable(told)}: labels that are {dtype} of {shape}, and no numbers of a usual "
+            "kind. HINT: classes as 0, 1, 2 ..., or float32"
+        )
+    field = Field(dtype, shape)
+    if field.nbytes > MAX_SAMPLE_BYTES:
+        raise ValueError(f"{printable(told)}: labels of {dtype} {shape}: more than 4 GiB each")
+    return field
 
 
 def pictures(dtype: str, shape: tuple[int, ...]) -> bool:
@@ -130,23 +146,16 @@ class _FileRows:
 
     def __init__(self, path: Path) -> None:
         self.told = str(path)
-        mapped = _headed(path)
-        if mapped.ndim < 1 or not mapped.flags.c_contiguous or mapped.dtype.hasobject:
-            raise ValueError(
-                f"{path}: {mapped.dtype} of {mapped.shape} is no C-ordered array of samples. "
-                "HINT: np.save(path, np.ascontiguousarray(array))"
-            )
-        self._count, self.shape = len(mapped), mapped.shape[1:]
-        self._kind, self.dtype = mapped.dtype, mapped.dtype.newbyteorder("=").name
-        self._start = int(mapped.offset)
-        self._each = mapped.nbytes // max(len(mapped), 1)
-        self._file = os.open(path, os.O_RDONLY)
+        self._file, head = _headed(path)
+        self._count, self.shape = head.shape[0], head.shape[1:]
+        self._kind, self.dtype = head.dtype, head.dtype.newbyteorder("=").name
+        self._start, self._each = head.start, head.nbytes // max(head.shape[0], 1)
 
     def __len__(self) -> int:
         return self._count
 
     def row(self, i: int) -> Any:
-        data = os.pread(self._file, self._each, self._start + i * self._each)
+        data = read_at(self._file, self._each, self._start + i * self._each)
         if len(data) < self._each:
             raise ValueError(f"{self.told}: is truncated in sample {i}")
         array = np.frombuffer(data, self._kind).reshape(self.shape)
@@ -156,11 +165,32 @@ class _FileRows:
         os.close(self._file)
 
 
-def _headed(path: Path) -> Any:
+def _headed(path: Path) -> tuple[int, npy.Header]:
+    """Open a .npy file of samples. Raises ValueError for what is none, or is cut."""
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # its head; never touched
-    except Exception as error:  # numpy parses it as Python, and raises what that does
-        raise ValueError(f"{path}: is no .npy file that can be read: {error}") from None
+        fd = open_regular(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    try:
+        with open(fd, "rb", closefd=False) as file:
+            head = npy.read_header(file)
+        size, least = os.fstat(fd).st_size, head.start + head.nbytes
+        if size < least:
+            raise ValueError(
+                f"is truncated: {size:,} bytes of at least {least:,}. HINT: copy it again"
+            )
+        alone = sum(side > 1 for side in head.shape) < 2  # then its order does not matter
+        if not head.shape or (head.fortran and not alone):
+            raise ValueError(
+                f"{head.dtype} of {head.shape} is no C-ordered array of samples. "
+                "HINT: np.save(path, np.ascontiguousarray(array))"
+            )
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, ValueError):
+            raise ValueError(f"{path}: {error}") from None
+        raise
+    return fd, head
 
 
 def _rows(given: Any) -> Any:
@@ -189,7 +219,8 @@ class ShardSource(Source):
             str(folder),
         )
         self.classes, self.named = list(meta.classes), meta.names
-        self._names = (folder / shard_format.NAMES).read_text().splitlines() if meta.names else []
+        if self.named:
+            self.shards.name(0)  # compares the checksum of all names
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -198,10 +229,10 @@ class ShardSource(Source):
         row, data, label = self.shards.raw(i, Scratch())
         if row.encoding in ENDS:
             return Loaded(bytes(data), label, self.name(i), ENDS[row.encoding])
-        return Loaded(np.array(decode(row, data)), label, self.name(i))
+        return Loaded(np.array(self.shards.decoded(i, row, data)), label, self.name(i))
 
     def name(self, i: int) -> str:
-        return self._names[i] if self.named else ""
+        return self.shards.name(i)
 
 
 @dataclass
@@ -223,7 +254,8 @@ class _Stream:
             if array.dtype.hasobject:
                 raise ValueError(f"the label of sample {number} is a {type(given).__name__}")
             whole = not array.shape and array.dtype.kind in "iu"
-            kind = "class" if whole else Field(array.dtype.name, array.shape)
+            name = f"the label of sample {number}"
+            kind = "class" if whole else label_field(array.dtype.name, array.shape, name)
             made = int(array) if whole else array
         if self.seen and kind != self.label:
             raise ValueError(

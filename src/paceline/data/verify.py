@@ -17,11 +17,12 @@ def verify(
     workers: int | None = None,
     step: Callable[[int, int], None] | None = None,
 ) -> list[DataError]:
-    """What is wrong with which samples; none of it stops the others from being looked at. step:
-    is told samples and bytes that are done. Raises DataError where there is no set to look at."""
+    """What is wrong with which samples, and with index.bin and names.txt as whole files; none of
+    it stops the others from being looked at. step: is told samples and bytes that are done. Raises
+    DataError where there is no set to look at."""
     shards = Shards(Path(folder))
     waiting: deque[Future[tuple[int, list[DataError]]]] = deque()
-    found: list[DataError] = []
+    found = shards.check_files()
     done = size = at = 0
     workers = workers or len(os.sched_getaffinity(0))
     pool = ThreadPoolExecutor(workers, "paceline-check")
