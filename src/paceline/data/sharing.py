@@ -27,6 +27,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -35,16 +36,19 @@ from typing import Any, BinaryIO
 from crc32c import crc32c
 
 from ..security.folders import Folder
+from ..security.greeting import Acceptor, Greeting, RefusedError, Step
 from .shard_format import DataError, Shard
 
 PREFIX = "paceline-stage"
-PATIENCE_S = 20.0  # of a host that is asked for a shard, between two pieces of it
+PATIENCE_S = 20.0  # of a host that is asked for a shard, for its answer and for each piece
 ALIVE_S = 5.0  # within which a host that still reads answers
 QUIET_S = 3.0  # without news, after which is looked who still reads
 LOOK_S = 0.05  # between two looks at the log
 JOIN_S = 60.0
 READY_S = 3.0  # that the first host waits for the others, so that what they have is not read again
 PIECE = 256 << 10
+MAX_SENDERS = 64  # threads that send shards
+MAX_WAITING = 1024  # visitors that know the token and wait for one of these
 ALIVE = 0xFFFFFFFF  # asked for in the place of a shard
 NOT_THERE = (1 << 64) - 1
 UNCHECKED = -1  # in the place of a file's checksum: the index, whose rows have their own
@@ -234,45 +238,76 @@ def own_address(address: str, port: int) -> str:
 
 
 class Server:
-    """Sends whole shards of a folder to whoever knows its token."""
+    """Sends whole shards of a folder to whoever knows its token.
+
+    One thread accepts and greets; visitors that know the token are sent a shard by at most
+    MAX_SENDERS others.
+    """
 
     def __init__(self, address: str, folder: Folder | None, shards: Sequence[Shard]) -> None:
         self._folder, self._shards = folder, shards
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listening = socket.create_server((address, 0), family=family, backlog=128)
+        self._listening = socket.create_server((address, 0), family=family, backlog=1024)
         self.name = f"{address} {self._listening.getsockname()[1]} {self._token}"
+        self._acceptor = Acceptor([self._listening], lambda _: self.greeting())
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[socket.socket, int]] = deque()
+        self._senders = 0
         threading.Thread(target=self._serve, name="paceline-stage", daemon=True).start()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # which ends accept
-        self._listening.close()
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
+
+    def greeting(self) -> Greeting[int]:
+        """Read the token and the number of the wanted shard."""
+        token, number = _WORD.unpack((yield Step(read=_WORD.size)))
+        if not hmac.compare_digest(token, self._token.encode()):
+            raise RefusedError("the visitor does not know the token")
+        return int(number)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                visitor, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(visitor,), daemon=True).start()
+        with self._acceptor, contextlib.suppress(OSError):  # once it is shut down
+            while True:
+                for visitor, number in self._acceptor.wait(JOIN_S):
+                    self._admit(visitor, number)
 
-    def _answer(self, visitor: socket.socket) -> None:
-        with visitor:
-            try:
-                visitor.settimeout(PATIENCE_S)
-                token, number = _WORD.unpack(_exactly(visitor, _WORD.size))
-                if not hmac.compare_digest(token, self._token.encode()):
-                    return
-                if number == ALIVE or number >= len(self._shards) or self._folder is None:
-                    visitor.sendall(_SIZE.pack(NOT_THERE))
-                    return
-                shard = self._shards[number]
-                with _opened(self._folder, shard.file) as file:
-                    visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
-                    visitor.sendfile(file)
-            except (OSError, EOFError):  # the visitor goes elsewhere
+    def _admit(self, visitor: socket.socket, number: int) -> None:
+        if number == ALIVE or number >= len(self._shards) or self._folder is None:
+            with visitor, contextlib.suppress(OSError):
+                visitor.send(_SIZE.pack(NOT_THERE))
+            return
+        with self._lock:
+            if len(self._waiting) >= MAX_WAITING:
+                visitor.close()
                 return
+            self._waiting.append((visitor, number))
+            if self._senders >= MAX_SENDERS:
+                return
+            self._senders += 1
+        try:
+            threading.Thread(target=self._send_in_turn, daemon=True).start()
+        except RuntimeError:  # no more threads for this user: an earlier one sends it, or nobody
+            with self._lock:
+                self._senders -= 1
+
+    def _send_in_turn(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._senders -= 1
+                    return
+                visitor, number = self._waiting.popleft()
+            with visitor, contextlib.suppress(OSError):  # the visitor goes elsewhere
+                self._send(visitor, self._shards[number])
+
+    def _send(self, visitor: socket.socket, shard: Shard) -> None:
+        assert self._folder is not None
+        visitor.settimeout(PATIENCE_S)
+        with _opened(self._folder, shard.file) as file:
+            visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
+            visitor.sendfile(file)
 
 
 def _opened(folder: Folder, name: str) -> BinaryIO:
@@ -283,7 +318,7 @@ def alive(host: str) -> bool:
     """Whether a host's process answers."""
     try:
         with _asked(host, ALIVE, ALIVE_S) as channel:
-            return bool(_SIZE.unpack(_exactly(channel, _SIZE.size))[0] == NOT_THERE)
+            return _size_from(channel, ALIVE_S) == NOT_THERE
     except (OSError, EOFError):
         return False
 
@@ -304,15 +339,13 @@ def _fetched(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
     crc, left, buffer = 0, shard.bytes, memoryview(bytearray(PIECE))
     try:
         with _asked(host, number, PATIENCE_S) as channel:
-            (size,) = _SIZE.unpack(_exactly(channel, _SIZE.size))
-            if size != shard.bytes:
+            if _size_from(channel, PATIENCE_S) != shard.bytes:
                 raise ConnectionError(f"{host.split()[0]} has it not whole")
             while left:
-                got = channel.recv_into(buffer[: min(left, PIECE)])
-                if not got:
-                    raise EOFError
-                crc, left = crc32c(buffer[:got], crc), left - got
-                _put(file, buffer[:got])
+                piece = buffer[: min(left, PIECE)]
+                _fill(channel, piece, PATIENCE_S)
+                crc, left = crc32c(piece, crc), left - len(piece)
+                _put(file, piece)
     except EOFError:
         raise ConnectionError(f"{host.split()[0]} broke off") from None
     if shard.crc not in (crc, UNCHECKED):
@@ -325,11 +358,23 @@ def _put(file: BinaryIO, piece: memoryview) -> None:
         done += file.write(piece[done:])
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = channel.recv(size - len(data))
-        if not part:
+def _size_from(channel: socket.socket, seconds: float) -> int:
+    answer = memoryview(bytearray(_SIZE.size))
+    _fill(channel, answer, seconds)
+    return int(_SIZE.unpack(answer)[0])
+
+
+def _fill(channel: socket.socket, piece: memoryview, seconds: float) -> None:
+    """Receive a whole piece, however slowly its bytes come.
+
+    Raises:
+        TimeoutError: It was not whole within ``seconds``.
+        EOFError: The connection was closed.
+    """
+    deadline, done = time.monotonic() + seconds, 0
+    while done < len(piece):
+        channel.settimeout(max(0.001, deadline - time.monotonic()))
+        got = channel.recv_into(piece[done:])
+        if not got:
             raise EOFError
-        data += part
-    return data
+        done += got
