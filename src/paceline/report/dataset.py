@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cost.units import size, told
+from ..security.text import printable
 
 SHOWN = 10  # of lines about single samples
 CHANNELS = 8  # whose moments are shown
@@ -20,7 +21,7 @@ def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: 
     for name, value in _rows(meta, seconds):
         table.add_row(name, value)
     parts: list[RenderableType] = [table]
-    parts += [Text(note, style="yellow") for note in notes]
+    parts += [Text(printable(note), style="yellow") for note in notes]
     if left_out:
         parts.append(Text(f"{len(left_out):,} samples were left out:", style="bold red"))
         parts += _some(left_out)
@@ -30,6 +31,7 @@ def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: 
 def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
     whole = sum(shard["bytes"] for shard in meta["shards"])
     read = f"{meta['samples']:,} samples ({size(whole)}) read back in {told(seconds, 's')}"
+    folder = printable(folder)
     if not bad:
         return Group(Text(f"{folder}: {read}: all as they were packed", style="green"))
     return Group(Text(f"{folder}: {read}: {len(bad):,} are not", style="bold red"), *_some(bad))
@@ -86,7 +88,7 @@ def concerns(one: dict[str, Any]) -> list[str]:
             f"{one['host']}: no room for {count:,} shards, which are read from where they are: a "
             f"shuffle reaches all of the set, so about {share:.0%} of what is read"
         )
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
@@ -94,7 +96,7 @@ def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     count = meta["samples"]
     rate = f"{count / seconds:,.0f} samples/s, {told(whole / seconds, 'B/s')}" if seconds else ""
     rows = [
-        ("samples", f"{count:,} {meta['packed']['kind']}"),
+        ("samples", f"{count:,} {meta['packed'].get('kind', 'arrays')}"),
         ("shards", f"{len(meta['shards']):,}, {size(whole)} in all"),
         ("a sample", _array(meta["array"]) or f"{size(whole / count)} in the mean"),
         ("labels", _labels(meta)),
@@ -139,7 +141,7 @@ def _numbers(values: Any) -> str:
 
 
 def _some(lines: list[str]) -> list[RenderableType]:
-    shown: list[RenderableType] = [Text(f"  {line}") for line in lines[:SHOWN]]
+    shown: list[RenderableType] = [Text(f"  {printable(line)}") for line in lines[:SHOWN]]
     if len(lines) > SHOWN:
         shown.append(Text(f"  and {len(lines) - SHOWN:,} more: --json has them all"))
     return shown

@@ -1,16 +1,27 @@
 """What is packed: the environment that runs, a venv or a conda environment, and what lies outside
 of its folder, so that a node needs it besides the file."""
 
-import json
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from ..cost.units import listed
+from ..security.schema import read_json
+
+MAX_URL_BYTES = 1 << 16
+
+
+@dataclass
+class DirectUrl:
+    """direct_url.json of a package that pip installed from a folder or URL."""
+
+    url: str = ""
+    dir_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,12 +101,11 @@ def _editable(prefix: Path) -> Iterator[tuple[str, str]]:
     """Packages that pip installed as links to their source, and its folder."""
     for path in sorted(prefix.glob("lib/python*/site-packages/*.dist-info/direct_url.json")):
         try:
-            said = json.loads(path.read_text())
+            said = read_json(path, DirectUrl, MAX_URL_BYTES)
         except (OSError, ValueError):
             continue
-        url = str(said.get("url", ""))
-        if said.get("dir_info", {}).get("editable") and url.startswith("file://"):
-            yield path.parent.name.partition("-")[0], unquote(url.removeprefix("file://"))
+        if said.dir_info.get("editable") and said.url.startswith("file://"):
+            yield path.parent.name.partition("-")[0], unquote(said.url.removeprefix("file://"))
 
 
 def _searched(prefix: Path, base: Path) -> list[str]:

@@ -15,21 +15,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...data.encode import Encoding
 from ...data.packing import Packing, Report, Step, Wish, packing
 from ...data.pieces import Cut
 from ...data.sources import imported
+from ...data.state import written_whole
 from ...data.unfinished import RUN, SPOOL, discard
 from ...launch.here import InServer
 from ...launch.job import Job
 from ...launch.layout import counts
 from ...launch.start import start
 from ...launch.target import target
+from ...security.files import InvalidFileError, read_regular
+from ...security.text import printable
 
 RANK = "paceline.study.packing"
 TASK, FAILED = "task.json", "failed"  # in the folder of the job
 SEEN_SECONDS = 60.0  # for what other hosts have written to be seen here, too
 INTERRUPTED = 130
+MAX_TASK_BYTES = 1 << 28  # it lists the pieces
+MAX_FAILURE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -83,15 +90,21 @@ class Task:
     classes: bool  # whether labels are
 
     def save(self, run: Path) -> None:
-        (run / TASK).write_text(json.dumps(asdict(self)))
+        written_whole(run / TASK, json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, run: Path) -> "Task":
-        told = json.loads((run / TASK).read_bytes())
-        asked, channels = told.pop("asked"), told["cut"].pop("channels")
-        wish = Wish(**asked.pop("wish"))
-        cut = Cut(**told.pop("cut"), channels=None if channels is None else tuple(channels))
-        return cls(Asked(**asked, wish=wish), cut, **told)
+        """Read the task of a job. Its texts stay as they are: paths may hold any character.
+
+        Raises:
+            FileNotFoundError: This host does not see the folder.
+            InvalidFileError: The file is damaged.
+        """
+        data = read_regular(run / TASK, MAX_TASK_BYTES)
+        try:
+            return msgspec.convert(json.loads(data), cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise InvalidFileError(run / TASK, f"is no task: {printable(str(error))}") from None
 
 
 def pack_on_ranks(asked: Asked, where: Where, step: Step) -> Report:
@@ -153,7 +166,7 @@ def _packed(task: Task, where: Where, packing: Packing) -> None:
             list(where.variables),
             least=_cores(),
         )
-        failed = (run / FAILED).read_text() if (run / FAILED).exists() else ""
+        failed = _failure(run)
     except InServer:  # this process is the one that ranks are forked from, and all is another's
         raise
     except BaseException:
@@ -170,6 +183,17 @@ def _packed(task: Task, where: Where, packing: Packing) -> None:
             "kept. HINT: say the same again, which goes on where it was"
         )
     _seen(packing, task.cut)
+
+
+def _failure(run: Path) -> str:
+    """Return why a rank could not go on, or ""."""
+    try:
+        told = read_regular(run / FAILED, MAX_FAILURE_BYTES)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{run / FAILED}: {error.strerror}"
+    return printable(told.decode(errors="replace"))
 
 
 def _seen(packing: Packing, cut: Cut) -> None:

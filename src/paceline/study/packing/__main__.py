@@ -19,6 +19,7 @@ from ...data.sources import ShardSource, Source, find
 from ...data.unfinished import SPOOL, full_told
 from ...record.tell import say, to_launcher
 from ...report.dataset import progress
+from ...security.files import InvalidFileError, open_regular, read_regular
 from . import FAILED, Task
 
 BEAT = 1.0  # seconds between two looks at what others have done
@@ -53,7 +54,7 @@ def main() -> int:
             _pack(task, pieces, of_mine, run, who, beat)
     except ValueError as mistake:
         part = run / f"failing-{who.rank}"
-        part.write_text(str(mistake))
+        part.write_bytes(str(mistake).encode(errors="replace"))
         part.replace(run / FAILED)
         return 0
     return 0
@@ -129,7 +130,8 @@ class Beat(threading.Thread):
 
     def _write(self, samples: int, size: int) -> None:
         # Opened and closed each time: only then others see it where a file server is between.
-        file = os.open(self.run_folder / f"done-{self.who.rank}", os.O_CREAT | os.O_WRONLY)
+        path, flags = self.run_folder / f"done-{self.who.rank}", os.O_CREAT | os.O_WRONLY
+        file = open_regular(path, flags, follow_links=False, mode=0o666)
         try:
             os.pwrite(file, COUNTS.pack(samples, size), 0)
         finally:
@@ -137,11 +139,12 @@ class Beat(threading.Thread):
 
     def _read(self, rank: int) -> None:
         try:
-            told = (self.run_folder / f"done-{rank}").read_bytes()
-        except OSError:
+            told = read_regular(self.run_folder / f"done-{rank}", COUNTS.size)
+        except (OSError, InvalidFileError):
             return
         if len(told) == COUNTS.size:
-            self.known[rank] = COUNTS.unpack(told)
+            samples, size = COUNTS.unpack(told)
+            self.known[rank] = max(samples, 0), max(size, 0)
 
     def _show(self) -> None:
         now = time.monotonic()
