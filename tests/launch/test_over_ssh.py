@@ -367,3 +367,23 @@ def test_records_of_all_hosts_come_to_the_users_folder(hosts, shared_folder, sha
     if not shared:
         hosts.run("host0", "rm", "-r", Path(record).parent)
     assert hosts.left_over() == []
+
+
+def test_records_that_are_sent_to_a_full_disk_are_said_and_leave_nothing_half(hosts, shared_folder):
+    ranks.write(shared_folder, TRAIN)
+    disk = hosts.run("host0", "mktemp", "-d").stdout.strip()
+    script = shared_folder / "full.sh"
+    script.write_text(
+        f"mount -t tmpfs -o size=12k tmpfs {disk}\n{ranks.PACELINE} run -H host1:1,host2:1 "
+        f"--record {disk}/record script.py; echo code $?; ls -A {disk}/record; umount {disk}\n"
+    )
+    done = hosts.run("host0", "sh", script, cwd=shared_folder, check=False, timeout=90)
+    hosts.run("host0", "rmdir", disk)
+    _, _, listed = done.stdout.partition("code ")
+    assert not [name for name in listed.split() if "part" in name], done.stdout
+    for host in ("host1", "host2"):
+        said = f"the record of {host} could not be kept in {disk}/record (No space left on device)"
+        assert done.stderr.count(said) == 1, done.stderr
+    assert "has no record" not in done.stderr
+    assert "was lost" not in done.stderr
+    assert hosts.left_over(5) == []

@@ -99,7 +99,9 @@ def run(
     if job.record is not None:
         if remaining.changed:
             sort_out(job.record, remaining.attempt)
-        tell(job, job.record, code)
+        lost = any(host.record_error for host in there)  # which was said
+        if not lost or any(job.record.glob("*.ring")):
+            tell(job, job.record, code)
     if interrupt.go_on_later:
         put_back()
     return code

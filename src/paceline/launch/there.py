@@ -1,6 +1,7 @@
 """A host of the job that is another one: its agent, seen from the launcher over a channel."""
 
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -46,6 +47,7 @@ class There:
         self.ending = False  # its scheduler has asked its agent to end
         self.watched = False  # its silence means something: not while it imports torch
         self._channel = channel
+        self.record_error = ""  # why its records could not be kept
         self._incoming: tuple[Path, NewFile] | None = None  # a record's file that comes in pieces
         self._answers: deque[dict[str, Any]] = deque()
         self._deaths: deque[tuple[int, int, float]] = deque()
@@ -285,22 +287,29 @@ class There:
         plain = all(part and part.strip(".") and part[0] != "." for part in parts)
         if self.record is None or len(parts) > 2 or not plain or not name.endswith(ENDINGS):
             return
-        path = self.record / name
+        try:
+            self._write(self.record / name, start, last, raw)
+        except OSError as error:  # a full disk, say
+            self._drop_incoming()
+            if not self.record_error:
+                self.record_error = error.strerror or str(error)
+                sys.stderr.write(
+                    f"paceline: the record of {self.name} could not be kept in {self.record} "
+                    f"({self.record_error}), and is lost. HINT: --record to a disk with room\n"
+                )
+
+    def _write(self, path: Path, start: int, last: bool, raw: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if start == 0:
             self._drop_incoming()
             self._incoming = (path, NewFile(path))
         if self._incoming is None or self._incoming[0] != path:
-            return  # its beginning did not come
+            return  # its beginning did not come, or could not be written
         file = self._incoming[1]
-        try:
-            file.write(raw)
-            if last:
-                self._incoming = None
-                file.commit()
-        except BaseException:
-            file.discard()
-            raise
+        file.write(raw)
+        if last:
+            file.commit()
+            self._incoming = None
 
     def _drop_incoming(self) -> None:
         """Remove a file that did not come to its end."""
