@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from ..cluster.who import launched_by
 from ..comm.reach import Listener, try_all, variables
+from ..security.files import read_regular
 from . import bind, keep, live
 from .channel import BEGIN, BrokenError, Channel
 from .dial import LauncherNotFoundError, dial
@@ -246,7 +247,8 @@ class OnHost:
         self.sends, kept = False, self.folder / keep.TO_SEND
         try:
             for path in sorted(kept.rglob("rank-*")):
-                name, data = str(path.relative_to(kept)), path.read_bytes()
+                name = str(path.relative_to(kept))
+                data = read_regular(path, keep.MAX_RECORD_BYTES, follow_links=False)
                 for start in range(0, len(data), PIECE):
                     piece = data[start : start + PIECE]
                     last = start + PIECE >= len(data)

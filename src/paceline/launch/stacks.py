@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 
 from ..record.tail import process
-from ..security.files import open_regular
+from ..security.files import open_regular, read_regular
 from . import outside
 
 # None that a scheduler or a script uses.
 SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
 SECONDS = 1.0  # for all answers together
+MAX_STACK_BYTES = 256 << 20  # all stacks that a rank has ever written
 _QUIET = 0.05  # nothing new for so long: a stack is whole
 
 
@@ -74,5 +75,8 @@ def _answers(folder: Path, all_pids: dict[int, int]) -> dict[int, str]:
         if now == sizes and all(now[rank] > size for rank, (_, size) in before.items()):
             break
         sizes = now
-    texts = {rank: path.read_bytes()[size:] for rank, (path, size) in before.items()}
+    texts = {
+        rank: read_regular(path, MAX_STACK_BYTES, follow_links=False)[size:]
+        for rank, (path, size) in before.items()
+    }
     return {rank: text.decode(errors="replace") for rank, text in texts.items() if text}

@@ -1,0 +1,127 @@
+"""What lies in a folder that other users write to is opened through ``paceline.security``: the
+source is searched for modules that touch such folders, and these for calls that believe a path."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+SOURCE = Path(paceline.__file__).parent
+# How a module gets at /dev/shm, /tmp, a node's disk, or the job's folder in one of them.
+PLACES = {"/dev/shm", "/tmp", "PACELINE_RECORD", "PACELINE_STAGE", "paceline-stage"}
+MAKERS = {"gettempdir", "mkdtemp"}
+# Modules that are handed such a folder by one of those.
+HANDED = {
+    "data/bringing.py", "data/sharing.py", "data/shards.py", "launch/keep.py", "launch/live.py",
+    "launch/on_host.py", "launch/progress.py", "launch/running.py", "launch/server.py",
+    "launch/so_far.py", "record/recorder.py", "record/ring.py", "record/sampler.py",
+    "record/tail.py",
+}  # fmt: skip
+# By module: calls that are right as they are, and why.
+RIGHT = {
+    "data/sharing.py": {
+        "open(folder.open_file(name), 'rb')": "a descriptor of security's",
+        "file.truncate()": "of an open file",
+    },
+    "data/bringing.py": {
+        "open(open_regular(path), 'rb', buffering=0)": "a descriptor of security's",
+        "open(new.fd, 'wb', buffering=0, closefd=False)": "a descriptor of security's",
+    },
+    "data/shards.py": {
+        "open(_open(path), 'rb')": "the origin, whoever owns it; regular files only",
+    },
+    "data/staging.py": {
+        "touch(folder)": "its own function",
+        "root.mkdir(parents=True, exist_ok=True)": "what leads to the folder, not the folder",
+    },
+    "launch/job.py": {"path.read_bytes()": "the script"},
+    "launch/local.py": {"job.summary.write_text(report.to_json())": "the user's file, of --json"},
+    "launch/keep.py": {
+        "target.mkdir(parents=True, exist_ok=True)": "the user's folder, of --record",
+        "place.mkdir(exist_ok=True)": "in the user's folder, of --record",
+    },
+    "launch/on_host.py": {
+        "os.open(os.devnull, os.O_RDWR)": "a device",
+    },
+    "launch/rank.py": {
+        "os.open(os.devnull, os.O_RDONLY)": "a device",
+        "open(path, 'rb')": "the script",
+    },
+    "launch/stacks.py": {
+        "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
+    },
+    "record/recorder.py": {
+        "path.unlink(missing_ok=True)": "a name with 64 random bits",
+        "ring.unlink()": "its own, just made",
+    },
+    "record/ring.py": {
+        "path.unlink(missing_ok=True)": "in the job's folder, or a random name",
+        "self.path.unlink(missing_ok=True)": "its own",
+    },
+    "record/sampler.py": {"open(fd, 'a')": "a descriptor of security's"},
+    "study/packed_place.py": {
+        "os.open(device, os.O_RDWR)": "a device",
+        "shutil.rmtree(folder, ignore_errors=True)": "its own, of mkdtemp",
+    },
+    "study/probe/storage.py": None,  # its own folder, of mkdtemp
+    "study/runner.py": None,  # its own folder, of mkdtemp
+    "study/summary.py": None,  # its own folder, of mkdtemp
+}
+BELIEVE = {
+    "open", "mkdir", "makedirs", "rmtree", "unlink", "rmdir", "remove", "touch", "read_text",
+    "read_bytes", "write_text", "write_bytes", "copyfile", "symlink_to", "truncate", "chmod",
+}  # fmt: skip
+SAFE = ("Folder.", "folder.remove", "opened.remove", "own.remove", "keep.remove")
+READ_ONLY = ("'/proc", "f'/proc", "'/sys")  # the kernel's
+
+
+def touches(tree: ast.AST) -> bool:
+    """Whether a module gets at a shared folder by itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in PLACES:
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in MAKERS:
+            return True
+    return False
+
+
+def believing(tree: ast.AST) -> list[str]:
+    """The calls that open, make or remove what a path names."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        name = name or (node.func.id if isinstance(node.func, ast.Name) else "")
+        text = ast.unparse(node)
+        if name in BELIEVE and not text.startswith(SAFE) and not any(p in text for p in READ_ONLY):
+            found.append(text)
+    return found
+
+
+@functools.cache
+def modules() -> dict[str, ast.AST]:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name, tree = str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+        if not name.startswith("security/") and (name in HANDED or touches(tree)):
+            found[name] = tree
+    return found
+
+
+@pytest.mark.parametrize("name", modules())
+def test_no_path_in_a_shared_folder_is_believed(name):
+    tree, right = modules()[name], RIGHT.get(name, {})
+    if right is not None:
+        bare = [text for text in believing(tree) if text not in right]
+        assert not bare, f"{name}: {bare}. HINT: paceline.security.files or folders"
+
+
+def test_the_search_finds_what_it_is_for():
+    tree = ast.parse("import os, shutil\nx = Path('/dev/shm') / 'job'\nshutil.rmtree(x)\nopen(x)")
+    assert touches(tree)
+    assert believing(tree) == ["shutil.rmtree(x)", "open(x)"]
+    assert not believing(ast.parse("Folder.open(x); open('/proc/self/stat')"))
