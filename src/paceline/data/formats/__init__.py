@@ -4,6 +4,7 @@ Each is a module with ``source(path, name, labels)``, which gives a Source, and 
 ``write(path, about, samples)``. Their packages are optional: pip install 'paceline[formats]'.
 """
 
+import errno
 import importlib
 import os
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple
 
+from ...security.files import InvalidFileError, UnsafeFileError, kind_of_file, read_regular
+from ...security.text import printable
 from ..decode import optional
 from ..shard_format import Field, Meta
 from ..sources import Source
@@ -45,6 +49,7 @@ FORMATS = {
     "parquet": Format("parquet", "pyarrow", (".parquet",), "*.parquet"),
 }
 CLASSES = "classes.txt"  # their names, beside files that have no place for them
+MAX_CLASSES_BYTES = 16 << 20
 LOOKS = 1000  # names of a folder, to tell what it is
 
 
@@ -110,8 +115,34 @@ def source(path: Path, name: str, labels: str | None) -> Source:
     assert kind is not None
     module = importlib.import_module(f".{FORMATS[kind].module}", __name__)
     with damage_told(path):
+        check_regular_files(path)
         found: Source = module.source(path, name, labels)
     return found
+
+
+def check_regular_files(path: Path) -> None:
+    """Check that a file, or all files below a folder, are regular ones or links to such: a library
+    would wait for a FIFO without end. Hidden files count, and each folder is looked at once.
+
+    Raises:
+        UnsafeFileError: One is a FIFO, socket or device.
+    """
+    waiting, seen = [path], set[tuple[int, int]]()
+    while waiting:
+        one = waiting.pop()
+        status = one.stat()
+        if not S_ISDIR(status.st_mode):
+            if not S_ISREG(status.st_mode):
+                kind = kind_of_file(status.st_mode)
+                raise UnsafeFileError(errno.EINVAL, f"is {kind} and no regular file", str(one))
+            continue
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        with os.scandir(one) as found:
+            waiting += [
+                one / entry.name for entry in found if not entry.is_file(follow_symlinks=False)
+            ]
 
 
 @contextmanager
@@ -119,11 +150,14 @@ def damage_told(told: object) -> Iterator[None]:
     """What a library raises where it stumbles over a damaged file, as a ValueError."""
     try:
         yield
+    except UnsafeFileError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from None
     except (ValueError, OSError):
         raise
     except Exception as error:
         words = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{told}: can't be read: {words}. HINT: copy it again") from error
+        reason = f"can't be read: {printable(words)}. HINT: copy it again"
+        raise InvalidFileError(printable(str(told)), reason) from error
 
 
 def written(to: str, path: Path, about: About, samples: Iterator[Sample]) -> None:
@@ -135,7 +169,10 @@ def written(to: str, path: Path, about: About, samples: Iterator[Sample]) -> Non
 def classes_beside(path: Path) -> list[str]:
     """The classes' names beside a file, or in a folder of several; none where nothing is said."""
     told = (path if path.is_dir() else path.parent) / CLASSES
-    return told.read_text().splitlines() if told.exists() else []
+    try:
+        return read_regular(told, MAX_CLASSES_BYTES).decode().splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def write_classes(folder: Path, about: About) -> None:

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from ...security.files import open_regular
+
 MAGIC = b"CDF"
+MAX_HEADER_BYTES = 16 << 20
+MAX_DIMS = 1024  # as the library has it
 SIZES = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)  # bytes of a value, by the type's number
 
 
@@ -21,10 +25,10 @@ class _Variable(NamedTuple):
 
 class _Header:
     """Numbers of a file's header, big endian. width: of counts, 4 or 8 bytes; offset: of where a
-    variable begins."""
+    variable begins. A header longer than MAX_HEADER_BYTES is a damaged one."""
 
     def __init__(self, file: BinaryIO, version: int) -> None:
-        self._file = file
+        self._file, self._left = file, MAX_HEADER_BYTES
         self.width, self.offset = (8 if version == 5 else 4), (4 if version == 1 else 8)
 
     def number(self, width: int = 0) -> int:
@@ -32,7 +36,8 @@ class _Header:
         return int.from_bytes(self.bytes(width), "big")
 
     def bytes(self, count: int) -> bytes:
-        data = self._file.read(count) if count < 1 << 30 else b""
+        self._left -= count
+        data = self._file.read(count) if self._left >= 0 else b""
         if len(data) < count:
             raise ValueError("its header is damaged, or cut")
         return data
@@ -54,7 +59,7 @@ class _Header:
 def lacks(path: Path) -> str:
     """What has to be said of a file that is longer than its header says, or "". Raises ValueError
     for one that is shorter."""
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         magic = file.read(4)
         if magic[:3] != MAGIC or magic[3] not in (1, 2, 5):
             return ""
@@ -89,7 +94,10 @@ def _variables(header: _Header) -> tuple[int, list[_Variable]]:
     header.attributes()
     for _ in header.items():
         header.padded(header.number())
-        sides = [dims[header.number()] for _ in range(header.number())]
+        count = header.number()
+        if count > MAX_DIMS:
+            raise ValueError(f"a variable of {count:,} dims")
+        sides = [dims[header.number()] for _ in range(count)]
         header.attributes()
         size = SIZES[header.number(4)]
         header.number()  # its size, which does not fit for large ones

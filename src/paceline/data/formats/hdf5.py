@@ -1,15 +1,18 @@
 """HDF5, by h5py: arrays by name, or files' bytes as arrays of bytes of any length."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...security.files import open_regular
+from ...security.text import printable
 from ..shard_format import Field
 from . import About, Sample, damage_told, needed
-from .stores import Array, Rows, StoreSource, field_of, missing_chunks, native
+from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
 
 CLASSES = "classes"  # attribute: their names
@@ -44,6 +47,7 @@ class H5Rows(Rows):
             field = field_of(kind or self._data.dtype, self._data.shape)
             self.dtype, self.shape = field.dtype, field.shape
         self.chunk = self._data.chunks[0] if self._data.chunks else 1
+        check_sizes(self)
         self.note = lacks(self._data, self.told)
 
     def __len__(self) -> int:
@@ -82,6 +86,7 @@ def _opened(path: Path) -> Any:
 def lacks(data: Any, told: str) -> str:
     """What of a dataset was never written, and reads as its fill value; or "". Raises ValueError
     where more or less is stored than its shape says."""
+    _check_other_files(data, told)
     stored, chunks = data.id.get_storage_size(), data.chunks
     if data.external or data.is_virtual or not data.size:
         return ""
@@ -103,6 +108,23 @@ def lacks(data: Any, told: str) -> str:
             "HINT: copy it again"
         )
     return missing_chunks(told, there, whole)
+
+
+def _check_other_files(data: Any, told: str) -> None:
+    """Check that the other files that a dataset names are regular ones. Raises ValueError."""
+    names = [name for name, *_ in data.external or ()]
+    if data.is_virtual:
+        names += [one.file_name for one in data.virtual_sources()]
+    folder = Path(os.fsdecode(data.file.filename)).parent
+    for name in {os.fsdecode(name) for name in names} - {"."}:
+        try:
+            os.close(open_regular(folder / name))
+        except FileNotFoundError:  # reads as fill values, or the library says so
+            continue
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{told}: its values are in {printable(name)}, which can't be read: {error}"
+            ) from None
 
 
 def _seen(shapes: dict[str, tuple[int, ...]], key: str, one: Any) -> None:

@@ -1,19 +1,23 @@
 """Samples as groups of members, as in a webdataset: ``000012.jpg`` and ``000012.cls`` are one."""
 
 import io
+import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from ...security.text import printable
 from ..decode import npy
 from ..shard_format import Field
-from ..sources import ARRAYS, IMAGES, Loaded, Source, by_magic
+from ..sources import ARRAYS, IMAGES, Loaded, Source, by_magic, label_field
 from . import Sample
 
 LABELS = ("cls", "y.npy")  # a class, or an array
 NAME = "name"
+SHOWN = 10
+MAX_CLASS_BYTES = 4096
 
 
 class Members(Source):
@@ -35,19 +39,20 @@ class Members(Source):
         for key, members in groups:
             label = labels or next((end for end in LABELS if end in members), None)
             if labels is not None and labels not in members:
-                raise ValueError(f"{told}: {key} has no .{labels}; it has {_some(members)}")
+                there = f"{printable(key)} has no .{labels}; it has {_some(members)}"
+                raise ValueError(f"{told}: {there}")
             data = [end for end in members if end not in (label, NAME)]
             best = [end for end in data if _kind(end) != "files"] or data
             if len(best) != 1:
                 raise ValueError(
-                    f"{told}: {key} has {_some(members)}. HINT: one member of data beside a "
+                    f"{told}: {printable(key)} has {_some(members)}. HINT: one member beside a "
                     ".cls, or --labels and the end of the label's; else MODULE:FUNCTION"
                 )
             other |= set(data) - set(best)
             where = (members[best[0]], members[label] if label else None, members.get(NAME))
             if self._data and (where[1] is None) != (self._data[0][1] is None):
                 missing, there = (key, self._keys[0])[:: 1 if where[1] is None else -1]
-                raise ValueError(f"{told}: {missing} has no label, and {there} has one")
+                raise ValueError(printable(f"{told}: {missing} has no label, and {there} has one"))
             self._keys.append(key)
             self._ends.append(best[0])
             self._data.append(where)
@@ -63,7 +68,8 @@ class Members(Source):
             raise ValueError(f"{told}: holds {' and '.join(sorted(kinds))}. HINT: a set a kind")
         self.kind = kinds.pop()
         if other:
-            self.notes.append(f"members that are left out: {', '.join(sorted(other))}")
+            some = printable(", ".join(sorted(other)[:SHOWN]))
+            self.notes.append(f"members that are left out: {some}")
 
     @abstractmethod
     def content(self, where: Any) -> bytes:
@@ -93,7 +99,7 @@ class Members(Source):
             return
         if self._label_end.endswith("npy"):
             first = npy(self.content(where))
-            self.label = Field(first.dtype.name, first.shape)
+            self.label = label_field(first.dtype.name, first.shape, self.told)
             return
         self.label = "class"
         if not _is_number(self.content(where)):
@@ -105,7 +111,11 @@ class Members(Source):
         if isinstance(self.label, Field):
             return npy(content)
         text = _text(content)
-        return self._numbers[text] if self._numbers else int(text)
+        if not self._numbers:
+            return int(text[:MAX_CLASS_BYTES])
+        if text not in self._numbers:
+            raise ValueError(f"its label has changed: {printable(text[:SHOWN])!r}")
+        return self._numbers[text]
 
 
 def members_of(named: bool, sample: Sample) -> Iterator[tuple[str, bytes]]:
@@ -119,7 +129,7 @@ def members_of(named: bool, sample: Sample) -> Iterator[tuple[str, bytes]]:
     elif sample.label is not None:
         yield "cls", str(sample.label).encode()
     if named:
-        yield NAME, sample.name.encode()
+        yield NAME, os.fsencode(sample.name)
 
 
 def _npy(array: np.ndarray[Any, Any]) -> bytes:
@@ -142,8 +152,12 @@ def _is_number(content: bytes) -> bool:
 
 
 def _text(content: bytes) -> str:
+    if len(content) > MAX_CLASS_BYTES:
+        raise ValueError(f"a class name of {len(content):,} bytes. HINT: --labels END, as cls")
     return content.decode(errors="replace").strip()
 
 
-def _some(members: Iterable[str]) -> str:
-    return ", ".join(f".{end}" for end in sorted(members))
+def _some(members: Collection[str]) -> str:
+    some = ", ".join(f".{end}" for end in sorted(members)[:SHOWN])
+    more = f" and {len(members) - SHOWN:,} more" if len(members) > SHOWN else ""
+    return printable(some) + more

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import classic, damage_told, hdf5, needed
-from .stores import Array, Rows, StoreSource, native
+from .stores import Array, Rows, StoreSource, check_sizes, native
 from .stores import source as store_source
 
 _LOCK = threading.Lock()  # the library is for one thread at a time
@@ -33,10 +33,11 @@ class NetRows(Rows):
         self.told = f"{path}:{name}"
         self._file = _opened(path)
         self._data = self._file.variables[name]
-        self.shape = tuple(self._data.shape[1:])
-        self.dtype = self.read(0, 1).dtype.name if len(self) else "float32"
+        self.shape, self.dtype = tuple(self._data.shape[1:]), "float64"
         chunks = self._data.chunking()
         self.chunk = chunks[0] if isinstance(chunks, list) else 1
+        check_sizes(self)
+        self.dtype = self.read(0, 1).dtype.name if len(self) else "float32"
         self.note = self._lacks(path, name)
 
     def __len__(self) -> int:

@@ -1,19 +1,41 @@
 """Parquet, by pyarrow: columns of numbers, of lists of them, or of files' bytes, also as Hugging
 Face's datasets has images."""
 
-import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ..shard_format import Field
-from ..sources import Loaded, Source, by_magic
+from ...security.files import InvalidFileError
+from ...security.schema import parse_json
+from ...security.text import printable
+from ..sources import Loaded, Source, by_magic, label_field
 from . import damage_told, needed
 from .stores import PAIRS
 
 BATCH = 256  # rows that are decoded together
+
+
+@dataclass
+class Feature:
+    """A column, as Hugging Face's datasets describes it."""
+
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Info:
+    features: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class HuggingFace:
+    """The metadata of Hugging Face's datasets, as far as it is used."""
+
+    info: Info = field(default_factory=Info)
 
 
 class Columns(Source):
@@ -47,7 +69,9 @@ class Columns(Source):
         first = next(iter(self.each()))
         if self._labels:
             whole = isinstance(first.label, int)
-            self.label = "class" if whole else Field(first.label.dtype.name, first.label.shape)
+            self.label = "class"
+            if not whole:
+                self.label = label_field(first.label.dtype.name, first.label.shape, self.told)
             self.classes = _classes(schema, self._labels)
         self.kind = "arrays"
         if isinstance(first.data, bytes):
@@ -63,10 +87,13 @@ class Columns(Source):
         number = 0
         for path in self.paths:
             for batch in self._batches(path):
-                data = batch.column(self._data)
-                labels = batch.column(self._labels) if self._labels else [None] * len(data)
+                with damage_told(path):
+                    data = batch.column(self._data)
+                    labels = batch.column(self._labels) if self._labels else [None] * len(data)
                 for value, label in zip(data, labels, strict=True):
-                    yield self._loaded(value, label, f"{path}: row {number}")
+                    with damage_told(path):
+                        loaded = self._loaded(value, label, f"{path}: row {number}")
+                    yield loaded
                     number += 1
         if number != self._count:
             raise ValueError(f"{self.told}: has {number:,} rows of {self._count:,}")
@@ -113,10 +140,14 @@ def _numbers(value: Any, where: str) -> np.ndarray[Any, Any]:
 
 def _classes(schema: Any, column: str) -> list[str]:
     """Their names, where Hugging Face's datasets has written them down."""
-    told = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = told.get("info", {}).get("features", {})
-    return list(features.get(column, {}).get("names", []))
+    told = (schema.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        found = parse_json(told, HuggingFace, "huggingface").info.features.get(column)
+        return msgspec.convert(found, Feature).names if found else []
+    except (InvalidFileError, msgspec.MsgspecError):  # their names are all that is lost
+        return []
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10:,} more" if len(names) > 10 else "")
+    more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
+    return printable(", ".join(names[:10])) + more

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ...security.text import printable
+from ..meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ..shard_format import Field
 from ..sources import ArraySource, Loaded, by_magic
 from . import source as formats_source
@@ -184,7 +186,31 @@ def native(array: Any, told: str) -> Array:
 
 
 def field_of(dtype: Any, shape: tuple[int, ...]) -> Field:
-    return Field(np.dtype(dtype).newbyteorder("=").name, tuple(shape[1:]))
+    """Return dtype and shape of a row. Raises ValueError for what is no array of numbers."""
+    name = np.dtype(dtype).newbyteorder("=").name
+    if name not in DTYPES or len(shape) > MAX_DIMS:
+        raise ValueError(
+            f"{printable(str(dtype))[:80]} of {shape[:MAX_DIMS]} is no array of numbers"
+        )
+    return Field(name, tuple(int(side) for side in shape[1:]))
+
+
+def check_sizes(rows: "Rows") -> None:
+    """Check what is read at once, a row or all rows of a chunk, before memory is taken for it.
+
+    Raises:
+        ValueError: It is more than 4 GiB.
+    """
+    if rows.dtype == "bytes" or getattr(rows, "flat", False):
+        return
+    row = Field(rows.dtype, tuple(rows.shape)).nbytes
+    at_once = row * max(min(rows.chunk, len(rows)), 1)
+    if at_once > MAX_SAMPLE_BYTES:
+        raise ValueError(
+            f"{printable(rows.told)}: its rows are {rows.dtype} of {tuple(rows.shape)}, and "
+            f"{rows.chunk:,} of them lie in a chunk: {at_once:,} bytes at once. HINT: smaller "
+            "chunks along the first dim, or patches"
+        )
 
 
 def missing_chunks(told: str, there: int, whole: int) -> str:
@@ -195,7 +221,7 @@ def missing_chunks(told: str, there: int, whole: int) -> str:
 
 
 def _held(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    some = [f"{name} {shape}" for name, shape in list(shapes.items())[:10]]
+    some = [printable(f"{name} {shape}") for name, shape in list(shapes.items())[:10]]
     more = f" and {len(shapes) - 10:,} more" if len(shapes) > 10 else ""
     return f"it has {', '.join(some)}{more}" if some else "it has no arrays"
 

@@ -16,14 +16,20 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from ...security.files import open_regular
+from ...security.text import printable
+from ..meta_schema import DTYPES, MAX_DIMS, nbytes
+from ..reading import read_at
 from ..shard_format import Field
-from ..sources import Loaded, Source, by_magic
+from ..sources import Loaded, Source, by_magic, label_field
 from . import About, Sample, classes_beside, needed, write_classes
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
 IMAGE, DATA, LABEL, NAME = "image/encoded", "x", "label", "name"
 SAMPLES = (IMAGE, DATA, "image", "image_raw", "data", "input")
 LABELS = (LABEL, "image/class/label", "y", "target")
+MAX_EXAMPLE_BYTES = (1 << 31) - 16  # protobuf's limit
+SHOWN = 20  # names of features
 KINDS = ("bytes_list", "float_list", "int64_list")
 
 
@@ -41,7 +47,7 @@ class Records(Source):
         self.paths = [path]
         if path.is_dir():
             self.paths = sorted(p for p in path.iterdir() if ".tfrec" in p.name)
-        self._files = [os.open(one, os.O_RDONLY) for one in self.paths]
+        self._files = [open_regular(one) for one in self.paths]
         self._which, self._places = array("i"), array("q")
         for number, one in enumerate(self.paths):
             self._walk(number, one)
@@ -91,7 +97,7 @@ class Records(Source):
 
     def _walk(self, number: int, path: Path) -> None:
         """Where each record is."""
-        at, size = 0, path.stat().st_size
+        at, size = 0, os.fstat(self._files[number]).st_size
         if not size:
             self.notes.append(f"{path}: is empty")
         while at < size:
@@ -102,6 +108,8 @@ class Records(Source):
             end = at + HEAD.size + length + TAIL.size
             if end > size:
                 raise ValueError(f"{path}: is truncated: {size:,} bytes of at least {end:,}")
+            if length > MAX_EXAMPLE_BYTES:
+                raise ValueError(f"{path}: a record of {length:,} bytes at byte {at:,}: over 2 GiB")
             self._which.append(number)
             self._places.append(at)
             at = end
@@ -109,7 +117,7 @@ class Records(Source):
     def _features(self, i: int) -> Any:
         at, file = self._places[i], self._files[self._which[i]]
         length, _ = HEAD.unpack(os.pread(file, HEAD.size, at))
-        data = os.pread(file, length + TAIL.size, at + HEAD.size)
+        data = read_at(file, length + TAIL.size, at + HEAD.size)
         if len(data) < length + TAIL.size:
             raise ValueError(f"is truncated at byte {at:,}")
         content, (crc,) = data[:length], TAIL.unpack(data[length:])
@@ -128,9 +136,8 @@ class Records(Source):
         found = next((one for one in usual if one in first), "")
         if name or not found:
             what = f"no feature {name!r}" if name else "no feature of a usual name"
-            raise ValueError(
-                f"{self.told}: {what}; it has {', '.join(sorted(first))}. HINT: {hint}"
-            )
+            there = printable(", ".join(sorted(first)[:SHOWN]))
+            raise ValueError(f"{self.told}: {what}; it has {there}. HINT: {hint}")
         return found
 
     def _value(self, features: Any, name: str) -> Any:
@@ -142,9 +149,7 @@ class Records(Source):
             raise ValueError(f"feature {name!r} is empty")
         values = getattr(features[name], kind).value
         if f"{name}/dtype" in features:
-            dtype = features[f"{name}/dtype"].bytes_list.value[0].decode()
-            shape = tuple(features[f"{name}/shape"].int64_list.value)
-            return np.frombuffer(values[0], dtype).reshape(shape)
+            return self._array(features, name, values)
         if kind == "bytes_list":
             if len(values) != 1:
                 raise ValueError(f"feature {name!r} has {len(values)} values")
@@ -153,11 +158,25 @@ class Records(Source):
             return int(values[0]) if len(values) == 1 else np.asarray(values, np.int64)
         return np.asarray(values, np.float32)
 
+    def _array(self, features: Any, name: str, values: Any) -> Any:
+        """The array of a feature that has a dtype and a shape beside it."""
+        told = features[f"{name}/dtype"].bytes_list.value
+        shape = tuple(features[f"{name}/shape"].int64_list.value)
+        dtype = bytes(told[0]).decode(errors="replace") if len(told) == 1 else ""
+        if dtype not in DTYPES or len(shape) > MAX_DIMS or any(side < 0 for side in shape):
+            raise ValueError(f"feature {name!r} is {printable(dtype)[:20]} of {shape[:MAX_DIMS]}")
+        if len(values) != 1 or not isinstance(values[0], bytes):
+            raise ValueError(f"feature {name!r} has no bytes of an array")
+        size = nbytes(dtype, shape)
+        if size != len(values[0]):
+            raise ValueError(f"feature {name!r} has {len(values[0]):,} bytes of {size:,}")
+        return np.frombuffer(values[0], dtype).reshape(shape)
+
 
 def _field(label: Any, path: Path) -> Field:
     if isinstance(label, bytes):
         raise ValueError(f"{path}: labels are bytes. HINT: --labels FEATURE of numbers")
-    return Field(label.dtype.name, label.shape)
+    return label_field(label.dtype.name, label.shape, str(path))
 
 
 def _masked(data: bytes) -> int:
@@ -233,7 +252,7 @@ def _written(about: About, sample: Sample) -> bytes:
     elif sample.label is not None:
         features[LABEL].int64_list.value.append(sample.label)
     if about.meta.names:
-        features[NAME].bytes_list.value.append(sample.name.encode())
+        features[NAME].bytes_list.value.append(os.fsencode(sample.name))
     made: bytes = example.SerializeToString(deterministic=True)
     return made
 

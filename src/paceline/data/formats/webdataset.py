@@ -9,6 +9,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from ...security.files import open_regular
+from ...security.text import printable
+from ..reading import read_at
 from . import About, Sample, classes_beside, write_classes
 from .members import Members, members_of
 
@@ -20,6 +23,7 @@ def source(path: Path, name: str, labels: str | None) -> "Tars":
 
 
 PIECE = 1 << 20  # bytes that are read at once
+MAX_HEADER_BYTES = 1 << 20  # of a member's long name, or of its extended header
 
 
 class Tars(Members):
@@ -27,14 +31,14 @@ class Tars(Members):
 
     def __init__(self, path: Path, labels: str | None) -> None:
         self.paths = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-        self._files = [os.open(one, os.O_RDONLY) for one in self.paths]
+        self._files = [open_regular(one) for one in self.paths]
         super().__init__(str(path), self._groups(), labels)
         if self.label == "class":
             self.classes = self.classes or classes_beside(path)
 
     def content(self, where: Any) -> bytes:
         tar, offset, length = where
-        data = os.pread(self._files[tar], length, offset)
+        data = read_at(self._files[tar], length, offset)
         if len(data) < length:
             raise ValueError(f"{self.paths[tar]}: is truncated at byte {offset + len(data):,}")
         return data
@@ -58,13 +62,16 @@ class Tars(Members):
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, path in enumerate(self.paths):
             key, members = "", dict[str, Any]()
+            file: Any = _Forward(self._files[number])
             try:
-                with tarfile.open(path, "r:") as tar:
+                with tarfile.open(fileobj=file, mode="r:") as tar:
                     while (one := tar.next()) is not None:
                         # It would keep all of them, maybe millions; typeshed knows no members.
                         tar.members.clear()  # type: ignore[attr-defined]
                         if not one.isreg():
                             continue
+                        if one.issparse():
+                            raise tarfile.ReadError(f"{printable(one.name)} is a sparse file")
                         own, end = _cut(one.name)
                         if own != key and members:
                             yield key, members
@@ -72,13 +79,44 @@ class Tars(Members):
                         key = own
                         members[end] = (number, one.offset_data, one.size)
                     self._at_end(number, tar.offset)
-            except (tarfile.TarError, EOFError) as error:
+            except ValueError:
+                raise
+            except Exception as error:  # tarfile raises whatever a damaged header leads it to
                 raise ValueError(
-                    f"{path}: can't be read as a tar: {error}. HINT: copy it again; a compressed "
-                    "one (.tar.gz) has to be unpacked"
+                    f"{path}: can't be read as a tar: {printable(str(error))}. HINT: copy it "
+                    "again; a compressed one (.tar.gz) has to be unpacked"
                 ) from None
             if members:
                 yield key, members
+
+
+class _Forward:
+    """A tar file as tarfile reads it: only forwards, as sizes that are negative lead it backwards
+    without end, and no more at a time than a header may have."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._at, self._furthest = fd, 0, 0
+        self.name, self.mode = "", "rb"
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET or not self._furthest - 1 <= offset < 1 << 62:
+            raise tarfile.ReadError(f"a member whose size leads to byte {offset}")
+        self._at = self._furthest = offset
+        return offset
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size:,} bytes")
+        data = read_at(self._fd, size, self._at)
+        self._at += len(data)
+        self._furthest = max(self._furthest, self._at)
+        return data
+
+    def close(self) -> None:
+        return None
 
 
 def _cut(name: str) -> tuple[str, str]:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from . import damage_told, needed
-from .stores import Array, Rows, StoreSource, field_of, missing_chunks, native
+from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
 
+UNSAFE_CODECS = ("pickle",)
 ALONE = "array"  # the name of one that is in no group
 
 
@@ -36,6 +37,8 @@ class ZarrRows(Rows):
         field = field_of(self._data.dtype, self._data.shape)
         self.dtype, self.shape = field.dtype, field.shape
         self.chunk = (getattr(self._data, "shards", None) or self._data.chunks)[0]
+        check_sizes(self)
+        check_codecs(self._data, self.told)
         self.note = missing_chunks(self.told, self._data.nchunks_initialized, self._data.nchunks)
 
     def __len__(self) -> int:
@@ -44,6 +47,15 @@ class ZarrRows(Rows):
     def read(self, first: int, end: int) -> Array:
         with damage_told(self.told):
             return native(self._data[first:end], self.told)
+
+
+def check_codecs(data: Any, told: str) -> None:
+    """Refuse codecs that run code from the file. Raises ValueError."""
+    meta = getattr(data, "metadata", data)
+    codecs = [*(getattr(meta, "filters", None) or ()), getattr(meta, "compressor", None)]
+    for codec in codecs:
+        if getattr(codec, "codec_id", "") in UNSAFE_CODECS:
+            raise ValueError(f"{told}: its codec {codec.codec_id} runs code from the file")
 
 
 def _opened(path: Path) -> Any:
