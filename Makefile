@@ -7,7 +7,7 @@ TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages soak lint types format bench picture clean
+.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages soak fuzz lint types format bench picture clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
@@ -70,6 +70,12 @@ test-long: $(VENV)/installed
 soak: $(VENV)/installed
 	$(BIN)/pytest -n 2 --dist worksteal --durations=20 -m "soak and not alone"
 	$(BIN)/pytest --durations=20 -m "soak and alone"
+
+# Coverage-guided fuzzing of what is read from others, each target for SECONDS; what it finds lies in
+# run/fuzz.
+SECONDS ?= 60
+fuzz: $(VENV)/installed
+	cd tests && ../$(BIN)/python -m fuzz all --seconds $(SECONDS) --artifacts ../run/fuzz
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
