@@ -64,10 +64,9 @@ def comm(
     gloo, Paceline's own (memory in a host, and once between hosts), NCCL where there are GPUs, MPI
     where mpi4py and mpirun are installed; in turns, and beside a copy of as many bytes in memory.
     """
-    from rich.console import Console
-
     from ..cost.machine import load, save
     from ..report import comm as shown
+    from ..report.console import PlainConsole
     from ..study.comm import SIZES, Wish, bench, merged
 
     with mistakes_told():
@@ -84,4 +83,4 @@ def comm(
     if json:
         typer.echo(dumps(shown.as_json(found.collectives, found.copies, found.notes)))
     else:
-        Console().print(shown.drawn(found.collectives, found.copies, found.notes))
+        PlainConsole().print(shown.drawn(found.collectives, found.copies, found.notes))

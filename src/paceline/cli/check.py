@@ -121,9 +121,8 @@ def check(
 
     Exit code 1 where a host does not answer, or is slower than others, or versions differ.
     """
-    from rich.console import Console
-
     from ..report import check as shown
+    from ..report.console import PlainConsole
 
     with mistakes_told():
         if packed is not None and not pack_env:
@@ -142,7 +141,7 @@ def check(
             if json:
                 typer.echo(dumps([vars(change) for change in found]))
             else:
-                Console().print(shown.compared(before, after, found))
+                PlainConsole().print(shown.compared(before, after, found))
             return
         of_a_set = {"--labels": labels, "--transform": transform, "--threads": threads}
         given = [name for name, value in of_a_set.items() if value is not None]
@@ -171,7 +170,7 @@ def check(
         found_json = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
         typer.echo(dumps(found_json))
     else:
-        Console().print(shown.drawn(checked.machine, oddities, checked.notes))
+        PlainConsole().print(shown.drawn(checked.machine, oddities, checked.notes))
         sys.stderr.write(f"paceline: the machine file is {out}\n")
     raise typer.Exit(int(bool(checked.code) or any(one.kind in BAD for one in oddities)))
 
@@ -203,13 +202,12 @@ def _feed(
 ) -> None:
     import os
 
-    from rich.console import Console
-
+    from ..report.console import PlainConsole
     from ..report.feeding import drawn
     from ..study.feeding import Feed, advised
 
     cores = len(os.sched_getaffinity(0))
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     with console.status("paceline: looking at the set") as status:
         feed = Feed(
             data,
@@ -224,18 +222,17 @@ def _feed(
     if json:
         typer.echo(dumps(told))
         return
-    Console().print(drawn(told))
+    PlainConsole().print(drawn(told))
 
 
 def _pack(file: Path | None, json: bool) -> None:
-    from rich.console import Console
-
     from ..cost.packed import as_json
     from ..report import packed as shown
+    from ..report.console import PlainConsole
     from ..study.packed import pack_environment
 
     found = pack_environment(file)
     if json:
         typer.echo(dumps(as_json(found)))
     else:
-        Console().print(shown.drawn(found))
+        PlainConsole().print(shown.drawn(found))

@@ -163,9 +163,9 @@ def diagnose(
     if json:
         typer.echo(dumps(shown.as_json(found), indent=1))
     else:
-        from rich.console import Console
+        from ..report.console import PlainConsole
 
-        console = Console()
+        console = PlainConsole()
         console.print(shown.drawn(found, console.width))
     if save_settings is not None:
         typer.echo(saved(found, save_settings), err=json)

@@ -4,11 +4,11 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..cluster.host import spans, unspanned
+from .console import PlainConsole
 from .numbers import counted
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -24,7 +24,7 @@ def drawn(hosts: Sequence[Host], ranks: int) -> str:
     """hosts: the name and what ``launch.bindings.of_host`` has told, of each. ranks: of the job;
     those that no host has told of have ended."""
     width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
-    console = Console(width=width, file=None, force_terminal=None, stderr=True)
+    console = PlainConsole(width=width, file=None, force_terminal=None, stderr=True)
     with console.capture() as taken:
         console.print(_table(hosts))
         seen: dict[tuple[str, ...], list[str]] = {}

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from ..analyze.compare import compare, scaling
 from ..analyze.load import Run, load
 from ..analyze.report import Examined, Report, examine
 from ..cost.machine import load as load_machine
 from . import tables
+from .console import PlainConsole
 from .terminal import panel
 
 
@@ -110,6 +111,6 @@ def _drawn(draw: Callable[[int], RenderableType]) -> str:
     terminal = sys.stdout.isatty()
     text = io.StringIO()
     width = None if terminal or "COLUMNS" in os.environ else 100
-    console = Console(file=text, force_terminal=terminal, width=width)
+    console = PlainConsole(file=text, force_terminal=terminal, width=width)
     console.print(draw(console.width))
     return text.getvalue()

@@ -4,7 +4,7 @@ import io
 import os
 import sys
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +13,7 @@ from ..analyze.report import Report
 from ..analyze.states import STATES
 from ..record.tell import say
 from . import work
+from .console import PlainConsole
 from .numbers import counted, duration, percent, size
 from .roofline import drawing
 from .sentences import outliers, sentence, troubles
@@ -64,7 +65,7 @@ def drawn(report: Report) -> str:
     terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or (None if terminal else 100)
     text = io.StringIO()
-    console = Console(file=text, force_terminal=terminal, width=width)
+    console = PlainConsole(file=text, force_terminal=terminal, width=width)
     console.print(panel(report, console.width))
     return ("\r\x1b[2K" if terminal else "") + text.getvalue()
 

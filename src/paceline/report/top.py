@@ -116,7 +116,7 @@ def _table(view: View, width: int, most: int) -> Table:
         table.add_column(Text(head, style=COLOURS[name]), justify="right", no_wrap=True)
     for name, shares in rows:
         cells = [f"{100 * shares[state]:.0f} %" for state in shown]
-        table.add_row(_cropped(name, label), _bar(shares, bar), *cells)
+        table.add_row(Text(_cropped(name, label)), _bar(shares, bar), *cells)
     return table
 
 

@@ -1,0 +1,22 @@
+"""The terminal that reports are printed to."""
+
+from typing import Any
+
+from rich.console import Console
+
+from ..security.text import printable
+
+
+class PlainConsole(Console):
+    """A ``rich.console.Console`` that takes every text as it is.
+
+    Names of hosts, groups and folders may hold anything: ``[/b]`` is no markup, ``:x:`` no emoji,
+    and control characters are escaped.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Any:
+        """Return a text as rich draws it."""
+        return super().render_str(printable(text, lines=True), **options)

@@ -1,0 +1,182 @@
+"""Records of up to three ranks with any events: analysis, live view, report and timeline.
+
+The first byte says how many ranks there are, and how the rest is read: as whole records, as
+events of 40 bytes, or as short codes that stand for events which can be what they say.
+"""
+
+import io
+import json
+import shutil
+import struct
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.analyze.compare import compare
+from paceline.analyze.live import view
+from paceline.analyze.load import Run, load
+from paceline.analyze.read import Record, read
+from paceline.analyze.report import examine
+from paceline.record.ring import BEGUN, BEGUN_OFFSET, EVENT, HEADER, HEADER_BYTES, MAGIC, VERSION
+from paceline.record.states import Op, State
+from paceline.record.tail import Tail, tail
+from paceline.report import tables, timeline, top
+from paceline.report.console import PlainConsole
+from paceline.report.terminal import panel
+
+WHOLE, RAW = 0, 1
+CODE = struct.Struct("<BBBBHHHHB")
+STATES, OPS = list(State), [0, *Op]
+FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-record-"))
+warnings.simplefilter("error", RuntimeWarning)  # a sum or a division that went wrong
+
+
+def ring(meta: dict[str, Any], events: bytes, begun: bytes = b"") -> bytes:
+    """A record's bytes."""
+    text, count = json.dumps(meta).encode(), len(events) // EVENT.size
+    data = bytearray(HEADER_BYTES)
+    HEADER.pack_into(
+        *(data, 0, MAGIC, VERSION, HEADER_BYTES, EVENT.size, max(count, 1), count, 7, len(text))
+    )
+    data[HEADER.size : HEADER.size + len(text)] = text
+    data[BEGUN_OFFSET : BEGUN_OFFSET + BEGUN.size] = begun[: BEGUN.size].ljust(BEGUN.size, b"\0")
+    return bytes(data) + events[: count * EVENT.size]
+
+
+def about(rank: int, size: int, hosts: int) -> dict[str, Any]:
+    """A header's JSON: all ranks in group 1, each but the first in group 2, host by host."""
+    groups = {"1": {"name": "all", "size": size, "rank": rank}}
+    if rank:
+        groups["2"] = {"name": "few", "size": max(size - 1, 1), "rank": rank - 1}
+    host = f"host{rank % hosts}"
+    return {"rank": rank, "size": size, "host": host, "clock": host, "started_ns": 5, "pid": 1} | {
+        "groups": groups
+    }
+
+
+def number(code: int) -> int:
+    """A number of 12 bits and a power of two: small ones exactly, large ones up to 2**62."""
+    return (code & 0xFFF) << ((code >> 12) * 3 + (5 if code >> 12 == 15 else 0))
+
+
+def decoded(codes: bytes) -> bytes:
+    """Events that codes of 13 bytes stand for."""
+    events, now = [], 10
+    for state, op, group, peer, gap, length, seq, step, amount in CODE.iter_unpack(
+        codes[: len(codes) // CODE.size * CODE.size]
+    ):
+        kind = STATES[state % len(STATES)]
+        end = min(now + number(length), (1 << 63) - 1)
+        what = (seq & 0x3F, number(step) & 0xFFFFFFFF, group % 3)
+        with_op = OPS[op % len(OPS)] if group % 3 else 0
+        events.append(EVENT.pack(now, end, 1 << (amount % 63), *what, kind, with_op, peer % 5 - 1))
+        now = min(end if gap & 1 else now + number(gap >> 1), 1 << 62)
+    return b"".join(events)
+
+
+def seeds() -> Iterator[bytes]:
+    good = []
+    for rank in range(2):
+        events, at = [EVENT.pack(0, 10, 0, 0, 0, 0, State.STEP, 0, -1)], 10
+        for step in range(1, 9):
+            wait = (step, step, 1)
+            events += [
+                EVENT.pack(at, at + 9 + rank, 0, 0, step, 0, State.FORWARD, 0, -1),
+                EVENT.pack(at + 9 + rank, at + 12, 99, *wait, State.BLOCKED, Op.ALL_REDUCE, -1),
+                EVENT.pack(at + 9 + rank, at + 12, 99, *wait, State.COLLECTIVE, Op.ALL_REDUCE, -1),
+                EVENT.pack(at, at + 20, 8, 0, step, 0, State.STEP, 0, -1),
+            ]
+            at += 20
+        good.append(b"".join(events))
+    yield bytes([RAW + 4]) + b"".join(good)
+    yield bytes([WHOLE + 4]) + b"".join(ring(about(i, 2, 2), good[i]) for i in range(2))
+    steps = b"".join(CODE.pack(9, 0, 0, 0, 1, 50, 0, i, 3) for i in range(5))
+    waits = b"".join(CODE.pack(8, 1, 1, 0, 3, 40, i, i, 20) for i in range(5))
+    launches = b"".join(CODE.pack(7, 1, 1, 0, 3, 40, i, i, 20) for i in range(5))
+    yield bytes([2 + 4]) + (steps + waits + launches) * 2
+    yield bytes([2 + 8 + 64]) + (steps + waits + launches) * 3
+    kernels = b"".join(CODE.pack(12 + i % 2, 1, 1, 0, 3, 40, i, i, 20) for i in range(9))
+    yield bytes([2 + 4]) + (steps + kernels) * 2
+
+
+def records(data: bytes) -> tuple[list[bytes], int]:
+    """The bytes of each rank's record, and the size of the job."""
+    kind, ranks = data[0] % 4 % 3, data[0] // 4 % 3 + 1
+    rest, hosts = data[1:], data[0] // 64 + 1
+    length = len(rest) // ranks
+    if kind == WHOLE:
+        return [rest[i * length : (i + 1) * length] for i in range(ranks)], ranks
+    length -= length % (EVENT.size if kind == RAW else CODE.size)
+    parts = [rest[i * length : (i + 1) * length] for i in range(ranks)]
+    made = [part if kind == RAW else decoded(part) for part in parts]
+    begun = rest[-BEGUN.size :]
+    return [ring(about(i, ranks, hosts), made[i], begun) for i in range(ranks)], ranks
+
+
+def run(data: bytes) -> None:
+    if not data:
+        return
+    found, size = records(data)
+    parsed: list[Record] = []
+    for part in found:
+        try:
+            parsed.append(read(part))
+        except ValueError:
+            if data[0] % 4 % 3:
+                raise
+    draw = data[-1] % 16 == 0  # rich takes most of the time
+    live(found, size, draw)
+    if data[0] % 64 < 4 and data[-1] % 4 == 0:
+        on_disk(found)
+    if parsed and len({one.rank for one in parsed}) == len(parsed):
+        told(Run("fuzz", sorted(parsed, key=lambda one: one.rank), [], [], ["train.py"]), draw)
+
+
+def live(found: list[bytes], size: int, draw: bool) -> None:
+    tails = [Tail(f"rank-{i}", 1 << 40, "R", part) for i, part in enumerate(found)]
+    seen = view(tails, ["train.py"], size)
+    if seen is not None:
+        json.dumps(seen.as_dict(), allow_nan=False)
+        drawing = top.drawn(seen, 100)
+        if draw:
+            PlainConsole(file=io.StringIO(), width=100).print(drawing)
+
+
+def on_disk(found: list[bytes]) -> None:
+    for i, part in enumerate(found):
+        path = FOLDER / f"rank-{i}.ring"
+        path.write_bytes(part)
+        path.with_suffix(".lines").write_bytes(part[-200:])
+        try:
+            tail(path, 64)
+        except ValueError:
+            pass
+    try:
+        examine(load(FOLDER))
+    finally:
+        shutil.rmtree(FOLDER)
+        FOLDER.mkdir()
+
+
+def told(whole: Run, draw: bool) -> None:
+    """Everything that paceline report makes of a record; the page is the target "report"."""
+    examined = examine(whole)
+    report = examined.report
+    json.loads(report.to_json(), parse_constant=_refused)
+    for rank in report.states:
+        assert abs(sum(rank.values()) - 1) < 1e-6
+    drawings = (
+        panel(report, 100, full=True),
+        tables.compared(report, report, compare(report, report)),
+    )
+    if draw:
+        PlainConsole(file=io.StringIO(), width=100).print(*drawings)
+    if examined.measured is not None:
+        timeline.write(examined, FOLDER / "trace.json")
+        json.loads((FOLDER / "trace.json").read_bytes(), parse_constant=_refused)
+
+
+def _refused(name: str) -> None:
+    raise AssertionError(f"{name} in the JSON")
