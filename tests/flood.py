@@ -16,7 +16,10 @@ import random
 import resource
 import select
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 # In the place of srun or mpirun: strangers know the port before agents do, and have their
@@ -58,6 +61,25 @@ def announced(folder: Path, program: str) -> dict[str, str]:
     path.write_text(ANNOUNCED.format(program=f"/usr/bin/{program}"))
     path.chmod(0o755)
     return {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, address: str, port: int, idle: int = 1000, garbage: int = 0
+) -> Iterator[None]:
+    """Strangers in another process, whose first connections are open. folder: for a file."""
+    ready = folder / f"ready-{port}"
+    words = [address, port, "--idle", idle, "--garbage", garbage, "--ready", ready]
+    with subprocess.Popen([sys.executable, __file__, *map(str, words)]) as process:
+        try:
+            deadline = time.monotonic() + 20.0
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError("the strangers' connections were not made")
+                time.sleep(0.01)
+            yield
+        finally:
+            process.kill()
 
 
 def found_in(path: Path) -> tuple[str, int]:

@@ -174,6 +174,17 @@ def test_host_fault_times(tmp_path):
     fault_times("host_fault_times", tmp_path / "faults.json")
 
 
+@pytest.mark.usefixtures("slurm", "mpi")
+def test_strangers(tmp_path):
+    few = ["--tools", "mpirun", "--idle", "100", "--garbage", "200"]
+    result = result_of("strangers", tmp_path / "strangers.json", *few)
+    for name in ("mpirun, alone", "mpirun, flooded"):
+        assert len(result["measurements"][name]) == 1
+        assert result["measurements"][name][0] > 0
+    assert result["measurements"]["mpirun, garbage"][0] >= 200
+    assert len(result["targets"]) == 1
+
+
 @pytest.mark.usefixtures("hosts")
 def test_exchange_hosts(tmp_path):
     few = ["--mbit", "1000", "--sizes", "1024", "65536", "--layers", "2"]

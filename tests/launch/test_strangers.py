@@ -2,11 +2,9 @@
 
 import json
 import socket
-import subprocess
 import sys
 import threading
 import time
-import uuid
 from contextlib import ExitStack
 
 import pytest
@@ -15,8 +13,6 @@ import bed
 import flood
 import ranks
 from paceline.cluster.links import Link, links
-from paceline.comm.hosts.connect import Door
-from paceline.comm.meet import Appointment, meet
 from paceline.launch import arrivals, contact, dial
 from paceline.launch.arrivals import AgentListener, addresses_towards
 from paceline.launch.channel import new_secret, visit, welcome
@@ -48,16 +44,7 @@ def closing():
 @pytest.fixture
 def flooded(closing, tmp_path):
     """Starts strangers in another process; returns once their connections are open."""
-
-    def started(address, port, idle=1000, garbage=0):
-        ready = tmp_path / f"ready-{port}"
-        words = [address, port, "--idle", idle, "--garbage", garbage, "--ready", ready]
-        process = subprocess.Popen([sys.executable, FLOOD, *map(str, words)])
-        closing.callback(process.wait)
-        closing.callback(process.kill)
-        ranks.wait_until(ready.exists, 20)
-
-    return started
+    return lambda *where, **size: closing.enter_context(flood.running(tmp_path, *where, **size))
 
 
 @pytest.mark.parametrize("program", ["srun", bed.mpi.MPIRUN])
@@ -119,7 +106,7 @@ def test_agents_are_found_among_a_thousand_idle_connections(flooded):
             listener.wait(0.2)
         for thread in threads:
             thread.join(5.0)
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 20.0
         assert sorted(listener.found) == list(range(20))
         assert threading.active_count() <= serving + 2 * 20  # two for each agent, no more
         assert listener.many_strangers
@@ -257,41 +244,3 @@ def test_the_launcher_listens_on_the_interfaces_that_the_user_names(monkeypatch)
         socket.create_connection(("127.0.0.2", port), 5.0).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.4", port), 5.0)
-
-
-def test_ranks_meet_among_a_thousand_idle_connections(flooded):
-    key = uuid.uuid4().hex
-    first, second = (Appointment(rank, 2, ["127.0.0.1"], key, True) for rank in range(2))
-    found = []
-    host = threading.Thread(target=lambda: found.append(meet(first, 60.0)))
-    host.start()
-    flooded("127.0.0.1", first.ports[0], garbage=2000)
-    begun = time.monotonic()
-    store = meet(second, 30.0)
-    host.join(10.0)
-    assert time.monotonic() - begun < 5.0
-    store.set("here", "1")
-    assert found[0].get("here") == b"1"
-
-
-def test_peers_connect_among_a_thousand_idle_connections(flooded):
-    doors = {host: Door(Link("lo", "127.0.0.1")) for host in (0, 1)}
-    names = {0: "host1", 1: "host2"}
-    found = {}
-
-    def connect(host):
-        others = {at: door.told for at, door in doors.items() if at != host}
-        found[host] = doors[host].meet(host, others, names)
-
-    _, port, *_ = doors[0].told.split()
-    flooded("127.0.0.1", int(port))
-    begun = time.monotonic()
-    threads = [threading.Thread(target=connect, args=(host,)) for host in doors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40.0)
-    assert time.monotonic() - begun < 5.0
-    assert found[0].sockets[1].getpeername() == found[1].sockets[0].getsockname()
-    for one in found.values():
-        one.close()

@@ -1,0 +1,211 @@
+"""Many connections of strangers to the ports by which ranks and their hosts find each other."""
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+import flood
+import ranks
+import sets
+from paceline.cluster.links import Link
+from paceline.comm import meet as module
+from paceline.comm.hosts.connect import Door
+from paceline.comm.meet import Appointment, meet
+from paceline.data import Shards, pack, sharing
+from paceline.security.folders import Folder
+
+
+@pytest.fixture
+def closing():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def flooded(closing, tmp_path):
+    """Starts strangers in another process; returns once their connections are open."""
+    return lambda *where, **size: closing.enter_context(flood.running(tmp_path, *where, **size))
+
+
+def test_ranks_meet_among_a_thousand_idle_connections(flooded):
+    key = uuid.uuid4().hex
+    first, second = (Appointment(rank, 2, ["127.0.0.1"], key, True) for rank in range(2))
+    found = []
+    host = threading.Thread(target=lambda: found.append(meet(first, 60.0)))
+    host.start()
+    flooded("127.0.0.1", first.ports[0], garbage=2000)
+    begun = time.monotonic()
+    store = meet(second, 30.0)
+    host.join(10.0)
+    assert time.monotonic() - begun < 20.0
+    store.set("here", "1")
+    assert found[0].get("here") == b"1"
+
+
+@pytest.mark.parametrize("rank", ["Infinity", "1e400", "1" * 4000, "true", "1.0", '"1"', "-1"])
+def test_a_knock_with_a_strange_number_does_not_end_rank_0(rank):
+    when = Appointment(0, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
+    host = threading.Thread(target=lambda: found.append(meet(when, 20.0)))
+    found: list = []
+    host.start()
+    knock(when.ports[0], f'{{"tag": "{when.tag}", "rank": {rank}}}\n'.encode())
+    meet(replace(when, rank=1), 10.0)
+    host.join(10.0)
+    assert len(found) == 1
+
+
+def knock(port, said):
+    deadline = time.monotonic() + 5.0
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 5.0) as door:
+                door.sendall(said)
+                assert door.recv(100) == b""
+                return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "rank 0 does not listen"
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"store": ["127.0.0.1", 1e400]}\n',
+        b'{"store": ["127.0.0.1", 65536]}\n',
+        b'{"store": ["127.0.0.1", 0]}\n',
+        b'{"store": ["\\u001b[2J", 29500]}\n',
+        b'{"store": "ab"}\n',
+        b"[" * 4000 + b"\n",
+        b"x" * 10_000,
+        b"",
+    ],
+)
+def test_an_answer_that_is_none_of_rank_0_is_passed_over(closing, said):
+    """By a program that another user has put on the port, who knows the job's number."""
+    when = Appointment(1, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
+    door = closing.enter_context(socket.create_server(("127.0.0.1", when.ports[0])))
+
+    def answer():
+        with door.accept()[0] as visitor, contextlib.suppress(OSError):
+            visitor.recv(1000)
+            visitor.sendall(when.tag.encode() + b"\n" + said)
+            visitor.shutdown(socket.SHUT_WR)
+            visitor.recv(1000)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert module._ask(when, "127.0.0.1", when.ports[0], 5.0) == module.NOT_RANK_0
+    thread.join(5.0)
+
+
+def test_connections_that_say_the_same_rank_are_limited():
+    """Whoever knows the job's number can make some; those of this host wait for the others."""
+    when = Appointment(0, 3, ["127.0.0.1"], uuid.uuid4().hex, False)
+    doorman = module._Doorman(when, 5.0)
+    here = socket.create_server(("127.0.0.1", 0))
+    made = []
+    for _ in range(20):
+        made.append(socket.create_connection(here.getsockname()))
+        doorman._open(here.accept()[0], 1)
+    assert len(doorman.waiting[1]) == module.MAX_WAITING_PER_RANK
+    assert [one.recv(1) for one in made[:16]] == [b""] * 16
+    for one in (*made, *doorman._waiting(), here):
+        one.close()
+
+
+def test_peers_connect_among_a_thousand_idle_connections(flooded):
+    doors = {host: Door(Link("lo", "127.0.0.1")) for host in (0, 1)}
+    names = {0: "host1", 1: "host2"}
+    found = {}
+
+    def connect(host):
+        others = {at: door.told for at, door in doors.items() if at != host}
+        found[host] = doors[host].meet(host, others, names)
+
+    _, port, *_ = doors[0].told.split()
+    flooded("127.0.0.1", int(port))
+    begun = time.monotonic()
+    threads = [threading.Thread(target=connect, args=(host,)) for host in doors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40.0)
+    assert time.monotonic() - begun < 20.0
+    assert found[0].sockets[1].getpeername() == found[1].sockets[0].getsockname()
+    for one in found.values():
+        one.close()
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A server of the shards of a set, and these."""
+    pack(sets.arrays(40, (50,)), tmp_path / "set", shard_bytes=2000)
+    (tmp_path / "set").chmod(0o700)
+    found = Shards(tmp_path / "set").meta.shards
+    server = sharing.Server("127.0.0.1", Folder.open(tmp_path / "set"), found)
+    yield server, found
+    server.close()
+
+
+def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_path):
+    server, found = shards
+    threads = threading.active_count()
+    flooded("127.0.0.1", int(server.name.split()[1]), garbage=2000)
+    begun = time.monotonic()
+    for number, shard in enumerate(found):
+        with (tmp_path / "fetched").open("wb") as file:
+            sharing._fetched(server.name, number, shard, file)
+        assert (tmp_path / "fetched").read_bytes() == (tmp_path / "set" / shard.file).read_bytes()
+    assert sharing.alive(server.name)
+    assert time.monotonic() - begun < 20.0
+    assert threading.active_count() <= threads + 1
+
+
+def test_shards_are_sent_by_a_limited_number_of_threads(shards, monkeypatch, tmp_path):
+    server, found = shards
+    monkeypatch.setattr(sharing, "MAX_SENDERS", 2)
+    monkeypatch.setattr(sharing, "MAX_WAITING", 3)
+    let, real = threading.Event(), sharing.Server._send
+    monkeypatch.setattr(sharing.Server, "_send", lambda *one: let.wait(10.0) and real(*one))
+    threads = threading.active_count()
+    asked = []
+    for served, waiting in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 3)):
+        asked.append(sharing._asked(server.name, 0, 5.0))
+        wanted = (served, waiting)
+        ranks.wait_until(lambda now=wanted: (server._senders, len(server._waiting)) == now, 5)
+    assert asked[-1].recv(8) == b""  # two are served, three wait, and this one goes elsewhere
+    assert threading.active_count() == threads + 2
+    assert sharing.alive(server.name)
+    let.set()
+    assert [sharing._size_from(one, 5.0) for one in asked[:-1]] == [found[0].bytes] * 5
+    for one in asked:
+        one.close()
+    ranks.wait_until(lambda: threading.active_count() == threads, 5)
+
+
+def test_a_host_that_sends_a_shard_byte_by_byte_is_not_waited_for(monkeypatch, tmp_path, shards):
+    monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
+    shard = shards[1][0]
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def drip():
+            with door.accept()[0] as visitor, contextlib.suppress(OSError):
+                visitor.sendall(sharing._SIZE.pack(shard.bytes))
+                for _ in range(50):
+                    visitor.send(b"x")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        begun = time.monotonic()
+        name = f"127.0.0.1 {door.getsockname()[1]} {'0' * 32}"
+        with (tmp_path / "fetched").open("wb") as file, pytest.raises(TimeoutError):
+            sharing._fetched(name, 0, shard, file)
+        assert time.monotonic() - begun < 3.0
+        thread.join()

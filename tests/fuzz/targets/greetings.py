@@ -1,0 +1,90 @@
+"""What both sides of each greeting make of any bytes: the launcher and its agents, ranks that meet
+and are answered, peers of other hosts, and hosts that ask for shards."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline.comm.hosts import connect
+from paceline.comm.meet import Appointment, _Doorman, knocking, waiting_for_store
+from paceline.data import sharing
+from paceline.launch import channel
+from paceline.security.greeting import Conversation, Greeting
+
+SECRET, NONCE, TOKEN = "s" * 64, bytes(range(32)), "0123456789abcdef" * 2
+WHEN = Appointment(1, 4, ["host1"], "key", False)
+PIECES = (1, 3, 32, 4096)
+
+
+class _Fixed:
+    """In the place of the module ``secrets``: inputs can hold a valid proof."""
+
+    token_bytes = staticmethod(lambda count: NONCE[:count])
+
+
+channel.secrets = _Fixed  # type: ignore[assignment, unused-ignore]
+
+
+def _with_token(kind: Any) -> Any:
+    made = kind.__new__(kind)
+    made._token = TOKEN
+    return made
+
+
+GREETINGS: list[Callable[[], Greeting[Any]]] = [
+    lambda: channel.host_greeting(SECRET),
+    lambda: channel.visitor_greeting(SECRET, "host1 port 1"),
+    _Doorman(WHEN, 1.0).greeting,
+    lambda: knocking(WHEN),
+    waiting_for_store,
+    _with_token(sharing.Server).greeting,
+    _with_token(connect.Door)._greeting,
+]
+
+
+class Peer:
+    """A socket on which ``data`` comes in pieces, and whose other side has closed it then."""
+
+    def __init__(self, data: bytes, piece: int) -> None:
+        self.data, self.piece, self.waited = data, piece, piece >= 32
+
+    def send(self, data: bytes) -> int:
+        return len(data)
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        if not self.waited:
+            self.waited = True
+            raise BlockingIOError
+        found = self.data[: min(count, self.piece)]
+        if not flags:
+            self.data = self.data[len(found) :]
+            self.waited = self.piece >= 32
+        return found
+
+
+def seeds() -> Iterator[bytes]:
+    proofs = [channel._mac(SECRET.encode(), side, NONCE + NONCE) for side in (b"visitor", b"host")]
+    knock = json.dumps({"tag": WHEN.tag, "rank": 1}).encode() + b"\n"
+    valid = (
+        NONCE + proofs[0],
+        NONCE + proofs[1],
+        knock,
+        WHEN.tag.encode() + b"\n",
+        b'{"store": ["10.0.0.1", 29500]}\n',
+        sharing._WORD.pack(TOKEN.encode(), 3),
+        connect._WORD.pack(TOKEN.encode(), 3),
+    )
+    for number, data in enumerate(valid):
+        yield bytes([number, number]) + data
+    yield bytes([2, 3]) + knock.replace(b"1}", b"1e400}")
+    yield bytes([4, 3]) + b'{"store": ["fe80::1%eth0", 1e400]}\n'
+
+
+def run(data: bytes) -> None:
+    if len(data) < 2:
+        return
+    greeting = GREETINGS[data[0] % len(GREETINGS)]
+    peer = Peer(data[2:], PIECES[data[1] % len(PIECES)])
+    conversation: Conversation[Any] = Conversation(peer, greeting())  # type: ignore[arg-type]
+    while not conversation.proceed():
+        pass
