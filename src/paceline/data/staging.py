@@ -212,7 +212,10 @@ def open_set(origin: Path, root: Path, group: int | None = None, make: bool = Fa
     """
     path = place(origin, root, group)
     if make:
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root)) from None
         Folder.make(path.parent, group, exist_ok=True).close()
     with Folder.open(path.parent, group) as own:
         return own.subfolder(path.name, make)
