@@ -1,0 +1,285 @@
+"""Packed sets that somebody else has made, with every checksum right: one line, nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import zstandard
+
+import hostile
+import sets
+from paceline.data import DataError, Loader, Shards, pack
+from paceline.data.shard_format import IMAGE, INDEX, JPEG, META, NAMES, ZSTD, identity, load
+from paceline.data.verify import verify
+from paceline.security.files import InvalidFileError
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """30 images of (20, 24) in three classes, in several shards; not to be changed."""
+    folder = tmp_path_factory.mktemp("set")
+    pack(sets.images(folder / "in", 30), folder / "out", shard_bytes=5000)
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(tmp_path, images):
+    return shutil.copytree(images, tmp_path / "copy")
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    x, y = sets.arrays(12)
+    pack(x, tmp_path / "arrays", y)
+    return tmp_path / "arrays"
+
+
+def limited(code: str, *words: object, megabytes: int = 1024) -> subprocess.CompletedProcess[str]:
+    """Run Python code that may take so much memory more than its imports, and 60 seconds."""
+    head = (
+        "import resource, sys, paceline.data.verify\nfrom paceline.data import Shards, Loader\n"
+        "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, (size + ({megabytes} << 20),) * 2)\n"
+    )
+    command = [sys.executable, "-c", head + code, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+SHARD = {"file": "shard-00000.bin", "samples": 30, "bytes": 1, "crc": 0}
+WRONG = [
+    {"samples": 300.0},
+    {"samples": -1},
+    {"samples": 1 << 70},
+    {"samples": 29},
+    {"packed": ["images"]},
+    {"packed": {"kind": 3}},
+    {"array": {"dtype": "uint8", "shape": [1 << 44]}},
+    {"array": {"dtype": "uint8", "shape": [-1, -1]}},
+    {"array": {"dtype": "uint8", "shape": [1 << 62, 0, 1 << 62, 1 << 62]}, "label": 3},
+    {"array": {"dtype": "object", "shape": [2]}},
+    {"array": {"dtype": "float32", "shape": [1] * 33}},
+    {"label": {"dtype": "float64", "shape": [1 << 40]}},
+    {"label": "classes"},
+    {"classes": [1, 2]},
+    {"names": "yes"},
+    {"statistics": {"mean": "a"}},
+    {"statistics": {"mean": [1.0]}},
+    {"statistics": {"of": 1, "mean": [1.0], "deviation": [1.0, 2.0]}},
+    {"statistics": {"classes": {"0": -1}}},
+    {"files": {"paceline.json": {"bytes": 1, "crc": 1}}},
+    {"files": {"index.bin": {"bytes": 1, "crc": 1 << 40}}},
+    *({"shards": [SHARD | {"file": file}]} for file in ("", ".", "..", "../x", "x.bin", "a\0b")),
+    *({"shards": [SHARD | {"file": f"shard-0000{end}"}]} for end in ("0.bin\n", "\x1b.bin", "²")),
+    {"shards": [SHARD | {"samples": 15}, SHARD | {"samples": 15}]},
+    {"shards": [SHARD | {"crc": -1}]},
+    {"shards": {}},
+]
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda one: json.dumps(one)[:40])
+def test_paceline_json_with_a_right_checksum_and_wrong_values(copy, change):
+    hostile.resealed(copy, **change)
+    with pytest.raises(DataError, match=r"paceline\.json: (says what its|contradicts itself)") as e:
+        load(copy)
+    assert isinstance(e.value, InvalidFileError)
+    assert str(e.value).isprintable()
+
+
+def test_texts_of_paceline_json_are_printable(copy):
+    hostile.resealed(copy, classes=["\x1b]0;owned\x07", "bee", "cat"])
+    assert load(copy).classes[0] == r"\x1b]0;owned\x07"
+
+
+def test_a_checksum_that_is_no_checksum_names_no_folder(copy):
+    tree = json.loads((copy / META).read_bytes())
+    (copy / META).write_text(json.dumps(tree | {"checksum": "../../../../home"}))
+    for read in (load, identity):
+        with pytest.raises(DataError, match="its checksum is no checksum"):
+            read(copy)
+
+
+def test_an_old_set_without_checksums_of_its_files_is_read(copy):
+    tree = json.loads((copy / META).read_bytes())
+    del tree["files"]
+    (copy / META).write_bytes(hostile.sealed(tree))
+    assert len({Shards(copy).name(i) for i in range(30)}) == 30
+    assert verify(copy, 1) == []
+
+
+@pytest.mark.parametrize("name", [META, INDEX, NAMES, "shard-00000.bin"])
+def test_a_file_that_is_a_fifo_is_refused_at_once(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(DataError, match=r"is a FIFO|is no regular file"):
+        Shards(copy).name(0)
+
+
+@pytest.mark.parametrize("kind", ["told", "untold"])
+def test_zstd_unpacks_to_what_the_row_says_and_no_more(tmp_path, kind):
+    """512 MiB of zeros are 16 KiB of zstd."""
+    pack(np.zeros((4, 8), "uint8"), tmp_path / "set", compress=True)
+    maker = zstandard.ZstdCompressor(write_content_size=kind == "told").compressobj(
+        **({"size": 512 << 20} if kind == "told" else {})
+    )
+    bomb = b"".join(maker.compress(bytes(1 << 20)) for _ in range(512)) + maker.flush()
+    hostile.sample_replaced(tmp_path / "set", 1, bomb, (8,), encoding=ZSTD)
+    code = (
+        "print(*paceline.data.verify.verify(sys.argv[1], 1), sep='\\n')\n"
+        "try:\n    Shards(sys.argv[1])[1]\nexcept ValueError as error:\n    print(error)\n"
+    )
+    done = limited(code, tmp_path / "set", megabytes=200)
+    said = (
+        "unpacks to 536,870,912 bytes, and its row says 8"
+        if kind == "told"
+        else "did not decompress full frame"
+    )
+    assert done.stdout.count(said) == 2, done
+    assert "sample 1 at byte" in done.stdout
+    assert not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "encoding", "said"),
+    [
+        ((20, 24, 2), "uint8", JPEG, "its row says an image of"),
+        ((20, 24), "uint8", IMAGE, "its row says an image of"),
+        ((0, 24, 3), "uint8", JPEG, "its row says an image of"),
+        ((65535, 65535, 3), "float64", ZSTD, "larger than 4 GiB"),
+        ((1 << 31, 1 << 31, 1 << 31, 8), "uint8", IMAGE, "larger than 4 GiB"),
+        ((7,), "float32", 0, "its row is damaged: it has 7 bytes of 28"),
+        ((21, 24, 3), "uint8", JPEG, "Could not determine|does not|is no image"),
+    ],
+)
+def test_rows_with_a_right_checksum_and_wrong_values(copy, shape, dtype, encoding, said):
+    hostile.sample_replaced(copy, 3, b"\xff\xd8\xff not", shape, dtype, encoding, array=None)
+    with pytest.raises(DataError, match=said):
+        Shards(copy)[3]
+    assert len(verify(copy, 1)) == 1
+
+
+def test_a_row_that_differs_from_the_array_of_the_set(arrays):
+    hostile.sample_replaced(arrays, 2, bytes(16), (4,), "float32")
+    with pytest.raises(DataError, match=r"its row says float32 of \(4,\), and paceline.json"):
+        Shards(arrays)[2]
+
+
+def test_a_sample_that_is_shorter_than_its_label(tmp_path):
+    pack(np.zeros((4, 8), "uint8"), tmp_path / "set", np.zeros((4, 3)), compress=True)
+    hostile.sample_replaced(tmp_path / "set", 0, b"x", (8,), "uint8", ZSTD)
+    with pytest.raises(DataError, match="its label alone has 24 bytes"):
+        Shards(tmp_path / "set")[0]
+
+
+def test_an_image_is_compared_with_its_row_before_it_is_decoded(copy):
+    """A PNG of 9,000 x 9,000 in the place of one of 20 x 24."""
+    from PIL import Image
+
+    Image.new("L", (9000, 9000)).save(copy.parent / "large.png")
+    data = (copy.parent / "large.png").read_bytes()
+    hostile.sample_replaced(copy, 3, data, (20, 24, 3), "uint8", IMAGE)
+    done = limited("print(*paceline.data.verify.verify(sys.argv[1], 1))", copy, megabytes=200)
+    assert "is an image of (9000, 9000), and its row says (20, 24, 3)" in done.stdout, done
+
+
+def test_images_that_would_run_a_program_are_refused(copy):
+    """Pillow hands EPS to Ghostscript."""
+    head = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 20\n%%EndComments\n"
+    hostile.sample_replaced(copy, 3, head, (20, 24, 3), "uint8", IMAGE)
+    with pytest.raises(DataError, match="is no image that can be opened"):
+        Shards(copy)[3]
+
+
+def test_a_jpeg_of_too_many_scans_is_refused(copy):
+    """Each scan of a progressive JPEG goes over all pixels: a few bytes for a second of work."""
+    import io
+
+    from PIL import Image
+
+    made = io.BytesIO()
+    Image.new("L", (4000, 4000)).save(made, "JPEG", progressive=True)
+    data = made.getvalue()
+    at = data.rindex(b"\xff\xda")
+    bomb = data[:at] + 400 * data[at:-2] + data[-2:]
+    hostile.sample_replaced(copy, 3, bomb, (4000, 4000, 1), "uint8", JPEG, array=None)
+    with pytest.raises(DataError, match=r"is a JPEG of \d+ scans"):
+        Shards(copy)[3]
+
+
+def test_changed_names_are_noticed(copy):
+    data = bytearray((copy / NAMES).read_bytes())
+    data[5] ^= 1
+    (copy / NAMES).write_bytes(data)
+    (said,) = verify(copy, 1)
+    assert "names.txt: a byte has changed" in str(said)
+    with pytest.raises(DataError, match=r"names\.txt: a byte has changed"):
+        Shards(copy).name(0)
+    with pytest.raises(ValueError, match=r"names\.txt: a byte has changed"):
+        pack(copy, copy.parent / "again")
+
+
+def test_rows_that_have_changed_places_are_noticed_by_check(copy):
+    rows = (copy / INDEX).read_bytes()
+    (copy / INDEX).write_bytes(rows[48:96] + rows[:48] + rows[96:])
+    (said,) = verify(copy, 1)
+    assert "index.bin: has changed" in str(said)
+
+
+def test_names_of_old_sets_have_a_line_a_sample(copy):
+    tree = json.loads((copy / META).read_bytes())
+    del tree["files"]
+    (copy / META).write_bytes(hostile.sealed(tree))
+    whole = (copy / NAMES).read_bytes()
+    for data in (whole + b"more\n", whole[:-1], whole.replace(b"\n", b"", 1), b"\0" * (1 << 20)):
+        (copy / NAMES).write_bytes(data)
+        with pytest.raises(DataError, match=r"names\.txt: does not have one line for each of 30"):
+            Shards(copy).name(0)
+
+
+def test_an_error_shows_no_control_character_of_a_name(copy):
+    tree = json.loads((copy / META).read_bytes())
+    del tree["files"]
+    (copy / META).write_bytes(hostile.sealed(tree))
+    (copy / NAMES).write_bytes(b"\x1b[2J\x07\n" * 30)
+    row = Shards(copy).row(0)
+    with (copy / load(copy).shards[row.shard].file).open("r+b") as file:
+        file.seek(row.offset)
+        file.write(b"\0")
+    with pytest.raises(DataError, match="a byte has changed") as error:
+        Shards(copy)[0]
+    assert str(error.value).isprintable()
+    assert r"\x1b[2J\x07" in str(error.value)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_loader_tells_a_hostile_sample_in_a_line(arrays, skips):
+    hostile.sample_replaced(arrays, 2, b"x" * 48, (12,), "float32")
+    loader = Loader(str(arrays), batch_size=4, num_workers=2, on_error="skip" if skips else "stop")
+    if not skips:
+        with pytest.raises(DataError, match="sample 2 at byte"):
+            list(loader)
+        return
+    with pytest.warns(UserWarning, match="it is left out"):
+        assert sum(len(y) for _, y in loader) == 11
+
+
+def test_labels_beyond_all_classes_take_no_memory(tmp_path):
+    pack(np.zeros((4, 2)), tmp_path / "set", np.array([0, 1, 1 << 60, 2]))
+    with pytest.raises(DataError, match="at most 16,777,216 classes"):
+        Shards(tmp_path / "set").classes  # noqa: B018
+
+
+def test_the_command_tells_a_hostile_set_in_a_line(copy):
+    hostile.resealed(copy, samples=300.0)
+    for words in (["--check", copy], [copy, copy.parent / "out"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "pack", *map(str, words)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"paceline: {copy / META}: says what its format")
+        assert done.stderr.count("\n") == 1
