@@ -13,6 +13,7 @@ import pytest
 
 import ranks
 import users
+from paceline.launch import keep
 from users import ATTACKER, VICTIM
 
 SHM = Path("/dev/shm")
@@ -162,3 +163,14 @@ def test_nobody_else_can_read_a_job_that_runs(place):
 
 def _stacks():
     return list(SHM.glob(f"paceline-job-{VICTIM}-*/*.stack"))
+
+
+def test_a_temporary_folder_in_which_all_may_rename_is_not_used(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(keep, "_PLACES", (tmp_path,))
+    with pytest.raises(ValueError, match=r"HINT: TMPDIR=DIR, a folder of your own or one with the"):
+        keep.job_folder()
+    tmp_path.chmod(0o1777)
+    folder = keep.job_folder()
+    assert folder.parent == tmp_path
+    keep.remove(folder)

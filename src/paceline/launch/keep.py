@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from ..record.states import NOTES
 from ..security.files import InvalidFileError, read_regular
-from ..security.folders import Folder, replace_file
+from ..security.folders import Folder, can_be_renamed_by_others, replace_file
 from ..security.schema import read_json
 from ..security.text import printable
 
@@ -81,6 +81,8 @@ def job_folder() -> Path:
     name = secrets.token_hex(8)
     for place in _PLACES:
         try:
+            if can_be_renamed_by_others(place):
+                continue
             folder = Folder.make(place / f"paceline-new-{name}")  # not yet one that others clear
         except OSError:
             continue
@@ -88,7 +90,11 @@ def job_folder() -> Path:
             _lock(folder)
             folder.move(place / (_prefix() + name))
             return folder.path
-    raise ValueError(f"neither {' nor '.join(map(str, _PLACES))} can be written to")
+    raise ValueError(
+        f"no folder for a job's records: neither {' nor '.join(map(str, _PLACES))} can be written "
+        "to by you and is safe from other users. HINT: TMPDIR=DIR, a folder of your own or one with "
+        "the sticky bit (chmod 1777)"
+    )
 
 
 def rescue() -> None:

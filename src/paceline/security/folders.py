@@ -241,6 +241,15 @@ def is_member(user: int, group: int) -> bool:
         return False
 
 
+def can_be_renamed_by_others(place: Path) -> bool:
+    """Whether every user may rename what is in ``place``: it is open to all without the sticky bit,
+    or another user's. A path below it means something else at any time."""
+    status = place.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        return True
+    return bool(status.st_mode & 0o002) and not status.st_mode & stat.S_ISVTX
+
+
 def own_group(group: int) -> bool:
     """Whether this process may act as a member of ``group``."""
     return group == os.getegid() or group in os.getgroups()
