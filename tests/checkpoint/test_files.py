@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoint import files, tree
+from paceline.checkpoint import files, manifest, tree
 from paceline.checkpoint.saver import KEPT, Saver, load, newest
 
 
@@ -164,10 +164,10 @@ def test_loading_runs_nothing_of_a_hostile_file(tmp_path):
         body = json.loads((folder / "manifest.json").read_text())
         body.pop("check")
         body["files"] = [files_entry(path)]
-        body["check"] = files._check(body)
+        body["check"] = manifest.checksum(body)
         (folder / "manifest.json").write_text(json.dumps(body))
         files.verify(folder)  # its checksums are right: whoever wrote it made them so
-        with pytest.raises(files.DamagedError, match=r"rank-00000\.pt can't be loaded"):
+        with pytest.raises(files.DamagedError, match=r"rank-00000\.pt: can't be loaded"):
             load(folder)
         assert not (tmp_path / "ran").exists()
 

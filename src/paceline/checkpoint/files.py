@@ -9,6 +9,7 @@ everything in it was flushed to the disk. The previous one stays beside it.
 
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -16,12 +17,20 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-VERSION = 1
-MANIFEST = "manifest.json"
+from .manifest import (
+    MANIFEST,
+    VERSION,
+    DamagedError,
+    Manifest,
+    checksum,
+    read_manifest,
+    read_shard,
+    verify_shard,
+)
 
+__all__ = ["MANIFEST", "DamagedError", "found", "read_manifest", "read_shard", "verify"]
 
-class DamagedError(ValueError):
-    """A checkpoint that can't be used; the message names the file."""
+_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # as the saver names them
 
 
 class _Checked:
@@ -31,11 +40,16 @@ class _Checked:
         self.file = file
         self.bytes = 0
         self.crc = 0
+        self.error: OSError | None = None  # torch says something else of it
 
     def write(self, data: Any) -> int:
         self.bytes += len(data)
         self.crc = zlib.crc32(data, self.crc)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self.file.flush()
@@ -46,7 +60,12 @@ def write_shard(folder: Path, rank: int, state: Any) -> dict[str, Any]:
     path = folder / f"rank-{rank:05}.pt"
     with path.open("wb") as file:
         checked = _Checked(file)
-        torch.save(state, cast(Any, checked))
+        try:
+            torch.save(state, cast(Any, checked))
+        except RuntimeError:
+            if checked.error is not None:
+                raise checked.error from None
+            raise
         file.flush()
         os.fsync(file.fileno())
     return {"name": path.name, "bytes": checked.bytes, "crc32": checked.crc}
@@ -55,7 +74,7 @@ def write_shard(folder: Path, rank: int, state: Any) -> dict[str, Any]:
 def commit(folder: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, flush everything, and give the checkpoint its name."""
     body = {"format": "paceline-checkpoint", "version": VERSION, **manifest}
-    body["check"] = _check(body)
+    body["check"] = checksum(body)
     path = folder / MANIFEST
     with path.open("w") as file:
         json.dump(body, file, indent=1)
@@ -71,10 +90,6 @@ def commit(folder: Path, final: Path, manifest: dict[str, Any]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check(body: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
-
-
 def _flush_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -83,59 +98,24 @@ def _flush_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint. Every byte is read; DamagedError names what is wrong."""
-    path = folder / MANIFEST
-    try:
-        body = json.loads(path.read_bytes())
-        check = body.pop("check")
-        version = body["version"]
-        foreign = body["format"] != "paceline-checkpoint"
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} is not a checkpoint's manifest ({error})") from None
-    if foreign:
-        raise DamagedError(f"{path} is not Paceline's")
-    if version > VERSION:
-        raise DamagedError(f"{path} has version {version}, newer than this Paceline's ({VERSION})")
-    if check != _check(body):
-        raise DamagedError(f"{path} is damaged (its checksum does not fit)")
-    for entry in body["files"]:
-        _verify_shard(folder / entry["name"], entry)
-    return cast(dict[str, Any], body)
+def verify(folder: Path) -> Manifest:
+    """Return the manifest of a whole checkpoint. Every byte is read.
 
-
-def _verify_shard(path: Path, entry: dict[str, Any]) -> None:
-    try:
-        size, crc = 0, 0
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                size += len(block)
-                crc = zlib.crc32(block, crc)
-    except OSError as error:
-        raise DamagedError(f"{path} can't be read ({error.strerror})") from None
-    if size != entry["bytes"]:
-        raise DamagedError(f"{path} has {size} bytes instead of {entry['bytes']}")
-    if crc != entry["crc32"]:
-        raise DamagedError(f"{path} is damaged (its checksum does not fit)")
-
-
-def read_shard(folder: Path, name: str) -> Any:
-    """A shard's content; nothing in it is run (weights_only)."""
-    try:
-        return torch.load(folder / name, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch makes of a file that isn't its own
-        first = str(error).strip().splitlines()[:1]
-        raise DamagedError(f"{folder / name} can't be loaded ({' '.join(first)})") from None
+    Raises:
+        DamagedError: A file of it is missing or damaged; the error names it.
+    """
+    manifest = read_manifest(folder)
+    for entry in manifest["files"]:
+        verify_shard(folder, entry)
+    return manifest
 
 
 def found(directory: Path) -> list[Path]:
     """Checkpoints in ``directory``, the newest first; not yet verified."""
     if not directory.is_dir():
         return []
-    names = [p for p in directory.iterdir() if p.name.startswith("step-") and p.is_dir()]
-    return sorted(names, key=lambda path: path.name, reverse=True)
+    names = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(names, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def remove_old(directory: Path, keep: int) -> None:
@@ -155,8 +135,10 @@ def check_writable(directory: Path) -> None:
     probe = directory / f".probe-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
+        try:
+            probe.write_bytes(b"x")
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(
             f"checkpoints can't be written to {directory}: {error.strerror}. "

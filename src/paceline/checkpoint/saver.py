@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..cluster.host import spans
+from ..security.reason import reason_of
 from . import files, tree
+from .manifest import DamagedError, Manifest
 
 KEPT = 2  # the newest, and the one before it
 
@@ -103,21 +106,20 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             entry = files.write_shard(folder, self.rank, state)
         except Exception as error:
-            entry = {"error": f"rank {self.rank}: {error}"}
+            entry = {"error": reason_of(error)}
         try:
             entries = self._gather(save, entry)
             if entries is None:
                 return
-            problems = [e["error"] for e in entries if "error" in e]
-            if problems:
-                raise OSError("; ".join(problems))
+            if problems := _problems(entries):
+                raise OSError(problems)
             files.commit(folder, self.directory / name, {**about, "step": step, "files": entries})
             files.remove_old(self.directory, KEPT)
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
             self.warn(
-                f"the checkpoint of step {step} could not be written ({error}); training goes "
-                "on, and the previous checkpoint is kept"
+                f"the checkpoint of step {step} could not be written ({reason_of(error)}); "
+                "training goes on, and the previous checkpoint is kept"
             )
 
     def _gather(self, save: int, entry: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -135,6 +137,15 @@ class Saver:
                 raise OSError(f"not every rank wrote its shard within {self.timeout:.0f} s")
             time.sleep(0.005)
         return [json.loads(self.store.get(key)) for key in keys]
+
+
+def _problems(entries: list[dict[str, Any]]) -> str:
+    """Say each reason once, with the ranks that had it; "" where all have written."""
+    ranks: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        if "error" in entry:
+            ranks.setdefault(entry["error"], []).append(rank)
+    return "; ".join(f"rank {spans(of)}: {reason}" for reason, of in ranks.items())
 
 
 def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
@@ -158,14 +169,40 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
     return None
 
 
-def load(folder: Path) -> tuple[Any, list[Any], dict[str, Any]]:
-    """``(shared, own, manifest)`` of a verified checkpoint; ``own`` has a tree a rank."""
-    manifest = json.loads((folder / files.MANIFEST).read_bytes())
+def load(folder: Path) -> tuple[Any, list[Any], Manifest]:
+    """``(shared, own, manifest)`` of a verified checkpoint; ``own`` has a tree a rank.
+
+    Raises:
+        DamagedError: A shard does not hold what the saver writes.
+    """
+    manifest = files.read_manifest(folder)
     skeleton, tensors, own = None, {}, []
     for entry in manifest["files"]:
-        shard = files.read_shard(folder, entry["name"])
+        path = folder / entry["name"]
+        shard = _checked(files.read_shard(folder, entry["name"]), path)
         skeleton = shard["shared"] if shard["shared"] is not None else skeleton
         tensors.update(shard["tensors"])
-        own.append(tree.join(shard["own"], shard["own_tensors"]))
+        own.append(_joined(shard["own"], shard["own_tensors"], path))
+    if tensors.keys() != set(range(len(tensors))):
+        raise DamagedError(folder, "lacks tensors that its shards should have")
     ordered: list[torch.Tensor] = [tensors[i] for i in range(len(tensors))]
-    return tree.join(skeleton, ordered), own, manifest
+    return _joined(skeleton, ordered, folder), own, manifest
+
+
+def _checked(shard: Any, path: Path) -> dict[str, Any]:
+    """Return a shard's content if it has the parts that ``save`` writes."""
+    parts = shard if isinstance(shard, dict) else {}
+    tensors, own = parts.get("tensors"), parts.get("own_tensors")
+    whole = isinstance(tensors, dict) and isinstance(own, list) and {"shared", "own"} <= set(parts)
+    if whole and all(type(i) is int for i in tensors or ()):
+        each = [*(tensors or {}).values(), *(own or ())]
+        if all(isinstance(tensor, torch.Tensor) for tensor in each):
+            return parts
+    raise DamagedError(path, "is no shard of a checkpoint")
+
+
+def _joined(skeleton: Any, tensors: list[torch.Tensor], path: Path) -> Any:
+    try:
+        return tree.join(skeleton, tensors)
+    except tree.SkeletonError as error:
+        raise DamagedError(path, str(error)) from None

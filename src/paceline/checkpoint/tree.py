@@ -7,7 +7,7 @@ Only such types are written, so that loading needs no code of anybody's (weights
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,17 @@ import torch
 _TENSOR = "__paceline_tensor__"
 _ARRAY = "__paceline_array__"
 _DEQUE = "__paceline_deque__"
+MAX_DEPTH = 200
+MAX_PARTS = 50_000_000
+_DTYPES = {
+    **{f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "bool": 1,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -69,20 +80,65 @@ def _key(key: Any, path: str) -> Any:
     )
 
 
+class SkeletonError(ValueError):
+    """A skeleton that ``cut`` has not made."""
+
+
 def join(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The tree again, from what ``cut`` gave."""
-    if isinstance(skeleton, dict):
-        if _TENSOR in skeleton:
-            return tensors[skeleton[_TENSOR]]
-        if _ARRAY in skeleton:
-            dtype, numbered = skeleton[_ARRAY]
-            return join(numbered, tensors).numpy().view(dtype)
-        if _DEQUE in skeleton:
-            return deque(join(item, tensors) for item in skeleton[_DEQUE])
-        return {key: join(item, tensors) for key, item in skeleton.items()}
-    if type(skeleton) in (list, tuple, set):
-        return type(skeleton)(join(item, tensors) for item in skeleton)
-    return skeleton
+    """Return the tree again, from what ``cut`` gave.
+
+    Raises:
+        SkeletonError: The skeleton is too deep or too large, or names what is not there.
+    """
+    return _Joining(tensors).whole(skeleton, 0)
+
+
+class _Joining:
+    """One skeleton; counts its parts, as a list in a file may hold another one many times."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.left = MAX_PARTS
+
+    def whole(self, part: Any, depth: int) -> Any:
+        self.left -= 1
+        if depth > MAX_DEPTH or self.left < 0:
+            raise SkeletonError(f"a state of over {MAX_DEPTH} levels or {MAX_PARTS:,} parts")
+        if isinstance(part, dict):
+            if _TENSOR in part:
+                return self.tensor(part[_TENSOR])
+            if _ARRAY in part:
+                return self.array(part[_ARRAY])
+            if _DEQUE in part:
+                return deque(self.each(part[_DEQUE], depth))
+            return {key: self.whole(item, depth + 1) for key, item in part.items()}
+        if type(part) in (list, tuple):
+            return type(part)(self.each(part, depth))
+        if type(part) is set:
+            if not all(isinstance(item, Hashable) for item in part):
+                raise SkeletonError("a set of what can't be in one")
+            return set(self.each(part, depth))
+        return part
+
+    def each(self, items: Any, depth: int) -> list[Any]:
+        if not isinstance(items, list | tuple | set):
+            raise SkeletonError(f"a {type(items).__name__} where a list should be")
+        return [self.whole(item, depth + 1) for item in items]
+
+    def tensor(self, number: Any) -> torch.Tensor:
+        if type(number) is not int or not 0 <= number < len(self.tensors):
+            raise SkeletonError(f"tensor {number!r:.40} of {len(self.tensors)}")
+        return self.tensors[number]
+
+    def array(self, found: Any) -> Any:
+        dtype, numbered = found if type(found) is tuple and len(found) == 2 else ("", None)
+        if not isinstance(dtype, str) or dtype not in _DTYPES or not isinstance(numbered, dict):
+            raise SkeletonError(f"an array of type {dtype!r:.40}")
+        tensor = self.tensor(numbered.get(_TENSOR)).detach().resolve_conj().resolve_neg()
+        size = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if tensor.layout is not torch.strided or size != _DTYPES[dtype]:
+            raise SkeletonError(f"an array of type {dtype} from a {tensor.dtype}")
+        return tensor.numpy().view(dtype)
 
 
 def owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:

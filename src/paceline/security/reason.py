@@ -4,7 +4,7 @@ from .files import InvalidFileError
 from .text import printable
 
 
-def reason_of(error: OSError | ValueError) -> str:
+def reason_of(error: Exception) -> str:
     """Return what an error says beside the name of its file, printable and in one line."""
     if isinstance(error, InvalidFileError):
         return printable(error.reason)

@@ -1,0 +1,223 @@
+"""Checkpoints that someone else made: refused by name, and nothing outside of them is read."""
+
+import errno
+import json
+import os
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.checkpoint import files, tree
+from paceline.checkpoint.manifest import DamagedError, checksum
+from paceline.checkpoint.saver import Saver, load, newest
+from paceline.security.files import InvalidFileError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    saver = Saver(tmp_path, 0, 1, None, print, 5.0)
+    saver.save(1, {"weight": torch.ones(100)}, {"rank": 0}, {"epoch": 0})
+    saver.wait()
+    return tmp_path / "step-00000001"
+
+
+def signed(folder, **changes):
+    """Change the manifest and give it a checksum that fits."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text()) | changes
+    body.pop("check", None)
+    body["check"] = checksum(body)
+    path.write_text(json.dumps(body))
+
+
+def entry(path, name):
+    data = Path(path).read_bytes()
+    return {"name": name, "bytes": len(data), "crc32": zlib.crc32(data)}
+
+
+def stored(folder, content):
+    """Write another content into the shard, and the manifest that fits."""
+    torch.save(content, folder / "rank-00000.pt")
+    signed(folder, files=[entry(folder / "rank-00000.pt", "rank-00000.pt")])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": [1]},
+        {"files": []},
+        {"files": {"name": "rank-00000.pt"}},
+        {"files": [{"name": "rank-00000.pt", "bytes": "1", "crc32": 0}]},
+        {"files": [{"name": "rank-00000.pt", "bytes": 1e400, "crc32": 0}]},
+        {"files": [{"name": "rank-00000.pt"}]},
+        {"files": None},
+        {"version": "1"},
+        {"version": -1},
+        {"version": [2]},
+        {"step": "x"},
+        {"epoch": -1},
+        {"ranks": 1 << 40},
+    ],
+    ids=str,
+)
+def test_a_signed_manifest_of_wrong_types_is_refused_by_name(folder, changes):
+    signed(folder, **changes)
+    with pytest.raises(DamagedError, match=r"manifest\.json: ") as refused:
+        files.verify(folder)
+    assert isinstance(refused.value, InvalidFileError)
+
+
+@pytest.mark.parametrize("how", ["above", "absolute", "deeper", "control"])
+def test_only_shards_in_the_folder_are_read(folder, how):
+    outside = folder.parent / "rank-00000.pt"
+    outside.write_bytes((folder / "rank-00000.pt").read_bytes())
+    (folder / "in").mkdir()
+    (folder / "in" / "rank-00000.pt").write_bytes(outside.read_bytes())
+    name = {
+        "above": "../rank-00000.pt",
+        "absolute": str(outside),
+        "deeper": "in/rank-00000.pt",
+        "control": "\x1b[2J",
+    }[how]
+    signed(folder, files=[entry(outside, name)])
+    with pytest.raises(DamagedError, match=r"manifest\.json: .*files\[0\]\.name"):
+        files.verify(folder)
+
+
+def test_a_shard_that_is_a_link_or_named_twice_is_refused(folder):
+    shard = folder / "rank-00000.pt"
+    signed(folder, files=[entry(shard, shard.name)] * 2)
+    with pytest.raises(DamagedError, match="names a shard twice"):
+        files.verify(folder)
+    shard.rename(folder.parent / "elsewhere")
+    shard.symlink_to(folder.parent / "elsewhere")
+    signed(folder, files=[entry(shard, shard.name)])
+    with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be read \(is a symbolic link\)"):
+        files.verify(folder)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.pt"])
+def test_a_pipe_in_place_of_a_file_does_not_hang(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(DamagedError, match=name):
+        files.verify(folder)
+    if name == "rank-00000.pt":
+        with pytest.raises(DamagedError, match="no regular file"):
+            files.read_shard(folder, name)
+
+
+def test_a_shard_that_would_unpack_to_more_than_its_bytes_is_not_loaded(folder):
+    shard = folder / "rank-00000.pt"
+    members = {one: zipfile.ZipFile(shard).read(one) for one in zipfile.ZipFile(shard).namelist()}
+    with zipfile.ZipFile(shard, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in members.items():
+            packed.writestr(name, data)
+    with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be loaded \(its parts are comp"):
+        files.read_shard(folder, shard.name)
+
+
+WHOLE = {"shared": {}, "count": 0, "tensors": {}, "own": {}, "own_tensors": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [1],
+        {"shared": {}},
+        WHOLE | {"tensors": {1: torch.ones(1)}},
+        WHOLE | {"tensors": {"0": torch.ones(1)}},
+        WHOLE | {"tensors": [torch.ones(1)]},
+        WHOLE | {"own_tensors": [3]},
+        WHOLE | {"own": {"__paceline_tensor__": 0}},
+        WHOLE | {"own": {"__paceline_tensor__": "x"}},
+        WHOLE | {"own": {"__paceline_array__": 1}},
+        WHOLE | {"own": {"__paceline_deque__": 1}},
+    ],
+    ids=str,
+)
+def test_a_shard_of_another_content_is_refused_by_name(folder, content):
+    stored(folder, content)
+    files.verify(folder)
+    with pytest.raises(DamagedError, match="step-00000001"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["O", "object", "S8", "float64", "int32"])
+def test_an_array_is_viewed_as_a_number_of_the_same_size_only(folder, dtype):
+    array = {"__paceline_array__": (dtype, {"__paceline_tensor__": 0})}
+    with pytest.raises(tree.SkeletonError, match="an array of type"):
+        tree.join(array, [torch.ones(3, dtype=torch.bfloat16)])
+
+
+def test_a_state_that_holds_itself_many_times_is_not_unfolded(monkeypatch):
+    monkeypatch.setattr(tree, "MAX_PARTS", 1000)
+    many = [1]
+    for _ in range(60):
+        many = [many, many]
+    deep = [1]
+    for _ in range(5000):
+        deep = [deep]
+    for state in (many, deep):
+        with pytest.raises(tree.SkeletonError, match="levels or"):
+            tree.join(state, [])
+
+
+def test_folders_of_other_names_are_no_checkpoints(folder):
+    for name in ("step-x", "step-1", "step-00000001.bak", "step-0000000000000000000000002"):
+        (folder.parent / name).mkdir()
+    assert files.found(folder.parent) == [folder]
+    assert newest(folder.parent, print) == folder
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_probe_of_a_full_disk_is_removed(tmp_path, monkeypatch):
+    write = Path.write_bytes
+
+    def part(path, data):
+        write(path, b"")
+        full()
+
+    monkeypatch.setattr(Path, "write_bytes", part)
+    with pytest.raises(ValueError, match=r"No space left on device.*HINT"):
+        files.check_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+def test_a_full_disk_is_said_once_for_all_ranks_and_not_in_torchs_words(tmp_path, monkeypatch):
+    class Full(files._Checked):
+        def write(self, data):
+            try:
+                full()
+            except OSError as error:
+                self.error = error
+                raise
+
+    monkeypatch.setattr(files, "_Checked", Full)
+    said, store = [], Store()
+    savers = [Saver(tmp_path, rank, 3, store, said.append, 5.0) for rank in range(3)]
+    for saver in savers:
+        saver.save(7, {"weight": torch.ones(10000)}, {}, {})
+    for saver in savers:
+        saver.wait()
+    assert said == [
+        "the checkpoint of step 7 could not be written (rank 0-2: No space left on device); "
+        "training goes on, and the previous checkpoint is kept"
+    ]
