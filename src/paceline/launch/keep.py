@@ -92,8 +92,8 @@ def job_folder() -> Path:
             return folder.path
     raise ValueError(
         f"no folder for a job's records: neither {' nor '.join(map(str, _PLACES))} can be written "
-        "to by you and is safe from other users. HINT: TMPDIR=DIR, a folder of your own or one with "
-        "the sticky bit (chmod 1777)"
+        "to by you and is safe from other users. HINT: TMPDIR=DIR, a folder of your own or one "
+        "with the sticky bit (chmod 1777)"
     )
 
 

@@ -19,6 +19,7 @@ from ..analyze.report import Examined, Report
 from ..analyze.states import Ints, Window
 from ..analyze.steps import steps_of
 from ..record.states import State
+from ..security.folders import NewFile
 from .chrome import MAX_LANES
 from .top import numbered
 from .tracks import Tracks
@@ -159,25 +160,22 @@ def _written(
 @contextmanager
 def _whole_or_not_at_all(path: Path) -> Iterator[Any]:
     """A file that takes the place of ``path`` once it is complete."""
-    real = Path(os.path.realpath(path))
-    beside = real.with_name(f".{real.name}.{os.getpid()}")
+    own_link = path.is_symlink() and path.lstat().st_uid == os.geteuid()
+    real = Path(os.path.realpath(path)) if own_link else path  # another user's is replaced
     if real.exists() and not real.is_file():
         raise ValueError(f"{path} is no file. HINT: --timeline run.json or run.json.gz")
     try:
-        with beside.open("wb", buffering=1 << 20) as raw:
+        with NewFile(real) as new, open(new.fd, "wb", 1 << 20, closefd=False) as raw:
             if real.name.endswith(".gz"):
                 with gzip.GzipFile(real.name[:-3], "wb", 5, raw, mtime=0) as file:
                     yield file
             else:
                 yield raw
-        os.replace(beside, real)
     except OSError as error:
         raise ValueError(
             f"the timeline can't be written to {path}: {error.strerror or error}. "
             "HINT: another folder, or --steps for fewer steps"
         ) from None
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _told(path: Path, part: Part, ranks: int, events: int, left_out: list[str]) -> str:

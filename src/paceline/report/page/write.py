@@ -4,7 +4,6 @@ import base64
 import hashlib
 import itertools
 import json
-import os
 import time
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ... import __version__
+from ...security.folders import replace_file
 from ..numbers import amount, duration, figure, percent, size
 from ..terminal import GOOD
 from .definitions import DEFINITIONS
@@ -67,12 +67,9 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
 
 def save(text: str, path: Path) -> str:
     """Write the page whole or not at all; what to tell the user. ValueError where it can't be."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        replace_file(path, text.encode())
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ValueError(
             f"{path} can't be written: {error.strerror}. HINT: a file in a folder that can be "
             "written, on a file system with some MB of room"
