@@ -3,10 +3,11 @@
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .shard_format import checksum
+from .shard_format import checksum, created
 
 PIECE = 1 << 20  # bytes that are handed to the thread at a time, about
 PIECES = 4  # that wait for it, at most
@@ -18,7 +19,8 @@ class Beside:
     raised by a later call."""
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
-        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._path = path
+        self._file: BinaryIO = created(path, buffering=0)
         self._pool, self._crc = pool, 0
         self._held: list[Any] = []
         self._size = 0
@@ -44,10 +46,12 @@ class Beside:
         return self._crc
 
     def abort(self) -> None:
-        """Without a word of what went wrong, which was raised already."""
+        """Without a word of what went wrong, which was raised already. Nothing of it is left."""
         for one in self._waiting:
             one.cancel()
         self._pool.submit(self._file.close).exception()
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
     def _hand(self) -> None:
         held, self._held, self._size = self._held, [], 0

@@ -21,6 +21,7 @@ from .state import written_whole
 KEPT_BYTES = 16 << 20  # of a listing, at most, in memory; a longer one is read line by line
 LISTED, ENDS = "listing", "listing.ends"  # in the working folder: a line a sample, where it ends
 SHOWN = 3
+Inode = tuple[int, int]  # device and number
 MAX_WAYS = 64  # links by which one folder may be reached
 MAX_LINE_BYTES = 1 << 20  # of a table of labels
 
@@ -199,9 +200,10 @@ def files_below(folder: Path) -> Iterator[str]:
         ValueError: A folder is reached by more than MAX_WAYS links: links that lead to each other
             would have no end.
     """
-    waiting, ways = [("", False)], Counter[tuple[int, int]]()
+    waiting: list[tuple[str, tuple[Inode, ...], bool]] = [("", (_inode(folder.stat()),), False)]
+    ways = Counter[Inode]()
     while waiting:
-        below, linked = waiting.pop()
+        below, above, linked = waiting.pop()
         with os.scandir(folder / below) as found:
             entries = sorted(found, key=lambda entry: entry.name)
         folders = []
@@ -213,16 +215,22 @@ def files_below(folder: Path) -> Iterator[str]:
             if not entry.is_dir():
                 yield name
             elif not (link and _holds(entry.path, folder / below)):
+                own = _inode(entry.stat())
+                if own in above:
+                    continue
                 if linked or link:
-                    status = entry.stat()
-                    ways[status.st_dev, status.st_ino] += 1
-                    if ways[status.st_dev, status.st_ino] > MAX_WAYS:
+                    ways[own] += 1
+                    if ways[own] > MAX_WAYS:
                         raise ValueError(
                             f"{printable(os.fspath(folder / name))}: more than {MAX_WAYS} links "
                             "lead to this folder. HINT: remove links that lead to each other"
                         )
-                folders.append((name, linked or link))
+                folders.append((name, (*above, own), linked or link))
         waiting += reversed(folders)
+
+
+def _inode(status: os.stat_result) -> Inode:
+    return status.st_dev, status.st_ino
 
 
 def _holds(link: str, folder: Path) -> bool:

@@ -143,11 +143,12 @@ class Meta:
             raise
 
 
-def created(path: Path) -> BinaryIO:
+def created(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a new file to write to. What lies there under its name, a link say, is removed and
     never written through."""
     path.unlink(missing_ok=True)
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    return open(fd, "wb", buffering)
 
 
 def load(folder: Path) -> Meta:

@@ -41,6 +41,7 @@ class Writer:
             ThreadPoolExecutor(1, f"paceline-{name}") for name in ("write", "keep")
         )
         self._keeping: Future[None] | None = None
+        self._kept_number = 0  # of the shard that is being kept
         while self._kept():
             pass
 
@@ -100,6 +101,7 @@ class Writer:
         told = {"shard": vars(shard), "next": place, **self._state(self._out)}
         self._file.end()
         beside = (self._rows, self._names)
+        self._kept_number = number
         self._keeping = self._keeps.submit(self._keep, number, shard, self._file, *beside, told)
         self.shards.append(shard)
         self._out, self._whole = len(self.left_out), self._whole + shard.bytes
@@ -153,6 +155,9 @@ class Writer:
             self._file.abort()
         for pool in (self._writes, self._keeps):
             pool.shutdown(wait=True)
+        if self._keeping is not None and self._keeping.exception() is not None:
+            with suppress(OSError):  # of a full disk, say
+                (self.work / f"shard-{self._kept_number:05}.part").unlink(missing_ok=True)
 
     def finish(self, meta: Meta, named: bool) -> None:
         """The index, the names, and last of all what says that the set is whole."""
