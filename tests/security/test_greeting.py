@@ -1,6 +1,7 @@
 """Visitors of a listening socket: who is let in, who is dropped, when, and what is counted."""
 
 import contextlib
+import resource
 import socket
 import subprocess
 import sys
@@ -209,6 +210,19 @@ def test_a_process_without_descriptors_drops_the_oldest_and_goes_on(closing):
             closing.enter_context(socket.create_connection(("127.0.0.1", port)))
         closing.enter_context(socket.create_connection(("127.0.0.1", port))).send(b"open")
     assert process.communicate(timeout=30)[0] == "True True\n"
+
+
+def test_strangers_take_a_part_of_the_descriptors_only(door):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    try:
+        acceptor, knock = door()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for number in range(150):
+        knock(f"127.0.0.{2 + number % 5}")
+    assert acceptor.wait(0.1) == []
+    assert acceptor.pending == 100
 
 
 def test_without_pending_visitors_a_full_process_waits_without_using_the_cpu(door, monkeypatch):

@@ -328,7 +328,9 @@ def _channel() -> Channel:
     except LauncherNotFoundError as error:
         hint = "do other programs flood the launcher's port? --launcher ssh needs no port"
         if not error.dropped:
-            hint = "is there a firewall between the hosts?"
+            hint = (
+                "is there a firewall between the hosts? GLOO_SOCKET_IFNAME=NAME takes one interface"
+            )
         host = socket.gethostname()
         sys.exit(f"paceline: {host} can't reach the launcher. Tried {error}. HINT: {hint}")
 

@@ -16,6 +16,7 @@ was read; what it returns is the result. It raises OSError or ValueError to refu
 
 import contextlib
 import errno
+import resource
 import select
 import socket
 import time
@@ -171,6 +172,12 @@ class Strangers:
         return ", ".join([*words, f"other addresses ({rest})"] if rest else words)
 
 
+def _descriptors_for_visitors() -> int:
+    """Return the part of this process's descriptors that pending connections may take."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_PENDING if limit == resource.RLIM_INFINITY else max(1, limit // 4)
+
+
 @dataclass
 class _Visitor(Generic[T]):
     conversation: Conversation[T]
@@ -189,7 +196,8 @@ class Acceptor(Generic[T]):
         listening: Listening sockets; the acceptor closes them in the end.
         greeting: Called with the visitor's address for each connection; returns the generator.
         seconds: Time from accept until the greeting must be complete.
-        max_pending: Maximum number of connections whose greeting is not complete.
+        max_pending: Maximum number of connections whose greeting is not complete; at most a quarter
+            of the descriptors that the process may have.
         max_per_address: The same, from one address.
 
     Attributes:
@@ -207,7 +215,9 @@ class Acceptor(Generic[T]):
         max_per_address: int = MAX_PENDING_PER_ADDRESS,
     ) -> None:
         self._greeting, self._seconds = greeting, seconds
-        self._max_pending, self._max_per_address = max_pending, max_per_address
+        room = _descriptors_for_visitors()
+        self._max_pending = min(max_pending, room)
+        self._max_per_address = min(max_per_address, max(1, room // 2))
         self.strangers = Strangers()
         self._visitors: OrderedDict[int, _Visitor[T]] = OrderedDict()  # in the order of accept
         self._of_address: dict[str, OrderedDict[int, None]] = {}
