@@ -1,0 +1,71 @@
+"""The state of a pack that was stopped: files of DEST/.packing. Input: which file, and its content.
+A later call must go on, or refuse in a line, and give the same set."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data import state
+from paceline.data.pieces import CUT, Cut, done, name
+from paceline.data.unfinished import PLAN, WORK, _prepared
+from paceline.data.writer import WHOLE, Writer
+
+FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
+WORKING = FOLDER / WORK
+PIECE = WORKING / name(0)
+FILES = (
+    *(WORKING / one for one in ("shard-00000.json", PLAN, CUT, "rows-00000", "names-00000")),
+    *(PIECE / one for one in (WHOLE, "rows-00000", "names-00000")),
+)
+SHARD = {"file": "shard-00000.bin", "samples": 2, "bytes": 16, "crc": 0}
+MOMENTS = {"samples": 2, "count": 2.0, "mean": [1.0, 2.0], "squares": [0.5, 0.5]}
+STATE = {"left_out": ["a"], "statistics": MOMENTS | {"classes": [[0, 2]]}}
+STATE |= {"alike": [["float32", [2]]]}
+CONTENTS = (
+    json.dumps({"shard": SHARD, "next": 2, **STATE}).encode(),
+    json.dumps({"source": "x", "seed": 0}).encode(),
+    json.dumps({"first": 2, "each": 1, "samples": 4, "channels": [2]}).encode(),
+    bytes(96),
+    b"a\nb\n",
+    json.dumps({"shards": [SHARD], **STATE}).encode(),
+    bytes(96),
+    b"c\nd\n",
+)
+
+
+def seeds() -> Iterator[bytes]:
+    for number, content in enumerate(CONTENTS):
+        yield bytes([number]) + content
+
+
+def run(data: bytes) -> None:
+    if not data:
+        return
+    PIECE.mkdir(parents=True, exist_ok=True)
+    for path, content in zip(FILES, CONTENTS, strict=True):
+        path.write_bytes(content)
+    (FOLDER / "shard-00000.bin").write_bytes(bytes(16))
+    (PIECE / "shard-00000.bin").write_bytes(bytes(16))
+    FILES[data[0] % len(FILES)].write_bytes(data[1:])
+    try:
+        _prepared(FOLDER, WORKING, False)
+        writer = Writer(FOLDER, WORKING, 100, False)
+        try:
+            cut = Cut.load(WORKING)
+            same = cut is not None and (cut.first, cut.samples) == (writer.next, 4)
+            if same and done(cut, WORKING, FOLDER, len(writer.shards)):
+                writer.adopt(PIECE)
+            assert writer.samples in (0, 2, 4), writer.samples
+            json.dumps(writer.statistics.as_json())
+            state.as_json(writer._state(0))
+        finally:
+            writer.abort()
+    finally:
+        for path in FOLDER.glob("shard-*"):
+            path.unlink()
+        shutil.rmtree(WORKING, ignore_errors=True)
+    assert np.isfinite(writer.bytes)
