@@ -63,7 +63,7 @@ def test_settings_of_another_script_or_torch_are_named(tmp_path):
             'format = "paceline-settings"\nversion = 99\n',
             "has version 99, and this Paceline reads 1",
         ),
-        ("x = = 3", "can't be read as TOML"),
+        ("x = = 3", "is no TOML: Invalid value"),
         (
             HEAD + "[knobs]\ncompress-bf16 = true\ncompress-fp16 = true\n",
             "exclude each other. HINT",

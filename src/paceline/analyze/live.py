@@ -12,6 +12,7 @@ import numpy as np
 
 from ..record.states import NOTES, State
 from ..record.tail import Tail
+from .lines import words_of
 from .load import Run
 from .now import Now, Standing, age, now_of, standing
 from .read import Record, read
@@ -85,7 +86,7 @@ def view(
     doing = [now_of(rank.record, rank.tail) for rank in ranks]
     long_s = max(LONG_S, _LONG_STEPS * typical)
     return View(
-        command=command,
+        command=words_of(command),
         size=size,
         ranks=[record.rank for record in records],
         hosts=[record.host for record in records],
@@ -96,7 +97,7 @@ def view(
         now=doing,
         standing=standing(records, doing, long_s),
         missing_ranks=missing,
-        silent_hosts=list(silent),
+        silent_hosts=words_of(list(silent)),
         notes=notes,
     )
 

@@ -70,8 +70,13 @@ def load(folder: Path) -> Run:
     return Run(str(folder), records, missing, refused, _command(folder))
 
 
-def _read(path: Path) -> tuple[Record, list[str]]:
-    """Return a rank's record with the script's lines, and which of its files was left out."""
+def read_file(path: Path) -> Record:
+    """Return the record in a file, which stays mapped.
+
+    Raises:
+        InvalidFileError: It is no record.
+        OSError: It can't be opened, or is no regular file.
+    """
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
@@ -81,7 +86,12 @@ def _read(path: Path) -> tuple[Record, list[str]]:
         data: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size else b""
     finally:
         os.close(fd)
-    record = read(data, str(path))
+    return read(data, str(path))
+
+
+def _read(path: Path) -> tuple[Record, list[str]]:
+    """Return a rank's record with the script's lines, and which of its files was left out."""
+    record = read_file(path)
     lines = path.with_suffix(".lines")
     try:
         told, note = read_lines(lines)

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..security.files import InvalidFileError
+from ..security.text import printable
 
 app = typer.Typer(
     add_completion=False,
@@ -19,15 +21,26 @@ app = typer.Typer(
 
 @contextlib.contextmanager
 def mistakes_told() -> Iterator[None]:
-    """The user's mistakes in a line, and exit code 2; a line for Ctrl-C, and 130."""
+    """Print the user's mistakes, and files that can't be used, in a line; exit code 2. A line for
+    Ctrl-C, and 130."""
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("paceline: interrupted", err=True)
         raise typer.Exit(130) from None
-    except ValueError as mistake:
-        typer.echo(f"paceline: {mistake}", err=True)
+    except BrokenPipeError:  # whoever reads the output has gone
+        raise
+    except (ValueError, OSError) as mistake:
+        typer.echo(f"paceline: {in_words(mistake)}", err=True)
         raise typer.Exit(2) from None
+
+
+def in_words(mistake: ValueError | OSError) -> str:
+    """Return what is wrong, as a terminal may show it: of a file in one line."""
+    if isinstance(mistake, OSError):
+        file = f"{mistake.filename}: " if mistake.filename else ""
+        return printable(f"{file}{mistake.strerror or mistake}")
+    return printable(str(mistake), lines=not isinstance(mistake, InvalidFileError))
 
 
 def _version(wanted: bool) -> None:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..security.text import printable
+
 if TYPE_CHECKING:  # each command loads this module
     from ..knobs.tuning import Tuning
 
@@ -158,7 +160,7 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
 
     knobs, notes = taken(settings, script) if settings is not None else ({}, [])
     for note in notes:
-        typer.echo(f"paceline: {note}", err=True)
+        typer.echo(f"paceline: {printable(note)}", err=True)
     kind = KNOBS["exchange"].value
     if exchange is not None:
         if kind is None or not kind.fits(exchange):

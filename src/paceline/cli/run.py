@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..launch.job import Job
-from .base import app, mistakes_told
+from .base import app, in_words, mistakes_told
 from .options import (
     Args,
     Bind,
@@ -170,7 +170,7 @@ def run(
     try:
         code = start(job, ranks, hosts, hostfile, launcher, env or [], show)
     except ValueError as mistake:
-        typer.echo(f"paceline: {mistake}", err=True)
+        typer.echo(f"paceline: {in_words(mistake)}", err=True)
         code = 2
     except KeyboardInterrupt:
         typer.echo("paceline: interrupted", err=True)

@@ -3,8 +3,8 @@
 TOML, versioned; docs/machine-file.md has every key, its unit and what measures it."""
 
 import os
+import re
 import statistics
-import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.host import unspanned
+from ..security.files import InvalidFileError
+from ..security.reason import reason_of
+from .read_toml import read_toml
 from .shapes import UNLIMITED as UNLIMITED
-from .shapes import build, tree
+from .shapes import build, shown, tree
 from .toml import dumps
 
 VERSION = 1
+MAX_BYTES = 32 << 20  # 100,000 links between hosts
+MAX_MASK_CHARS = 4096
+_MASK = re.compile(r"(\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)?")  # up to core 9,999
 FLOPS, BANDWIDTH, SECONDS, FILES = "FLOP/s", "B/s", "s", "files/s"
 # Bus bandwidth over algorithm bandwidth, by operation, for p ranks: as in nccl-tests.
 _BUS = {
@@ -171,10 +177,8 @@ class HostFacts:
     storage: tuple[Storage, ...] = ()
 
     def __post_init__(self) -> None:
-        try:
-            unspanned(self.mask)
-        except ValueError:
-            raise ValueError(f"mask = {self.mask!r} is no list of cores as '0-3,8'") from None
+        if not _MASK.fullmatch(self.mask) or len(self.mask) > MAX_MASK_CHARS:
+            raise ValueError(f"mask = {shown(self.mask)} is no list of cores as '0-3,8'")
 
     @property
     def cpus(self) -> list[int]:
@@ -214,7 +218,7 @@ class Collective:
 
     group: str
     operation: str  # "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"
-    ranks: int
+    ranks: int = field(metadata={"least": 1})
     hosts: tuple[str, ...]
     backend: str = ""  # "gloo", "nccl"
     device: str = "cpu"
@@ -279,26 +283,25 @@ def load(path: str | Path) -> Machine:
     is no machine file of this version. Keys that nobody knows are named in one warning."""
     again = "HINT: paceline check writes a new one"
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_toml(path, MAX_BYTES)
     except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}. {again}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no TOML: it is not UTF-8 text. {again}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is no TOML: {error}. {again}") from None
+        raise ValueError(f"{path} can't be read: {reason_of(error)}. {again}") from None
+    except InvalidFileError as error:
+        raise InvalidFileError(path, f"{error.reason}. {again}") from None
     if "version" not in data:
-        raise ValueError(f"{path} is no machine file: version is missing. {again}")
+        raise InvalidFileError(path, f"is no machine file: version is missing. {again}")
     if data["version"] != VERSION or isinstance(data["version"], bool):
-        raise ValueError(
-            f"{path} is a machine file of version {data['version']!r}; this Paceline reads "
-            f"version {VERSION}. {again}, or use the Paceline that wrote it"
+        raise InvalidFileError(
+            path,
+            f"is a machine file of version {shown(data['version'])}; this Paceline reads "
+            f"version {VERSION}. {again}, or use the Paceline that wrote it",
         )
     unknown: list[str] = []
     try:
         machine: Machine = build(Machine, data, "", unknown)
     except ValueError as error:
         hint = "HINT: docs/machine-file.md has every key; paceline check writes a new file"
-        raise ValueError(f"{path}: {error}. {hint}") from None
+        raise InvalidFileError(path, f"{error}. {hint}") from None
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         names = ", ".join(unknown[:5]) + more

@@ -3,15 +3,32 @@
 TOML, with ``format``, ``version``, a table ``knobs`` (name = value, with comments) and a table
 ``made``, which says of which script on which machine the figures are."""
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+from msgspec import Meta
+
+from ..cost.read_toml import read_toml
+from ..cost.shapes import shown
 from ..cost.toml import dumps
+from ..security.files import InvalidFileError
+from ..security.reason import reason_of
+from ..security.schema import check
 from .registry import KNOBS
 
 FORMAT, VERSION = "paceline-settings", 1
+MAX_BYTES = 1 << 20
+MAX_KNOBS = 256
+
+
+class SettingsFile(TypedDict):
+    """What a settings file says. Values of knobs are checked one by one."""
+
+    format: Literal["paceline-settings"]
+    version: Literal[1]
+    knobs: NotRequired[Annotated[dict[str, Any], Meta(max_length=MAX_KNOBS)]]
+    made: NotRequired[dict[str, str | int | float | bool]]
 
 
 @dataclass(frozen=True)
@@ -47,14 +64,24 @@ def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
             f"{path} was made for {made['script']}, not for {Path(script).name}: nothing of it is "
             "set. HINT: paceline diagnose --try on this script, or take `script` out of the file"
         ]
+    knobs, notes = fitting(path, tree)
+    return knobs, notes + _other_torch(path, made)
+
+
+def fitting(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], list[str]]:
+    """Return the knobs of a file that can be set, and what is to be said of the others.
+
+    Raises:
+        ValueError: Two of them exclude each other.
+    """
     knobs, notes = {}, []
     for name, value in tree.get("knobs", {}).items():
         if why := _unfit(name, value):
-            notes.append(f"{path}: {name} = {value!r} is ignored: {why}")
+            notes.append(f"{path}: {shown(name)[1:-1]} = {shown(value)} is ignored: {why}")
         else:
             knobs[name] = value
     exclude(knobs)
-    return knobs, notes + _other_torch(path, made)
+    return knobs, notes
 
 
 def exclude(knobs: dict[str, Any]) -> None:
@@ -65,25 +92,25 @@ def exclude(knobs: dict[str, Any]) -> None:
                 raise ValueError(f"{name} and {other} exclude each other. HINT: take one out")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The whole file. Raises ValueError where it is none of these."""
+def read(path: Path) -> SettingsFile:
+    """Return the whole file. Raises ValueError where it is none of these."""
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = read_toml(path, MAX_BYTES)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}. HINT: paceline diagnose --try") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read as TOML: {error}") from None
+        raise ValueError(f"{path}: {reason_of(error)}. HINT: paceline diagnose --try") from None
     if tree.get("format") != FORMAT or not isinstance(tree.get("version"), int):
-        raise ValueError(
-            f'{path} is no settings file: format = "{FORMAT}" is missing. HINT: paceline diagnose '
-            "--try --save-settings FILE writes one"
+        raise InvalidFileError(
+            path,
+            f'is no settings file: format = "{FORMAT}" is missing. HINT: paceline diagnose '
+            "--try --save-settings FILE writes one",
         )
     if tree["version"] > VERSION:
-        raise ValueError(
-            f"{path} has version {tree['version']}, and this Paceline reads {VERSION}. HINT: a "
-            "newer Paceline"
+        raise InvalidFileError(
+            path,
+            f"has version {tree['version']}, and this Paceline reads {VERSION}. HINT: a "
+            "newer Paceline",
         )
-    return tree
+    return check(tree, SettingsFile, path)
 
 
 def _unfit(name: str, value: object) -> str:

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .settings import SettingsFile
+
 VARIABLE = "PACELINE_TUNE"
 BY = "--tune-exchange"  # in a settings file's table ``made``
 
@@ -27,7 +29,7 @@ class Tuning:
         return cls(**json.loads(text))
 
 
-def made(path: Path, tree: dict[str, Any]) -> dict[str, Any]:
+def made(path: Path, tree: SettingsFile) -> dict[str, Any]:
     """Its table ``made``. Raises ValueError where something else wrote it."""
     found = tree.get("made", {})
     if found.get("by") != BY:

@@ -4,6 +4,7 @@ import signal
 from dataclasses import dataclass
 
 from ..record.errors import peer_gone
+from ..security.text import printable
 
 
 @dataclass
@@ -72,18 +73,18 @@ def first(ranks: list[Watched]) -> Watched | None:
 def describe(dead: Watched, tail: list[str], others: int) -> str:
     """What happened to the first rank that failed."""
     if dead.exception is not None:
-        what = f"failed: {dead.exception}"
+        what = f"failed: {printable(dead.exception)}"
     elif dead.lost:
-        what = dead.lost
+        what = printable(dead.lost)
     elif dead.exit_code is not None and dead.exit_code < 0:
         what = f"was killed by {_signal_name(-dead.exit_code)}"
     else:
         what = f"ended with exit code {dead.exit_code}"
-    where = f" on {dead.host}" if dead.host else ""
+    where = f" on {printable(dead.host)}" if dead.host else ""
     lines = [f"paceline: rank {dead.rank}{where} {what}"]
     if tail:
         lines.append(f"  last lines of rank {dead.rank}:")
-        lines += [f"    {line}" for line in tail]
+        lines += [f"    {printable(line)}" for line in tail]
     if dead.exit_code == -signal.SIGKILL and not dead.lost:
         lines.append("  HINT: where nobody killed it, the system was out of memory (dmesg says so)")
     if others:

@@ -6,7 +6,6 @@ which Paceline speaks from inside it (record.tell): that is shown without a rank
 """
 
 import contextlib
-import json
 import os
 import selectors
 import threading
@@ -16,6 +15,9 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from ..cluster.host import spans
+from ..security.files import InvalidFileError
+from ..security.terminal import for_terminal
+from .messages import MAX_MESSAGE_BYTES, RankMessage, message_of
 
 OUT, ERR, STATUS = 1, 2, 3
 HOLD = 0.2
@@ -63,7 +65,7 @@ class Output:
         """The launcher's own words: to ``err``, after what the ranks have said so far."""
         with self._lock:
             self.drain()
-            self._screen.write(ERR, text.encode())
+            self._screen.write(ERR, for_terminal(text).encode())
 
     def drain(self) -> None:
         """Take in and show what is in the pipes now (all of it, once the ranks have ended)."""
@@ -119,20 +121,21 @@ class Output:
 
     def _feed(self, rank: int, stream: int, data: bytes) -> None:
         if stream == STATUS:
-            *lines, self._status[rank] = (self._status.get(rank, b"") + data).split(b"\n")
+            *lines, rest = (self._status.get(rank, b"") + data).split(b"\n")
+            self._status[rank] = rest if len(rest) <= MAX_MESSAGE_BYTES else b""
             for line in lines:
-                with contextlib.suppress(ValueError):  # not ours: a script has found the pipe
-                    self._hear(rank, json.loads(line))
+                with contextlib.suppress(InvalidFileError):  # a script has found the pipe
+                    self._hear(rank, message_of(line))
             if not data:
                 self._status.pop(rank, None)
             return
         for line in self._streams[stream].feed(rank, data):
             self.tails[rank].append(line.decode(errors="replace"))
 
-    def _hear(self, rank: int, message: dict[str, Any]) -> None:
+    def _hear(self, rank: int, message: RankMessage) -> None:
         if "say" in message:
-            self._streams[ERR].say(rank, message["say"].encode())
-        else:
+            self._streams[ERR].say(rank, for_terminal(message["say"]).encode())
+        elif message:
             self._heard(rank, message)
 
 

@@ -186,11 +186,11 @@ class Remaining:
 def sort_out(record: Path, last: int) -> None:
     """In the folder of a run's records: those of hosts that were left out lie where the last
     attempt's belong; they go to the earlier attempts'. Never raises."""
-    from ..analyze.read import read
+    from ..analyze.load import read_file
 
     for path in record.glob("rank-*.ring"):
         try:
-            attempt = int(read(path.read_bytes(), str(path)).meta.get("attempt", 0))
+            attempt = read_file(path).meta.get("attempt", 0)
             if attempt >= last:
                 continue
             place = record / f"attempt-{attempt}"

@@ -8,6 +8,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..record.about import Finite
+from ..security.files import InvalidFileError, open_regular, read_regular
+from ..security.reason import reason_of
+from ..security.schema import parse_json
+
+MAX_BYTES = 16 << 20  # some 50,000 lines
 ENOUGH = 3  # pairs that say something of a kind
 
 
@@ -19,10 +25,10 @@ class Pair:
     script: str
     knob: str
     source: str
-    predicted: float
-    low: float
-    high: float
-    measured: float
+    predicted: Finite
+    low: Finite
+    high: Finite
+    measured: Finite
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,11 @@ def remember(pairs: Iterable[Pair]) -> str:
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as stream:
+        fd = open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with open(fd, "a") as stream:
             stream.writelines(json.dumps(asdict(pair)) + "\n" for pair in pairs)
     except OSError as error:
-        return f"{file}: {error.strerror}: these predictions are not remembered"
+        return f"{file}: {reason_of(error)}: these predictions are not remembered"
     return ""
 
 
@@ -64,13 +71,13 @@ def off() -> dict[str, Off]:
 
 def _all() -> list[Pair]:
     try:
-        lines = path().read_text().splitlines()
-    except OSError:
+        lines = read_regular(path(), MAX_BYTES).splitlines()
+    except (OSError, InvalidFileError):
         return []
     found = []
     for line in lines:
         try:
-            found.append(Pair(**json.loads(line)))
-        except (ValueError, TypeError):  # a line that was cut short, or of another version
+            found.append(parse_json(line, Pair, path()))
+        except InvalidFileError:  # a line that was cut short, or of another version
             continue
     return found

@@ -10,6 +10,8 @@ import sys
 import threading
 from typing import Any
 
+from ..security.terminal import for_terminal
+
 _lock = threading.Lock()
 
 
@@ -30,6 +32,7 @@ def to_launcher(**message: Any) -> bool:
 
 def say(text: str) -> None:
     """Show ``text`` (whole lines, or a line that ends in a carriage return) to the user."""
+    text = for_terminal(text)
     if not to_launcher(say=text):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -89,7 +89,8 @@ def _figure(figure: Figure | None) -> str:
     if figure is None:
         return "-"
     half = (figure.high - figure.low) / 2
-    return f"{told(figure.median, figure.unit)} ±{percent(half / figure.median)}"
+    share = half / figure.median if figure.median else 0.0
+    return f"{told(figure.median, figure.unit)} ±{percent(share)}"
 
 
 Rows = dict[tuple[str, str], dict[str, Figure]]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..analyze.live import View
 from ..analyze.now import Now, Standing
 from ..analyze.stacks import FORBIDDEN, own_line
+from ..security.text import printable
 from .numbers import counted, elapsed
 from .top import doing_in_words, numbered, standing_in_words
 
@@ -35,7 +36,7 @@ def told(
         lines.append(f"    rank {rank}{host}: {what}{using}{where}")
     if len(ranks) > MOST:
         lines.append(f"    ... and {counted(len(ranks) - MOST, 'more rank')}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
 
 
 def _where(stack: str) -> str:

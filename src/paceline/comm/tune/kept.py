@@ -8,7 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...knobs.settings import Setting, read, write
+from ...cost.shapes import shown
+from ...knobs.settings import Setting, fitting, read, write
 from ...knobs.tuning import BY, made
 from .choice import Choice
 from .halving import Verdict
@@ -43,8 +44,11 @@ def known(path: Path, mine: dict[str, Any], default: Choice) -> tuple[Choice | N
     told = made(path, tree)
     for name, value in mine.items():
         if told.get(name) != value:
-            return None, f"{path} was made with {name} = {told.get(name)}, and this is {value}"
-    knobs = tree.get("knobs", {})
+            before = shown(told.get(name))
+            return None, f"{path} was made with {name} = {before}, and this is {value}"
+    knobs, notes = fitting(path, tree)
+    if notes:
+        return None, notes[0]
     return Choice.of(knobs) if knobs else default, ""
 
 

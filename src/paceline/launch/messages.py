@@ -1,0 +1,47 @@
+"""What a rank says to its launcher through the status pipe (record.tell), one JSON line each.
+
+The pipe is open in the user's script as well, and in all processes that it starts: a line may hold
+anything.
+"""
+
+import json
+from typing import Annotated, TypedDict
+
+import msgspec
+
+from ..security.files import InvalidFileError
+
+MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, some KB a rank
+
+ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class RankMessage(TypedDict, total=False):
+    """One message: one of these, and ``at`` and ``code`` with an exception."""
+
+    say: str
+    exception: str
+    at: Seconds
+    code: ExitCode
+    finished: ExitCode
+    leaves: bool
+    ending: bool
+    left: Step
+    summary: str
+
+
+def message_of(line: bytes) -> RankMessage:
+    """Return the message in a line.
+
+    Raises:
+        InvalidFileError: The line is none that Paceline writes.
+    """
+    try:
+        message = msgspec.convert(json.loads(line), RankMessage)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise InvalidFileError("the status pipe", str(error)) from None
+    if "exception" in message and not {"at", "code"} <= message.keys():
+        raise InvalidFileError("the status pipe", "has an exception without its time and code")
+    return message

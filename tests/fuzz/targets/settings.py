@@ -1,0 +1,40 @@
+"""Settings files: what paceline run takes of them, and what the tuner kept in one."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.comm.tune import kept
+from paceline.comm.tune.choice import Choice
+from paceline.knobs import settings
+from paceline.knobs.registry import KNOBS
+from paceline.knobs.tuning import made
+
+FILE = Path(tempfile.mkdtemp(prefix="paceline-fuzz-settings-"), "settings.toml")
+settings._other_torch = lambda *_: []  # type: ignore[assignment]  # it reads a package's metadata
+MINE = {"ranks": 2, "sockets": False, "torch": "2.8"}
+HEAD = 'format = "paceline-settings"\nversion = 1\n[knobs]\n'
+
+
+def seeds() -> Iterator[bytes]:
+    names = {name: knob.value for name, knob in KNOBS.items()}
+    yield (HEAD + "".join(f"{name} = 4\n" for name in names)).encode()
+    yield (HEAD + "".join(f"{name} = true\n" for name in names)).encode()
+    yield (HEAD + 'exchange = "gloo"\nbucket-mb = 12.5\nalgorithm = "ring"\n').encode()
+    told = '[made]\nby = "--tune-exchange"\nscript = "train.py"\nranks = 2\nsockets = false\n'
+    yield (HEAD + 'exchange = "paceline"\nbucket-mb = 4\n' + told + 'torch = "2.8"\n').encode()
+    yield (HEAD + "x.y.z = 0xffffffffffffffffffff\nn = [nan, inf, 1979-05-27]\n").encode()
+
+
+def run(data: bytes) -> None:
+    FILE.write_bytes(data)
+    try:
+        knobs, notes = settings.taken(FILE, "train.py")
+        assert all(KNOBS[name].value.fits(value) for name, value in knobs.items())  # type: ignore[union-attr]
+        assert all(note.isprintable() for note in notes), notes
+    except ValueError:
+        pass
+    tree = settings.read(FILE)
+    assert made(FILE, tree)["by"] == "--tune-exchange"
+    choice, why = kept.known(FILE, MINE, Choice())
+    assert f"{choice}{why}".isprintable()
