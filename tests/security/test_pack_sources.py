@@ -18,7 +18,7 @@ import zarr
 
 import sets
 from paceline.data import Shards, pack
-from paceline.data.formats import source, zarrs
+from paceline.data.formats import classic, source, zarrs
 from paceline.data.formats.tfrecord import HEAD, TAIL, _example, _masked
 from paceline.data.unfinished import WORK
 from paceline.security.files import InvalidFileError
@@ -283,6 +283,24 @@ def test_zarr_with_a_chunk_that_is_a_fifo_or_a_codec_that_runs_code(tmp_path):
     for hostile in ({"filters": [pickle]}, {"compressor": pickle}):
         with pytest.raises(ValueError, match="its codec pickle runs code from the file"):
             zarrs.check_codecs(types.SimpleNamespace(**hostile), "x.zarr")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"CDF", ""),
+        (b"CDF\1" + bytes(4) + b"\0\0\0\x0a" + b"\xff" * 4, "its header is damaged"),
+        (b"CDF\5" + bytes(8) + b"\0\0\0\x0a" + b"\xff" * 16, "its header is damaged"),
+        (b"CDF\1" + bytes(20) + b"\0\0\0\x0b\0\0\0\1" + bytes(4) + b"\xff" * 4, "of 4,294,967"),
+    ],
+)
+def test_headers_of_netcdf_3(tmp_path, data, said):
+    (tmp_path / "x.nc").write_bytes(data)
+    if said:
+        with pytest.raises(ValueError, match=said):
+            classic.lacks(tmp_path / "x.nc")
+    else:
+        assert classic.lacks(tmp_path / "x.nc") == ""
 
 
 def test_what_a_library_raises_is_told_by_name(tmp_path, monkeypatch):

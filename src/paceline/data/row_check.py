@@ -3,43 +3,45 @@
 A row's checksum finds damage. It does not prove who wrote the row.
 """
 
+from collections.abc import Callable
+
 from .meta_schema import MAX_SAMPLE_BYTES, nbytes
 from .shard_format import IMAGE, JPEG, META, RAW, Meta, Row
 
 
-class RowCheck:
-    """The check of one set, called with each row.
+def row_check(meta: Meta) -> Callable[[Row], None]:
+    """Return the check of a set's rows, a function that raises ValueError for a row that
+    contradicts paceline.json or the length of its own sample."""
+    alike, tail = meta.array, meta.tail
+    sizes = [shard.bytes for shard in meta.shards]
+    count = len(sizes)
+    shape, dtype = (alike.shape, alike.dtype) if alike else ((), "")
+    raw_bytes = alike.nbytes + tail if alike else -1
 
-    Raises:
-        ValueError: The row contradicts paceline.json, or the length of its own sample.
-    """
-
-    def __init__(self, meta: Meta) -> None:
-        self.alike, self.tail, self.shards = meta.array, meta.tail, meta.shards
-        # Bytes of each sample where all are alike, so that no row has to be multiplied out.
-        self.nbytes = meta.array.nbytes if meta.array else -1
-
-    def __call__(self, row: Row) -> None:
-        shards, alike, size = self.shards, self.alike, self.nbytes
-        if row.shard >= len(shards) or row.offset + row.length > shards[row.shard].bytes:
+    def check(row: Row) -> None:
+        _, offset, length, shard, own_shape, own_dtype, encoding, _, _ = row  # faster than names
+        if shard >= count or offset + length > sizes[shard]:
             raise ValueError("its row is damaged")
-        if alike is None:
-            size = nbytes(row.dtype, row.shape)
-            if size > MAX_SAMPLE_BYTES:
-                raise ValueError(f"its row says {row.dtype} of {row.shape}, larger than 4 GiB")
-        elif row.shape != alike.shape or row.dtype != alike.dtype:
-            raise ValueError(
-                f"its row says {row.dtype} of {row.shape}, and {META} {alike.dtype} of "
-                f"{alike.shape}"
-            )
-        if row.encoding == RAW:
-            if row.length != size + self.tail:
-                raise ValueError(
-                    f"its row is damaged: it has {row.length:,} bytes of {size + self.tail:,}"
-                )
-        elif row.length < self.tail:
-            raise ValueError(f"its row is damaged: its label alone has {self.tail:,} bytes")
-        elif row.encoding in (JPEG, IMAGE):
-            shape = row.shape
-            if len(shape) != 3 or shape[2] not in (1, 3) or not shape[0] * shape[1]:
-                raise ValueError(f"its row says an image of {shape}")
+        if encoding == RAW and length == raw_bytes and own_shape == shape and own_dtype == dtype:
+            return
+        if alike is not None and (own_shape != shape or own_dtype != dtype):
+            told = f"its row says {own_dtype} of {own_shape}"
+            raise ValueError(f"{told}, and {META} {dtype} of {shape}")
+        _check_sizes(row, tail)
+
+    return check
+
+
+def _check_sizes(row: Row, tail: int) -> None:
+    """Compare the array of a row with the length of its sample and with the limits. tail: bytes of
+    its label."""
+    shape, size = row.shape, nbytes(row.dtype, row.shape)
+    if size > MAX_SAMPLE_BYTES:
+        raise ValueError(f"its row says {row.dtype} of {shape}, larger than 4 GiB")
+    if row.encoding == RAW and row.length != size + tail:
+        raise ValueError(f"its row is damaged: it has {row.length:,} bytes of {size + tail:,}")
+    if row.length < tail:
+        raise ValueError(f"its row is damaged: its label alone has {tail:,} bytes")
+    image = row.encoding in (JPEG, IMAGE)
+    if image and (len(shape) != 3 or shape[2] not in (1, 3) or not shape[0] * shape[1]):
+        raise ValueError(f"its row says an image of {shape}")

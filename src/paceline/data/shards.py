@@ -15,7 +15,7 @@ from ..security.files import InvalidFileError, open_regular
 from . import shard_format, staging
 from .decode import decode
 from .names import Names
-from .row_check import RowCheck
+from .row_check import row_check
 from .shard_format import FILE, INDEX, NAMES, RAW, DataError, Field, Meta, Row
 
 PIECE_BYTES = 1 << 20  # of a file that is read as a whole
@@ -39,7 +39,7 @@ class Shards:
         self.folder = Path(folder)
         self.meta: Meta = shard_format.load(self.folder)
         self._whole = self.meta.array.shape if self.meta.array else ()
-        self._check = RowCheck(self.meta)
+        self._check_row = row_check(self.meta)
         self._names: Names | None = None
         if self.meta.names:
             told = self.meta.files.get(NAMES)
@@ -87,7 +87,7 @@ class Shards:
             if len(packed) < shard_format.ROW.size:
                 raise ValueError("the index is truncated")
             row = shard_format.row_of(packed, self._whole)
-            self._check(row)  # before any memory is taken for it
+            self._check_row(row)  # before any memory is taken for it
             return row
         except OSError as error:
             reason = f"can't be read: {error.strerror}"

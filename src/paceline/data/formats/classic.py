@@ -12,6 +12,7 @@ from typing import BinaryIO, NamedTuple
 from ...security.files import open_regular
 
 MAGIC = b"CDF"
+VERSIONS = (b"\1", b"\2", b"\5")
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 1024  # as the library has it
 SIZES = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)  # bytes of a value, by the type's number
@@ -61,7 +62,7 @@ def lacks(path: Path) -> str:
     for one that is shorter."""
     with open(open_regular(path), "rb") as file:
         magic = file.read(4)
-        if magic[:3] != MAGIC or magic[3] not in (1, 2, 5):
+        if magic[:3] != MAGIC or magic[3:] not in VERSIONS:
             return ""
         header = _Header(file, magic[3])
         try:
