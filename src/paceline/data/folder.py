@@ -211,10 +211,11 @@ def files_below(folder: Path) -> Iterator[str]:
             if entry.name.startswith("."):
                 continue
             name = f"{below}/{entry.name}" if below else entry.name
-            link = entry.is_symlink()
             if not entry.is_dir():
                 yield name
-            elif not (link and _holds(entry.path, folder / below)):
+                continue
+            link = entry.is_symlink()
+            if not (link and _holds(entry.path, folder / below)):
                 own = _inode(entry.stat())
                 if own in above:
                     continue

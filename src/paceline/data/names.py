@@ -98,6 +98,8 @@ def as_line(name: str) -> str:
     """Return a name as it can be written to a line: one line, encodable, of limited length."""
     if "\n" in name:
         name = printable(name)
+    elif name.isascii() and len(name) < MAX_NAME_BYTES:  # almost all are
+        return name
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
