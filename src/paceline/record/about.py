@@ -188,7 +188,7 @@ def parse(text: bytes, name: str) -> About:
         raise InvalidFileError(name, f"says rank {about['rank']} of {about['size']} ranks")
     for number, group in about.get("groups", {}).items():
         if int(number) > MAX_GROUP_NUMBER:
-            raise InvalidFileError(name, f"has a process group with the number {number}")
+            raise InvalidFileError(name, f"says {number} is a process group's number")
         if group["rank"] >= group["size"]:
             said = f"rank {group['rank']} of {group['size']}"
             raise InvalidFileError(name, f"says {said} in the process group {group['name']}")

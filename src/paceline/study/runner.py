@@ -17,7 +17,10 @@ from ..analyze.load import Run, load
 from ..knobs.settings import Setting, write
 from ..record.rung import VARIABLE, Rung
 from ..record.states import State
+from ..security.files import open_regular
+from ..security.text import printable
 
+MAX_LOG_BYTES = 1 << 20  # of a run's output, its end
 MINUTE = 60.0
 LAST_LINES = 6  # of a run that failed
 END_SECONDS = 5.0  # for a run that was interrupted to end its ranks
@@ -163,7 +166,10 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _last(log: Path) -> list[str]:
-    said = log.read_text(errors="replace").splitlines()
+    with open(open_regular(log), "rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - MAX_LOG_BYTES, 0))
+        text = file.read(MAX_LOG_BYTES).decode(errors="replace")
+    said = [printable(line) for line in text.splitlines()]
     lines = [x for x in said if x.strip() and not x.startswith("paceline: the record is in")]
     return lines[-LAST_LINES:] or [f"(no word; {os.fspath(log)})"]
 
