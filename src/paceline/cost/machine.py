@@ -2,7 +2,6 @@
 
 TOML, versioned; docs/machine-file.md has every key, its unit and what measures it."""
 
-import os
 import re
 import statistics
 import warnings
@@ -15,6 +14,7 @@ from typing import Any
 
 from ..cluster.host import unspanned
 from ..security.files import InvalidFileError
+from ..security.folders import replace_file
 from ..security.reason import reason_of
 from .read_toml import read_toml
 from .shapes import UNLIMITED as UNLIMITED
@@ -314,12 +314,9 @@ def save(machine: Machine, path: str | Path) -> None:
     data = tree(machine)
     build(Machine, data, "", [])
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(dumps(data), encoding="utf-8")
-        part.replace(path)
+        replace_file(path, dumps(data).encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ValueError(
             f"{path} can't be written: {error.strerror}. HINT: choose a folder that exists, may "
             "be written to and has room"

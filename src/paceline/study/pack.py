@@ -4,6 +4,7 @@ unpacked. It is written beside under another name, whole or not at all."""
 import errno
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def ready(environment: Environment, file: Path) -> None:
 
 def pack(environment: Environment, file: Path, step: Step) -> float:
     """Write it; seconds that it took."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    # Random, so that nobody can put a link there before a tool opens it.
+    part = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     write = _squashfs if file.suffix in SQUASHFS else _tar
     start = time.perf_counter()
     try:
