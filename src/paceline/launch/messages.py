@@ -10,11 +10,11 @@ from typing import Annotated, TypedDict
 import msgspec
 
 from ..security.files import InvalidFileError
+from ..security.schema import Count
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, some KB a rank
 
 ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
-Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -28,7 +28,7 @@ class RankMessage(TypedDict, total=False):
     finished: ExitCode
     leaves: bool
     ending: bool
-    left: Step
+    left: Count
     summary: str
 
 
