@@ -47,7 +47,7 @@ class Manifest(TypedDict):
     version: Literal[1]
     step: NotRequired[Count]
     epoch: NotRequired[Count]
-    inside: NotRequired[Count]
+    inside: NotRequired[bool]
     ranks: NotRequired[Annotated[int, Meta(ge=1, le=MAX_RANKS)]]
     files: Annotated[list[ShardEntry], Meta(min_length=1, max_length=MAX_RANKS)]
 

@@ -29,7 +29,7 @@ TENSORS = [torch.arange(4), torch.ones(3, dtype=torch.bfloat16), torch.ones(2).t
 
 def seeds() -> Iterator[bytes]:
     entry = {"name": "rank-00000.pt", "bytes": len(SHARD), "crc32": zlib.crc32(SHARD)}
-    body = {"format": "paceline-checkpoint", "version": 1, "step": 3, "epoch": 1, "inside": 0}
+    body = {"format": "paceline-checkpoint", "version": 1, "step": 3, "epoch": 1, "inside": False}
     yield b"m" + json.dumps({**body, "ranks": 1, "files": [entry]}).encode()
     yield b"m" + json.dumps({**body, "files": [{**entry, "name": "../outside.pt"}]}).encode()
     state = {"w": {"__paceline_tensor__": 0}, "more": [1, (2.5, None), {3, 4}, b"x"]}
