@@ -19,6 +19,7 @@ from paceline.comm.hosts.connect import Door
 from paceline.comm.meet import Appointment, meet
 from paceline.data import Shards, pack, sharing
 from paceline.security.folders import Folder
+from paceline.security.greeting import RefusedError, Step
 
 
 @pytest.fixture
@@ -142,6 +143,32 @@ def test_peers_connect_among_a_thousand_idle_connections(flooded):
         one.close()
 
 
+@pytest.mark.parametrize("manner", ["closed", "reset"])
+def test_a_peer_that_is_dropped_knocks_again(manner, monkeypatch):
+    """By a host that is busy with strangers."""
+    door, begun = Door(Link("lo", "127.0.0.1")), time.monotonic()
+    dropped, real = [], Door._greeting
+
+    def greeting(self):
+        if len(dropped) < 3:
+            dropped.append((yield Step(read=36 if manner == "closed" else 1)))
+            raise RefusedError("too many")
+        return (yield from real(self))
+
+    monkeypatch.setattr(Door, "_greeting", greeting)
+    names, found = {0: "host1", 1: "host2"}, []
+    other = Door(Link("lo", "127.0.0.1"))
+    peer = threading.Thread(target=lambda: found.append(other.meet(1, {0: door.told}, names)))
+    peer.start()
+    met = door.meet(0, {1: other.told}, names)
+    peer.join(10.0)
+    assert len(dropped) == 3
+    assert time.monotonic() - begun < 10.0
+    assert met.sockets[1].getpeername() == found[0].sockets[0].getsockname()
+    for one in (met, *found):
+        one.close()
+
+
 @pytest.fixture
 def shards(tmp_path):
     """A server of the shards of a set, and these."""
@@ -164,7 +191,24 @@ def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_
         assert (tmp_path / "fetched").read_bytes() == (tmp_path / "set" / shard.file).read_bytes()
     assert sharing.alive(server.name)
     assert time.monotonic() - begun < 20.0
-    assert threading.active_count() <= threads + 1
+    ranks.wait_until(lambda: threading.active_count() == threads, 5)
+
+
+@pytest.mark.parametrize("times", [2, 9])
+def test_a_host_that_drops_who_asks_is_asked_again_some_times(shards, monkeypatch, times):
+    server, _ = shards
+    dropped, real = [], sharing.Server._admit
+
+    def admit(self, visitor, number):
+        if len(dropped) < times:
+            dropped.append(visitor.close())
+        else:
+            real(self, visitor, number)
+
+    monkeypatch.setattr(sharing.Server, "_admit", admit)
+    monkeypatch.setattr(sharing, "RETRIES_S", (0.01, 0.01, 0.01))
+    assert sharing.alive(server.name) == (times < 4)
+    assert len(dropped) == min(times, 4)
 
 
 def test_shards_are_sent_by_a_limited_number_of_threads(shards, monkeypatch, tmp_path):

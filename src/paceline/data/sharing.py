@@ -46,6 +46,7 @@ QUIET_S = 3.0  # without news, after which is looked who still reads
 LOOK_S = 0.05  # between two looks at the log
 JOIN_S = 60.0
 READY_S = 3.0  # that the first host waits for the others, so that what they have is not read again
+RETRIES_S = (0.05, 0.1, 0.2)  # pauses before a host that has dropped us is asked again
 PIECE = 256 << 10
 MAX_SENDERS = 64  # threads that send shards
 MAX_WAITING = 1024  # visitors that know the token and wait for one of these
@@ -317,10 +318,27 @@ def _opened(folder: Folder, name: str) -> BinaryIO:
 def alive(host: str) -> bool:
     """Whether a host's process answers."""
     try:
-        with _asked(host, ALIVE, ALIVE_S) as channel:
-            return _size_from(channel, ALIVE_S) == NOT_THERE
+        channel, size = _answered(host, ALIVE, ALIVE_S)
+        channel.close()
+        return size == NOT_THERE
     except (OSError, EOFError):
         return False
+
+
+def _answered(host: str, number: int, seconds: float) -> tuple[socket.socket, int]:
+    """Ask a host, and again where it drops us: it may be busy with strangers. Return the connection
+    and the size that it says. Raises OSError or EOFError where it does not answer."""
+    pauses = iter(RETRIES_S)
+    while True:
+        channel = _asked(host, number, seconds)
+        try:
+            return channel, _size_from(channel, seconds)
+        except (OSError, EOFError) as error:
+            channel.close()
+            pause = next(pauses, None)
+            if pause is None or isinstance(error, TimeoutError):
+                raise
+        time.sleep(pause)
 
 
 def _asked(host: str, number: int, patience: float) -> socket.socket:
@@ -338,8 +356,9 @@ def _fetched(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
     """Raises OSError where the host does not send it whole, DataError for another checksum."""
     crc, left, buffer = 0, shard.bytes, memoryview(bytearray(PIECE))
     try:
-        with _asked(host, number, PATIENCE_S) as channel:
-            if _size_from(channel, PATIENCE_S) != shard.bytes:
+        channel, size = _answered(host, number, PATIENCE_S)
+        with channel:
+            if size != shard.bytes:
                 raise ConnectionError(f"{host.split()[0]} has it not whole")
             while left:
                 piece = buffer[: min(left, PIECE)]
@@ -365,12 +384,8 @@ def _size_from(channel: socket.socket, seconds: float) -> int:
 
 
 def _fill(channel: socket.socket, piece: memoryview, seconds: float) -> None:
-    """Receive a whole piece, however slowly its bytes come.
-
-    Raises:
-        TimeoutError: It was not whole within ``seconds``.
-        EOFError: The connection was closed.
-    """
+    """Receive a whole piece. Raises TimeoutError where it is not whole within ``seconds``, however
+    its bytes come, and EOFError where the connection was closed."""
     deadline, done = time.monotonic() + seconds, 0
     while done < len(piece):
         channel.settimeout(max(0.001, deadline - time.monotonic()))

@@ -39,6 +39,7 @@ GREETINGS: list[Callable[[], Greeting[Any]]] = [
     waiting_for_store,
     _with_token(sharing.Server).greeting,
     _with_token(connect.Door)._greeting,
+    lambda: connect.introduction(TOKEN, 3),
 ]
 
 
@@ -73,6 +74,7 @@ def seeds() -> Iterator[bytes]:
         b'{"store": ["10.0.0.1", 29500]}\n',
         sharing._WORD.pack(TOKEN.encode(), 3),
         connect._WORD.pack(TOKEN.encode(), 3),
+        connect._WELCOME,
     )
     for number, data in enumerate(valid):
         yield bytes([number, number]) + data

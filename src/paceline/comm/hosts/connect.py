@@ -12,17 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...cluster.links import Link, links
-from ...security.greeting import Acceptor, Greeting, RefusedError, Step
+from ...security.greeting import DROPPED, Acceptor, Greeting, RefusedError, Step, converse
 from ..reach import asked, listen_on, of_names
 
 CONNECT_S = 30.0  # within which peers come, all of which are known to be there
-# Within which who has come has said its word. Longer than other greetings: a peer gets no answer to
-# its word, and so does not try again where it was too slow.
-WORD_S = 5.0
+WORD_S = 1.0  # within which who has come has said its word
+# Pauses before a peer that was dropped knocks again; each is twice as long.
+RETRY_S, MAX_RETRY_S = 0.05, 1.0
 LOOKS_S = 5.0  # without a word: then it is looked whether the peer's host still answers
 PROBES = 100  # without an answer, before the connection counts as lost
 DARK_MS = 12_000  # without an answer to those looks: it is not the peer that is late
 _WORD = struct.Struct("!32si")
+_WELCOME = b"+"
 _LAST_ANSWER = (
     56  # where tcp_info has the milliseconds since the last acknowledgement (linux/tcp.h)
 )
@@ -142,10 +143,11 @@ class Door:
                         visitor.close()
 
     def _greeting(self) -> Greeting[int]:
-        """Read the token and the number of a peer's host."""
+        """Read the token and the number of a peer's host, and confirm them."""
         token, host = _WORD.unpack((yield Step(read=_WORD.size)))
         if not hmac.compare_digest(token, self._token.encode()):
             raise RefusedError("the visitor does not know this rank's token")
+        yield Step(send=_WELCOME)
         return int(host)
 
 
@@ -161,13 +163,39 @@ def _note(acceptor: Acceptor[int]) -> str:
 def _knock(
     address: str, port: int, token: str, me: int, named: str, deadline: float
 ) -> socket.socket:
+    """Connect to a peer, and again where it drops us: it may be busy with strangers.
+
+    Raises:
+        OSError: It can't be reached, or has not confirmed the connection by the deadline.
+    """
+    wait = RETRY_S
+    while True:
+        try:
+            return _connected(address, port, introduction(token, me), deadline)
+        except OSError as error:
+            dropped = isinstance(error, DROPPED) and not isinstance(error, TimeoutError)
+            if not dropped or time.monotonic() + wait > deadline:
+                why = error.strerror or error
+                raise OSError(None, f"no connection to {named}: {why}") from None
+        time.sleep(wait)
+        wait = min(2 * wait, MAX_RETRY_S)
+
+
+def _connected(address: str, port: int, greeting: Greeting[None], deadline: float) -> socket.socket:
+    found = socket.create_connection((address, port), max(deadline - time.monotonic(), 0.001))
     try:
-        left = max(deadline - time.monotonic(), 0.001)
-        found = socket.create_connection((address, port), left)
-        found.sendall(_WORD.pack(token.encode(), me))
-        return found
-    except OSError as error:
-        raise OSError(None, f"no connection to {named}: {error.strerror or error}") from None
+        converse(found, greeting, max(deadline - time.monotonic(), 0.001))
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def introduction(token: str, me: int) -> Greeting[None]:
+    """Say the peer's token and this host's number, and wait until the peer has confirmed them."""
+    said = yield Step(send=_WORD.pack(token.encode(), me), read=len(_WELCOME))
+    if said != _WELCOME:
+        raise RefusedError("another program listens there")
 
 
 def _ready(one: socket.socket) -> None:
