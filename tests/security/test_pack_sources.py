@@ -467,3 +467,17 @@ def test_a_full_disk_is_told_once_and_leaves_what_goes_on(tmp_path, size):
         assert not [name for name in left if ".part" in name], left
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("name", ["x.tfrecord", "x.tar", "x.npy", "in"])
+def test_a_source_that_is_refused_leaves_no_file_open(tmp_path, name):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.npy").write_bytes(b"")
+    (tmp_path / "in" / "b.jpg").write_bytes(b"")
+    for one in ("x.tfrecord", "x.tar", "x.npy"):
+        (tmp_path / one).write_bytes(b"\0" * 1024)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match=name):
+            pack(tmp_path / name, tmp_path / "out")
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.text import printable
-from .reading import read_sample_file
+from .reading import OpenFile, read_sample_file
 from .shard_format import Field, created
 from .sources import ARRAYS, IMAGES, Loaded, Source
 from .state import written_whole
@@ -50,8 +50,8 @@ class FolderSource(Source):
         if found is None:
             raise InvalidFileError(self._listed, "has changed while it was written")
         self._ends = found
-        self._file = open_regular(self._listed)
-        small = os.fstat(self._file).st_size <= KEPT_BYTES
+        self._file = OpenFile(self._listed)
+        small = os.fstat(self._file.fd).st_size <= KEPT_BYTES
         self._lines = read_regular(self._listed, KEPT_BYTES) if small else None
         if not len(self._ends):
             raise ValueError(f"{folder}: has no files to pack. HINT: is it the right folder?")
@@ -73,12 +73,12 @@ class FolderSource(Source):
         return self._entry(i)[1]
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
     def _entry(self, i: int) -> tuple[Any, str]:
         start, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
         if self._lines is None:
-            line = os.pread(self._file, end - start, start)
+            line = os.pread(self._file.fd, end - start, start)
         else:
             line = self._lines[start:end]
         told, _, name = os.fsdecode(line).rstrip("\n").partition("\t")

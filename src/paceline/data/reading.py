@@ -10,6 +10,26 @@ FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 MORE_BYTES = 1 << 20
 
 
+class OpenFile:
+    """An open regular file, closed at the latest when nothing refers to it: also where whoever has
+    opened it raises before it is made.
+
+    Attributes:
+        fd: Its descriptor.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.fd = -1
+        self.fd = open_regular(path)
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+
 def read_sample_file(path: str) -> bytes:
     """Return the bytes of a file that is one sample; links to regular files are followed.
 

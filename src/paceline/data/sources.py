@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..security.files import open_regular
 from ..security.text import printable
 from . import npy, shard_format
 from .meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
-from .reading import read_at
+from .reading import OpenFile, read_at
 from .shard_format import FILE, IMAGE, JPEG, DataError, Field
 from .shards import Scratch, Shards
 
@@ -155,26 +154,26 @@ class _FileRows:
         return self._count
 
     def row(self, i: int) -> Any:
-        data = read_at(self._file, self._each, self._start + i * self._each)
+        data = read_at(self._file.fd, self._each, self._start + i * self._each)
         if len(data) < self._each:
             raise ValueError(f"{self.told}: is truncated in sample {i}")
         array = np.frombuffer(data, self._kind).reshape(self.shape)
         return array.astype(self._kind.newbyteorder("="), copy=False)
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
-def _headed(path: Path) -> tuple[int, npy.Header]:
+def _headed(path: Path) -> tuple[OpenFile, npy.Header]:
     """Open a .npy file of samples. Raises ValueError for what is none, or is cut."""
     try:
-        fd = open_regular(path)
+        opened = OpenFile(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     try:
-        with open(fd, "rb", closefd=False) as file:
+        with open(opened.fd, "rb", closefd=False) as file:
             head = npy.read_header(file)
-        size, least = os.fstat(fd).st_size, head.start + head.nbytes
+        size, least = os.fstat(opened.fd).st_size, head.start + head.nbytes
         if size < least:
             raise ValueError(
                 f"is truncated: {size:,} bytes of at least {least:,}. HINT: copy it again"
@@ -185,12 +184,9 @@ def _headed(path: Path) -> tuple[int, npy.Header]:
                 f"{head.dtype} of {head.shape} is no C-ordered array of samples. "
                 "HINT: np.save(path, np.ascontiguousarray(array))"
             )
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, ValueError):
-            raise ValueError(f"{path}: {error}") from None
-        raise
-    return fd, head
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return opened, head
 
 
 def _rows(given: Any) -> Any:

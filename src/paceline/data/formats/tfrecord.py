@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from ...security.files import open_regular
 from ...security.text import printable
 from ..meta_schema import DTYPES, MAX_DIMS, nbytes
-from ..reading import read_at
+from ..reading import OpenFile, read_at
 from ..shard_format import Field
 from ..sources import Loaded, Source, by_magic, label_field
 from . import About, Sample, classes_beside, needed, write_classes
@@ -47,7 +46,7 @@ class Records(Source):
         self.paths = [path]
         if path.is_dir():
             self.paths = sorted(p for p in path.iterdir() if ".tfrec" in p.name)
-        self._files = [open_regular(one) for one in self.paths]
+        self._files = [OpenFile(one) for one in self.paths]
         self._which, self._places = array("i"), array("q")
         for number, one in enumerate(self.paths):
             self._walk(number, one)
@@ -88,7 +87,7 @@ class Records(Source):
 
     def close(self) -> None:
         for file in self._files:
-            os.close(file)
+            file.close()
 
     def _name(self, features: Any) -> str:
         if not self.named or NAME not in features:
@@ -97,11 +96,11 @@ class Records(Source):
 
     def _walk(self, number: int, path: Path) -> None:
         """Where each record is."""
-        at, size = 0, os.fstat(self._files[number]).st_size
+        at, size = 0, os.fstat(self._files[number].fd).st_size
         if not size:
             self.notes.append(f"{path}: is empty")
         while at < size:
-            head = os.pread(self._files[number], HEAD.size, at)
+            head = os.pread(self._files[number].fd, HEAD.size, at)
             length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1)
             if crc != _masked(head[:8]):
                 raise ValueError(f"{path}: no TFRecord at byte {at:,}. HINT: copy it again")
@@ -115,7 +114,7 @@ class Records(Source):
             at = end
 
     def _features(self, i: int) -> Any:
-        at, file = self._places[i], self._files[self._which[i]]
+        at, file = self._places[i], self._files[self._which[i]].fd
         length, _ = HEAD.unpack(os.pread(file, HEAD.size, at))
         data = read_at(file, length + TAIL.size, at + HEAD.size)
         if len(data) < length + TAIL.size:

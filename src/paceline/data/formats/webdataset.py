@@ -9,9 +9,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from ...security.files import open_regular
 from ...security.text import printable
-from ..reading import read_at
+from ..reading import OpenFile, read_at
 from . import About, Sample, classes_beside, write_classes
 from .members import Members, members_of
 
@@ -31,26 +30,26 @@ class Tars(Members):
 
     def __init__(self, path: Path, labels: str | None) -> None:
         self.paths = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-        self._files = [open_regular(one) for one in self.paths]
+        self._files = [OpenFile(one) for one in self.paths]
         super().__init__(str(path), self._groups(), labels)
         if self.label == "class":
             self.classes = self.classes or classes_beside(path)
 
     def content(self, where: Any) -> bytes:
         tar, offset, length = where
-        data = read_at(self._files[tar], length, offset)
+        data = read_at(self._files[tar].fd, length, offset)
         if len(data) < length:
             raise ValueError(f"{self.paths[tar]}: is truncated at byte {offset + len(data):,}")
         return data
 
     def close(self) -> None:
         for file in self._files:
-            os.close(file)
+            file.close()
 
     def _at_end(self, number: int, at: int) -> None:
         """tarfile takes a damaged header for the end: from there on there are zeros only."""
         path, end = self.paths[number], at
-        while data := os.pread(self._files[number], PIECE, end):
+        while data := os.pread(self._files[number].fd, PIECE, end):
             if data.count(0) < len(data):
                 raise ValueError(f"{path}: no tar member at byte {at:,}. HINT: copy it again")
             end += len(data)
@@ -62,7 +61,7 @@ class Tars(Members):
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, path in enumerate(self.paths):
             key, members = "", dict[str, Any]()
-            file: Any = _Forward(self._files[number])
+            file: Any = _Forward(self._files[number].fd)
             try:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     while (one := tar.next()) is not None:
