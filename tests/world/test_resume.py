@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_previous(tmp
     data[len(data) // 2] ^= 4
     shard.write_bytes(data)
     result = start(tmp_path, "out.pt")
-    assert f"{newest}/rank-00001.pt is damaged" in result.stderr
+    assert f"{newest}/rank-00001.pt: is damaged" in result.stderr
     assert f"{previous} (inside" in result.stderr
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
