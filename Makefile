@@ -90,6 +90,7 @@ format: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/start_time.py
+	$(BIN)/python benchmarks/strangers.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/recording_cost.py
 	$(BIN)/python benchmarks/report_size.py

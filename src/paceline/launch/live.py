@@ -8,6 +8,7 @@ nobody; what reads the hosts' channels only puts their answers down here.
 """
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -35,6 +36,7 @@ VISITOR_SECONDS = 10.0  # to say what he wants, and to take a piece of the answe
 VISITORS = 8  # at a time
 PATIENCE_SECONDS = 5.0  # of a visitor
 TRIES, BUSY_SECONDS = 5, 0.3
+NO_ROOM_S = 0.5  # without accepting visitors
 MOST_EVENTS = 1 << 16
 MAX_TAIL_BYTES = HEADER_BYTES + MOST_EVENTS * EVENT.size
 _PEER = struct.Struct("iII")  # pid, uid, gid
@@ -128,8 +130,11 @@ class Live:
         while True:
             try:
                 visitor, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self.ending or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    return
+                time.sleep(NO_ROOM_S)  # the process has no descriptor left for now
+                continue
             if not _own(visitor) or not self._visitors.acquire(blocking=False):
                 visitor.close()
                 continue
