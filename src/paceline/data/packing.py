@@ -273,7 +273,7 @@ def _kind(source: Source, how: Encoding) -> str:
     for i in range(min(len(source), LOOKS)):
         try:
             packed = encoded(source.load(i), how, None)
-        except (OSError, ValueError, EOFError):  # packing says so
+        except (OSError, ValueError, ArithmeticError, MemoryError, EOFError):  # packing says so
             continue
         return "images" if pictures(packed.dtype, packed.shape) else "arrays"
     return source.kind

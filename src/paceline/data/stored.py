@@ -14,7 +14,7 @@ from . import formats
 from .formats.stores import Rows, StoreSource
 from .samplers import BLOCK_BYTES, WINDOW, InBlocks
 from .shard_format import DataError, Field
-from .shards import RaggedError
+from .shards import MAX_CLASSES, RaggedError
 from .sources import pictures
 
 CACHE_BYTES = 256 << 20  # of chunks that are kept unpacked
@@ -84,8 +84,15 @@ class Stored:
 
     @property
     def classes(self) -> int:
-        """How many whole numbers there are from 0 to the largest label."""
-        return len(self._source.classes) or 1 + int(max(map(self._label, range(len(self)))))
+        """How many whole numbers there are from 0 to the largest label. Raises DataError where
+        labels go beyond MAX_CLASSES."""
+        if self._source.classes:
+            return len(self._source.classes)
+        count = 1 + int(max(map(self._label, range(len(self)))))
+        if count > MAX_CLASSES:
+            reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
+            raise DataError(self._told[0], -1, 0, reason)
+        return count
 
     def outline(self, i: int) -> tuple[Field, Field | None]:
         """What each sample and label is."""
@@ -141,8 +148,9 @@ class Stored:
         rows, size = self._source.x, self.chunk
         try:
             return rows.row(i) if size == 1 else self._unpacked(rows, i // size)[i % size]
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(self._told[0], -1, 0, f"sample {i}: {error}") from None
+        except (OSError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
+            reason = str(error) or type(error).__name__
+            raise DataError(self._told[0], -1, 0, f"sample {i}: {reason}") from None
 
     def _unpacked(self, rows: Rows, number: int) -> Any:
         """A chunk, read by the first thread that wants it."""
