@@ -3,7 +3,6 @@
 import os
 import threading
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,9 +46,6 @@ class Names:
         except OSError as error:
             raise self._invalid(f"can't be read: {error.strerror}") from None
         return os.fsdecode(line.removesuffix(b"\n"))
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(self.samples))
 
     def __del__(self) -> None:
         if self.__dict__.get("_fd", -1) >= 0:

@@ -2,7 +2,6 @@
 its samples. Input: the file's number, then its content (of paceline.json without its checksum)."""
 
 import json
-import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -97,7 +96,3 @@ def _rows(content: bytes) -> bytes:
         data = SHARDS[shard][offset : offset + length] if shard < len(SHARDS) else b""
         made += covered + crc32c(covered, crc32c(data)).to_bytes(4, "little")
     return made
-
-
-def closed() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)

@@ -16,6 +16,7 @@ from ...data.encoder import AHEAD_BYTES, Encoder, in_order
 from ...data.packing import encoder
 from ...data.pieces import Claims, Pieces
 from ...data.sources import ShardSource, Source, find
+from ...data.state import written_whole
 from ...data.unfinished import SPOOL, full_told
 from ...record.tell import say, to_launcher
 from ...report.dataset import progress
@@ -36,6 +37,9 @@ def main() -> int:
     host = socket.gethostname()
     try:
         task = Task.load(run)
+    except InvalidFileError as mistake:
+        _fail(run, who.rank, mistake)
+        return 0
     except FileNotFoundError:
         dest = run.parent.parent
         raise ValueError(
@@ -53,11 +57,14 @@ def main() -> int:
         with full_told(Path(task.asked.dest)):
             _pack(task, pieces, of_mine, run, who, beat)
     except ValueError as mistake:
-        part = run / f"failing-{who.rank}"
-        part.write_bytes(str(mistake).encode(errors="replace"))
-        part.replace(run / FAILED)
-        return 0
+        _fail(run, who.rank, mistake)
     return 0
+
+
+def _fail(run: Path, rank: int, mistake: ValueError) -> None:
+    """Write down why this rank can't go on: the launcher tells it, and the other ranks end."""
+    written_whole(run / f"failing-{rank}", str(mistake).encode(errors="replace"))
+    (run / f"failing-{rank}").replace(run / FAILED)
 
 
 def _encoder(task: Task, work: Path) -> Encoder:
