@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.analyze.clocks import align
 from paceline.analyze.live import view
-from paceline.analyze.load import MAX_RECORD_BYTES, Run, load
+from paceline.analyze.load import Run, load
 from paceline.analyze.match import match
 from paceline.analyze.read import read
 from paceline.analyze.report import analyse, examine
@@ -20,7 +20,7 @@ from paceline.analyze.steps import MAX_LOST_STEPS, steps_of
 from paceline.cli import app
 from paceline.record.ring import EVENT, HEADER, HEADER_BYTES, WRITTEN_OFFSET
 from paceline.record.states import Op, State
-from paceline.record.tail import Tail, last_of_note, meta, tail, tails
+from paceline.record.tail import MAX_RECORD_BYTES, Tail, last_of_note, meta, tail, tails
 from paceline.report import timeline
 from paceline.report.chrome import MAX_LANES, NO_LANE, lanes
 from paceline.security.files import InvalidFileError, UnsafeFileError
@@ -172,7 +172,7 @@ def test_a_file_that_is_none_is_left_out_and_does_not_hang(folder, name, kind):
 
 def test_a_record_larger_than_any_is_not_mapped(folder):
     os.truncate(folder / "rank-1.ring", MAX_RECORD_BYTES + 1)
-    assert "rank-1.ring: has 268,435,457 bytes, and a record at most" in load(folder).refused[0]
+    assert "rank-1.ring: has 41,959,425 bytes, and a record at most" in load(folder).refused[0]
 
 
 def test_bad_lines_of_a_script_are_skipped_with_one_note(folder):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..record.about import in_a_line
+from ..record.tail import MAX_RECORD_BYTES
 from ..security.files import InvalidFileError, open_regular
 from ..security.reason import reason_of
 from ..security.schema import read_json
@@ -14,7 +15,6 @@ from .lines import read_lines, words_of
 from .read import NewerVersionError, Record, read
 
 MAX_RECORDS = 1 << 13  # of one folder; every pair of ranks has a number in the report
-MAX_RECORD_BYTES = 256 << 20  # 100 times what a rank writes
 MAX_RUN_JSON_BYTES = 16 << 20
 MAX_NAMED = 8  # files that an error message lists
 

@@ -25,7 +25,8 @@ from .ring import (
 )
 from .states import NOTES, State
 
-MAX_CAPACITY = 1 << 23  # events of a ring; as many as analyze.load reads
+MAX_CAPACITY = 1 << 20  # events of a ring, 16 times what a rank writes
+MAX_RECORD_BYTES = HEADER_BYTES + MAX_CAPACITY * EVENT.size
 
 
 @dataclass(frozen=True)

@@ -139,10 +139,15 @@ def lanes(start: Ints, end: Ints, key: Ints) -> Ints:
     result, made = [], 0
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # until when, and the lane
+    widest: dict[int, int] = {}  # of a key: until when its lanes reach at most
     owned: dict[int, list[tuple[int, list[int]]]] = {}  # of a key: lanes, and the ends in them
     for s, e, k in zip(start.tolist(), end.tolist(), key.tolist(), strict=True):
         while busy and busy[0][0] <= s:
             heapq.heappush(free, heapq.heappop(busy)[1])
+        full = not free and made == MAX_LANES
+        if full and e > widest.get(k, 0):  # no lane is free, and it lies inside of none
+            result.append(NO_LANE)
+            continue
         mine = [both for both in owned.get(k, ()) if both[1][0] > s]
         for lane, open_until in mine:
             while open_until[-1] <= s:
@@ -152,7 +157,7 @@ def lanes(start: Ints, end: Ints, key: Ints) -> Ints:
                 result.append(lane)
                 break
         else:
-            if not free and made == MAX_LANES:
+            if full:
                 result.append(NO_LANE)
                 owned[k] = mine
                 continue
@@ -161,6 +166,7 @@ def lanes(start: Ints, end: Ints, key: Ints) -> Ints:
                 made += 1
             lane = heapq.heappop(free)
             heapq.heappush(busy, (e, lane))
+            widest[k] = max(e, widest.get(k, 0))
             mine.append((lane, [e]))
             result.append(lane)
         owned[k] = mine
