@@ -1,0 +1,137 @@
+"""Machine files, settings and remembered predictions that someone else made."""
+
+import json
+import os
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.comm.tune.choice import Choice
+from paceline.comm.tune.kept import known
+from paceline.cost.machine import Figure, HostFacts, Machine, load, save
+from paceline.cost.read_toml import read_toml
+from paceline.knobs.settings import read, taken
+from paceline.predict import history
+from paceline.security.files import InvalidFileError
+
+SETTINGS = 'format = "paceline-settings"\nversion = 1\n'
+MACHINE = 'version = 1\nmade = "2026-01-31"\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "[" * 5000,
+        "x = " + "9" * 5000,
+        "x = 0x" + "f" * 5000,
+        "x = [[[9223372036854775808]]]",
+        ".".join("a" * 100_000) + " = 1",
+        "x = { " + " . ".join("a" * 100_000) + " = 1 }",
+        "[" + ".".join(['"b"'] * 50_000) + "]",
+        "x = = 1",
+        "\ufffe\x00",
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_file_that_takes_long_or_goes_deep_is_refused_at_once(tmp_path, text):
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(InvalidFileError, match=r"a\.toml: "):
+        read_toml(path, 1 << 20)
+    assert time.monotonic() - began < 1
+
+
+def test_texts_come_out_printable_and_no_pipe_is_waited_for(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('"\\u001b[2J" = "\\u009b"\nversion = "1.2.3"\nx.y = 1\n')
+    assert read_toml(path, 100) == {"\\x1b[2J": "\\x9b", "version": "1.2.3", "x": {"y": 1}}
+    with pytest.raises(InvalidFileError, match="at most 10 are read"):
+        read_toml(path, 10)
+    os.mkfifo(tmp_path / "pipe")
+    for reader in (load, read):
+        with pytest.raises(ValueError, match=r"pipe.*no regular file.*HINT"):
+            reader(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[hosts]]\nname = "a"\nmask = "0-99999999999"\n', "mask = "),
+        ('[[hosts]]\nname = "a"\nsockets = 1e400\n', "no whole number"),
+        ('[[hosts]]\nname = "a"\nclock_offset_s = 1e300\n', "is not from 1e-30 to 1e"),
+        ('[[hosts]]\nname = "a"\nclock_offset_s = nan\n', "no finite number"),
+        ('[[hosts]]\nname = "a"\nsockets = 0x7fffffffffffffffff\n', "does not fit 64 bits"),
+        ('[[collectives]]\ngroup = "all"\noperation = "x"\nranks = 0\nhosts = []\n', "less"),
+        ('hosts = 1\n', "no list"),
+        ('hosts = ["\\u001b[2J"]\n', "no table"),
+    ],
+)  # fmt: skip
+def test_a_machine_file_of_wrong_values_is_refused_with_the_key(tmp_path, text, said):
+    path = tmp_path / "machine.toml"
+    path.write_text(MACHINE + ("hosts = []\n" if "collectives" in text else "") + text)
+    with pytest.raises(InvalidFileError, match=said) as refused:
+        load(path)
+    assert str(refused.value).isprintable()
+
+
+def test_a_figure_of_nothing_is_drawn(tmp_path):
+    zero = Figure(0.0, 0.0, 0.0, 3, "s")
+    save(Machine("2026-01-31", (HostFacts("a", import_torch=zero),)), tmp_path / "m.toml")
+    file = str(tmp_path / "m.toml")
+    done = CliRunner().invoke(app, ["check", "--compare", file, file])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "knobs = 1",
+        "made = [1]",
+        "[made]\nscript = [1]\n",
+        "[made]\nscript = 1979-05-27\n",
+        "[knobs]\n" + "".join(f"k{i} = 1\n" for i in range(300)),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_settings_of_wrong_types_are_refused(tmp_path, text):
+    path = tmp_path / "settings.toml"
+    path.write_text(SETTINGS + text)
+    with pytest.raises(InvalidFileError, match=r"settings\.toml: says what its format does not"):
+        taken(path, "train.py")
+    for version in ("-1", "0", "true"):
+        path.write_text(f'format = "paceline-settings"\nversion = {version}\n')
+        with pytest.raises(InvalidFileError):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "knobs", ['bucket-mb = "\\u001b[2J"', "bucket-mb = inf", 'algorithm = "x"', "compress-bf16 = 1"]
+)
+def test_the_tuner_believes_no_knob_that_can_not_be_set(tmp_path, knobs):
+    path = tmp_path / "kept.toml"
+    path.write_text(f'{SETTINGS}[knobs]\n{knobs}\n[made]\nby = "--tune-exchange"\nranks = 2\n')
+    choice, why = known(path, {"ranks": 2}, Choice())
+    assert choice is None
+    assert "is ignored" in why
+    assert why.isprintable()
+
+
+def test_remembered_predictions_of_wrong_types_are_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    pair = history.Pair("2026", "train.py", "threads", "ladder", 0.1, 0.0, 0.2, 0.3)
+    assert history.remember([pair] * 3) == ""
+    good = vars(pair)
+    with history.path().open("a") as file:
+        for bad in ("[" * 5000, "{", "[1]", "5", json.dumps(good | {"measured": "x"})):
+            file.write(bad + "\n")
+        file.write(json.dumps(good | {"predicted": float("inf")}) + "\n")
+        file.write(json.dumps(good | {"source": [1]}) + "\n")
+    (found,) = history.off().values()
+    assert (found.count, round(found.points)) == (3, 20)
+    history.path().unlink()
+    os.mkfifo(history.path())
+    assert history.off() == {}
+    assert "are not remembered" in history.remember([pair])
