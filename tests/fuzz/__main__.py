@@ -12,6 +12,7 @@ The corpus grows in --corpus, from which a later run goes on. Exit code 1 where 
 
 import argparse
 import importlib
+import os
 import pkgutil
 import subprocess
 import sys
@@ -40,7 +41,11 @@ def start(target: str, seconds: int, corpus: Path, artifacts: Path) -> "subproce
     words = [sys.executable, "-m", "fuzz.instrumented", target, str(corpus), str(seeds)]
     limits = [f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={RSS_MB}", f"-max_total_time={seconds}"]
     shown = ["-print_final_stats=1", f"-artifact_prefix={artifacts}/{target}-"]
-    return subprocess.Popen([*words, *limits, *shown], cwd=Path(__file__).parents[1])
+    # libFuzzer ends without cleaning up: what a target makes goes with the corpus.
+    scratch = corpus.with_name(f"{corpus.name}-scratch")
+    scratch.mkdir(exist_ok=True)
+    where = {**os.environ, "TMPDIR": str(scratch)}
+    return subprocess.Popen([*words, *limits, *shown], cwd=Path(__file__).parents[1], env=where)
 
 
 def main() -> int:
