@@ -65,6 +65,7 @@ def example(**values) -> bytes:
         (example(x=bytes(8), x_shape=[1], x_dtype=b""), "is  of"),
         (b"\xff" * 40, "is no tf.train.Example"),
     ],
+    ids=["large", "object", "record", "negative", "no dtype", "no message"],
 )
 def test_features_of_tfrecords(tmp_path, content, said):
     (tmp_path / "x.tfrecord").write_bytes(record(content))

@@ -3,12 +3,12 @@
 import io
 import json
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from fuzz.scratch import new_folder
 from paceline.cost.catalogue import lookup
 from paceline.cost.compare import compare
 from paceline.cost.machine import HostFacts, Machine, as_json, load, save
@@ -19,7 +19,7 @@ from paceline.report.console import PlainConsole
 sys.path.insert(0, str(Path(__file__).parents[2] / "cost"))
 from machines import Maker
 
-FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-machine-"))
+FOLDER = new_folder()
 FILE = FOLDER / "machine.toml"
 GOOD = Maker().machine(2, gpus=1)
 warnings.simplefilter("ignore", UserWarning)  # keys that nobody knows

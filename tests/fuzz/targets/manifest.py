@@ -5,19 +5,18 @@ The first byte says which: the JSON of a manifest, or the plain values of a skel
 
 import ast
 import json
-import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
+from fuzz.scratch import new_folder
 from paceline.checkpoint import tree
 from paceline.checkpoint.files import verify
 from paceline.checkpoint.manifest import MANIFEST, checksum
 
-FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-manifest-"), "step-00000003")
+FOLDER = new_folder() / "step-00000003"
 FOLDER.mkdir()
 warnings.simplefilter("ignore", SyntaxWarning)
 SHARD = b"a shard"

@@ -3,20 +3,20 @@ its samples. Input: the file's number, then its content (of paceline.json withou
 
 import json
 import struct
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from crc32c import crc32c
 
+from fuzz.scratch import new_folder
 from paceline.data import meta_schema, pack, row_check
 from paceline.data.shard_format import INDEX, META, NAMES, ROW
 from paceline.data.shards import Scratch, Shards
 
 MAX_BYTES = 1 << 20
 meta_schema.MAX_SAMPLE_BYTES = row_check.MAX_SAMPLE_BYTES = MAX_BYTES
-FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
+FOLDER = new_folder()
 
 
 def _files(folder: Path) -> None:

@@ -8,12 +8,11 @@ import io
 import json
 import shutil
 import struct
-import tempfile
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from fuzz.scratch import new_folder
 from paceline.analyze.compare import compare
 from paceline.analyze.live import view
 from paceline.analyze.load import Run, load
@@ -29,7 +28,7 @@ from paceline.report.terminal import panel
 WHOLE, RAW = 0, 1
 CODE = struct.Struct("<BBBBHHHHB")
 STATES, OPS = list(State), [0, *Op]
-FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-record-"))
+FOLDER = new_folder()
 warnings.simplefilter("error", RuntimeWarning)  # a sum or a division that went wrong
 
 

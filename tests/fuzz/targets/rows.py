@@ -3,18 +3,17 @@ A later call must go on, or refuse in a line, and give the same set."""
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
+from fuzz.scratch import new_folder
 from paceline.data import state
 from paceline.data.pieces import CUT, Cut, done, name
 from paceline.data.unfinished import PLAN, WORK, _prepared
 from paceline.data.writer import WHOLE, Writer
 
-FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
+FOLDER = new_folder()
 WORKING = FOLDER / WORK
 PIECE = WORKING / name(0)
 FILES = (

@@ -1,16 +1,15 @@
 """Settings files: what paceline run takes of them, and what the tuner kept in one."""
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
+from fuzz.scratch import new_folder
 from paceline.comm.tune import kept
 from paceline.comm.tune.choice import Choice
 from paceline.knobs import settings
 from paceline.knobs.registry import KNOBS
 from paceline.knobs.tuning import made
 
-FILE = Path(tempfile.mkdtemp(prefix="paceline-fuzz-settings-"), "settings.toml")
+FILE = new_folder() / "settings.toml"
 settings._other_torch = lambda *_: []  # type: ignore[assignment]  # it reads a package's metadata
 MINE = {"ranks": 2, "sockets": False, "torch": "2.8"}
 HEAD = 'format = "paceline-settings"\nversion = 1\n[knobs]\n'

@@ -4,12 +4,11 @@ Input: which one, then the file."""
 import io
 import os
 import tarfile
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
+from fuzz.scratch import new_folder
 from paceline.data import decode, meta_schema
 from paceline.data import npy as npy_files
 from paceline.data.encode import Encoding, encoded
@@ -20,7 +19,7 @@ from paceline.data.sources import ArraySource
 decode.MOST_PIXELS = 1 << 16
 meta_schema.MAX_SAMPLE_BYTES = 1 << 20
 SAMPLES = 8
-FOLDER = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
+FOLDER = new_folder()
 (FOLDER / "in").mkdir()
 (FOLDER / "in" / "a.npy").write_bytes(b"")
 
