@@ -104,6 +104,15 @@ def test_a_changed_byte_is_not_staged(packed, tmp_path):
     assert not list(folder.glob(".*.part"))
 
 
+def test_an_index_with_a_changed_byte_is_not_staged(packed, tmp_path):
+    path = packed / "index.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"index\.bin: a byte has changed"):
+        stage(packed, tmp_path / "disk")
+
+
 def test_a_staged_shard_that_is_damaged_is_named(packed, tmp_path, monkeypatch):
     folder = stage(packed, tmp_path / "disk").folder
     data = bytearray((folder / "shard-00000.bin").read_bytes())

@@ -325,3 +325,13 @@ def test_a_record_that_has_no_room_is_said_once_and_leaves_nothing_half(tmp_path
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert not ranks.in_memory()
+
+
+def test_a_record_goes_to_the_folder_that_was_named_whatever_its_name_holds(tmp_path):
+    folder, target = tmp_path / "job", tmp_path / "re\x1bcord"
+    folder.mkdir(0o700)
+    target.mkdir()
+    Rank(folder, 0, 1).step(0, 1)
+    keep.promise(folder, target, ["script.py"], "run")
+    assert keep.clear(folder)
+    assert (target / "rank-0.ring").exists()

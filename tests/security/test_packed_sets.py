@@ -283,3 +283,11 @@ def test_the_command_tells_a_hostile_set_in_a_line(copy):
         assert done.returncode == 2
         assert done.stderr.startswith(f"paceline: {copy / META}: says what its format")
         assert done.stderr.count("\n") == 1
+
+
+def test_a_batch_that_no_memory_holds_is_told_in_a_line(tmp_path):
+    pack(np.zeros((2, 1 << 25), np.float32), tmp_path / "set", compress=True, statistics=0)
+    code = "try:\n    next(iter(Loader(sys.argv[1], 2)))\nexcept ValueError as e:\n    print(e)"
+    done = limited(code, tmp_path / "set", megabytes=150)
+    said = "no memory for a batch of 2 samples, float32 of (33554432,): 0.2 GiB"
+    assert said in done.stdout, done.stderr

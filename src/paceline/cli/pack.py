@@ -184,11 +184,10 @@ def _pack(asked: "Asked", where: "Where", to: str | None, json: bool) -> None:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
         typer.echo(dumps({"folder": asked.dest, **meta, **more}))
         return
-    from rich.console import Console
-
     from ..report import dataset as shown
+    from ..report.console import PlainConsole
 
-    Console().print(shown.drawn(meta, report.left_out, report.notes, report.seconds))
+    PlainConsole().print(shown.drawn(meta, report.left_out, report.notes, report.seconds))
 
 
 def _library(source: str) -> str:
@@ -261,12 +260,11 @@ def _check(folder: Path, workers: int | None, json: bool) -> int:
     if json:
         typer.echo(dumps({"folder": str(folder), "samples": meta.samples, "bad": lines}))
     else:
-        from rich.console import Console
-
         from ..report import dataset as shown
+        from ..report.console import PlainConsole
 
         took = time.monotonic() - began
-        Console().print(shown.checked(str(folder), asdict(meta), lines, took))
+        PlainConsole().print(shown.checked(str(folder), asdict(meta), lines, took))
     return int(bool(bad))
 
 
@@ -275,11 +273,10 @@ def progress(
     what: str, whole: int | None, each: str = "samples"
 ) -> Iterator[Callable[[int, int], None]]:
     """On stderr: a line that moves, or one now and then."""
-    from rich.console import Console
-
+    from ..report.console import PlainConsole
     from ..report.dataset import progress as told
 
-    console, began = Console(stderr=True), time.monotonic()
+    console, began = PlainConsole(stderr=True), time.monotonic()
     every = 0.2 if console.is_terminal else QUIET_S
     due = began + every
     moved = False

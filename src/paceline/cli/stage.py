@@ -131,12 +131,12 @@ def _ended(found: "Staged") -> None:
 
 
 def _show(told: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
+    from ..report.console import PlainConsole
     from ..report.dataset import staged as shown
 
-    console = Console()
+    console = PlainConsole()
     for text, style in shown(told):
         console.print(Text(text, style=style))
 

@@ -160,7 +160,14 @@ class Batch:
             tensor = torch.empty(shape, dtype=kind, pin_memory=True)
             self._tensors.append(tensor)
             return tensor.numpy()
-        return self.recipe.ring.take(shape, what.dtype)
+        try:
+            return self.recipe.ring.take(shape, what.dtype)
+        except (MemoryError, OSError, OverflowError) as error:
+            size = len(self.keys) * what.nbytes / 2**30
+            raise ValueError(
+                f"no memory for a batch of {len(self.keys)} samples, {what.dtype} of {what.shape}: "
+                f"{size:,.1f} GiB ({error}). HINT: a smaller batch_size"
+            ) from None
 
     def whole(self, owner: Any) -> Any:
         """The batch, once all its pieces are there. owner: the loader."""

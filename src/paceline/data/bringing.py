@@ -66,7 +66,7 @@ class Bringing:
         self._exchange, self._found = exchange, found
         self._missing = {at for at, one in enumerate(files) if not whole(folder, one)}
         self._coming: set[int] = set()
-        self._small = [at for at, one in enumerate(files) if one.crc == UNCHECKED]
+        self._small = [at for at, one in enumerate(files) if not one.samples]
         self._left = budget
         self._all = sum(files[at].bytes for at in self._missing) <= budget
         self._changed = threading.Condition()

@@ -52,7 +52,7 @@ MAX_SENDERS = 64  # threads that send shards
 MAX_WAITING = 1024  # visitors that know the token and wait for one of these
 ALIVE = 0xFFFFFFFF  # asked for in the place of a shard
 NOT_THERE = (1 << 64) - 1
-UNCHECKED = -1  # in the place of a file's checksum: the index, whose rows have their own
+UNCHECKED = -1  # in the place of a file's checksum: the index and names of older sets
 _WORD, _SIZE = struct.Struct("!32sI"), struct.Struct("!Q")
 
 

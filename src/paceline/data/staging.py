@@ -179,9 +179,14 @@ def _group_may(path: Path, group: int, bit: int) -> bool:
 
 
 def _files(origin: Path, meta: Meta) -> list[Shard]:
-    """All of a set but for paceline.json: what has no checksum of its own first, as it is small."""
+    """All of a set but for paceline.json: what has no samples first, as it is small. Sets of an
+    older Paceline have no checksums of these files."""
     names = [shard_format.INDEX, *([shard_format.NAMES] if meta.names else [])]
-    small = [Shard(name, 0, (origin / name).stat().st_size, UNCHECKED) for name in names]
+    small = []
+    for name in names:
+        said = meta.files.get(name)
+        size = (origin / name).stat().st_size if said is None else said.bytes
+        small.append(Shard(name, 0, size, UNCHECKED if said is None else said.crc))
     return [*small, *meta.shards]
 
 

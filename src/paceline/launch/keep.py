@@ -209,7 +209,7 @@ def about(folder: Path) -> About:
 def promised(folder: Path) -> Path | None:
     """Return where the records in a job's folder are to go on this host, if anywhere."""
     try:
-        found = read_json(folder / PROMISE, Promise, MAX_ABOUT_BYTES)
+        found = read_json(folder / PROMISE, Promise, MAX_ABOUT_BYTES, escape=False)
     except (OSError, InvalidFileError):
         return None
     return Path(found.target) if found.target and not found.sent else None
@@ -270,7 +270,7 @@ def clear(folder: Path, orphan: bool = False) -> bool:
         if opened.status(FAILED) is not None and not orphan:
             return False
         try:
-            found = read_json(PROMISE, Promise, MAX_ABOUT_BYTES, dir_fd=opened.fd)
+            found = read_json(PROMISE, Promise, MAX_ABOUT_BYTES, dir_fd=opened.fd, escape=False)
             if found.sent and orphan:
                 sys.stderr.write("paceline: the records of this host are lost with its agent\n")
             elif found.sent:

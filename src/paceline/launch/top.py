@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from ..analyze.live import View, view
+from ..report.console import PlainConsole
 from ..report.numbers import elapsed
 from ..report.top import EACH, drawn
 from ..report.top import MOST as MOST_RANKS
+from ..security.text import printable
 from . import live
 from .running import Running, find
 
@@ -43,7 +45,7 @@ def top(folder: Path | None, name: str | None, every: float, once: bool, as_json
     pictures = _pictures(job)
     if as_json or once:
         return _lines(job, pictures, every, once, as_json)
-    console = Console()
+    console = PlainConsole()
     if not console.is_terminal:
         return _plainly(job, pictures, every)
     return _on_screen(job, pictures, every, console)
@@ -122,9 +124,9 @@ def _renderable(
         rows = EACH + MOST_RANKS if height is None else max(4, height - BESIDE)
         parts.append(drawn(picture.view, width, rows))
     elif not picture.said:
-        parts.append(Text(_nothing_yet(job)))
+        parts.append(Text(printable(_nothing_yet(job))))
     if picture.said:
-        parts.append(Text(picture.said, style="yellow"))
+        parts.append(Text(printable(picture.said), style="yellow"))
     return Group(*parts)
 
 
@@ -175,7 +177,9 @@ def _plainly(job: Running, pictures: Iterator[Picture], every: float) -> int:
     return 0
 
 
-def _on_screen(job: Running, pictures: Iterator[Picture], every: float, console: Console) -> int:
+def _on_screen(
+    job: Running, pictures: Iterator[Picture], every: float, console: PlainConsole
+) -> int:
     last: View | None = None
     with _ended_by_signals(), Live(console=console, screen=True, auto_refresh=False) as screen:
         for picture in pictures:
@@ -204,12 +208,12 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _hint(job: Running) -> str:
-    return f". HINT: paceline report {job.target}" if job.target is not None else ""
+    return "" if job.target is None else printable(f". HINT: paceline report {job.target}")
 
 
 def _width() -> int:
-    return Console().width if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
+    return PlainConsole().width if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
 
 
 def _print(what: RenderableType) -> None:
-    Console(width=_width(), highlight=False).print(what)
+    PlainConsole(width=_width(), highlight=False).print(what)

@@ -9,6 +9,8 @@ import os
 import stat
 from pathlib import Path
 
+from .text import printable
+
 Name = str | os.PathLike[str]
 
 
@@ -26,7 +28,7 @@ class InvalidFileError(ValueError):
 
     def __init__(self, file: Name, reason: str) -> None:
         self.file, self.reason = Path(file), reason
-        super().__init__(f"{file}: {reason}")
+        super().__init__(printable(f"{file}: {reason}", lines=True))
 
     def __reduce__(self) -> tuple[type, tuple[Path, str]]:
         return type(self), (self.file, self.reason)
