@@ -66,7 +66,7 @@ def test_a_folder_that_another_user_made_before_is_neither_written_nor_read(pack
     done = stage(VICTIM, packed, place)
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
-    assert f"{place}/{name}: belongs to user {ATTACKER}. HINT: " in said
+    assert f"{place}/{name}: belongs to user {ATTACKER}. HINT: choose another ROOT" in said
     assert os.listdir(bait) == []
     # A whole set with other samples, under the right name.
     from paceline.data.staging import place as place_of

@@ -362,5 +362,7 @@ def _told(root: Path) -> Iterator[None]:
         way = "HINT: a folder of this host's own that can be written to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             way = "What is there is kept. HINT: make room, or give less of it (--room)"
+        elif isinstance(error, UnsafeFileError):
+            way = "HINT: choose another ROOT, or have that folder removed by its owner"
         where = error.filename or root
         raise ValueError(f"{where}: {error.strerror or error}. {way}") from error
