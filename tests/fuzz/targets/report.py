@@ -88,10 +88,11 @@ def run(data: bytes) -> None:
     if not isinstance(told, dict):
         return
     meta: dict[str, Any] = {**about(0, 2, 1), **told, "rank": 0, "size": 2}
-    if not isinstance(meta["groups"], dict) or "1" not in meta["groups"]:
+    first = meta["groups"].get("1") if isinstance(meta["groups"], dict) else None
+    if not isinstance(first, dict):
         return
     other = {**meta, "rank": 1, "groups": {"1": {**about(1, 2, 1)["groups"]["1"]}}}
-    other["groups"]["1"]["name"] = meta["groups"]["1"].get("name", "")
+    other["groups"]["1"]["name"] = first.get("name", "")
     records = [read(ring(one, EVENTS[i])) for i, one in enumerate((meta, other))]
     events = records[0].events.copy()
     events["state"][1::4] = State.SAMPLE
