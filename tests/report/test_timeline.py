@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import subprocess
+import threading
 from collections import defaultdict
 
 import pytest
@@ -292,6 +293,23 @@ def test_no_window_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"fewer than two optimizer steps.*HINT"):
         timeline.write(examined([rank]), tmp_path / "run.json")
     assert not (tmp_path / "run.json").exists()
+
+
+def test_a_pipe_is_written_to_and_an_own_link_followed(tmp_path):
+    whole = examined(run_of(tmp_path))
+    link, pipe = tmp_path / "latest", tmp_path / "pipe"
+    link.symlink_to("named.json.gz")
+    assert " MB. " in timeline.write(whole, link)
+    expected = gzip.decompress((tmp_path / "named.json.gz").read_bytes())
+    os.mkfifo(pipe)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert " MB" not in timeline.write(whole, pipe)
+    reader.join(10.0)
+    assert found == [expected]
+    assert link.is_symlink()
+    assert pipe.is_fifo()
 
 
 def test_what_cant_be_written_leaves_the_old_file(tmp_path):

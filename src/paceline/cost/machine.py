@@ -14,7 +14,7 @@ from typing import Any
 
 from ..cluster.host import unspanned
 from ..security.files import InvalidFileError
-from ..security.folders import replace_file
+from ..security.outputs import write_output
 from ..security.reason import reason_of
 from .read_toml import read_toml
 from .shapes import UNLIMITED as UNLIMITED
@@ -315,10 +315,10 @@ def save(machine: Machine, path: str | Path) -> None:
     build(Machine, data, "", [])
     path = Path(path)
     try:
-        replace_file(path, dumps(data).encode())
+        write_output(path, dumps(data))
     except OSError as error:
         raise ValueError(
-            f"{path} can't be written: {error.strerror}. HINT: choose a folder that exists, may "
+            f"{path} can't be written: {reason_of(error)}. HINT: choose a folder that exists, may "
             "be written to and has room"
         ) from None
 

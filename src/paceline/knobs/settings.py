@@ -13,6 +13,7 @@ from ..cost.read_toml import read_toml
 from ..cost.shapes import shown
 from ..cost.toml import dumps
 from ..security.files import InvalidFileError
+from ..security.outputs import write_output
 from ..security.reason import reason_of
 from ..security.schema import check
 from .registry import KNOBS
@@ -49,7 +50,7 @@ def write(path: Path, knobs: dict[str, Setting], made: dict[str, Any]) -> None:
         lines += [f"# {line}" for line in (KNOBS[name].does, *setting.why)]
         lines.append(dumps({name: setting.value}))
     lines.append("[made]\n" + dumps(made) if made else "")
-    path.write_text("\n".join(lines))
+    write_output(path, "\n".join(lines))
 
 
 def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:

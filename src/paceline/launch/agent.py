@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
+from ..security.outputs import write_output
 from . import frameworks
 from .bindings import Report
 from .deaths import Watched, describe, first
@@ -355,7 +356,7 @@ class Agent(SimpleElasticAgent):
             rank.left = int(message["left"])
         elif "summary" in message and self.summary is not None:
             try:
-                self.summary.write_text(message["summary"])
+                write_output(self.summary, message["summary"])
             except OSError as error:
                 self.output.say(f"paceline: --json {self.summary}: {error.strerror}\n")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..comm.reach import variables as interface_variables
+from ..security.outputs import write_output
 from . import keep, live
 from .here import Here, InServer, Server, start_server
 from .interrupt import ENDING, Interrupt, TerminatedError, raise_on_end
@@ -96,7 +97,7 @@ def tell(job: Job, folder: Path, code: int) -> None:
         sys.stderr.write(drawn(report))
     sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
     if job.summary is not None:
-        job.summary.write_text(report.to_json())
+        write_output(job.summary, report.to_json())
 
 
 def serve(job: InServer) -> NoReturn:

@@ -4,7 +4,6 @@ and what is printed says so."""
 
 import gzip
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from ..analyze.report import Examined, Report
 from ..analyze.states import Ints, Window
 from ..analyze.steps import steps_of
 from ..record.states import State
-from ..security.folders import NewFile
+from ..security.outputs import open_output, output_target
+from ..security.reason import reason_of
 from .chrome import MAX_LANES
 from .top import numbered
 from .tracks import Tracks
@@ -159,30 +159,29 @@ def _written(
 
 @contextmanager
 def _whole_or_not_at_all(path: Path) -> Iterator[Any]:
-    """A file that takes the place of ``path`` once it is complete."""
-    own_link = path.is_symlink() and path.lstat().st_uid == os.geteuid()
-    real = Path(os.path.realpath(path)) if own_link else path  # another user's is replaced
-    if real.exists() and not real.is_file():
+    """Open ``path`` as ``open_output`` does, compressed if its name ends with .gz."""
+    if path.is_dir():
         raise ValueError(f"{path} is no file. HINT: --timeline run.json or run.json.gz")
     try:
-        with NewFile(real) as new, open(new.fd, "wb", 1 << 20, closefd=False) as raw:
-            if real.name.endswith(".gz"):
-                with gzip.GzipFile(real.name[:-3], "wb", 5, raw, mtime=0) as file:
+        name = output_target(path).name
+        with open_output(path) as raw:
+            if name.endswith(".gz"):
+                with gzip.GzipFile(name[:-3], "wb", 5, raw, mtime=0) as file:
                     yield file
             else:
                 yield raw
     except OSError as error:
         raise ValueError(
-            f"the timeline can't be written to {path}: {error.strerror or error}. "
+            f"the timeline can't be written to {path}: {reason_of(error)}. "
             "HINT: another folder, or --steps for fewer steps"
         ) from None
 
 
 def _told(path: Path, part: Part, ranks: int, events: int, left_out: list[str]) -> str:
-    size = path.stat().st_size
     text = f"{path}: {part.words}"
     text += f" of {part.of}, the most that fit," if part.of else ""
-    text += f" of {ranks} rank{'s' * (ranks != 1)}, {events:,} events, {size / 1e6:.3g} MB."
+    text += f" of {ranks} rank{'s' * (ranks != 1)}, {events:,} events"
+    text += f", {path.stat().st_size / 1e6:.3g} MB." if path.is_file() else "."
     text += f" Left out: {'; '.join(left_out)}." if left_out else ""
     text += " HINT: "
     if part.of and part.words.startswith("step"):

@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint.saver import Saver
 from ..record.recorder import Recorder
 from ..record.tell import say, to_launcher
+from ..security.outputs import write_output
 from .join import leave
 
 GATHER_SECONDS = 20.0  # a rank that says nothing for so long is missing in the summary
@@ -53,7 +54,7 @@ class Finish:
             show(report)
         path = os.environ.get("PACELINE_SUMMARY")
         if path and not to_launcher(summary=report.to_json()):
-            Path(path).write_text(report.to_json())
+            write_output(Path(path), report.to_json())
 
     def _gather(self) -> tuple[list[bytes], list[int]]:
         """All ranks' records on rank 0, and the ranks that sent none in time."""

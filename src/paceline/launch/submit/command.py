@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ...security.outputs import write_output
 from ..job import Job
 from ..job import check as check_script
 from ..remaining import check as enough
@@ -168,7 +169,7 @@ def sent(kind: Scheduler, batch: Batch, script: str) -> str:
     with tempfile.TemporaryDirectory(prefix="paceline-submit-") as folder:
         if kind.by_file:
             path = Path(folder) / batch.name
-            path.write_text(script)
+            write_output(path, script)
             command.append(str(path))
         try:
             told = subprocess.run(

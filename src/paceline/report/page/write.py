@@ -13,7 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ... import __version__
-from ...security.folders import replace_file
+from ...security.outputs import write_output
+from ...security.reason import reason_of
 from ..numbers import amount, duration, figure, percent, size
 from ..terminal import GOOD
 from .definitions import DEFINITIONS
@@ -66,12 +67,16 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
 
 
 def save(text: str, path: Path) -> str:
-    """Write the page whole or not at all; what to tell the user. ValueError where it can't be."""
+    """Write the page, a file whole or not at all; returns what to tell the user.
+
+    Raises:
+        ValueError: It can't be written.
+    """
     try:
-        replace_file(path, text.encode())
+        write_output(path, text)
     except OSError as error:
         raise ValueError(
-            f"{path} can't be written: {error.strerror}. HINT: a file in a folder that can be "
+            f"{path} can't be written: {reason_of(error)}. HINT: a file in a folder that can be "
             "written, on a file system with some MB of room"
         ) from None
     return f"{path}: {size(len(text.encode()))}. HINT: open it in any browser; it needs no network"
