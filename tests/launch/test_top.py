@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ranks
-from paceline.launch import keep
+from paceline.launch import keep, live, stacks
 
 # Trains until a file "end" lies beside it; rank 1 is the slow one.
 TRAIN = """
@@ -337,3 +338,35 @@ def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, 
         holder.communicate()
     assert keep.running() == []
     assert Path(folder / "lock").exists()
+
+
+def test_sockets_whose_names_are_no_text_are_passed_over():
+    """Any user of the host can make one."""
+    names = [
+        b"other-\xff\xfe",
+        live._prefix().encode() + b"a\xff",
+        live._address("a-Job_1").encode(),
+    ]
+    held = [socket.socket(socket.AF_UNIX) for _ in names]
+    for one, name in zip(held, names, strict=True):
+        one.bind(b"\0" + name.removeprefix(b"\0"))
+    try:
+        found = live.listening()
+        assert "a-Job_1" in found
+        assert all(re.fullmatch("[0-9a-zA-Z_-]+", name) for name in found)
+    finally:
+        for one in held:
+            one.close()
+
+
+def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path):
+    """The signal that asks for stacks would end it."""
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        (tmp_path / f"rank-0-{other.pid}.stack").touch()
+        assert stacks.pids(tmp_path) == {0: other.pid}
+        assert stacks.ask(tmp_path) == {}
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

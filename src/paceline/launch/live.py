@@ -10,6 +10,7 @@ nobody; what reads the hosts' channels only puts their answers down here.
 import contextlib
 import errno
 import os
+import re
 import socket
 import struct
 import threading
@@ -36,6 +37,7 @@ VISITOR_SECONDS = 10.0  # to say what he wants, and to take a piece of the answe
 VISITORS = 8  # at a time
 PATIENCE_SECONDS = 5.0  # of a visitor
 TRIES, BUSY_SECONDS = 5, 0.3
+SOCKETS = Path("/proc/net/unix")
 NO_ROOM_S = 0.5  # without accepting visitors
 MOST_EVENTS = 1 << 16
 MAX_TAIL_BYTES = HEADER_BYTES + MOST_EVENTS * EVENT.size
@@ -298,13 +300,13 @@ def _conversation(channel: Channel, most: int) -> Seen:
 
 def listening() -> list[str]:
     """Names of this user's jobs on several hosts whose launchers are on this one."""
-    prefix = "@" + _prefix()
+    name = re.compile(rb" @%s([0-9a-zA-Z_-]+)\n" % _prefix().encode())
     try:
-        lines = Path("/proc/net/unix").read_text().splitlines()
+        with SOCKETS.open("rb") as lines:  # any user can give a socket a name that is no text
+            found = {match[1].decode() for line in lines if (match := name.search(line))}
     except OSError:
         return []
-    names = {line.split()[-1] for line in lines if prefix in line}
-    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    return sorted(found)
 
 
 def _prefix() -> str:

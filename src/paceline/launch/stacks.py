@@ -5,6 +5,7 @@ C signal handler, so a rank that is deep in a wait of C++ answers too. One that 
 nor can one that the kernel holds: these are read from outside.
 """
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -51,9 +52,30 @@ def pids(folder: Path) -> dict[int, int]:
 def ask(folder: Path) -> dict[int, str]:
     """The stacks of the ranks whose records lie in a job's folder on this host; of those that
     answer in time or can be read."""
-    all_pids = pids(folder)
+    all_pids = {
+        rank: pid
+        for rank, pid in pids(folder).items()
+        if _has_open(pid, folder / f"rank-{rank}-{pid}.stack")
+    }
     answers = _answers(folder, all_pids)
     return answers | outside.read({r: pid for r, pid in all_pids.items() if r not in answers})
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process has a file open, as a rank its own: PIDs are given to others later, and
+    the signal would end these."""
+    descriptors = Path(f"/proc/{pid}/fd")
+    try:
+        wanted = path.stat(follow_symlinks=False)
+        names = os.listdir(descriptors)
+    except OSError:  # it has ended, or is another user's
+        return False
+    for name in names:
+        with contextlib.suppress(OSError):
+            link = descriptors / name
+            if os.readlink(link).endswith(path.name) and os.path.samestat(link.stat(), wanted):
+                return True
+    return False
 
 
 def _answers(folder: Path, all_pids: dict[int, int]) -> dict[int, str]:
