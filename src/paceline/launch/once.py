@@ -12,6 +12,7 @@ import struct
 import time
 
 PATIENCE = 6.0  # s for an agent to end its ranks; it is killed after that, and its server ends them
+NOT_LISTENING_S = 1.0  # then the name is no agent's: agents listen at once
 _TRY = 0.05
 _PEER = struct.Struct("iII")  # pid, uid, gid
 
@@ -20,7 +21,7 @@ def claim(run: str, place: int) -> socket.socket | None:
     """Be the agent of the job ``run`` at this place among its hosts, for as long as the socket is
     open; None where another user's process holds the name."""
     address = f"\0paceline-agent-{os.getuid()}-{run}-{place}"
-    began = time.monotonic()
+    began = listened = time.monotonic()
     means = [(PATIENCE, signal.SIGKILL), (0.0, signal.SIGHUP)]
     while time.monotonic() - began < 2 * PATIENCE:
         mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -31,14 +32,23 @@ def claim(run: str, place: int) -> socket.socket | None:
         except OSError:
             mine.close()
         due = bool(means) and time.monotonic() - began >= means[-1][0]
-        if not _end(address, means.pop()[1] if due else None):
-            return None
+        try:
+            if not _end(address, means.pop()[1] if due else None):
+                return None
+            listened = time.monotonic()
+        except ConnectionRefusedError:
+            if time.monotonic() - listened > NOT_LISTENING_S:
+                return None
         time.sleep(_TRY)
     return None
 
 
 def _end(address: str, kind: signal.Signals | None) -> bool:
-    """Signal the process of ours that holds the name; whether it is no other user's."""
+    """Signal the process of ours that holds the name; whether it is no other user's.
+
+    Raises:
+        ConnectionRefusedError: Nobody listens under the name.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         try:
             visitor.settimeout(1.0)
@@ -50,6 +60,8 @@ def _end(address: str, kind: signal.Signals | None) -> bool:
             if kind is not None:
                 os.kill(pid, kind)
                 os.kill(pid, signal.SIGCONT)  # one that is stopped hears nothing
+        except ConnectionRefusedError:
+            raise
         except OSError:
             pass  # it has gone meanwhile
     return True

@@ -1,0 +1,20 @@
+"""The name that makes an agent the only one of its job on a host, where a stranger holds it."""
+
+import os
+import socket
+import time
+import uuid
+
+from paceline.launch.once import claim
+
+
+def test_a_name_under_which_nobody_listens_is_soon_given_up():
+    run = uuid.uuid4().hex
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0paceline-agent-{os.getuid()}-{run}-0")
+        begun = time.monotonic()
+        assert claim(run, 0) is None
+        assert time.monotonic() - begun < 3.0
+    mine = claim(run, 0)
+    assert mine is not None
+    mine.close()
