@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -118,6 +119,20 @@ def test_connections_that_say_the_same_rank_are_limited():
     assert [one.recv(1) for one in made[:16]] == [b""] * 16
     for one in (*made, *doorman._waiting(), here):
         one.close()
+
+
+def test_a_connection_that_is_reset_after_the_greeting_is_not_counted():
+    when = Appointment(0, 3, ["127.0.0.1"], uuid.uuid4().hex, True)
+    doorman = module._Doorman(when, 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as here:
+        visitor = socket.create_connection(here.getsockname())
+        accepted = here.accept()[0]
+        visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        visitor.close()
+        doorman._open(accepted, 1)
+    assert accepted.fileno() == -1
+    assert doorman.missing == {1, 2}
+    assert doorman.waiting == {}
 
 
 def test_peers_connect_among_a_thousand_idle_connections(flooded):

@@ -174,13 +174,17 @@ class _Doorman:
         return knock.rank
 
     def _open(self, visitor: socket.socket, rank: int) -> None:
+        try:
+            own, other = str(visitor.getsockname()[0]), str(visitor.getpeername()[0])
+        except OSError:  # reset after the greeting: the rank knocks again
+            visitor.close()
+            return
         self.missing.discard(rank)
         same = self.waiting.setdefault(rank, [])
         same.append(visitor)
         if len(same) > MAX_WAITING_PER_RANK:
             same.pop(0).close()
-        own = str(visitor.getsockname()[0])
-        outside = visitor.getpeername()[0] != own and own != "127.0.0.1"
+        outside = other != own and own != "127.0.0.1"
         if self.where is None and (outside or self.when.one_host or not self.missing):
             self._settle(own)
         if self.where is not None:
