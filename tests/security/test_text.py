@@ -28,6 +28,7 @@ from paceline.report.page.several import before_and_after
 from paceline.report.page.single import single
 from paceline.security.files import InvalidFileError, UnsafeFileError
 from paceline.security.terminal import for_terminal
+from paceline.security.text import printable
 from records import Rank, made
 
 TITLE = "\x1b]0;owned\x07"  # sets a terminal's title
@@ -197,6 +198,11 @@ def test_notes_on_a_settings_file_are_printable(tmp_path):
     assert knobs == {}
     assert len(notes) == 2
     assert all(note.isprintable() for note in notes)
+
+
+def test_marks_that_turn_the_direction_of_text_are_escaped():
+    marks = "\u061c\u200e\u200f\u202a\u202e\u2066\u2069"
+    assert printable(marks) == "".join(f"\\u{ord(mark):04x}" for mark in marks)
 
 
 class Page(HTMLParser):

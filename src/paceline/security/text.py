@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 # C0 and C1 controls, DEL, surrogates, and what reverses the direction of text (bidi controls).
-_CONTROLS = "\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_CONTROLS = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _IN_A_LINE = re.compile(f"[{_CONTROLS}]")
 _IN_LINES = re.compile(f"[{_CONTROLS}]".replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 
