@@ -14,6 +14,7 @@ import pytest
 import ranks
 import users
 from paceline.launch import keep
+from records import Rank
 from users import ATTACKER, VICTIM
 
 SHM = Path("/dev/shm")
@@ -170,7 +171,53 @@ def test_a_temporary_folder_in_which_all_may_rename_is_not_used(tmp_path, monkey
     monkeypatch.setattr(keep, "_PLACES", (tmp_path,))
     with pytest.raises(ValueError, match=r"HINT: TMPDIR=DIR, a folder of your own or one with the"):
         keep.job_folder()
+    tmp_path.chmod(0o770)
+    os.chown(tmp_path, -1, users.GROUP)
+    with pytest.raises(ValueError, match="HINT: TMPDIR=DIR"):
+        keep.job_folder()
     tmp_path.chmod(0o1777)
     folder = keep.job_folder()
     assert folder.parent == tmp_path
     keep.remove(folder)
+
+
+def test_a_job_starts_in_a_user_namespace_that_does_not_map_root(place):
+    """As in a container of an unprivileged user, where /dev/shm seems to be nobody's."""
+    words = ["unshare", "-U", "--map-current-user"]
+    if users.run(VICTIM, *words, "true").returncode:
+        pytest.skip("no user namespaces here")
+    words += paceline("run", "-n", "1", place / "train.py", 0)
+    done = users.run(VICTIM, *words, cwd=place, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+
+def test_earlier_attempts_records_go_through_no_link(tmp_path):
+    folder, target = tmp_path / "job", tmp_path / "record"
+    folder.mkdir(0o700)
+    target.mkdir()
+    (tmp_path / "outside").mkdir()
+    (target / "attempt-0").symlink_to(tmp_path / "outside")
+    Rank(folder, 0, 1, attempt=0).step(0, 1)
+    keep.note_attempt(folder, 1)
+    keep.promise(folder, target, ["script.py"], "run")
+    assert not keep.clear(folder)
+    assert os.listdir(tmp_path / "outside") == []
+    assert list(folder.glob("*.ring"))
+
+
+def test_what_a_killed_job_left_is_cleared_and_is_no_running_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(keep, "_PLACES", (tmp_path,))
+    half = tmp_path / f"paceline-new-{os.getuid()}-abc"
+    half.mkdir(0o700)
+    os.utime(half, (1, 1))
+    orphan = tmp_path / f"paceline-job-{os.getuid()}-abc"
+    orphan.mkdir(0o700)
+    Rank(orphan, 0, 1).step(0, 1)
+    (tmp_path / "gone").write_text("a file where the folder was")
+    (orphan / keep.PROMISE).write_text(json.dumps({"target": str(tmp_path / "gone" / "x")}))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    keep.rescue()
+    assert not half.exists()
+    assert orphan.exists()
+    assert keep.running() == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -27,7 +27,6 @@ RIGHT = {
         "file.truncate()": "of an open file",
     },
     "data/bringing.py": {
-        "open(open_regular(path), 'rb', buffering=0)": "a descriptor of security's",
         "open(new.fd, 'wb', buffering=0, closefd=False)": "a descriptor of security's",
     },
     "data/shards.py": {
@@ -39,6 +38,7 @@ RIGHT = {
     },
     "launch/job.py": {"path.read_bytes()": "the script"},
     "launch/local.py": {"job.summary.write_text(report.to_json())": "the user's file, of --json"},
+    "launch/live.py": {"SOCKETS.open('rb')": "the kernel's"},
     "launch/keep.py": {
         "target.mkdir(parents=True, exist_ok=True)": "the user's folder, of --record",
         "place.mkdir(exist_ok=True)": "in the user's folder, of --record",
@@ -74,7 +74,10 @@ BELIEVE = {
     "open", "mkdir", "makedirs", "rmtree", "unlink", "rmdir", "remove", "touch", "read_text",
     "read_bytes", "write_text", "write_bytes", "copyfile", "symlink_to", "truncate", "chmod",
 }  # fmt: skip
-SAFE = ("Folder.", "folder.remove", "opened.remove", "own.remove", "keep.remove")
+SAFE = (
+    *("Folder.", "folder.remove", "opened.remove", "own.remove", "keep.remove"),
+    *("origin.open", "self._origin.open", "open(origin.open", "open(self._origin.open"),
+)
 READ_ONLY = ("'/proc", "f'/proc", "'/sys")  # the kernel's
 
 

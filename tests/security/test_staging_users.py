@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import stat
+import struct
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -90,7 +92,7 @@ def test_what_is_staged_is_no_more_readable_than_it_was(packed, place):
     done = stage(VICTIM, packed, place)
     assert done.returncode == 0, done.stderr
     root = place / f"paceline-stage-{VICTIM}"
-    (folder,) = root.iterdir()
+    (folder,) = root.glob("set-*")
     assert [stat.S_IMODE(one.stat().st_mode) for one in (root, folder)] == [0o700, 0o700]
     for path in folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
@@ -111,7 +113,7 @@ def test_a_group_shares_a_set_and_nobody_else_does(place):
     packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
     done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
     assert done.returncode == 0, done.stderr
-    (folder,) = (place / f"paceline-stage-group-{GROUP}").iterdir()
+    (folder,) = (place / f"paceline-stage-group-{GROUP}").glob("set-*")
     for path in (folder.parent, folder):
         assert stat.S_IMODE(path.stat().st_mode) == 0o2770
     assert stat.S_IMODE((folder / "shard-00000.bin").stat().st_mode) == 0o640
@@ -144,6 +146,7 @@ def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(pl
     from paceline.data import staging
 
     group = (place / "set").stat().st_gid
+    (place / "near").mkdir()
     folder = staging.stage(place / "set", place / "near", shared=True).folder
     for path in other.iterdir():
         if path.name.startswith(("shard", "index")):
@@ -154,6 +157,76 @@ def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(pl
     assert one._staged.group == group
     with pytest.raises(ValueError, match="a byte has changed"):
         one[0]
+
+
+def test_what_a_set_links_to_is_not_shared(place):
+    """The author of a set has a link in it to a file that the group can't reach."""
+    packed = packed_for(place, MEMBER, 0o750, 0o640, GROUP)
+    private = users.folder(place / "private", VICTIM)
+    (private / "secret").write_bytes((packed / "index.bin").read_bytes())
+    (private / "secret").chmod(0o644)
+    (packed / "index.bin").unlink()
+    (packed / "index.bin").symlink_to(private / "secret")
+    done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
+    assert done.returncode == 2
+    assert "index.bin is a symbolic link. HINT: without --shared" in " ".join(done.stderr.split())
+    assert not list(place.glob("paceline-stage*"))
+
+
+def test_an_access_control_list_counts_where_a_set_is_shared(place):
+    packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
+    shard = packed / "shard-00001.bin"
+    nobody = 0xFFFFFFFF
+    entries = [(1, 6, nobody), (2, 4, MEMBER + 1), (4, 0, nobody), (16, 4, nobody), (32, 0, nobody)]
+    raw = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
+    os.setxattr(shard, "system.posix_acl_access", raw)  # setfacl -m u:...:r,g::-
+    assert shard.stat().st_mode & 0o040  # it is the mask's
+    done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
+    assert "can't read" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_root_that_the_group_can_not_enter_is_said(place, closed):
+    packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
+    root = place / "near"
+    if closed:
+        users.folder(root, VICTIM)
+    done = stage(VICTIM, "--shared", packed, root, groups=[GROUP])
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert ("near is closed to group" if closed else "there is no folder") in said
+
+
+def test_a_staged_set_that_can_only_be_read_is_read(place, monkeypatch):
+    users.need(users.missing())
+    from paceline.data import staging
+
+    x, y = sets.arrays(60, (50,))
+    pack((x, y), place / "set", shard_bytes=2000)
+    folder = staging.stage(place / "set", place / "near").folder
+    monkeypatch.setenv(staging.VARIABLE, str(place / "near"))
+    subprocess.run(["mount", "--bind", "-o", "ro", folder.parent, folder.parent], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder.parent], check=True)
+    try:
+        assert Shards(place / "set")._staged is not None
+    finally:
+        subprocess.run(["umount", "-l", folder.parent], check=True)
+
+
+def test_a_shard_that_a_member_replaced_by_a_fifo_is_read_where_it_lies(place, monkeypatch):
+    from paceline.data import staging
+
+    x, y = sets.arrays(60, (50,))
+    pack((x, y), place / "set", shard_bytes=2000)
+    (place / "near").mkdir()
+    folder = staging.stage(place / "set", place / "near", shared=True).folder
+    (folder / "shard-00000.bin").unlink()
+    os.mkfifo(folder / "shard-00000.bin")
+    (folder / "shard-00001.bin").unlink()  # partly staged
+    monkeypatch.setenv(staging.VARIABLE, str(place / "near"))
+    one = Shards(place / "set")
+    assert len([one[i] for i in range(60)]) == 60
+    assert [one.file(shard).parent == folder for shard in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

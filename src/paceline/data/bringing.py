@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 from crc32c import crc32c
 
-from ..security.files import open_regular, read_regular
 from ..security.folders import Folder
 from . import shard_format
 from .meta_schema import MAX_META_BYTES
+from .origin import Origin
 from .shard_format import DataError, Shard
 from .sharing import LOOK_S, QUIET_S, UNCHECKED, Exchange, GoneError
 
@@ -53,7 +53,7 @@ class Bringing:
 
     def __init__(
         self,
-        origin: Path,
+        origin: Origin,
         folder: Folder,
         files: list[Shard],
         budget: int,
@@ -212,7 +212,7 @@ class Bringing:
         name = self._files[number].file
         try:
             with (
-                self._folder.replacing(name, self._mode(name)) as new,
+                self._folder.replacing(name, self._origin.mode(name)) as new,
                 open(new.fd, "wb", buffering=0, closefd=False) as file,
             ):
                 if not write(file):
@@ -220,12 +220,6 @@ class Bringing:
         except _NotWholeError:
             return False
         return True
-
-    def _mode(self, name: str) -> int:
-        """The permissions that a file has in the origin. In a group's folder nobody but its owner
-        may write to it; the group may read it (that it may in the origin was looked at)."""
-        mode = stat.S_IMODE((self._origin / name).stat().st_mode) & 0o777
-        return mode if self._folder.group is None else mode & 0o700 | 0o440
 
     def _came(self, number: int, came: bool, fetched: bool = False) -> None:
         found, one = self._found, self._files[number]
@@ -250,8 +244,9 @@ class Bringing:
         """paceline.json, as soon as the index is there: a set is then read from here."""
         meta, small = shard_format.META, (self._files[at] for at in self._small)
         if all(whole(self._folder, one) for one in small) and self._folder.status(meta) is None:
-            data = read_regular(self._origin / meta, MAX_META_BYTES)
-            self._folder.write(meta, data, self._mode(meta))
+            with open(self._origin.open(meta), "rb") as file:
+                data = file.read(MAX_META_BYTES)
+            self._folder.write(meta, data, self._origin.mode(meta))
 
     def _news(self) -> None:
         with self._changed:
@@ -283,10 +278,10 @@ def whole(folder: Folder, one: Shard) -> bool:
     return status is not None and stat.S_ISREG(status.st_mode) and status.st_size == one.bytes
 
 
-def _copied(origin: Path, one: Shard, to: BinaryIO) -> bool:
+def _copied(origin: Origin, one: Shard, to: BinaryIO) -> bool:
     """Raises DataError where it is not what was packed."""
-    crc, buffer, path = 0, memoryview(bytearray(CHUNK)), origin / one.file
-    with open(open_regular(path), "rb", buffering=0) as file:
+    crc, buffer, path = 0, memoryview(bytearray(CHUNK)), origin.path / one.file
+    with open(origin.open(one.file), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while size := file.readinto(buffer):
             crc = crc32c(buffer[:size], crc)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..security.files import InvalidFileError, open_regular
 from . import shard_format, staging
+from .bringing import whole
 from .decode import decode
 from .names import Names
 from .row_check import row_check
@@ -153,10 +154,13 @@ class Shards:
     def place(self, i: int) -> tuple[Path, int, int]:
         """File, offset and bytes of a sample, where it is read from."""
         row = self.row(i)
-        name = self.meta.shards[row.shard].file
-        staged = self._staged
-        near = staged.path if staged is not None and staged.status(name) else self.folder
-        return near / name, row.offset, row.length
+        return self.file(row.shard), row.offset, row.length
+
+    def file(self, shard: int) -> Path:
+        """Return where a shard is read from."""
+        staged, one = self._staged, self.meta.shards[shard]
+        near = staged.path if staged is not None and whole(staged, one) else self.folder
+        return near / one.file
 
     def outline(self, i: int) -> tuple[Field, Field | None]:
         """What a sample and its label are, without reading it."""

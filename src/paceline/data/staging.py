@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,14 @@ from ..security.folders import Folder, own_group
 from ..security.text import printable
 from . import shard_format
 from .bringing import Bringing, Staged, Step, whole
+from .origin import Origin, check_entered
 from .room import free
 from .shard_format import DataError, Meta, Shard
 from .sharing import UNCHECKED, Exchange, GoneError, join
 
 PLACE, VARIABLE = "paceline-stage", "PACELINE_STAGE"
 SETS = "PACELINE_STAGE_SETS"  # that ``paceline run --stage`` names
+LOCK = ".lock"
 USED = ".used"  # its time: when the set was staged or opened last
 THREADS = 2  # a checksum beside a read
 
@@ -76,18 +78,20 @@ def stage(
     that may not be shared, and a disk that fills up meanwhile; DataError where a shard is not what
     was packed.
     """
-    began, origin = time.monotonic(), Path(source)
-    meta = shard_format.load(origin)
-    files = _files(origin, meta)
-    group = _group_of(origin, files) if shared else None
-    found = Staged(place(origin, Path(root), group), len(meta.shards), socket.gethostname())
+    began, path = time.monotonic(), Path(source)
+    meta = shard_format.load(path)
+    files, origin = _files(path, meta), Origin(path, shared)
+    if shared:
+        _may_share(origin, files, Path(root))
+    group = origin.group
+    found = Staged(place(path, Path(root), group), len(meta.shards), socket.gethostname())
     tell = step or (lambda done, size: None)
     exchange: Exchange | None = None
     folder: Folder | None = None
     try:
         try:
             with _told(Path(root)):
-                folder = open_set(origin, Path(root), group, make=True)
+                folder = open_set(path, Path(root), group, make=True)
             exchange = _joined(folder, files, found) if together else None
             _brought(origin, folder, files, room, threads, tell, waits, exchange, found)
         except ValueError as mistake:
@@ -117,7 +121,7 @@ def stage(
 
 
 def _brought(
-    origin: Path,
+    origin: Origin,
     folder: Folder,
     files: list[Shard],
     room: int | None,
@@ -149,33 +153,28 @@ def _same(own: Folder, folder: Folder) -> bool:
     return status is not None and os.path.samestat(status, opened)
 
 
-def _group_of(origin: Path, files: list[Shard]) -> int:
-    """The group that a set may be shared with: the one that owns its folder.
-
-    Raises ValueError where this user is no member of it, or where the group can't read all of the
-    set where it lies.
-    """
-    group = origin.stat().st_gid
-    hint = "HINT: without --shared"
-    if not own_group(group):
-        raise ValueError(
-            f"--shared: {origin} belongs to group {group}, of which you are no member. {hint}"
-        )
-    for path in (*reversed(origin.resolve().parents), origin.resolve()):
-        if not _group_may(path, group, 0o1):
-            raise ValueError(f"--shared: {path} is closed to group {group}. {hint}")
+def _may_share(origin: Origin, files: list[Shard], root: Path) -> None:
+    """Raises ValueError where members of the group can't read all of a set where it lies, can't
+    enter the folder that it is staged to, or where a file has no checksum to be compared with."""
     for name in (shard_format.META, *(one.file for one in files)):
-        if not _group_may(origin / name, group, 0o4):
+        try:
+            os.close(origin.open(name))
+        except OSError as error:
             raise ValueError(
-                f"--shared: group {group} can't read {origin / name}. {hint}, or chmod g+r"
-            )
-    return group
-
-
-def _group_may(path: Path, group: int, bit: int) -> bool:
-    """Whether members of a group may read (4) or enter (1), by the file's mode."""
-    status = path.stat()
-    return bool(status.st_mode & (bit << 3 if status.st_gid == group else bit))
+                f"--shared: {origin.path / name} {error.strerror}. HINT: without --shared"
+            ) from None
+    if any(one.crc == UNCHECKED for one in files):
+        raise ValueError(
+            f"--shared: {origin.path} has no checksum of its index: it was packed by an older "
+            "Paceline. HINT: without --shared, or pack it again"
+        )
+    if not root.is_dir():
+        raise ValueError(
+            f"--shared: there is no folder {root}. HINT: make it, open to group {origin.group}"
+        )
+    for folder in (root.resolve(), *root.resolve().parents):
+        assert origin.group is not None
+        check_entered(folder, origin.group, f"HINT: chmod g+x, or another ROOT than {root}")
 
 
 def _files(origin: Path, meta: Meta) -> list[Shard]:
@@ -228,13 +227,18 @@ def open_set(origin: Path, root: Path, group: int | None = None, make: bool = Fa
 
 def touch(folder: Folder) -> None:
     """Note that a set is used now. Raises OSError."""
-    fd = folder.open_file(USED, os.O_WRONLY | os.O_CREAT)
+    fd = _opened(folder, USED)
     try:
-        if folder.group is not None and os.fstat(fd).st_uid == os.geteuid():
-            os.fchmod(fd, 0o660)
         os.utime(fd)
     finally:
         os.close(fd)
+
+
+def _opened(folder: Folder, name: str) -> int:
+    """Open a file that all who may write to the folder can write to; it may be new."""
+    if folder.group is not None and folder.status(name) is None:
+        folder.make_file(name, 0o660)
+    return folder.open_file(name, os.O_RDWR | os.O_CREAT)
 
 
 def begin_all() -> None:
@@ -259,7 +263,8 @@ def here(origin: Path) -> Folder | None:
     for whose in (None, group) if own_group(group) else (None,):
         try:
             folder = open_set(origin, Path(root), whose)
-            touch(folder)
+            with suppress(OSError):  # a disk that can only be read, say
+                touch(folder)
             return folder
         except UnsafeFileError as error:
             if error.filename not in _refused:
@@ -294,7 +299,7 @@ def begin(origin: Path, root: Path) -> None:
 
 def _made_room(
     missing: list[Shard],
-    origin: Path,
+    origin: Origin,
     own: Folder,
     folder: Folder,
     room: int | None,
@@ -302,7 +307,7 @@ def _made_room(
 ) -> int:
     """Bytes that may come: other sets go until what is missing fits, the longest unused first."""
     meta = shard_format.META
-    beside = 0 if folder.status(meta) is not None else (origin / meta).stat().st_size
+    beside = 0 if folder.status(meta) is not None else (origin.path / meta).stat().st_size
     wanted = sum(one.bytes for one in missing) + beside
     sets = dict(_sets(own))
     used = {name: at for name, (_, at) in sets.items() if at is not None}
@@ -340,16 +345,17 @@ def _sets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None]]]:
 @contextmanager
 def _alone(own: Folder, waits: Callable[[], None] | None) -> Iterator[None]:
     """While no other process stages to the same folder; the lock ends with this one."""
+    lock = _opened(own, LOCK)
     try:
-        fcntl.flock(own.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if waits is not None:
-            waits()
-        fcntl.flock(own.fd, fcntl.LOCK_EX)
-    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waits is not None:
+                waits()
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(own.fd, fcntl.LOCK_UN)
+        os.close(lock)
 
 
 @contextmanager

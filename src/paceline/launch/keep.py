@@ -23,8 +23,14 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from ..record.states import NOTES
+from ..record.tail import MAX_RECORD_BYTES as MAX_RECORD_BYTES
 from ..security.files import InvalidFileError, read_regular
-from ..security.folders import Folder, can_be_renamed_by_others, replace_file
+from ..security.folders import (
+    Folder,
+    can_be_renamed_by_others,
+    open_subfolder,
+    replace_file,
+)
 from ..security.schema import read_json
 from ..security.text import printable
 
@@ -33,9 +39,10 @@ ATTEMPT = "attempt"
 ABOUT = "run.json"
 LOCK = "lock"
 TO_SEND = "to-send"  # subfolder: the records that the agent sends to the launcher's host
+NEW_S = 60.0  # age of a folder that nobody is still making
+MAX_NAMED = 8  # of other users' folders
 FAILED = "failed"  # the record could not be kept, which was said
 MAX_ABOUT_BYTES = 16 << 20  # a command line may be long
-MAX_RECORD_BYTES = 4 << 30
 
 
 @dataclass
@@ -83,7 +90,7 @@ def job_folder() -> Path:
         try:
             if can_be_renamed_by_others(place):
                 continue
-            folder = Folder.make(place / f"paceline-new-{name}")  # not yet one that others clear
+            folder = Folder.make(place / (_new_prefix() + name))  # not yet one that others clear
         except OSError:
             continue
         with folder:
@@ -101,8 +108,17 @@ def rescue() -> None:
     """Clear the folders of jobs that were killed together with all that would have done it."""
     for folder in _job_folders():
         with folder:
-            if _lock(folder):
+            lock = _lock(folder)
+            if lock is not None:
                 clear(folder.path, orphan=True)
+                os.close(lock)  # one that could not be cleared is no running job
+    for folder in _folders(_new_prefix()):  # of processes that were killed as they made them
+        with folder:
+            old = time.time() - os.fstat(folder.fd).st_mtime > NEW_S
+            lock = _lock(folder) if old else None
+            if lock is not None:
+                folder.remove_all()
+                os.close(lock)
 
 
 _PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
@@ -113,9 +129,18 @@ def _prefix() -> str:
     return f"paceline-job-{os.getuid()}-"
 
 
+def _new_prefix() -> str:
+    return f"paceline-new-{os.getuid()}-"
+
+
 def _job_folders() -> Iterator[Folder]:
-    """Open this user's job folders. What has the name of one and is none is named once."""
-    name_of_one = re.compile(re.escape(_prefix()) + r"[0-9a-zA-Z_]+")
+    """Open this user's job folders."""
+    return _folders(_prefix())
+
+
+def _folders(prefix: str) -> Iterator[Folder]:
+    """Open this user's folders of such names. What has such a name and is none is named once."""
+    name_of_one = re.compile(re.escape(prefix) + r"[0-9a-zA-Z_]+")
     for place in dict.fromkeys(_PLACES):
         try:
             names = sorted(os.listdir(place))
@@ -129,25 +154,31 @@ def _job_folders() -> Iterator[Folder]:
             except OSError as error:
                 if name not in _reported:
                     _reported.add(name)
-                    sys.stderr.write(
-                        f"paceline: {place / name} {error.strerror}: it is not one of your jobs, "
-                        "and is left alone\n"
-                    )
+                    _report(place / name, error)
 
 
-def _lock(folder: Folder) -> bool:
-    """Take the folder's lock, for as long as this process and its children live; whether it
-    was free."""
+def _report(path: Path, error: OSError) -> None:
+    if len(_reported) <= MAX_NAMED:
+        sys.stderr.write(
+            f"paceline: {path} {error.strerror}: it is not one of your jobs, and is left alone\n"
+        )
+    elif len(_reported) == MAX_NAMED + 1:
+        sys.stderr.write(f"paceline: and more of the kind in {path.parent}\n")
+
+
+def _lock(folder: Folder) -> int | None:
+    """Take the folder's lock. Return its descriptor, which holds it for as long as this process and
+    its children live; None where another process has it."""
     try:
         fd = folder.open_file(LOCK, os.O_RDWR | os.O_CREAT)
     except OSError:
-        return False
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
-        return False
-    return True
+        return None
+    return fd
 
 
 def running() -> list[Path]:
@@ -261,8 +292,11 @@ def clear(folder: Path, orphan: bool = False) -> bool:
     """
     try:
         opened = Folder.open(folder)
-    except OSError:
-        return True  # removed meanwhile, or never this job's
+    except FileNotFoundError:
+        return True  # removed meanwhile
+    except OSError as error:
+        sys.stderr.write(f"paceline: the record of this job is lost: {folder} {error.strerror}\n")
+        return False
     with opened:
         if opened.status(PROMISE) is None:
             opened.remove_all()
@@ -357,11 +391,17 @@ def _copy(folder: Folder, target: Path) -> None:
         if not told and sizes and size not in sizes:
             continue
         place = target if attempt == last else target / f"attempt-{attempt}"
-        place.mkdir(exist_ok=True)
-        replace_file(place / f"rank-{rank}.ring", data)
         lines = name.removesuffix(".ring") + ".lines"
-        if folder.status(lines) is not None:
-            replace_file(place / f"rank-{rank}.lines", folder.read(lines, MAX_RECORD_BYTES))
+        inside = open_subfolder(place) if place != target else None
+        try:
+            path = place if inside is None else Path()
+            replace_file(path / f"rank-{rank}.ring", data, dir_fd=inside)
+            if folder.status(lines) is not None:
+                told_lines = folder.read(lines, MAX_RECORD_BYTES)
+                replace_file(path / f"rank-{rank}.lines", told_lines, dir_fd=inside)
+        finally:
+            if inside is not None:
+                os.close(inside)
 
 
 def _attempt(path: Path) -> int:

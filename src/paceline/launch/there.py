@@ -1,5 +1,6 @@
 """A host of the job that is another one: its agent, seen from the launcher over a channel."""
 
+import os
 import signal
 import sys
 import threading
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..security.folders import NewFile
+from ..security.folders import NewFile, open_subfolder
 from .channel import BrokenError, Channel
 from .lines import Output
 from .progress import Progress
@@ -299,9 +300,12 @@ class There:
                 )
 
     def _write(self, path: Path, start: int, last: bool, raw: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        assert self.record is not None
         if start == 0:
             self._drop_incoming()
+            self.record.mkdir(parents=True, exist_ok=True)
+            if path.parent != self.record:
+                os.close(open_subfolder(path.parent))  # no link
             self._incoming = (path, NewFile(path))
         if self._incoming is None or self._incoming[0] != path:
             return  # its beginning did not come, or could not be written

@@ -24,15 +24,16 @@ class NewFile:
 
     Attributes:
         fd: Its descriptor, for writing.
+        part: Its name until then.
     """
 
     def __init__(self, path: Name, mode: int = 0o666, dir_fd: int | None = None) -> None:
         """mode: less the umask. Raises OSError."""
         self._name, self._dir_fd = str(path), dir_fd
         folder, base = os.path.split(self._name)
-        self._part = os.path.join(folder, f".{base[:200]}.{secrets.token_hex(8)}.part")
+        self.part = os.path.join(folder, f".{base[:200]}.{secrets.token_hex(8)}.part")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self.fd = open_regular(self._part, flags, dir_fd=dir_fd, follow_links=False, mode=mode)
+        self.fd = open_regular(self.part, flags, dir_fd=dir_fd, follow_links=False, mode=mode)
 
     def write(self, data: bytes | memoryview) -> None:
         """Write all of ``data``. Raises OSError."""
@@ -43,13 +44,13 @@ class NewFile:
     def commit(self) -> None:
         """Give the file its name. Raises OSError."""
         self._close()
-        os.replace(self._part, self._name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        os.replace(self.part, self._name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
 
     def discard(self) -> None:
         """Remove the file, if it is not committed; never raises."""
         self._close()
         with contextlib.suppress(OSError):
-            os.unlink(self._part, dir_fd=self._dir_fd)
+            os.unlink(self.part, dir_fd=self._dir_fd)
 
     def _close(self) -> None:
         fd, self.fd = self.fd, -1
@@ -110,7 +111,8 @@ class Folder:
                 f"{mode:04o})",
                 str(self.path),
             )
-        if status.st_uid not in (user, 0) and not is_member(status.st_uid, self.group):
+        trusted = {user, *root_ids()}
+        if status.st_uid not in trusted and not is_member(status.st_uid, self.group):
             raise UnsafeFileError(
                 errno.EPERM,
                 f"belongs to user {status.st_uid}, who is not in group {self.group}",
@@ -177,6 +179,16 @@ class Folder:
         with self.replacing(name, mode) as file:
             file.write(data)
 
+    def make_file(self, name: str, mode: int) -> None:
+        """Make an empty file of exactly this mode, unless there is one. Raises OSError."""
+        new = self.replacing(name, mode)
+        try:
+            os.link(new.part, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        except FileExistsError:
+            pass
+        finally:
+            new.discard()
+
     def replacing(self, name: str, mode: int = 0o600) -> NewFile:
         """Open a new file that gets its name when the body of a ``with`` ends without an error;
         else it is removed. mode: exactly, whatever the umask."""
@@ -231,23 +243,50 @@ class Folder:
 def is_member(user: int, group: int) -> bool:
     """Whether a user belongs to a group, as the system's accounts say; False where they don't
     know the user or the group."""
-    import grp
     import pwd
 
     try:
         account = pwd.getpwuid(user)
-        return account.pw_gid == group or account.pw_name in grp.getgrgid(group).gr_mem
+        # Not by the group's list of members, which many directory services leave empty.
+        return group in os.getgrouplist(account.pw_name, account.pw_gid)
     except KeyError:
         return False
 
 
+def root_ids() -> set[int]:
+    """Return the user IDs that root's files have here: 0, or in a user namespace that does not
+    map it the one of all IDs that are not mapped."""
+    try:
+        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if any(int(first) == 0 for first, _, _ in maps):
+            return {0}
+        return {0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
+    except (OSError, ValueError):
+        return {0}
+
+
 def can_be_renamed_by_others(place: Path) -> bool:
-    """Whether every user may rename what is in ``place``: it is open to all without the sticky bit,
-    or another user's. A path below it means something else at any time."""
+    """Whether others may rename what is in ``place``: it is another user's, or others can write to
+    it and it lacks the sticky bit. A path below it may mean something else at any time."""
     status = place.stat()
-    if status.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in {os.geteuid(), *root_ids()}:
         return True
-    return bool(status.st_mode & 0o002) and not status.st_mode & stat.S_ISVTX
+    if status.st_mode & stat.S_ISVTX:
+        return False
+    if status.st_mode & 0o020 and not _is_private(status.st_gid):
+        return True
+    return bool(status.st_mode & 0o002)
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the one that has its only user's name."""
+    import grp
+    import pwd
+
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
 
 
 def own_group(group: int) -> bool:
@@ -255,13 +294,25 @@ def own_group(group: int) -> bool:
     return group == os.getegid() or group in os.getgroups()
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+def open_subfolder(path: Path) -> int:
+    """Open the folder ``path``, which may be new, and return its descriptor. What leads to it is
+    believed; it may not be a link itself. Raises UnsafeFileError, OSError."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    return _opened(path, str(path), None)
+
+
+def replace_file(path: Name, data: bytes, mode: int = 0o666, dir_fd: int | None = None) -> None:
     """Write ``path`` whole or not at all, in a folder that others may write to as well: a link of
-    that name is replaced and never followed. mode: less the umask.
+    that name is replaced and never followed.
+
+    Args:
+        mode: Permissions, less the umask.
+        dir_fd: Folder that ``path`` is relative to.
 
     Raises OSError; nothing new is left in the folder then.
     """
-    with NewFile(path, mode) as file:
+    with NewFile(path, mode, dir_fd) as file:
         file.write(data)
 
 

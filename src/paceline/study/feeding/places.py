@@ -24,8 +24,7 @@ def root_of(data: Any) -> Path:
 def files_of(data: Any) -> list[Path]:
     """All, but those of ``Files``, of which there may be millions."""
     if isinstance(data, Shards):
-        first = data.place(0)[0].parent
-        return [first / one.file for one in data.meta.shards]
+        return [data.file(number) for number in range(len(data.meta.shards))]
     path: Path = data.path
     return [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
 

@@ -12,6 +12,7 @@ from ..probe import cache
 from ..probe.storage import storage
 from .places import LEAST, Place, files_of, together
 
+FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO is an error and no wait
 PIECE = 4 << 20  # bytes that are read at once where storage is at its best
 AT_ONCE = 16  # reads, to find how many storage answers in a second
 DROPPED = 0.1  # of a file may still be in memory, where it counts as forgotten
@@ -42,7 +43,7 @@ def forgotten(some: list[Place]) -> bool:
     """Ask to forget the files; whether that was done."""
     left = []
     for number, path in enumerate(sorted({path for path, _, _ in some})):
-        with path.open("rb") as file:
+        with open(os.open(path, FLAGS), "rb") as file:
             os.fsync(file.fileno())
             cache.forget(file.fileno())
             if number < LEAST:
@@ -54,13 +55,13 @@ def forgotten(some: list[Place]) -> bool:
 def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
     """A second, and CPU-seconds each; read by so many at once."""
     paths = set() if opens else {path for path, _, _ in some}
-    handles = {path: os.open(path, os.O_RDONLY) for path in paths}
+    handles = {path: os.open(path, FLAGS) for path in paths}
     end = time.perf_counter() + seconds
 
     def read(mine: list[Place]) -> int:
         buffer, done = Scratch(), 0
         for path, offset, length in mine:
-            file = os.open(path, os.O_RDONLY) if opens else handles[path]
+            file = os.open(path, FLAGS) if opens else handles[path]
             os.preadv(file, [buffer.take(length)], offset)
             if opens:
                 os.close(file)
@@ -83,7 +84,7 @@ def _large(files: list[Path], seconds: float) -> float:
     buffer, done = memoryview(bytearray(PIECE)), 0
     start = time.perf_counter()
     for path in files:
-        with path.open("rb", buffering=0) as file:
+        with open(os.open(path, FLAGS), "rb", buffering=0) as file:
             while time.perf_counter() - start < seconds and (count := file.readinto(buffer)):
                 done += count
     return done / (time.perf_counter() - start)
