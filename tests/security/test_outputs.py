@@ -1,5 +1,6 @@
 """Files that the user names: devices and pipes are written to, links of other users replaced."""
 
+import json
 import os
 import socket
 import stat
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ranks
 import users
 from needs import need
 from paceline.cost.machine import HostFacts, Machine
@@ -170,3 +172,30 @@ def test_an_error_leaves_the_old_file_and_its_permissions_are_kept(tmp_path):
     assert path.read_text() == "new \\udcff"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+TRAIN = """
+    import paceline, torch
+    world = paceline.init(progress=False)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        world.backward(model(torch.ones(1, 4)).mean())
+        world.step(optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", ["paceline --json S", "paceline --json S --record R", "python"]
+)
+def test_a_summary_replaces_a_link_of_another_user(tmp_path, launcher):
+    need(users.missing())
+    summary, victim = tmp_path / "summary.json", tmp_path / "victim"
+    victim.write_text("old")
+    summary.symlink_to(victim)
+    os.lchown(summary, ATTACKER, ATTACKER)
+    words = launcher.replace(" S", f" {summary}").replace(" R", f" {tmp_path / 'record'}")
+    own = {"PACELINE_SUMMARY": str(summary)} if launcher == "python" else {}
+    ranks.run(ranks.write(tmp_path, TRAIN), ranks=1, launcher=words, **own)
+    assert victim.read_text() == "old"
+    assert json.loads(summary.read_text())["steps"]
