@@ -178,13 +178,7 @@ def full(*_, **__):
 
 
 def test_the_probe_of_a_full_disk_is_removed(tmp_path, monkeypatch):
-    write = Path.write_bytes
-
-    def part(path, data):
-        write(path, b"")
-        full()
-
-    monkeypatch.setattr(Path, "write_bytes", part)
+    monkeypatch.setattr(files.os, "write", full)
     with pytest.raises(ValueError, match=r"No space left on device.*HINT"):
         files.check_writable(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -7,26 +7,32 @@ A checkpoint exists only under its final name, and it gets that name by one rena
 everything in it was flushed to the disk. The previous one stays beside it.
 """
 
+import errno
 import json
 import os
 import re
-import shutil
+import secrets
+import stat
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
+from ..security.files import kind_of_file
 from .manifest import (
     MANIFEST,
     VERSION,
     DamagedError,
     Manifest,
+    check_readable,
     checksum,
     read_manifest,
     read_shard,
     verify_shard,
 )
+from .unfinished import UnfinishedFolder, remove
 
 __all__ = ["MANIFEST", "DamagedError", "found", "read_manifest", "read_shard", "verify"]
 
@@ -55,39 +61,53 @@ class _Checked:
         self.file.flush()
 
 
-def write_shard(folder: Path, rank: int, state: Any) -> dict[str, Any]:
-    """Write and flush one rank's shard; its manifest entry (name, bytes, crc32)."""
-    path = folder / f"rank-{rank:05}.pt"
-    with path.open("wb") as file:
-        checked = _Checked(file)
-        try:
-            torch.save(state, cast(Any, checked))
-        except RuntimeError:
-            if checked.error is not None:
-                raise checked.error from None
-            raise
-        file.flush()
-        os.fsync(file.fileno())
-    return {"name": path.name, "bytes": checked.bytes, "crc32": checked.crc}
+def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, Any]:
+    """Write and flush one rank's shard; its manifest entry (name, bytes, crc32).
+
+    Raises:
+        UnsafeFileError: The folder belongs to another user.
+        OSError: The shard can't be written.
+        ValueError: The shard is larger than what ``read_shard`` reads.
+    """
+    name = f"rank-{rank:05}.pt"
+    with folder.new_file(name) as new:
+        with open(new.fd, "wb", closefd=False) as file:
+            checked = _Checked(file)
+            try:
+                torch.save(state, cast(Any, checked))
+            except RuntimeError:
+                if checked.error is not None:
+                    raise checked.error from None
+                raise
+        os.fsync(new.fd)
+    check_readable(folder.path / name, folder.fd)
+    return {"name": name, "bytes": checked.bytes, "crc32": checked.crc}
 
 
-def commit(folder: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, flush everything, and give the checkpoint its name."""
+def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, flush everything, and give the checkpoint its name.
+
+    Raises:
+        UnsafeFileError: The folder belongs to another user, or was replaced.
+        FileExistsError: A file has the name of the checkpoint.
+        OSError: The checkpoint can't be written.
+    """
     body = {"format": "paceline-checkpoint", "version": VERSION, **manifest}
     body["check"] = checksum(body)
-    path = folder / MANIFEST
-    with path.open("w") as file:
-        json.dump(body, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _flush_folder(folder)
-    old = final.with_name(f".{final.name}.old.tmp")
-    if final.exists():  # the same step again: at an epoch's end, or after a restart
-        shutil.rmtree(old, ignore_errors=True)
+    with folder.new_file(MANIFEST) as file:
+        file.write(json.dumps(body, indent=1).encode())
+        os.fsync(file.fd)
+    # Nobody can have made something of this name before.
+    old = final.with_name(f".{final.name}.{secrets.token_hex(8)}.old.tmp")
+    if os.path.lexists(final):  # the same step again: at an epoch's end, or after a restart
+        mode = final.lstat().st_mode
+        if not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
+            reason = f"{final.name} is {kind_of_file(mode)} and no folder"
+            raise FileExistsError(errno.EEXIST, reason, str(final))
         final.rename(old)
     folder.rename(final)
     _flush_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -121,24 +141,21 @@ def found(directory: Path) -> list[Path]:
 def remove_old(directory: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints."""
     for path in found(directory)[keep:]:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def remove_unfinished(directory: Path) -> None:
     """Remove what interrupted writes left; only while nobody writes."""
     for path in directory.glob(".step-*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def check_writable(directory: Path) -> None:
     """Raise ValueError now rather than at the first save."""
-    probe = directory / f".probe-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(b"x")
-        finally:
-            probe.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            os.write(probe.fileno(), b"x")
     except OSError as error:
         raise ValueError(
             f"checkpoints can't be written to {directory}: {error.strerror}. "

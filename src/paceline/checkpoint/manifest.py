@@ -7,6 +7,7 @@ manifest says: reading it then takes no more memory than the file has bytes.
 
 import json
 import os
+import re
 import zipfile
 import zlib
 from pathlib import Path
@@ -19,11 +20,14 @@ from ..record.about import MAX_RANKS
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.reason import reason_of
 from ..security.schema import Count, check
+from .pickled import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pickle
 
 VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20  # some 100 bytes a rank
 BLOCK_BYTES = 1 << 22
+ARCHIVE_START = b"PK\x03\x04"
+MEMBER = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")  # names in an archive of torch
 
 ShardName = Annotated[str, Meta(pattern=r"^rank-[0-9]{5,7}\.pt$")]
 
@@ -115,7 +119,9 @@ def read_shard(folder: Path, name: str) -> Any:
     try:
         with open(open_regular(path, follow_links=False), "rb") as file:
             _check_archive(file, path)
-            return torch.load(file, map_location="cpu", weights_only=True)
+            # b"" is pickled as a call of bytes; the check above allows no argument of it.
+            with torch.serialization.safe_globals([bytes]):
+                return torch.load(file, map_location="cpu", weights_only=True)
     except DamagedError:
         raise
     except Exception as error:  # whatever torch makes of a file that isn't its own
@@ -123,14 +129,80 @@ def read_shard(folder: Path, name: str) -> Any:
         raise DamagedError(path, f"can't be loaded ({' '.join(first)})") from None
 
 
+def check_readable(path: Path, folder_fd: int) -> None:
+    """Check that a shard that was just written is not too large for ``read_shard``.
+
+    Args:
+        folder_fd: Descriptor of the folder that holds the file.
+
+    Raises:
+        ValueError: The values beside the tensors take too much room.
+        OSError: The shard can't be read.
+    """
+    fd = open_regular(path.name, dir_fd=folder_fd, follow_links=False)
+    with open(fd, "rb") as file, zipfile.ZipFile(file) as archive:
+        (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+        if entry.file_size > MAX_OPCODES:  # an opcode has at least a byte
+            pickled, records = archive.read(entry), _records(archive.infolist())
+            try:
+                check_pickle(pickled, records)
+            except PickleError as error:
+                raise ValueError(
+                    f"the state can't be loaded again: {error}. "
+                    "HINT: keep large lists of numbers in tensors or arrays"
+                ) from None
+
+
+def _records(members: list[zipfile.ZipInfo]) -> dict[str, int]:
+    """Return the size in bytes of each storage of an archive, by its key."""
+    prefix = f"{members[0].filename.partition('/')[0]}/data/"
+    return {
+        one.filename.removeprefix(prefix): one.file_size
+        for one in members
+        if one.filename.startswith(prefix)
+    }
+
+
 def _check_archive(file: BinaryIO, path: Path) -> None:
-    """Raise DamagedError where a shard would unpack to more than its bytes."""
+    """Check an archive before torch reads it.
+
+    Raises:
+        DamagedError: The archive would take more memory than it has bytes, or is not what
+            ``torch.save`` writes.
+    """
     size = os.fstat(file.fileno()).st_size
+    # Without it torch takes the file for a plain pickle, whatever archive follows.
+    if file.read(len(ARCHIVE_START)) != ARCHIVE_START:
+        raise DamagedError(path, "can't be loaded (it is no archive)")
     try:
-        members = zipfile.ZipFile(file).infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        archive = zipfile.ZipFile(file)
+        members = archive.infolist()
+        stored = all(one.compress_type == zipfile.ZIP_STORED for one in members)
+        if not stored or sum(one.file_size for one in members) > size:
+            reason = "can't be loaded (its parts are compressed, or larger than it)"
+            raise DamagedError(path, reason)
+        check_pickle(_pickle_of(archive, members), _records(members))
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        if isinstance(error, DamagedError):
+            raise
         raise DamagedError(path, f"can't be loaded ({error})") from None
-    stored = all(one.compress_type == zipfile.ZIP_STORED for one in members)
-    if not stored or sum(one.file_size for one in members) > size:
-        raise DamagedError(path, "can't be loaded (its parts are compressed, or larger than it)")
     file.seek(0)
+
+
+def _pickle_of(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> bytes:
+    """Return data.pkl of an archive that torch reads in the same way as zipfile.
+
+    Raises:
+        PickleError: Torch may find other members than zipfile, or data.pkl is too large.
+    """
+    names = [one.orig_filename for one in members]
+    prefix = names[0].partition("/")[0] if names else ""
+    plain = all(MEMBER.fullmatch(name) and name.startswith(f"{prefix}/") for name in names)
+    if not plain or len({name.lower() for name in names}) < len(names):
+        raise PickleError("its parts have other names than torch gives")
+    if archive.comment or min((one.header_offset for one in members), default=1):
+        raise PickleError("it is no archive of torch")
+    entry = next((one for one in members if one.filename == f"{prefix}/data.pkl"), None)
+    if entry is None or entry.file_size > MAX_PICKLE_BYTES:
+        raise PickleError(f"it has no data.pkl of at most {MAX_PICKLE_BYTES:,} bytes")
+    return archive.read(entry)

@@ -5,7 +5,6 @@ then writes the manifest and gives the checkpoint its name.
 """
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -15,9 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from ..cluster.host import spans
+from ..security.files import UnsafeFileError
 from ..security.reason import reason_of
 from . import files, tree
 from .manifest import DamagedError, Manifest
+from .unfinished import UnfinishedFolder, remove
 
 KEPT = 2  # the newest, and the one before it
 
@@ -100,27 +101,35 @@ class Saver:
 
     def _write(self, step: int, state: Any, about: dict[str, Any], save: int) -> None:
         name = f"step-{step:08}"
-        folder = self.directory / f".{name}.{save}.tmp"  # two saves may stand at one step
+        path = self.directory / f".{name}.{save}.tmp"  # two saves may stand at one step
+        folder: UnfinishedFolder | None = None
         entry: dict[str, Any]
+        trusted = True  # whether what has the folder's name may be removed
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = UnfinishedFolder(path)
             entry = files.write_shard(folder, self.rank, state)
         except Exception as error:
+            trusted = not isinstance(error, UnsafeFileError)
             entry = {"error": reason_of(error)}
         try:
             entries = self._gather(save, entry)
             if entries is None:
                 return
-            if problems := _problems(entries):
+            problems = _problems(entries)
+            if problems or folder is None:
                 raise OSError(problems)
             files.commit(folder, self.directory / name, {**about, "step": step, "files": entries})
             files.remove_old(self.directory, KEPT)
         except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            if trusted and not isinstance(error, UnsafeFileError):
+                remove(path)
             self.warn(
                 f"the checkpoint of step {step} could not be written ({reason_of(error)}); "
                 "training goes on, and the previous checkpoint is kept"
             )
+        finally:
+            if folder is not None:
+                folder.close()
 
     def _gather(self, save: int, entry: dict[str, Any]) -> list[dict[str, Any]] | None:
         """All ranks' manifest entries on rank 0; None on the others, whose part is done."""

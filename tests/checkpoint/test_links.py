@@ -1,0 +1,147 @@
+"""Names in the folder of checkpoints that someone else made first: links, files, folders."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.checkpoint import files
+from paceline.checkpoint.saver import Saver, load
+from paceline.checkpoint.unfinished import UnfinishedFolder
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def victim(tmp_path):
+    path = tmp_path / "victim.txt"
+    path.write_text("precious")
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path):
+    path = tmp_path / "checkpoints"
+    path.mkdir()
+    return path
+
+
+def save(directory, step=7, ranks=1):
+    """Save one checkpoint from ``ranks`` ranks; return the warnings."""
+    warnings, store = [], Store()
+    savers = [
+        Saver(directory, rank, ranks, store if ranks > 1 else None, warnings.append, 5.0)
+        for rank in range(ranks)
+    ]
+    for saver in savers:
+        saver.save(step, {"weight": torch.ones(3)}, {}, {})
+    for saver in reversed(savers):
+        saver.wait()
+    return warnings
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.pt", "manifest.json"])
+def test_a_link_in_the_temporary_folder_is_replaced(directory, victim, name):
+    planted = directory / ".step-00000007.1.tmp"
+    planted.mkdir()
+    (planted / name).symlink_to(victim)
+    assert save(directory) == []
+    assert victim.read_text() == "precious"
+    assert not (directory / "step-00000007" / name).is_symlink()
+    assert torch.equal(load(directory / "step-00000007")[0]["weight"], torch.ones(3))
+
+
+def test_a_hard_link_in_the_temporary_folder_is_replaced(directory, victim):
+    planted = directory / ".step-00000007.1.tmp"
+    planted.mkdir()
+    os.link(victim, planted / "rank-00000.pt")
+    assert save(directory) == []
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_link_in_place_of_the_temporary_folder_is_refused_once(directory, tmp_path, ranks):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (directory / ".step-00000007.1.tmp").symlink_to(elsewhere)
+    (warning,) = save(directory, ranks=ranks)
+    assert ".step-00000007.1.tmp is a symbolic link and no folder" in warning
+    assert list(elsewhere.iterdir()) == []
+    assert files.found(directory) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_temporary_folder_of_another_user_is_refused_once(directory, ranks):
+    planted = directory / ".step-00000007.1.tmp"
+    planted.mkdir()
+    (planted / "theirs").write_text("")
+    os.chown(planted, NOBODY, NOBODY)
+    (warning,) = save(directory, ranks=ranks)
+    assert f".step-00000007.1.tmp belongs to user {NOBODY}" in warning
+    assert [path.name for path in planted.iterdir()] == ["theirs"]
+
+
+def test_a_folder_that_replaced_the_temporary_one_gets_no_name(directory):
+    path = directory / ".step-00000007.1.tmp"
+    folder = UnfinishedFolder(path)
+    path.rename(directory / "moved")
+    path.mkdir()
+    with pytest.raises(OSError, match="was replaced by another folder"):
+        files.commit(folder, directory / "step-00000007", {"step": 7, "files": []})
+    folder.close()
+    assert not (directory / "step-00000007").exists()
+
+
+def test_the_probe_does_not_follow_a_link(directory, victim):
+    (directory / f".probe-{os.getpid()}").symlink_to(victim)
+    files.check_writable(directory)
+    assert victim.read_text() == "precious"
+    assert (directory / f".probe-{os.getpid()}").is_symlink()
+
+
+def test_unfinished_links_and_files_are_removed_but_not_what_they_point_to(directory, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    (directory / ".step-00000007.1.tmp").symlink_to(elsewhere)
+    (directory / ".step-00000008.1.tmp").write_text("")
+    (directory / ".step-00000009.1.tmp").mkdir()
+    (directory / ".step-00000009.1.tmp" / "link").symlink_to(elsewhere)
+    files.remove_unfinished(directory)
+    assert list(directory.iterdir()) == []
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_with_the_name_of_the_checkpoint_is_replaced(directory, tmp_path, dangling):
+    elsewhere = tmp_path / "elsewhere"
+    if not dangling:
+        elsewhere.mkdir()
+        (elsewhere / "kept").write_text("")
+    (directory / ".step-00000007.old.tmp").symlink_to(elsewhere)
+    (directory / "step-00000007").symlink_to(elsewhere)
+    assert save(directory) == []
+    assert not (directory / "step-00000007").is_symlink()
+    assert [path.name for path in elsewhere.glob("*")] == ([] if dangling else ["kept"])
+
+
+def test_a_file_with_the_name_of_the_checkpoint_is_kept(directory):
+    (directory / "step-00000007").write_text("precious")
+    (warning,) = save(directory)
+    assert re.search("step-00000007 is a regular file and no folder", warning)
+    assert [path.name for path in directory.iterdir()] == ["step-00000007"]
+    assert Path(directory / "step-00000007").read_text() == "precious"
