@@ -37,8 +37,8 @@ class GroupMember(TypedDict):
 class CountedWork(TypedDict):
     """FLOPs and bytes of one step (record/work.py)."""
 
-    step: Whole
-    seconds: Positive
+    step: NotRequired[Whole]
+    seconds: NotRequired[Positive]
     flops: Positive
     bytes: Positive
     device: str
