@@ -86,6 +86,7 @@ def _of_folder(folder: Path, jobs: list[Running]) -> Running:
     )
 
 
+MAX_NAMED = 8  # sockets that are left out
 _reported: set[str] = set()  # launchers' sockets that were left out, named once
 
 
@@ -96,7 +97,7 @@ def _running() -> list[Running]:
         try:
             seen = live.ask(run, 0)
         except live.UnreachableError:
-            if run not in _reported:
+            if run not in _reported and len(_reported) < MAX_NAMED:
                 _reported.add(run)
                 sys.stderr.write(
                     f"paceline: a launcher's socket for job {printable(run)} takes no connection: "
