@@ -48,16 +48,22 @@ class PickleError(ValueError):
 
 
 class _Global:
+    __slots__ = ("name",)
+
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _LongText:
+    __slots__ = ("length",)
+
     def __init__(self, length: int) -> None:
         self.length = length
 
 
 class _Tuple:
+    __slots__ = ("depth", "items", "parts")
+
     def __init__(self, items: list[Any]) -> None:
         self.items = tuple(items)
         inner = [item for item in items if isinstance(item, _Tuple)]
@@ -67,12 +73,9 @@ class _Tuple:
             raise PickleError(f"tuples of over {MAX_TUPLE_DEPTH} levels")
 
 
-class _List:
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-
 class _Storage:
+    __slots__ = ("count",)
+
     def __init__(self, count: int) -> None:
         self.count = count  # elements
 
@@ -142,9 +145,9 @@ class _Machine:
         self.stack.append(value if len(value) <= MAX_SHORT_TEXT else _LongText(len(value)))
 
     def append(self, items: list[Any]) -> None:
-        if not isinstance(self.stack[-1], _List):
+        if not isinstance(self.stack[-1], list):
             raise PickleError("its data.pkl appends to what is no list")
-        self.stack[-1].items += items
+        self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         if self.stack[-1] is not _DICT or len(items) % 2:
@@ -196,10 +199,10 @@ class _Machine:
         return _OTHER
 
     def make_set(self, items: Any) -> Any:
-        self.set_items_left -= len(items.items)
-        if not isinstance(items, _List) or self.set_items_left < 0:
+        self.set_items_left -= len(items)
+        if not isinstance(items, list) or self.set_items_left < 0:
             raise PickleError("its data.pkl has a malformed set")
-        for item in items.items:
+        for item in items:
             self.key(item)
         return _OTHER
 
@@ -292,7 +295,7 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
     "NEWFALSE": _push(False),
     "BINUNICODE": _Machine.text,
     "EMPTY_DICT": _push(_DICT),
-    "EMPTY_LIST": lambda machine, _: machine.stack.append(_List()),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
     "EMPTY_TUPLE": _push_tuple(0),
     "TUPLE1": _push_tuple(1),
     "TUPLE2": _push_tuple(2),
