@@ -134,7 +134,7 @@ def test_what_a_host_does_not_share_is_told(hosts, folder):
     words = ["-H", "host0:1,host2:1", "/tmp/x.npy", "out"]
     done = hosts.run("host0", ranks.PACELINE, "pack", *words, cwd=folder, check=False)
     assert done.returncode == 2
-    assert "paceline: host2: /tmp/x.npy: is no .npy file that can be read" in done.stderr
+    assert "paceline: host2: /tmp/x.npy: No such file or directory" in done.stderr
     hosts.run("host0", "rm", "/tmp/x.npy", cwd=folder)
     assert hosts.left_over(10) == []
 
