@@ -117,7 +117,7 @@ def rescue() -> None:
             old = time.time() - os.fstat(folder.fd).st_mtime > NEW_S
             lock = _lock(folder) if old else None
             if lock is not None:
-                folder.remove_all()
+                folder.remove_all(last=LOCK)
                 os.close(lock)
 
 
@@ -299,7 +299,7 @@ def clear(folder: Path, orphan: bool = False) -> bool:
         return False
     with opened:
         if opened.status(PROMISE) is None:
-            opened.remove_all()
+            opened.remove_all(last=LOCK)
             return True
         if opened.status(FAILED) is not None and not orphan:
             return False
@@ -317,7 +317,7 @@ def clear(folder: Path, orphan: bool = False) -> bool:
         except Exception as error:
             _failed(opened, error)
             return False
-        opened.remove_all()
+        opened.remove_all(last=LOCK)
         return True
 
 
@@ -325,7 +325,7 @@ def remove(folder: Path) -> None:
     """Remove a job's folder, whatever it holds; never raises."""
     try:
         with Folder.open(folder) as opened:
-            opened.remove_all()
+            opened.remove_all(last=LOCK)
     except OSError:
         pass
 

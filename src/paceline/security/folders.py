@@ -211,9 +211,10 @@ class Folder:
         else:
             os.unlink(name, dir_fd=self.fd)
 
-    def remove_all(self) -> None:
-        """Remove the folder with all that is in it; what can't be removed stays."""
-        for name in self.names():
+    def remove_all(self, last: str = "") -> None:
+        """Remove the folder with all that is in it; what can't be removed stays. last: name of a
+        file that goes after all others, a lock say."""
+        for name in sorted(self.names(), key=lambda name: name == last):
             with contextlib.suppress(OSError):
                 self.remove(name)
         with contextlib.suppress(OSError):
