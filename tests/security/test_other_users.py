@@ -15,9 +15,10 @@ import ranks
 import users
 from paceline.launch import keep
 from records import Rank
-from users import ATTACKER, VICTIM
+from users import ATTACKER
 
 SHM = Path("/dev/shm")
+VICTIM = 200_000 + os.getpid() % 100_000  # another one in each process that tests beside this one
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 SCRIPT = "import time, sys; print('trained'); time.sleep(float(sys.argv[1]))"
 
