@@ -1,6 +1,7 @@
 import ctypes.util
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import bed
+import flood
 from needs import need
+
+
+@pytest.fixture
+def closing():
+    """Closes what a test opens, at its end."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def flooded(closing, tmp_path):
+    """Starts strangers in another process; returns once their connections are open."""
+    return lambda *where, **size: closing.enter_context(flood.running(tmp_path, *where, **size))
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,10 @@ import struct
 import threading
 import time
 import uuid
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
-import flood
 import ranks
 import sets
 from paceline.cluster.links import Link
@@ -21,18 +19,6 @@ from paceline.comm.meet import Appointment, meet
 from paceline.data import Shards, pack, sharing
 from paceline.security.folders import Folder
 from paceline.security.greeting import RefusedError, Step
-
-
-@pytest.fixture
-def closing():
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def flooded(closing, tmp_path):
-    """Starts strangers in another process; returns once their connections are open."""
-    return lambda *where, **size: closing.enter_context(flood.running(tmp_path, *where, **size))
 
 
 def test_ranks_meet_among_a_thousand_idle_connections(flooded):

@@ -5,7 +5,6 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
 
 import pytest
 
@@ -33,18 +32,6 @@ WANTED = [
     {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "GROUP_RANK": "0", "host": "host1"},
     {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "GROUP_RANK": "1", "host": "host2"},
 ]
-
-
-@pytest.fixture
-def closing():
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def flooded(closing, tmp_path):
-    """Starts strangers in another process; returns once their connections are open."""
-    return lambda *where, **size: closing.enter_context(flood.running(tmp_path, *where, **size))
 
 
 @pytest.mark.parametrize("program", ["srun", bed.mpi.MPIRUN])

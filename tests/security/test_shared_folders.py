@@ -15,7 +15,8 @@ PLACES = {"/dev/shm", "/tmp", "PACELINE_RECORD", "PACELINE_STAGE", "paceline-sta
 MAKERS = {"gettempdir", "mkdtemp"}
 # Modules that are handed such a folder by one of those.
 HANDED = {
-    "data/bringing.py", "data/sharing.py", "data/shards.py", "launch/keep.py", "launch/live.py",
+    "data/bringing.py", "data/sharing.py", "data/shards.py", "launch/copy_records.py",
+    "launch/keep.py", "launch/live.py",
     "launch/on_host.py", "launch/progress.py", "launch/running.py", "launch/server.py",
     "launch/so_far.py", "record/recorder.py", "record/ring.py", "record/sampler.py",
     "record/tail.py",
@@ -41,7 +42,6 @@ RIGHT = {
     "launch/live.py": {"SOCKETS.open('rb')": "the kernel's"},
     "launch/keep.py": {
         "target.mkdir(parents=True, exist_ok=True)": "the user's folder, of --record",
-        "place.mkdir(exist_ok=True)": "in the user's folder, of --record",
     },
     "launch/on_host.py": {
         "os.open(os.devnull, os.O_RDWR)": "a device",

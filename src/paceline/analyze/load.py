@@ -94,12 +94,12 @@ def _read(path: Path) -> tuple[Record, list[str]]:
     record = read_file(path)
     lines = path.with_suffix(".lines")
     try:
-        told, note = read_lines(lines)
+        by_number, note = read_lines(lines)
     except FileNotFoundError:
         return record, []
     except (InvalidFileError, OSError) as error:
         return record, [in_a_line(f"{lines}: {reason_of(error)}")]
-    return replace(record, lines=told), [in_a_line(note)] if note else []
+    return replace(record, lines=by_number), [in_a_line(note)] if note else []
 
 
 def _one_run(folder: Path, records: list[Record]) -> None:

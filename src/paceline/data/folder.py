@@ -14,9 +14,8 @@ import numpy as np
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.text import printable
 from .reading import OpenFile, read_sample_file
-from .shard_format import Field, created
+from .shard_format import Field, created, written_whole
 from .sources import ARRAYS, IMAGES, Loaded, Source
-from .state import written_whole
 
 KEPT_BYTES = 16 << 20  # of a listing, at most, in memory; a longer one is read line by line
 LISTED, ENDS = "listing", "listing.ends"  # in the working folder: a line a sample, where it ends

@@ -25,7 +25,7 @@ from . import state
 from .encode import Packed
 from .encoder import AHEAD_BYTES, CHUNK, Encoder, Span
 from .meta_schema import MAX_DIMS
-from .shard_format import ROW
+from .shard_format import ROW, written_whole
 from .statistics import Statistics
 from .unfinished import PIECE, discard
 from .writer import WHOLE, Writer
@@ -73,7 +73,7 @@ class Cut:
         return cls(found.first, found.each, found.samples, channels)
 
     def save(self, work: Path) -> None:
-        state.written_whole(work / CUT, state.as_json(asdict(self)))
+        written_whole(work / CUT, state.as_json(asdict(self)))
 
     def __len__(self) -> int:
         return -(-(self.samples - self.first) // self.each)

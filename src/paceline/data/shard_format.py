@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -131,16 +132,7 @@ class Meta:
                 "are read. HINT: larger shards (--shard-size), fewer or shorter class names"
             )
         sealed = text.replace(UNKNOWN.encode(), f"{crc32c(text):08x}".encode(), 1)
-        part = folder / f".{META}.part"
-        try:
-            with created(part) as file:
-                file.write(sealed)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(folder / META)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        written_whole(folder / META, sealed)
 
 
 def created(path: Path, buffering: int = -1) -> BinaryIO:
@@ -149,6 +141,21 @@ def created(path: Path, buffering: int = -1) -> BinaryIO:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     return open(fd, "wb", buffering)
+
+
+def written_whole(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all: where the disk is full, nothing of it is left."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with created(part) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def load(folder: Path) -> Meta:

@@ -2,8 +2,6 @@
 them."""
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -109,21 +107,6 @@ def copy_file(source: Path, dest: Path) -> None:
     with open(open_regular(source), "rb") as read, created(dest) as written:
         while piece := read.read(1 << 20):
             written.write(piece)
-
-
-def written_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all: where the disk is full, nothing of it is left."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with created(part) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
 
 
 def as_json(state: Any) -> bytes:

@@ -16,7 +16,7 @@ from ..security.schema import read_json
 from ..security.text import printable_tree
 from . import shard_format
 from .meta_schema import SHARD_NAME
-from .state import written_whole
+from .shard_format import written_whole
 
 WORK, PLAN, SPOOL = ".packing", "plan.json", "spool"
 MAX_PLAN_BYTES = 1 << 20

@@ -118,16 +118,16 @@ class Writer:
     ) -> None:
         shard.crc = file.kept()
         (self.work / f"shard-{number:05}.part").replace(self.folder / shard.file)
-        state.written_whole(self.work / f"rows-{number:05}", b"".join(rows))
+        shard_format.written_whole(self.work / f"rows-{number:05}", b"".join(rows))
         named = "".join(f"{name}\n" for name in names)
-        state.written_whole(self.work / f"names-{number:05}", os.fsencode(named))
-        state.written_whole(self.work / f"shard-{number:05}.json", state.as_json(told))
+        shard_format.written_whole(self.work / f"names-{number:05}", os.fsencode(named))
+        shard_format.written_whole(self.work / f"shard-{number:05}.json", state.as_json(told))
 
     def whole(self, place: int) -> None:
         """Its part of the set is complete: as ``adopt`` of the set's own writer takes it."""
         self.close(place)
         told = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
-        state.written_whole(self.work / WHOLE, state.as_json(told))
+        shard_format.written_whole(self.work / WHOLE, state.as_json(told))
 
     def adopt(self, part: Path) -> None:
         """Behind what there is, the shards of a folder whose writer was ``whole``. Killed in it,

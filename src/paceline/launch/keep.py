@@ -22,17 +22,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ..record.states import NOTES
-from ..record.tail import MAX_RECORD_BYTES as MAX_RECORD_BYTES
 from ..security.files import InvalidFileError, read_regular
-from ..security.folders import (
-    Folder,
-    can_be_renamed_by_others,
-    open_subfolder,
-    replace_file,
-)
+from ..security.folders import Folder, can_be_renamed_by_others, replace_file
 from ..security.schema import read_json
 from ..security.text import printable
+from .copy_records import copy_records
 
 PROMISE = "keep.json"
 ATTEMPT = "attempt"
@@ -313,7 +307,7 @@ def clear(folder: Path, orphan: bool = False) -> bool:
             else:
                 target = Path(found.target)
                 target.mkdir(parents=True, exist_ok=True)  # the script may have removed it
-                _copy(opened, target)
+                copy_records(opened, target, noted_attempt(folder))
         except Exception as error:
             _failed(opened, error)
             return False
@@ -349,71 +343,8 @@ def _set_aside(folder: Folder) -> None:
     part = f"{TO_SEND}.part"
     folder.remove(part)
     with folder.subfolder(part, make=True) as waiting:
-        _copy(folder, waiting.path)
+        copy_records(folder, waiting.path, noted_attempt(folder.path))
     folder.rename(part, TO_SEND)
     for name in folder.names():
         if name.endswith((".ring", ".lines", ".stack")):
             folder.remove(name)
-
-
-def _copy(folder: Folder, target: Path) -> None:
-    """The last attempt's records to ``target``, earlier ones to attempt-N in it. Of an attempt that
-    the job has gone on after, without this host, all are earlier ones."""
-    from ..analyze.read import read, used_bytes
-
-    found: dict[tuple[int, int], tuple[int, int, str, bytes]] = {}
-    for name in folder.names():
-        if not name.endswith(".ring"):
-            continue
-        path = folder.path / name
-        try:
-            data = folder.read(name, MAX_RECORD_BYTES)
-        except OSError as error:
-            sys.stderr.write(f"paceline: {printable(str(path))} {error.strerror}: left out\n")
-            continue
-        try:
-            record = read(data, str(path))
-            data = data[: used_bytes(data)]
-        except ValueError as error:
-            sys.stderr.write(f"paceline: {printable(str(error))}: it is kept as it is\n")
-            replace_file(target / name, data)
-            continue
-        key = (int(record.meta.get("attempt", 0)), record.rank)
-        told = _told(record)
-        # A process that only started the ranks is nobody's record.
-        if key not in found or told > found[key][0]:
-            found[key] = (told, int(record.meta["size"]), name, data)
-    sizes = {size for told, size, _, _ in found.values() if told}
-    last = max([noted_attempt(folder.path) or 0, *(attempt for attempt, _ in found)])
-    there = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
-    last = max([last, *map(_attempt, there)])
-    for (attempt, rank), (told, size, name, data) in found.items():
-        if not told and sizes and size not in sizes:
-            continue
-        place = target if attempt == last else target / f"attempt-{attempt}"
-        lines = name.removesuffix(".ring") + ".lines"
-        inside = open_subfolder(place) if place != target else None
-        try:
-            path = place if inside is None else Path()
-            replace_file(path / f"rank-{rank}.ring", data, dir_fd=inside)
-            if folder.status(lines) is not None:
-                told_lines = folder.read(lines, MAX_RECORD_BYTES)
-                replace_file(path / f"rank-{rank}.lines", told_lines, dir_fd=inside)
-        finally:
-            if inside is not None:
-                os.close(inside)
-
-
-def _attempt(path: Path) -> int:
-    """Of a record that may be there."""
-    from ..analyze.read import read
-
-    try:
-        return int(read(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
-    except (OSError, ValueError):
-        return 0
-
-
-def _told(record: Any) -> int:
-    """Events that say more than where the script was."""
-    return int(len(record.events) - record.count(*NOTES))

@@ -4,13 +4,12 @@ The pipe is open in the user's script as well, and in all processes that it star
 anything.
 """
 
-import json
 from typing import Annotated, TypedDict
 
 import msgspec
 
 from ..security.files import InvalidFileError
-from ..security.schema import Count
+from ..security.schema import Count, parse_json
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, some KB a rank
 
@@ -38,10 +37,8 @@ def message_of(line: bytes) -> RankMessage:
     Raises:
         InvalidFileError: The line is none that Paceline writes.
     """
-    try:
-        message = msgspec.convert(json.loads(line), RankMessage)
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise InvalidFileError("the status pipe", str(error)) from None
+    # Not escaped: what a rank has Paceline say has its own colours, which are sorted out there.
+    message = parse_json(line, RankMessage, "the status pipe", escape=False)
     if "exception" in message and not {"at", "code"} <= message.keys():
         raise InvalidFileError("the status pipe", "has an exception without its time and code")
     return message

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from ..cluster.who import launched_by
 from ..comm.reach import Listener, try_all, variables
+from ..record.tail import MAX_RECORD_BYTES
 from ..security.files import read_regular
 from . import bind, keep, live
 from .channel import BEGIN, BrokenError, Channel
@@ -248,7 +249,7 @@ class OnHost:
         try:
             for path in sorted(kept.rglob("rank-*")):
                 name = str(path.relative_to(kept))
-                data = read_regular(path, keep.MAX_RECORD_BYTES, follow_links=False)
+                data = read_regular(path, MAX_RECORD_BYTES, follow_links=False)
                 for start in range(0, len(data), PIECE):
                     piece = data[start : start + PIECE]
                     last = start + PIECE >= len(data)

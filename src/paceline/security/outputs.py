@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from .files import UnsafeFileError, kind_of_file
-from .folders import NewFile
+from .folders import NewFile, root_ids
 
 MAX_LINKS = 40  # as the kernel
 BUFFER_BYTES = 1 << 20
@@ -108,7 +108,7 @@ def _is_trusted(path: Path, status: os.stat_result) -> bool:
     """Whether only this user or the system can have made ``path``. In a container, the owner of
     what is in /dev may have no number."""
     system = os.path.realpath(path.parent) == "/dev"
-    return status.st_uid in (os.geteuid(), 0) or system
+    return status.st_uid in {os.geteuid(), *root_ids()} or system
 
 
 def _keep_mode(path: Path, fd: int) -> None:

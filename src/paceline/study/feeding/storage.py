@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ...data.files import Files
+from ...data.reading import FLAGS
 from ...data.shards import Scratch
 from ..probe import cache
 from ..probe.storage import storage
 from .places import LEAST, Place, files_of, together
 
-FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO is an error and no wait
 PIECE = 4 << 20  # bytes that are read at once where storage is at its best
 AT_ONCE = 16  # reads, to find how many storage answers in a second
 DROPPED = 0.1  # of a file may still be in memory, where it counts as forgotten

@@ -20,8 +20,8 @@ import msgspec
 from ...data.encode import Encoding
 from ...data.packing import Packing, Report, Step, Wish, packing
 from ...data.pieces import Cut
+from ...data.shard_format import written_whole
 from ...data.sources import imported
-from ...data.state import written_whole
 from ...data.unfinished import RUN, SPOOL, discard
 from ...launch.here import InServer
 from ...launch.job import Job

@@ -15,8 +15,8 @@ from ...cluster.who import Place, place
 from ...data.encoder import AHEAD_BYTES, Encoder, in_order
 from ...data.packing import encoder
 from ...data.pieces import Claims, Pieces
+from ...data.shard_format import written_whole
 from ...data.sources import ShardSource, Source, find
-from ...data.state import written_whole
 from ...data.unfinished import SPOOL, full_told
 from ...record.tell import say, to_launcher
 from ...report.dataset import progress
