@@ -5,7 +5,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from paceline.data.shard_format import INDEX, META, ROW, checksum, row_packed
+from paceline.data.format.shard_format import INDEX, META, ROW, checksum, row_packed
 
 
 def sealed(tree: dict) -> bytes:

@@ -1,10 +1,11 @@
 """Hand-made records with known answers; times in milliseconds."""
 
-from paceline.analyze.load import Run
-from paceline.analyze.read import read
-from paceline.analyze.report import analyse
-from paceline.record.ring import Ring
-from paceline.record.states import Op, State
+from paceline.record.ring.ring.ring import Ring
+from paceline.record.ring.ring.states import Op, State
+
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import Run
+from paceline.analyze.records.read_record import read
 
 MS = 1_000_000
 

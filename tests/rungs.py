@@ -1,6 +1,6 @@
 """Rungs of a ladder, made by hand."""
 
-from paceline.analyze.ladder import Climb
+from paceline.analyze.diagnosis.ladder import Climb
 
 STEP = 0.1  # s, with everything
 USED = {

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.analyze.load import load
-from paceline.analyze.report import analyse
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
 from paceline.data import Loader, Shards
 
 ROOT = Path(__file__).resolve().parent.parent

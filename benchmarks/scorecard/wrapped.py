@@ -16,7 +16,7 @@ import torch.distributed as dist
 from planted import busy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.data import workers
+from paceline.data.loading import workers
 
 
 def tell_reduce(count: int = 200) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from paceline.record.ring.ring.recorder import Recorder, now
+from paceline.record.ring.ring.states import State
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -25,9 +27,8 @@ from torch.optim import optimizer as optim
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.record import attach, sampler
-from paceline.record.recorder import Recorder, now
-from paceline.record.states import State
+from paceline.record import attach
+from paceline.record.ring.ring import stack_sampler
 
 SEAMS = [  # what record.patches replaces, and how it calls what was there
     (nn.Module, "__call__", "original"),
@@ -62,7 +63,7 @@ class Recording:
         attach._sampler.stop()
         attach._loop.reset()
         if on:
-            attach._sampler = sampler.Sampler(self.recorder)
+            attach._sampler = stack_sampler.Sampler(self.recorder)
 
     def told(self) -> tuple[int, int]:
         return self.recorder.events, self.recorder.cost_ns()

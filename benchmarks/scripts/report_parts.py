@@ -10,17 +10,17 @@ from typing import Any
 
 begun = time.monotonic()  # before the imports below, which are one of the parts
 
-from paceline.analyze import losses, measured, report  # noqa: E402
+from paceline.analyze.figures import losses, measured_window, report  # noqa: E402
 from paceline.cli import app  # noqa: E402
-from paceline.launch import so_far  # noqa: E402
+from paceline.launch.monitor import partial_record  # noqa: E402
 
 # What a report is made of; the rest of its time is the interpreter's start and the JSON.
 PARTS = {
-    "read": [(so_far, "load")],
+    "read": [(partial_record, "load")],
     "match": [(report, "match"), (report, "align")],
     "window": [(report, "window"), (losses, "ranges")],
-    "timelines": [(measured, "timeline"), (report.Matched, "latest")],
-    "replay": [(measured, "ideal_length")],
+    "timelines": [(measured_window, "timeline"), (report.Matched, "latest")],
+    "replay": [(measured_window, "ideal_length")],
     "losses": [(losses, "own"), (losses, "waits"), (losses, "transfers")],
     "groups": [(report, "groups"), (report, "hidden")],
     "ranges": [(report, "_ranges")],

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from paceline.cluster.topology.topology.local_resources import unspanned
 
 import paceline  # noqa: F401  the backend
-from paceline.cluster.host import unspanned
 from paceline.comm.shared.group import SharedGroup
 
 LEAST, SECONDS = 5, 0.1  # calls a measurement, and about so long

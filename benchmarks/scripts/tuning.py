@@ -66,13 +66,13 @@ for _ in range(args.steps):
     step()
 
 if args.sweep:
-    from paceline.comm.tune import ways
+    from paceline.comm.tune import algorithms
     from paceline.comm.tune.buckets import Buckets
     from paceline.comm.tune.choice import Choice
-    from paceline.comm.tune.halving import SETTLES
+    from paceline.comm.tune.successive_halving import SETTLES
 
     group, cpu = model.process_group, torch.device("cpu")
-    over, buckets = ways.Ways(group), Buckets(model)
+    over, buckets = algorithms.Ways(group), Buckets(model)
     for _ in range(3):
         step()
 
@@ -80,7 +80,7 @@ if args.sweep:
         """Seconds of each, without those in which DDP makes its buckets anew."""
         buckets.set(choice.mib)
         over.set(choice.way)
-        told = [ways.timed(step, cpu) for _ in range(SETTLES + steps)]
+        told = [algorithms.timed(step, cpu) for _ in range(SETTLES + steps)]
         return told[SETTLES:]
 
     whole = sum(one.numel() for one in model.parameters()) * 4 / 2**20
@@ -91,7 +91,9 @@ if args.sweep:
     for turn in range(TURNS):
         for choice in reversed(choices) if turn % 2 else choices:
             found[choice] += measured(choice, each)
-    medians = {choice: ways.slowest(median(told), group, cpu) for choice, told in found.items()}
+    medians = {
+        choice: algorithms.slowest(median(told), group, cpu) for choice, told in found.items()
+    }
     best = min(medians, key=medians.__getitem__)
     tuned = Choice.of(tomllib.loads(args.tuned.read_text())["knobs"])
     compared = {"best": best, "tuned": tuned, "default": Choice(None, "gloo")}
@@ -100,7 +102,7 @@ if args.sweep:
         for name in sorted(compared, reverse=turn % 2 == 1):
             choice = compared[name] if compared[name].way else compared["default"]
             told = median(measured(choice, each))
-            turns[name].append(ways.slowest(told, group, cpu))
+            turns[name].append(algorithms.slowest(told, group, cpu))
     if dist.get_rank() == 0:
         said = {
             "steps": len(choices) * TURNS * (each + SETTLES),

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .record.imports import after_import as _after_import
+from .record.hooks.import_hooks import after_import as _after_import
 
 __version__ = "0.1.0"
 __all__ = ["World", "init"]

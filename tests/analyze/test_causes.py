@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.analyze.causes import Evidence, causes
-from paceline.analyze.gradients import Gradients
-from paceline.analyze.groups import Collective, Group
-from paceline.analyze.ladder import waterfall
-from paceline.analyze.losses import Loss
+from paceline.analyze.diagnosis.causes import Evidence, causes
+from paceline.analyze.diagnosis.gradient_sync import Gradients
+from paceline.analyze.diagnosis.ladder import waterfall
+from paceline.analyze.figures.losses import Loss
+from paceline.analyze.figures.process_groups import Collective, Group
 from rungs import climbs
 
 FACTS = {

@@ -6,13 +6,13 @@ import subprocess
 
 import numpy as np
 import pytest
+from paceline.record.ring.ring.states import Op, State
 
 import ranks as launcher
-from paceline.analyze.clocks import align
-from paceline.analyze.load import load
-from paceline.analyze.match import match
-from paceline.analyze.report import analyse
-from paceline.record.states import Op, State
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.clock_alignment import align
+from paceline.analyze.records.load_run import load
+from paceline.analyze.records.match_collectives import match
 from records import Rank, report_of
 
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from paceline.analyze.causes import Evidence, causes, witnesses
-from paceline.analyze.ladder import Climb, Interval, climb, waterfall
-from paceline.analyze.load import Run
+from paceline.analyze.diagnosis.causes import Evidence, causes, witnesses
+from paceline.analyze.diagnosis.ladder import Climb, Interval, climb, waterfall
+from paceline.analyze.records.load_run import Run
 from records import Rank, report_of
 
 

@@ -1,7 +1,8 @@
 """What ranks' loaders took beside the training."""
 
+from paceline.report.terminal.run_report.run_report import drawn
+
 import records
-from paceline.report.terminal import drawn
 
 
 def report(tmp_path, *told):

@@ -1,8 +1,8 @@
 """Every wait booked to whom it was for and what that rank did; shares that add up."""
 
 import pytest
+from paceline.record.ring.ring.states import Op, State
 
-from paceline.record.states import Op, State
 from records import MS, Rank, report_of
 
 
@@ -163,8 +163,8 @@ def test_where_other_time_went_is_told_by_line(tmp_path):
     record.lines.update(
         {n: {"file": "a.py", "line": 10 * n, "function": "f", "code": f"g{n}()"} for n in (1, 2)}
     )
-    from paceline.analyze.load import Run
-    from paceline.analyze.report import analyse
+    from paceline.analyze.figures.report import analyse
+    from paceline.analyze.records.load_run import Run
 
     (other,) = [x for x in analyse(Run("test", [record], [])).losses if x.kind == "other"]
     assert [(line["line"], line["share"]) for line in other.lines] == [

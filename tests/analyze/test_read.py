@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from paceline.record.ring.ring.ring import HEADER_BYTES
+from paceline.record.ring.ring.states import State
 
-from paceline.analyze.load import load
-from paceline.analyze.report import analyse
-from paceline.record.ring import HEADER_BYTES
-from paceline.record.states import State
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
 from records import Rank
 
 

@@ -3,12 +3,12 @@
 import random
 
 import pytest
+from paceline.record.ring.ring.states import Op, State
 
-from paceline.analyze import replay
-from paceline.analyze.match import match
-from paceline.analyze.pop import busy
-from paceline.analyze.states import timeline, window
-from paceline.record.states import Op, State
+from paceline.analyze.figures import ideal_network
+from paceline.analyze.figures.pop import busy
+from paceline.analyze.records.match_collectives import match
+from paceline.analyze.records.state_timeline import timeline, window
 from records import MS, Rank, report_of
 
 
@@ -22,8 +22,8 @@ def replayed(ranks):
     found = []
     for few in (0, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replay, "FEW", few)
-            found.append(replay.ideal_length(matched, lines, within))
+            patch.setattr(ideal_network, "FEW", few)
+            found.append(ideal_network.ideal_length(matched, lines, within))
     assert found[0] == found[1]
     return found[0], [busy(line.states) for line in lines], within
 

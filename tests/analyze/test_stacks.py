@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
+from paceline.record.ring.ring.tail import process
+from paceline.report.terminal.run_report.hang import told
 
 import ranks
-from paceline.analyze.stacks import FORBIDDEN, main_thread, own_line
-from paceline.launch import outside
-from paceline.record.tail import process
-from paceline.report.hang import told
+from paceline.analyze.records.stacks import FORBIDDEN, main_thread, own_line
+from paceline.launch.monitor import process_stack
 
 # It writes where it stands, and stops; as a forked process, as ranks are, too.
 STOPS = """
@@ -46,7 +46,7 @@ def test_a_stopped_process_is_read_as_it_would_tell_itself(tmp_path, forks):
         ranks.wait_until(lambda: number.exists() and number.read_text(), 10)
         pid = int(number.read_text())
         ranks.wait_until(lambda: process(pid) == "T", 10)
-        text = outside.read({3: pid, 4: 2**22 + 1})[3]
+        text = process_stack.read({3: pid, 4: 2**22 + 1})[3]
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -68,11 +68,11 @@ def test_the_main_thread_is_the_one_of_the_process_wherever_it_stands():
         return {"thread_id": 9, "os_thread_id": number, "thread_name": name, "frames": frames}
 
     threads = [thread(7, None, 1), thread(8, "other", 2)]
-    assert own_line(outside.as_faulthandler(threads, 7)).line == 1
-    assert own_line(outside.as_faulthandler(threads, 8)).line == 2
+    assert own_line(process_stack.as_faulthandler(threads, 7)).line == 1
+    assert own_line(process_stack.as_faulthandler(threads, 8)).line == 2
     named = [thread(1, "MainThread", 3), thread(2, None, 4)]  # of another namespace of pids
-    assert own_line(outside.as_faulthandler(named, 70)).line == 3
-    assert own_line(outside.as_faulthandler([], 70)) is None
+    assert own_line(process_stack.as_faulthandler(named, 70)).line == 3
+    assert own_line(process_stack.as_faulthandler([], 70)) is None
 
 
 def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
@@ -80,12 +80,12 @@ def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 100\n")
     slow.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda *_, **__: str(slow))
-    monkeypatch.setattr(outside, "SECONDS", 0.3)
+    monkeypatch.setattr(process_stack, "SECONDS", 0.3)
     open_before, began = os.listdir("/proc/self/fd"), time.monotonic()
-    assert outside.read(dict.fromkeys(range(12), os.getpid())) == {}
+    assert process_stack.read(dict.fromkeys(range(12), os.getpid())) == {}
     assert time.monotonic() - began < 1.5
     started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert 1 <= len(started) <= outside.AT_ONCE
+    assert 1 <= len(started) <= process_stack.AT_ONCE
     assert [process(pid) for pid in started] == [""] * len(started)
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
@@ -95,4 +95,4 @@ def test_without_py_spy_and_without_permission(monkeypatch):
     assert lines[-2] == "    rank 0: no record; its stack could not be read: not permitted"
     assert lines[-1] == "    rank 1: no record"
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert outside.read({0: os.getpid()}) == {}
+    assert process_stack.read({0: os.getpid()}) == {}

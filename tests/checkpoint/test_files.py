@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoint import files, manifest, tree
+from paceline.checkpoint import checkpoint_folder, manifest, state_tree
 from paceline.checkpoint.saver import KEPT, Saver, load, newest
 
 
@@ -65,17 +65,17 @@ def test_what_changes_after_the_save_is_not_in_it(tmp_path):
 
 def test_saving_stops_training_for_the_copy_only(tmp_path, monkeypatch):
     may_write = threading.Event()
-    write = files.write_shard
+    write = checkpoint_folder.write_shard
 
     def slow_disk(*args):
         assert may_write.wait(20)
         return write(*args)
 
-    monkeypatch.setattr(files, "write_shard", slow_disk)
+    monkeypatch.setattr(checkpoint_folder, "write_shard", slow_disk)
     one = saver(tmp_path)
     one.save(1, {"weight": torch.ones(10)}, {}, {})  # returns while nothing is written yet
     assert one.busy
-    assert files.found(tmp_path) == []
+    assert checkpoint_folder.found(tmp_path) == []
     may_write.set()
     one.wait()
     assert newest(tmp_path, print).name == "step-00000001"
@@ -91,7 +91,7 @@ def test_what_a_checkpoint_cannot_hold_is_named_before_anything_is_written(tmp_p
 def test_the_newest_two_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    assert [p.name for p in files.found(tmp_path)] == ["step-00000004", "step-00000003"]
+    assert [p.name for p in checkpoint_folder.found(tmp_path)] == ["step-00000004", "step-00000003"]
     assert KEPT == 2
 
 
@@ -140,8 +140,8 @@ def test_the_checker_reads_every_byte(tmp_path):
         data = bytearray(whole)
         data[at] ^= 1 << (at % 8)
         (folder / "rank-00000.pt").write_bytes(data)
-        with pytest.raises(files.DamagedError, match=r"rank-00000\.pt"):
-            files.verify(folder)
+        with pytest.raises(checkpoint_folder.DamagedError, match=r"rank-00000\.pt"):
+            checkpoint_folder.verify(folder)
 
 
 def test_where_all_are_damaged_nothing_is_overwritten(tmp_path):
@@ -166,8 +166,10 @@ def test_loading_runs_nothing_of_a_hostile_file(tmp_path):
         body["files"] = [files_entry(path)]
         body["check"] = manifest.checksum(body)
         (folder / "manifest.json").write_text(json.dumps(body))
-        files.verify(folder)  # its checksums are right: whoever wrote it made them so
-        with pytest.raises(files.DamagedError, match=r"rank-00000\.pt: can't be loaded"):
+        checkpoint_folder.verify(folder)  # its checksums are right: whoever wrote it made them so
+        with pytest.raises(
+            checkpoint_folder.DamagedError, match=r"rank-00000\.pt: can't be loaded"
+        ):
             load(folder)
         assert not (tmp_path / "ran").exists()
 
@@ -185,7 +187,7 @@ def test_a_full_disk_is_told_and_the_previous_checkpoint_stays(tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(checkpoint_folder.os, "fsync", full)
     warned = []
     one = saver(tmp_path, warned)
     one.save(2, {"weight": torch.ones(3)}, {}, {})
@@ -198,17 +200,17 @@ def test_a_full_disk_is_told_and_the_previous_checkpoint_stays(tmp_path, monkeyp
 def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"can't be written to .*file/ckpt.*HINT"):
-        files.check_writable(tmp_path / "file" / "ckpt")
+        checkpoint_folder.check_writable(tmp_path / "file" / "ckpt")
 
 
 def test_the_replicated_tensors_are_shared_out_evenly():
     tensors = [torch.zeros(n) for n in (1000, 10, 500, 490, 7, 0)]
-    owner = tree.owners(tensors, 2)
+    owner = state_tree.owners(tensors, 2)
     load_of = [
         sum(t.numel() for t, o in zip(tensors, owner, strict=True) if o == r) for r in (0, 1)
     ]
     assert abs(load_of[0] - load_of[1]) <= 10
-    assert tree.owners(tensors, 1) == [0] * 6
+    assert state_tree.owners(tensors, 1) == [0] * 6
 
 
 class Keys:

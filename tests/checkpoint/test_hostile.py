@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import files, tree
+from paceline.checkpoint import checkpoint_folder, state_tree
 from paceline.checkpoint.manifest import DamagedError, checksum
 from paceline.checkpoint.saver import Saver, load, newest
 from paceline.security.files import InvalidFileError
@@ -66,7 +66,7 @@ def stored(folder, content):
 def test_a_signed_manifest_of_wrong_types_is_refused_by_name(folder, changes):
     signed(folder, **changes)
     with pytest.raises(DamagedError, match=r"manifest\.json: ") as refused:
-        files.verify(folder)
+        checkpoint_folder.verify(folder)
     assert isinstance(refused.value, InvalidFileError)
 
 
@@ -84,19 +84,19 @@ def test_only_shards_in_the_folder_are_read(folder, how):
     }[how]
     signed(folder, files=[entry(outside, name)])
     with pytest.raises(DamagedError, match=r"manifest\.json: .*files\[0\]\.name"):
-        files.verify(folder)
+        checkpoint_folder.verify(folder)
 
 
 def test_a_shard_that_is_a_link_or_named_twice_is_refused(folder):
     shard = folder / "rank-00000.pt"
     signed(folder, files=[entry(shard, shard.name)] * 2)
     with pytest.raises(DamagedError, match="names a shard twice"):
-        files.verify(folder)
+        checkpoint_folder.verify(folder)
     shard.rename(folder.parent / "elsewhere")
     shard.symlink_to(folder.parent / "elsewhere")
     signed(folder, files=[entry(shard, shard.name)])
     with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be read \(is a symbolic link\)"):
-        files.verify(folder)
+        checkpoint_folder.verify(folder)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.pt"])
@@ -104,10 +104,10 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(DamagedError, match=name):
-        files.verify(folder)
+        checkpoint_folder.verify(folder)
     if name == "rank-00000.pt":
         with pytest.raises(DamagedError, match="no regular file"):
-            files.read_shard(folder, name)
+            checkpoint_folder.read_shard(folder, name)
 
 
 def test_a_shard_that_would_unpack_to_more_than_its_bytes_is_not_loaded(folder):
@@ -117,7 +117,7 @@ def test_a_shard_that_would_unpack_to_more_than_its_bytes_is_not_loaded(folder):
         for name, data in members.items():
             packed.writestr(name, data)
     with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be loaded \(its parts are comp"):
-        files.read_shard(folder, shard.name)
+        checkpoint_folder.read_shard(folder, shard.name)
 
 
 WHOLE = {"shared": {}, "count": 0, "tensors": {}, "own": {}, "own_tensors": []}
@@ -141,7 +141,7 @@ WHOLE = {"shared": {}, "count": 0, "tensors": {}, "own": {}, "own_tensors": []}
 )
 def test_a_shard_of_another_content_is_refused_by_name(folder, content):
     stored(folder, content)
-    files.verify(folder)
+    checkpoint_folder.verify(folder)
     with pytest.raises(DamagedError, match="step-00000001"):
         load(folder)
 
@@ -149,12 +149,12 @@ def test_a_shard_of_another_content_is_refused_by_name(folder, content):
 @pytest.mark.parametrize("dtype", ["O", "object", "S8", "float64", "int32"])
 def test_an_array_is_viewed_as_a_number_of_the_same_size_only(folder, dtype):
     array = {"__paceline_array__": (dtype, {"__paceline_tensor__": 0})}
-    with pytest.raises(tree.SkeletonError, match="an array of type"):
-        tree.join(array, [torch.ones(3, dtype=torch.bfloat16)])
+    with pytest.raises(state_tree.SkeletonError, match="an array of type"):
+        state_tree.join(array, [torch.ones(3, dtype=torch.bfloat16)])
 
 
 def test_a_state_that_holds_itself_many_times_is_not_unfolded(monkeypatch):
-    monkeypatch.setattr(tree, "MAX_PARTS", 1000)
+    monkeypatch.setattr(state_tree, "MAX_PARTS", 1000)
     many = [1]
     for _ in range(60):
         many = [many, many]
@@ -162,14 +162,14 @@ def test_a_state_that_holds_itself_many_times_is_not_unfolded(monkeypatch):
     for _ in range(5000):
         deep = [deep]
     for state in (many, deep):
-        with pytest.raises(tree.SkeletonError, match="levels or"):
-            tree.join(state, [])
+        with pytest.raises(state_tree.SkeletonError, match="levels or"):
+            state_tree.join(state, [])
 
 
 def test_folders_of_other_names_are_no_checkpoints(folder):
     for name in ("step-x", "step-1", "step-00000001.bak", "step-0000000000000000000000002"):
         (folder.parent / name).mkdir()
-    assert files.found(folder.parent) == [folder]
+    assert checkpoint_folder.found(folder.parent) == [folder]
     assert newest(folder.parent, print) == folder
 
 
@@ -178,9 +178,9 @@ def full(*_, **__):
 
 
 def test_the_probe_of_a_full_disk_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.os, "write", full)
+    monkeypatch.setattr(checkpoint_folder.os, "write", full)
     with pytest.raises(ValueError, match=r"No space left on device.*HINT"):
-        files.check_writable(tmp_path)
+        checkpoint_folder.check_writable(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,7 +196,7 @@ class Store(dict):
 
 
 def test_a_full_disk_is_said_once_for_all_ranks_and_not_in_torchs_words(tmp_path, monkeypatch):
-    class Full(files._Checked):
+    class Full(checkpoint_folder._Checked):
         def write(self, data):
             try:
                 full()
@@ -204,7 +204,7 @@ def test_a_full_disk_is_said_once_for_all_ranks_and_not_in_torchs_words(tmp_path
                 self.error = error
                 raise
 
-    monkeypatch.setattr(files, "_Checked", Full)
+    monkeypatch.setattr(checkpoint_folder, "_Checked", Full)
     said, store = [], Store()
     savers = [Saver(tmp_path, rank, 3, store, said.append, 5.0) for rank in range(3)]
     for saver in savers:

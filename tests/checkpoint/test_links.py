@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import files
+from paceline.checkpoint import checkpoint_folder
 from paceline.checkpoint.saver import Saver, load
-from paceline.checkpoint.unfinished import UnfinishedFolder
+from paceline.checkpoint.unfinished_folder import UnfinishedFolder
 
 NOBODY = 65534
 
@@ -80,7 +80,7 @@ def test_a_link_in_place_of_the_temporary_folder_is_refused_once(directory, tmp_
     (warning,) = save(directory, ranks=ranks)
     assert ".step-00000007.1.tmp is a symbolic link and no folder" in warning
     assert list(elsewhere.iterdir()) == []
-    assert files.found(directory) == []
+    assert checkpoint_folder.found(directory) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -101,14 +101,14 @@ def test_a_folder_that_replaced_the_temporary_one_gets_no_name(directory):
     path.rename(directory / "moved")
     path.mkdir()
     with pytest.raises(OSError, match="was replaced by another folder"):
-        files.commit(folder, directory / "step-00000007", {"step": 7, "files": []})
+        checkpoint_folder.commit(folder, directory / "step-00000007", {"step": 7, "files": []})
     folder.close()
     assert not (directory / "step-00000007").exists()
 
 
 def test_the_probe_does_not_follow_a_link(directory, victim):
     (directory / f".probe-{os.getpid()}").symlink_to(victim)
-    files.check_writable(directory)
+    checkpoint_folder.check_writable(directory)
     assert victim.read_text() == "precious"
     assert (directory / f".probe-{os.getpid()}").is_symlink()
 
@@ -121,7 +121,7 @@ def test_unfinished_links_and_files_are_removed_but_not_what_they_point_to(direc
     (directory / ".step-00000008.1.tmp").write_text("")
     (directory / ".step-00000009.1.tmp").mkdir()
     (directory / ".step-00000009.1.tmp" / "link").symlink_to(elsewhere)
-    files.remove_unfinished(directory)
+    checkpoint_folder.remove_unfinished(directory)
     assert list(directory.iterdir()) == []
     assert [path.name for path in elsewhere.iterdir()] == ["kept"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoint import files, manifest, pickled
+from paceline.checkpoint import checkpoint_folder, manifest, pickle_check
 from paceline.checkpoint.manifest import DamagedError
-from paceline.checkpoint.pickled import PickleError, check_pickle
+from paceline.checkpoint.pickle_check import PickleError, check_pickle
 from paceline.checkpoint.saver import Saver, load
 
 WHOLE_BYTES = re.compile(r"torch\.(?!q|u?int[1-7]$)")
@@ -147,23 +147,23 @@ def test_a_pickle_that_the_saver_does_not_write_is_not_given_to_torch(tmp_path, 
     data = BOMBS[bomb] if bomb == "later protocol" else b"\x80\x02" + BOMBS[bomb]
     shard(tmp_path / "rank-00000.pt", data)
     with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be loaded \("):
-        files.read_shard(tmp_path, "rank-00000.pt")
+        checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
 def test_the_limits_of_size_and_opcodes(tmp_path, monkeypatch):
     data = pickle.dumps(list(range(1000)), 2)
     check_pickle(data, {})
-    monkeypatch.setattr(pickled, "MAX_OPCODES", 1000)
+    monkeypatch.setattr(pickle_check, "MAX_OPCODES", 1000)
     with pytest.raises(PickleError, match="more than 1,000 opcodes"):
         check_pickle(data, {})
     monkeypatch.setattr(manifest, "MAX_PICKLE_BYTES", 1000)
     shard(tmp_path / "rank-00000.pt", data)
     with pytest.raises(DamagedError, match="at most 1,000 bytes"):
-        files.read_shard(tmp_path, "rank-00000.pt")
+        checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
 def test_a_state_that_would_not_be_loaded_again_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(pickled, "MAX_OPCODES", 1000)
+    monkeypatch.setattr(pickle_check, "MAX_OPCODES", 1000)
     monkeypatch.setattr(manifest, "MAX_OPCODES", 1000)
     said = []
     saver = Saver(tmp_path, 0, 1, None, said.append)
@@ -205,7 +205,7 @@ def test_an_archive_that_torch_may_read_otherwise_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
     (tmp_path / "rank-00000.pt").write_bytes(ARCHIVES[kind])
     with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be loaded \("):
-        files.read_shard(tmp_path, "rank-00000.pt")
+        checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
 def test_damaged_pickles_raise_no_other_error():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import flux
-from paceline.cluster.allocation import find
-from paceline.cluster.hosts import Host
+from paceline.cluster.schedulers import flux
+from paceline.cluster.schedulers.allocation import find
+from paceline.cluster.schedulers.hostfile import Host
 
 ENVS = Path(__file__).parent / "envs"
 

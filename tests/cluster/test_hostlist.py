@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.hostlist import counts, expand, numbers
+from paceline.cluster.schedulers.hostlist import counts, expand, numbers
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.hosts import Host, parse_hosts, read_hostfile
+from paceline.cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 
 
 @pytest.mark.parametrize(

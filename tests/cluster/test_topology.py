@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from fake_sysfs import HOSTS, Device, Host, small, write
-
-from paceline.cluster.cards import Card, cards, distance, nearest
-from paceline.cluster.host import spans
-from paceline.cluster.topology import Cpu, Node, topology
+from paceline.cluster.topology.topology.local_resources import spans
+from paceline.cluster.topology.topology.pci_devices import Card, cards, distance, nearest
+from paceline.cluster.topology.topology.topology import Cpu, Node, topology
 
 CPUS = "sys/devices/system/cpu"
 NODES = "sys/devices/system/node"
@@ -226,7 +225,7 @@ def test_a_step_has_the_gpus_that_slurm_constrains_it_to(own):
 import os
 open("{group}/cgroup.procs", "w").write(str(os.getpid()))
 from pathlib import Path
-from paceline.cluster.cards import cards
+from paceline.cluster.topology.pci_devices import cards
 print(*(card.name for card in cards(Path("{root}")) if card.kind == "gpu"))
 """
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

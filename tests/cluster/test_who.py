@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.who import Place, hosts_of, job_key, launched_by, place
+from paceline.cluster.rank_identity import Place, hosts_of, job_key, launched_by, place
 
 ENVS = Path(__file__).parent / "envs"
 ALONE = Place(0, 1, 0, 1, "alone", alone=True)

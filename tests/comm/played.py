@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.comm.hosts import native
-from paceline.comm.hosts.native import StepError, Wire, program
+from paceline.comm.hosts import c_wire
+from paceline.comm.hosts.c_wire import StepError, Wire, program
 from paceline.comm.hosts.schedules import ALL_REDUCE, broadcast
-from paceline.comm.shared.calls import HOWS, KINDS, OPS, Call
+from paceline.comm.shared.collective_calls import HOWS, KINDS, OPS, Call
 
 TIMEOUT = 20.0
 SIZES = (0, 1, 1000, 300_001)  # numbers
@@ -98,7 +98,7 @@ def spread(hosts, count, root):
 
 
 if __name__ == "__main__":
-    native.LIBRARY = Path(sys.argv[1])
+    c_wire.LIBRARY = Path(sys.argv[1])
     for algorithm in ALL_REDUCE:
         for size in (2, 3, 5):
             for count in SIZES:

@@ -113,7 +113,7 @@ def test_ranks_that_are_told_different_things_do_not_begin(tmp_path):
 TUNED = """
     import torch, torch.distributed as dist
     import paceline
-    from paceline.comm.tune.ways import Ways
+    from paceline.comm.tune.algorithms import Ways
 
     dist.init_process_group("paceline")
     ways = Ways(dist.group.WORLD)

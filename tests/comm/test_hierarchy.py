@@ -9,7 +9,7 @@ import torch
 
 import ranks
 from collectives import ANY, FAILS, SAME, TRAINS
-from paceline.comm.hosts.places import places
+from paceline.comm.hosts.rank_placement import places
 
 UNEVEN = "host1:3,host2:1,host3:2"
 MORE = [

@@ -11,11 +11,11 @@ import uuid
 from contextlib import ExitStack
 
 import pytest
+from paceline.cluster.topology.topology.network_interfaces import links
 
-from paceline.cluster.links import links
-from paceline.comm import meet as module
-from paceline.comm.meet import Appointment, meet
-from paceline.comm.reach import listen_on
+from paceline.comm import rendezvous as module
+from paceline.comm.reachable_address import listen_on
+from paceline.comm.rendezvous import Appointment, meet
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_rank_0_is_found_where_its_hosts_name_is_another_loopback_address():
 def test_real_processes_meet_without_anybody_telling_a_port(tmp_path):
     code = (
         "import sys\n"
-        "from paceline.comm.meet import Appointment, meet\n"
+        "from paceline.comm.rendezvous import Appointment, meet\n"
         f"when = Appointment(int(sys.argv[1]), 2, ['localhost'], '{uuid.uuid4().hex}', False)\n"
         "store = meet(when, 30.0)\n"
         "store.set(sys.argv[1], 'here')\n"

@@ -4,10 +4,10 @@ import socket
 from contextlib import ExitStack
 
 import pytest
+from paceline.cluster.topology.topology.network_interfaces import Link, links
 
-from paceline.cluster.links import Link, links
-from paceline.comm import reach
-from paceline.comm.reach import Listener, choose, listen_on, others_of, try_all
+from paceline.comm import reachable_address
+from paceline.comm.reachable_address import Listener, choose, listen_on, others_of, try_all
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_an_address_where_nobody_listens_or_that_leads_nowhere_says_why(host):
 
 
 def test_a_silent_address_is_given_up_while_the_others_are_tried(host, monkeypatch):
-    monkeypatch.setattr(reach, "SECONDS", 1.0)
+    monkeypatch.setattr(reachable_address, "SECONDS", 1.0)
     silent, heard = host("127.0.0.3"), host("127.0.0.1")
     assert try_all({0: silent.offer(), 1: heard.offer()}, heard) == {
         0: {"127.0.0.3": "no answer in 1 s"},

@@ -3,7 +3,7 @@
 import pytest
 
 import ranks
-from paceline.comm.same_model import differing
+from paceline.comm.replica_check import differing
 
 DIFFERS = """
     import sys

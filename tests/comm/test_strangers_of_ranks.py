@@ -9,14 +9,15 @@ import uuid
 from dataclasses import replace
 
 import pytest
+from paceline.cluster.topology.topology.network_interfaces import Link
 
 import ranks
 import sets
-from paceline.cluster.links import Link
-from paceline.comm import meet as module
+from paceline.comm import rendezvous as module
 from paceline.comm.hosts.connect import Door
-from paceline.comm.meet import Appointment, meet
-from paceline.data import Shards, pack, sharing
+from paceline.comm.rendezvous import Appointment, meet
+from paceline.data import Shards, pack
+from paceline.data.staging.stage import peer_transfer
 from paceline.security.folders import Folder
 from paceline.security.greeting import RefusedError, Step
 
@@ -176,7 +177,7 @@ def shards(tmp_path):
     pack(sets.arrays(40, (50,)), tmp_path / "set", shard_bytes=2000)
     (tmp_path / "set").chmod(0o700)
     found = Shards(tmp_path / "set").meta.shards
-    server = sharing.Server("127.0.0.1", Folder.open(tmp_path / "set"), found)
+    server = peer_transfer.Server("127.0.0.1", Folder.open(tmp_path / "set"), found)
     yield server, found
     server.close()
 
@@ -188,9 +189,9 @@ def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_
     begun = time.monotonic()
     for number, shard in enumerate(found):
         with (tmp_path / "fetched").open("wb") as file:
-            sharing._fetched(server.name, number, shard, file)
+            peer_transfer._fetched(server.name, number, shard, file)
         assert (tmp_path / "fetched").read_bytes() == (tmp_path / "set" / shard.file).read_bytes()
-    assert sharing.alive(server.name)
+    assert peer_transfer.alive(server.name)
     assert time.monotonic() - begun < 20.0
     ranks.wait_until(lambda: threading.active_count() == threads, 5)
 
@@ -198,7 +199,7 @@ def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_
 @pytest.mark.parametrize("times", [2, 9])
 def test_a_host_that_drops_who_asks_is_asked_again_some_times(shards, monkeypatch, times):
     server, _ = shards
-    dropped, real = [], sharing.Server._admit
+    dropped, real = [], peer_transfer.Server._admit
 
     def admit(self, visitor, number):
         if len(dropped) < times:
@@ -206,42 +207,42 @@ def test_a_host_that_drops_who_asks_is_asked_again_some_times(shards, monkeypatc
         else:
             real(self, visitor, number)
 
-    monkeypatch.setattr(sharing.Server, "_admit", admit)
-    monkeypatch.setattr(sharing, "RETRIES_S", (0.01, 0.01, 0.01))
-    assert sharing.alive(server.name) == (times < 4)
+    monkeypatch.setattr(peer_transfer.Server, "_admit", admit)
+    monkeypatch.setattr(peer_transfer, "RETRIES_S", (0.01, 0.01, 0.01))
+    assert peer_transfer.alive(server.name) == (times < 4)
     assert len(dropped) == min(times, 4)
 
 
 def test_shards_are_sent_by_a_limited_number_of_threads(shards, monkeypatch, tmp_path):
     server, found = shards
-    monkeypatch.setattr(sharing, "MAX_SENDERS", 2)
-    monkeypatch.setattr(sharing, "MAX_WAITING", 3)
-    let, real = threading.Event(), sharing.Server._send
-    monkeypatch.setattr(sharing.Server, "_send", lambda *one: let.wait(10.0) and real(*one))
+    monkeypatch.setattr(peer_transfer, "MAX_SENDERS", 2)
+    monkeypatch.setattr(peer_transfer, "MAX_WAITING", 3)
+    let, real = threading.Event(), peer_transfer.Server._send
+    monkeypatch.setattr(peer_transfer.Server, "_send", lambda *one: let.wait(10.0) and real(*one))
     threads = threading.active_count()
     asked = []
     for served, waiting in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 3)):
-        asked.append(sharing._asked(server.name, 0, 5.0))
+        asked.append(peer_transfer._asked(server.name, 0, 5.0))
         wanted = (served, waiting)
         ranks.wait_until(lambda now=wanted: (server._senders, len(server._waiting)) == now, 5)
     assert asked[-1].recv(8) == b""  # two are served, three wait, and this one goes elsewhere
     assert threading.active_count() == threads + 2
-    assert sharing.alive(server.name)
+    assert peer_transfer.alive(server.name)
     let.set()
-    assert [sharing._size_from(one, 5.0) for one in asked[:-1]] == [found[0].bytes] * 5
+    assert [peer_transfer._size_from(one, 5.0) for one in asked[:-1]] == [found[0].bytes] * 5
     for one in asked:
         one.close()
     ranks.wait_until(lambda: threading.active_count() == threads, 5)
 
 
 def test_a_host_that_sends_a_shard_byte_by_byte_is_not_waited_for(monkeypatch, tmp_path, shards):
-    monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(peer_transfer, "PATIENCE_S", 0.3)
     shard = shards[1][0]
     with socket.create_server(("127.0.0.1", 0)) as door:
 
         def drip():
             with door.accept()[0] as visitor, contextlib.suppress(OSError):
-                visitor.sendall(sharing._SIZE.pack(shard.bytes))
+                visitor.sendall(peer_transfer._SIZE.pack(shard.bytes))
                 for _ in range(50):
                     visitor.send(b"x")
                     time.sleep(0.1)
@@ -251,6 +252,6 @@ def test_a_host_that_sends_a_shard_byte_by_byte_is_not_waited_for(monkeypatch, t
         begun = time.monotonic()
         name = f"127.0.0.1 {door.getsockname()[1]} {'0' * 32}"
         with (tmp_path / "fetched").open("wb") as file, pytest.raises(TimeoutError):
-            sharing._fetched(name, 0, shard, file)
+            peer_transfer._fetched(name, 0, shard, file)
         assert time.monotonic() - begun < 3.0
         thread.join()

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import ranks
 import scripts
-from paceline.comm.tune import kept
+from paceline.comm.tune import saved_settings
 from paceline.comm.tune.choice import GLOO, PACELINE, Choice
 from paceline.comm.tune.costs import MIB, Ready, Seconds, buckets, ends, likely
-from paceline.comm.tune.halving import MOST, SETTLES, Verdict, halving, steps_of
+from paceline.comm.tune.successive_halving import MOST, SETTLES, Verdict, halving, steps_of
 from paceline.knobs.settings import taken
 
 DEFAULT = Choice(None, GLOO)
@@ -72,10 +72,10 @@ def test_under_noise_it_is_rarely_far_from_the_best():
 )
 def test_what_is_kept_is_what_is_taken_again(tmp_path, best, kept_):
     path = tmp_path / "tuned.toml"
-    assert kept.known(path, MINE, DEFAULT) == (None, "")
-    kept.keep(path, Verdict(DEFAULT, best, 0.9, 1.0, kept_), MINE, "train.py")
-    assert kept.known(path, MINE, DEFAULT) == (best if kept_ else DEFAULT, "")
-    other, said = kept.known(path, MINE | {"compression": True}, DEFAULT)
+    assert saved_settings.known(path, MINE, DEFAULT) == (None, "")
+    saved_settings.keep(path, Verdict(DEFAULT, best, 0.9, 1.0, kept_), MINE, "train.py")
+    assert saved_settings.known(path, MINE, DEFAULT) == (best if kept_ else DEFAULT, "")
+    other, said = saved_settings.known(path, MINE | {"compression": True}, DEFAULT)
     assert other is None
     assert said == f"{path} was made with compression = False, and this is True"
     knobs, notes = taken(path, "train.py")

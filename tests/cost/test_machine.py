@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from machines import Maker, with_host
-
-from paceline.cost.machine import (
+from paceline.cost.machine.machine_file.machine_file import (
     UNLIMITED,
     Arithmetic,
     AtSize,
@@ -30,7 +29,8 @@ from paceline.cost.machine import (
     load,
     save,
 )
-from paceline.cost.toml import dumps
+from paceline.cost.machine.machine_file.write_toml import dumps
+
 from paceline.security.text import printable
 
 

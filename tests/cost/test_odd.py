@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from machines import GPU, Maker, with_host, with_links
+from paceline.cost.machine.machine_file.machine_file import UNLIMITED, Figure, Gpu, Limits, Network
 
-from paceline.cost.machine import UNLIMITED, Figure, Gpu, Limits, Network
-from paceline.cost.odd import odd
+from paceline.cost.outliers.outliers import odd
 
 
 def kinds(machine):

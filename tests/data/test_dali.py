@@ -13,7 +13,7 @@ from PIL import Image
 import sets
 from needs import need
 from paceline.data import DataError, Files, Loader, Shards, pack
-from paceline.data.shard import ShardedLoader
+from paceline.data.sampling.shard_loader import ShardedLoader
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import ranks
 import sets
-from paceline.data import DataError, Loader, Shards, ahead, pack
-from paceline.data import loader as loader_module
-from paceline.data.samplers import InBlocks, Weighted
-from paceline.data.shard import shard
+from paceline.data import DataError, Loader, Shards, pack
+from paceline.data.loading import loader as loader_module
+from paceline.data.loading import read_ahead
+from paceline.data.sampling.samplers import InBlocks, Weighted
+from paceline.data.sampling.shard_loader import shard
 
 
 @pytest.fixture(scope="module")
@@ -393,9 +394,9 @@ def test_mistakes_are_told(make, told):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_are_asked_for_before_they_are_needed(arrays, monkeypatch, ranks):
-    for module in (ahead, loader_module):
+    for module in (read_ahead, loader_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", 96)  # two samples
-    monkeypatch.setattr(ahead, "WINDOW", 4)
+    monkeypatch.setattr(read_ahead, "WINDOW", 4)
     said = []
     monkeypatch.setattr(
         Shards, "will_need", lambda _, shard, block, size: said.append((shard, block))

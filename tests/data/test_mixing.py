@@ -6,8 +6,8 @@ import torch
 
 import sets
 from paceline.data import Loader, Shards, pack
-from paceline.data.mixing import Mixing
-from paceline.data.shard import shard
+from paceline.data.loading.mixup import Mixing
+from paceline.data.sampling.shard_loader import shard
 
 
 def batches(loader):

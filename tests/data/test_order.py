@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.data.order import Split, mix, shuffled
+from paceline.data.sampling.sample_order import Split, mix, shuffled
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

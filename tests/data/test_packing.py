@@ -12,9 +12,10 @@ from PIL import Image
 
 import ranks
 import sets
-from paceline.data import DataError, Loader, Shards, encoder, pack, statistics
-from paceline.data import folder as folder_source
-from paceline.data.decode import jpeg_package
+from paceline.data import DataError, Loader, Shards, pack
+from paceline.data.format.decode import jpeg_package
+from paceline.data.packing.pack import encoder_threads, statistics
+from paceline.data.sources.open_source import folder_source as folder_source
 
 
 def command(*words, cwd=None, check=True):
@@ -217,7 +218,7 @@ def test_what_is_written_does_not_depend_on_the_threads(tmp_path):
 def test_what_is_written_does_not_depend_on_how_it_is_read(tmp_path, monkeypatch, little_s):
     folder = sets.images(tmp_path / "in", count=300)
     pack(folder, tmp_path / "a", shard_bytes=20_000)
-    monkeypatch.setattr(encoder, "LITTLE_S", little_s)
+    monkeypatch.setattr(encoder_threads, "LITTLE_S", little_s)
     monkeypatch.setattr(folder_source, "KEPT_BYTES", 0)
     pack(folder, tmp_path / "b", shard_bytes=20_000)
     assert len(Shards(tmp_path / "a").meta.shards) > 5
@@ -444,5 +445,5 @@ def test_packing_takes_little_memory(tmp_path):
 
 
 def test_packing_starts_without_torch():
-    code = "import sys, paceline.data.packing; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.data.packing.pack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -13,7 +13,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.shard import shard
+from paceline.data.sampling.shard_loader import shard
 
 
 def sharded(loader, rank=0, ranks=1, **options):

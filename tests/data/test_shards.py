@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import corrupt
 import sets
 from paceline.data import DataError, Shards, pack
-from paceline.data.shard_format import ROW, load
+from paceline.data.format.shard_format import ROW, load
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,13 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from paceline.data.staging.stage.peer_transfer import Exchange, join
+from paceline.data.staging.stage.stage import _files, place, stage
 from torch.distributed import TCPStore
 
 import sets
-from paceline.data import Shards, pack, sharing
-from paceline.data.sharing import Exchange, join
-from paceline.data.staging import _files, place, stage
+from paceline.data import Shards, pack
+from paceline.data.staging.stage import peer_transfer
 from paceline.security.folders import Folder
 
 
@@ -29,13 +30,13 @@ def job(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setattr(sharing, "QUIET_S", 0.3)
-    monkeypatch.setattr("paceline.data.bringing.QUIET_S", 0.3)
+    monkeypatch.setattr(peer_transfer, "QUIET_S", 0.3)
+    monkeypatch.setattr("paceline.data.staging.fetch_shards.QUIET_S", 0.3)
 
     def of(hosts, absent=0):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
         if absent:  # nobody waits long for those
-            monkeypatch.setattr(sharing, "READY_S", 0.2)
+            monkeypatch.setattr(peer_transfer, "READY_S", 0.2)
         return store
 
     return of
@@ -150,7 +151,7 @@ def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, 
 
 def test_without_the_store_each_reads_what_it_has_not(packed, tmp_path, job, monkeypatch):
     job(2)
-    monkeypatch.setattr(sharing, "JOIN_S", 0.5)
+    monkeypatch.setattr(peer_transfer, "JOIN_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         monkeypatch.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
     found = stage(packed, tmp_path / "host0", together=True)
@@ -165,7 +166,7 @@ def test_a_store_that_goes_in_the_middle_is_survived(packed, tmp_path, job, monk
     def lost(self):
         asked.append(1)
         if len(asked) > 5:
-            raise sharing.GoneError
+            raise peer_transfer.GoneError
         return claim(self)
 
     claim = Exchange.claim
@@ -196,7 +197,7 @@ def test_a_changed_byte_is_noticed_whoever_sends_it(packed, tmp_path, job):
 
 def test_who_does_not_know_the_token_is_sent_nothing(packed):
     packed.chmod(0o700)
-    one = sharing.Server("127.0.0.1", Folder.open(packed), Shards(packed).meta.shards)
+    one = peer_transfer.Server("127.0.0.1", Folder.open(packed), Shards(packed).meta.shards)
     address, port, token = one.name.split()
     for word, wanted in ((b"0" * 32, b""), (token.encode(), struct.pack("!Q", 2000))):
         with socket.create_connection((address, int(port))) as channel:
@@ -208,8 +209,8 @@ def test_who_does_not_know_the_token_is_sent_nothing(packed):
 def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatch):
     """It has claimed, and accepts who asks, and says nothing."""
     store = job(2, absent=1)
-    monkeypatch.setattr(sharing, "ALIVE_S", 0.3)
-    monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(peer_transfer, "ALIVE_S", 0.3)
+    monkeypatch.setattr(peer_transfer, "PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         files = _files(packed, Shards(packed).meta)
         one = join(place(packed, packed).name, None, files, os.environ)
@@ -219,6 +220,6 @@ def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatc
         one.end({"host": "mute"})
         found = stage(packed, tmp_path / "host0", together=True)
         one.close()
-    assert store.check([f"{sharing.PREFIX}/0/{found.folder.name}/told/1"])
+    assert store.check([f"{peer_transfer.PREFIX}/0/{found.folder.name}/told/1"])
     assert (found.here, found.fetched) == (40, 0)
     assert content(found.folder) == content(packed)

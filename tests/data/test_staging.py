@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paceline.data.staging.stage.free_space import free, kind_of
+from paceline.data.staging.stage.stage import VARIABLE, stage
 
 import ranks
 import sets
 from needs import need
-from paceline.data import DataError, Loader, Shards, pack, shards, staging
-from paceline.data.room import free, kind_of
-from paceline.data.staging import VARIABLE, stage
+from paceline.data import DataError, Loader, Shards, pack, shards
+from paceline.data.staging.stage import stage as staging
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import torch
 import zarr
 
 import sets
-from paceline.data import DataError, Loader, stored
-from paceline.data.stored import Stored
+from paceline.data import DataError, Loader
+from paceline.data.loading import stored_arrays
+from paceline.data.loading.stored_arrays import Stored
 
 X, Y = sets.arrays(100, (2, 8, 8))
 
@@ -51,7 +52,7 @@ def test_in_blocks_each_chunk_is_unpacked_once(place, monkeypatch):
 
 
 def test_chunks_that_fight_the_order_are_told(place, monkeypatch):
-    monkeypatch.setattr(stored, "CACHE_BYTES", 20_000)
+    monkeypatch.setattr(stored_arrays, "CACHE_BYTES", 20_000)
     if Stored(place).chunk == 1:
         with warnings.catch_warnings(action="error"):
             Loader(place, 10, shuffle=True)

@@ -10,7 +10,7 @@ import torch
 import ranks
 from paceline.knobs.registry import KNOBS
 from paceline.knobs.settings import Setting, write
-from paceline.knobs.values import Switch
+from paceline.knobs.value_types import Switch
 from paceline.predict.gains import GAINS
 
 ALL = """

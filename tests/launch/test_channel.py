@@ -13,8 +13,8 @@ import pytest
 
 from paceline.launch import channel
 from paceline.launch.channel import BEGIN, HEAD, BrokenError, Channel, new_secret, visit, welcome
-from paceline.launch.contact import Contact
-from paceline.launch.tools import Tool
+from paceline.launch.remote.start_agents import Contact
+from paceline.launch.remote.start_commands import Tool
 
 SECRET = new_secret()
 # Messages of every kind: words, numbers, output that is no text, nothing at all.
@@ -337,7 +337,7 @@ def test_the_secret_reaches_agents_but_no_command_line(tmp_path, closing):
     secret = Path("secret").read_text()
     assert len(secret) == 64
     lines = b"".join(path.read_bytes() for path in _command_lines())
-    assert b"paceline.launch.on_host" in lines
+    assert b"paceline.launch.host_agent" in lines
     assert secret.encode() not in lines
     begun = time.monotonic()
     contact.close()

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from paceline.launch import frameworks
-from paceline.launch.frameworks import Worker, free_ports, variables
+from paceline.launch.ranks import framework_variables
+from paceline.launch.ranks.framework_variables import Worker, free_ports, variables
 
 
 def seats(*addresses):
@@ -89,13 +89,13 @@ def test_free_ports_are_different_and_none_that_the_kernel_gives_to_anybody():
         low, high = map(int, file.read().split())
     ports = free_ports(200)
     assert len(set(ports)) == 200
-    assert low - frameworks.FIRST_PORT < 200 or not [p for p in ports if low <= p <= high]
+    assert low - framework_variables.FIRST_PORT < 200 or not [p for p in ports if low <= p <= high]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", ports[0]))
 
 
 def test_a_port_that_is_taken_on_one_address_only_is_not_free(monkeypatch):
-    monkeypatch.setattr(frameworks, "FIRST_PORT", 65500)
+    monkeypatch.setattr(framework_variables, "FIRST_PORT", 65500)
     (port,) = free_ports(1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", port))
@@ -103,6 +103,6 @@ def test_a_port_that_is_taken_on_one_address_only_is_not_free(monkeypatch):
 
 
 def test_too_few_free_ports_are_an_error_that_says_how_many(monkeypatch):
-    monkeypatch.setattr(frameworks, "FIRST_PORT", 65530)
+    monkeypatch.setattr(framework_variables, "FIRST_PORT", 65530)
     with pytest.raises(ValueError, match=r"7 free ports are needed on .* HINT"):
         free_ports(7)

@@ -8,8 +8,8 @@ import time
 import pytest
 
 import ranks
-from paceline.launch.progress import Progress
-from paceline.launch.silence import Silence
+from paceline.launch.monitor.hang_detector import Silence
+from paceline.launch.monitor.progress import Progress
 
 # A training loop in which something goes wrong at step 5 of 12.
 LOOP = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.hosts import Host
+from paceline.cluster.schedulers.hostfile import Host
 from paceline.launch.layout import Seat, counts, seats, share, told
 
 

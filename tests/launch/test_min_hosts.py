@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 import ranks
-from paceline.data.shard import ShardedStream, global_batch_of
+from paceline.data.sampling.shard_loader import ShardedStream, global_batch_of
 
 # Global batches of 12 samples, 17 an epoch. In the first attempt the ranks on the host of the
 # argument stop in the second epoch, one step after a checkpoint; the others wait for them.
@@ -119,7 +119,7 @@ def test_the_first_host_may_be_lost_too(hosts, shared_folder, undisturbed):
     where = "host0:1,host1:1,host2:1"
     record = shared_folder / "record"
     process = stands(hosts, shared_folder, where, "host0", "2", "--record", record)
-    hosts.run("host0", "pkill", "-KILL", "-f", "-o", "paceline.launch.on_host", check=False)
+    hosts.run("host0", "pkill", "-KILL", "-f", "-o", "paceline.launch.host_agent", check=False)
     found, said, seconds = ended(shared_folder, process)
     assert "host0 is lost; going on with 2 of 3 hosts, 2 of 3 ranks, from" in said
     same(found, undisturbed)

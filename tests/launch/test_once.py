@@ -5,7 +5,7 @@ import socket
 import time
 import uuid
 
-from paceline.launch.once import claim
+from paceline.launch.remote.agent_lock import claim
 
 
 def test_a_name_under_which_nobody_listens_is_soon_given_up():

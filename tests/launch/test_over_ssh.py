@@ -214,7 +214,7 @@ def test_nothing_is_left_on_any_host_when_the_launcher_ends(hosts, shared_folder
 
 def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_told(hosts, shared_folder):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
-    hosts.run("host2", "pkill", "-KILL", "-f", "-o", "paceline.launch.on_host", check=False)
+    hosts.run("host2", "pkill", "-KILL", "-f", "-o", "paceline.launch.host_agent", check=False)
     _, said = process.communicate(timeout=20)
     assert "rank 2 on host2 was lost with its host: its agent has ended" in said
     assert process.returncode == 137
@@ -240,7 +240,7 @@ def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, 
     process = hosts.start("host0", *words, cwd=shared_folder)
     pid = shared_folder / "pid-1"
     ranks.wait_until(pid.exists, 40)
-    hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.on_host")
+    hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.host_agent")
     hosts.run("host2", "kill", "-KILL", pid.read_text())
     said = ""
     for line in process.stderr:
@@ -248,7 +248,7 @@ def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, 
         if "another rank has gone" in said:
             break
     time.sleep(1)  # so much later
-    hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.on_host")
+    hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.host_agent")
     _, more = process.communicate(timeout=20)
     assert "rank 1 on host2 was killed by SIGKILL" in more, said + more
     assert process.returncode == 137
@@ -284,7 +284,7 @@ def test_a_launcher_that_is_ended_while_agents_start_leaves_nothing(hosts, share
 def test_records_that_lie_on_a_host_only_are_sent_or_removed(hosts, shared_folder, kind):
     own = hosts.run("host0", "mktemp", "-d").stdout.strip()
     process = started(hosts, shared_folder, 2, "-H", "host1:1,host2:1", "--record", f"{own}/record")
-    hosts.run("host2", "pkill", f"-{kind}", "-f", "-o", "paceline.launch.on_host", check=False)
+    hosts.run("host2", "pkill", f"-{kind}", "-f", "-o", "paceline.launch.host_agent", check=False)
     process.communicate(timeout=30)
     kept = set(hosts.run("host0", "ls", f"{own}/record").stdout.split())
     assert "rank-0.ring" in kept

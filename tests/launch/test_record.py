@@ -12,9 +12,9 @@ import pytest
 
 import ranks
 from needs import need
-from paceline.analyze.load import load
-from paceline.analyze.report import analyse
-from paceline.launch import keep
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
+from paceline.launch.records import job_folder
 from records import Rank
 
 TRAIN = """
@@ -227,17 +227,17 @@ def test_what_cannot_be_kept_stays_and_is_named(tmp_path, capsys):
     folder, target = tmp_path / "job", tmp_path / "gone" / "record"
     folder.mkdir(0o700)
     target.mkdir(parents=True)
-    keep.promise(folder, target, ["script.py"], "run")
+    job_folder.promise(folder, target, ["script.py"], "run")
     shutil.rmtree(target.parent)
     target.parent.write_text("a file where the folder was")
-    assert not keep.clear(folder)
-    assert (folder / keep.PROMISE).exists()
+    assert not job_folder.clear(folder)
+    assert (folder / job_folder.PROMISE).exists()
     said = capsys.readouterr().err
     assert str(folder) in said
-    assert not keep.clear(folder)  # by the launcher, after the rank server: it is said once
+    assert not job_folder.clear(folder)  # by the launcher, after the rank server: it is said once
     assert capsys.readouterr().err == ""
     target.parent.unlink()
-    assert keep.clear(folder, orphan=True)  # the next run tries again
+    assert job_folder.clear(folder, orphan=True)  # the next run tries again
     assert not folder.exists()
 
 
@@ -246,9 +246,9 @@ def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_on
     folder.mkdir(0o700)
     target.mkdir()
     Rank(folder, 1, 2, attempt=0).step(0, 1)
-    keep.note_attempt(folder, 1)
-    keep.promise(folder, target, ["script.py"], "run")
-    keep.clear(folder)
+    job_folder.note_attempt(folder, 1)
+    job_folder.promise(folder, target, ["script.py"], "run")
+    job_folder.clear(folder)
     assert [str(p.relative_to(target)) for p in target.rglob("*.ring")] == ["attempt-0/rank-1.ring"]
     assert not folder.exists()
 
@@ -263,9 +263,9 @@ def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path)
     later = {path: path.read_bytes() for path in target.iterdir()}
     for rank in (1, 2):
         Rank(folder, rank, 3, attempt=0).step(0, 1)
-    keep.note_attempt(folder, 0)
-    keep.promise_to(folder, target)
-    keep.clear(folder)
+    job_folder.note_attempt(folder, 0)
+    job_folder.promise_to(folder, target)
+    job_folder.clear(folder)
     assert {path: path.read_bytes() for path in later} == later
     assert sorted(str(path.relative_to(target)) for path in target.rglob("*.ring")) == [
         "attempt-0/rank-1.ring",
@@ -332,6 +332,6 @@ def test_a_record_goes_to_the_folder_that_was_named_whatever_its_name_holds(tmp_
     folder.mkdir(0o700)
     target.mkdir()
     Rank(folder, 0, 1).step(0, 1)
-    keep.promise(folder, target, ["script.py"], "run")
-    assert keep.clear(folder)
+    job_folder.promise(folder, target, ["script.py"], "run")
+    assert job_folder.clear(folder)
     assert (target / "rank-0.ring").exists()

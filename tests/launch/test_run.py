@@ -159,7 +159,7 @@ def test_a_port_in_use_is_named(tmp_path):
 
 def test_ranks_can_be_bound_to_cores_of_their_own(tmp_path):
     script = ranks.write(tmp_path, "import os; print(sorted(os.sched_getaffinity(0)))")
-    from paceline.cluster.host import cores
+    from paceline.cluster.topology.topology.local_resources import cores
 
     if len(cores()) < 2:
         pytest.skip("needs two cores")
@@ -186,7 +186,7 @@ def test_a_process_of_the_scripts_own_does_not_write_to_the_launchers_pipe(tmp_p
         fd = int(os.environ["PACELINE_STATUS"].partition(":")[2])
         keep = os.open("precious", os.O_CREAT | os.O_RDWR)
         os.dup2(keep, fd + 50)
-        code = "from paceline.record.tell import say; say('from a child')"
+        code = "from paceline.record.ring.launcher_messages import say; say('from a child')"
         env = {**os.environ, "PACELINE_STATUS": f"{os.getpid()}:{fd + 50}"}
         subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[fd + 50], check=True)
         """,

@@ -152,7 +152,7 @@ def test_an_allocation_that_has_ended_is_told_in_sruns_words(slurm, shared_folde
 # In the folder of a job: as one host's agent starts, it ends so.
 ENDS = """
     import os, signal, sys
-    if "paceline.launch.on_host" in sys.orig_argv and os.environ["SLURMD_NODENAME"] == "host2":
+    if "paceline.launch.host_agent" in sys.orig_argv and os.environ["SLURMD_NODENAME"] == "host2":
         {how}
     """
 

@@ -7,17 +7,17 @@ import threading
 import time
 
 import pytest
+from paceline.cluster.topology.topology.network_interfaces import Link, links
 
 import bed
 import flood
 import ranks
-from paceline.cluster.links import Link, links
-from paceline.launch import arrivals, contact, dial
-from paceline.launch.arrivals import AgentListener, addresses_towards
 from paceline.launch.channel import new_secret, visit, welcome
-from paceline.launch.contact import Contact
-from paceline.launch.dial import LauncherNotFoundError
-from paceline.launch.tools import Tool
+from paceline.launch.remote import agent_listener, connect_back, start_agents
+from paceline.launch.remote.agent_listener import AgentListener, addresses_towards
+from paceline.launch.remote.connect_back import LauncherNotFoundError
+from paceline.launch.remote.start_agents import Contact
+from paceline.launch.remote.start_commands import Tool
 
 FLOOD = flood.__file__
 SECRET = new_secret()
@@ -70,7 +70,7 @@ def agents_of(number, secret, where):
     are."""
 
     def agent(place):
-        channel = dial.dial(where, secret)
+        channel = connect_back.dial(where, secret)
         channel.send({"place": place})
         channel.send({"hello": {}})
         made.append(channel)
@@ -126,7 +126,7 @@ def said(address, port, secret, place):
 
 
 def test_the_timeout_says_how_many_strangers_came_and_from_where(tmp_path, monkeypatch, closing):
-    monkeypatch.setattr(contact, "START_SECONDS", 1.0)
+    monkeypatch.setattr(start_agents, "START_SECONDS", 1.0)
     tool = ranks.write(
         tmp_path,
         """
@@ -153,7 +153,7 @@ def test_an_agent_that_is_dropped_tries_again(closing):
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     where = f"127.0.0.1,{door.getsockname()[1]}"
     result = []
-    agent = threading.Thread(target=lambda: result.append(dial.dial(where, SECRET)))
+    agent = threading.Thread(target=lambda: result.append(connect_back.dial(where, SECRET)))
     agent.start()
     for said in (b"", bytes(32), bytes(64)):
         with door.accept()[0] as visitor:
@@ -167,13 +167,13 @@ def test_an_agent_that_is_dropped_tries_again(closing):
 
 
 def test_an_agent_that_is_always_dropped_gives_up_in_time(closing, monkeypatch):
-    monkeypatch.setattr(dial, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(connect_back, "PATIENCE_SECONDS", 0.5)
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     agent = threading.Thread(target=drop_all, args=(door,), daemon=True)
     agent.start()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError) as raised:
-        dial.dial(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
+        connect_back.dial(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
     assert 0.4 < time.monotonic() - begun < 3.0
     assert raised.value.dropped
 
@@ -190,7 +190,7 @@ def test_an_agent_gives_up_at_once_where_nobody_listens():
     port = ranks.free_port()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError, match=r"127\.0\.0\.1: Connection refused") as raised:
-        dial.dial(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
+        connect_back.dial(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
     assert time.monotonic() - begun < 3.0
     assert not raised.value.dropped
     assert set(raised.value.tried) == {"127.0.0.1", "127.0.0.2"}
@@ -212,7 +212,7 @@ def test_the_launcher_listens_only_where_the_nodes_need_it(monkeypatch):
     if links():
         (address,) = addresses_towards(["far1", "own", "far2"])
         assert address in {link.address for link in links()}
-    monkeypatch.setattr(arrivals, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(agent_listener, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5))
     begun = time.monotonic()
     assert addresses_towards(["far1", "far2"]) == []
@@ -221,7 +221,7 @@ def test_the_launcher_listens_only_where_the_nodes_need_it(monkeypatch):
 
 def test_the_launcher_listens_on_the_interfaces_that_the_user_names(monkeypatch):
     found = [Link("ib0", "127.0.0.2"), Link("ib1", "127.0.0.3"), Link("eth0", "127.0.0.4")]
-    monkeypatch.setattr(arrivals, "links", lambda: found)
+    monkeypatch.setattr(agent_listener, "links", lambda: found)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib")
     assert addresses_towards(["no-such-host.invalid"]) == ["127.0.0.2", "127.0.0.3"]
     with AgentListener(["no-such-host.invalid"]) as listener:

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 import ranks
-from paceline.cluster.hosts import Host
+from paceline.cluster.schedulers.hostfile import Host
 from paceline.launch.target import target
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")

@@ -7,7 +7,7 @@ import pytest
 
 import ranks
 from paceline.launch.channel import Channel
-from paceline.launch.there import There
+from paceline.launch.remote.remote_host import There
 
 STARTED = {"PACELINE_STARTED_NS": "0"}
 

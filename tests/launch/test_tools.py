@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from paceline.cluster.topology.topology.network_interfaces import links
 
 import ranks
-from paceline.cluster.links import links
-from paceline.launch.tools import tool
+from paceline.launch.remote.start_commands import tool
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
-PYTHON = [sys.executable, "-P", "-m", "paceline.launch.on_host"]
+PYTHON = [sys.executable, "-P", "-m", "paceline.launch.host_agent"]
 
 # What all the tools do first. `start` begins COMMAND with more variables.
 RECORD = """#!{python}

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import ranks
-from paceline.launch import keep, live, stacks
+from paceline.launch.monitor import live_records, rank_stacks
+from paceline.launch.records import job_folder
 
 # Trains until a file "end" lies beside it; rank 1 is the slow one.
 TRAIN = """
@@ -113,7 +114,7 @@ def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
         assert view["command"] == [str(tmp_path / "script.py")]
         assert [now["process"] for now in view["now"]] == ["running"] * 3
         assert all(abs(sum(states.values()) - 1) < 1e-9 for states in view["states"])
-        (name,) = [f.name for f in keep.running() if keep.promised(f) == record]
+        (name,) = [f.name for f in job_folder.running() if job_folder.promised(f) == record]
         assert once("--job", name)["slowest_rank"] == 1
         for columns in (80, 200):
             lines = top("--once", record, columns=columns).stdout.splitlines()
@@ -193,7 +194,7 @@ def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
 
 def _pids(name):
     """Of each rank of a job."""
-    (folder,) = [folder for folder in keep.running() if folder.name == name]
+    (folder,) = [folder for folder in job_folder.running() if folder.name == name]
     rings = [path.stem.split("-") for path in folder.glob("*.ring")]
     return {int(rank): int(pid) for _, rank, pid in rings}
 
@@ -224,7 +225,7 @@ def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
     script, words = ranks.write(tmp_path, text), [tmp_path / "one", tmp_path / "two"]
 
     def own():
-        return [f for f in keep.running() if keep.about(f).command[:1] == [str(script)]]
+        return [f for f in job_folder.running() if job_folder.about(f).command[:1] == [str(script)]]
 
     jobs = [
         subprocess.Popen(
@@ -283,14 +284,14 @@ def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_fol
         assert seen("--json")["silent_hosts"] == []
 
         # Its agent stopped, a host is silent: named, and the others are shown.
-        hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.on_host")
+        hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.host_agent")
         started = time.monotonic()
         view = seen("--json", "record")
         assert time.monotonic() - started < 8
         assert (view["silent_hosts"], view["missing_ranks"]) == (["host2"], [2, 3])
         assert view["ranks"] == [0, 1]
         assert "host2 does not answer: its ranks 2-3 are not shown" in seen("record")
-        hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.on_host")
+        hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.host_agent")
         ranks.wait_until(lambda: seen("--json", "record")["ranks"] == [0, 1, 2, 3])
         rude.kill()
     finally:
@@ -306,7 +307,7 @@ def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_fol
 RUDE = """
 import socket, sys, os
 sys.path.insert(0, ".")
-from paceline.launch.live import _address
+from paceline.launch.monitor.live_records import _address
 from paceline.launch.channel import Channel
 held = [socket.socket(socket.AF_UNIX) for _ in range(6)]
 for i, one in enumerate(held):
@@ -319,11 +320,11 @@ sys.stdin.read()
 
 
 def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(keep, "_PLACES", (tmp_path,))
-    folder = tmp_path / (keep._prefix() + "x")
+    monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
+    folder = tmp_path / (job_folder._prefix() + "x")
     folder.mkdir(0o700)
     (folder / "lock").touch()
-    assert keep.running() == []
+    assert job_folder.running() == []
     code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX)"
     code += "; print(flush=True); sys.stdin.read()"
     holder = subprocess.Popen(
@@ -333,10 +334,10 @@ def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, 
     )
     try:
         holder.stdout.readline()
-        assert keep.running() == [folder]
+        assert job_folder.running() == [folder]
     finally:
         holder.communicate()
-    assert keep.running() == []
+    assert job_folder.running() == []
     assert Path(folder / "lock").exists()
 
 
@@ -344,14 +345,14 @@ def test_sockets_whose_names_are_no_text_are_passed_over():
     """Any user of the host can make one."""
     names = [
         b"other-\xff\xfe",
-        live._prefix().encode() + b"a\xff",
-        live._address("a-Job_1").encode(),
+        live_records._prefix().encode() + b"a\xff",
+        live_records._address("a-Job_1").encode(),
     ]
     held = [socket.socket(socket.AF_UNIX) for _ in names]
     for one, name in zip(held, names, strict=True):
         one.bind(b"\0" + name.removeprefix(b"\0"))
     try:
-        found = live.listening()
+        found = live_records.listening()
         assert "a-Job_1" in found
         assert all(re.fullmatch("[0-9a-zA-Z_-]+", name) for name in found)
     finally:
@@ -364,8 +365,8 @@ def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path):
     other = subprocess.Popen(["sleep", "60"])
     try:
         (tmp_path / f"rank-0-{other.pid}.stack").touch()
-        assert stacks.pids(tmp_path) == {0: other.pid}
-        assert stacks.ask(tmp_path) == {}
+        assert rank_stacks.pids(tmp_path) == {0: other.pid}
+        assert rank_stacks.ask(tmp_path) == {}
         assert other.poll() is None
     finally:
         other.kill()

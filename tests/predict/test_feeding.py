@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.feeding import Terms, beside, hosts, rate, remedies, striping
+from paceline.predict.input_rate import Terms, beside, hosts, rate, remedies, striping
 
 # 100 kB a sample; 1 ms of a processor; storage of 1 GB/s and 5,000 reads a second, 2 ms each
 TERMS = Terms(

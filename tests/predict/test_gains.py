@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.analyze.causes import Cause, Evidence
-from paceline.analyze.gradients import Gradients
-from paceline.analyze.ladder import Interval, waterfall
+from paceline.analyze.diagnosis.causes import Cause, Evidence
+from paceline.analyze.diagnosis.gradient_sync import Gradients
+from paceline.analyze.diagnosis.ladder import Interval, waterfall
 from paceline.predict import history
 from paceline.predict.gains import GAINS, HANDING
 from paceline.predict.history import Pair

@@ -8,8 +8,8 @@ SCRIPT = """
     import json, os, sys, torch, torch.distributed as dist
     import torch.distributed._functional_collectives as functional
     import paceline
-    from paceline.analyze.read import read
-    from paceline.record.states import Op, State
+    from paceline.analyze.records.read_record import read
+    from paceline.record.ring.states import Op, State
 
     world = paceline.init(progress=False)
     rank, size = world.rank, world.size
@@ -120,8 +120,8 @@ def test_every_collective_gives_its_result_and_is_recorded(tmp_path):
 HOOK = """
     import json, sys, torch, torch.distributed as dist
     import paceline
-    from paceline.analyze.read import read
-    from paceline.record.states import Op, State
+    from paceline.analyze.records.read_record import read
+    from paceline.record.ring.states import Op, State
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     world = paceline.init(progress=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import ranks
-from paceline.analyze.load import load
-from paceline.analyze.report import analyse
-from paceline.report.page.words import largest
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
+from paceline.report.page.wording import largest
 
 pytestmark = pytest.mark.alone
 ZOO = Path(__file__).parent / "zoo"

@@ -2,14 +2,14 @@
 made by hand, and a CPU's operators in their place)."""
 
 import pytest
+from paceline.record.ring.ring.recorder import Recorder
+from paceline.record.ring.ring.states import Op, State
 
 import ranks
-from paceline.analyze.load import load
-from paceline.analyze.read import read
-from paceline.analyze.report import analyse
-from paceline.record.kernels import Kernel, write
-from paceline.record.recorder import Recorder
-from paceline.record.states import Op, State
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
+from paceline.analyze.records.read_record import read
+from paceline.record.hooks.gpu_kernels import Kernel, write
 from records import Rank, report_of
 
 LAUNCHED = [
@@ -73,7 +73,7 @@ def test_a_kernel_that_spins_for_a_late_peer_is_not_useful(tmp_path):
 SESSIONS = """
     import sys, torch
     from paceline.record import attach
-    from paceline.record.kernels import KernelSampler, Kernel
+    from paceline.record.hooks.gpu_kernels import KernelSampler, Kernel
 
     def operators(profiler):  # of the CPU, in place of a device's kernels
         events = profiler.profiler.kineto_results.events()

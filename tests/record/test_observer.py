@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.record.observer import Observer
+from paceline.record.experiments.observer import Observer
 
 
 def test_what_an_epochs_first_batch_and_its_end_take_is_the_loaders_start():

@@ -8,11 +8,11 @@ import sys
 import textwrap
 
 import pytest
+from paceline.record.ring.ring.recorder import Recorder
+from paceline.record.ring.ring.ring import HEADER_BYTES, Ring
+from paceline.record.ring.ring.states import Op, State
 
-from paceline.analyze.read import read
-from paceline.record.recorder import Recorder
-from paceline.record.ring import HEADER_BYTES, Ring
-from paceline.record.states import Op, State
+from paceline.analyze.records.read_record import read
 
 META = {
     "rank": 3,
@@ -79,7 +79,7 @@ def test_the_record_survives_kill_9(tmp_path):
     script = textwrap.dedent(
         f"""
         import os, pathlib
-        from paceline.record.ring import Ring
+        from paceline.record.ring.ring import Ring
         ring = Ring(pathlib.Path({str(tmp_path)!r}) / "a.ring", {META!r}, capacity=100)
         for i in range(1, 51):
             ring.write(i, i + 1, 1)

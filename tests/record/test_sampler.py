@@ -7,16 +7,16 @@ import sys
 import time
 
 import pytest
+from paceline.record.ring.ring.states import State
 
 import ranks
-from paceline.analyze.read import read
-from paceline.record.states import State
+from paceline.analyze.records.read_record import read
 
 SCRIPT = """
     import ctypes, sys, time
     from pathlib import Path
-    from paceline.record.recorder import Recorder
-    from paceline.record.sampler import Sampler
+    from paceline.record.ring.recorder import Recorder
+    from paceline.record.ring.stack_sampler import Sampler
 
     recorder = Recorder(0, 1, folder=Path(sys.argv[1]))
     sampler = Sampler(recorder)

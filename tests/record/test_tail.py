@@ -6,11 +6,11 @@ import subprocess
 import threading
 
 import pytest
+from paceline.record.ring.ring.ring import HEADER_BYTES, Ring
+from paceline.record.ring.ring.states import Op, State
+from paceline.record.ring.ring.tail import meta, tail, tails
 
-from paceline.analyze.read import read
-from paceline.record.ring import HEADER_BYTES, Ring
-from paceline.record.states import Op, State
-from paceline.record.tail import meta, tail, tails
+from paceline.analyze.records.read_record import read
 
 META = {"rank": 3, "size": 4, "host": "here", "started_ns": 1, "groups": {}}
 

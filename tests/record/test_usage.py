@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 import pytest
+from paceline.record.ring.ring.resource_usage import Others, between, fault_seconds, look
 
-from paceline.record.observer import explained
-from paceline.record.usage import Others, between, fault_seconds, look
+from paceline.record.experiments.observer import explained
 
 
 def busy(seconds):
@@ -67,7 +67,7 @@ def test_files_that_forked_workers_open_are_counted(tmp_path):
         textwrap.dedent(
             """
             import os, sys
-            from paceline.record.usage import Opens
+            from paceline.record.ring.resource_usage import Opens
             opens = Opens()
             for _ in range(3):
                 open(sys.argv[1]).close()

@@ -5,14 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from paceline.cost.machine.machine_file.machine_file import (
+    Arithmetic,
+    Figure,
+    HostFacts,
+    Machine,
+    Memory,
+    save,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
-from paceline.analyze.load import load
-from paceline.cost.machine import Arithmetic, Figure, HostFacts, Machine, Memory, save
-from paceline.record.work import WorkSampler
-from paceline.report.command import told
+from paceline.analyze.records.load_run import load
+from paceline.record.hooks.flop_counter import WorkSampler
+from paceline.report.report_command import told
 from records import made
 
 TRAIN = """

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ranks
-from paceline.analyze.load import load
-from paceline.analyze.report import analyse
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
 
 ZOO = Path(__file__).parent / "zoo"
 

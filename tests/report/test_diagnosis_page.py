@@ -8,22 +8,22 @@ import json
 import subprocess
 
 import pytest
+from paceline.report.terminal.run_report.diagnose import NAMES, as_json
+from paceline.report.terminal.run_report.diagnose import drawn as in_terminal
+from paceline.study.diagnose.diagnose.diagnose import Diagnosis
+from paceline.study.diagnose.diagnose.ladder import WORDS, Ladder
+from paceline.study.diagnose.diagnose.try_remedies import Losses, Trial, Tried
 from rich.console import Console
 
 import ranks
-from paceline.analyze.causes import RULES, WORTH, Cause, Witness
-from paceline.analyze.ladder import Climb, Interval, waterfall
-from paceline.analyze.load import load
-from paceline.analyze.report import analyse
+from paceline.analyze.diagnosis.causes import RULES, WORTH, Cause, Witness
+from paceline.analyze.diagnosis.ladder import Climb, Interval, waterfall
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
 from paceline.predict.history import Off
 from paceline.predict.remedies import Remedy
-from paceline.report.diagnose import NAMES, as_json
-from paceline.report.diagnose import drawn as in_terminal
 from paceline.report.page.definitions import DEFINITIONS
-from paceline.report.page.diagnosis import chart, diagnosis
-from paceline.study.diagnose import Diagnosis
-from paceline.study.ladder import WORDS, Ladder
-from paceline.study.trial import Losses, Trial, Tried
+from paceline.report.page.diagnosis_page import chart, diagnosis
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import made
 

@@ -9,16 +9,23 @@ import subprocess
 import sys
 
 import pytest
+from paceline.cost.machine.machine_file.machine_file import (
+    Arithmetic,
+    Figure,
+    HostFacts,
+    Machine,
+    Memory,
+    save,
+)
+from paceline.record.ring.ring.states import State
 
 import ranks
-from paceline.analyze.load import load
-from paceline.analyze.report import examine
-from paceline.cost.machine import Arithmetic, Figure, HostFacts, Machine, Memory, save
-from paceline.record.states import State
-from paceline.report.command import told
+from paceline.analyze.figures.report import examine
+from paceline.analyze.records.load_run import load
+from paceline.report.page.comparison import before_and_after
 from paceline.report.page.definitions import DEFINITIONS
-from paceline.report.page.several import before_and_after
-from paceline.report.page.words import largest
+from paceline.report.page.wording import largest
+from paceline.report.report_command import told
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import Rank, made
 
@@ -297,7 +304,7 @@ def test_a_run_beside_itself_has_not_changed(tmp_path):
 
 
 def test_words_and_pages_need_no_torch():
-    code = "import sys, paceline.report.page.single, paceline.report.page.several as s; "
+    code = "import sys, paceline.report.page.run_page, paceline.report.page.comparison as s; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -8,12 +8,12 @@ import threading
 from collections import defaultdict
 
 import pytest
+from paceline.record.ring.ring.states import Op, State
 
-from paceline.analyze.load import Run
-from paceline.analyze.report import examine
-from paceline.record.states import Op, State
-from paceline.report import timeline
-from paceline.report.chrome import lanes, microseconds
+from paceline.analyze.figures.report import examine
+from paceline.analyze.records.load_run import Run
+from paceline.report.trace import timeline
+from paceline.report.trace.chrome_trace import lanes, microseconds
 from paceline.security.text import printable
 from records import MS, Rank
 

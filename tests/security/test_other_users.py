@@ -13,7 +13,7 @@ import pytest
 
 import ranks
 import users
-from paceline.launch import keep
+from paceline.launch.records import job_folder
 from records import Rank
 from users import ATTACKER
 
@@ -169,17 +169,17 @@ def _stacks():
 
 def test_a_temporary_folder_in_which_all_may_rename_is_not_used(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
-    monkeypatch.setattr(keep, "_PLACES", (tmp_path,))
+    monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     with pytest.raises(ValueError, match=r"HINT: TMPDIR=DIR, a folder of your own or one with the"):
-        keep.job_folder()
+        job_folder.job_folder()
     tmp_path.chmod(0o770)
     os.chown(tmp_path, -1, users.GROUP)
     with pytest.raises(ValueError, match="HINT: TMPDIR=DIR"):
-        keep.job_folder()
+        job_folder.job_folder()
     tmp_path.chmod(0o1777)
-    folder = keep.job_folder()
+    folder = job_folder.job_folder()
     assert folder.parent == tmp_path
-    keep.remove(folder)
+    job_folder.remove(folder)
 
 
 def test_a_job_starts_in_a_user_namespace_that_does_not_map_root(place):
@@ -199,15 +199,15 @@ def test_earlier_attempts_records_go_through_no_link(tmp_path):
     (tmp_path / "outside").mkdir()
     (target / "attempt-0").symlink_to(tmp_path / "outside")
     Rank(folder, 0, 1, attempt=0).step(0, 1)
-    keep.note_attempt(folder, 1)
-    keep.promise(folder, target, ["script.py"], "run")
-    assert not keep.clear(folder)
+    job_folder.note_attempt(folder, 1)
+    job_folder.promise(folder, target, ["script.py"], "run")
+    assert not job_folder.clear(folder)
     assert os.listdir(tmp_path / "outside") == []
     assert list(folder.glob("*.ring"))
 
 
 def test_what_a_killed_job_left_is_cleared_and_is_no_running_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(keep, "_PLACES", (tmp_path,))
+    monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     half = tmp_path / f"paceline-new-{os.getuid()}-abc"
     half.mkdir(0o700)
     os.utime(half, (1, 1))
@@ -215,10 +215,10 @@ def test_what_a_killed_job_left_is_cleared_and_is_no_running_job(tmp_path, monke
     orphan.mkdir(0o700)
     Rank(orphan, 0, 1).step(0, 1)
     (tmp_path / "gone").write_text("a file where the folder was")
-    (orphan / keep.PROMISE).write_text(json.dumps({"target": str(tmp_path / "gone" / "x")}))
+    (orphan / job_folder.PROMISE).write_text(json.dumps({"target": str(tmp_path / "gone" / "x")}))
     descriptors = len(os.listdir("/proc/self/fd"))
-    keep.rescue()
+    job_folder.rescue()
     assert not half.exists()
     assert orphan.exists()
-    assert keep.running() == []
+    assert job_folder.running() == []
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -10,15 +10,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from paceline.cost.machine.machine_file.machine_file import HostFacts, Machine
+from paceline.cost.machine.machine_file.machine_file import save as save_machine
 
 import ranks
 import users
 from needs import need
-from paceline.cost.machine import HostFacts, Machine
-from paceline.cost.machine import save as save_machine
 from paceline.knobs import settings
 from paceline.knobs.settings import Setting
-from paceline.report.page.write import save
+from paceline.report.page.write_page import save
 from paceline.security.files import UnsafeFileError
 from paceline.security.outputs import open_output, output_target, write_output
 from users import ATTACKER

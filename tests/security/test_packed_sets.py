@@ -13,7 +13,7 @@ import zstandard
 import hostile
 import sets
 from paceline.data import DataError, Loader, Shards, pack
-from paceline.data.shard_format import IMAGE, INDEX, JPEG, META, NAMES, ZSTD, identity, load
+from paceline.data.format.shard_format import IMAGE, INDEX, JPEG, META, NAMES, ZSTD, identity, load
 from paceline.data.verify import verify
 from paceline.security.files import InvalidFileError
 

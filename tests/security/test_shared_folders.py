@@ -15,60 +15,62 @@ PLACES = {"/dev/shm", "/tmp", "PACELINE_RECORD", "PACELINE_STAGE", "paceline-sta
 MAKERS = {"gettempdir", "mkdtemp"}
 # Modules that are handed such a folder by one of those.
 HANDED = {
-    "data/bringing.py", "data/sharing.py", "data/shards.py", "launch/copy_records.py",
-    "launch/keep.py", "launch/live.py",
-    "launch/on_host.py", "launch/progress.py", "launch/running.py", "launch/server.py",
-    "launch/so_far.py", "record/recorder.py", "record/ring.py", "record/sampler.py",
-    "record/tail.py",
+    "data/staging/fetch_shards.py", "data/staging/peer_transfer.py", "data/shards.py", "launch/records/copy_records.py",
+    "launch/records/job_folder.py", "launch/monitor/live_records.py",
+    "launch/host_agent.py", "launch/monitor/progress.py", "launch/monitor/running_jobs.py", "launch/ranks/fork_server.py",
+    "launch/monitor/partial_record.py", "record/ring/recorder.py", "record/ring/ring.py", "record/ring/stack_sampler.py",
+    "record/ring/tail.py",
 }  # fmt: skip
 # By module: calls that are right as they are, and why.
 RIGHT = {
-    "data/sharing.py": {
+    "data/staging/peer_transfer.py": {
         "open(folder.open_file(name), 'rb')": "a descriptor of security's",
         "file.truncate()": "of an open file",
     },
-    "data/bringing.py": {
+    "data/staging/fetch_shards.py": {
         "open(new.fd, 'wb', buffering=0, closefd=False)": "a descriptor of security's",
     },
     "data/shards.py": {
         "open(_open(path), 'rb')": "the origin, whoever owns it; regular files only",
     },
-    "data/staging.py": {
+    "data/staging/stage.py": {
         "touch(folder)": "its own function",
         "root.mkdir(parents=True, exist_ok=True)": "what leads to the folder, not the folder",
     },
     "launch/job.py": {"path.read_bytes()": "the script"},
-    "launch/local.py": {"job.summary.write_text(report.to_json())": "the user's file, of --json"},
-    "launch/live.py": {"SOCKETS.open('rb')": "the kernel's"},
-    "launch/keep.py": {
+    "launch/single_node.py": {
+        "job.summary.write_text(report.to_json())": "the user's file, of --json"
+    },
+    "launch/monitor/live_records.py": {"SOCKETS.open('rb')": "the kernel's"},
+    "launch/records/job_folder.py": {
         "target.mkdir(parents=True, exist_ok=True)": "the user's folder, of --record",
     },
-    "launch/on_host.py": {
+    "launch/host_agent.py": {
         "os.open(os.devnull, os.O_RDWR)": "a device",
     },
-    "launch/rank.py": {
+    "launch/ranks/rank_process.py": {
         "os.open(os.devnull, os.O_RDONLY)": "a device",
         "open(path, 'rb')": "the script",
     },
-    "launch/stacks.py": {
+    "launch/monitor/rank_stacks.py": {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
     },
-    "record/recorder.py": {
+    "record/ring/recorder.py": {
         "path.unlink(missing_ok=True)": "a name with 64 random bits",
         "ring.unlink()": "its own, just made",
     },
-    "record/ring.py": {
+    "record/ring/ring.py": {
         "path.unlink(missing_ok=True)": "in the job's folder, or a random name",
         "self.path.unlink(missing_ok=True)": "its own",
     },
-    "record/sampler.py": {"open(fd, 'a')": "a descriptor of security's"},
-    "study/packed_place.py": {
+    "record/ring/stack_sampler.py": {"open(fd, 'a')": "a descriptor of security's"},
+    "study/environment/mount_packed.py": {
         "os.open(device, os.O_RDWR)": "a device",
         "shutil.rmtree(folder, ignore_errors=True)": "its own, of mkdtemp",
     },
-    "study/probe/storage.py": None,  # its own folder, of mkdtemp
-    "study/runner.py": None,  # its own folder, of mkdtemp
-    "study/summary.py": None,  # its own folder, of mkdtemp
+    "study/probe/measure/storage.py": None,  # its own folder, of mkdtemp
+    "study/diagnose/run_script.py": None,  # its own folder, of mkdtemp
+    "study/rank_summary.py": None,  # its own folder, of mkdtemp
 }
 BELIEVE = {
     "open", "mkdir", "makedirs", "rmtree", "unlink", "rmdir", "remove", "touch", "read_text",

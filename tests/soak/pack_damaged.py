@@ -19,17 +19,24 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.data.sources.open_source.formats import FORMATS
+
 from paceline.cli import main as command
-from paceline.cli import watched
-from paceline.data.formats import FORMATS
-from paceline.data.shard_format import META, load
+from paceline.cli.common import guarded_process
+from paceline.data.format.shard_format import META, load
 from paceline.data.verify import verify
 
 TIMEOUT_S, HUNG_S = 30.0, 3.0
 IMPORTED = (
     *("h5py", "netCDF4", "zarr", "lmdb", "pyarrow.parquet", "google.protobuf.message_factory"),
-    *("simplejpeg", "PIL.Image", "paceline.data.export", "paceline.report.dataset", "rich.console"),
-    *(f"paceline.data.formats.{kind.module}" for kind in FORMATS.values()),
+    *(
+        "simplejpeg",
+        "PIL.Image",
+        "paceline.data.packing.export",
+        "paceline.report.terminal.packed_dataset",
+        "rich.console",
+    ),
+    *(f"paceline.data.sources.formats.{kind.module}" for kind in FORMATS.values()),
 )
 KINDS = ("cut", "flip", "flips", "zeros", "noise")
 
@@ -108,7 +115,7 @@ def main() -> None:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         sys.argv[1:] = ["--version"]  # which imports what a command line needs
         command()
-    watched.HUNG_S = HUNG_S
+    guarded_process.HUNG_S = HUNG_S
     draw, end = random.Random(seed), time.monotonic() + seconds
     sources = sorted(folder.iterdir())
     work = folder.with_name("work")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.shared.calls import ExchangeError
-from paceline.comm.shared.native import Kernel
+from paceline.comm.shared.c_kernel import Kernel
+from paceline.comm.shared.collective_calls import ExchangeError
 
 SIZE, SLOT = 3, 64 << 10
 SILENT_SECONDS = 0.5

@@ -136,7 +136,7 @@ def cut(hosts, host):
 
 
 def agent(hosts, host):
-    hosts.run(host, "pkill", "-KILL", "-o", "-f", "paceline.launch.on_host")
+    hosts.run(host, "pkill", "-KILL", "-o", "-f", "paceline.launch.host_agent")
     return "was lost with its host: its agent has ended, or the connection broke"
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ranks
-from paceline.analyze.load import load
-from paceline.analyze.report import analyse
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
 from scripts import TRAIN
 
 pytestmark = pytest.mark.soak

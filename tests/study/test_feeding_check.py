@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paceline.report.terminal.run_report.input_rate import drawn
 from rich.console import Console
 
 import ranks
 import sets
 from paceline.data import pack
-from paceline.predict.feeding import HINDERED
-from paceline.report.feeding import drawn
-from paceline.study.feeding import Feed, advised
+from paceline.predict.input_rate import HINDERED
+from paceline.study.input_rate import Feed, advised
 
 SLOW = """
 import numpy as np
@@ -123,7 +123,9 @@ def loading(folder):
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if b"paceline.study.feeding.feed" in words and str(folder).encode() in b" ".join(words):
+            if b"paceline.study.input_rate.load_rank" in words and str(
+                folder
+            ).encode() in b" ".join(words):
                 found.append(path)
     return found
 

@@ -1,8 +1,7 @@
 """How many steps of a training are measured at a time."""
 
 import pytest
-
-from paceline.study.ladder import in_bursts
+from paceline.study.diagnose.diagnose.ladder import in_bursts
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import pytest
 import paceline
 import ranks
 from needs import need
-from paceline.study.pack import chosen
-from paceline.study.pack import pack as packed
-from paceline.study.packable import Environment
-from paceline.study.packed_place import NoWayError, mounted
-from paceline.study.probe.imports import import_torch, timed
+from paceline.study.environment.find_environment import Environment
+from paceline.study.environment.mount_packed import NoWayError, mounted
+from paceline.study.environment.pack_environment import chosen
+from paceline.study.environment.pack_environment import pack as packed
+from paceline.study.probe.measure.import_time import import_torch, timed
 
 MODULES = 200
 TORCH = f"""

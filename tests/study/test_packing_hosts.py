@@ -66,7 +66,7 @@ def calls(folder, host):
 
 def packing_on(hosts, host):
     """Ranks there."""
-    command = ["pgrep", "-f", "paceline.launch.rank"]
+    command = ["pgrep", "-f", "paceline.launch.ranks.rank_process"]
     return hosts.run(host, *command, check=False, cwd=Path("/")).stdout.split()
 
 

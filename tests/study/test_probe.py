@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from paceline.cost.machine.machine_file.dataclass_tree import build
+from paceline.cost.machine.machine_file.machine_file import HostFacts, Machine
 from torch._C._distributed_c10d import HashStore
 
 import ranks
-from paceline.cost.machine import HostFacts, Machine
-from paceline.cost.shapes import build
-from paceline.study.probe.arithmetic import arithmetic
-from paceline.study.probe.cache import forget, resident
-from paceline.study.probe.crew import Crew, Dropped, hosts_of
-from paceline.study.probe.imports import HOOK, import_torch
-from paceline.study.probe.memory import last_level_caches, triad
-from paceline.study.probe.pairs import EVERY_PAIR, apart, rounds
-from paceline.study.probe.storage import storage
+from paceline.study.probe.measure.arithmetic import arithmetic
+from paceline.study.probe.measure.import_time import HOOK, import_torch
+from paceline.study.probe.measure.link_pairs import EVERY_PAIR, apart, rounds
+from paceline.study.probe.measure.memory_bandwidth import last_level_caches, triad
+from paceline.study.probe.measure.page_cache import forget, resident
+from paceline.study.probe.measure.storage import storage
+from paceline.study.probe.participants import Crew, Dropped, hosts_of
 
 
 def best(call, repetitions=7):
@@ -123,8 +123,8 @@ def test_nothing_is_left_in_the_folder_when_the_check_is_ended(tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
-from paceline.study.probe.run import _ended_gently
-from paceline.study.probe.storage import storage
+from paceline.study.probe.run_check import _ended_gently
+from paceline.study.probe.measure.storage import storage
 print("begun", flush=True)
 with _ended_gently():
     storage(Path({str(tmp_path)!r}), 60.0)

@@ -6,18 +6,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from paceline.study.diagnose.diagnose.diagnose import Diagnosis, diagnosed, proven
+from paceline.study.diagnose.diagnose.run_script import Asked
+from paceline.study.diagnose.diagnose.save_settings import saved
+from paceline.study.diagnose.diagnose.try_remedies import Trial, Tried, tried
 
 import ranks
-from paceline.analyze.ladder import Interval
+from paceline.analyze.diagnosis.ladder import Interval
 from paceline.knobs.settings import taken
 from paceline.predict import history
 from paceline.predict.remedies import Remedy
-from paceline.study import diagnose as diagnose_module
-from paceline.study import ladder, trial
-from paceline.study.diagnose import Diagnosis, diagnosed, proven
-from paceline.study.runner import Asked
-from paceline.study.save import saved
-from paceline.study.trial import Trial, Tried, tried
+from paceline.study.diagnose.diagnose import diagnose as diagnose_module
+from paceline.study.diagnose.diagnose import ladder, try_remedies
 
 # Batches of 20 ms that a loader waits for, and a parameter that is not used.
 TRAIN = """
@@ -59,8 +59,8 @@ TRAIN = """
 def asked(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
-    monkeypatch.setattr(trial, "ROUNDS", (3, 3))
-    monkeypatch.setattr(trial, "GLIMPSE", 1)
+    monkeypatch.setattr(try_remedies, "ROUNDS", (3, 3))
+    monkeypatch.setattr(try_remedies, "GLIMPSE", 1)
     monkeypatch.chdir(tmp_path)
     script = ranks.write(tmp_path, TRAIN)
     return Asked(str(script), [], [], ["--threads", "1"], 2, steps=16, warm=4)

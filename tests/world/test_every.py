@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.world.every import Every
+from paceline.world.checkpoint_interval import Every
 
 
 @pytest.mark.parametrize(

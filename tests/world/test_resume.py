@@ -124,7 +124,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
     assert result.returncode == 1
     assert "does not fit this script's models" in result.stderr
     assert "HINT" in result.stderr
-    assert "paceline/world/state.py" not in result.stderr
+    assert "paceline/world/training_state.py" not in result.stderr
 
 
 @pytest.mark.parametrize("every", ["0.2s", "epoch", "2 epochs"])

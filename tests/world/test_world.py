@@ -179,8 +179,8 @@ ACCUMULATE = """
     import json, sys, torch
     from torch.utils.data import DataLoader, TensorDataset
     import paceline
-    from paceline.analyze.read import read
-    from paceline.record.states import Op, State
+    from paceline.analyze.records.read_record import read
+    from paceline.record.ring.states import Op, State
     world = paceline.init(progress=False)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

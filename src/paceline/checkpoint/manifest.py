@@ -16,11 +16,11 @@ from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
 import torch
 from msgspec import Meta
 
-from ..record.about import MAX_RANKS
+from ..record.ring.header_schema import MAX_RANKS
+from ..security.error_reason import reason_of
 from ..security.files import InvalidFileError, open_regular, read_regular
-from ..security.reason import reason_of
 from ..security.schema import Count, check
-from .pickled import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pickle
+from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pickle
 
 VERSION = 1
 MANIFEST = "manifest.json"

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..cluster.host import spans
+from ..cluster.topology.local_resources import spans
+from ..security.error_reason import reason_of
 from ..security.files import UnsafeFileError
-from ..security.reason import reason_of
-from . import files, tree
+from . import checkpoint_folder, state_tree
 from .manifest import DamagedError, Manifest
-from .unfinished import UnfinishedFolder, remove
+from .unfinished_folder import UnfinishedFolder, remove
 
 KEPT = 2  # the newest, and the one before it
 
@@ -57,8 +57,8 @@ class Saver:
 
     def check(self, shared: Any, own: Any) -> None:
         """Raise ValueError where the state holds what a checkpoint can't."""
-        tree.cut(shared)
-        tree.cut(own, "this rank's state")
+        state_tree.cut(shared)
+        state_tree.cut(own, "this rank's state")
 
     def save(
         self,
@@ -75,17 +75,17 @@ class Saver:
         ``own``: this rank's tree. ``about`` goes into the manifest. Collective.
         """
         self.wait()
-        skeleton, tensors = tree.cut(shared)
-        owner = tree.owners(tensors, self.size)
+        skeleton, tensors = state_tree.cut(shared)
+        owner = state_tree.owners(tensors, self.size)
         owner = [0 if t.data_ptr() in leading else r for t, r in zip(tensors, owner, strict=True)]
-        mine = {i: tree.copied(t) for i, t in enumerate(tensors) if owner[i] == self.rank}
-        own_skeleton, own_tensors = tree.cut(own, "this rank's state")
+        mine = {i: state_tree.copied(t) for i, t in enumerate(tensors) if owner[i] == self.rank}
+        own_skeleton, own_tensors = state_tree.cut(own, "this rank's state")
         state = {
             "shared": skeleton if self.rank == 0 else None,
             "count": len(tensors),
             "tensors": mine,
             "own": own_skeleton,
-            "own_tensors": [tree.copied(tensor) for tensor in own_tensors],
+            "own_tensors": [state_tree.copied(tensor) for tensor in own_tensors],
         }
         self._saves += 1
         self._thread = threading.Thread(
@@ -107,7 +107,7 @@ class Saver:
         trusted = True  # whether what has the folder's name may be removed
         try:
             folder = UnfinishedFolder(path)
-            entry = files.write_shard(folder, self.rank, state)
+            entry = checkpoint_folder.write_shard(folder, self.rank, state)
         except Exception as error:
             trusted = not isinstance(error, UnsafeFileError)
             entry = {"error": reason_of(error)}
@@ -118,8 +118,10 @@ class Saver:
             problems = _problems(entries)
             if problems or folder is None:
                 raise OSError(problems)
-            files.commit(folder, self.directory / name, {**about, "step": step, "files": entries})
-            files.remove_old(self.directory, KEPT)
+            checkpoint_folder.commit(
+                folder, self.directory / name, {**about, "step": step, "files": entries}
+            )
+            checkpoint_folder.remove_old(self.directory, KEPT)
         except Exception as error:
             if trusted and not isinstance(error, UnsafeFileError):
                 remove(path)
@@ -163,12 +165,12 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
     Raises ValueError where there are checkpoints and none of them is whole: starting from
     the beginning would overwrite what might still be saved by hand.
     """
-    candidates = files.found(directory)
+    candidates = checkpoint_folder.found(directory)
     for folder in candidates:
         try:
-            files.verify(folder)
+            checkpoint_folder.verify(folder)
             return folder
-        except files.DamagedError as problem:
+        except checkpoint_folder.DamagedError as problem:
             warn(f"checkpoint {folder.name} is left out: {problem}")
     if candidates:
         raise ValueError(
@@ -184,11 +186,11 @@ def load(folder: Path) -> tuple[Any, list[Any], Manifest]:
     Raises:
         DamagedError: A shard does not hold what the saver writes.
     """
-    manifest = files.read_manifest(folder)
+    manifest = checkpoint_folder.read_manifest(folder)
     skeleton, tensors, own = None, {}, []
     for entry in manifest["files"]:
         path = folder / entry["name"]
-        shard = _checked(files.read_shard(folder, entry["name"]), path)
+        shard = _checked(checkpoint_folder.read_shard(folder, entry["name"]), path)
         skeleton = shard["shared"] if shard["shared"] is not None else skeleton
         tensors.update(shard["tensors"])
         own.append(_joined(shard["own"], shard["own_tensors"], path))
@@ -212,6 +214,6 @@ def _checked(shard: Any, path: Path) -> dict[str, Any]:
 
 def _joined(skeleton: Any, tensors: list[torch.Tensor], path: Path) -> Any:
     try:
-        return tree.join(skeleton, tensors)
-    except tree.SkeletonError as error:
+        return state_tree.join(skeleton, tensors)
+    except state_tree.SkeletonError as error:
         raise DamagedError(path, str(error)) from None

@@ -1,8 +1,8 @@
 """The command line: one file a command; parse, call, print."""
 
-from ..launch.here import InServer
-from ..launch.local import serve
-from .base import app
+from ..launch.ranks.local_host import InServer
+from ..launch.single_node import serve
+from .common.base import app
 
 # In the order in which --help lists them.
 # isort: off

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from .base import app, mistakes_told
-from .options import Hostfile, Hosts, Launcher
-from .sizes import bytes_of
+from .common.base import app, mistakes_told
+from .common.options import Hostfile, Hosts, Launcher
+from .common.sizes import bytes_of
 
 _bench = typer.Typer(
     no_args_is_help=True,
@@ -64,10 +64,10 @@ def comm(
     gloo, Paceline's own (memory in a host, and once between hosts), NCCL where there are GPUs, MPI
     where mpi4py and mpirun are installed; in turns, and beside a copy of as many bytes in memory.
     """
-    from ..cost.machine import load, save
-    from ..report import comm as shown
+    from ..cost.machine.machine_file import load, save
     from ..report.console import PlainConsole
-    from ..study.comm import SIZES, Wish, bench, merged
+    from ..report.terminal import bench_comm as shown
+    from ..study.bench_comm import SIZES, Wish, bench, merged
 
     with mistakes_told():
         before = load(machine) if machine is not None else None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .base import app, mistakes_told
+from .common.base import app, mistakes_told
 
 QUICK_S = 0.5  # of each look at a set
 BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # exit code 1
@@ -121,8 +121,8 @@ def check(
 
     Exit code 1 where a host does not answer, or is slower than others, or versions differ.
     """
-    from ..report import check as shown
     from ..report.console import PlainConsole
+    from ..report.terminal import check as shown
 
     with mistakes_told():
         if packed is not None and not pack_env:
@@ -133,8 +133,8 @@ def check(
             _pack(packed, json)
             return
         if compare is not None:
-            from ..cost.compare import compare as changes
-            from ..cost.machine import load
+            from ..cost.compare_machines import compare as changes
+            from ..cost.machine.machine_file import load
 
             before, after = map(load, compare)
             found = changes(before, after)
@@ -156,8 +156,8 @@ def check(
                 )
             _feed(data, labels, transform, threads, ranks, quick, json)
             return
-        from ..cost.machine import as_json, save
-        from ..cost.odd import odd
+        from ..cost.machine.machine_file import as_json, save
+        from ..cost.outliers.outliers import odd
         from ..study.check import Wish
         from ..study.check import check as measured
 
@@ -179,10 +179,10 @@ def _is_set(data: str) -> bool:
     """Whether there are samples in it: what packing or others wrote, or images and arrays."""
     from itertools import islice
 
-    from ..data import formats
-    from ..data.folder import files_below
-    from ..data.shard_format import META
-    from ..data.sources import ARRAYS, IMAGES
+    from ..data.format.shard_format import META
+    from ..data.sources import formats
+    from ..data.sources.folder_source import files_below
+    from ..data.sources.open_source import ARRAYS, IMAGES
 
     path, _ = formats.split(data)
     if (path / META).exists() or formats.known(path) is not None:
@@ -203,8 +203,8 @@ def _feed(
     import os
 
     from ..report.console import PlainConsole
-    from ..report.feeding import drawn
-    from ..study.feeding import Feed, advised
+    from ..report.terminal.input_rate import drawn
+    from ..study.input_rate import Feed, advised
 
     cores = len(os.sched_getaffinity(0))
     console = PlainConsole(stderr=True)
@@ -226,10 +226,10 @@ def _feed(
 
 
 def _pack(file: Path | None, json: bool) -> None:
-    from ..cost.packed import as_json
-    from ..report import packed as shown
+    from ..cost.import_cost import as_json
     from ..report.console import PlainConsole
-    from ..study.packed import pack_environment
+    from ..report.terminal import packed_environment as shown
+    from ..study.environment.check_packed import pack_environment
 
     found = pack_environment(file)
     if json:

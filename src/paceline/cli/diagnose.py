@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .base import app, mistakes_told
-from .options import (
+from .common.base import app, mistakes_told
+from .common.options import (
     Args,
     Bind,
     CpusPerRank,
@@ -29,7 +29,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..report.diagnose import Diagnosis
+    from ..report.terminal.diagnose import Diagnosis
 
 
 @app.command(
@@ -120,12 +120,12 @@ def diagnose(
     Nothing in the script changes, and none of its files: new ones go to a scratch folder, and a
     run that would change an existing file is stopped and says so.
     """
-    from ..cost.machine import load
-    from ..report import diagnose as shown
-    from ..study.diagnose import diagnosed, proven
-    from ..study.runner import Asked
-    from ..study.save import saved
-    from ..study.trial import can_be_tried
+    from ..cost.machine.machine_file import load
+    from ..report.terminal import diagnose as shown
+    from ..study.diagnose.diagnose import diagnosed, proven
+    from ..study.diagnose.run_script import Asked
+    from ..study.diagnose.save_settings import saved
+    from ..study.diagnose.try_remedies import can_be_tried
 
     options = ["-m"] * module + ["--fresh"] * fresh
     if smt is not None:
@@ -175,9 +175,9 @@ def diagnose(
 
 def _written(found: "Diagnosis", path: Path, json: bool) -> None:
     """The page. What is said of it goes beside the JSON, not into it."""
-    from ..report.page.diagnosis import diagnosis
-    from ..report.page.write import save
-    from ..study.ladder import WORDS
+    from ..report.page.diagnosis_page import diagnosis
+    from ..report.page.write_page import save
+    from ..study.diagnose.ladder import WORDS
 
     with mistakes_told():
         typer.echo(save(diagnosis(found, WORDS), path), err=json)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .base import app, mistakes_told
-from .options import Env, Hostfile, Hosts, Launcher
-from .sizes import bytes_of
-from .watched import watched
+from .common.base import app, mistakes_told
+from .common.guarded_process import watched
+from .common.options import Env, Hostfile, Hosts, Launcher
+from .common.sizes import bytes_of
 
 if TYPE_CHECKING:
-    from ..data.packing import Report
+    from ..data.packing.pack import Report
     from ..study.packing import Asked, Where
 
 QUIET_S = 10.0  # between two lines of progress where there is no terminal
@@ -144,7 +144,7 @@ def pack(
     Exit code 1 where --check has found something.
     """
     with mistakes_told():
-        from ..data.packing import Wish
+        from ..data.packing.pack import Wish
         from ..study.packing import Asked, Where
 
         where = Where(ranks, hosts, hostfile, launcher, tuple(env or ()))
@@ -184,15 +184,15 @@ def _pack(asked: "Asked", where: "Where", to: str | None, json: bool) -> None:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
         typer.echo(dumps({"folder": asked.dest, **meta, **more}))
         return
-    from ..report import dataset as shown
     from ..report.console import PlainConsole
+    from ..report.terminal import packed_dataset as shown
 
     PlainConsole().print(shown.drawn(meta, report.left_out, report.notes, report.seconds))
 
 
 def _library(source: str) -> str:
     """That reads the source, where it is a file of another format; or ""."""
-    from ..data import formats
+    from ..data.sources import formats
 
     kind = formats.known(formats.split(source)[0])
     return formats.FORMATS[kind].library if kind else ""
@@ -206,8 +206,8 @@ def _at_fault(source: str, library: str, what: str) -> str:
 
 
 def _packed(asked: "Asked", where: "Where", to: str | None) -> "Report":
-    from ..data.export import converted
-    from ..data.packing import pack
+    from ..data.packing.export import converted
+    from ..data.packing.pack import pack
     from ..study.packing import pack_on_ranks
 
     with progress("packed" if to is None else "done", None) as step:
@@ -237,7 +237,7 @@ def _all_of_it() -> None:
     import os
     from contextlib import suppress
 
-    from ..cluster.allocation import find
+    from ..cluster.schedulers.allocation import find
 
     with suppress(ValueError):  # what is said of it contradicts itself: not needed here
         found = find(dict(os.environ))
@@ -250,7 +250,7 @@ def _all_of_it() -> None:
 
 
 def _check(folder: Path, workers: int | None, json: bool) -> int:
-    from ..data.shard_format import load
+    from ..data.format.shard_format import load
     from ..data.verify import verify
 
     meta, began = load(folder), time.monotonic()
@@ -260,8 +260,8 @@ def _check(folder: Path, workers: int | None, json: bool) -> int:
     if json:
         typer.echo(dumps({"folder": str(folder), "samples": meta.samples, "bad": lines}))
     else:
-        from ..report import dataset as shown
         from ..report.console import PlainConsole
+        from ..report.terminal import packed_dataset as shown
 
         took = time.monotonic() - began
         PlainConsole().print(shown.checked(str(folder), asdict(meta), lines, took))
@@ -274,7 +274,7 @@ def progress(
 ) -> Iterator[Callable[[int, int], None]]:
     """On stderr: a line that moves, or one now and then."""
     from ..report.console import PlainConsole
-    from ..report.dataset import progress as told
+    from ..report.terminal.packed_dataset import progress as told
 
     console, began = PlainConsole(stderr=True), time.monotonic()
     every = 0.2 if console.is_terminal else QUIET_S

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .base import app, mistakes_told
+from .common.base import app, mistakes_told
 
 
 @app.command(
@@ -31,7 +31,7 @@ def record(
 
     Ranks may be on several hosts, if FOLDER is on a file system that they share.
     """
-    from ..launch.rank import record_here
+    from ..launch.ranks.rank_process import record_here
 
     with mistakes_told():
         if count_flops:

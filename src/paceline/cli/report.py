@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .base import app, mistakes_told
+from .common.base import app, mistakes_told
 
 
 @app.command(
@@ -56,8 +56,8 @@ def report(
     ranks: before and after, figure by figure, with what is noise. Several with different numbers
     of ranks: the scaling table. Of a job that still runs: what there is so far.
     """
-    from ..launch.so_far import load_so_far
-    from ..report.command import told
+    from ..launch.monitor.partial_record import load_so_far
+    from ..report.report_command import told
 
     with mistakes_told():
         typer.echo(told(folders, steps, json, html, timeline, load_so_far, machine), nl=False)

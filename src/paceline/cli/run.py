@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ..launch.job import Job
-from .base import app, in_words, mistakes_told
-from .options import (
+from .common.base import app, in_words, mistakes_told
+from .common.options import (
     Args,
     Bind,
     CpusPerRank,
@@ -31,7 +31,7 @@ from .options import (
     knobs_of,
     tuning_of,
 )
-from .prologue import Where, sets_of
+from .common.stage_before_run import Where, sets_of
 
 
 @app.command(

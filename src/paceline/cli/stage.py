@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .base import app, mistakes_told
-from .options import Env, Hostfile, Hosts, Launcher
+from .common.base import app, mistakes_told
+from .common.options import Env, Hostfile, Hosts, Launcher
+from .common.sizes import bytes_of
 from .pack import progress
-from .sizes import bytes_of
 
 if TYPE_CHECKING:
-    from ..data.bringing import Staged
+    from ..data.staging.fetch_shards import Staged
 
 
 @app.command(
@@ -78,8 +78,8 @@ def stage(
     unused first. Killed, the same command goes on. Exit code 1 where a host could not do its part.
     """
     with mistakes_told():
-        from ..data.shard_format import load
-        from ..data.staging import VARIABLE
+        from ..data.format.shard_format import load
+        from ..data.staging.stage import VARIABLE
         from ..study.stage import Wish, over_hosts, summed
 
         given = os.environ.get(VARIABLE) if root is None else str(root)
@@ -108,7 +108,7 @@ def stage(
 
 
 def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool) -> "Staged":
-    from ..data.staging import stage as staged
+    from ..data.staging.stage import stage as staged
 
     if not beside:
         with progress("staged", None, "shards") as said:
@@ -116,7 +116,7 @@ def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool)
     step = _while_it_lives(os.getppid())
     found = staged(source, root, room=room, step=step, together=True, ended=_ended)
     if found.hosts and os.environ.get("GROUP_RANK") == "0":
-        from ..report.dataset import staged_together
+        from ..report.terminal.packed_dataset import staged_together
 
         _say(staged_together(str(source), found.hosts))
     return found
@@ -124,7 +124,7 @@ def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool)
 
 def _ended(found: "Staged") -> None:
     """This host's part: what a user should know of it while the script trains."""
-    from ..report.dataset import concerns
+    from ..report.terminal.packed_dataset import concerns
 
     for line in concerns(asdict(found)):
         _say(line)
@@ -134,7 +134,7 @@ def _show(told: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     from ..report.console import PlainConsole
-    from ..report.dataset import staged as shown
+    from ..report.terminal.packed_dataset import staged as shown
 
     console = PlainConsole()
     for text, style in shown(told):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..launch.job import Job
-from .base import app, mistakes_told
+from .common.base import app, mistakes_told
 
 _SUBMIT_EPILOG = (
     "Examples:  paceline submit --hosts 2 --gpus-per-host 4 --time 2h train.py --epochs 10   ·   "
@@ -133,8 +133,8 @@ def submit(
     Run for real: Slurm, and Torque's words through the qsub that Slurm has. Only modelled after
     their documents: LSF, PBS Pro and Torque's own server; look at --dry-run the first time.
     """
-    from ..launch.submit import batch as said
-    from ..launch.submit import command
+    from ..launch.submit import batch_options as said
+    from ..launch.submit import submit as command
 
     with mistakes_told():
         kind = command.scheduler(scheduler)

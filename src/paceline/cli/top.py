@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .base import app, mistakes_told
+from .common.base import app, mistakes_told
 
 
 @app.command(
@@ -36,7 +36,7 @@ def top(
     of the ranks' records, at the lowest priority, and asks nothing of the ranks. Without --record
     there is something to see of scripts that call paceline.init().
     """
-    from ..launch.top import top as shown
+    from ..launch.monitor.top import top as shown
 
     try:
         with mistakes_told():

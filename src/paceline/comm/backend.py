@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ..record.agree import agreement, announce
-from ..record.collectives import RecordedGroup, measure_entry
-from ..record.recorder import Recorder, tell_all
-from ..record.tell import say
-from . import same_model
-from .hosts.opened import over_hosts
+from ..record.hooks.collective_check import agreement, announce
+from ..record.hooks.collectives import RecordedGroup, measure_entry
+from ..record.ring.launcher_messages import say
+from ..record.ring.recorder import Recorder, tell_all
+from . import replica_check
+from .hosts.open_hierarchy import over_hosts
 from .shared.group import SharedGroup
-from .shared.opened import BY_CHOICE, ELSEWHERE, opened
+from .shared.open_group import BY_CHOICE, ELSEWHERE, opened
 
 NAME = "paceline"
 
@@ -38,7 +38,7 @@ def record(recorder: Recorder) -> None:
 def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     """What ``init_process_group("paceline")`` and ``new_group`` make (paceline/__init__.py)."""
     recorder = _recorder
-    same_model.look()
+    replica_check.look()
     if recorder is None or not recorder.enabled:
         return _faster(_plain_group(options), options)
     key = announce(options.store, str(options.group_id))

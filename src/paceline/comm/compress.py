@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from ..knobs.apply import Turned
 from ..knobs.ddp import hooked
-from ..knobs.turned import Turned
 
 FIRST = 4  # steps exchange all: DDP makes its buckets anew after the first one
 

@@ -6,7 +6,7 @@ memory bandwidth), with intensity = FLOP per byte of memory traffic."""
 
 from dataclasses import dataclass
 
-from .machine import HostFacts
+from .machine.machine_file import HostFacts
 
 
 @dataclass(frozen=True)

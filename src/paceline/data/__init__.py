@@ -4,19 +4,19 @@ depend on the number of ranks."""
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .files import Files
-    from .loader import Loader
-    from .packing import pack
-    from .shard_format import DataError
+    from .format.shard_format import DataError
+    from .loading.file_dataset import Files
+    from .loading.loader import Loader
+    from .packing.pack import pack
     from .shards import Shards
 
 __all__ = ["DataError", "Files", "Loader", "Shards", "pack"]
 _WHERE = {
-    "DataError": "shard_format",
-    "Files": "files",
-    "Loader": "loader",
+    "DataError": "format.shard_format",
+    "Files": "loading.file_dataset",
+    "Loader": "loading.loader",
     "Shards": "shards",
-    "pack": "packing",
+    "pack": "packing.pack",
 }
 
 

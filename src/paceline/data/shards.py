@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..security.files import InvalidFileError, open_regular
-from . import shard_format, staging
-from .bringing import whole
-from .decode import decode
-from .names import Names
-from .row_check import row_check
-from .shard_format import FILE, INDEX, NAMES, RAW, DataError, Field, Meta, Row
+from .format import shard_format
+from .format.decode import decode
+from .format.row_check import row_check
+from .format.sample_names import Names
+from .format.shard_format import FILE, INDEX, NAMES, RAW, DataError, Field, Meta, Row
+from .staging import stage
+from .staging.fetch_shards import whole
 
 PIECE_BYTES = 1 << 20  # of a file that is read as a whole
 MAX_CLASSES = 1 << 24
@@ -46,7 +47,7 @@ class Shards:
             told = self.meta.files.get(NAMES)
             self._names = Names(self.folder / NAMES, self.meta.samples, told)
         self._opening = threading.Lock()
-        self._staged = staging.here(self.folder)
+        self._staged = stage.here(self.folder)
         self._index = self._open_index()
         self._far: dict[int, float] = {}  # shards that are not staged: when that is looked at next
         self._files: dict[int, int] = {}

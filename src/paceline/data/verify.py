@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from .shard_format import FILE, DataError
+from .format.shard_format import FILE, DataError
 from .shards import Scratch, Shards
 
 CHUNK = 64

@@ -6,10 +6,10 @@ of its exchange is made up for before the optimizer's step, and the knob is off 
 
 from typing import Any
 
-from ..record.imports import after_import
-from ..record.tell import say
+from ..record.hooks.import_hooks import after_import
+from ..record.ring.launcher_messages import say
+from .apply import Turned
 from .ddp import before_forward
-from .turned import Turned
 
 
 def locally(_: bool, turned: Turned) -> None:

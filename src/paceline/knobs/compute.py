@@ -6,9 +6,9 @@ import shutil
 from importlib.util import find_spec
 from typing import Any
 
-from ..record.imports import after_import
+from ..record.hooks.import_hooks import after_import
+from .apply import Turned
 from .ddp import MODULE, made
-from .turned import Turned
 
 
 def autocast(_: bool, turned: Turned) -> None:

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..record.imports import after_import
-from .turned import Turned
+from ..record.hooks.import_hooks import after_import
+from .apply import Turned
 
 MODULE = "torch.nn.parallel.distributed"
 

@@ -4,8 +4,8 @@ asked while gradients are on, so that those of a validation stay as they are."""
 from collections.abc import Callable
 from typing import Any
 
-from ..record.imports import after_import
-from .turned import Turned
+from ..record.hooks.import_hooks import after_import
+from .apply import Turned
 
 
 def workers(count: int, turned: Turned) -> None:

@@ -8,8 +8,8 @@ import functools
 import os
 from typing import Any
 
-from ..record.imports import after_import
-from .turned import Turned
+from ..record.hooks.import_hooks import after_import
+from .apply import Turned
 
 
 def algorithm(name: str, turned: Turned) -> None:

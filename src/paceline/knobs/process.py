@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..record.imports import after_import
-from .turned import Turned
+from ..record.hooks.import_hooks import after_import
+from .apply import Turned
 
 # glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3

@@ -4,7 +4,7 @@ and ``paceline run --settings`` sets them."""
 
 from dataclasses import dataclass
 
-from .values import ON, Choice, Range, Switch
+from .value_types import ON, Choice, Range, Switch
 
 # Each is a communication hook, of which DDP has one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
@@ -86,7 +86,7 @@ KNOBS: dict[str, Knob] = {
         "ranks of a host exchange over memory that they share, and hosts once for all of theirs",
         ("exchange-bandwidth", "exchange-latency", "bucket-size", "no-overlap"),
         'init_process_group("{value}") after import paceline, or paceline run --exchange {value}',
-        "comm.scripts:exchange",
+        "comm.replace_gloo:exchange",
         Choice(("paceline", "gloo")),
         r"init_process_group\(",
         "16 MiB of memory a host",
@@ -96,7 +96,7 @@ KNOBS: dict[str, Knob] = {
         "its sockets",
         ("exchange-bandwidth", "exchange-latency"),
         "PACELINE_ALGORITHM={value} in the environment",
-        "comm.scripts:algorithm",
+        "comm.replace_gloo:algorithm",
         Choice(("direct", "doubling", "halving", "ring", "racks", "tree", "sockets")),
         costs="time for messages of other sizes than those it is best for",
     ),
@@ -197,7 +197,7 @@ KNOBS: dict[str, Knob] = {
         "ranks train by themselves, and take the mean of their parameters every so many steps",
         ("exchange-bandwidth", "exchange-latency", "bucket-size"),
         "post_localSGD_hook, and PeriodicModelAverager(period={value}) after each step",
-        "comm.average:every",
+        "comm.local_sgd:every",
         Range(1, 10_000),
         r"\b(DistributedDataParallel|DDP)\(",
         "models that differ between two means: also what a rank evaluates or saves there",
@@ -250,7 +250,7 @@ KNOBS: dict[str, Knob] = {
         "convolutions have their weights and images as channels-last",
         ("layout",),
         "model.to(memory_format=torch.channels_last), and the images too",
-        "knobs.layout:channels_last",
+        "knobs.channels_last:channels_last",
         ON,
     ),
     "autocast-bf16": Knob(

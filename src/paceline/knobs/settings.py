@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from ..cost.read_toml import read_toml
-from ..cost.shapes import shown
-from ..cost.toml import dumps
+from ..cost.machine.dataclass_tree import shown
+from ..cost.machine.read_toml import read_toml
+from ..cost.machine.write_toml import dumps
+from ..security.error_reason import reason_of
 from ..security.files import InvalidFileError
 from ..security.outputs import write_output
-from ..security.reason import reason_of
 from ..security.schema import check
 from .registry import KNOBS
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cluster import limit
-from ..cluster.host import free_memory
+from ..cluster.schedulers import time_limit
+from ..cluster.topology.local_resources import free_memory
 from ..knobs.process import environment
 from ..knobs.registry import VARIABLE
 from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
-from . import keep, later
+from . import requeue
+from .records import job_folder
 
 # What a rank takes before it has any data (its share of memory, measured with a tiny model).
 RANK_BYTES = 64 << 20
@@ -83,7 +84,7 @@ def variables(job: Job, run: str) -> dict[str, str]:
     if sys.stderr.isatty():
         found["PACELINE_TTY"] = "1"
         found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
-    end = later.end_time()
+    end = requeue.end_time()
     if end is not None:
         found["PACELINE_END_TIME"] = end
     if job.summary is not None:
@@ -93,7 +94,7 @@ def variables(job: Job, run: str) -> dict[str, str]:
 
 def check(job: Job) -> bytes:
     """Refuse what can't work; the source of the script or module."""
-    from ..cluster.binding import KINDS
+    from ..cluster.binding.binding_plan import KINDS
 
     if job.count_flops and job.record is None:
         raise ValueError("--count-flops: nothing is recorded. HINT: with --record DIR")
@@ -122,9 +123,9 @@ def check(job: Job) -> bytes:
         raise ValueError(
             f"--bind {job.bind} is not known. HINT: {AUTO}, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
-    limit.end_time(os.environ)
+    time_limit.end_time(os.environ)
     if job.record is not None:
-        keep.check(job.record)
+        job_folder.check(job.record)
     if job.summary is not None and not job.summary.absolute().parent.is_dir():
         raise ValueError(
             f"--json {job.summary}: there is no folder {job.summary.absolute().parent}. "

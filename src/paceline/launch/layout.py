@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..cluster.host import spans
-from ..cluster.hosts import Host
+from ..cluster.schedulers.hostfile import Host
+from ..cluster.topology.local_resources import spans
 
 
 @dataclass(frozen=True)

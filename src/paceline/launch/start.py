@@ -5,11 +5,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from . import local
+from . import single_node
 from .job import Job, check
 from .layout import counts
+from .remote.forwarded_env import named
 from .target import shown, target
-from .travel import named
 
 
 def start(
@@ -38,10 +38,10 @@ def start(
         os.environ.update(environment)
         (count,) = counts(where.hosts, ranks, where.explicit)
         count = count if ranks is not None else max(least, count)
-        return local.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
-    from . import several  # not needed, and not waited for, on one machine
+        return single_node.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
+    from . import multi_node  # not needed, and not waited for, on one machine
 
-    return several.run(
+    return multi_node.run(
         job,
         where.hosts,
         where.tool,

@@ -7,16 +7,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cluster import flux
-from ..cluster.allocation import Allocation, find
-from ..cluster.host import devices, numa_domains
-from ..cluster.hosts import Host, parse_hosts, read_hostfile
-from ..cluster.links import is_here
-from ..cluster.who import launched_by
+from ..cluster.rank_identity import launched_by
+from ..cluster.schedulers import flux
+from ..cluster.schedulers.allocation import Allocation, find
+from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
+from ..cluster.topology.local_resources import devices, numa_domains
+from ..cluster.topology.network_interfaces import is_here
 from .job import Job
 from .layout import counts, told
-from .tools import Tool
-from .tools import tool as tool_of
+from .remote.start_commands import Tool
+from .remote.start_commands import tool as tool_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
 
 def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> str:
     """``--show``: what would start where, and with what. Starts nothing."""
-    from .contact import agent_command
+    from .remote.start_agents import agent_command
 
     lines = [f"{where.why}: {_tool(where)}"]
     unknown = any(host.devices is None and host.slots is None for host in where.hosts)

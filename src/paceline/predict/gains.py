@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..analyze.causes import Cause
-from ..analyze.evidence import WORTH, Evidence
-from ..analyze.ladder import Interval
+from ..analyze.diagnosis.causes import Cause
+from ..analyze.diagnosis.evidence import WORTH, Evidence
+from ..analyze.diagnosis.ladder import Interval
 
 LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
 TRIED = "a few steps"  # a micro-measurement

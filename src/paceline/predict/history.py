@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..record.about import Finite
+from ..record.ring.header_schema import Finite
+from ..security.error_reason import reason_of
 from ..security.files import InvalidFileError, open_regular, read_regular
-from ..security.reason import reason_of
 from ..security.schema import parse_json
 
 MAX_BYTES = 16 << 20  # some 50,000 lines

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..analyze.causes import Cause
-from ..analyze.evidence import Evidence
-from ..analyze.ladder import Interval
+from ..analyze.diagnosis.causes import Cause
+from ..analyze.diagnosis.evidence import Evidence
+from ..analyze.diagnosis.ladder import Interval
 from ..knobs.registry import COMPUTING, KNOBS, Knob
 from .gains import GAINS
 

@@ -11,8 +11,8 @@ import multiprocessing.process
 import os
 from typing import Any
 
-from .imports import after_import
-from .recorder import Recorder
+from .hooks.import_hooks import after_import
+from .ring.recorder import Recorder
 
 _loop: Any = None
 _sampler: Any = None
@@ -26,11 +26,11 @@ def attach(child: bool = False) -> None:
         return
     import torch
 
-    from . import patches
-    from .kernels import KernelSampler
-    from .loop import Loop
-    from .rung import asked
-    from .sampler import Sampler
+    from .experiments.rung import asked
+    from .hooks import torch_patches
+    from .hooks.gpu_kernels import KernelSampler
+    from .hooks.training_loop import Loop
+    from .ring.stack_sampler import Sampler
 
     if _loop is None:
         recorder = Recorder(_number("RANK", 0), _number("WORLD_SIZE", 1), wait=child)
@@ -38,18 +38,18 @@ def attach(child: bool = False) -> None:
         rung = asked()
         climber = None
         if rung is not None:
-            from .climber import Climber
+            from .experiments.experiment import Climber
 
             climber = Climber(rung, recorder)
             climber.install()
-        patches.install(_loop)
-        patches.measure_hooks(_loop)
+        torch_patches.install(_loop)
+        torch_patches.measure_hooks(_loop)
         recorder.clear()
         recorder.rung = climber
         if torch.version.cuda or torch.version.hip:
             recorder.kernels = KernelSampler(recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):
-            from .work import STEP, WorkSampler
+            from .hooks.flop_counter import STEP, WorkSampler
 
             # An experiment counts in its warm-up: a step is slower for it.
             step = STEP if rung is None else max(min(STEP, rung.warm - 2), 1)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..analyze.losses import Loss
-from ..analyze.report import Report
-from ..analyze.steps import Outlier
-from ..analyze.trouble import STALLED, STILL, Stall, Still
+from ..analyze.figures.losses import Loss
+from ..analyze.figures.report import Report
+from ..analyze.figures.stalls import STALLED, STILL, Stall, Still
+from ..analyze.figures.steps import Outlier
 from .numbers import duration
 
 _DOING = {

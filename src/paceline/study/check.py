@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..cost.machine import Machine
-from ..cost.shapes import build
+from ..cost.machine.dataclass_tree import build
+from ..cost.machine.machine_file import Machine
 from ..launch.job import Job
 from ..launch.start import start
-from .summary import summary_of
+from .rank_summary import summary_of
 
 RANKS = 2  # a host at least: collectives in a host are between ranks
 PROBE = "paceline.study.probe"

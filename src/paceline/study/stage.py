@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cluster.links import is_here
-from ..cluster.who import launched_by
+from ..cluster.rank_identity import launched_by
+from ..cluster.topology.network_interfaces import is_here
 from ..launch.job import Job
 from ..launch.start import start
 from ..launch.target import Target, target
-from .summary import summary_of
+from .rank_summary import summary_of
 
 RANK = "paceline.study.stage_rank"
 

@@ -9,10 +9,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from ..cost.units import size
-from ..data.bringing import Staged
-from ..data.staging import stage
-from ..record.tell import say, to_launcher
+from ..cost.machine.units import size
+from ..data.staging.fetch_shards import Staged
+from ..data.staging.stage import stage
+from ..record.ring.launcher_messages import say, to_launcher
 
 EVERY_S = 10.0  # between two lines of progress
 

@@ -13,24 +13,24 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from ..checkpoint.saver import Saver
-from ..cluster.who import place
-from ..data.order import mix, seed_everything
-from ..data.shard import shard
+from ..cluster.rank_identity import place
+from ..data.sampling.sample_order import mix, seed_everything
+from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import Autocast, data_parallel
-from ..record import errors
 from ..record.attach import take_over
-from ..record.phases import Phases
-from ..record.recorder import Recorder
-from .every import Every
+from ..record.hooks import error_messages
+from ..record.hooks.phases import Phases
+from ..record.ring.recorder import Recorder
+from .checkpoint_interval import Every
+from .checkpointing import Saves
 from .finish import Finish
-from .join import device_of, join, precision_of
 from .loops import Loops
 from .meter import Meter
+from .optimizer_step import Training, weightless
+from .process_group import device_of, join, precision_of
 from .progress import Progress
-from .saves import Saves
-from .state import Everything, Position
-from .training import Training, weightless
+from .training_state import Everything, Position
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  the optimizer's own type is given back
@@ -64,7 +64,7 @@ def init(
     """
     global _world
     if _world is None:
-        errors.install()
+        error_messages.install()
         _world = World(seed, precision, device, record, progress, timeout, nonfinite, replicas)
         atexit.register(_world.close)
     return _world

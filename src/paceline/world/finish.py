@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.saver import Saver
-from ..record.recorder import Recorder
-from ..record.tell import say, to_launcher
+from ..record.ring.launcher_messages import say, to_launcher
+from ..record.ring.recorder import Recorder
 from ..security.outputs import write_output
-from .join import leave
+from .process_group import leave
 
 GATHER_SECONDS = 20.0  # a rank that says nothing for so long is missing in the summary
 
@@ -44,10 +44,10 @@ class Finish:
         records, missing = self._gather()
         if self.rank:
             return
-        from ..analyze.load import Run
-        from ..analyze.read import read
-        from ..analyze.report import analyse
-        from ..report.terminal import show
+        from ..analyze.figures.report import analyse
+        from ..analyze.records.load_run import Run
+        from ..analyze.records.read_record import read
+        from ..report.terminal.run_report import show
 
         report = analyse(Run("this run", [read(record) for record in records], missing))
         if report.steps:

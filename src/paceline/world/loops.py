@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.order import Share
-from ..data.shard import ShardedLoader, ShardedStream
+from ..data.sampling.sample_order import Share
+from ..data.sampling.shard_loader import ShardedLoader, ShardedStream
 from ..parallel.data import set_buffer_exchange
-from ..record.batch import samples_in
-from ..record.recorder import Recorder, now
-from ..record.states import State
+from ..record.hooks.batch_size import samples_in
+from ..record.ring.recorder import Recorder, now
+from ..record.ring.states import State
+from .checkpointing import Saves
+from .optimizer_step import Training
 from .progress import Progress
-from .saves import Saves
-from .state import Everything, Position
-from .training import Training
+from .training_state import Everything, Position
 
 Sharded = ShardedLoader | ShardedStream
 _PASS = 1_000_003  # further passes through a loader in one epoch get an order of their own

@@ -5,8 +5,8 @@ import os
 import sys
 import time
 
-from ..record.tell import say
-from .training import Training
+from ..record.ring.launcher_messages import say
+from .optimizer_step import Training
 
 
 class Progress:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..record.recorder import Recorder
-from ..record.tell import say
-from .finite import named
+from ..record.ring.launcher_messages import say
+from ..record.ring.recorder import Recorder
+from .nonfinite import named
 
 EVERY = 200
 ROUNDING = 16  # times a type's epsilon, of a parameter's largest element

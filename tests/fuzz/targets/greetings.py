@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.comm.hosts import connect
-from paceline.comm.meet import Appointment, _Doorman, knocking, waiting_for_store
-from paceline.data import sharing
+from paceline.comm.rendezvous import Appointment, _Doorman, knocking, waiting_for_store
+from paceline.data.staging.stage import peer_transfer
 from paceline.launch import channel
 from paceline.security.greeting import Conversation, Greeting
 
@@ -37,7 +37,7 @@ GREETINGS: list[Callable[[], Greeting[Any]]] = [
     _Doorman(WHEN, 1.0).greeting,
     lambda: knocking(WHEN),
     waiting_for_store,
-    _with_token(sharing.Server).greeting,
+    _with_token(peer_transfer.Server).greeting,
     _with_token(connect.Door)._greeting,
     lambda: connect.introduction(TOKEN, 3),
 ]
@@ -72,7 +72,7 @@ def seeds() -> Iterator[bytes]:
         knock,
         WHEN.tag.encode() + b"\n",
         b'{"store": ["10.0.0.1", 29500]}\n',
-        sharing._WORD.pack(TOKEN.encode(), 3),
+        peer_transfer._WORD.pack(TOKEN.encode(), 3),
         connect._WORD.pack(TOKEN.encode(), 3),
         connect._WELCOME,
     )

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from fuzz.scratch import new_folder
-from paceline.checkpoint import tree
-from paceline.checkpoint.files import verify
+from paceline.checkpoint import state_tree
+from paceline.checkpoint.checkpoint_folder import verify
 from paceline.checkpoint.manifest import MANIFEST, checksum
 
 FOLDER = new_folder() / "step-00000003"
@@ -22,7 +22,7 @@ warnings.simplefilter("ignore", SyntaxWarning)
 SHARD = b"a shard"
 (FOLDER / "rank-00000.pt").write_bytes(SHARD)
 (FOLDER.parent / "outside.pt").write_bytes(SHARD)
-tree.MAX_PARTS = 10_000
+state_tree.MAX_PARTS = 10_000
 TENSORS = [torch.arange(4), torch.ones(3, dtype=torch.bfloat16), torch.ones(2).to_sparse()]
 
 
@@ -43,7 +43,7 @@ def run(data: bytes) -> None:
             skeleton = ast.literal_eval(rest.decode())
         except (SyntaxError, TypeError, MemoryError, RecursionError):
             return
-        tree.join(skeleton, TENSORS)
+        state_tree.join(skeleton, TENSORS)
         return
     body = json.loads(rest)
     if isinstance(body, dict):

@@ -10,8 +10,9 @@ import numpy as np
 from crc32c import crc32c
 
 from fuzz.scratch import new_folder
-from paceline.data import meta_schema, pack, row_check
-from paceline.data.shard_format import INDEX, META, NAMES, ROW
+from paceline.data import pack
+from paceline.data.format import meta_schema, row_check
+from paceline.data.format.shard_format import INDEX, META, NAMES, ROW
 from paceline.data.shards import Scratch, Shards
 
 MAX_BYTES = 1 << 20

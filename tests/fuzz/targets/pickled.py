@@ -7,10 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from paceline.checkpoint import pickled
-from paceline.checkpoint.pickled import check_pickle
+from paceline.checkpoint import pickle_check
+from paceline.checkpoint.pickle_check import check_pickle
 
-pickled.MAX_PICKLE_BYTES, pickled.MAX_OPCODES, pickled.MAX_KEY_PARTS = 1 << 16, 10_000, 10_000
+pickle_check.MAX_PICKLE_BYTES, pickle_check.MAX_OPCODES, pickle_check.MAX_KEY_PARTS = (
+    1 << 16,
+    10_000,
+    10_000,
+)
 warnings.simplefilter("ignore")
 RECORDS = {"0": b"\0" * 12, "1": b"\0" * 8}
 STATES = (

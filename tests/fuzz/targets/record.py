@@ -12,18 +12,28 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from paceline.analyze.live.live_view.live_view import view
+from paceline.record.ring.ring.ring import (
+    BEGUN,
+    BEGUN_OFFSET,
+    EVENT,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+)
+from paceline.record.ring.ring.states import Op, State
+from paceline.record.ring.ring.tail import Tail, tail
+from paceline.report.terminal.run_report.run_report import panel
+
 from fuzz.scratch import new_folder
-from paceline.analyze.compare import compare
-from paceline.analyze.live import view
-from paceline.analyze.load import Run, load
-from paceline.analyze.read import Record, read
-from paceline.analyze.report import examine
-from paceline.record.ring import BEGUN, BEGUN_OFFSET, EVENT, HEADER, HEADER_BYTES, MAGIC, VERSION
-from paceline.record.states import Op, State
-from paceline.record.tail import Tail, tail
-from paceline.report import tables, timeline, top
+from paceline.analyze.figures.compare_runs import compare
+from paceline.analyze.figures.report import examine
+from paceline.analyze.records.load_run import Run, load
+from paceline.analyze.records.read_record import Record, read
 from paceline.report.console import PlainConsole
-from paceline.report.terminal import panel
+from paceline.report.terminal.run_report import comparison, top
+from paceline.report.trace import timeline
 
 WHOLE, RAW = 0, 1
 CODE = struct.Struct("<BBBBHHHHB")
@@ -168,7 +178,7 @@ def told(whole: Run, draw: bool) -> None:
         assert abs(sum(rank.values()) - 1) < 1e-6
     drawings = (
         panel(report, 100, full=True),
-        tables.compared(report, report, compare(report, report)),
+        comparison.compared(report, report, compare(report, report)),
     )
     if draw:
         PlainConsole(file=io.StringIO(), width=100).print(*drawings)

@@ -15,23 +15,23 @@ from typing import Any
 
 from jinja2 import BytecodeCache, Environment
 from jinja2.bccache import Bucket
+from paceline.record.ring.ring.states import State
+from paceline.report.terminal.run_report.run_report import panel
 
-from paceline.analyze.lines import read_lines, words_of
-from paceline.analyze.load import Run
-from paceline.analyze.read import read
-from paceline.analyze.report import examine
-from paceline.record.states import State
+from paceline.analyze.figures.report import examine
+from paceline.analyze.records.load_run import Run
+from paceline.analyze.records.read_record import read
+from paceline.analyze.records.script_lines import read_lines, words_of
 from paceline.report.console import PlainConsole
-from paceline.report.page import write
-from paceline.report.page.several import before_and_after
-from paceline.report.page.single import single
-from paceline.report.terminal import panel
+from paceline.report.page import write_page
+from paceline.report.page.comparison import before_and_after
+from paceline.report.page.run_page import single
 
 from .record import FOLDER, about, ring
 from .record import seeds as records
 
 # plotly is 5 MB, and the same in each page.
-write._plotly = lambda: "plotly"  # type: ignore[assignment]
+write_page._plotly = lambda: "plotly"  # type: ignore[assignment]
 
 
 class Compiled(BytecodeCache):
@@ -48,7 +48,7 @@ class Compiled(BytecodeCache):
         self.known[bucket.key] = bucket.bytecode_to_string()
 
 
-write.Environment = partial(Environment, bytecode_cache=Compiled())  # type: ignore[misc,assignment]
+write_page.Environment = partial(Environment, bytecode_cache=Compiled())  # type: ignore[misc,assignment]
 SCRIPTS = 3  # the data, plotly, and what draws
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 LINES = FOLDER / "rank-0.lines"

@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Iterator
 
 import numpy as np
+from paceline.data.packing.pack.pieces import CUT, Cut, done, name
+from paceline.data.packing.pack.shard_writer import WHOLE, Writer
+from paceline.data.packing.pack.unfinished import PLAN, WORK, _prepared
 
 from fuzz.scratch import new_folder
-from paceline.data import state
-from paceline.data.pieces import CUT, Cut, done, name
-from paceline.data.unfinished import PLAN, WORK, _prepared
-from paceline.data.writer import WHOLE, Writer
+from paceline.data.packing.pack import pack_state
 
 FOLDER = new_folder()
 WORKING = FOLDER / WORK
@@ -60,7 +60,7 @@ def run(data: bytes) -> None:
                 writer.adopt(PIECE)
             assert writer.samples in (0, 2, 4), writer.samples
             json.dumps(writer.statistics.as_json())
-            state.as_json(writer._state(0))
+            pack_state.as_json(writer._state(0))
         finally:
             writer.abort()
     finally:

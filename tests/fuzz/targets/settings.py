@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fuzz.scratch import new_folder
-from paceline.comm.tune import kept
+from paceline.comm.tune import saved_settings
 from paceline.comm.tune.choice import Choice
 from paceline.knobs import settings
 from paceline.knobs.registry import KNOBS
@@ -35,5 +35,5 @@ def run(data: bytes) -> None:
         pass
     tree = settings.read(FILE)
     assert made(FILE, tree)["by"] == "--tune-exchange"
-    choice, why = kept.known(FILE, MINE, Choice())
+    choice, why = saved_settings.known(FILE, MINE, Choice())
     assert f"{choice}{why}".isprintable()

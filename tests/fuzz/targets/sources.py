@@ -7,14 +7,14 @@ import tarfile
 from collections.abc import Iterator
 
 import numpy as np
+from paceline.data.packing.pack.encode import Encoding, encoded
+from paceline.data.sources.open_source.folder_source import FolderSource
+from paceline.data.sources.open_source.formats import classic, tfrecord, webdataset
+from paceline.data.sources.open_source.open_source import ArraySource
 
 from fuzz.scratch import new_folder
-from paceline.data import decode, meta_schema
-from paceline.data import npy as npy_files
-from paceline.data.encode import Encoding, encoded
-from paceline.data.folder import FolderSource
-from paceline.data.formats import classic, tfrecord, webdataset
-from paceline.data.sources import ArraySource
+from paceline.data.format import decode, meta_schema
+from paceline.data.format import npy as npy_files
 
 decode.MOST_PIXELS = 1 << 16
 meta_schema.MAX_SAMPLE_BYTES = 1 << 20

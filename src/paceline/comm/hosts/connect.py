@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...cluster.links import Link, links
+from ...cluster.topology.network_interfaces import Link, links
 from ...security.greeting import DROPPED, Acceptor, Greeting, RefusedError, Step, converse
-from ..reach import asked, listen_on, of_names
+from ..reachable_address import asked, listen_on, of_names
 
 CONNECT_S = 30.0  # within which peers come, all of which are known to be there
 WORD_S = 1.0  # within which who has come has said its word

@@ -12,14 +12,14 @@ from functools import lru_cache
 
 import torch
 
-from ..shared.calls import HOWS, OPS, Call, ExchangeError
-from ..shared.native import Kernel
-from ..shared.opened import BY_SOCKET
+from ..shared.c_kernel import Kernel
+from ..shared.collective_calls import HOWS, OPS, Call, ExchangeError
+from ..shared.open_group import BY_SOCKET
 from . import schedules
-from .native import Program, StepError, Wire, program
-from .places import Places
+from .c_wire import Program, StepError, Wire, program
+from .failure_agreement import Trouble
+from .rank_placement import Places
 from .schedules import ALIGN, Link
-from .trouble import Trouble
 
 SHORT = 16 << 10  # bytes: up to here the first rank of each host exchanges the whole vector
 # Seconds that who waits for another host waits longer, so that the ranks of that host say first

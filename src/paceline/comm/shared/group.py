@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...record.collectives import METHODS, share_backends
+from ...record.hooks.collectives import METHODS, share_backends
 from ..hosts.hierarchy import Hierarchy
-from .calls import HOWS, KINDS, ExchangeError
-from .native import Kernel
-from .without_c import InTorch
-from .works import Done, Going, Worker
+from .async_collectives import Done, Going, Worker
+from .c_kernel import Kernel
+from .collective_calls import HOWS, KINDS, ExchangeError
+from .torch_kernel import InTorch
 
 KIND_OF = {getattr(torch, name): at for at, name in enumerate(KINDS)}
 _R = dist.ReduceOp.RedOpType

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .choice import Choice
-from .halving import MOST
+from .successive_halving import MOST
 
 MIB = 1 << 20
 LEAST_MIB = 0.25  # below, what each bucket takes beside its bytes counts most

@@ -18,12 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...knobs.ddp import before_forward
 from ...knobs.tuning import Tuning
-from ...record.tell import say
-from . import kept, ways
+from ...record.ring.launcher_messages import say
+from . import algorithms, saved_settings
 from .buckets import Buckets, UnableError, why_not
 from .choice import Choice
 from .costs import Ready, Seconds, buckets, ends, likely
-from .halving import SETTLES, Ask, Verdict, halving, steps_of
+from .successive_halving import SETTLES, Ask, Verdict, halving, steps_of
 
 WARM_UP = 3  # steps
 
@@ -50,7 +50,7 @@ def begin(wanted: Tuning) -> None:
 
 def _tuner(replica: Any, wanted: Tuning) -> "Tuner | None":
     """The replica's; None where it can't have one, which is said."""
-    found = ways.Ways(replica.process_group)
+    found = algorithms.Ways(replica.process_group)
     found.set(found.default)
     if why := why_not(replica):
         _say(f"the exchange is not tuned: {why}")
@@ -66,13 +66,15 @@ def _say(text: str) -> None:
 class Tuner:
     """Of one replica, whose group has these ways."""
 
-    def __init__(self, replica: Any, over: ways.Ways, wanted: Tuning) -> None:
+    def __init__(self, replica: Any, over: algorithms.Ways, wanted: Tuning) -> None:
         self.replica, self._ways, self._wanted = replica, over, wanted
         self._buckets = Buckets(replica)
         parameters = self._buckets.parameters
         self._own, self._device = {id(one) for one in parameters}, parameters[0].device
         size = dist.get_world_size(over.group)
-        self._mine = kept.signature(parameters, size, over.hosts, over.sockets, wanted.bf16)
+        self._mine = saved_settings.signature(
+            parameters, size, over.hosts, over.sockets, wanted.bf16
+        )
         self._now = self._default = Choice(None, over.default)
         self._next: Choice | None = None  # from the next forward on
         self._steps, self._seconds, self._last = 0, list[float](), 0.0
@@ -128,7 +130,7 @@ class Tuner:
         found: tuple[Choice | None, str] = (None, "")
         if dist.get_rank(self.replica.process_group) == 0:
             try:
-                found = kept.known(Path(self._wanted.file), self._mine, self._default)
+                found = saved_settings.known(Path(self._wanted.file), self._mine, self._default)
             except ValueError as mistake:
                 found = None, str(mistake)
         choice, said = self._of_first(found)
@@ -149,7 +151,7 @@ class Tuner:
         if not any(id(one) in self._own for one in each):
             return
         self._moved = False
-        ways.settled(self._device)
+        algorithms.settled(self._device)
         now = time.perf_counter()
         if self._last:
             self._steps += 1
@@ -161,7 +163,7 @@ class Tuner:
 
     def _answer(self, seconds: float) -> None:
         assert self._search is not None
-        told = ways.slowest(seconds, self.replica.process_group, self._device)
+        told = algorithms.slowest(seconds, self.replica.process_group, self._device)
         self._seconds = []
         try:
             self._ask = self._search.send(told)
@@ -175,7 +177,7 @@ class Tuner:
         """The default; then what the model says of others, and these."""
         seconds = yield Ask(self._default, WARM_UP)
         ready, group = self._buckets.ready(), self.replica.process_group
-        at = self._of_first(ways.mean([one.at for one in ready], group, self._device))
+        at = self._of_first(algorithms.mean([one.at for one in ready], group, self._device))
         self._buckets.order(at)
         gradients = [Ready(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
         measured = self._ways.measured(sum(one.nbytes for one in ready), self._device)
@@ -218,7 +220,7 @@ class Tuner:
     def _keep(self, verdict: Verdict) -> str:
         file = self._wanted.file
         try:
-            kept.keep(Path(file), verdict, self._mine, self._wanted.script)
+            saved_settings.keep(Path(file), verdict, self._mine, self._wanted.script)
         except OSError as error:
             return f"; {file} can't be written: {error.strerror}"
         return f"; kept in {file}"

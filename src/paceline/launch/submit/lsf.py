@@ -1,7 +1,7 @@
 """LSF: bsub, and lines of #BSUB. Times are whole minutes; an array's numbers begin at 1."""
 
-from ..later import LEFT
-from .batch import Batch, filled
+from ..requeue import LEFT
+from .batch_options import Batch, filled
 from .scheduler import Scheduler
 
 

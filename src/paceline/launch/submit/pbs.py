@@ -1,6 +1,6 @@
 """PBS Pro (OpenPBS) and Torque: qsub, and lines of #PBS. They share little more than that."""
 
-from .batch import Batch, clock, filled
+from .batch_options import Batch, clock, filled
 from .scheduler import Scheduler
 
 # Both send SIGTERM at the limit and SIGKILL some seconds later, and nothing before.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .batch import Batch
+from .batch_options import Batch
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Slurm: sbatch, and lines of #SBATCH."""
 
-from .batch import Batch, clock, filled
+from .batch_options import Batch, clock, filled
 from .scheduler import Scheduler
 
 

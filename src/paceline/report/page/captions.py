@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ...analyze.report import Report
-from ...analyze.steps import StepTimes
+from ...analyze.figures.report import Report
+from ...analyze.figures.steps import StepTimes
 from ..numbers import duration, percent
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...analyze.measured import Measured
-from ...analyze.report import Examined
-from ...analyze.states import STATES
-from ...analyze.steps import Steps, spent, steps_of
-from ...analyze.waiting import matrix
+from ...analyze.figures.measured_window import Measured
+from ...analyze.figures.report import Examined
+from ...analyze.figures.steps import Steps, spent, steps_of
+from ...analyze.figures.wait_matrix import matrix
+from ...analyze.records.state_timeline import STATES
 
 COLUMNS = 400  # of a map: steps, or parts of one step
 ROWS = 1024  # of a map: ranks

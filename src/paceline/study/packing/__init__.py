@@ -17,15 +17,15 @@ from typing import Any
 
 import msgspec
 
-from ...data.encode import Encoding
-from ...data.packing import Packing, Report, Step, Wish, packing
-from ...data.pieces import Cut
-from ...data.shard_format import written_whole
-from ...data.sources import imported
-from ...data.unfinished import RUN, SPOOL, discard
-from ...launch.here import InServer
+from ...data.format.shard_format import written_whole
+from ...data.packing.encode import Encoding
+from ...data.packing.pack import Packing, Report, Step, Wish, packing
+from ...data.packing.pieces import Cut
+from ...data.packing.unfinished import RUN, SPOOL, discard
+from ...data.sources.open_source import imported
 from ...launch.job import Job
 from ...launch.layout import counts
+from ...launch.ranks.local_host import InServer
 from ...launch.start import start
 from ...launch.target import target
 from ...security.files import InvalidFileError, read_regular

@@ -11,15 +11,15 @@ import threading
 import time
 from pathlib import Path
 
-from ...cluster.who import Place, place
-from ...data.encoder import AHEAD_BYTES, Encoder, in_order
-from ...data.packing import encoder
-from ...data.pieces import Claims, Pieces
-from ...data.shard_format import written_whole
-from ...data.sources import ShardSource, Source, find
-from ...data.unfinished import SPOOL, full_told
-from ...record.tell import say, to_launcher
-from ...report.dataset import progress
+from ...cluster.rank_identity import Place, place
+from ...data.format.shard_format import written_whole
+from ...data.packing.encoder_threads import AHEAD_BYTES, Encoder, in_order
+from ...data.packing.pack import encoder
+from ...data.packing.pieces import Claims, Pieces
+from ...data.packing.unfinished import SPOOL, full_told
+from ...data.sources.open_source import ShardSource, Source, find
+from ...record.ring.launcher_messages import say, to_launcher
+from ...report.terminal.packed_dataset import progress
 from ...security.files import InvalidFileError, open_regular, read_regular
 from . import FAILED, Task
 

@@ -8,9 +8,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ...record.tell import to_launcher
-from .crew import Dropped
-from .run import USUAL, check
+from ...record.ring.launcher_messages import to_launcher
+from .participants import Dropped
+from .run_check import USUAL, check
 
 SOME_SILENT = 3
 QUICK = 6.0  # seconds

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...cost.shapes import tree
-from .crew import Crew
-from .exchange import QUICK, SIZES, Members, collectives
-from .offset import offsets
-from .pairs import pairs
+from ...cost.machine.dataclass_tree import tree
+from .measure.clock_offset import offsets
+from .measure.collectives import QUICK, SIZES, Members, collectives
+from .measure.link_pairs import pairs
+from .participants import Crew
 
 TIMEOUT = 30.0  # seconds after which an exchange is an error
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .crew import Host, Said
-from .pairs import EVERY_PAIR
+from .measure.link_pairs import EVERY_PAIR
+from .participants import Host, Said
 
 # The field of HostFacts that a step is for, where it is another word.
 FIELDS = {"import torch": "import_torch", "clocks": "clock_offset_s"}

@@ -1,0 +1,1 @@
+"""Find the causes of lost time from the ladder of experiments and the record."""

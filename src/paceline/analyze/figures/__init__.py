@@ -1,0 +1,1 @@
+"""Compute the figures of a report: efficiencies, losses, step times, process groups."""

@@ -1,0 +1,51 @@
+"""Where each rank ran: host, cores, threads, device and versions, as its record says."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ...cluster.topology.local_resources import spans
+from ..records.read_record import Record
+
+VERSIONS = ("paceline", "torch", "python")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks that ran alike on one host. None: the record does not say (before version 3)."""
+
+    host: str
+    ranks: str  # as "0-3,8"
+    cores: str | None  # that a rank's process may run on
+    threads: int | None  # torch's, of a rank
+    device: str | None
+    paceline: str | None
+    torch: str | None
+    python: str | None
+
+
+def places(records: list[Record]) -> list[Place]:
+    """One entry for the ranks of a host that have everything in common."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for record in records:
+        meta = record.meta
+        device = " ".join(str(meta[name]) for name in ("device", "devices") if name in meta)
+        key: tuple[object, ...] = (
+            record.host,
+            _cores(meta.get("cores")),
+            meta.get("threads"),
+            device or None,
+        )
+        key += tuple(meta.get(name) for name in VERSIONS)
+        alike.setdefault(key, []).append(record.rank)
+    return [
+        Place(str(host), spans(ranks), *cast(Any, rest)) for (host, *rest), ranks in alike.items()
+    ]
+
+
+def _cores(mask: object) -> str | None:
+    """The kernel's bits in hexadecimal as "0-3,8"; None for anything else."""
+    try:
+        bits = int(str(mask), 16)
+    except ValueError:
+        return None
+    return spans([core for core in range(bits.bit_length()) if bits >> core & 1])

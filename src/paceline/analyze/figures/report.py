@@ -1,0 +1,279 @@
+"""A run's record made into figures: one Report from all ranks' records. See docs/measures.md."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...cost.machine.machine_file import Machine
+from ...record.ring.states import USEFUL, State
+from ..records.clock_alignment import Clocks, align
+from ..records.load_run import Run
+from ..records.match_collectives import Matched, match
+from ..records.read_record import Record
+from ..records.state_timeline import STATES, Window, total, window
+from .loader_totals import Loading, loading
+from .losses import Loss
+from .measured_window import Measured
+from .pop import Efficiencies, busy, efficiencies
+from .process_groups import Group, groups, hidden
+from .rank_placement import Place, places
+from .stalls import Stall, Still, explained, stalls, standstills
+from .step_work import Roofline, Work, on_roofline, work
+from .steps import StepTimes, step_times, steps_of
+from .wait_matrix import Pair, pairs
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of steps: its length (s) and efficiencies, without a replay."""
+
+    first: int
+    last: int
+    seconds: float
+    efficiencies: Efficiencies
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of one run; times in seconds, shares of the window in [0, 1].
+
+    ``states`` and ``hidden`` have an entry a rank, in the order of ``ranks``. Where fewer than
+    two steps were recorded there is no window, and what is measured in it is None or empty.
+    What needs two ranks is None for one.
+    """
+
+    name: str
+    command: list[str]
+    ranks: list[int]
+    size: int
+    hosts: list[str]  # of each of ``ranks``
+    steps: int  # in this run, or since its last restart
+    first_step: int  # more than 0 where it went on from a checkpoint
+    wall_s: float
+    startup_s: float
+    window_s: float | None
+    samples: int  # in the window's steps, all ranks
+    samples_per_s: float | None
+    states: list[dict[str, float]]
+    hidden: list[float]
+    efficiencies: Efficiencies | None
+    slowest_rank: int | None
+    slowest_excess: float | None  # its time outside communication over the mean's, minus 1
+    groups: list[Group]
+    ranges: list[Range]
+    losses: list[Loss]  # the largest first; they add up to 1 - useful
+    step_times: StepTimes | None
+    stood_still: list[Still]  # the longest first, as what follows
+    stalled: list[Stall]
+    waited_for: list[Pair]  # the largest shares first, of a rank's time
+    recording_cost: float  # share of the time after start-up, the rank where it is largest
+    events: int
+    missing_ranks: list[int]
+    refused: list[str]
+    lost_events: int
+    unmatched: int  # collectives and messages that lack a member's record
+    clocks_aligned: bool
+    clock_residual_s: float
+    clocks: list[dict[str, object]]
+    confidence: float
+    doubts: list[str] = field(default_factory=list)  # what lowers the confidence
+    places: list[Place] = field(default_factory=list)
+    work: Work | None = None  # of one step, where it was counted
+    roofline: Roofline | None = None  # with a machine file
+    loading: Loading | None = None  # by paceline.data.Loader
+
+    def to_json(self) -> str:
+        return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A run's report, and what it was made from: None where there is no window."""
+
+    report: Report
+    measured: Measured | None
+
+
+def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
+    """The report of one run. steps: only those from the first number up to the second.
+
+    Raises ValueError where these steps were not recorded.
+    """
+    return examine(run, steps).report
+
+
+def examine(
+    run: Run, steps: tuple[int, int] | None = None, machine: Machine | None = None
+) -> Examined:
+    """``analyse``, with what pictures are made from. machine: whose roofline the step is placed
+    on."""
+    records = sorted(run.records, key=lambda record: record.rank)
+    matched = match(records)
+    records, clocks = align(records, matched)
+    if len(clocks.clocks) > 1:
+        matched = match(records)
+    within = window(records, steps)
+    if within is None and steps is not None:
+        done = max(int(r.events["step"].max(initial=0)) for r in records)
+        raise ValueError(
+            f"{run.name}: steps {steps[0]}:{steps[1]} were not recorded on all ranks. "
+            f"HINT: two numbers between 1 and {done}"
+        )
+    measured = Measured(records, matched, clocks, within) if within is not None else None
+    started = min(int(record.meta["started_ns"]) for record in records)
+    ends = [int(r.events["end"].max()) for r in records if len(r.events)]
+    wall = max(ends, default=started) - started
+    worked = [record.of(State.INPUT, *USEFUL) for record in records]
+    first = min((int(w["start"].min()) for w in worked if len(w)), default=started)
+    stepped = [record.of(State.STEP) for record in records]
+    cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
+    doubts, confidence = _doubts(run, records, matched, clocks, measured)
+    figures = _figures(measured)
+    report = Report(
+        name=run.name,
+        command=run.command,
+        ranks=[record.rank for record in records],
+        size=max(int(record.meta["size"]) for record in records),
+        hosts=[record.host for record in records],
+        steps=max(len(s) for s in stepped),
+        first_step=min((int(s["step"].min()) for s in stepped if len(s)), default=0),
+        wall_s=wall / 1e9,
+        startup_s=(first - started) / 1e9,
+        **figures,
+        recording_cost=cost,
+        events=sum(len(record.events) + record.lost for record in records),
+        missing_ranks=run.missing,
+        refused=run.refused,
+        lost_events=sum(record.lost for record in records),
+        unmatched=_unmatched(matched, within)[0],
+        clocks_aligned=not clocks.apart,
+        clock_residual_s=clocks.residual_ns / 1e9,
+        clocks=[asdict(clock) for clock in clocks.clocks],
+        confidence=confidence,
+        doubts=doubts,
+        places=places(records),
+        work=work(records),
+        roofline=_roofline(records, machine, figures) if machine is not None else None,
+        loading=loading(records),
+    )
+    return Examined(report, measured)
+
+
+def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) -> Roofline | None:
+    times, found = figures["step_times"], figures["efficiencies"]
+    return on_roofline(records, machine, times and times.median_s, found and found.useful)
+
+
+def _figures(m: Measured | None) -> dict[str, Any]:
+    """The part of a Report that needs a window."""
+    if m is None:
+        names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
+        lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
+        lists += ["stood_still", "stalled"]
+        nothing: dict[str, Any] = dict.fromkeys((*names, "step_times")) | {"samples": 0}
+        return nothing | {name: [] for name in lists}
+    length = m.within.length
+    rows = [record.of(State.STEP) for record in m.records]
+    inside = [s[(s["end"] > m.within.start) & (s["end"] <= m.within.end)] for s in rows]
+    samples = sum(total(s["amount"]) for s in inside)
+    times = [busy(rank) for rank in m.states]
+    mean = sum(times) / len(times)
+    slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
+    steps, still = steps_of(m), standstills(m)
+    stalled = stalls(m, still)
+    took = step_times(m, steps) if steps is not None else None
+    if steps is not None and took is not None:
+        took = explained(m, steps, took, still, stalled)
+    return {
+        "window_s": length / 1e9,
+        "samples": samples,
+        "samples_per_s": samples / (length / 1e9) if samples else None,
+        "states": [{name: rank[name] / length for name in STATES} for rank in m.states],
+        "hidden": [time / length for time in hidden(m.matched, m.timelines, m.within)],
+        "efficiencies": m.efficiencies,
+        "slowest_rank": m.records[slowest].rank if slowest is not None else None,
+        "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
+        "groups": groups(m.records, m.matched, m.timelines, m.within),
+        "ranges": _ranges(m),
+        "losses": m.losses,
+        "step_times": took,
+        "stood_still": still,
+        "stalled": stalled,
+        "waited_for": pairs(m),
+    }
+
+
+def _ranges(m: Measured) -> list[Range]:
+    """The efficiencies of each range of steps."""
+    edges, steps = m.ranges.edges, m.ranges.steps
+    spent = [np.diff(line.until(edges), axis=0) for line in m.timelines]
+    result = []
+    for i in range(len(edges) - 1):
+        length = int(edges[i + 1] - edges[i])
+        if length <= 0:
+            continue
+        states = [dict(zip(STATES, rank[i].tolist(), strict=True)) for rank in spent]
+        result.append(Range(steps[i], steps[i + 1] - 1, length / 1e9, efficiencies(states, length)))
+    return result
+
+
+def _doubts(
+    run: Run, records: list[Record], matched: Matched, clocks: Clocks, m: Measured | None
+) -> tuple[list[str], float]:
+    """What could not be read, matched or told apart, and the confidence that is left: the share
+    of ranks that is there x of blocked time that is matched x of waits above the residual."""
+    doubts, confidence = [], 1.0
+    if run.running:
+        doubts.append("the job still runs: the figures are of what it has recorded so far")
+    if run.missing:
+        confidence *= len(records) / (len(records) + len(run.missing))
+        named = ", ".join(map(str, run.missing[:8])) + (" ..." if len(run.missing) > 8 else "")
+        doubts.append(f"no record of rank {named}: the figures leave it out")
+    doubts += [f"{what}: left out" for what in run.refused]
+    for record in records:
+        if record.damaged:
+            confidence *= len(record.events) / (len(record.events) + record.damaged)
+            doubts.append(f"{record.damaged} events of rank {record.rank} are damaged: left out")
+    blocked = total(matched.waits["end"] - matched.waits["start"])
+    unmatched, alone = _unmatched(matched, m.within if m is not None else None)
+    if unmatched:
+        confidence *= 1 - alone / blocked if blocked else 1.0
+        doubts.append(
+            f"{unmatched} collectives or messages lack a member's record: their waits "
+            "are booked by those that are there"
+        )
+    if any(record.lost for record in records):
+        doubts.append("the run was longer than the record holds: the figures are of its end")
+    if clocks.apart:
+        confidence *= 0.5
+        doubts.append(
+            "the clocks of some hosts could not be aligned (they never communicate): waits and "
+            "transfers are not told apart"
+        )
+    if m is not None and m.contradicts:
+        doubts.append(
+            "the replay on an ideal network takes longer than the run: some ends lie before the "
+            "starts that they need, and serialisation and transfer are not told apart"
+        )
+    if m is not None and clocks.residual_ns and blocked:
+        unsure = _below(m, clocks.residual_ns) / blocked
+        confidence *= 1 - unsure
+        doubts.append(
+            f"clocks of hosts are aligned to {clocks.residual_ns / 1e3:.0f} µs: "
+            f"{100 * unsure:.0f} % of the blocked time is in waits too short to be booked to a rank"
+        )
+    return doubts, confidence
+
+
+def _unmatched(matched: Matched, within: Window | None) -> tuple[int, int]:
+    return matched.unmatched(within.start, within.end) if within else matched.unmatched()
+
+
+def _below(m: Measured, residual: int) -> int:
+    """Blocked time in waits that are not longer than the clocks' residual."""
+    rows = m.matched.waits
+    wait = np.clip(rows["latest"], rows["start"], rows["end"]) - rows["start"]
+    short = (wait > 0) & (wait <= residual)
+    return total(wait[short])

@@ -1,0 +1,1 @@
+"""Compute the figures of a running job from the ends of its records."""

@@ -1,0 +1,190 @@
+"""What each rank of a running job is in at this moment, and who is missing where others stand.
+
+It comes from what a rank has begun last (``Record.begun``), its newest event, and its host's own
+clock: clocks of different hosts are never compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...record.ring.states import NOTES, POINT_TO_POINT, Op, State
+from ...record.ring.tail import Tail
+from ..figures.losses import name_of
+from ..records.read_record import Record
+
+_IN_FLIGHT = (State.COLLECTIVE, State.BLOCKED)
+
+
+@dataclass(frozen=True)
+class Now:
+    """What one rank does. process: running, stopped or ended. doing: starting (no step yet),
+    input, checkpoint, exchange (it stands still for a collective), flight (one is under way, and
+    it may compute meanwhile), script (none of these). for_s: since when it does that;
+    None where that is not known. last: the event that ended last, and how long ago that was."""
+
+    rank: int
+    host: str
+    process: str
+    step: int
+    doing: str
+    for_s: float | None
+    collective: str | None
+    group: str | None
+    number: int | None
+    last: str | None
+    last_s: float | None
+
+
+def now_of(record: Record, tail: Tail) -> Now:
+    """What a rank does, by its record and its host's clock."""
+    events = record.events[~np.isin(record.states, NOTES)]
+    done = events[events["state"] == State.STEP]["step"]
+    step = max(int(events["step"].max(initial=0)), int(done.max()) + 1 if len(done) else 0)
+    newest = events[len(events) - 1 - int(events["end"][::-1].argmax())] if len(events) else None
+    found = Now(
+        rank=record.rank,
+        host=record.host,
+        process={"": "ended", "T": "stopped", "t": "stopped"}.get(tail.process, "running"),
+        step=step,
+        doing="script" if step else "starting",
+        for_s=None,
+        collective=None,
+        group=None,
+        number=None,
+        last=_last(newest, step) if newest is not None else None,
+        last_s=age(tail.now, int(newest["end"])) if newest is not None else None,
+    )
+    return _begun(found, record, tail.now) if found.process != "ended" else found
+
+
+def _begun(found: Now, record: Record, clock: int) -> Now:
+    """With what the rank has begun last, unless that is over."""
+    begun = record.begun
+    if begun is None or _over(record):
+        return found
+    since = age(clock, begun.since)
+    step = max(found.step, begun.step)
+    found = replace(found, step=step, for_s=since)
+    if begun.state == State.INPUT:
+        return replace(found, doing="input")
+    if begun.state == State.CHECKPOINT:
+        return replace(found, doing="checkpoint")
+    group = record.meta.get("groups", {}).get(str(begun.group))
+    if begun.state not in _IN_FLIGHT or group is None or begun.op not in set(Op):
+        return replace(found, for_s=None)  # written in this very moment
+    return replace(
+        found,
+        doing="exchange" if begun.state == State.BLOCKED else "flight",
+        collective=name_of(begun.op),
+        group=str(group["name"]),
+        number=begun.seq if begun.op not in POINT_TO_POINT else None,
+    )
+
+
+def _over(record: Record) -> bool:
+    """Whether an event says that what was begun last has ended."""
+    begun, events = record.begun, record.events
+    assert begun is not None
+    if begun.state in _IN_FLIGHT:
+        ended = np.isin(record.states, _IN_FLIGHT)
+        same = (events["group"] == begun.group) & (events["seq"] == begun.seq)
+        same &= events["end"] > begun.since  # what was before it: the check that ranks agree
+        if begun.op in POINT_TO_POINT:  # their numbers count by themselves for each peer
+            same &= events["op"] == begun.op
+        return bool((ended & same).any())
+    return bool(((record.states == begun.state) & (events["start"] >= begun.since)).any())
+
+
+_ENDED = {
+    State.INPUT: "a batch",
+    State.FORWARD: "a forward",
+    State.LOSS: "a loss",
+    State.BACKWARD: "a backward",
+    State.OPTIMIZER: "an optimizer's step",
+    State.CHECKPOINT: "a checkpoint",
+    State.VALIDATION: "a validation",
+}
+
+
+def _last(event: Any, step: int) -> str:
+    state = State(int(event["state"]))
+    if state in (State.STEP, State.OPTIMIZER):
+        return f"optimizer step {step}"
+    if event["op"]:
+        number = "" if event["op"] in POINT_TO_POINT else f" {int(event['seq'])}"
+        return f"{name_of(int(event['op']))}{number}"
+    return _ENDED.get(state, "its own work")
+
+
+def age(clock: int, at: int) -> float:
+    """Seconds from a time until now, both on one host's clock."""
+    return max(0, clock - at) / 1e9
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A collective in which ranks stand still. inside: those that are in it, for up to ``for_s``.
+    absent: members that have not begun it. unseen: members without a record."""
+
+    collective: str
+    group: str
+    number: int
+    for_s: float
+    inside: list[int]
+    absent: list[int]
+    unseen: int
+
+
+def standing(records: Sequence[Record], doing: Sequence[Now], long_s: float) -> list[Standing]:
+    """Collectives that a rank has been in for ``long_s``, the longest first."""
+    found = {
+        (now.group, now.collective, now.number)
+        for now in doing
+        if now.number is not None and now.for_s is not None and now.for_s >= long_s
+    }
+    result = []
+    for group, collective, number in found:
+        assert isinstance(group, str)
+        assert isinstance(collective, str)
+        assert isinstance(number, int)
+        inside = [
+            n for n in doing if (n.group, n.collective, n.number) == (group, collective, number)
+        ]
+        members = {r.rank: _reached(r, group) for r in records}
+        reached = {rank: last for rank, last in members.items() if last is not None}
+        sizes = [int(g["size"]) for r in records for g in _groups(r) if g["name"] == group]
+        result.append(
+            Standing(
+                collective=collective,
+                group=group,
+                number=number,
+                for_s=max(now.for_s or 0.0 for now in inside),
+                inside=[now.rank for now in inside],
+                absent=[rank for rank, last in reached.items() if last < number],
+                unseen=max(0, max(sizes) - len(reached)),
+            )
+        )
+    return sorted(result, key=lambda one: -one.for_s)
+
+
+def _groups(record: Record) -> list[dict[str, Any]]:
+    return list(record.meta.get("groups", {}).values())
+
+
+def _reached(record: Record, name: str) -> int | None:
+    """The number of the last collective of a group that a rank has begun; None where it is no
+    member."""
+    numbers = [int(n) for n, g in record.meta.get("groups", {}).items() if g["name"] == name]
+    if not numbers:
+        return None
+    events = record.events
+    own = (events["group"] == numbers[0]) & (events["op"] > 0)
+    own &= ~np.isin(events["op"], POINT_TO_POINT)
+    last = int(events["seq"][own].max(initial=0))
+    begun = record.begun
+    if begun is not None and begun.group == numbers[0] and begun.op not in POINT_TO_POINT:
+        last = max(last, begun.seq)
+    return last

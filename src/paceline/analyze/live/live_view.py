@@ -1,0 +1,173 @@
+"""A running job's figures from the ends of its records, and what each rank is in right now.
+
+Shares and speed come from the same analysis as a report's, over the steps that all tails hold;
+what happens now is ``now``'s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ...record.ring.states import NOTES, State
+from ...record.ring.tail import Tail
+from ..figures.report import examine
+from ..figures.steps import steps_of
+from ..figures.wait_matrix import Pair, matrix, pairs
+from ..records.load_run import Run
+from ..records.read_record import Record, read
+from ..records.script_lines import words_of
+from .current_states import Now, Standing, age, now_of, standing
+
+PAIRS = 3
+RECENT_S = 10.0  # what a view covers of the tails, but LEAST_STEPS where they are longer
+LEAST_STEPS = 5
+LONG_S = 1.0  # a rank that is so long in one thing, and three usual steps, stands still
+_LONG_STEPS = 3.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What is to be seen of a running job; times in seconds, shares in [0, 1].
+
+    ``states`` and ``caused`` (the share of its time that others wait for a rank, all of them
+    together) have an entry for each of ``ranks``. What needs two steps in every tail is None or
+    empty where there are fewer.
+    """
+
+    command: list[str]
+    size: int
+    ranks: list[int]
+    hosts: list[str]  # of each of ``ranks``
+    elapsed_s: float
+    attempt: int
+    step: int  # steps that the last of the ranks has done
+    first_step: int | None  # the figures cover the steps from this one ...
+    last_step: int | None
+    window_s: float | None
+    steps_per_s: float | None
+    samples_per_s: float | None
+    states: list[dict[str, float]]
+    caused: list[float]
+    slowest_rank: int | None
+    slowest_excess: float | None
+    waited_for: list[Pair]
+    now: list[Now]
+    standing: list[Standing]
+    missing_ranks: list[int]
+    silent_hosts: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"format": "paceline-live", "version": 1, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's record, and what was true when it was read."""
+
+    record: Record
+    tail: Tail
+
+
+def view(
+    tails: Sequence[Tail], command: list[str], size: int | None = None, silent: Sequence[str] = ()
+) -> View | None:
+    """What the tails say; None where no rank has a record yet. size: of the job, where it is
+    known without them."""
+    ranks, notes = last_attempt(tails)
+    if not ranks:
+        return None
+    records = [rank.record for rank in ranks]
+    size = max(size or 0, *(int(record.meta["size"]) for record in records))
+    missing = sorted(set(range(size)) - {record.rank for record in records})
+    figures, typical = _figures(Run("live", records, missing, [], command))
+    doing = [now_of(rank.record, rank.tail) for rank in ranks]
+    long_s = max(LONG_S, _LONG_STEPS * typical)
+    return View(
+        command=words_of(command),
+        size=size,
+        ranks=[record.rank for record in records],
+        hosts=[record.host for record in records],
+        elapsed_s=max(age(r.tail.now, int(r.record.meta["started_ns"])) for r in ranks),
+        attempt=int(records[0].meta.get("attempt", 0)),
+        step=min(now.step for now in doing),
+        **figures,
+        now=doing,
+        standing=standing(records, doing, long_s),
+        missing_ranks=missing,
+        silent_hosts=words_of(list(silent)),
+        notes=notes,
+    )
+
+
+def last_attempt(tails: Sequence[Tail]) -> tuple[list[Seen], list[str]]:
+    """The last attempt's record of each rank, and what can't be read. A process that only
+    started the ranks is nobody's record."""
+    notes, ranks = set(), []
+    for tail in tails:
+        try:
+            ranks.append(Seen(read(tail.data, tail.name), tail))
+        except ValueError as error:
+            notes.add(str(error))
+    last = max((int(rank.record.meta.get("attempt", 0)) for rank in ranks), default=0)
+    ranks = [rank for rank in ranks if int(rank.record.meta.get("attempt", 0)) == last]
+    sizes = {int(rank.record.meta["size"]) for rank in ranks if _told(rank.record)}
+    best: dict[int, Seen] = {}
+    for rank in ranks:
+        record = rank.record
+        if not _told(record) and sizes and int(record.meta["size"]) not in sizes:
+            continue
+        if record.rank not in best or _told(record) > _told(best[record.rank].record):
+            best[record.rank] = rank
+    return [best[number] for number in sorted(best)], sorted(notes)
+
+
+def _recent(records: list[Record]) -> list[Record]:
+    """Without the steps that are over for long. Steps have the same numbers on all ranks."""
+    rows = [record.events[record.states == State.STEP] for record in records]
+    if not all(len(row) for row in rows):
+        return records
+    last = min(int(row["step"].max()) for row in rows)
+    row = rows[0][rows[0]["step"] <= last]
+    if len(row) <= LEAST_STEPS + 1:
+        return records
+    early = row["step"][row["end"] < row["end"][-1] - int(RECENT_S * 1e9)]
+    first = min(int(early.max(initial=0)), int(row["step"][-LEAST_STEPS - 1]))
+    return [replace(r, events=r.events[r.events["step"] >= first]) for r in records]
+
+
+def _told(record: Record) -> int:
+    return int(np.count_nonzero(~np.isin(record.states, NOTES)))
+
+
+def _figures(run: Run) -> tuple[dict[str, Any], float]:
+    """The part of a View that needs two steps, and how long a step takes (s, 0 if unknown)."""
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("first_step", "last_step", "window_s", "steps_per_s", "samples_per_s", "slowest_rank")
+    )
+    nothing |= {"slowest_excess": None, "states": [], "caused": [], "waited_for": []}
+    try:
+        examined = examine(replace(run, records=_recent(run.records)))
+    except AssertionError:  # an event that was torn and looks whole: the next view is another
+        return nothing, 0.0
+    m, report = examined.measured, examined.report
+    steps = steps_of(m) if m is not None else None
+    if m is None or steps is None:
+        return nothing, 0.0
+    seconds = float(steps.seconds.sum())
+    caused = np.zeros(len(run.records)) if m.apart else matrix(m).sum(axis=0)
+    found = {
+        "first_step": steps.first,
+        "last_step": steps.first + len(steps) - 1,
+        "window_s": report.window_s,
+        "steps_per_s": len(steps) / seconds if seconds else None,
+        "samples_per_s": report.samples_per_s,
+        "states": report.states,
+        "caused": caused.tolist(),
+        "slowest_rank": report.slowest_rank,
+        "slowest_excess": report.slowest_excess,
+        "waited_for": pairs(m, PAIRS),
+    }
+    return found, float(np.median(steps.seconds))

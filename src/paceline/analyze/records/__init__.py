@@ -1,0 +1,1 @@
+"""Read the records of a run and bring them onto one clock and one timeline."""

@@ -1,0 +1,1 @@
+"""Plan which cores, devices and memory each rank of a host gets."""

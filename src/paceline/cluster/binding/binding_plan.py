@@ -1,0 +1,322 @@
+"""Which cores, GPU, network cards and memory each rank of a host gets, and what is odd with that.
+
+Plans only: nothing is bound here, and a place read back from a running rank is judged the same."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..topology.local_resources import spans
+from ..topology.pci_devices import Card, nearest
+from ..topology.topology import Topology
+from .divide_cores import Core, Group, blocks, cores_of, even, homes, host_of
+from .gpu_affinity import GPU, local, near_gpus
+
+KINDS = ("none", "core", "numa", "socket", "device")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs."""
+
+    cpus: tuple[int, ...]  # hardware threads
+    packages: tuple[int, ...] = ()  # the sockets of those
+    nodes: tuple[int, ...] = ()  # their NUMA nodes
+    device: int | None = None  # among the visible GPUs
+    cards: tuple[str, ...] = ()  # the nearest network cards
+    memory: tuple[int, ...] = ()  # NUMA nodes to prefer; empty: all are as good
+    threads: int = 1  # for OpenMP and torch
+    notes: tuple[str, ...] = ()  # what is worth knowing of the plan: the same for all its ranks
+
+
+def plan(
+    topology: Topology,
+    allowed: set[int],
+    ranks: int,
+    *,
+    bind: str,
+    cpus_per_rank: int | None = None,
+    threads: int | None = None,
+    smt: bool | None = None,
+    cards: Sequence[Card] = (),
+    visible: list[int] | None = None,
+) -> list[Place]:
+    """The place of every rank of this host; ValueError where what is asked can't be had.
+
+    allowed: hardware threads that the scheduler granted. cpus_per_rank: cores, else an equal part.
+    threads: else one a core, with smt=True one a hardware thread; smt=False takes each core's
+    first hardware thread only. visible: numbers, by bus id, of the GPUs that are devices 0, 1, ...;
+    None: all."""
+    _check(bind, ranks, cpus_per_rank, threads)
+    cores = cores_of(topology, allowed, smt)
+    notes = _notes(topology, allowed, cores, smt)
+    if not cores:
+        raise ValueError(
+            f"--bind {bind}: none of the hardware threads granted here ({spans(sorted(allowed))}) "
+            f"is one that this host has ({spans([cpu.number for cpu in topology.cpus])}). "
+            "HINT: start it where it is to run; a container may hide what its host has"
+        )
+    _has_room(bind, ranks, cpus_per_rank, len(cores))
+    devices = _visible(cards, visible)
+    shares: Sequence[Sequence[Core]]
+    if bind in ("core", "device"):
+        cores, note = _strong(cores, ranks * (cpus_per_rank or 1))
+        notes += note
+        if bind == "core":
+            host = host_of(cores)
+            shares = blocks(host, ranks, cpus_per_rank or even(host, ranks))
+        else:
+            shares, note = near_gpus(topology, cores, devices, ranks, cpus_per_rank)
+            notes += note
+        notes += _left(cores, shares, bind == "core" and cpus_per_rank is None)
+    else:
+        weak = sum(core[0].efficient for core in cores)
+        notes += [f"{weak} of the {len(cores)} cores are efficiency cores"] if weak else []
+        shares = _shared(host_of(cores), ranks, bind, cpus_per_rank)
+    return _places(topology, shares, cards, devices, (cpus_per_rank, threads, smt), notes)
+
+
+def _places(
+    topology: Topology,
+    shares: Sequence[Sequence[Core]],
+    cards: Sequence[Card],
+    devices: list[GPU],
+    asked: tuple[int | None, int | None, bool | None],
+    notes: list[str],
+) -> list[Place]:
+    cpus_per_rank, threads, smt = asked
+    masks = [tuple(sorted(cpu.number for core in share for cpu in core)) for share in shares]
+    sharers = Counter(masks)
+    nics = [card for card in cards if card.kind == "ib"]
+    nics = nics or [card for card in cards if card.kind == "net"]
+    found = []
+    for i, (share, mask) in enumerate(zip(shares, masks, strict=True)):
+        units = len(mask) if smt else len(share)
+        own = units * cpus_per_rank // len(share) if cpus_per_rank else units // sharers[mask]
+        nodes = topology.numa_nodes(mask)
+        device = i if len(shares) <= len(devices) else None
+        here = None if device is None else devices[device].card
+        if here is None:
+            here = Card("", "", nodes[0] if len(nodes) == 1 else None, mask)
+        found.append(
+            Place(
+                mask,
+                topology.packages(mask),
+                nodes,
+                device,
+                tuple(nic.name for nic in nearest(here, nics, topology)),
+                _memory(topology, nodes),
+                threads or max(1, own),
+                tuple(notes),
+            )
+        )
+    return found
+
+
+def _memory(topology: Topology, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """The NUMA nodes whose memory is nearest to those; none, if these are all with cores."""
+    homes = {node.number: node for node in topology.nodes if node.cpus}
+    if set(nodes) >= set(homes):
+        return ()
+    filled = [number for number, node in homes.items() if node.bytes]
+    wanted = set()
+    for number in nodes:
+        far = homes[number].distances
+        empty = filled and number not in filled
+        wanted.add(min(filled, key=lambda other: far.get(other, 255)) if empty else number)
+    return tuple(sorted(wanted))
+
+
+def _shared(
+    host: Group, ranks: int, bind: str, cpus_per_rank: int | None
+) -> Sequence[Sequence[Core]]:
+    """All cores of the host, or of one of its sockets or NUMA nodes, for every rank."""
+    if bind == "none":
+        return [host.cores] * ranks
+    if bind == "socket":
+        host = Group(host.cores, tuple(Group(socket.cores) for socket in host.parts))
+    found = homes(host, ranks, cpus_per_rank or 1)
+    if found is None:
+        sizes = [len(part.cores) for part in _smallest(host)]
+        most = max(n for n in range(max(sizes) + 1) if not n or homes(host, ranks, n) is not None)
+        what = "socket" if bind == "socket" else "NUMA node"
+        there = f"{len(sizes)} {what}s, of {max(sizes)} allowed cores at most"
+        raise ValueError(
+            f"--bind {bind}: {_number(ranks)} with --cpus-per-rank {cpus_per_rank} "
+            f"{'does' if ranks == 1 else 'do'} not fit in this host's "
+            f"{there if len(sizes) > 1 else f'one {what}, of {sizes[0]} allowed cores'}. "
+            f"HINT: --cpus-per-rank {most}"
+        )
+    if bind == "socket":
+        return [group.cores for group in found]
+    return [  # a NUMA node may be over several sockets, where the firmware shows only one
+        [core for core in host.cores if core[0].node == group.cores[0][0].node]
+        if group.cores[0][0].node is not None
+        else group.cores
+        for group in found
+    ]
+
+
+def _smallest(group: Group) -> list[Group]:
+    return [g for part in group.parts for g in _smallest(part)] if group.parts else [group]
+
+
+def _check(bind: str, ranks: int, cpus_per_rank: int | None, threads: int | None) -> None:
+    if bind not in KINDS:
+        raise ValueError(
+            f"--bind {bind} is not known. HINT: {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        )
+    for option, value in (
+        ("-n", ranks),
+        ("--cpus-per-rank", cpus_per_rank),
+        ("--threads", threads),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} {value}: HINT: 1 or more")
+
+
+def _has_room(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -> None:
+    verb = "needs" if ranks == 1 else "need"
+    there = f"{cores} are allowed here" if cores > 1 else "1 is allowed here"
+    plain = bind in ("none", "core")  # others know more closely what there is room for
+    if plain and cpus_per_rank is not None and ranks * cpus_per_rank > cores:
+        ways = [f"--cpus-per-rank {cores // ranks}"] if cores >= ranks else []
+        ways += [f"-n {cores // cpus_per_rank}"] if cores >= cpus_per_rank else []
+        raise ValueError(
+            f"--bind {bind}: {_number(ranks)} with --cpus-per-rank {cpus_per_rank} {verb} "
+            f"{ranks * cpus_per_rank} cores, and {there}. "
+            f"HINT: {' or '.join(ways) or '--bind none without --cpus-per-rank'}"
+        )
+    if bind != "none" and ranks > cores:
+        raise ValueError(
+            f"--bind {bind}: {ranks} ranks need a core each, and {there}. "
+            f"HINT: -n {cores} or --bind none"
+        )
+
+
+def _visible(cards: Sequence[Card], visible: list[int] | None) -> list[GPU]:
+    gpus = [card for card in cards if card.kind == "gpu"]
+    if visible is None:
+        return [GPU(i, card) for i, card in enumerate(gpus)]
+    return [GPU(i, gpus[i] if 0 <= i < len(gpus) else None) for i in visible]
+
+
+def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool | None) -> list[str]:
+    """What is odd about the grant itself."""
+    found = [topology.guessed] if topology.guessed else []
+    strange = sorted(allowed - {cpu.number for cpu in topology.cpus})
+    if strange:
+        found.append(f"the hardware threads {spans(strange)} are granted, and not on this host")
+    all_threads = Counter(cpu.core for cpu in topology.cpus)
+    half = sum(len(core) < all_threads[core[0].core] for core in cores)
+    if half and smt is not False:
+        found.append(f"of {half} cores only some hardware threads are allowed")
+    if smt and all(len(core) == 1 for core in cores):
+        found.append("no core has a second hardware thread that is allowed")
+    return found
+
+
+def _strong(cores: list[Core], needed: int) -> tuple[list[Core], list[str]]:
+    """Without the efficiency cores, where there are enough others."""
+    strong = [core for core in cores if not core[0].efficient]
+    weak = len(cores) - len(strong)
+    if not weak or not strong:
+        return cores, []
+    if len(strong) < needed:
+        return cores, [f"efficiency cores take part: only {len(strong)} are performance cores"]
+    return strong, [f"{weak} efficiency cores are left out"]
+
+
+def _left(cores: list[Core], shares: Sequence[Sequence[Core]], even: bool) -> list[str]:
+    """Cores that nobody got; after an even division, how to use more of them."""
+    ranks, each = len(shares), len(shares[0])
+    left = len(cores) - ranks * each
+    if not left:
+        return []
+    more = ""
+    if even and len(cores) // ranks > each:
+        more = (
+            f"; --cpus-per-rank {len(cores) // ranks} uses more, and splits ranks over NUMA nodes"
+        )
+    return [f"{left} of {len(cores)} cores {'stay' if left > 1 else 'stays'} free{more}"]
+
+
+def odd(
+    places: Sequence[Place],
+    topology: Topology,
+    cards: Sequence[Card] = (),
+    *,
+    allowed: set[int] | None = None,
+    visible: list[int] | None = None,
+    smt: bool | None = None,
+) -> list[str]:
+    """What a person should look at, in words; the ranks of a host count from 0. With smt=True a
+    thread on every hardware thread is as it should be."""
+    said: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        for words in _odd_alone(place, topology, allowed, _visible(cards, visible)):
+            said.setdefault(words, []).append(rank)
+    found = [f"{_named(ranks)}: {words}" for words, ranks in said.items()]
+    sharers: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        sharers.setdefault(tuple(sorted(place.cpus)), []).append(rank)
+    for mask, ranks in sharers.items():
+        cores = topology.cores(mask)
+        threads = sum(places[rank].threads for rank in ranks)
+        if threads > (len(topology.at(mask)) if smt else len(cores)):
+            what = "1 core" if len(cores) == 1 else f"{len(cores)} cores"
+            found.append(f"{_named(ranks)}: {threads} threads on {what} ({spans(list(mask))})")
+    return found + _overlaps(places, topology)
+
+
+def _odd_alone(
+    place: Place, topology: Topology, allowed: set[int] | None, gpus: list[GPU]
+) -> list[str]:
+    found = []
+    known = {cpu.number for cpu in topology.cpus}
+    strange = set(place.cpus) - known
+    if strange:
+        found.append(f"hardware threads {spans(sorted(strange))} are not on this host")
+    if allowed is not None and set(place.cpus) & known - allowed:
+        outside = sorted(set(place.cpus) & known - allowed)
+        found.append(f"hardware threads {spans(outside)} are not granted to this job")
+    packages = topology.packages(place.cpus)
+    if len(packages) > 1:
+        found.append(f"over sockets {spans(list(packages))}")
+    card = None
+    if place.device is not None and place.device < len(gpus):
+        card = gpus[place.device].card
+    if card is not None:
+        near = topology.packages(local(topology, card))
+        if near and packages and not set(near) & set(packages):
+            found.append(
+                f"on socket {spans(list(packages))}, its GPU {card.name} on socket "
+                f"{spans(list(near))}"
+            )
+    return found
+
+
+def _overlaps(places: Sequence[Place], topology: Topology) -> list[str]:
+    """Ranks that meet on some of their cores only; those that share all do so on purpose."""
+    on: dict[int, list[int]] = {}
+    for rank, place in enumerate(places):
+        for core in topology.cores(place.cpus):
+            on.setdefault(core, []).append(rank)
+    meeting: dict[tuple[int, ...], list[int]] = {}
+    for core, ranks in on.items():
+        if len({tuple(sorted(places[rank].cpus)) for rank in ranks}) > 1:
+            meeting.setdefault(tuple(ranks), []).append(core)
+    found = []
+    for together, cores in meeting.items():
+        cpus = [cpu.number for cpu in topology.cpus if cpu.core in cores]
+        what = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
+        found.append(f"{_named(list(together))}: on {what} (hardware threads {spans(cpus)})")
+    return found
+
+
+def _named(ranks: list[int]) -> str:
+    return f"ranks {spans(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
+def _number(ranks: int) -> str:
+    return f"{ranks} ranks" if ranks > 1 else "1 rank"

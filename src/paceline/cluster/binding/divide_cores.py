@@ -1,0 +1,131 @@
+"""Dividing a host's cores among its ranks: dealt over sockets and NUMA nodes, neighbours together.
+
+No rank gets cores of two sockets or NUMA nodes, unless there are too few ranks or too small nodes
+for that."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..topology.topology import Cpu, Topology
+
+# Ranks fewer than NUMA nodes (sockets) get several of them only where they win more than this
+# factor: two of three nodes with one each are better than ranks that share a node.
+WORTH = 1.5
+
+Core = tuple[Cpu, ...]  # its hardware threads, as far as they may be used
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cores of a host, a socket or a NUMA node, and the smaller groups that they make."""
+
+    cores: tuple[Core, ...]
+    parts: tuple["Group", ...] = ()
+
+    def fits(self, each: int) -> int:
+        """Ranks of so many cores that have room, none over two of the smallest groups."""
+        if not self.parts:
+            return len(self.cores) // each
+        return sum(part.fits(each) for part in self.parts)
+
+
+def cores_of(topology: Topology, allowed: Iterable[int], smt: bool | None) -> list[Core]:
+    """The cores that have an allowed hardware thread, with all of those, or the first only."""
+    found: dict[int, list[Cpu]] = {}
+    for cpu in topology.at(allowed):
+        found.setdefault(cpu.core, []).append(cpu)
+    return [tuple(cpus[:1] if smt is False else cpus) for cpus in found.values()]
+
+
+def host_of(cores: Iterable[Core]) -> Group:
+    """Cores as sockets of NUMA nodes, in the order of these; efficiency cores last."""
+    packages: dict[int, dict[int, list[Core]]] = {}
+    for core in cores:
+        first = core[0]
+        node = -1 if first.node is None else first.node
+        packages.setdefault(first.package, {}).setdefault(node, []).append(core)
+    sockets = []
+    for _, package in sorted(packages.items(), key=lambda entry: (min(entry[1]), entry[0])):
+        nodes = [
+            Group(tuple(sorted(package[node], key=lambda core: (core[0].efficient, core[0].core))))
+            for node in sorted(package)
+        ]
+        sockets.append(_joined(nodes))
+    return _joined(sockets)
+
+
+def _joined(parts: Sequence[Group]) -> Group:
+    return Group(tuple(core for part in parts for core in part.cores), tuple(parts))
+
+
+def even(host: Group, ranks: int) -> int:
+    """How many cores each of so many ranks gets; 0, where there are fewer cores than ranks."""
+    nodes = [node for socket in host.parts for node in socket.parts]
+    each = _most(nodes, ranks)
+    for smaller, larger in ((nodes, host.parts), (host.parts, (host,))):
+        spread = _most(larger, ranks)
+        if ranks < len(smaller) and spread > WORTH * each:
+            each = spread
+    return each
+
+
+def _most(groups: Sequence[Group], ranks: int) -> int:
+    """The most cores of one of the groups that each of so many ranks can have for itself."""
+    sizes = [len(group.cores) for group in groups]
+    for each in range(max(sizes, default=0), 0, -1):
+        if sum(size // each for size in sizes) >= ranks:
+            return each
+    return 0
+
+
+def deal(group: Group, ranks: int, each: int) -> list[int] | None:
+    """How many ranks each part gets, evenly by their cores, where each needs so many; None, where
+    some rank must be over two parts of this group or of a smaller one."""
+    rooms = [part.fits(each) for part in group.parts]
+    if sum(rooms) < ranks:
+        return None
+    return _dealt(group, rooms, ranks)
+
+
+def _dealt(group: Group, rooms: list[int], ranks: int) -> list[int]:
+    sizes = [len(part.cores) for part in group.parts]
+    counts = [0] * len(rooms)
+    for _ in range(ranks):
+        free = [i for i, room in enumerate(rooms) if counts[i] < room]
+        counts[max(free, key=lambda i: (sizes[i] / (counts[i] + 1), -counts[i], -i))] += 1
+    return counts
+
+
+def blocks(group: Group, ranks: int, each: int) -> list[tuple[Core, ...]]:
+    """So many cores for each of the ranks, which must have room: neighbours of one NUMA node as
+    far as possible, then of one socket; in the order of the group's cores."""
+    if not group.parts:
+        return [group.cores[i * each : (i + 1) * each] for i in range(ranks)]
+    counts = deal(group, ranks, each)
+    if counts is None:
+        rooms = [len(part.cores) // each for part in group.parts]
+        counts = _dealt(group, rooms, min(ranks, sum(rooms)))
+    found = [
+        block
+        for part, count in zip(group.parts, counts, strict=True)
+        for block in blocks(part, count, each)
+    ]
+    taken = {core for block in found for core in block}
+    rest = tuple(core for core in group.cores if core not in taken)
+    found += blocks(Group(rest), ranks - len(found), each)
+    order = {core: i for i, core in enumerate(group.cores)}
+    return sorted(found, key=lambda block: order[block[0]])
+
+
+def homes(group: Group, ranks: int, each: int) -> list[Group] | None:
+    """One of the smallest groups for every rank, where so many cores of it can be its part; None,
+    where they don't have room."""
+    if not group.parts:
+        return [group] * ranks
+    counts = deal(group, ranks, each)
+    if counts is None:
+        return None
+    found: list[Group] = []
+    for part, count in zip(group.parts, counts, strict=True):
+        found += homes(part, count, each) or []
+    return found

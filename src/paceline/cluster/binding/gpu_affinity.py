@@ -1,0 +1,158 @@
+"""Cores for each rank that are near its GPU: of the GPU's NUMA node, else of its socket."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..topology.local_resources import spans
+from ..topology.pci_devices import Card
+from ..topology.topology import Topology
+from .divide_cores import Core, blocks, even, host_of
+
+Shares = list[tuple[Core, ...]]
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A visible GPU: its number by bus id, and what sysfs knows of it."""
+
+    number: int
+    card: Card | None = None
+
+
+def near_gpus(
+    topology: Topology,
+    cores: Sequence[Core],
+    gpus: Sequence[GPU],
+    ranks: int,
+    each: int | None,
+) -> tuple[Shares, list[str]]:
+    """Cores for each rank near the GPU of its number, and what to say of it; each: how many cores,
+    None: as many as all can have."""
+    _check(gpus, ranks)
+    used = [gpu.card for gpu in gpus[:ranks] if gpu.card is not None]
+    notes = []
+    lost = [card.name for card in used if not local(topology, card)]
+    if lost:
+        notes.append(f"this host does not say which cores are near {', '.join(lost)}")
+    close = [_within(cores, local(topology, card)) for card in used]
+    found = _carve(close, each)
+    if found is not None:
+        return found, notes
+    sockets = [_within(cores, _socket(topology, card)) for card in used]
+    found = _carve(sockets, each)
+    if found is not None:
+        notes.append("the NUMA nodes of the GPUs have too few cores: the socket's others are used")
+        return _matched(found, sockets, close), notes
+    raise ValueError(_why(topology, cores, used, sockets, each))
+
+
+def local(topology: Topology, card: Card) -> set[int]:
+    """The hardware threads that a card is near; none, where nobody says it."""
+    known = {cpu.number for cpu in topology.cpus}
+    if known & set(card.cpus):
+        return known & set(card.cpus)
+    homes = [node for node in topology.nodes if node.cpus]
+    own = next((node for node in topology.nodes if node.number == card.node), None)
+    if own is None or not homes:
+        return set()
+    return set(min(homes, key=lambda node: own.distances.get(node.number, 255)).cpus)
+
+
+def _socket(topology: Topology, card: Card) -> set[int]:
+    packages = topology.packages(local(topology, card))
+    return {cpu.number for cpu in topology.cpus if cpu.package in packages}
+
+
+def _within(cores: Sequence[Core], cpus: set[int]) -> tuple[Core, ...]:
+    """The cores that are on some of those hardware threads; all, where none are said."""
+    return tuple(core for core in cores if not cpus or any(cpu.number in cpus for cpu in core))
+
+
+def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None:
+    """So many cores for each rank out of its own pool, or as many as all can have; None, where a
+    pool has too few. Ranks with the same pool divide it."""
+    ranks_of: dict[tuple[Core, ...], list[int]] = {}
+    for rank, pool in enumerate(pools):
+        ranks_of.setdefault(pool, []).append(rank)
+    most = min(even(host_of(pool), len(ranks)) for pool, ranks in ranks_of.items())
+    for size in range(most, 0, -1) if each is None else (each,):
+        found: dict[int, tuple[Core, ...]] = {}
+        taken: set[Core] = set()  # pools may overlap: what is near some GPU is not always known
+        for pool, ranks in sorted(ranks_of.items(), key=lambda entry: len(entry[0])):
+            free = host_of(core for core in pool if core not in taken)
+            if len(free.cores) // size < len(ranks):
+                break
+            found.update(zip(ranks, blocks(free, len(ranks), size), strict=True))
+            taken.update(core for rank in ranks for core in found[rank])
+        if len(found) == len(pools):
+            return [found[rank] for rank in range(len(pools))]
+    return None
+
+
+def _matched(
+    found: Shares, pools: Sequence[tuple[Core, ...]], close: Sequence[tuple[Core, ...]]
+) -> Shares:
+    """The same shares, exchanged among ranks of the same pool so that who can has what is close."""
+    ranks = range(len(found))
+    pairs = [(rank, of) for rank in ranks for of in ranks if pools[rank] == pools[of]]
+    pairs.sort(key=lambda pair: -len(set(close[pair[0]]) & set(found[pair[1]])))
+    given: dict[int, int] = {}
+    for rank, of in pairs:
+        if rank not in given and of not in given.values():
+            given[rank] = of
+    return [found[given[rank]] for rank in ranks]
+
+
+def _check(gpus: Sequence[GPU], ranks: int) -> None:
+    if not gpus:
+        raise ValueError(
+            "--bind device: no GPU is visible here. HINT: --bind core or --bind socket"
+        )
+    if ranks > len(gpus):
+        there = f"{len(gpus)} GPUs are" if len(gpus) > 1 else "1 GPU is"
+        raise ValueError(
+            f"--bind device: {ranks} ranks need a GPU each, and {there} visible here. "
+            f"HINT: -n {len(gpus)} or --bind core"
+        )
+    unknown = [gpu.number for gpu in gpus[:ranks] if gpu.card is None]
+    if unknown:
+        raise ValueError(
+            f"--bind device: this host's PCI bus does not show GPU {spans(unknown)}, so nobody "
+            "knows which cores are near it. HINT: --bind core or --bind socket"
+        )
+
+
+def _why(
+    topology: Topology,
+    cores: Sequence[Core],
+    used: Sequence[Card],
+    sockets: Sequence[tuple[Core, ...]],
+    each: int | None,
+) -> str:
+    """Which GPU has too few cores, and the most that can be had."""
+    granted = spans(sorted(cpu.number for core in cores for cpu in core))
+    for card, pool in zip(used, sockets, strict=True):
+        near = topology.packages(local(topology, card))
+        where = f"socket {spans(list(near))}"
+        ranks = [other.name for other, its in zip(used, sockets, strict=True) if its == pool]
+        if not pool:
+            return (
+                f"--bind device: no core of {where}, where the GPU {card.name} is, is allowed here "
+                f"({granted} are). HINT: --bind core, or ask the scheduler for cores of {where}"
+            )
+        if len(pool) // (each or 1) < len(ranks):
+            break
+    need = "a core each" if each is None else f"{len(ranks) * each} cores"
+    asked = "" if each is None else f" with --cpus-per-rank {each}"
+    who = f"{len(ranks)} ranks{asked} need" if len(ranks) > 1 else f"1 rank{asked} needs"
+    gpus = f"the GPUs {', '.join(ranks)} are" if len(ranks) > 1 else f"the GPU {ranks[0]} is"
+    return (
+        f"--bind device: {who} {need} of {where}, where {gpus}, and {len(pool)} are allowed there. "
+        f"HINT: {_ways(sockets, each)}"
+    )
+
+
+def _ways(sockets: Sequence[tuple[Core, ...]], each: int | None) -> str:
+    fitting = (n for n in range((each or 1) - 1, 0, -1) if _carve(sockets, n) is not None)
+    most = next(fitting, None)
+    return f"--cpus-per-rank {most}" if most is not None else "--bind core, or fewer ranks"

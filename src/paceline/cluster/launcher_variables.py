@@ -1,0 +1,136 @@
+"""What each launcher calls a process's rank, and which of them tell of the same start.
+
+Launchers are nested: mpirun inside salloc, a shell of srun around mpiexec. The order of SOURCES is
+that of who is inside, so the first with a rank counts, unless it is left over from a step around.
+"""
+
+from dataclasses import dataclass
+
+from .schedulers import slurm
+from .schedulers.env_numbers import Environment
+
+
+@dataclass(frozen=True)
+class Source:
+    """A launcher's variables. ``key``: what is the same on all ranks of one start only."""
+
+    name: str
+    rank: str
+    size: str | None = None  # PMIx and PALS have none
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()
+
+
+SOURCES = (
+    Source(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri"),
+    ),
+    Source("PMIx", "PMIX_RANK", key=("PMIX_NAMESPACE",)),
+    Source(  # MPICH's hydra, Intel MPI; Cray; Slurm's pmi2; Flux
+        "PMI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        ("PMI_JOBID",),
+    ),
+    Source(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Source(
+        "PALS", "PALS_RANKID", None, ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",), ("PALS_APID",)
+    ),
+    Source(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+        ("LSB_JOBID", "LSB_JOBINDEX", "PMIX_NAMESPACE"),
+    ),
+    Source(
+        "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), (), ("FLUX_JOB_ID",)
+    ),
+    Source("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",)),
+)
+
+# Two that describe one start where both are there. Slurm's own are told by the step's name.
+TWINS = {
+    ("Open MPI", "jsrun"),
+    ("PMIx", "PMI"),
+    ("PMIx", "PALS"),
+    ("PMIx", "jsrun"),
+    ("PMIx", "Flux"),
+    ("PMI", "MVAPICH"),
+    ("PMI", "PALS"),
+    ("PMI", "Flux"),
+}
+SLURM_PMIX = "slurm.pmix."
+
+
+def start(environment: Environment) -> list[Source]:
+    """The source that counts, with the others that describe the same start."""
+    there = [source for source in SOURCES if _is_there(environment, source)]
+    if not there:
+        return []
+    return [there[0], *(s for s in there[1:] if _are_twins(environment, there[0].name, s.name))]
+
+
+def _is_there(environment: Environment, source: Source) -> bool:
+    if source.rank not in environment:
+        return False
+    if source.name == "Slurm":
+        return slurm.step(environment) is not None
+    if _is_slurms(environment, source.name):
+        # left over from the step around, where a shell there or hydra has started this process?
+        return _is_of_this_step(environment, source.name) and not is_hydras(environment)
+    return True
+
+
+def _are_twins(environment: Environment, first: str, other: str) -> bool:
+    if other == "Slurm":
+        return _is_of_this_step(environment, first)
+    if first == "PMIx" and _is_slurms(environment, first):
+        return False
+    return (first, other) in TWINS
+
+
+def _is_slurms(environment: Environment, name: str) -> bool:
+    """Were these variables set by Slurm's own plugins, for some step?"""
+    if name == "PMIx":
+        return environment.get("PMIX_NAMESPACE", "").startswith(SLURM_PMIX)
+    job = environment.get("SLURM_JOB_ID")
+    return (
+        name == "PALS"
+        and job is not None
+        and environment.get("PALS_APID", "").startswith(f"{job}.")
+    )
+
+
+def _is_of_this_step(environment: Environment, name: str) -> bool:
+    """Were these variables set by Slurm's own plugins, for the step that this process is in?
+    pmix and pmi2 name the step; the one for Cray names it as PALS would name its start."""
+    step = slurm.step(environment)
+    if step is None:
+        return False
+    if name == "PMIx":
+        return environment.get("PMIX_NAMESPACE") == SLURM_PMIX + step
+    if name == "PMI" and is_hydras(environment):
+        return False
+    names = {"PMI": ("PMI_JOBID", "PALS_APID"), "PALS": ("PALS_APID",)}.get(name, ())
+    return any(environment.get(variable) == step for variable in names)
+
+
+def is_hydras(environment: Environment) -> bool:
+    """MPICH's and Intel MPI's mpiexec."""
+    return "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment

@@ -1,0 +1,1 @@
+"""Read allocations of Slurm, LSF, PBS, Cobalt and Flux, host lists and hostfiles."""

@@ -1,0 +1,125 @@
+"""Hosts in the user's own words: the option -H and hostfiles of the common launchers."""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .env_numbers import is_number
+
+NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\$?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and what it has to offer; None: nobody said."""
+
+    name: str
+    slots: int | None = None
+    devices: int | None = None
+    cpus: int | None = None
+    numa: int | None = None  # domains
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """ "host1:4,host2,user@host3:2,[::1]:4"; a host named twice has the sum of its slots."""
+    parts = [part.strip() for part in text.split(",")]
+    if "" in parts:
+        raise ValueError(f"-H {text!r}: a host's name is empty. HINT: -H host1:4,host2:4")
+    try:
+        return merge(_host(part) for part in parts)
+    except ValueError as mistake:
+        raise ValueError(f"-H {text!r}: {mistake}") from None
+
+
+def read_hostfile(path: str | Path) -> list[Host]:
+    """One host a line, as "host1", "host1:4" or "host1 slots=4"; # begins a comment."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"the hostfile {path} can't be read: {error.strerror}. "
+            "HINT: the path of a file, as --hostfile hosts.txt"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the hostfile {path} is not text. HINT: one host a line") from None
+    hosts = []
+    for count, line in enumerate(lines, start=1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if not words:
+            continue
+        try:
+            hosts.append(_line(words))
+        except ValueError as mistake:
+            raise ValueError(f"{path}, line {count}: {line.strip()!r}: {mistake}") from None
+    if not hosts:
+        raise ValueError(f"the hostfile {path} names no host. HINT: one host a line, as host1:4")
+    return merge(hosts)
+
+
+def merge(hosts: Iterable[Host]) -> list[Host]:
+    """Each host once, at its first place. Of a host named several times the slots are added,
+    where a mention without a number is one slot, as mpirun and the schedulers' files have it."""
+    mentions: dict[str, list[int | None]] = {}
+    for host in hosts:
+        mentions.setdefault(host.name, []).append(host.slots)
+    return [
+        Host(name, slots[0] if len(slots) == 1 else sum(1 if n is None else n for n in slots))
+        for name, slots in mentions.items()
+    ]
+
+
+def _line(words: list[str]) -> Host:
+    host = _host(words[0])
+    slots = host.slots
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in ("slots", "max_slots", "max-slots"):
+            raise ValueError(f"{word!r} is not understood. HINT: host1 slots=4, or host1:4")
+        count = _slots(value)
+        if key == "slots":
+            if slots is not None:
+                raise ValueError("the slots are given twice. HINT: host1 slots=4, or host1:4")
+            slots = count
+    return Host(host.name, slots)
+
+
+def _host(text: str) -> Host:
+    """One word: [user@]name[:slots]."""
+    if text.startswith("-"):
+        raise ValueError(f"{text!r} looks like an option. HINT: a host's name, as host1:4")
+    user, at, rest = text.rpartition("@")
+    if at and not USER.fullmatch(user):
+        raise ValueError(f"{user!r} is no user's name. HINT: user@host1:4")
+    if rest.startswith("["):
+        name, bracket, tail = rest[1:].partition("]")
+        if not bracket or not _is_ipv6(name) or (tail and not tail.startswith(":")):
+            raise ValueError(f"{rest!r} is not an IPv6 address. HINT: as [fe80::1]:4")
+        slots = tail[1:] if tail else None
+    else:
+        if rest.count(":") > 1:
+            raise ValueError(f"{rest!r} has several colons. HINT: IPv6 in brackets, as [::1]:4")
+        name, colon, tail = rest.partition(":")
+        slots = tail if colon else None
+        if not NAME.fullmatch(name):
+            what = f"{name!r} is no host's name" if name else "a host's name is empty"
+            raise ValueError(f"{what}. HINT: letters, digits, '.', '-' and '_', as host1:4")
+    return Host(user + at + name, None if slots is None else _slots(slots))
+
+
+def _slots(text: str) -> int:
+    if not is_number(text) or int(text) == 0:
+        raise ValueError(f"{text!r} slots are not a number above 0. HINT: host1:4")
+    return int(text)
+
+
+def _is_ipv6(text: str) -> bool:
+    address, percent, interface = text.partition("%")
+    if percent and not NAME.fullmatch(interface):
+        return False
+    try:
+        return bool(ipaddress.IPv6Address(address))
+    except ValueError:
+        return False

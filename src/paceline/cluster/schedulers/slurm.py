@@ -1,0 +1,102 @@
+"""A Slurm job, from the variables of its batch script, its salloc or one of its steps."""
+
+from itertools import zip_longest
+
+from .allocation import Allocation
+from .env_numbers import Environment, is_number, number
+from .hostfile import Host
+from .hostlist import counts, expand, numbers
+
+# Steps from here on are Slurm's own: the batch script, the shell of salloc, adopted processes.
+FIRST_RESERVED_STEP = 0xFFFFFFF0
+
+
+def allocation(environment: Environment) -> Allocation | None:
+    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
+    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if not job or not nodes:
+        return None
+    names = expand(nodes)
+    _check(environment, len(names))
+    devices = _devices(environment)
+    cpus = _each(environment, "SLURM_JOB_CPUS_PER_NODE", len(names))
+    hosts = [
+        Host(name, slots, devices, cores)
+        for name, slots, cores in zip_longest(names, _slots(environment, len(names)), cpus)
+    ]
+    end = number(environment, "SLURM_JOB_END_TIME")
+    return Allocation("Slurm", job, tuple(hosts), "srun", ends_at=float(end) if end else None)
+
+
+def step(environment: Environment) -> str | None:
+    """ "JOB.STEP" for a task that srun started. A batch script and the shell of salloc have
+    SLURM_PROCID=0 and the job's number of tasks too, but are one process."""
+    name = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
+    if not is_number(name) or int(name) >= FIRST_RESERVED_STEP:
+        return None
+    return f"{environment.get('SLURM_JOB_ID', environment.get('SLURM_JOBID', ''))}.{name}"
+
+
+def _check(environment: Environment, hosts: int) -> None:
+    nodes = number(environment, "SLURM_JOB_NUM_NODES")
+    if nodes is not None and nodes != hosts:
+        raise ValueError(
+            f"the environment has SLURM_JOB_NUM_NODES={nodes} beside SLURM_JOB_NODELIST="
+            f"{environment.get('SLURM_JOB_NODELIST')}, which are {hosts} hosts. "
+            "HINT: unset the one that was set by hand"
+        )
+    if step(environment) is not None:
+        return  # SLURM_NTASKS is the step's there, and SLURM_NTASKS_PER_NODE may be the job's
+    tasks = number(environment, "SLURM_NTASKS")
+    most = number(environment, "SLURM_NTASKS_PER_NODE")
+    if tasks is not None and most is not None and tasks > most * hosts:
+        raise ValueError(
+            f"the environment has SLURM_NTASKS={tasks} beside SLURM_NTASKS_PER_NODE={most} on "
+            f"{hosts} hosts, which have room for {most * hosts}. "
+            "HINT: unset the one that was set by hand"
+        )
+
+
+def _slots(environment: Environment, hosts: int) -> list[int | None]:
+    """Tasks a host, where the user asked for tasks: else SLURM_TASKS_PER_NODE tells of CPUs."""
+    if "SLURM_NTASKS" not in environment and "SLURM_NTASKS_PER_NODE" not in environment:
+        return [None] * hosts
+    tasks = _each(environment, "SLURM_TASKS_PER_NODE", hosts)
+    if None in tasks:  # those of a step on fewer hosts
+        return [number(environment, "SLURM_NTASKS_PER_NODE")] * hosts
+    return tasks
+
+
+def _each(environment: Environment, name: str, hosts: int) -> list[int | None]:
+    """A number for each host, or None for each."""
+    if name not in environment:
+        return [None] * hosts
+    try:
+        found: list[int | None] = [*counts(environment[name])]
+    except ValueError as mistake:
+        raise ValueError(f"the environment has {name}: {mistake}") from None
+    return found if len(found) == hosts else [None] * hosts
+
+
+def _devices(environment: Environment) -> int | None:
+    """GPUs of a host. Slurm tells of this one; the others are taken to have as many."""
+    here = number(environment, "SLURM_GPUS_ON_NODE")
+    if here is not None:
+        return here
+    if environment.get("SLURM_JOB_GPUS"):
+        try:
+            return len(numbers(environment["SLURM_JOB_GPUS"]))
+        except ValueError as mistake:
+            raise ValueError(
+                f"the environment has SLURM_JOB_GPUS: {mistake}. HINT: as 0-3"
+            ) from None
+    asked = environment.get("SLURM_GPUS_PER_NODE")  # "2", "a100:2" or "a100:2,v100:1"
+    if not asked:
+        return None
+    parts = [part.rpartition(":")[2] for part in asked.split(",")]
+    if not all(is_number(part) for part in parts):
+        raise ValueError(
+            f"the environment has SLURM_GPUS_PER_NODE={asked!r}, which is no number of GPUs. "
+            "HINT: as 2 or a100:2"
+        )
+    return sum(int(part) for part in parts)

@@ -1,0 +1,1 @@
+"""Read what this host consists of: sockets, NUMA nodes, cores, devices, interfaces."""

@@ -1,0 +1,69 @@
+"""Ranks that train by themselves for some steps, and then take the mean of their parameters."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..knobs.apply import Turned
+from ..knobs.ddp import hooked
+
+FIRST = 4  # steps exchange gradients
+
+
+def every(steps: int, turned: Turned) -> None:
+    """Post-local SGD (Lin, Stich, Patel, Jaggi 2020, arXiv 1808.07217): after FIRST optimizer steps
+    gradients are not exchanged any more, and after every ``steps`` of them the parameters are
+    averaged. What an optimizer keeps of its own (momentum) stays each rank's."""
+
+    def make(replica: Any) -> tuple[Any, Callable[..., Any]]:
+        state = Local(int(steps), replica)
+        register_optimizer_step_post_hook(state.stepped)
+        return state, local_hook
+
+    hooked(turned, make)
+
+
+class Local:
+    """steps: between two averages. done: optimizer steps so far."""
+
+    def __init__(self, steps: int, replica: Any) -> None:
+        self.steps, self.replica, self.done = steps, replica, 0
+        self.own = {id(parameter) for parameter in replica.parameters()}
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After a step of any optimizer: of the model's, one of several counts."""
+        groups = optimizer.param_groups
+        first = next((one for group in groups for one in group["params"]), None)
+        if id(first) not in self.own:
+            return
+        self.done += 1
+        if self.done > FIRST and (self.done - FIRST) % self.steps == 0:
+            average(self.replica.parameters(), self.replica.process_group)
+
+
+def local_hook(state: Local, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean over ranks in the first steps, then this rank's own gradients."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    if state.done < FIRST:
+        return allreduce_hook(state.replica.process_group, bucket)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@torch.no_grad()
+def average(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Each becomes its mean over the ranks; one collective a type."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for one in parameters:
+        kinds.setdefault(one.dtype, []).append(one)
+    for each in kinds.values():
+        flat = torch.cat([one.reshape(-1) for one in each]).div_(group.size())
+        dist.all_reduce(flat, group=group)
+        for one, mean in zip(each, flat.split([one.numel() for one in each]), strict=True):
+            one.copy_(mean.view_as(one))

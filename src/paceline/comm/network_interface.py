@@ -1,0 +1,121 @@
+"""The interface by which gloo and NCCL reach the other hosts: tried over the ranks' store.
+
+Left alone, gloo takes the address of its host's own name. Where that is of another network than
+the others', ranks wait for each other until the timeout. Here one rank of each host tries the
+others (comm.reach) as soon as all have come, and all are told what was found, or what failed.
+"""
+
+import datetime
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from .reachable_address import Listener, asked, choose, others_of, try_all, variables
+
+SAY_SECONDS = 10.0
+
+
+def settle(store: Any, rank: int, size: int, timeout: float) -> str:
+    """Set this process's interface variables, where they are not set yet; what was chosen, for
+    people, "" on one host.
+
+    store: of all ranks, of its own prefix. timeout: seconds to wait for ranks that have not
+    started yet. Raises ValueError on all ranks where some hosts can't reach each other, naming
+    what was tried, or where ranks don't come.
+    """
+    host = socket.gethostname()
+    listener = None
+    me = -1
+    if store.add(f"at/{host}", 1) == 1:  # the first of its host
+        me = store.add("hosts", 1) - 1
+        listener = Listener(asked())
+        store.set(f"offer/{me}", json.dumps({"host": host, **listener.offer()}))
+        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+    if store.add("ranks", 1) == size:
+        store.set("all", "here")
+    try:
+        _wait(store, "all", size, timeout, say=rank == 0)
+        if me >= 0 and listener is not None:
+            _try(store, me, listener, timeout)
+        verdict = json.loads(_get(store, "verdict", timeout))
+    finally:
+        if listener is not None:
+            listener.close()
+    if "mistake" in verdict:
+        raise ValueError(f"paceline.init: {verdict['mistake']}")
+    if not verdict["chosen"]:
+        return ""
+    interface, address = verdict["chosen"][host]
+    for name, value in variables(interface).items():
+        os.environ.setdefault(name, value)
+    return f"{interface} {address}"
+
+
+def _try(store: Any, me: int, listener: Listener, timeout: float) -> None:
+    """One host's part; the first host's rank also says the verdict."""
+    hosts = store.add("hosts", 0)
+    if hosts == 1:
+        store.set("verdict", json.dumps({"chosen": {}}))
+        return
+    offers = {other: _offer(store, other, timeout) for other in others_of(me, hosts)}
+    store.set(f"tried/{me}", json.dumps(try_all(offers)))
+    if me != 0:
+        return
+    all_offers = [_offer(store, host, timeout) for host in range(hosts)]
+    tried = {
+        host: {int(k): v for k, v in json.loads(_get(store, f"tried/{host}", timeout)).items()}
+        for host in range(hosts)
+    }
+    names = [offer["host"] for offer in all_offers]
+    try:
+        chosen = dict(zip(names, choose(names, all_offers, tried), strict=True))
+        store.set("verdict", json.dumps({"chosen": chosen}))
+    except ValueError as mistake:
+        store.set("verdict", json.dumps({"mistake": str(mistake)}))
+
+
+def _offer(store: Any, host: int, timeout: float) -> dict[str, Any]:
+    offer: dict[str, Any] = json.loads(_get(store, f"offer/{host}", timeout))
+    return offer
+
+
+def _get(store: Any, key: str, timeout: float) -> bytes:
+    store.wait([key], datetime.timedelta(seconds=timeout))
+    data: bytes = store.get(key)
+    return data
+
+
+def _wait(store: Any, key: str, size: int, timeout: float, say: bool) -> None:
+    """Until all ranks are there; says now and then how many are."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait([key], datetime.timedelta(seconds=max(0.1, min(left, SAY_SECONDS))))
+            return
+        except RuntimeError:
+            here = store.add("ranks", 0)
+            if left < SAY_SECONDS:
+                raise ValueError(
+                    f"paceline.init: {here} of {size} ranks came within {timeout:.0f} s. HINT: "
+                    "are the others running? paceline.init(timeout=...) waits longer"
+                ) from None
+            if say:
+                sys.stderr.write(f"paceline: {here} of {size} ranks are here, waiting ...\n")
+
+
+def _answer(listener: Listener) -> None:
+    """Show the token to whoever comes, until the listener is closed."""
+    import selectors
+
+    selector = selectors.DefaultSelector()
+    for listening in listener.sockets.values():
+        selector.register(listening, selectors.EVENT_READ, listening)
+    while listener.sockets:
+        for key, _ in selector.select(0.2):
+            listener.answer(key.data)
+    selector.close()

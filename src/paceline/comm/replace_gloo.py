@@ -1,0 +1,69 @@
+"""Shared memory for scripts that ask for gloo by its name: ``paceline run --exchange paceline``,
+and the knob ``exchange``."""
+
+import functools
+import os
+from typing import Any
+
+from ..knobs.apply import Turned
+from ..knobs.tuning import VARIABLE, Tuning
+from ..record.hooks.import_hooks import after_import
+
+
+def exchange(by: str, turned: Turned) -> None:
+    """by: "paceline" for all groups of gloo's that the script makes; "gloo" for those, too, that
+    Paceline makes by itself."""
+    if by == "gloo":
+        os.environ["PACELINE_EXCHANGE"] = "gloo"
+        turned.done()
+        return
+
+    def install(c10d: Any) -> None:
+        make = c10d._new_process_group_helper
+
+        @functools.wraps(make)
+        def helper(size: int, rank: int, members: list[int], *args: Any, **options: Any) -> Any:
+            group, store = make(size, rank, members, *args, **options)
+            backend = str(args[0] if args else options.get("backend", "")).lower()
+            if group is not c10d.GroupMember.NON_GROUP_MEMBER and "gloo" in backend:
+                given = args[1] if len(args) > 1 else options["store"]
+                group = _faster(c10d, group, given, options.get("timeout"), members, turned)
+            return group, store
+
+        c10d._new_process_group_helper = helper
+
+    after_import({"torch.distributed.distributed_c10d": install})
+
+
+def algorithm(name: str, turned: Turned) -> None:
+    """Of all-reduces between hosts, in groups that are made from now on."""
+    os.environ["PACELINE_ALGORITHM"] = name
+    turned.done()
+
+
+def _faster(
+    c10d: Any, group: Any, store: Any, timeout: Any, members: list[int], turned: Turned
+) -> Any:
+    """The group with shared memory below; what torch knows of it stays as it was."""
+    from ..record.hooks.collectives import RecordedGroup
+    from ..record.hooks.torch_patches import stand_in
+    from . import replica_check
+    from .backend import over_memory
+    from .shared.group import SharedGroup
+
+    replica_check.look()
+    name = str(c10d._world.pg_names[group])
+    prefixed = c10d.PrefixStore(f"paceline/shared/{name}", store)
+    inner = group.inner if isinstance(group, RecordedGroup) else group
+    faster, why = over_memory(inner, prefixed, timeout or c10d.default_pg_timeout, members)
+    if why:
+        turned.not_done(why)
+        return group
+    assert isinstance(faster, SharedGroup)
+    faster.instead_of_gloo = VARIABLE in os.environ and Tuning.loads(os.environ[VARIABLE]).gloo
+    turned.done()
+    if isinstance(group, RecordedGroup):
+        group.inner = faster
+        return group
+    stand_in(c10d, group, faster)
+    return faster

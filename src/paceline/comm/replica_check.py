@@ -1,0 +1,108 @@
+"""DDP's replicas are of one model: compared when they are made, by name, type and shape of every
+parameter and buffer. What differs would be summed up as if it did not: torch compares the shapes
+alone, and names a parameter by its number."""
+
+import functools
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..record.hooks.collective_check import ranks_said
+from ..record.hooks.collectives import RecordedGroup
+from ..record.hooks.import_hooks import after_import
+from .shared.group import SharedGroup
+
+LENGTH = 32  # bytes of a digest
+Rows = list[list[str]]  # name, and what it is, of each parameter and buffer in their order
+_MODULE = "torch.nn.parallel.distributed"
+_looking = False
+
+
+def look() -> None:
+    """At replicas that are made from now on."""
+    global _looking
+    if not _looking:
+        _looking = True
+        after_import({_MODULE: _install})
+
+
+def _install(module: Any) -> None:
+    kind = module.DistributedDataParallel
+    build = kind._build_params_for_reducer  # the last before torch's own collectives
+
+    @functools.wraps(build)
+    def built(replica: Any) -> Any:
+        found = build(replica)
+        compare(replica.module, replica.process_group)
+        return found
+
+    kind._build_params_for_reducer = built
+
+
+def compare(model: torch.nn.Module, group: Any) -> None:
+    """Over the ranks of a group of Paceline's, for a model on CPUs.
+
+    Raises ValueError on all ranks where they differ: the first parameter that does, and what it is
+    on which ranks."""
+    inner = group.inner if isinstance(group, RecordedGroup) else group
+    if not isinstance(group, (RecordedGroup, SharedGroup)) or _elsewhere(model):
+        return
+    rows = _rows(model)
+    told = json.dumps(rows).encode()
+    digest = hashlib.blake2b(told, digest_size=LENGTH).digest()
+    if len(set(_gathered(inner, digest, LENGTH))) == 1:
+        return
+    length = max(map(int, _gathered(inner, b"%20d" % len(told), 20)))
+    each = [json.loads(one) for one in _gathered(inner, told.ljust(length), length)]
+    raise ValueError(differing(each, dist.get_process_group_ranks(group)))
+
+
+def differing(each: list[Rows], ranks: list[int]) -> str:
+    """What is said of models of which ``each`` is one rank's."""
+    at = next(i for i in range(max(map(len, each))) if len({_at(rows, i) for rows in each}) > 1)
+    sides: dict[tuple[str, str], list[int]] = {}
+    for rank, rows in zip(ranks, each, strict=True):
+        sides.setdefault(_at(rows, at), []).append(rank)
+    names = {name for name, _ in sides}
+    first = f"{next(iter(names))} is" if len(names) == 1 else f"number {at} of its tensors is"
+    said = ", ".join(
+        f"{what if len(names) == 1 or not name else f'{name} ({what})'} on {ranks_said(members)}"
+        for (name, what), members in sides.items()
+    )
+    return (
+        f"ranks differ in the model for DistributedDataParallel: {first} {said}. HINT: the same "
+        "model on all ranks, whatever of its making hangs on the rank, a file or the data"
+    )
+
+
+def _at(rows: Rows, i: int) -> tuple[str, str]:
+    return (rows[i][0], rows[i][1]) if i < len(rows) else ("", "not there")
+
+
+def _elsewhere(model: torch.nn.Module) -> bool:
+    return any(one.device.type != "cpu" for one in model.parameters())
+
+
+def _rows(model: torch.nn.Module) -> Rows:
+    """Of what DDP exchanges: the parameters that are trained, and the buffers."""
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    return [
+        [name, f"{str(one.dtype).removeprefix('torch.')} of {_shape(one)}"]
+        for name, one in (*trained, *model.named_buffers())
+        if name not in getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    ]
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "one number"
+
+
+def _gathered(group: Any, data: bytes, length: int) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    assert len(mine) == length
+    every = [torch.empty(length, dtype=torch.uint8) for _ in range(group.size())]
+    group.allgather([every], [mine]).wait()
+    return [bytes(one.tolist()) for one in every]

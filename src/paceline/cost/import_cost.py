@@ -1,0 +1,89 @@
+"""What one file instead of many changes for ``import torch``: the figures, and what they say."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .machine.dataclass_tree import tree
+from .machine.machine_file import Figure
+from .machine.units import told
+
+CARED = 1.2  # times as fast: less is not worth a file to keep
+# Whose files are on this machine itself, and one process of which waits for no server.
+LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Imports in fresh interpreters. busy: of ``repeated``, as in probe/imports.py. in_memory: the
+    part of the bytes that stayed in memory though it was asked to drop them; None: not known, or
+    nothing was dropped."""
+
+    first: Figure
+    repeated: Figure
+    busy: Figure
+    in_memory: float | None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was packed, and both ways to load it. place: seconds to mount or to unpack; None, as
+    ``load``, where the file can't be used here. notes: in words."""
+
+    environment: str
+    filesystem: str
+    files: int
+    bytes: int
+    outside: tuple[str, ...]
+    calls: int
+    counted_by: str
+    as_it_is: Load
+    file: str
+    file_filesystem: str
+    file_bytes: int
+    pack_s: float
+    how: str = ""
+    place: Figure | None = None
+    load: Load | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def faster(self) -> float | None:
+        """How many times as fast the first import is from the file, mounting or unpacking
+        included."""
+        if self.load is None or self.place is None:
+            return None
+        return self.as_it_is.first.median / (self.load.first.median + self.place.median)
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether that is more than the spread, and as much as anybody would care about."""
+        if self.load is None or self.place is None or self.faster is None:
+            return False
+        packed = self.load.first.high + self.place.high
+        return self.faster >= CARED and packed < self.as_it_is.first.low
+
+    @property
+    def sentence(self) -> str:
+        """How much faster or slower, and whether that is worth it here."""
+        if self.load is None or self.place is None or self.faster is None:
+            return "The file was written; what it changes can't be measured here."
+        does = self.how.partition(" ")[0].replace("mounted", "mounting").replace(
+            "unpacked", "unpacking"
+        )  # fmt: skip
+        now = told(self.load.first.median + self.place.median, "s")
+        was = told(self.as_it_is.first.median, "s")
+        start = f"The first import from the file takes {now}, {does} included, and {was} as it is: "
+        where = f"from {self.filesystem or 'this file system'}"
+        where += " on a local disk" * (self.filesystem in LOCAL)
+        if self.worth_it:
+            return f"{start}{self.faster:.2g} times faster."
+        if self.faster < 1 / CARED:
+            return f"{start}{1 / self.faster:.2g} times slower. Here, {where}, it is not worth it."
+        return f"{start}no real difference. Here, {where}, it is not worth it."
+
+
+def as_json(found: Packed) -> dict[str, Any]:
+    """Every figure, and what follows from them."""
+    data: dict[str, Any] = tree(found, complete=True)
+    follows = {"faster": found.faster, "worth_it": found.worth_it, "sentence": found.sentence}
+    return {**data, **follows}

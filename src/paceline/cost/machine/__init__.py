@@ -1,0 +1,1 @@
+"""The machine file: what was measured of a machine, with units."""

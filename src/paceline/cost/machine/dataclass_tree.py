@@ -1,0 +1,123 @@
+"""Frozen dataclasses as trees of plain values and back, checked by what their fields say.
+
+A field's type says what it holds. Its metadata may say more: ``unit`` of a Figure; ``signed``,
+where a number may be negative; ``least``, below which it may not be; ``unlimited``, where the word
+stands for ``UNLIMITED``."""
+
+import math
+import types
+import typing
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from ...security.text import printable
+
+LEAST, MOST = 1e-30, 1e30  # of a figure that is not 0: quotients of two have room
+UNLIMITED = (1 << 63) - 1  # of a limit; "unlimited" in files
+
+
+def tree(value: Any, complete: bool = False) -> Any:
+    """Dicts and lists. A field that is as by default is left out, unless complete."""
+    if is_dataclass(value):
+        result = {}
+        for field in fields(value):
+            inner = getattr(value, field.name)
+            if not complete and field.default != inner != _fresh(field):
+                result[field.name] = tree(inner)
+            elif complete or field.name == "version":
+                result[field.name] = tree(inner, complete)
+            if field.metadata.get("unlimited") and inner == UNLIMITED:
+                result[field.name] = "unlimited"
+        return result
+    if isinstance(value, tuple | list):
+        return [tree(inner, complete) for inner in value]
+    if isinstance(value, dict):
+        return {key: tree(inner, complete) for key, inner in value.items()}
+    return value
+
+
+def build(kind: Any, data: Any, where: str, unknown: list[str]) -> Any:
+    """The dataclass from its tree; names of keys that it has no field for are added to
+    ``unknown``. Raises ValueError that names the key and its value."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where or 'the file'} = {shown(data)} is no table")
+    hints, given = _hints(kind), {}
+    for field in fields(kind):
+        name = f"{where}.{field.name}" if where else field.name
+        if field.name in data:
+            given[field.name] = _read(hints[field.name], data[field.name], name, field, unknown)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{name} is missing")
+    names = {field.name for field in fields(kind)}
+    unknown += [f"{where}.{key}" if where else key for key in data if key not in names]
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _read(kind: Any, value: Any, where: str, field: Field[Any], unknown: list[str]) -> Any:
+    if isinstance(kind, types.UnionType):
+        kind = next(one for one in kind.__args__ if one is not type(None))
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} = {shown(value)} is no list")
+        one = typing.get_args(kind)[0]
+        return tuple(
+            _read(one, inner, f"{where}[{i}]", field, unknown) for i, inner in enumerate(value)
+        )
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} = {shown(value)} is no table")
+        return {key: _read(str, inner, f"{where}.{key}", field, unknown)
+                for key, inner in value.items()}  # fmt: skip
+    if is_dataclass(kind):
+        built = build(kind, value, where, unknown)
+        unit = field.metadata.get("unit")
+        if unit is not None and built.unit != unit:
+            raise ValueError(f"{where}.unit = {shown(built.unit)}, where {unit!r} is meant")
+        return built
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{where} = {shown(value)} is no text in quotes")
+        return value
+    return _number(kind, value, where, field)
+
+
+def _number(kind: Any, value: Any, where: str, field: Field[Any]) -> float:
+    if field.metadata.get("unlimited") and value == "unlimited":
+        return UNLIMITED
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise ValueError(f"{where} = {shown(value)} is no {'whole ' * (kind is int)}number")
+    if isinstance(value, int) and abs(value) > UNLIMITED:
+        raise ValueError(f"{where} = {shown(value)} does not fit 64 bits")
+    if not math.isfinite(value):
+        raise ValueError(f"{where} = {value} is no finite number")
+    if isinstance(value, float) and value and not LEAST <= abs(value) <= MOST:
+        raise ValueError(f"{where} = {value} is not from {LEAST:g} to {MOST:g}")
+    if value < field.metadata.get("least", 0) and value >= 0:
+        raise ValueError(f"{where} = {value} is less than {field.metadata['least']}")
+    if value < 0 and not field.metadata.get("signed"):
+        raise ValueError(f"{where} = {value} is negative")
+    return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _fresh(field: Field[Any]) -> Any:
+    return MISSING if field.default_factory is MISSING else field.default_factory()
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error message quotes it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of over 4,300 digits; a list in itself
+        return f"a {type(value).__name__}"
+    return printable(text if len(text) <= 60 else f"{text[:57]}...")

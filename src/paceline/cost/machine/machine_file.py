@@ -1,0 +1,334 @@
+"""The machine file: what ``paceline check`` measured of a machine, each figure with its spread.
+
+TOML, versioned; docs/machine-file.md has every key, its unit and what measures it."""
+
+import re
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ...cluster.topology.local_resources import unspanned
+from ...security.error_reason import reason_of
+from ...security.files import InvalidFileError
+from ...security.outputs import write_output
+from .dataclass_tree import UNLIMITED as UNLIMITED
+from .dataclass_tree import build, shown, tree
+from .read_toml import read_toml
+from .write_toml import dumps
+
+VERSION = 1
+MAX_BYTES = 32 << 20  # 100,000 links between hosts
+MAX_MASK_CHARS = 4096
+_MASK = re.compile(r"(\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)?")  # up to core 9,999
+FLOPS, BANDWIDTH, SECONDS, FILES = "FLOP/s", "B/s", "s", "files/s"
+# Bus bandwidth over algorithm bandwidth, by operation, for p ranks: as in nccl-tests.
+_BUS = {
+    "all-reduce": lambda p: 2 * (p - 1) / p,
+    "reduce-scatter": lambda p: (p - 1) / p,
+    "all-gather": lambda p: (p - 1) / p,
+    "all-to-all": lambda p: (p - 1) / p,
+}
+
+
+# What a field's figure is measured in, and what else its number may be: see shapes.py.
+_FLOPS, _BANDWIDTH, _SECONDS, _FILES = ({"unit": u} for u in (FLOPS, BANDWIDTH, SECONDS, FILES))
+_LIMIT = {"unlimited": True}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value: the median of n repetitions, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+    unit: str
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.median <= self.high:
+            raise ValueError(
+                f"low = {self.low}, median = {self.median}, high = {self.high} are not in order"
+            )
+        if self.n < 1:
+            raise ValueError(f"n = {self.n}, where a figure needs one repetition at least")
+
+    @classmethod
+    def of(cls, values: Iterable[float], unit: str) -> "Figure":
+        """The figure of these repetitions."""
+        known = [float(value) for value in values]
+        if not known:
+            raise ValueError("no repetition was measured. HINT: leave the figure out (None)")
+        median = statistics.median(known)
+        if len(known) == 1:
+            return cls(median, median, median, 1, unit)
+        low, _, high = statistics.quantiles(known, n=4, method="inclusive")
+        return cls(median, min(low, median), max(high, median), len(known), unit)
+
+    @property
+    def spread(self) -> float:
+        """Between its quartiles."""
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """As its driver names it; its number in the list is that in "cuda:0"."""
+
+    name: str
+    memory_bytes: int | None = None
+    free_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Network:
+    """A port as sysfs has it: "mlx5_0", "InfiniBand", "100 Gb/sec (4X EDR)"."""
+
+    name: str
+    layer: str = ""
+    rate: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one process on a host. None: not known."""
+
+    nofile: int | None = field(default=None, metadata=_LIMIT)  # files that may be open
+    memlock_bytes: int | None = field(default=None, metadata=_LIMIT)
+    stack_bytes: int | None = field(default=None, metadata=_LIMIT)
+    shm_bytes: int | None = None  # /dev/shm
+    shm_free_bytes: int | None = None
+    cgroup_memory_bytes: int | None = field(default=None, metadata=_LIMIT)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How fast a device computes; "cpu" is all the cores of the mask together."""
+
+    device: str  # "cpu", "cuda:0"
+    operation: str  # "matrix product", "convolution"
+    precision: str  # "float64", "float32", "tf32", "bfloat16", "float16", "float8"
+    rate: Figure = field(metadata=_FLOPS)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How fast a device reads and writes its memory: the bytes of a = b + s c over the time."""
+
+    device: str
+    triad: Figure = field(metadata=_BANDWIDTH)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder, as one host reaches it. cache: whether reading was from the system's memory in
+    part: "out" (no), "in" (yes) or "unknown"."""
+
+    folder: str
+    filesystem: str = ""
+    cache: str = "unknown"
+    read: Figure | None = field(default=None, metadata=_BANDWIDTH)
+    write: Figure | None = field(default=None, metadata=_BANDWIDTH)
+    cached_read: Figure | None = field(default=None, metadata=_BANDWIDTH)
+    small_create: Figure | None = field(default=None, metadata=_FILES)
+    small_read: Figure | None = field(default=None, metadata=_FILES)
+
+    def __post_init__(self) -> None:
+        if self.cache not in ("out", "in", "unknown"):
+            raise ValueError(f"cache = {self.cache!r}, where 'out', 'in' or 'unknown' is meant")
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One host: what it has, what a process may use of it, and how fast that is. None, or an
+    empty list: not known; ``missing`` then says why, by the field's name."""
+
+    name: str
+    processor: str = ""  # as lscpu names it
+    sockets: int | None = None
+    cores: int | None = None
+    threads: int | None = None  # hardware threads
+    numa_nodes: int | None = None
+    ranks: int | None = None  # of the job that measured
+    mask: str = ""  # hardware threads that a process may run on, as "0-43"
+    memory_bytes: int | None = None
+    free_memory_bytes: int | None = None
+    free_disk_bytes: int | None = None
+    clock_offset_s: float | None = field(default=None, metadata={"signed": True})
+    clock_uncertainty_s: float | None = None
+    import_torch: Figure | None = field(default=None, metadata=_SECONDS)
+    # Of that, and of the first time alone: a core's seconds; the rest are waits for files.
+    import_torch_busy: Figure | None = field(default=None, metadata=_SECONDS)
+    import_torch_first_s: float | None = None
+    import_torch_first_busy_s: float | None = None
+    import_torch_calls: int | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    limits: Limits = Limits()
+    missing: dict[str, str] = field(default_factory=dict)
+    gpus: tuple[Gpu, ...] = ()
+    networks: tuple[Network, ...] = ()
+    arithmetic: tuple[Arithmetic, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    storage: tuple[Storage, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _MASK.fullmatch(self.mask) or len(self.mask) > MAX_MASK_CHARS:
+            raise ValueError(f"mask = {shown(self.mask)} is no list of cores as '0-3,8'")
+
+    @property
+    def cpus(self) -> list[int]:
+        """The hardware threads of the mask."""
+        return unspanned(self.mask)
+
+    def hardware(self, device: str) -> str:
+        """What a device is: the processor, or the GPU by its number."""
+        kind, _, number = device.partition(":")
+        if kind == "cpu":
+            return self.processor
+        at = int(number) if number.isdecimal() else 0
+        return self.gpus[at].name if at < len(self.gpus) else kind
+
+
+@dataclass(frozen=True)
+class AtSize:
+    """One collective, of vectors of that many bytes."""
+
+    bytes: int
+    seconds: Figure = field(metadata=_SECONDS)
+
+    @property
+    def algbw(self) -> Figure | None:
+        """Algorithm bandwidth: bytes over seconds."""
+        s = self.seconds
+        if not s.low:
+            return None
+        median, low, high = (self.bytes / time for time in (s.median, s.high, s.low))
+        return Figure(median, low, high, s.n, BANDWIDTH)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation within a group of ranks: "in host" (``hosts`` is that host), "between hosts"
+    (one rank a host) or "all"."""
+
+    group: str
+    operation: str  # "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"
+    ranks: int = field(metadata={"least": 1})
+    hosts: tuple[str, ...]
+    backend: str = ""  # "gloo", "nccl"
+    device: str = "cpu"
+    latency: Figure | None = field(default=None, metadata=_SECONDS)  # of the smallest vector
+    sizes: tuple[AtSize, ...] = ()
+
+    def busbw(self, size: AtSize) -> Figure | None:
+        """Bus bandwidth, as in nccl-tests."""
+        rate = size.algbw
+        if rate is None:
+            return None
+        factor = _BUS[self.operation](self.ranks) if self.operation in _BUS else 1.0
+        median, low, high = (factor * x for x in (rate.median, rate.low, rate.high))
+        return Figure(median, low, high, rate.n, BANDWIDTH)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two hosts and the link between them: half a round trip of a small message, and the rate of
+    a large one."""
+
+    first: str
+    second: str
+    latency: Figure | None = field(default=None, metadata=_SECONDS)
+    bandwidth: Figure | None = field(default=None, metadata=_BANDWIDTH)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything that one ``paceline check`` found."""
+
+    version: int = field(default=VERSION, kw_only=True)
+    made: str  # ISO 8601, with its zone
+    hosts: tuple[HostFacts, ...]
+    command: str = ""
+    job: str = ""
+    unreachable: dict[str, str] = field(default_factory=dict)  # hosts that did not answer, and why
+    collectives: tuple[Collective, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            datetime.fromisoformat(self.made)
+        except ValueError:
+            raise ValueError(f"made = {self.made!r} is no time as 2026-01-31T12:00:00Z") from None
+        names = Counter(host.name for host in self.hosts)
+        for name, count in names.items():
+            if count > 1:
+                raise ValueError(f"hosts: {name!r} is there {count} times")
+        for pair in self.pairs:
+            for name in (pair.first, pair.second):
+                if name not in names:
+                    raise ValueError(f"pairs: {name!r} is none of the hosts")
+
+    def host(self, name: str) -> HostFacts | None:
+        """The host of that name."""
+        return next((host for host in self.hosts if host.name == name), None)
+
+
+def load(path: str | Path) -> Machine:
+    """The machine in a file. Raises ValueError, with the key, its value and the way out, for what
+    is no machine file of this version. Keys that nobody knows are named in one warning."""
+    again = "HINT: paceline check writes a new one"
+    try:
+        data = read_toml(path, MAX_BYTES)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {reason_of(error)}. {again}") from None
+    except InvalidFileError as error:
+        raise InvalidFileError(path, f"{error.reason}. {again}") from None
+    if "version" not in data:
+        raise InvalidFileError(path, f"is no machine file: version is missing. {again}")
+    if data["version"] != VERSION or isinstance(data["version"], bool):
+        raise InvalidFileError(
+            path,
+            f"is a machine file of version {shown(data['version'])}; this Paceline reads "
+            f"version {VERSION}. {again}, or use the Paceline that wrote it",
+        )
+    unknown: list[str] = []
+    try:
+        machine: Machine = build(Machine, data, "", unknown)
+    except ValueError as error:
+        hint = "HINT: docs/machine-file.md has every key; paceline check writes a new file"
+        raise InvalidFileError(path, f"{error}. {hint}") from None
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        names = ", ".join(unknown[:5]) + more
+        warnings.warn(f"{path}: nobody knows {names}: left out", stacklevel=2)
+    return machine
+
+
+def save(machine: Machine, path: str | Path) -> None:
+    """Write the file, whole or not at all."""
+    data = tree(machine)
+    build(Machine, data, "", [])
+    path = Path(path)
+    try:
+        write_output(path, dumps(data))
+    except OSError as error:
+        raise ValueError(
+            f"{path} can't be written: {reason_of(error)}. HINT: choose a folder that exists, may "
+            "be written to and has room"
+        ) from None
+
+
+def as_json(machine: Machine) -> dict[str, Any]:
+    """Every key of the file, null where unknown, and what follows from them: algbw and busbw of
+    each collective's sizes."""
+    result: dict[str, Any] = tree(machine, complete=True)
+    for collective, told in zip(machine.collectives, result["collectives"], strict=True):
+        for size, each in zip(collective.sizes, told["sizes"], strict=True):
+            each["algbw"] = tree(size.algbw, complete=True)
+            each["busbw"] = tree(collective.busbw(size), complete=True)
+    return result

@@ -1,0 +1,122 @@
+"""Every figure of a machine with a name, so that hosts, links and machines can be compared."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from .machine_file import Collective, Figure, HostFacts, Machine
+from .units import size
+
+_NORMAL = 1.349  # quartiles of a normal distribution are so many standard deviations apart
+_NEARER = 1.35  # over n: by that part quartiles of n repetitions are nearer to each other
+_FEW = 3  # repetitions; with fewer nobody knows the spread ...
+_GUESSED = 0.05  # ... and it is taken for this part of the median
+
+
+@dataclass(frozen=True)
+class Named:
+    """A figure and what it is of. like: only figures that are alike in it are compared with each
+    other. worth: the relative difference that anybody would care about."""
+
+    what: str
+    hosts: tuple[str, ...]  # one, or the two ends of a link
+    device: str  # "cpu", "cuda:3"; empty: of the host or the link
+    like: str
+    figure: Figure
+    more_is_better: bool
+    worth: float
+
+    @property
+    def member(self) -> str:
+        """Whose figure it is, in words."""
+        ends = " - ".join(self.hosts)
+        return f"{ends} {self.device}" if ":" in self.device else ends
+
+
+def deviation(figure: Figure) -> float:
+    """The standard deviation of one repetition, by the figure's quartiles."""
+    if figure.n < _FEW:
+        return max(figure.spread, _GUESSED * figure.median)
+    return figure.spread / (_NORMAL * (1 - _NEARER / figure.n))
+
+
+def usual(figures: list[Figure]) -> float:
+    """The deviation that figures of one kind have: one's own, from few repetitions, may be small
+    by chance."""
+    return median(deviation(figure) for figure in figures)
+
+
+def of_hosts(machine: Machine) -> list[Named]:
+    """Of each host: arithmetic, memory, storage, collectives within it, the import of torch."""
+    found = [named for host in machine.hosts for named in _of_host(host)]
+    names = {host.name: host for host in machine.hosts}
+    for collective in machine.collectives:
+        if collective.group == "in host" and len(collective.hosts) == 1:
+            host = names.get(collective.hosts[0])
+            found += _of_collective(collective, host) if host is not None else []
+    return found
+
+
+def _of_host(host: HostFacts) -> Iterator[Named]:
+    name = (host.name,)
+    for one in host.arithmetic:
+        what = f"{one.precision} {one.operation}"
+        like = host.hardware(one.device)
+        yield Named(what, name, one.device, like, one.rate, True, 0.03)
+    for triad in host.memory:
+        what = "memory bandwidth"
+        like = host.hardware(triad.device)
+        yield Named(what, name, triad.device, like, triad.triad, True, 0.03)
+    for folder in host.storage:
+        for does, figure in (
+            ("reading", folder.read),
+            ("writing", folder.write),
+            ("creating small files", folder.small_create),
+            ("reading small files", folder.small_read),
+        ):
+            if figure is not None:
+                yield Named(f"{does} in {folder.folder}", name, "", "", figure, True, 0.1)
+    if host.import_torch is not None:
+        yield Named("import torch", name, "", "", host.import_torch, False, 0.1)
+
+
+def _of_collective(collective: Collective, host: HostFacts | None = None) -> Iterator[Named]:
+    """Its latency, and its bandwidth at the largest size."""
+    device = collective.device.partition(":")[0]
+    what = f"{collective.operation} ({collective.backend or device})"
+    where = {"in host": "in the host", "all": "over all ranks"}.get(
+        collective.group, collective.group
+    )
+    like = f"{collective.ranks} ranks"
+    like += f", {host.hardware(collective.device)}" if host is not None else ""
+    hosts = collective.hosts[:1] if host is not None else ()
+    if collective.latency is not None:
+        latency = f"latency of {what} {where}"
+        yield Named(latency, hosts, device, like, collective.latency, False, 0.25)
+    largest = max(collective.sizes, key=lambda one: one.bytes, default=None)
+    rate = largest.algbw if largest is not None else None
+    if largest is not None and rate is not None:
+        name = f"bandwidth of {what} {where}, {size(largest.bytes)}"
+        yield Named(name, hosts, device, like, rate, True, 0.1)
+
+
+def of_groups(machine: Machine) -> list[Named]:
+    """Of collectives over several hosts."""
+    return [
+        named
+        for collective in machine.collectives
+        if collective.group != "in host" or len(collective.hosts) != 1
+        for named in _of_collective(collective)
+    ]
+
+
+def of_links(machine: Machine) -> list[Named]:
+    """Of each pair of hosts."""
+    found = []
+    for pair in machine.pairs:
+        ends = (pair.first, pair.second)
+        if pair.bandwidth is not None:
+            found.append(Named("bandwidth", ends, "", "", pair.bandwidth, True, 0.1))
+        if pair.latency is not None:
+            found.append(Named("latency", ends, "", "", pair.latency, False, 0.25))
+    return found

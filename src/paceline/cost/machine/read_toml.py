@@ -1,0 +1,49 @@
+"""Read TOML files that anyone may have written."""
+
+import re
+import tomllib
+from typing import Any
+
+from ...security.files import InvalidFileError, Name, read_regular
+from ...security.text import printable_tree
+
+MAX_INTEGER = (1 << 63) - 1  # of TOML's 64 bits
+MAX_KEY_PARTS = 32  # a.b.c: tomllib takes the square of their number
+_LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++\s*+\.\s*+)" + f"{{{MAX_KEY_PARTS}}}")
+
+
+def read_toml(path: Name, max_bytes: int) -> dict[str, Any]:
+    """Return the tree of a TOML file, its texts printable.
+
+    Raises:
+        InvalidFileError: It is larger than ``max_bytes``, no UTF-8, or no TOML.
+        OSError: It can't be opened, or is no regular file.
+    """
+    data = read_regular(path, max_bytes)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidFileError(path, "is no TOML: it is not UTF-8 text") from None
+    if _LONG_KEY.search(text):
+        raise InvalidFileError(path, f"has a key of over {MAX_KEY_PARTS} parts")
+    try:
+        tree = printable_tree(tomllib.loads(text))
+        _check_integers(tree, path)
+    except InvalidFileError:
+        raise
+    except RecursionError:
+        raise InvalidFileError(path, "is no TOML: its tables are nested too deeply") from None
+    except ValueError as error:  # tomllib.TOMLDecodeError, and a number of over 4,300 digits
+        raise InvalidFileError(path, f"is no TOML: {error}") from None
+    if not isinstance(tree, dict):
+        raise InvalidFileError(path, "is no TOML")
+    return tree
+
+
+def _check_integers(tree: Any, path: Name) -> None:
+    """Raise InvalidFileError for an integer that does not fit 64 bits."""
+    if isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            _check_integers(value, path)
+    elif isinstance(tree, int) and not -MAX_INTEGER <= tree <= MAX_INTEGER:
+        raise InvalidFileError(path, "has an integer that does not fit 64 bits")

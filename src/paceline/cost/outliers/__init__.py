@@ -1,0 +1,1 @@
+"""Find hosts, links, versions and limits that differ from their peers."""

@@ -1,0 +1,198 @@
+"""What differs between hosts though it should not, and limits that are too low."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import TypeVar
+
+from ..machine.machine_file import UNLIMITED, HostFacts, Machine
+from ..machine.units import listed, size, told
+from .outlier import Odd
+
+FILES = 4096  # that a process should be allowed to open: sockets to peers, tensors of workers
+_CORES = 16  # where so many workers have room that they need the files
+SHM, SHM_FREE = 1 << 30, 1 << 28  # bytes: workers hand their batches over through /dev/shm
+CLOCK_S = 1.0
+T = TypeVar("T")
+WAITING = 2.0  # times as long as it computes: then an import mostly waits for files
+_MEMORY = 0.02  # relative difference of two memories of one kind
+
+
+def facts(machine: Machine) -> list[Odd]:
+    """Unreachable hosts, what could not be measured, versions, parts, masks, limits, clocks."""
+    found = [
+        Odd("unreachable", (host,), "reach", "", "", f"{host} can't be reached: {why}")
+        for host, why in machine.unreachable.items()
+    ]
+    hosts = machine.hosts
+    for (what, why), names in _alike(hosts, lambda host: list(host.missing.items())):
+        sentence = f"{what} is not known of {listed(names)}: {why}"
+        found.append(Odd("missing", tuple(names), what, "", "", sentence))
+    found += _versions(machine)
+    found += _parts(machine)
+    for (value, all_of_it), names in _alike(hosts, _mask):
+        may = f"processes on {listed(names)} may run on"
+        sentence = f"{may} {value} of {all_of_it} hardware threads only"
+        found.append(Odd("mask", tuple(names), "mask", value, all_of_it, sentence))
+    for (what, value, enough, why), names in _alike(hosts, lambda host: _limits(host, machine)):
+        sentence = f"{what} is {value} on {listed(names)}: {why}"
+        found.append(Odd("limit", tuple(names), what, value, enough, sentence))
+    return found + _imports(machine) + _clocks(machine)
+
+
+def _alike(
+    hosts: tuple[HostFacts, ...], told_of: Callable[[HostFacts], list[T]]
+) -> list[tuple[T, list[str]]]:
+    """What is told of hosts, once, with the hosts' names."""
+    found: dict[T, list[str]] = defaultdict(list)
+    for host in hosts:
+        for one in told_of(host):
+            found[one].append(host.name)
+    return list(found.items())
+
+
+def _versions(machine: Machine) -> list[Odd]:
+    names = dict.fromkeys(name for host in machine.hosts for name in host.versions)
+    found = []
+    for name in names:
+        values = {host.name: host.versions.get(name, "none") for host in machine.hosts}
+        found += _differing("version", name, values)
+    return found
+
+
+def _parts(machine: Machine) -> list[Odd]:
+    """Hosts that have more or less of something than most."""
+    known = [(host.name, host) for host in machine.hosts]
+    found = _differing("parts", "processor", {n: h.processor for n, h in known if h.processor})
+    for what, counts in (
+        ("sockets", {name: host.sockets for name, host in known}),
+        ("cores", {name: host.cores for name, host in known}),
+        ("hardware threads", {name: host.threads for name, host in known}),
+        ("NUMA nodes", {name: host.numa_nodes for name, host in known}),
+    ):
+        told_of = {name: str(count) for name, count in counts.items() if count is not None}
+        found += _differing("parts", what, told_of)
+    found += _differing("parts", "GPUs", {name: _gpus(host) for name, host in known})
+    memory = {name: host.memory_bytes for name, host in known if host.memory_bytes}
+    middle = median(memory.values()) if memory else 0
+    near = {n: middle if abs(b - middle) <= _MEMORY * middle else b for n, b in memory.items()}
+    return found + _differing("parts", "memory", {name: size(b) for name, b in near.items()})
+
+
+def _gpus(host: HostFacts) -> str:
+    kinds = dict.fromkeys(gpu.name for gpu in host.gpus)
+    counts = [sum(gpu.name == kind for gpu in host.gpus) for kind in kinds]
+    return listed([f"{n} {kind}" for n, kind in zip(counts, kinds, strict=True)]) or "none"
+
+
+def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Odd]:
+    """Those with another value than most; without a majority all of them."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for host, value in values.items():
+        groups[value].append(host)
+    if len(groups) < 2:
+        return []
+    usual = max(groups, key=lambda value: len(groups[value]))
+    if 2 * len(groups[usual]) <= len(values):
+        each = listed([f"{value} on {listed(hosts)}" for value, hosts in groups.items()])
+        sentence = f"hosts differ in {what}: {each}"
+        return [Odd(kind, tuple(values), what, listed(list(groups)), "", sentence)]
+    return [
+        Odd(
+            *(kind, tuple(hosts), what, value, usual),
+            f"{listed(hosts)} differ{'s' if len(hosts) == 1 else ''} in {what}: {value}; "
+            f"most hosts: {usual}",
+        )
+        for value, hosts in groups.items()
+        if value != usual
+    ]
+
+
+def _mask(host: HostFacts) -> list[tuple[str, str]]:
+    cpus = len(host.cpus)
+    if not cpus or host.threads is None or cpus >= host.threads:
+        return []
+    return [(str(cpus), str(host.threads))]
+
+
+def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]]:
+    limits, found = host.limits, []
+    crowded = len(machine.hosts) > 1 or len(host.cpus) >= _CORES or (host.ranks or 0) > 8
+    if limits.nofile is not None and limits.nofile < (FILES if crowded else FILES // 4):
+        why = (
+            "many ranks and loader workers need more open files. "
+            f"HINT: ulimit -n {FILES}, or the system's limits.conf"
+        )
+        found.append(("limit on open files", str(limits.nofile), str(FILES), why))
+    shm, free = limits.shm_bytes, limits.shm_free_bytes
+    batches = "loader workers hand their batches over through it. HINT: "
+    if shm is not None and shm < SHM:
+        why = f"{batches}in a container --shm-size or --ipc=host; outside, mount it larger"
+        found.append(("/dev/shm", size(shm), size(SHM), why))
+    elif free is not None and free < SHM_FREE:
+        why = f"{batches}remove what old runs left there"
+        found.append(("free /dev/shm", size(free), size(SHM_FREE), why))
+    lock = limits.memlock_bytes
+    card = next((one for one in host.networks if one.layer.lower() == "infiniband"), None)
+    if card is not None and lock is not None and lock < (host.memory_bytes or UNLIMITED):
+        why = (
+            f"{card.name} (InfiniBand) can use locked memory only. HINT: ulimit -l unlimited, set "
+            "where the scheduler's daemon starts"
+        )
+        found.append(("limit on locked memory", size(lock), "unlimited", why))
+    return found
+
+
+def _imports(machine: Machine) -> list[Odd]:
+    """Hosts where ``import torch`` mostly waits for files, told by the one that waits most."""
+    waits = {host.name: _waiting(host) for host in machine.hosts}
+    slow = {name: wait for name, wait in waits.items() if wait[0] >= WAITING * wait[1]}
+    if not slow:
+        return []
+    most = max(slow, key=lambda name: slow[name][0] / max(slow[name][1], 1e-9))
+    seconds, busy, which = slow[most]
+    where = f"on {listed(list(slow))}" + f" (most on {most})" * (len(slow) > 1)
+    sentence = (
+        f"{which} waited for files {told(seconds - busy, 's')} of {told(seconds, 's')} {where}: "
+        f"one file instead of many may load up to {seconds / busy:.2g} times faster. "
+        "HINT: paceline check --pack-env"
+    )
+    wanted = f"{told(busy, 's')} of a core"
+    return [Odd("import", tuple(slow), "import torch", told(seconds, "s"), wanted, sentence)]
+
+
+def _waiting(host: HostFacts) -> tuple[float, float, str]:
+    """Seconds of an import, those of them that a core took, and which it was: the repeated one
+    if that waits already, else the first. Zero: not known, or it took none to speak of."""
+    again, busy = host.import_torch, host.import_torch_busy
+    if again is not None and busy is not None and again.median >= WAITING * busy.median > 0:
+        return again.median, busy.median, "import torch"
+    first, first_busy = host.import_torch_first_s, host.import_torch_first_busy_s
+    if first and first_busy:
+        return first, first_busy, "the first import torch"
+    return 0.0, 1.0, ""
+
+
+def _clocks(machine: Machine) -> list[Odd]:
+    if len(machine.hosts) < 2:
+        return []
+    found = []
+    for (value, about), names in _alike(machine.hosts, _clock):
+        clocks = f"the clock{'s' if len(names) > 1 else ''} of {listed(names)}"
+        peers = told(CLOCK_S, "s") if value else ""
+        sentence = f"{clocks} {'are' if len(names) > 1 else 'is'} {about}"
+        found.append(Odd("clock", tuple(names), "clock", value or "not known", peers, sentence))
+    return found
+
+
+def _clock(host: HostFacts) -> list[tuple[str, str]]:
+    offset, unsure = host.clock_offset_s, host.clock_uncertainty_s or 0.0
+    if offset is None:
+        return [("", "not compared with the launcher's")]
+    if unsure > CLOCK_S:
+        return [("", f"known to {told(unsure, 's')} only")]
+    if abs(offset) - unsure <= CLOCK_S:
+        return []
+    value = told(abs(offset), "s")
+    hint = "HINT: let chrony or ntpd run there: times of files and logs are wrong"
+    return [(value, f"{value} {'ahead' if offset > 0 else 'behind'}. {hint}")]

@@ -1,0 +1,92 @@
+"""Which link between two hosts is bad, or which host all of whose links are."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from ..machine.machine_file import Machine
+from ..machine.named_figures import Named, of_links, usual
+from ..machine.units import listed, told
+from .outlier import Odd
+from .slower_than_peers import APART, SPREADS, Worse, around, behind, slower
+
+_MANY = 0.25  # part of the links: with more slow ones it is the network that has parts
+
+
+def links(machine: Machine) -> list[Odd]:
+    """Hosts first, so that a bad card is not told as many bad links; needs three hosts."""
+    found = []
+    every = of_links(machine)
+    for metric in ("bandwidth", "latency"):
+        rest = [named for named in every if named.what == metric]
+        while (bad := _worst_host(rest)) is not None:
+            host, worse = bad
+            found.append(_of_host(host, worse))
+            rest = [named for named in rest if host not in named.hosts]
+        found += _of_links(rest)
+    return found
+
+
+def _worst_host(rest: Sequence[Named]) -> tuple[str, Worse] | None:
+    """The host whose best link is worse than what links between other hosts usually are."""
+    if len(rest) < 3:
+        return None
+    of_host: dict[str, list[Named]] = {}
+    for named in rest:
+        for host in named.hosts:
+            of_host.setdefault(host, []).append(named)
+    noise = SPREADS * usual([named.figure for named in rest])
+    found = []
+    for host, own in of_host.items():
+        others = [named.figure.median for named in rest if host not in named.hosts]
+        if len(own) < 2 or not others:
+            continue
+        best = max(own, key=_speed)
+        middle, apart = around(others)
+        worse = behind(best, middle)
+        gap = abs(best.figure.median - middle)
+        if worse is not None and gap > max(noise, APART * apart):
+            found.append((host, worse))
+    return max(found, key=lambda one: one[1].by, default=None)
+
+
+def _speed(named: Named) -> float:
+    return named.figure.median if named.more_is_better else -named.figure.median
+
+
+def _of_host(host: str, worse: Worse) -> Odd:
+    named = worse.named
+    value, peers = (told(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    sentence = (
+        f"all links of {host} are slow: {named.what} is {value} at best, {peers} between other "
+        "hosts. HINT: look at its network card and its cable"
+    )
+    return Odd("link", (host,), f"{named.what} of all links", value, peers, sentence, worse.by)
+
+
+def _of_links(rest: Sequence[Named]) -> list[Odd]:
+    bad = slower(rest)
+    if len(bad) > max(2, _MANY * len(rest)):
+        return [_parts(bad, len(rest))]
+    return [_of_link(worse) for worse in bad]
+
+
+def _of_link(worse: Worse) -> Odd:
+    named = worse.named
+    value, peers = (told(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    sentence = f"the link between {listed(named.hosts)} is slow: {named.what} is {value}, that of"
+    what = f"{named.what} of the link"
+    return Odd("link", named.hosts, what, value, peers, f"{sentence} other links {peers}", worse.by)
+
+
+def _parts(bad: list[Worse], count: int) -> Odd:
+    """So many are slow that it is how the network is built."""
+    named, peers = bad[0].named, bad[0].peers
+    middle = median(worse.named.figure.median for worse in bad)
+    value, fast = told(middle, named.figure.unit), told(peers, named.figure.unit)
+    hosts = tuple(dict.fromkeys(host for worse in bad for host in worse.named.hosts))
+    sentence = (
+        f"{len(bad)} of {count} links are slower than the others: {named.what} is {value} instead "
+        f"of {fast}, as between hosts at different switches; the worst is between "
+        f"{listed(named.hosts)}"
+    )
+    return Odd("link", hosts, f"{named.what} of {len(bad)} links", value, fast, sentence, bad[0].by)

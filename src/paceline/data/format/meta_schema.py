@@ -1,0 +1,134 @@
+"""Check what paceline.json says of a packed set before anything uses it.
+
+The checksum in the file finds damage. It does not prove who wrote the file: anyone can compute it.
+So every value is checked against its type, its range and the other values.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, get_args
+
+import msgspec
+
+from ...security.files import InvalidFileError
+from ...security.schema import Count, Size, check
+
+Whole = Literal["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
+Dtype = Literal[Whole, "float16", "float32", "float64", "bool", "complex64", "complex128"]
+# A row of the index holds the place in this tuple: the order never changes.
+DTYPES: tuple[str, ...] = get_args(Dtype)
+ITEM_BYTES = (1, 1, 2, 4, 8, 2, 4, 8, 2, 4, 8, 1, 8, 16)  # of DTYPES, in their order
+MAX_DIMS = 32
+MAX_META_BYTES = 32 << 20  # some 250,000 shards
+MAX_SAMPLE_BYTES = 1 << 32  # of a decoded sample, and of a label
+SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.bin")
+
+Checksum = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Numbers = float | list[float]
+
+
+@dataclass
+class FieldSchema:
+    """Dtype and shape of arrays."""
+
+    dtype: Dtype
+    shape: Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)]
+
+
+@dataclass
+class ShardSchema:
+    """One shard file."""
+
+    file: Annotated[str, msgspec.Meta(pattern=rf"^{SHARD_NAME.pattern}\Z")]
+    samples: Size
+    bytes: Count
+    crc: Checksum
+
+
+@dataclass
+class FileSum:
+    """Size and CRC-32C of a whole file."""
+
+    bytes: Count
+    crc: Checksum
+
+
+class StatisticsSchema(TypedDict, total=False):
+    """Moments and counts, as ``Statistics.as_json`` gives them."""
+
+    of: Count
+    mean: Numbers
+    deviation: Numbers
+    classes: dict[str, Count]
+
+
+class PackedSchema(TypedDict, total=False):
+    """How and from what the set was packed."""
+
+    source: str
+    kind: Literal["images", "arrays", "files"]
+    seed: int
+    encoding: dict[str, Any]
+    left_out: Count
+    date: str
+
+
+@dataclass
+class MetaSchema:
+    """All of paceline.json but for its head. files: checksums of index.bin and names.txt, which
+    sets of older Paceline lack."""
+
+    samples: Size
+    shards: list[ShardSchema]
+    array: FieldSchema | None
+    label: FieldSchema | Literal["class"] | None
+    classes: list[str]
+    names: bool
+    statistics: StatisticsSchema
+    packed: PackedSchema
+    files: dict[Literal["index.bin", "names.txt"], FileSum] = field(default_factory=dict)
+
+
+def checked(tree: Any, file: Path) -> MetaSchema:
+    """Return what a parsed paceline.json says.
+
+    Raises:
+        InvalidFileError: A value has another type, is out of range or contradicts another one.
+    """
+    found = check(tree, MetaSchema, file)
+    reason = _contradiction(found)
+    if reason:
+        raise InvalidFileError(file, f"contradicts itself: {reason}")
+    return found
+
+
+def nbytes(dtype: str, shape: tuple[int, ...] | list[int]) -> int:
+    """Return the bytes of an array, of a dtype in DTYPES."""
+    return math.prod(shape) * ITEM_BYTES[DTYPES.index(dtype)]
+
+
+def _contradiction(found: MetaSchema) -> str:
+    names = [shard.file for shard in found.shards]
+    if len(set(names)) < len(names):
+        return "two shards have one file name"
+    samples = sum(shard.samples for shard in found.shards)
+    if samples != found.samples:
+        return f"its shards have {samples:,} samples, and the set {found.samples:,}"
+    for name, one in (("array", found.array), ("label", found.label)):
+        if isinstance(one, FieldSchema) and nbytes(one.dtype, one.shape) > MAX_SAMPLE_BYTES:
+            return f"{name}: {one.dtype} of {tuple(one.shape)} is larger than 4 GiB"
+    statistics = found.statistics
+    if "mean" in statistics:
+        if not {"of", "deviation"} <= statistics.keys():
+            return "statistics: a mean without its deviation and number of samples"
+        if _length(statistics["mean"]) != _length(statistics["deviation"]):
+            return "statistics: the mean and the deviation differ in length"
+    if "names.txt" in found.files and not found.names:
+        return "a checksum of names.txt, and no names"
+    return ""
+
+
+def _length(values: Numbers) -> int:
+    return len(values) if isinstance(values, list) else -1

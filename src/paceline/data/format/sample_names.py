@@ -1,0 +1,106 @@
+"""names.txt: where each sample of a packed set came from, one line each."""
+
+import os
+import threading
+from array import array
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+
+from ...security.files import InvalidFileError, check_regular, open_regular
+from ...security.text import printable
+from .meta_schema import FileSum
+
+MAX_NAME_BYTES = 1 << 16
+PIECE_BYTES = 1 << 20
+NEWLINE = 10
+
+
+class Names:
+    """The names of a packed set. The file is read once, by the first call, which compares its
+    checksum and its number of lines; after that a name is one read. Threads may share it.
+
+    Args:
+        path: The file.
+        samples: Samples of the set: lines that the file must have.
+        told: Size and checksum of the file; None for sets of older Paceline.
+    """
+
+    def __init__(self, path: Path, samples: int, told: FileSum | None) -> None:
+        self.path, self.samples, self.told = path, samples, told
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._ends: array[int] | None = None
+
+    def __getitem__(self, i: int) -> str:
+        """Return the name of a sample.
+
+        Raises:
+            InvalidFileError: The file is missing, not regular, or not what was written.
+        """
+        ends = self.check()
+        start = ends[i - 1] if i else 0
+        try:
+            line = os.pread(self._fd, ends[i] - start, start)
+        except OSError as error:
+            raise self._invalid(f"can't be read: {error.strerror}") from None
+        return os.fsdecode(line.removesuffix(b"\n"))
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_fd", -1) >= 0:
+            os.close(self._fd)
+
+    def check(self) -> "array[int]":
+        """Compare size, checksum and number of lines, the first time. Return where lines end."""
+        with self._lock:
+            if self._ends is None:
+                try:
+                    if self._fd < 0:
+                        self._fd = open_regular(self.path)
+                    self._ends = self._lines()
+                except FileNotFoundError:
+                    raise self._invalid("is missing. HINT: copy it, or pack again") from None
+                except OSError as error:
+                    raise self._invalid(f"can't be read: {error.strerror}") from None
+            return self._ends
+
+    def _lines(self) -> "array[int]":
+        size = check_regular(self._fd, self.path).st_size
+        if self.told is not None and size != self.told.bytes:
+            raise self._invalid(f"has {size:,} bytes of {self.told.bytes:,}")
+        ends, at, crc = array("q"), 0, 0
+        while piece := os.pread(self._fd, PIECE_BYTES, at):
+            crc = crc32c(piece, crc)
+            found = np.flatnonzero(np.frombuffer(piece, np.uint8) == NEWLINE) + (at + 1)
+            ends.frombytes(found.astype(np.int64).tobytes())
+            at += len(piece)
+            if len(ends) > self.samples or at - (ends[-1] if ends else 0) > MAX_NAME_BYTES:
+                break
+        if self.told is not None and at == size and crc != self.told.crc:
+            raise self._invalid("a byte has changed (its checksum is another)")
+        if len(ends) != self.samples or (ends and ends[-1] != at):
+            raise self._invalid(f"does not have one line for each of {self.samples:,} samples")
+        widths = np.diff(np.frombuffer(ends, np.int64), prepend=0)
+        if len(widths) and widths.max() > MAX_NAME_BYTES:
+            raise self._invalid(f"has a name of more than {MAX_NAME_BYTES:,} bytes")
+        return ends
+
+    def _invalid(self, reason: str) -> InvalidFileError:
+        return InvalidFileError(self.path, reason)
+
+
+def as_line(name: str) -> str:
+    """Return a name as it can be written to a line: one line, encodable, of limited length."""
+    if "\n" in name:
+        name = printable(name)
+    elif name.isascii() and len(name) < MAX_NAME_BYTES:  # almost all are
+        return name
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        name = printable(name)
+        encoded = os.fsencode(name)
+    if len(encoded) >= MAX_NAME_BYTES:
+        name = os.fsdecode(encoded[: MAX_NAME_BYTES - 1])
+    return name

@@ -1,0 +1,317 @@
+"""The shard format: samples one after the other in a few large files, and an index beside them.
+
+    paceline.json      what the set is: counts, shards, classes, statistics, the checksums of
+                       index.bin and names.txt ("files", not in older sets), and its own checksum
+    index.bin          a row of 48 bytes a sample, in the order of the set
+    shard-00000.bin    the samples' bytes, one after the other, with nothing between
+    names.txt          where each sample came from, a line each (sets of files)
+
+A row, little endian: label int64, offset uint64, length uint32, shard uint32, shape 4 x uint32,
+dtype, ndim, encoding, 0 as bytes, and the CRC-32C (Castagnoli) of the sample and these 44 bytes.
+So a flipped bit in a label is noticed as well as one in an image. A label that is an array stands
+behind its sample, and counts as part of it.
+"""
+
+import json
+import os
+import re
+import stat
+import struct
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+
+from ...security.files import InvalidFileError, kind_of_file, read_regular
+from ...security.text import printable
+from . import meta_schema
+from .meta_schema import DTYPES as DTYPES
+from .meta_schema import MAX_META_BYTES, FileSum
+
+FORMAT, VERSION = "paceline-shards", 1
+META, INDEX, NAMES = "paceline.json", "index.bin", "names.txt"
+UNKNOWN = "........"  # in the place of the checksum, while it is taken of all of paceline.json
+ROW = struct.Struct("<qQII4IBBBxI")
+COVERED = ROW.size - 4  # bytes of a row that its checksum is over
+_SHARD = 20  # where the number of the shard is in it
+_PARTS = np.dtype([("a", "V20"), ("shard", "<u4"), ("b", "V20"), ("crc", "<u4")])
+DIMS = 4  # that a row has room for; a set whose shape has more says it once, in its meta
+AS_THE_SET = 255  # in the place of the number of dims
+
+RAW, ZSTD, JPEG, IMAGE, FILE = range(5)  # encodings
+ENCODINGS = ("array", "array, zstd", "JPEG", "image", "file")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+
+
+class DataError(InvalidFileError):
+    """A sample that can't be used. file, sample (its number in the set, or -1), offset (bytes)."""
+
+    def __init__(self, file: Path | str, sample: int, offset: int, reason: str) -> None:
+        where = f"{file}: sample {sample} at byte {offset:,}" if sample >= 0 else f"{file}"
+        super().__init__(printable(where), printable(reason))
+        self.file, self.sample, self.offset, self.reason = Path(file), sample, offset, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.file, self.sample, self.offset, self.reason)
+
+
+class Row(NamedTuple):
+    """One sample's place and kind. length: bytes, with a label that is an array."""
+
+    label: int
+    offset: int
+    length: int
+    shard: int
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: int
+    crc: int
+    covered: bytes  # of the row, by the checksum
+
+
+@dataclass(frozen=True)
+class Field:
+    """Arrays of one shape and dtype."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return meta_schema.nbytes(self.dtype, self.shape)
+
+
+@dataclass
+class Shard:
+    """One file of samples. crc: CRC-32C of all its bytes."""
+
+    file: str
+    samples: int
+    bytes: int
+    crc: int
+
+
+@dataclass
+class Meta:
+    """What a set says of itself.
+
+    array: what all its samples are, None where they differ. label: None, "class" or the arrays
+    that labels are. classes: names of the labels 0, 1, 2 ... files: size and checksum of index.bin
+    and names.txt; sets of older Paceline have none.
+    """
+
+    samples: int
+    shards: list[Shard]
+    array: Field | None = None
+    label: Field | str | None = None
+    classes: list[str] = field(default_factory=list)
+    names: bool = False
+    statistics: dict[str, Any] = field(default_factory=dict)
+    packed: dict[str, Any] = field(default_factory=dict)  # from what, how, when
+    files: dict[str, FileSum] = field(default_factory=dict)
+
+    @property
+    def tail(self) -> int:
+        """Bytes of a label behind its sample."""
+        return self.label.nbytes if isinstance(self.label, Field) else 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+    def save(self, folder: Path) -> None:
+        """Written beside under another name, whole or not at all."""
+        head = {"format": FORMAT, "version": VERSION, "checksum": UNKNOWN}
+        text = json.dumps({**head, **asdict(self)}, indent=1).encode() + b"\n"
+        if len(text) > MAX_META_BYTES:
+            raise ValueError(
+                f"{folder}: {META} would have {len(text):,} bytes, and at most {MAX_META_BYTES:,} "
+                "are read. HINT: larger shards (--shard-size), fewer or shorter class names"
+            )
+        sealed = text.replace(UNKNOWN.encode(), f"{crc32c(text):08x}".encode(), 1)
+        written_whole(folder / META, sealed)
+
+
+def created(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a new file to write to. What lies there under its name, a link say, is removed and
+    never written through."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    return open(fd, "wb", buffering)
+
+
+def written_whole(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all: where the disk is full, nothing of it is left."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with created(part) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def load(folder: Path) -> Meta:
+    """Return what the folder's paceline.json says of the set.
+
+    Raises:
+        DataError: It is of another format or a newer one, a byte has changed, a value is none that
+            the format allows, or a file is missing, not regular or of another size.
+    """
+    path = folder / META
+    tree = _sealed(folder)
+    try:
+        found = meta_schema.checked(tree, path)
+    except InvalidFileError as error:
+        raise DataError(path, -1, 0, error.reason) from None
+    meta = Meta(
+        found.samples,
+        [Shard(one.file, one.samples, one.bytes, one.crc) for one in found.shards],
+        _field(found.array),
+        found.label if isinstance(found.label, str) else _field(found.label),
+        found.classes,
+        found.names,
+        {**found.statistics},
+        {**found.packed},
+        {str(name): one for name, one in found.files.items()},
+    )
+    for shard in meta.shards:
+        _same_size(folder / shard.file, shard.bytes)
+    _same_size(folder / INDEX, meta.samples * ROW.size)
+    return meta
+
+
+def identity(folder: Path) -> str:
+    """Return the checksum in a set's paceline.json: eight hexadecimal digits. Raises DataError."""
+    tree, _ = _read(folder)
+    return str(tree["checksum"])
+
+
+def _sealed(folder: Path) -> dict[str, Any]:
+    """Return the parsed paceline.json, whose checksum is right."""
+    tree, text = _read(folder)
+    told = tree["checksum"]
+    if f"{crc32c(text.replace(told.encode(), UNKNOWN.encode(), 1)):08x}" != told:
+        raise DataError(folder / META, -1, 0, "a byte has changed (its checksum is another)")
+    return tree
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """Return paceline.json, parsed and as it is. Its format and version are known, and its
+    checksum is eight digits."""
+    path = folder / META
+    try:
+        text = read_regular(path, MAX_META_BYTES)
+        tree = json.loads(text)
+    except FileNotFoundError:
+        raise _no_set(folder) from None
+    except InvalidFileError as error:
+        raise DataError(path, -1, 0, error.reason) from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(path, -1, 0, f"can't be read: {reason}") from None
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise DataError(path, -1, 0, "is no set of paceline's. HINT: paceline pack SOURCE DEST")
+    if tree.get("version") != VERSION:
+        version = f"{tree.get('version')!r}"[:20]
+        reason = f"is of format {version}, and this Paceline reads {VERSION}. "
+        hint = "HINT: the Paceline that packed it, or pack again"
+        raise DataError(path, -1, 0, reason + hint)
+    told = tree.get("checksum")
+    if not isinstance(told, str) or not _CHECKSUM.fullmatch(told):
+        raise DataError(path, -1, 0, "a byte has changed (its checksum is no checksum)")
+    return tree, text
+
+
+def _field(found: meta_schema.FieldSchema | None) -> Field | None:
+    return None if found is None else Field(found.dtype, tuple(found.shape))
+
+
+def row_bytes(row: Row) -> bytes:
+    """The first 44 bytes of a row, which its checksum is over."""
+    place = (row.label, row.offset, row.length, row.shard)
+    return row_packed(*place, row.shape, row.dtype, row.encoding)
+
+
+def row_packed(
+    label: int,
+    offset: int,
+    length: int,
+    shard: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    encoding: int,
+) -> bytes:
+    """``row_bytes`` of what a row says."""
+    ndim = len(shape)
+    if ndim > DIMS:
+        ndim, shape = AS_THE_SET, ()
+    sides = (*shape, *(0,) * (DIMS - len(shape)))
+    kind = DTYPES.index(dtype)
+    packed = ROW.pack(label, offset, length, shard, *sides, kind, ndim, encoding, 0)
+    return packed[:COVERED]
+
+
+def row_of(packed: bytes, whole: tuple[int, ...]) -> Row:
+    """A row of the index. whole: the shape of a set whose samples have many dims. Raises
+    ValueError where it can't be one; whether it is the one that was written, its checksum says."""
+    label, offset, length, shard, a, b, c, d, kind, ndim, encoding, crc = ROW.unpack(packed)
+    if kind >= len(DTYPES) or encoding >= len(ENCODINGS) or (ndim > DIMS and ndim != AS_THE_SET):
+        raise ValueError("its row in the index is damaged")
+    shape = whole if ndim == AS_THE_SET else (a, b, c, d)[:ndim]
+    covered = packed[:COVERED]
+    return Row(label, offset, length, shard, shape, DTYPES[kind], encoding, crc, covered)
+
+
+def moved(rows: bytes, shard: int, other: int) -> bytes:
+    """Rows of one shard as rows of another one, whose bytes are the same. A CRC is linear: what the
+    number changes in it is the same for all of them, whatever the samples are."""
+    table = np.frombuffer(rows, _PARTS).copy()
+    changed = bytes(_SHARD) + (shard ^ other).to_bytes(4, "little")
+    table["shard"] = other
+    table["crc"] ^= crc32c(changed.ljust(COVERED, b"\0")) ^ crc32c(bytes(COVERED))
+    return table.tobytes()
+
+
+def checksum(covered: bytes, *parts: Any, start: int = 0) -> int:
+    """CRC-32C of a sample and its row; start: that of what came before. The interpreter's lock is
+    given back meanwhile."""
+    value = start
+    for part in parts:
+        value = crc32c(part, value)
+    return int(crc32c(covered, value)) if covered else value
+
+
+def _same_size(path: Path, wanted: int) -> None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise DataError(path, -1, 0, "is missing. HINT: copy it, or pack again") from None
+    except OSError as error:
+        raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = kind_of_file(status.st_mode)
+        raise DataError(path, -1, 0, f"is {kind} and no regular file")
+    size = status.st_size
+    if size != wanted:
+        less = "is truncated" if size < wanted else "is longer than it was"
+        raise DataError(
+            path, -1, 0, f"{less}: {size:,} bytes of {wanted:,}. HINT: copy it, or pack again"
+        )
+
+
+def _no_set(folder: Path) -> DataError:
+    if (folder / ".packing").exists():
+        why = "is not packed whole. HINT: the same paceline pack once more goes on with it"
+    elif folder.is_dir():
+        why = f"has no {META}. HINT: paceline pack SOURCE {folder}"
+    else:
+        why = "no such folder"
+    return DataError(folder, -1, 0, why)

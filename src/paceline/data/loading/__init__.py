@@ -1,0 +1,1 @@
+"""Load batches: the Loader, its workers, and the datasets that it accepts."""

@@ -1,0 +1,294 @@
+"""A batch in the making: pieces of it in threads, straight into its memory."""
+
+import copy
+import inspect
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..format.shard_format import DataError, Field
+from ..sampling.sample_order import kept_random_states, mix, seed_everything
+from ..shards import RaggedError, Scratch
+from .buffer_pool import Ring
+from .mixup import Mixing
+
+Key = tuple[int, int]  # epoch, sample
+# (recipe, keys, arrays, first): a Piece, some time
+Submit = Callable[..., "Future[Piece]"]
+_local = threading.local()
+
+
+class Recipe:
+    """How a loader's samples are made, and of what memory its batches.
+
+    skips: whether samples that can't be read are left out; ``skipped`` has them. shared: whether
+    other processes make them. The shape and dtype of samples is known when the first one is made,
+    and is all others' as well.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        transform: Callable[..., Any] | None,
+        collate: Callable[[list[Any]], Any] | None,
+        seed: int,
+        skips: bool,
+        shared: bool,
+        mixing: Mixing | None = None,
+    ) -> None:
+        self.source, self.transform, self.collate, self.seed = source, transform, collate, seed
+        self.skips, self.mixing = skips, mixing
+        self.skipped: list[DataError] = []
+        self.busy_s = 0.0  # that all pieces took of processors
+        self.ring = Ring(shared)
+        self.array: Field | None = None
+        self.channels_last = False  # as they are made; they are given with channels first
+        self.seeds_all = False  # the global generators too: in a process that has them for itself
+        self._draws = transform is not None and takes_two(transform)
+        self._tensors = False  # whether the transform gives them
+
+    def seeded(self, seed: int) -> "Recipe":
+        """The same with another seed, and memory of its own."""
+        other = copy.copy(self)
+        other.seed, other.ring, other.busy_s = seed, Ring(self.ring.shared), 0.0
+        return other
+
+    @property
+    def plain(self) -> bool:
+        """Whether samples are as the source has them."""
+        return self.transform is None and self.mixing is None
+
+    @property
+    def label(self) -> Field | None:
+        """What labels are."""
+        label: Field | None = (self.mixing or self.source).label
+        return label
+
+    def outline(self, keys: list[Key]) -> Field:
+        """What samples are: as the first of the keys that can be read."""
+        if self.array is None:
+            for key in keys:
+                try:
+                    self.array = self._first(key)
+                    break
+                except DataError:
+                    if not self.skips or key is keys[-1]:
+                        raise
+        assert self.array is not None
+        return self.array
+
+    def _first(self, key: Key) -> Field:
+        source = self.source
+        if self.plain:
+            array: Field = source.outline(key[1])[0]
+        else:
+            with kept_random_states():  # the training's, if the transform draws from them
+                sample, _ = self.sample(key)
+            array = _outline(sample)
+        self.channels_last = source.images and len(array.shape) == 3 and not self._tensors
+        return array
+
+    def sample(self, key: Key) -> tuple[Any, Any]:
+        """One sample by itself, transformed, and mixed with another: (array, label)."""
+        if self.mixing is None:
+            return self._own(key)
+        partner, share = self.mixing.partner(self.seed, *key)
+        one, other = self._own(key), self._own((key[0], partner))
+        if (one[0].shape, one[0].dtype) != (other[0].shape, other[0].dtype):
+            raise _ragged(self, partner, _outline(other[0]), _outline(one[0]))
+        return self.mixing.mixed(one, other, share)
+
+    def _own(self, key: Key) -> tuple[Any, Any]:
+        epoch, i = key
+        array, label = self.source.read(i, _scratch())
+        if self.transform is not None:
+            seed = mix(self.seed, epoch, i)
+            if self.seeds_all:
+                seed_everything(seed)
+            # Philox: a counter, whose seeding costs next to nothing
+            more = (np.random.Generator(np.random.Philox(key=seed)),) if self._draws else ()
+            try:
+                array = self.transform(array, *more)
+            except Exception as error:
+                error.add_note(f"in the transform of sample {i} of {self.source!r}")
+                raise
+            self._tensors = isinstance(array, torch.Tensor)
+            array = array.detach().numpy() if self._tensors else np.asarray(array)
+        return array, label
+
+    def leaves_out(self, error: DataError, owner: Any) -> None:
+        """Says the first one now, and their number when the loader goes."""
+        self.skipped.append(error.with_traceback(None))
+        if len(self.skipped) == 1:
+            warnings.warn(f"{error}; it is left out (on_error='skip')", stacklevel=2)
+            weakref.finalize(owner, _told, self.skipped, repr(self.source))
+
+
+class Batch:
+    """``keys``' samples. pinned: in memory that a GPU copies from by itself."""
+
+    def __init__(
+        self, recipe: Recipe, keys: list[Key], submit: Submit, pieces: int, pinned: bool
+    ) -> None:
+        self.recipe, self.keys, self._pinned = recipe, keys, pinned
+        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[np.ndarray[Any, Any]] = []
+        if recipe.collate is None:
+            label = recipe.label
+            fields = [recipe.outline(keys), *([] if label is None else [label])]
+            self._arrays = [self._memory(field) for field in fields]
+        count = max(min(pieces, len(keys)), 1)
+        ends = [len(keys) * (k + 1) // count for k in range(count)]
+        self._pieces = [
+            submit(recipe, keys[first:end], self._arrays, first)
+            for first, end in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+
+    def _memory(self, what: Field) -> np.ndarray[Any, Any]:
+        shape = (len(self.keys), *what.shape)
+        if self._pinned:
+            # torch's own store of pinned memory, which knows what is still being copied
+            kind = torch.from_numpy(np.empty(0, what.dtype)).dtype
+            tensor = torch.empty(shape, dtype=kind, pin_memory=True)
+            self._tensors.append(tensor)
+            return tensor.numpy()
+        try:
+            return self.recipe.ring.take(shape, what.dtype)
+        except (MemoryError, OSError, OverflowError) as error:
+            size = len(self.keys) * what.nbytes / 2**30
+            raise ValueError(
+                f"no memory for a batch of {len(self.keys)} samples, {what.dtype} of {what.shape}: "
+                f"{size:,.1f} GiB ({error}). HINT: a smaller batch_size"
+            ) from None
+
+    def whole(self, owner: Any) -> Any:
+        """The batch, once all its pieces are there. owner: the loader."""
+        recipe, samples, bad = self.recipe, list[Any](), dict[int, DataError]()
+        for piece in self._pieces:
+            done = piece.result()
+            samples += done.samples
+            bad |= done.bad
+            recipe.busy_s += done.busy_s
+        for k in sorted(bad):
+            recipe.leaves_out(bad[k], owner)
+        if len(bad) == len(self.keys):
+            raise bad[0]
+        if recipe.collate is not None:
+            labelled = recipe.label is not None
+            return recipe.collate([_given(array, label, labelled) for array, label in samples])
+        tensors = self._tensors or [torch.from_numpy(array) for array in self._arrays]
+        self._arrays = []
+        if bad:
+            kept = [k for k in range(len(self.keys)) if k not in bad]
+            tensors = [tensor[kept] for tensor in tensors]
+        if recipe.channels_last:
+            tensors[0] = tensors[0].permute(0, 3, 1, 2)
+        return tensors if len(tensors) > 1 else tensors[0]
+
+
+class Piece:
+    """What a thread, or a process, has made of a batch. samples: those that collate_fn wants.
+    busy_s: of a processor that it took."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.samples: list[Any] = []
+        self.bad: dict[int, DataError] = {}
+
+
+def made(recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], first: int) -> Piece:
+    """Make the samples of ``keys``, into ``arrays`` (of samples and labels) from ``first`` on.
+
+    Raises ValueError where one has another shape than those before it.
+    """
+    piece, began = Piece(), time.thread_time()
+    if arrays and recipe.plain and hasattr(recipe.source, "take"):
+        labels = arrays[1] if len(arrays) > 1 else None
+        recipe.source.take([i for _, i in keys], arrays[0], labels, first)
+    else:
+        _each(recipe, keys, arrays, first, piece)
+    piece.busy_s = time.thread_time() - began
+    return piece
+
+
+def _each(
+    recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], first: int, piece: Piece
+) -> None:
+    one = _collected if not arrays else _read if recipe.plain else _transformed
+    for k, key in enumerate(keys, first):
+        try:
+            one(recipe, key, arrays, k, piece)
+        except RaggedError as error:
+            raise _ragged(recipe, key[1], error.what) from None
+        except DataError as error:
+            if not recipe.skips:
+                raise
+            piece.bad[k] = error.with_traceback(None)
+
+
+def _given(array: Any, label: Any, labelled: bool) -> Any:
+    """A sample as collate_fn has it."""
+    data = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    return (data, label) if labelled else data
+
+
+def _read(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> None:
+    labels = arrays[1] if len(arrays) > 1 else None
+    recipe.source.read_into(key[1], arrays[0], labels, k, _scratch())
+
+
+def _transformed(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> None:
+    array, label = recipe.sample(key)
+    if array.shape != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
+        raise _ragged(recipe, key[1], _outline(array))
+    arrays[0][k] = array
+    if len(arrays) > 1:
+        arrays[1][k] = label
+
+
+def _collected(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> None:
+    piece.samples.append(recipe.sample(key))
+
+
+def _outline(array: Any) -> Field:
+    return Field(array.dtype.name, array.shape)
+
+
+def _ragged(recipe: Recipe, i: int, what: Field, usual: Field | None = None) -> ValueError:
+    usual = usual or recipe.array
+    assert usual is not None
+    return ValueError(
+        f"Loader: {recipe.source!r}: sample {i} is {what.dtype} of {what.shape}, and the "
+        f"samples before it are {usual.dtype} of {usual.shape}. HINT: a transform that crops or "
+        "resizes, or collate_fn=... for samples of different shapes"
+    )
+
+
+def takes_two(transform: Callable[..., Any]) -> bool:
+    """Whether it takes a generator beside the sample."""
+    try:
+        inspect.signature(transform).bind(None, None)
+    except (TypeError, ValueError):  # the latter: made in C, without a signature
+        return False
+    return True
+
+
+def _scratch() -> Scratch:
+    """This thread's own."""
+    if not hasattr(_local, "scratch"):
+        _local.scratch = Scratch()
+    mine: Scratch = _local.scratch
+    return mine
+
+
+def _told(skipped: list[DataError], name: str) -> None:
+    told = f"paceline: {name}: {len(skipped):,} samples were left out; the first: {skipped[0]}\n"
+    sys.stderr.write(told)

@@ -1,0 +1,327 @@
+"""``paceline.data.Loader``: a DataLoader whose workers are threads, which decode into memory that
+is used again. No batch moves between processes."""
+
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ...record.ring.recorder import tell_all
+from ..format.shard_format import DataError
+from ..sampling.samplers import BLOCK_BYTES, InBlocks, Ordered, Shuffled
+from ..shards import Shards
+from .array_dataset import Arrays
+from .batch import Batch, Recipe
+from .concat_dataset import Several
+from .external_transforms import plugged
+from .file_dataset import Files
+from .mixup import Mixing
+from .read_ahead import ReadAhead, samples_ahead
+from .stored_arrays import Stored, is_store
+from .workers import AtOnce, Processes, Threads
+
+Pull = Callable[[], tuple[int, Any] | None]  # a batch: samples of the epoch, and what is made of it
+
+# Of all loaders of this process, for the record: what the report says of them.
+_told: dict[str, Any] = {
+    "workers": 0,
+    "processes": False,
+    "busy_s": 0.0,
+    "seconds": 0.0,
+    "left_out": 0,
+}
+
+
+class Loader(DataLoader[Any]):
+    """Batches of a packed set (its folder, or ``Shards``), of arrays (x, or (x, y)), of arrays in
+    HDF5, netCDF or zarr ("FILE:ARRAY", or ("FILE:ARRAY", "LABELS")), of a folder of files that are
+    not packed (``Files``), or of a list of such, as a DataLoader gives them: [x, y], or x where
+    there are no labels.
+
+    batch_size: samples, a rank's under ``world.shard``. shuffle: True, or "blocks" for storage
+    that is slow at small pieces; the order depends on (seed, epoch) alone. sampler: any of
+    torch's instead. num_workers: threads; default 2, or 1 where the rank has one core; 0: none,
+    batches are made when they are asked for.
+    prefetch_factor: batches that are made ahead. transform: of a sample's array, ``f(x)`` or
+    ``f(x, rng)`` with a numpy Generator that depends on (seed, epoch, sample) alone, or one of
+    albumentations, which is seeded so; images are
+    (height, width, channels) and stay so. mix_up: each sample is mixed with another one of
+    the set, shares drawn from Beta(mix_up, mix_up) by (seed, epoch, sample) alone (Zhang et al.,
+    arXiv 1710.09412); labels are float32 then, of classes the share of each; two samples are made
+    for one. processes: num_workers are processes, for a transform
+    that holds the interpreter's lock; in these the global generators are seeded for each sample,
+    too. collate_fn: of a list of samples, where they don't stack. on_error: "stop", or "skip" what
+    can't be read, with a warning and a count (``skipped``).
+    dali: a function that is given samples as they are stored, as NVIDIA DALI's DataNode (files'
+    bytes as uint8, or arrays), and returns one or several DataNodes, of which DALI makes the
+    batches: ``f(samples)``, or ``f(samples, rng)`` with ``rng.uniform(low, high)`` and
+    ``rng.coin(share)``, DataNodes that depend on (seed, epoch, sample) alone. On the GPU of this
+    process where there is one.
+
+    Images come as (batch, channels, height, width) in channels-last memory, uint8, unless a
+    transform says otherwise; a transform that returns a tensor has them as it likes. A batch's
+    memory is used again once nothing refers to it any more.
+
+    Raises ValueError for a source that is none, and, in the loop, DataError for a sample that
+    can't be read and ValueError where samples of a batch differ in shape.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int = 1,
+        shuffle: bool | str = False,
+        *,
+        sampler: Any = None,
+        num_workers: int | None = None,
+        prefetch_factor: int = 2,
+        transform: Callable[..., Any] | None = None,
+        mix_up: float | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        processes: bool = False,
+        seed: int = 0,
+        on_error: str = "stop",
+        dali: Callable[..., Any] | None = None,
+    ) -> None:
+        if on_error not in ("stop", "skip"):
+            raise ValueError(f"Loader: on_error={on_error!r}. HINT: 'stop' or 'skip'")
+        dataset = _dataset(source)
+        if not len(dataset):
+            raise ValueError(f"Loader: {dataset!r} has no samples")
+        if sampler is not None and shuffle:
+            raise ValueError("Loader: sampler and shuffle are two orders. HINT: one of them")
+        if processes and pin_memory:
+            raise ValueError(
+                "Loader: processes have no pinned memory. HINT: processes=False, or "
+                "pin_memory=False"
+            )
+        if dali is not None:
+            others = {"transform": transform, "mix_up": mix_up, "collate_fn": collate_fn}
+            _alone({**others, "pin_memory": pin_memory or None, "processes": processes or None})
+        if num_workers is None:
+            num_workers = min(2, len(os.sched_getaffinity(0)))
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=_order(dataset, shuffle, seed) if sampler is None else sampler,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+        )
+        skips, self._processes = on_error == "skip", processes
+        mixing = None if mix_up is None else Mixing(dataset, mix_up)
+        self._recipe = Recipe(
+            dataset, plugged(transform), collate_fn, seed, skips, processes, mixing
+        )
+        self._dali, self._most = dali, batch_size
+        self._graph: tuple[tuple[int, int], Any] | None = None
+        if dali is not None:
+            from .dali import Undecoded
+
+            self._recipe = Undecoded(dataset, seed, skips)
+        self._epoch, self._start = 0, 0
+        self._given = 0  # samples of the running epoch
+        self._ranks, self._skipped_before = 1, 0
+        self._pool: tuple[int, Threads | Processes] | None = None
+
+    @property
+    def skipped(self) -> list[DataError]:
+        """What was left out so far (on_error="skip")."""
+        return self._recipe.skipped
+
+    def check_worker_number_rationality(self) -> None:
+        """DataLoader's warning that so many processes are too many: threads are none."""
+
+    def over(self, batches: Any, seed: int, ranks: int) -> "Loader":
+        """The same with a rank's batches, of keys (epoch, sample): for ``world.shard``."""
+        other = Loader.__new__(Loader)
+        changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._recipe.seeded(seed)}
+        changed["_ranks"] = ranks
+        changed["_most"], changed["_graph"] = -(-batches.split.batch // ranks), None
+        # a base seed of torch's is drawn from here, not from the training's generator
+        changed["generator"] = torch.Generator().manual_seed(seed)
+        other.__dict__.update({**self.__dict__, **changed, "_pool": None, "_iterator": None})
+        return other
+
+    # where it is
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch whose order and augmentation the next pass has; without, they count up."""
+        self._epoch, self._start = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch, and samples that have been given in it. ``world`` keeps such a place by itself."""
+        return {"epoch": self._epoch, "sample": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next pass goes on there, also with another batch size."""
+        self._epoch, self._start = state["epoch"], state["sample"]
+
+    # passes
+
+    def _get_iterator(self) -> "_Pass":
+        return _Pass(self)
+
+    def begins(self) -> int:
+        """A pass begins; its first sample."""
+        if isinstance(self.sampler, Ordered):
+            self.sampler.set_epoch(self._epoch)
+        self._workers()  # processes are forked by the thread that trains
+        start, self._start = self._start, 0
+        self._given, self._recipe.busy_s = start, 0.0
+        return start
+
+    def gave(self, samples: int) -> None:
+        """One more batch of the pass."""
+        self._given += samples
+
+    def ends(self, seconds: float) -> None:
+        """The pass is at its end; how long it took."""
+        self._epoch, self._given = self._epoch + 1, 0
+        busy, self._recipe.busy_s = self._recipe.busy_s, 0.0
+        _told["seconds"] += seconds
+        _told["busy_s"] += busy if self.num_workers else 0.0
+        _told["workers"] = max(_told["workers"], self.num_workers)
+        _told["processes"] = _told["processes"] or self._processes
+        _told["left_out"] += len(self.skipped) - self._skipped_before
+        self._skipped_before = len(self.skipped)
+        tell_all(loader=dict(_told))
+
+    def batch(self, keys: list[Any]) -> Batch:
+        """Begin to make a batch. keys: (epoch, sample), or samples of the running epoch."""
+        if not isinstance(keys[0], tuple):
+            keys = [(self._epoch, int(i)) for i in keys]
+        workers = self._workers()
+        pinned = self.pin_memory and not self._processes and torch.cuda.is_available()
+        return Batch(self._recipe, keys, workers.submit, self.num_workers, pinned)
+
+    def through(self, pull: Pull) -> Pull:
+        """What gives a pass's batches: DALI's graph of those that ``pull`` gives, or ``pull``."""
+        if self._dali is None:
+            return pull
+        from .dali import Graph, Undecoded
+
+        how = max(self.num_workers, 1), max(self.prefetch_factor or 1, 1)
+        if self._graph is None or self._graph[0] != how or not self._graph[1].begins(pull):
+            assert isinstance(self._recipe, Undecoded)
+            self._graph = how, Graph(self._dali, self._recipe, self._most, *how)
+            self._graph[1].begins(pull)
+        graph: Graph = self._graph[1]
+        return graph.next
+
+    def reads_ahead(self, batches: Any) -> ReadAhead:
+        """The same batches, whose blocks are asked for before they are needed."""
+        count = samples_ahead(self._recipe.source) // self._ranks
+        return ReadAhead(self._recipe.source, batches, count, self._workers().call)
+
+    def _workers(self) -> AtOnce | Threads | Processes:
+        if not self.num_workers:
+            return AtOnce()
+        if self._pool is None or self._pool[0] != self.num_workers:
+            if self._pool is not None:
+                self._pool[1].close()
+            count = self.num_workers
+            workers = Processes(self._recipe, count) if self._processes else Threads(count)
+            self._pool = (count, workers)
+            weakref.finalize(self, workers.close)
+        return self._pool[1]
+
+
+class _Pass(_BaseDataLoaderIter):
+    """One pass; torch's own class, so that whoever listens to DataLoaders hears this one."""
+
+    def __init__(self, loader: Loader) -> None:
+        start = loader.begins()
+        super().__init__(loader)
+        self._begin(loader, start)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        start = loader.begins()
+        super()._reset(loader, first_iter)
+        self._begin(loader, start)
+
+    def _begin(self, loader: Loader, start: int) -> None:
+        self._loader, self._ahead, self._began = loader, deque[Batch](), time.monotonic()
+        if start:
+            rest = list(islice(iter(loader.sampler), start, None))
+            self._sampler_iter = iter(BatchSampler(rest, loader.batch_size or 1, loader.drop_last))
+        if isinstance(loader.sampler, InBlocks) and isinstance(loader.dataset, Shards):
+            self._sampler_iter = loader.reads_ahead(self._sampler_iter)
+        self._next_batch = loader.through(self._made)
+
+    def _next_data(self) -> Any:
+        found = self._next_batch()
+        if found is None:
+            self._loader.ends(time.monotonic() - self._began)
+            raise StopIteration
+        samples, whole = found
+        self._loader.gave(samples)
+        return whole
+
+    def _made(self) -> tuple[int, Any] | None:
+        """Samples of the epoch, and the batch that is made of them; None at the end."""
+        loader = self._loader
+        depth = max(loader.prefetch_factor or 1, 1)
+        while len(self._ahead) < depth and (keys := next(self._sampler_iter, None)) is not None:
+            self._ahead.append(loader.batch(keys))
+        if not self._ahead:
+            return None
+        batch = self._ahead.popleft()
+        return len(batch.keys), batch.whole(loader)
+
+
+def _dataset(source: Any) -> Any:
+    if is_store(source):
+        return Stored(source)
+    if isinstance(source, (str, os.PathLike)):
+        return Shards(source)
+    if isinstance(source, tuple) and len(source) == 2 and is_store(source[0]):
+        return Stored(*source)
+    if isinstance(source, (Shards, Arrays, Several, Stored, Files)):
+        return source
+    if isinstance(source, list) and source:
+        return Several([_dataset(one) for one in source])
+    if isinstance(source, TensorDataset):
+        source = source.tensors
+    if isinstance(source, tuple) and len(source) in (1, 2):
+        return Arrays(*source)
+    if isinstance(source, (np.ndarray, torch.Tensor)):
+        return Arrays(source)
+    raise ValueError(
+        f"Loader: {type(source).__name__} is no source. HINT: a folder that paceline pack has "
+        "written, HDF5, netCDF or zarr, arrays x or (x, y); for other datasets torch's DataLoader"
+    )
+
+
+def _alone(others: dict[str, Any]) -> None:
+    """Raises ValueError for what has no place beside dali."""
+    named = [name for name, value in others.items() if value is not None]
+    if named:
+        raise ValueError(
+            f"Loader: dali and {', '.join(named)}. HINT: without {', '.join(named)}; what it does "
+            "belongs into the function that dali is"
+        )
+
+
+def _order(dataset: Any, shuffle: bool | str, seed: int) -> Ordered:
+    if shuffle not in (True, False, "blocks"):
+        raise ValueError(f"Loader: shuffle={shuffle!r}. HINT: True, False or 'blocks'")
+    if shuffle == "blocks" and isinstance(dataset, Shards):
+        each = max(dataset.meta.bytes / len(dataset), 1)
+        return InBlocks(len(dataset), int(BLOCK_BYTES / each), seed)
+    if shuffle == "blocks" and isinstance(dataset, Stored):
+        return dataset.in_blocks(seed)
+    if shuffle and isinstance(dataset, Stored):
+        dataset.fights()
+    return (Shuffled if shuffle else Ordered)(len(dataset), seed)

@@ -1,0 +1,180 @@
+"""HDF5, netCDF and zarr as a Loader's source, for sets that other programs read as well."""
+
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..format.shard_format import DataError, Field
+from ..sampling.samplers import BLOCK_BYTES, WINDOW, InBlocks
+from ..shards import MAX_CLASSES, RaggedError
+from ..sources import formats
+from ..sources.formats.stores import Rows, StoreSource
+from ..sources.open_source import pictures
+
+CACHE_BYTES = 256 << 20  # of chunks that are kept unpacked
+STORES = ("hdf5", "netcdf", "zarr")
+
+
+def is_store(source: Any) -> bool:
+    """Whether it is the name of such a file, or of an array in it."""
+    if not isinstance(source, (str, os.PathLike)):
+        return False
+    return formats.known(formats.split(os.fspath(source))[0]) in STORES
+
+
+class Stored:
+    """x: "FILE:ARRAY", or the file's name where it is clear which array is meant. y: labels, an
+    array's name in the same file, "FILE:ARRAY" or a .npy file.
+
+    A chunk that holds several samples is unpacked once for those that come soon after each other:
+    as many chunks as CACHE_BYTES hold are kept. Each process opens the file anew. Raises
+    ValueError for what is no array of numbers, DataError where it can't be read.
+    """
+
+    def __init__(self, x: str | os.PathLike[str], y: str | os.PathLike[str] | None = None) -> None:
+        self._told = (os.fspath(x), None if y is None else os.fspath(y))
+        self._open()
+        for note in self._source.notes:
+            warnings.warn(f"Loader: {note}", stacklevel=3)
+        found = self._source.x
+        if found.dtype == "bytes" or getattr(found, "flat", False):
+            raise ValueError(
+                f"Loader: {found.told} holds samples of any length. HINT: paceline pack {x} DEST"
+            )
+        self.field = Field(found.dtype, tuple(found.shape))
+        self.images = pictures(found.dtype, self.field.shape)
+        told = self._source.label
+        self.label = told if isinstance(told, Field) else Field("int64", ()) if told else None
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __repr__(self) -> str:
+        return f"Stored({self._told[0]!r}): {len(self):,} samples"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._told
+
+    def __getitem__(self, i: int) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        array, label = self.read(i, None)
+        return array if self.label is None else (array, label)
+
+    @property
+    def chunk(self) -> int:
+        """Samples that are unpacked together."""
+        return int(self._source.x.chunk)
+
+    @property
+    def kept(self) -> bool:
+        """Whether all of it stays unpacked, once it has been read."""
+        return self.chunk > 1 and len(self) * self.field.nbytes <= CACHE_BYTES
+
+    @property
+    def path(self) -> Path:
+        """The file, or the folder of them."""
+        return formats.split(self._told[0])[0]
+
+    @property
+    def classes(self) -> int:
+        """How many whole numbers there are from 0 to the largest label. Raises DataError where
+        labels go beyond MAX_CLASSES."""
+        if self._source.classes:
+            return len(self._source.classes)
+        count = 1 + int(max(map(self._label, range(len(self)))))
+        if count > MAX_CLASSES:
+            reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
+            raise DataError(self._told[0], -1, 0, reason)
+        return count
+
+    def outline(self, i: int) -> tuple[Field, Field | None]:
+        """What each sample and label is."""
+        return self.field, self.label
+
+    def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
+        """(array, label), copies."""
+        return self._row(i).copy(), None if self.label is None else self._label(i)
+
+    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
+        """A sample to ``arrays[k]``, its label to ``labels[k]``."""
+        if self.field.shape != arrays.shape[1:] or self.field.dtype != arrays.dtype:
+            raise RaggedError(i, self.field)
+        arrays[k] = self._row(i)
+        if self.label is not None:
+            labels[k] = self._label(i)
+
+    def in_blocks(self, seed: int) -> InBlocks:
+        """An order in which each chunk is unpacked once, or nearly."""
+        each = max(self.field.nbytes, 1)
+        block = max(BLOCK_BYTES // each // self.chunk, 1) * self.chunk
+        window = min(max(CACHE_BYTES // 2 // (block * each), 1), WINDOW)
+        return InBlocks(len(self), block, seed, window)
+
+    def fights(self) -> None:
+        """Says where an order of single samples unpacks chunks again and again."""
+        size = self.chunk * self.field.nbytes
+        if self.chunk > 1 and not self.kept:
+            warnings.warn(
+                f"Loader: {self._told[0]} has chunks of {self.chunk} samples ({size:,} bytes): in "
+                "random order each is read and unpacked for one of them. HINT: shuffle='blocks', "
+                "or paceline pack",
+                stacklevel=4,
+            )
+
+    def _open(self) -> None:
+        x, y = self._told
+        source = formats.source(*formats.split(x), y)
+        assert isinstance(source, StoreSource)
+        self._source, self._process = source, os.getpid()
+        labels: Any = source.y
+        if isinstance(labels, Rows):
+            size = Field(labels.dtype, labels.shape).nbytes * len(labels)
+            if size <= CACHE_BYTES:  # once: a chunk of labels is not unpacked for each sample
+                labels = labels.read(0, len(labels))
+        self._labels = labels
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[int, Future[Any]] = OrderedDict()
+
+    def _row(self, i: int) -> Any:
+        if self._process != os.getpid():  # forked: a file's handle is not for two
+            self._open()
+        rows, size = self._source.x, self.chunk
+        try:
+            return rows.row(i) if size == 1 else self._unpacked(rows, i // size)[i % size]
+        except (OSError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
+            reason = str(error) or type(error).__name__
+            raise DataError(self._told[0], -1, 0, f"sample {i}: {reason}") from None
+
+    def _unpacked(self, rows: Rows, number: int) -> Any:
+        """A chunk, read by the first thread that wants it."""
+        with self._lock:
+            done = self._chunks.get(number)
+            mine = done is None
+            if done is None:
+                done = self._chunks[number] = Future()
+                most = max(CACHE_BYTES // (self.chunk * max(self.field.nbytes, 1)), 1)
+                while len(self._chunks) > most:
+                    self._chunks.popitem(last=False)
+            self._chunks.move_to_end(number)
+        if mine:
+            first = number * self.chunk
+            try:
+                done.set_result(rows.read(first, min(first + self.chunk, len(self))))
+            except BaseException as error:
+                done.set_exception(error)
+                with self._lock:
+                    self._chunks.pop(number, None)
+        return done.result()
+
+    def _label(self, i: int) -> Any:
+        if self._process != os.getpid():
+            self._open()
+        label = self._labels.row(i) if hasattr(self._labels, "row") else self._labels[i]
+        return int(label) if self._source.label == "class" else np.asarray(label)

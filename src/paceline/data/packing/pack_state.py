@@ -1,0 +1,129 @@
+"""State files of DEST/.packing: written whole or not at all, and checked when a later call reads
+them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+
+from ...security.files import InvalidFileError, open_regular, read_regular
+from ...security.schema import Count, Size, parse_json
+from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, Numbers, ShardSchema
+from ..format.shard_format import ROW, Field, Shard, created
+
+MAX_STATE_BYTES = 1 << 28  # samples that were left out are in it, with the reason
+MAX_CUT_BYTES = 1 << 16
+
+
+class MomentsSchema(TypedDict, total=False):
+    """``Statistics.as_state``."""
+
+    samples: Count
+    count: float
+    mean: Numbers
+    squares: Numbers
+    classes: list[tuple[int, Count]]
+
+
+@dataclass
+class ShardState:
+    """shard-00000.json: a whole shard. next: place in the order of the first sample behind it."""
+
+    shard: ShardSchema
+    next: Count
+    left_out: list[str]
+    statistics: MomentsSchema
+    alike: Annotated[list[tuple[str, list[Count]]], msgspec.Meta(max_length=2)]
+
+
+@dataclass
+class WholeState:
+    """whole.json: all shards of a piece."""
+
+    shards: list[ShardSchema]
+    left_out: list[str]
+    statistics: MomentsSchema
+    alike: Annotated[list[tuple[str, list[Count]]], msgspec.Meta(max_length=2)]
+
+
+@dataclass
+class CutState:
+    """pieces.json: ``Cut``."""
+
+    first: Count
+    each: Size
+    samples: Count
+    channels: Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)] | None
+
+
+def shard_state(work: Path, number: int) -> ShardState:
+    """Read the state of a shard, whose rows are beside it.
+
+    Raises:
+        OSError: It is missing or not regular.
+        InvalidFileError: It is damaged.
+    """
+    path = work / f"shard-{number:05}.json"
+    found = parse_json(read_regular(path, MAX_STATE_BYTES), ShardState, path)
+    _check_shards(path, [found.shard], number)
+    _check_moments(path, found.statistics)
+    return found
+
+
+def whole_state(path: Path) -> WholeState:
+    """Read the state of a piece. Raises as ``shard_state``."""
+    found = parse_json(read_regular(path, MAX_STATE_BYTES), WholeState, path)
+    _check_shards(path, found.shards, 0)
+    _check_moments(path, found.statistics)
+    return found
+
+
+def cut_state(path: Path) -> CutState:
+    """Read how the order was cut. Raises as ``shard_state``."""
+    found = parse_json(read_regular(path, MAX_CUT_BYTES), CutState, path)
+    if found.channels and Field("float64", tuple(found.channels)).nbytes > MAX_SAMPLE_BYTES:
+        raise InvalidFileError(path, f"says {found.channels} channels")
+    return found
+
+
+def shard_of(found: ShardSchema) -> Shard:
+    """Return the shard that a state names."""
+    return Shard(found.file, found.samples, found.bytes, found.crc)
+
+
+def rows_of(folder: Path, number: int, samples: int) -> bytes:
+    """Read the rows of a shard. Raises InvalidFileError where they are not as many as samples."""
+    path = folder / f"rows-{number:05}"
+    rows = read_regular(path, samples * ROW.size)
+    if len(rows) != samples * ROW.size:
+        raise InvalidFileError(path, f"has {len(rows):,} bytes, and {samples:,} samples have more")
+    return rows
+
+
+def copy_file(source: Path, dest: Path) -> None:
+    """Copy a regular file."""
+    with open(open_regular(source), "rb") as read, created(dest) as written:
+        while piece := read.read(1 << 20):
+            written.write(piece)
+
+
+def as_json(state: Any) -> bytes:
+    return json.dumps(state).encode()
+
+
+def _check_shards(path: Path, shards: list[ShardSchema], first: int) -> None:
+    for number, shard in enumerate(shards, first):
+        if shard.file != f"shard-{number:05}.bin":
+            raise InvalidFileError(path, f"names {shard.file} as shard {number}")
+
+
+def _check_moments(path: Path, found: MomentsSchema) -> None:
+    known = {"samples", "count", "mean", "squares"} & found.keys()
+    if "classes" not in found or len(known) not in (0, 4):
+        raise InvalidFileError(path, "has a part of its statistics only")
+    if known:
+        moments = (found["mean"], found["squares"])
+        if len({len(one) if isinstance(one, list) else -1 for one in moments}) > 1:
+            raise InvalidFileError(path, "has more means than sums of squares, or fewer")

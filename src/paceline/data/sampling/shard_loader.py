@@ -1,0 +1,347 @@
+"""``world.shard``: a rank's part of a ``DataLoader``, resumable at any position."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from ...record.hooks.batch_size import samples_in
+from .sample_order import Share, Split, checksum, kept_random_states, mix, seed_everything, shuffled
+from .samplers import Ordered
+
+_COPIED = (  # what the sharded loader takes over from the user's
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
+
+
+class _SeededSamples(Dataset[Any]):
+    """``dataset`` with the random generators seeded by (seed, epoch, sample) for each sample,
+    so that augmentation is the same on any number of ranks and workers."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        # A TensorDataset draws nothing: spare it the seeding.
+        self.draws = type(dataset) is not TensorDataset
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        if not self.draws:
+            return [self.dataset[index] for _, index in keys]
+        with kept_random_states():
+            return [self._sample(epoch, index) for epoch, index in keys]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed = mix(self.seed, epoch, index)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        return self.dataset[index]
+
+
+class _Batches:
+    """The batch sampler of one rank: keys (epoch, sample) from a position on."""
+
+    def __init__(self, split: Split, rank: int) -> None:
+        self.split = split
+        self.rank = rank
+        self.epoch = 0
+        self.start = 0
+        self.order: torch.Tensor | None = None
+        self.fill = True
+
+    def __len__(self) -> int:
+        return len(self.split) - self.start
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        assert self.order is not None
+        for position in range(self.start, len(self.split)):
+            first, end = self.split.bounds(position, self.rank)
+            if first == end:  # fewer samples than ranks: repeat one, or sit out
+                if not self.fill:
+                    continue
+                first, end = position * self.split.batch, position * self.split.batch + 1
+            yield [(self.epoch, index) for index in self.order[first:end].tolist()]
+
+
+class ShardedLoader:
+    """One rank's part of a map-style ``DataLoader``.
+
+    ``iterate(epoch, start)`` yields ``(batch, share)``; iterating it plainly yields the
+    batches of epoch 0, 1, 2 ... without positions.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        ranks: int,
+        seed: int,
+        full_ranks: int | None = None,
+        global_batch: int | None = None,
+        every_sample_once: bool = False,
+        agree: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self.every_sample_once = every_sample_once
+        self.seed = seed
+        self.rank = rank
+        self._agree = agree
+        self._epoch = 0
+        self._sampler: Any = _checked_sampler(loader)
+        samples = len(self._sampler)
+        self.name = f"DataLoader({type(loader.dataset).__name__})"
+        if samples < ranks and not every_sample_once:
+            raise ValueError(
+                f"world.shard: {self.name} has {samples} samples for {ranks} ranks, so some "
+                f"would have none. HINT: start at most {max(samples, 1)} ranks"
+            )
+        batch = global_batch_of(loader, full_ranks or ranks, global_batch)
+        self.split = Split(samples, batch, ranks, loader.drop_last)
+        if not len(self.split):
+            raise ValueError(
+                f"world.shard: {self.name} has {samples} samples, fewer than one global batch "
+                f"of {batch}, and drop_last=True drops them all. HINT: drop_last=False, or a "
+                "smaller batch"
+            )
+        self._batches = _Batches(self.split, rank)
+        self._batches.fill = not every_sample_once
+        self.loader = _over(loader, self._batches, seed)
+
+    def __len__(self) -> int:
+        """Global batches an epoch: the steps that every rank makes."""
+        return len(self.split)
+
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+        """Batches of this rank from position ``start`` of ``epoch`` on."""
+        self._batches.epoch, self._batches.start = epoch, start
+        self._batches.order = self._order(epoch)
+        shares = (self.split.share(p, self.rank) for p in range(start, len(self.split)))
+        if not self._batches.fill:
+            shares = (share for share in shares if not share.filler)
+        yield from zip(self.loader, shares, strict=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return (batch for batch, _ in self.iterate(epoch))
+
+    def group_total(self, share: Share, accumulate: int) -> int:
+        return self.split.group_total(share.position, accumulate)
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if isinstance(self._sampler, SequentialSampler):
+            return torch.arange(self.split.samples)
+        if isinstance(self._sampler, Ordered):
+            return self._sampler.order(mix(self.seed, self._sampler.seed), epoch)
+        if _is_plain_shuffle(self._sampler):
+            return shuffled(self.split.samples, self.seed, epoch)
+        # Any other sampler draws from seeded generators, alike on every rank.
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        with kept_random_states():
+            seed = mix(self.seed, epoch)
+            seed_everything(seed)
+            own = getattr(self._sampler, "generator", None)
+            if own is not None:
+                own.manual_seed(seed)
+            order = torch.tensor(list(self._sampler), dtype=torch.int64)
+        if self._agree is not None:
+            self._agree(
+                checksum(order),
+                f"the sampler {type(self._sampler).__name__} of {self.name} gives ranks different "
+                "orders. HINT: draw from torch's, numpy's or random's global generator, or "
+                "from a `generator` attribute",
+            )
+        return order
+
+
+def _over(loader: DataLoader[Any], batches: _Batches, seed: int) -> DataLoader[Any]:
+    """The user's loader with these batches, and a seed for each sample."""
+    over: Any = getattr(loader, "over", None)  # data.Loader: not imported at every start
+    if over is not None:
+        made: DataLoader[Any] = over(batches, seed, batches.split.ranks)
+        return made
+    return DataLoader(
+        _SeededSamples(loader.dataset, seed),
+        batch_sampler=batches,
+        # workers' base seed is drawn from here, not from the training's generator
+        generator=torch.Generator().manual_seed(seed),
+        **_options(loader),
+    )
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+    if not options.get("pin_memory_device"):
+        options.pop("pin_memory_device", None)
+    return options
+
+
+class ShardedStream:
+    """One rank's part of an ``IterableDataset``; its length is not known beforehand.
+
+    ``count_all(n)`` tells how many samples all ranks have for the next step; a rank that
+    has run out repeats its last batch with weight zero until all have.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        ranks: int,
+        seed: int,
+        count_all: Callable[[int], int],
+        full_ranks: int | None = None,
+        global_batch: int | None = None,
+        every_sample_once: bool = False,
+        split: str | None = None,
+    ) -> None:
+        self.every_sample_once = every_sample_once
+        self.seed = seed
+        self._count_all = count_all
+        self._epoch = 0
+        self.name = f"DataLoader({type(loader.dataset).__name__})"
+        self.batch = global_batch_of(loader, full_ranks or ranks, global_batch)
+        each, more = divmod(self.batch, ranks)
+        self.loader: DataLoader[Any] = DataLoader(
+            _own_part(loader.dataset, rank, ranks, split, self.name),
+            batch_size=each + (rank < more),
+            drop_last=loader.drop_last,
+            generator=torch.Generator().manual_seed(seed),
+            **_options(loader),
+        )
+
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+        set_epoch = getattr(self.loader.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        source = iter(self.loader)
+        batch, position = None, 0
+        ahead = self._next(source)
+        while ahead[2]:
+            # One batch ahead: whether this is the last one is known before it is used.
+            (fresh, count, total), ahead = ahead, self._next(source)
+            if fresh is not None:
+                batch = fresh
+            elif batch is None:
+                raise ValueError(
+                    f"world.batches: this rank's part of {self.name} has no sample at all. "
+                    "HINT: fewer ranks, or a dataset whose shard() gives each rank some"
+                )
+            if position >= start:
+                yield batch, Share(position, count, total, count == 0, not ahead[2])
+            position += 1
+
+    def _next(self, source: Iterator[Any]) -> tuple[Any, int, int]:
+        batch = next(source, None)
+        count = 0 if batch is None else samples_in(batch)
+        return batch, count, count if self.every_sample_once else self._count_all(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return (batch for batch, _ in self.iterate(epoch))
+
+    def group_total(self, share: Share, accumulate: int) -> int | None:
+        """None: batches to come may be uneven, so the sum is not known yet."""
+        return share.total if accumulate == 1 else None
+
+
+class _EveryNth(IterableDataset[Any]):
+    """Every ``ranks``-th sample of a stream that each rank reads whole (asked for by name)."""
+
+    def __init__(self, dataset: Any, rank: int, ranks: int) -> None:
+        self.dataset, self.rank, self.ranks = dataset, rank, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        return (s for i, s in enumerate(self.dataset) if i % self.ranks == self.rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+def _own_part(dataset: Any, rank: int, ranks: int, split: str | None, name: str) -> Any:
+    if ranks == 1:
+        return dataset
+    if split == "stride":
+        return _EveryNth(dataset, rank, ranks)
+    if split is not None:
+        raise ValueError(f"world.shard: split={split!r} is not known. HINT: split='stride'")
+    if not hasattr(dataset, "shard"):
+        raise ValueError(
+            f"world.shard: {name} is an IterableDataset without a shard(num_shards, index) "
+            f"method, so each of {ranks} ranks would read all of it. HINT: give it that method "
+            "(return rank `index`'s part), or say split='stride': each rank then reads the "
+            f"whole stream and keeps every {ranks}th sample"
+        )
+    return dataset.shard(num_shards=ranks, index=rank)
+
+
+def global_batch_of(loader: DataLoader[Any], ranks: int, global_batch: int | None) -> int:
+    """The global batch: as given, or the loader's batch size on each rank. ranks: as many as the
+    job has at its full size."""
+    if global_batch is None:
+        if loader.batch_size is None:
+            raise ValueError(
+                "world.shard: the DataLoader has no batch_size. HINT: give it batch_size "
+                "(per rank), or shard(loader, global_batch=...)"
+            )
+        return loader.batch_size * ranks
+    if global_batch < ranks or global_batch % ranks:
+        nearest = max(ranks, round(global_batch / ranks) * ranks)
+        raise ValueError(
+            f"world.shard: global_batch={global_batch} can't be divided by {ranks} ranks. "
+            f"HINT: global_batch={nearest}"
+        )
+    return global_batch
+
+
+def _is_plain_shuffle(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def _checked_sampler(loader: DataLoader[Any]) -> Any:
+    if type(loader.batch_sampler) is not BatchSampler:
+        kind = type(loader.batch_sampler).__name__
+        raise ValueError(
+            f"world.shard: the DataLoader's batch_sampler ({kind}) decides on batches by itself, "
+            "so they can't be cut into equal parts. HINT: use batch_size and sampler"
+        )
+    if isinstance(loader.sampler, DistributedSampler):
+        raise ValueError(
+            "world.shard: the DataLoader has a DistributedSampler, so it is split already. "
+            "HINT: give world.shard the loader as it is on one device (shuffle=True)"
+        )
+    return loader.sampler
+
+
+def shard(loader: Any, *, split: str | None = None, **options: Any) -> Any:
+    """Make a ShardedLoader or ShardedStream; see ``World.shard``."""
+    if not isinstance(loader, DataLoader):
+        kind = type(loader).__name__
+        raise ValueError(
+            f"world.shard takes a torch DataLoader, not {kind}. HINT: DataLoader(dataset, "
+            "batch_size=...)"
+        )
+    agree, count_all = options.pop("agree"), options.pop("count_all")
+    if isinstance(loader.dataset, IterableDataset):
+        return ShardedStream(loader, split=split, count_all=count_all, **options)
+    return ShardedLoader(loader, agree=agree, **options)

@@ -1,0 +1,1 @@
+"""Sources that can be packed: folders, arrays, streams and the formats of other tools."""

@@ -1,0 +1,88 @@
+"""Read sources: only regular files, and never more bytes than a sample may have."""
+
+import os
+import stat
+
+from ...security.files import check_regular, open_regular
+from ..format.meta_schema import MAX_SAMPLE_BYTES
+
+FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+MORE_BYTES = 1 << 20
+
+
+class OpenFile:
+    """An open regular file, closed at the latest when nothing refers to it: also where whoever has
+    opened it raises before it is made.
+
+    Attributes:
+        fd: Its descriptor.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.fd = -1
+        self.fd = open_regular(path)
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+
+def read_sample_file(path: str) -> bytes:
+    """Return the bytes of a file that is one sample; links to regular files are followed.
+
+    Raises:
+        UnsafeFileError: It is a FIFO, socket, device or folder.
+        ValueError: It has more than MAX_SAMPLE_BYTES.
+    """
+    try:
+        fd = os.open(path, FLAGS)
+    except OSError:
+        fd = open_regular(path)  # raises, in words
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            check_regular(fd, path)  # raises, in words
+        size = status.st_size
+        check_size(size)
+        data = os.read(fd, size + 1)
+        if len(data) == size:
+            return data
+        parts = [data]  # it is longer by now, or comes in parts
+        done = len(data)
+        while parts[-1]:
+            parts.append(os.read(fd, MORE_BYTES))
+            done += len(parts[-1])
+            check_size(done)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def read_at(fd: int, length: int, offset: int) -> bytes:
+    """Return ``length`` bytes of an open regular file, or as many as there are: what a file says
+    of a length is compared with its size before memory is taken.
+
+    Raises:
+        ValueError: ``length`` is negative or more than MAX_SAMPLE_BYTES, or ``offset`` negative.
+    """
+    if length < 0 or offset < 0:
+        raise ValueError(f"{length} bytes at byte {offset}: no place in a file")
+    check_size(length)
+    left = os.fstat(fd).st_size - offset
+    length = max(min(length, left), 0)
+    data = os.pread(fd, length, offset) if length else b""
+    if len(data) == length:
+        return data
+    parts, done = [data], len(data)
+    while done < length and parts[-1]:
+        parts.append(os.pread(fd, length - done, offset + done))
+        done += len(parts[-1])
+    return b"".join(parts)
+
+
+def check_size(size: int) -> None:
+    if size > MAX_SAMPLE_BYTES:
+        raise ValueError(f"has {size:,} bytes, more than 4 GiB. HINT: cut it into patches")

@@ -1,0 +1,230 @@
+"""Arrays with names in a file: what HDF5, netCDF and zarr have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....security.text import printable
+from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
+from ...format.shard_format import Field
+from ..open_source import ArraySource, Loaded, by_magic
+from . import source as formats_source
+from . import split
+
+# What is taken where nothing is said: samples, and their labels.
+PAIRS = (
+    ("x", "y"),
+    ("image", "label"),
+    ("images", "labels"),
+    ("data", "label"),
+    ("data", "labels"),
+    ("input", "target"),
+    ("inputs", "targets"),
+)
+READ_BYTES = 64 << 20  # of rows that are read at once
+Array = np.ndarray[Any, Any]
+
+
+class Rows(ABC):
+    """An array on a disk, whose first dim is the sample. chunk: samples that can only be read
+    together; 1 where each can be by itself. dtype: a number's name, or "bytes" where samples are
+    files' bytes. note: what has to be said of it. May be read by several threads."""
+
+    told = ""
+    dtype = note = ""
+    shape: tuple[int, ...] = ()
+    chunk = 1
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, first: int, end: int) -> Array:
+        """Rows ``first`` to ``end``, in native byte order. Raises OSError or ValueError."""
+
+    def row(self, i: int) -> Any:
+        return self.read(i, i + 1)[0]
+
+    def close(self) -> None:
+        return None
+
+
+class Stacked(Rows):
+    """Several of one shape, as the channels of one."""
+
+    def __init__(self, parts: list[Rows]) -> None:
+        first, self.parts = parts[0], parts
+        for other in parts[1:]:
+            if (len(other), other.shape, other.dtype) != (len(first), first.shape, first.dtype):
+                raise ValueError(
+                    f"{other.told} is {other.dtype} {(len(other), *other.shape)}, and {first.told} "
+                    f"{first.dtype} {(len(first), *first.shape)}. HINT: arrays of one shape and "
+                    "dtype, or one of them"
+                )
+        self.told = ", ".join(one.told for one in parts)
+        self.dtype, self.shape = first.dtype, (len(parts), *first.shape)
+        self.chunk = max(one.chunk for one in parts)
+        self.note = "; ".join(one.note for one in parts if one.note)
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def read(self, first: int, end: int) -> Array:
+        return np.stack([one.read(first, end) for one in self.parts], axis=1)
+
+    def close(self) -> None:
+        for one in self.parts:
+            one.close()
+
+
+class StoreSource(ArraySource):
+    """rows of samples and, where there are, of labels and names."""
+
+    def __init__(self, x: Rows, y: Any = None, names: Rows | None = None) -> None:
+        if isinstance(y, Rows) and y.dtype == "bytes":
+            raise ValueError(f"{y.told}: labels that are no numbers. HINT: classes as 0, 1, 2 ...")
+        super().__init__(x, y)
+        self.in_order = x.chunk > 1
+        self.notes += [one.note for one in (x, y) if isinstance(one, Rows) and one.note]
+        self.named, self._names = names is not None, names
+        if x.dtype == "bytes":
+            some = by_magic(bytes(x.row(0))) if len(x) else ""
+            self.kind = "images" if some != ".bin" else "files"
+
+    def load(self, i: int) -> Loaded:
+        return self._loaded(super().load(i), self.name(i))
+
+    def name(self, i: int) -> str:
+        return _text(self._names.row(i)) if self._names is not None else ""
+
+    def each(self) -> Iterable[Loaded]:
+        """All of them, as they lie: chunks are read once."""
+        size = np.dtype(self.x.dtype).itemsize if self.x.dtype != "bytes" else 1
+        each = max(int(np.prod(self.x.shape, dtype=np.int64)) * size, 1)
+        step = max(READ_BYTES // each // self.x.chunk, 1) * self.x.chunk
+        for first in range(0, len(self.x), step):
+            end = min(first + step, len(self.x))
+            rows = self.x.read(first, end)
+            labels = self.y.read(first, end) if isinstance(self.y, Rows) else None
+            for i, data in enumerate(rows, first):
+                label: Any = None
+                if self.y is not None:
+                    label = self.y.row(i) if labels is None else labels[i - first]
+                label = int(label) if self.label == "class" else label
+                yield self._loaded(Loaded(data, label), self.name(i))
+
+    def close(self) -> None:
+        super().close()
+        if self._names is not None:
+            self._names.close()
+
+    def _loaded(self, loaded: Loaded, name: str) -> Loaded:
+        loaded.name = name
+        if self.x.dtype == "bytes":
+            loaded.data = bytes(loaded.data)
+            loaded.end = by_magic(loaded.data)
+        else:
+            loaded.data = np.asarray(loaded.data)  # a single number, too
+        return loaded
+
+
+Open = Callable[[Path, str], Rows]
+
+
+def source(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], name: str, labels: str | None, opened: Open
+) -> StoreSource:
+    """Of arrays with these names and shapes in a file."""
+    names, label = chosen(path, shapes, name, labels)
+    parts = [opened(path, one) for one in names]
+    y: Any = label
+    if label is not None and label in shapes:
+        y = opened(path, label)
+    elif label is not None and split(label)[1]:
+        found = formats_source(*split(label), None)
+        if not isinstance(found, StoreSource):
+            raise ValueError(f"{label}: holds no array of labels")
+        y = found.x
+    named = opened(path, "names") if "names" in shapes and "names" not in names else None
+    return StoreSource(parts[0] if len(parts) == 1 else Stacked(parts), y, named)
+
+
+def chosen(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], name: str, labels: str | None
+) -> tuple[list[str], str | None]:
+    """The arrays that are meant, and their labels', which may be another file."""
+    if not name:
+        for x, y in PAIRS:
+            if x in shapes:
+                name = x
+                labels = y if labels is None and y in shapes else labels
+                break
+        else:
+            if len(shapes) != 1:
+                raise ValueError(f"{path}: {_held(shapes)}. HINT: {path}:NAME, and --labels NAME")
+            name = next(iter(shapes))
+    names = name.split(",")
+    for one in names:
+        if one not in shapes:
+            raise ValueError(f"{path}: has no {one!r}; {_held(shapes)}. HINT: {path}:NAME")
+        if not shapes[one]:
+            raise ValueError(f"{path}: {one!r} is one number. HINT: an array of samples")
+    if labels is not None and labels not in shapes and not split(labels)[0].exists():
+        raise ValueError(f"{path}: has no {labels!r}; {_held(shapes)}. HINT: --labels NAME")
+    return names, labels
+
+
+def native(array: Any, told: str) -> Array:
+    """Numbers in native byte order."""
+    values = np.asarray(array)
+    if values.dtype.kind not in "biufc":
+        raise ValueError(f"{told}: {values.dtype} is no kind of number")
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def field_of(dtype: Any, shape: tuple[int, ...]) -> Field:
+    """Return dtype and shape of a row. Raises ValueError for what is no array of numbers."""
+    name = np.dtype(dtype).newbyteorder("=").name
+    if name not in DTYPES or len(shape) > MAX_DIMS:
+        raise ValueError(
+            f"{printable(str(dtype))[:80]} of {shape[:MAX_DIMS]} is no array of numbers"
+        )
+    return Field(name, tuple(int(side) for side in shape[1:]))
+
+
+def check_sizes(rows: "Rows") -> None:
+    """Check what is read at once, a row or all rows of a chunk, before memory is taken for it.
+
+    Raises:
+        ValueError: It is more than 4 GiB.
+    """
+    if rows.dtype == "bytes" or getattr(rows, "flat", False):
+        return
+    row = Field(rows.dtype, tuple(rows.shape)).nbytes
+    at_once = row * max(min(rows.chunk, len(rows)), 1)
+    if at_once > MAX_SAMPLE_BYTES:
+        raise ValueError(
+            f"{printable(rows.told)}: its rows are {rows.dtype} of {tuple(rows.shape)}, and "
+            f"{rows.chunk:,} of them lie in a chunk: {at_once:,} bytes at once. HINT: smaller "
+            "chunks along the first dim, or patches"
+        )
+
+
+def missing_chunks(told: str, there: int, whole: int) -> str:
+    """What is said where chunks are not there, or ""."""
+    if there >= whole:
+        return ""
+    return f"{told}: {whole - there:,} of {whole:,} chunks are not there, and read as fill values"
+
+
+def _held(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    some = [printable(f"{name} {shape}") for name, shape in list(shapes.items())[:10]]
+    more = f" and {len(shapes) - 10:,} more" if len(shapes) > 10 else ""
+    return f"it has {', '.join(some)}{more}" if some else "it has no arrays"
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

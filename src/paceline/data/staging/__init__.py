@@ -1,0 +1,1 @@
+"""Copy a packed dataset to node-local storage; nodes of a job fetch shards from each other."""

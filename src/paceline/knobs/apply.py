@@ -1,0 +1,63 @@
+"""Set the knobs in a rank, before its script runs, and tell what became of each."""
+
+import functools
+import json
+import os
+from importlib import import_module
+from typing import Any, ClassVar
+
+from ..record.attach import tell
+from ..record.ring.launcher_messages import say
+from .registry import KNOBS, VARIABLE
+
+
+class Turned:
+    """What became of one knob in this rank; the record's header has it, too."""
+
+    all: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.set, self.overrode, self.why_not = False, False, ""
+
+    def done(self) -> None:
+        if not self.set:
+            self.set = True
+            self._tell()
+
+    def not_done(self, why: str) -> None:
+        """It can't be set here; told once."""
+        if not self.why_not:
+            self.why_not = why
+            self._tell()
+            self._say(f"{self.name} has no effect: {why}")
+
+    def overrides(self, call: str) -> None:
+        """The script's own ``call`` is passed over; told once."""
+        if not self.overrode:
+            self.overrode = True
+            self._say(f"{self.name} is set, so the script's own {call} is passed over")
+
+    def passes_over(self, module: Any, name: str) -> None:
+        """The script's calls of a module's function have no effect from now on."""
+
+        @functools.wraps(getattr(module, name))
+        def passed_over(*_: Any) -> None:
+            self.overrides(f"{module.__name__}.{name}")
+
+        setattr(module, name, passed_over)
+
+    def _tell(self) -> None:
+        self.all[self.name] = {"set": self.set, "why_not": self.why_not}
+        tell(knobs=self.all)
+
+    def _say(self, text: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"paceline: {text}\n")
+
+
+def turn() -> None:
+    """Set what this process's settings say, after the recorder listens."""
+    for name, value in json.loads(os.environ.get(VARIABLE) or "{}").items():
+        module, _, function = KNOBS[name].hook.partition(":")
+        getattr(import_module(f"paceline.{module}"), function)(value, Turned(name))

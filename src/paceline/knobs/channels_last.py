@@ -1,0 +1,64 @@
+"""Convolutions as channels-last: their weights before DDP takes them or at their first call, and
+the images that they get."""
+
+import functools
+from typing import Any
+
+from ..record.hooks.import_hooks import after_import
+from .apply import Turned
+
+KINDS = ("Conv2d", "ConvTranspose2d")
+
+
+def channels_last(_: bool, turned: Turned) -> None:
+    def images(layer: Any, inputs: Any) -> Any:
+        import torch
+
+        first = inputs[0] if inputs else None
+        if isinstance(first, torch.Tensor) and first.dim() == 4:
+            return (first.contiguous(memory_format=torch.channels_last), *inputs[1:])
+        return inputs
+
+    def laid_out(layer: Any) -> None:
+        import torch
+
+        if type(layer).__name__ not in KINDS or "_paceline_layout" in layer.__dict__:
+            return
+        layer.__dict__["_paceline_layout"] = True
+        layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+        layer.register_forward_pre_hook(images, prepend=True)
+        turned.done()
+
+    def replicas(module: Any) -> None:
+        kind = module.DistributedDataParallel
+        make = kind.__init__
+
+        @functools.wraps(make)
+        def init(replica: Any, module: Any, *args: Any, **given: Any) -> None:
+            for layer in module.modules():
+                laid_out(layer)
+            make(replica, module, *args, **given)
+
+        kind.__init__ = init
+
+    def optimizers(module: Any) -> None:
+        """Before the first step of a script without DDP: its layers have been called by then."""
+        called: list[Any] = []
+
+        def look(layer: Any, _: Any) -> None:
+            if type(layer).__name__ in KINDS:
+                called.append(layer)
+
+        import torch
+
+        looking = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+        def stepped(*_: Any) -> None:
+            looking.remove()
+            stepping.remove()
+            for layer in called:
+                laid_out(layer)
+
+        stepping = module.register_optimizer_step_post_hook(stepped)
+
+    after_import({"torch.nn.parallel.distributed": replicas, "torch.optim.optimizer": optimizers})

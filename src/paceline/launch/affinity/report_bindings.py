@@ -1,0 +1,126 @@
+"""--report-bindings: once the ranks train, where they, their threads and their loaders' workers
+really are, read back from the kernel."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from ...cluster.binding.binding_plan import Place, odd
+from ...cluster.binding.process_affinity import Process, children, process
+from ...cluster.topology.local_resources import cores, unspanned
+from ...cluster.topology.pci_devices import cards
+from ...cluster.topology.topology import topology
+from ..layout import Seat
+from ..monitor.progress import Progress
+from .bind_ranks import visible
+
+UNRECORDED_SECONDS = 10.0  # after a start: nothing is known of the steps of some scripts
+EVERY_SECONDS = 0.25  # between two looks; the one after the first step finds workers and threads
+
+
+class Host(Protocol):
+    """On which ranks run."""
+
+    name: str
+
+    def progress(self) -> Progress: ...
+    def bindings(self) -> dict[str, Any]: ...
+
+
+def of_host(
+    places: Sequence[Place], pids: Mapping[int, tuple[int, int]], smt: bool | None = None
+) -> dict[str, Any]:
+    """What this host tells: its cores, and each rank's place as it was planned and as it is.
+
+    pids: of each rank, its process and its number on this host. smt: as it was planned with.
+    """
+    host, near = topology(), cards()
+    ranks, found = [], []
+    for rank, (pid, local) in sorted(pids.items()):
+        there = process(pid)
+        if there is None:
+            continue
+        below = [one for one in map(process, children(pid)) if one is not None]
+        planned = places[local]
+        cpus = tuple(unspanned(there.cpus))
+        homes, packages = host.numa_nodes(cpus), host.packages(cpus)
+        found.append(replace(planned, cpus=cpus, packages=packages, nodes=homes))
+        ranks.append(
+            {
+                "rank": rank,
+                "planned": asdict(planned),
+                "packages": packages,
+                "nodes": homes,
+                "gpu": _gpu(planned, [card.name for card in near if card.kind == "gpu"]),
+                "process": asdict(there),
+                "children": [asdict(one) for one in below],
+                "odd": astray(planned, there, below),
+            }
+        )
+    return {
+        "cpus": [[cpu.package, cpu.node, cpu.core, cpu.number] for cpu in host.cpus],
+        "allowed": cores(),
+        "ranks": ranks,
+        "numbers": [one["rank"] for one in ranks],
+        "odd": odd(found, host, near, allowed=set(cores()), visible=visible(os.environ), smt=smt),
+        "notes": list(dict.fromkeys(note for place in places for note in place.notes)),
+    }
+
+
+def astray(planned: Place, found: Process, below: Sequence[Process]) -> list[str]:
+    """Where a rank, a thread or a child of it is not where it was put."""
+    said = []
+    wanted = set(planned.cpus)
+    if wanted and set(unspanned(found.cpus)) != wanted:
+        said.append(f"is on {found.cpus}, not where it was put")
+    for where, count in found.others.items():
+        said.append(f"{count} of its {found.threads} threads on {where}")
+    return said + [
+        f"{child.name} {child.pid} on {child.cpus}" for child in below if child.cpus != found.cpus
+    ]
+
+
+def _gpu(place: Place, names: Sequence[str]) -> str:
+    which = visible(os.environ)
+    if place.device is None:
+        return ""
+    number = place.device if which is None else which[place.device]
+    return names[number] if 0 <= number < len(names) else ""
+
+
+class Report:
+    """Tells it once, when the ranks have begun to train."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._begun = self._looked = time.monotonic()
+        self._stepped: float | None = None
+        self._told = False
+
+    def check(self, hosts: Sequence[Host], seats: Sequence[Seat]) -> None:
+        """Whether it is time."""
+        now = time.monotonic()
+        if self._told or now - self._looked < EVERY_SECONDS:
+            return
+        self._looked = now
+        if self._stepped is None and all(host.progress().stepped for host in hosts):
+            self._stepped = now
+        waited = self._stepped is not None and now - self._stepped >= EVERY_SECONDS
+        if not (waited or now - self._begun > UNRECORDED_SECONDS):
+            return
+        self._told = True
+        from ...report.terminal.bindings import drawn
+
+        used = sorted({seat.host for seat in seats})
+        told = [(hosts[number].name, hosts[number].bindings()) for number in used]
+        self._say(drawn(told, len(seats)))
+
+    def end(self) -> None:
+        """The ranks have ended."""
+        if not self._told:
+            self._say(
+                "paceline: --report-bindings: the ranks ended before they could be looked at, half "
+                "a second after their first step. HINT: more steps\n"
+            )

@@ -1,0 +1,42 @@
+"""Whether the kernel has killed a rank because memory ran out: of the host, or of the control group
+that the scheduler has put the job in."""
+
+from pathlib import Path
+
+from ...cluster.topology.local_resources import memory_limits
+
+
+class Memory:
+    """Counts the kernel's kills on this host since it was made."""
+
+    def __init__(self) -> None:
+        self._kills = _kills()
+
+    def why(self, most: int) -> str:
+        """What to tell of a process that was killed with SIGKILL and had ``most`` bytes at its
+        largest; "" where memory had nothing to do with it."""
+        before, self._kills = self._kills, _kills()
+        if self._kills <= before:
+            return ""
+        told = f"was killed by the kernel: out of memory. It had {_gib(most)} at most"
+        limits = memory_limits()
+        if limits:
+            allowed = min(limit for limit, _ in limits)
+            told += f"; its control group allows {_gib(allowed)} for all ranks here"
+        return f"{told}. HINT: fewer ranks on a host, a smaller batch, or more memory for the job"
+
+
+def _kills() -> int:
+    """Processes that the kernel has killed for memory, on this host since it started."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

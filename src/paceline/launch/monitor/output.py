@@ -1,0 +1,227 @@
+"""The ranks' output as one: a line that all ranks print is shown once, others carry their rank.
+
+A line waits up to ``HOLD`` seconds for the other ranks to print the same one. With one rank
+everything is passed on as it comes. Beside stdout and stderr a rank has a status pipe, through
+which Paceline speaks from inside it (record.tell): that is shown without a rank's tag.
+"""
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from ...cluster.topology.local_resources import spans
+from ...security.files import InvalidFileError
+from ...security.terminal import for_terminal
+from .rank_messages import MAX_MESSAGE_BYTES, RankMessage, message_of
+
+OUT, ERR, STATUS = 1, 2, 3
+HOLD = 0.2
+TAIL = 20  # last lines kept of each rank, for when it dies
+ERASE = b"\r\x1b[2K"
+
+
+class Output:
+    """Reads the ranks' pipes in a thread and writes to ``out`` and ``err``.
+
+    ``heard(rank, message)`` gets what a rank says to the launcher itself; it is called from
+    that thread.
+    """
+
+    def __init__(
+        self, ranks: int, out: BinaryIO, err: BinaryIO, heard: Callable[[int, Any], None]
+    ) -> None:
+        self.tails: dict[int, deque[str]] = {rank: deque(maxlen=TAIL) for rank in range(ranks)}
+        self._heard = heard
+        self._screen = _Screen(out, err)
+        self._streams = {s: _Stream(ranks, s, self._screen) for s in (OUT, ERR)}
+        self._status: dict[int, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._lock = threading.RLock()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def add(self, rank: int, stream: int, fd: int) -> None:
+        """Read ``fd`` as OUT, ERR or STATUS of a rank."""
+        os.set_blocking(fd, False)
+        with self._lock:
+            self._selector.register(fd, selectors.EVENT_READ, (rank, stream))
+        os.write(self._woken, b"+")
+
+    def adopt(self, rank: int, pipes: tuple[int, int, int]) -> None:
+        """Read a rank's stdout, stderr and status pipes."""
+        for stream, fd in zip((OUT, ERR, STATUS), pipes, strict=True):
+            self.add(rank, stream, fd)
+
+    def say(self, text: str) -> None:
+        """The launcher's own words: to ``err``, after what the ranks have said so far."""
+        with self._lock:
+            self.drain()
+            self._screen.write(ERR, for_terminal(text).encode())
+
+    def drain(self) -> None:
+        """Take in and show what is in the pipes now (all of it, once the ranks have ended)."""
+        deadline = time.monotonic() + 2.0  # somebody may go on writing for ever
+        with self._lock:
+            while time.monotonic() < deadline and (ready := self._selector.select(0)):
+                for key, _ in ready:
+                    self._take(key)
+            for stream in self._streams.values():
+                stream.flush(all_of_it=True)
+
+    def close(self) -> None:
+        self.drain()
+        self._ending = True
+        os.write(self._woken, b".")
+        self._thread.join(2)
+
+    def _run(self) -> None:
+        while not self._ending:
+            ready = self._selector.select(HOLD / 2)
+            with self._lock:
+                for key, _ in ready:
+                    self._take(key)
+                for stream in self._streams.values():
+                    stream.flush()
+                    stream.show_moving()
+
+    def _take(self, key: selectors.SelectorKey) -> None:
+        if key.fd not in self._selector.get_map():
+            return  # closed since it was found ready
+        if key.data is None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 1024)
+        else:
+            self._read(int(key.fd), *key.data)
+
+    def _read(self, fd: int, rank: int, stream: int) -> None:
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(fd)
+            os.close(fd)
+        self._feed(rank, stream, data)
+
+    def take(self, rank: int, stream: int, data: bytes) -> None:
+        """What a rank of another host has written; b"" at its end. From any thread."""
+        with self._lock:
+            self._feed(rank, stream, data)
+
+    def _feed(self, rank: int, stream: int, data: bytes) -> None:
+        if stream == STATUS:
+            *lines, rest = (self._status.get(rank, b"") + data).split(b"\n")
+            self._status[rank] = rest if len(rest) <= MAX_MESSAGE_BYTES else b""
+            for line in lines:
+                with contextlib.suppress(InvalidFileError):  # a script has found the pipe
+                    self._hear(rank, message_of(line))
+            if not data:
+                self._status.pop(rank, None)
+            return
+        for line in self._streams[stream].feed(rank, data):
+            self.tails[rank].append(line.decode(errors="replace"))
+
+    def _hear(self, rank: int, message: RankMessage) -> None:
+        if "say" in message:
+            self._streams[ERR].say(rank, for_terminal(message["say"]).encode())
+        elif message:
+            self._heard(rank, message)
+
+
+class _Screen:
+    """Where all of it goes; knows whether a moving line stands there that must be erased."""
+
+    def __init__(self, out: BinaryIO, err: BinaryIO) -> None:
+        self.to = {OUT: out, ERR: err}
+        self.terminal = {s: file.isatty() for s, file in self.to.items()}
+        self.moving: int | None = None  # the stream that a moving line was written to
+
+    def write(self, stream: int, data: bytes) -> None:
+        if self.moving is not None and not data.startswith(ERASE) and self.terminal[self.moving]:
+            self._write(self.moving, ERASE)
+        self.moving = stream if data.endswith(b"\r") else None
+        self._write(stream, data)
+
+    def _write(self, stream: int, data: bytes) -> None:
+        try:
+            self.to[stream].write(data)
+            self.to[stream].flush()
+        except (OSError, ValueError):  # our reader has gone; the ranks go on
+            pass
+
+
+class _Stream:
+    """stdout or stderr of all ranks."""
+
+    def __init__(self, ranks: int, number: int, screen: _Screen) -> None:
+        self.ranks = ranks
+        self.number = number
+        self.screen = screen
+        self.partial = [b""] * ranks
+        # when it came, the line, and whether it is Paceline's own (and so written as it is)
+        self.queues: list[deque[tuple[float, bytes, bool]]] = [deque() for _ in range(ranks)]
+        self._moved = b""
+
+    def feed(self, rank: int, data: bytes) -> list[bytes]:
+        """Take a rank's bytes (b"" at its end); its whole lines."""
+        if self.ranks == 1 and data:
+            self.screen.write(self.number, data)
+        *lines, rest = (self.partial[rank] + data).split(b"\n")
+        if not data and rest:
+            lines.append(rest)
+            rest = b""
+        # What a terminal would show of a line that was overwritten: its last version.
+        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        _, mark, last = rest.rstrip(b"\r").rpartition(b"\r")
+        self.partial[rank] = mark + last + (b"\r" if rest.endswith(b"\r") else b"")
+        if self.ranks > 1:
+            now = time.monotonic()
+            self.queues[rank].extend((now, line, False) for line in lines)
+        return lines
+
+    def say(self, rank: int, text: bytes) -> None:
+        """Paceline's words from inside a rank, after that rank's own lines."""
+        self.queues[rank].append((0.0, text, True))
+
+    def flush(self, all_of_it: bool = False) -> None:
+        """Write lines that all ranks share, and those that have waited long enough."""
+        while True:
+            for queue in self.queues:
+                while queue and queue[0][2]:
+                    self.screen.write(self.number, queue.popleft()[1])
+            heads = {rank: queue[0] for rank, queue in enumerate(self.queues) if queue}
+            if not heads:
+                return
+            oldest = min(heads, key=lambda rank: heads[rank][0])
+            since, line, _ = heads[oldest]
+            same = [rank for rank, head in heads.items() if head[1] == line and not head[2]]
+            everyone = len(same) == self.ranks
+            if not everyone and not all_of_it and time.monotonic() - since < HOLD:
+                return
+            for rank in same:
+                self.queues[rank].popleft()
+            tag = b"" if everyone else f"[{spans(same)}] ".encode()
+            self.screen.write(self.number, tag + line + b"\n")
+
+    def show_moving(self) -> None:
+        """On a terminal: a rank's line that is being overwritten (a progress bar)."""
+        if self.ranks == 1 or not self.screen.terminal[self.number]:
+            return
+        moving = [(rank, text) for rank, text in enumerate(self.partial) if b"\r" in text]
+        if moving:
+            rank, text = moving[0]
+            shown = f"[{rank}] ".encode() + text.strip(b"\r")
+            if shown != self._moved:
+                self._moved = shown
+                self.screen.write(self.number, ERASE + shown + b"\r")

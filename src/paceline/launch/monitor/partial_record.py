@@ -1,0 +1,37 @@
+"""The record in a folder; of a job that still runs and records there, what there is so far."""
+
+import socket
+from pathlib import Path
+
+from ...analyze.live.live_view import last_attempt
+from ...analyze.records.load_run import Run, load
+from ...record.ring.ring import DEFAULT_CAPACITY
+from ..records import job_folder
+from . import running_jobs
+
+FROM_HOSTS = 8192  # newest events of a rank that are fetched from other hosts
+
+
+def load_so_far(folder: Path) -> Run:
+    """As ``analyze.records.load_run``. Raises ValueError where there is nothing to read, also with the host
+    that knows more."""
+    if any(folder.glob("*.ring")):
+        return load(folder)
+    about = job_folder.about(folder)
+    try:
+        job = running_jobs.find(folder, None)
+        seen = job.look(FROM_HOSTS if job.over else DEFAULT_CAPACITY)
+    except ValueError:
+        seen = None
+    ranks, notes = last_attempt(seen.tails) if seen is not None else ([], [])
+    if ranks:
+        records = [rank.record for rank in ranks]
+        missing = set(range(int(records[0].meta["size"]))) - {one.rank for one in records}
+        return Run(str(folder), records, sorted(missing), notes, about.command, running=True)
+    host = about.host
+    if host and host != socket.gethostname():
+        raise ValueError(
+            f"{folder} has no record yet: its job was started on {host}, and may still run. HINT: "
+            f"ssh {host} paceline report {folder.resolve()}"
+        )
+    return load(folder)

@@ -1,0 +1,125 @@
+"""Where a rank's Python stands, read from its memory: of ranks that can't answer themselves.
+
+py-spy reads another process without its help and without stopping it. A kernel with Yama lets
+only those do so that the process has named, and what they start: a rank names its launcher.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..ranks.fork_server import prctl
+
+SECONDS = 1.8  # for all ranks together; one takes some hundredths
+AT_ONCE = 8
+MOST_BYTES = 4 << 20  # that are looked at of what py-spy says
+MOST_THREADS, MOST_FRAMES = 100, 100  # as faulthandler
+_PTRACER = 0x59616D61  # of prctl
+_LOOK = 0.005
+_END_SECONDS = 0.1  # for one that is killed
+
+
+def allow() -> None:
+    """In a rank: let the process that has started its rank server read it, and those that it
+    starts. Without Yama the kernel knows no such thing, and all of the same user may."""
+    if os.environ.get("PACELINE_STATUS", "").partition(":")[0] != str(os.getpid()):
+        return  # not started by a rank server
+    try:
+        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+        launcher = int(stat.rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return
+    prctl(_PTRACER, launcher)
+
+
+def read(pids: Mapping[int, int]) -> dict[int, str]:
+    """The stacks of ranks, by their processes, as faulthandler would write them; of those that
+    can be read in time. FORBIDDEN of one that may not be read."""
+    tool = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
+    if tool is None or not pids:
+        return {}
+    deadline = time.monotonic() + SECONDS
+    waiting, running, found = list(pids.items()), list[_Reading](), {}
+    try:
+        while (waiting or running) and time.monotonic() < deadline:
+            while waiting and len(running) < AT_ONCE:
+                running.append(_Reading(tool, *waiting.pop()))
+            time.sleep(_LOOK)
+            for one in [one for one in running if one.process.poll() is not None]:
+                found[one.rank] = one.text()
+                running.remove(one)
+                one.close()
+    except OSError:  # no memory or descriptors for it
+        pass
+    finally:
+        for one in running:
+            one.process.kill()
+        for one in running:
+            one.close()
+    return {rank: text for rank, text in found.items() if text}
+
+
+class _Reading:
+    """py-spy, reading one process. It writes to memory: nothing waits for a pipe to be read."""
+
+    def __init__(self, tool: str, rank: int, pid: int) -> None:
+        self.rank, self._pid = rank, pid
+        self._said = os.memfd_create("py-spy")
+        self._mistakes = os.memfd_create("py-spy")
+        try:
+            self.process = subprocess.Popen(
+                [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._mistakes,
+            )
+        except BaseException:
+            self._forget()
+            raise
+
+    def text(self) -> str:
+        """The stack, once it has ended; "" where none could be read."""
+        from ...analyze.records.stacks import FORBIDDEN
+
+        if self.process.returncode == 0:
+            try:
+                return as_faulthandler(json.loads(os.pread(self._said, MOST_BYTES, 0)), self._pid)
+            except (ValueError, KeyError, TypeError):
+                return ""
+        return FORBIDDEN if b"Permission" in os.pread(self._mistakes, MOST_BYTES, 0) else ""
+
+    def close(self) -> None:
+        """Once it has ended or was killed. What the kernel does not let go ends as soon as it
+        does."""
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        self._forget()
+
+    def _forget(self) -> None:
+        os.close(self._said)
+        os.close(self._mistakes)
+
+
+def as_faulthandler(threads: Iterable[dict[str, Any]], pid: int) -> str:
+    """What py-spy says of a process, as faulthandler would write it: the main thread last."""
+
+    def is_main(thread: dict[str, Any]) -> bool:
+        return bool(thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread")
+
+    blocks = []
+    for thread in sorted(threads, key=is_main)[-MOST_THREADS:]:
+        lines = [f"Thread 0x{thread['thread_id']:016x} (most recent call first):"]
+        lines += [
+            f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}'
+            for frame in thread["frames"][:MOST_FRAMES]
+        ]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)

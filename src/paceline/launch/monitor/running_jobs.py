@@ -1,0 +1,142 @@
+"""Jobs that run: which one is meant, and where its rings are to be seen.
+
+Those of this host lie in its jobs' folders; those of other hosts come through the launcher of a
+job on several (``live``).
+"""
+
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...security.text import printable
+from ..records import job_folder
+from . import live_records
+
+
+@dataclass(frozen=True)
+class Running:
+    """A job that runs. name: what --job takes. over: whether its launcher is asked; else
+    ``folders`` are its jobs' folders on this host."""
+
+    name: str
+    command: list[str]
+    started: float | None
+    target: Path | None
+    over: bool
+    home: str = ""  # another host, where it was started
+
+    def look(self, most: int) -> live_records.Seen | None:
+        """What is to be seen of it now; None once it has ended."""
+        if self.over:
+            return live_records.ask(self.name, most)
+        folders = [folder for folder in job_folder.running() if _name(folder) == self.name]
+        found = [tail for folder in folders for tail in live_records.here(folder, most)]
+        return live_records.Seen(found, [], False, {}) if folders else None
+
+
+def find(folder: Path | None, name: str | None) -> Running:
+    """The job that records into ``folder``, or is called ``name``, or is the only one here.
+
+    Raises ValueError where there is no such job, or there are several.
+    """
+    jobs = _running()
+    if name is not None:
+        found = [job for job in jobs if job.name == name]
+        if not found:
+            raise ValueError(f"--job {name}: no such job of yours runs here.{_listed(jobs)}")
+        return found[0]
+    if folder is not None:
+        return _of_folder(folder, jobs)
+    if len(jobs) == 1:
+        return jobs[0]
+    if not jobs:
+        raise ValueError(
+            "no job of yours runs on this host. HINT: paceline top on the host where paceline run "
+            "was started"
+        )
+    raise ValueError(f"{len(jobs)} jobs of yours run on this host.{_listed(jobs)}")
+
+
+def _of_folder(folder: Path, jobs: list[Running]) -> Running:
+    about = job_folder.about(folder)
+    run, target = about.run, folder.resolve()
+    for job in jobs:  # those whose launcher can be asked come first
+        if job.target is not None and job.target.resolve() == target:
+            return job
+        if run and job.name == run:
+            return job
+    if any(folder.glob("*.ring")):
+        raise ValueError(f"{folder}: the run has ended. HINT: paceline report {folder}")
+    if about.host:
+        here, host = socket.gethostname(), about.host
+        if host == here:
+            raise ValueError(
+                f"{folder}: no job runs on this host ({here}) that records there. HINT: it may be "
+                "just starting; of one that was killed the next paceline run here keeps the record"
+            )
+        raise ValueError(
+            f"{folder}: the job was started on {host}, and this is {here}. HINT: ssh {host} "
+            f"paceline top {target}"
+        )
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder. HINT: the one given to paceline run --record")
+    raise ValueError(
+        f"{folder}: no job records there. HINT: the folder given to paceline run --record, or "
+        "none for the only job on this host"
+    )
+
+
+MAX_NAMED = 8  # sockets that are left out
+_reported: set[str] = set()  # launchers' sockets that were left out, named once
+
+
+def _running() -> list[Running]:
+    """This user's jobs that can be seen from this host: those with several hosts first."""
+    found: dict[str, Running] = {}
+    for run in live_records.listening():
+        try:
+            seen = live_records.ask(run, 0)
+        except live_records.UnreachableError:
+            if run not in _reported and len(_reported) < MAX_NAMED:
+                _reported.add(run)
+                sys.stderr.write(
+                    f"paceline: a launcher's socket for job {printable(run)} takes no connection: "
+                    "it may be another user's, and is left out\n"
+                )
+            continue
+        except ValueError:
+            seen = live_records.Seen([], [], False, {})  # stopped, and there
+        if seen is None:
+            continue
+        record = seen.about.get("record")
+        target = Path(record) if record else None
+        found[run] = Running(run, seen.about.get("command", []), None, target, over=True)
+    for folder in job_folder.running():
+        about = job_folder.about(folder)
+        name = _name(folder)
+        if name not in found and about.run not in found:
+            target = job_folder.promised(folder)
+            home = job_folder.about(target).host if target is not None else ""
+            home = "" if home == socket.gethostname() else home
+            found[name] = Running(name, about.command, about.started, target, over=False, home=home)
+    return list(found.values())
+
+
+def _name(folder: Path) -> str:
+    """Of the job that a folder is of. Ranks of another launcher have a folder each, and the
+    same place to go to."""
+    run, target = job_folder.about(folder).run, job_folder.promised(folder)
+    if run == folder.name or target is None:
+        return run or folder.name
+    return f"{run}:{target}" if run else str(target)
+
+
+def _listed(jobs: list[Running]) -> str:
+    if not jobs:
+        return " HINT: without --job and DIR the only job on this host is shown"
+    lines = [
+        f"\n    {job.name}  {' '.join(job.command)}" + (f"  -> {job.target}" if job.target else "")
+        for job in jobs
+    ]
+    return " HINT: paceline top DIR, or --job with one of these names:" + "".join(lines)

@@ -1,0 +1,389 @@
+"""PyTorch's elastic agent with two parts of our own: a store for each attempt, and ranks that
+are forked from a process that has imported torch.
+
+PyTorch's agents share one store between restarts; ranks of a new attempt then find the old
+attempt's keys and connect to the dead (`connectFullMesh ... Connection refused`). Here every
+attempt has a fresh store on a port that is bound before any rank starts. And there is one agent
+for all hosts of the job, so that one place knows which rank failed first.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+from ...security.outputs import write_output
+from ..affinity.report_bindings import Report
+from ..layout import Seat, seats
+from ..monitor.failures import Watched, describe, first
+from ..monitor.hang_detector import CODE, Hang, Silence
+from ..monitor.interrupt import LEAVE_SECONDS, Interrupt, TerminatedError
+from ..monitor.output import Output
+from ..monitor.progress import Progress
+from ..recovery.shrink import Remaining
+from . import framework_variables
+from .rendezvous import Rendezvous
+
+GRACE = 3.0  # seconds between asking a rank to end and killing it
+SETTLE = 0.3  # after a first failure: time for an earlier one to become known
+FOLLOWS = 3.0  # the same, where that one only says that another rank has gone
+EXIT_SECONDS = 10.0  # for a rank that has finished to leave its interpreter
+
+
+class Host(Protocol):
+    """What the agent needs of a host: ``here.Here``, or ``there.There`` over a channel."""
+
+    name: str
+    address: str  # by which the other hosts reach it
+    ending: bool  # whether the scheduler asks it to end
+
+    def show(self, output: Output) -> None: ...
+    def open_store(self, port: int) -> tuple[str, int]: ...
+    def close_store(self) -> None: ...
+    def free_ports(self, count: int) -> list[int]: ...
+    def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None: ...
+    def deaths(self) -> Iterator[tuple[int, int, float]]: ...
+    def signal(self, rank: int, kind: int) -> None: ...
+    def why(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
+    def can_leave(self, can: bool) -> None: ...  # the ranks are given time, where it is to end
+    def progress(self) -> Progress: ...
+    def bindings(self) -> dict[str, Any]: ...  # where its ranks really are
+    def give_up(self) -> None: ...  # it is silent: not waited for any more
+    def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
+
+
+class Agent(SimpleElasticAgent):
+    """Starts, watches and ends the ranks of all hosts."""
+
+    # Set before it runs: what tells this agent what ranks say, and whether Ctrl-C was pressed.
+    output: Output
+    interrupt: Interrupt
+    silence: Silence
+    remaining: Remaining | None = None  # where there are several hosts: the job may lose some
+    bindings: Report | None = None  # tells where the ranks are, if wanted
+    summary: Path | None = None  # where to write the figures that rank 0 sends
+
+    def __init__(
+        self, spec: WorkerSpec, hosts: Sequence[Host], seats: list[Seat], started: int
+    ) -> None:
+        """seats: of the ranks, in their order. started: when the command began, ns of this
+        host's monotonic clock."""
+        super().__init__(spec, exit_barrier_timeout=60)
+        self._hosts, self._seats = hosts, seats
+        self._places: tuple[list[framework_variables.Worker], int] = [], 0
+        self._started = started
+        self.ranks: list[Watched] = []
+        self.cause: Watched | None = None  # of the last attempt's failure
+        self.hang: Hang | None = None  # where that is why it was ended
+        self.signals: list[int] = []  # to be passed on
+        self.leave_by: float | None = None  # the ranks were asked to leave; until then they may
+        self._told_hosts = False  # that the ranks can leave
+        self._attempt = -1
+        self._back: list[str] = []  # hosts that are to take part again, once the ranks have left
+
+    # what SimpleElasticAgent asks for
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """A store and ports for an attempt; a further one goes on with the hosts that are there."""
+        spec = worker_group.spec
+        self._attempt += 1
+        remaining = self.remaining if self._attempt else None
+        if remaining is not None:
+            remaining.attempt = self._attempt
+            changed = remaining.take_back() | remaining.drop_lost()
+            if changed | remaining.blame(None if self.hang else self.cause):
+                self._go_on_with(remaining, spec)
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                self._places = framework_variables.places(self._seats, self._hosts)
+                return
+            except ValueError:  # a host of which that was not known
+                if remaining is None or not remaining.drop_lost():
+                    raise
+                self._go_on_with(remaining, spec)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._attempt:
+            self._say_again(worker_group.spec)
+        self.ranks, self.cause, self.hang, self._back = [], None, None, []
+        workers, coordinator = self._places
+        environment = dict(os.environ)
+        for worker in worker_group.workers:
+            self.output.tails[worker.global_rank].clear()
+            variables = {
+                **self._variables(worker_group, worker),
+                **framework_variables.variables(
+                    workers, worker.global_rank, coordinator, environment
+                ),
+            }
+            seat = self._seats[worker.global_rank]
+            # Watched from before it starts: what it says at once is not lost.
+            self.ranks.append(Watched(worker.global_rank, self._where(seat)))
+            self._hosts[seat.host].start(worker.global_rank, seat.local_rank, variables)
+        return {rank.rank: None for rank in self.ranks}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.interrupt.check()
+        self._listen()
+        self._look_at_hosts()
+        self._welcome_back()
+        self._forward()
+        if first(self.ranks) is not None or any(not rank.running for rank in self.ranks):
+            self.output.drain()  # a rank's last words come before its death
+        if first(self.ranks) is not None:
+            self._settle()
+            self.cause = first(self.ranks)
+            assert self.cause is not None
+            if self.leave_by is not None:  # the scheduler ends the job: no further attempt
+                self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
+        if self.bindings is not None:
+            self.bindings.check(self._hosts, self._seats)
+        self._end_stuck()
+        if any(rank.running and rank.finished is None for rank in self.ranks):
+            self.hang = self.silence.check(self._progress, self.output.say)
+        if self.hang is not None:
+            for host in self._hosts:
+                if host.name in self.hang.silent:
+                    host.give_up()
+            self.cause = Watched(self.hang.rank or 0, exit_code=CODE)
+            return RunResult(state=WorkerState.FAILED)
+        if any(rank.running for rank in self.ranks):
+            return RunResult(state=WorkerState.HEALTHY)
+        if self._back and self.left is not None:
+            handler = worker_group.spec.rdzv_handler
+            assert isinstance(handler, Rendezvous)
+            handler.waiting = len(self._back)  # a start again that counts for none
+            return RunResult(state=WorkerState.HEALTHY)
+        results = {rank.rank: None for rank in self.ranks}
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        if self.hang is not None:  # told before anybody is ended
+            self.output.say(f"{self.hang.told}  The job hangs: its ranks are ended.\n")
+        self.end_ranks()
+        self.output.drain()
+        if self.cause is not None and self.hang is None:
+            tail = list(self.output.tails[self.cause.rank])
+            self.output.say(describe(self.cause, tail, len(self.ranks) - 1))
+
+    def _shutdown(self, death_sig: Any = signal.SIGTERM, timeout: int = 30) -> None:
+        self.end_ranks()
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """Nothing: these events look up the host's name, which takes long on some hosts."""
+
+    # our part
+
+    def end_ranks(self, grace: float = GRACE) -> None:
+        """End every rank that runs: asked first, killed after ``grace`` seconds. A second
+        Ctrl-C meanwhile kills at once."""
+        deadline = time.monotonic() + grace
+        try:
+            for rank in self.ranks:
+                if rank.running:
+                    # to a rank that leaves on a warning SIGTERM is one
+                    self._signal(rank, signal.SIGHUP if rank.leaves else signal.SIGTERM)
+                    self._signal(rank, signal.SIGCONT)  # who is stopped could not hear it
+            while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
+                time.sleep(0.01)
+                self._listen()
+        except KeyboardInterrupt:
+            pass
+        for rank in self.ranks:  # those whose leader has ended may have left others behind
+            self._signal(rank, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
+            time.sleep(0.005)
+            self._listen()
+
+    def _variables(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
+        spec, seat = group.spec, self._seats[worker.global_rank]
+        started = self._started if self._attempt == 0 else time.monotonic_ns()
+        return {
+            "PACELINE_STARTED_NS": str(started),
+            "LOCAL_RANK": str(seat.local_rank),
+            "RANK": str(worker.global_rank),
+            "GROUP_RANK": str(seat.host),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": str(seat.local_size),
+            "WORLD_SIZE": str(len(self._seats)),
+            "GROUP_WORLD_SIZE": str(len(self._hosts)),
+            "ROLE_WORLD_SIZE": str(len(self._seats)),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "PACELINE_STORE_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+            ),
+            **(self.remaining.variables() if self.remaining is not None else {}),
+        }
+
+    def _say_again(self, spec: WorkerSpec) -> None:
+        """What the next attempt begins with, and which of those that are allowed it is."""
+        news = self.remaining.news() if self.remaining is not None else ""
+        used = f" ({spec.max_restarts - self._remaining_restarts} of {spec.max_restarts})"
+        self.output.say(
+            f"paceline: {news or 'starting again'} from the last checkpoint"
+            f"{used if self.cause is not None else ''}\n"
+        )
+
+    def _welcome_back(self) -> None:
+        """Have the ranks leave for hosts that could take part again; those that can't leave go
+        on without them until the next attempt."""
+        if self.remaining is None or self._back or self.leave_by is not None:
+            return
+        self._back = self.remaining.back(self.can_leave, self.output.say)
+        for rank in self.ranks:
+            if rank.running and self._back:
+                self._signal(rank, signal.SIGUSR1)
+
+    def _go_on_with(self, remaining: Remaining, spec: WorkerSpec) -> None:
+        """Other hosts and seats for the next attempt; ranks are numbered anew."""
+        self.ranks, self._hosts, self._seats = [], remaining.hosts, seats(remaining.on_each)
+        spec.local_world_size = len(self._seats)
+        handler = spec.rdzv_handler
+        assert isinstance(handler, Rendezvous)
+        handler.shutdown()  # the store may lie on a host that is left out
+        handler.host = self._hosts[0]
+        self.output.close()
+        self.show()
+
+    def show(self) -> None:
+        """From now on what the ranks say is read and shown, of as many as there are now."""
+        out, err = sys.stdout.buffer, sys.stderr.buffer
+        self.output = Output(len(self._seats), out, err, self.hear)
+        for host in self._hosts:
+            host.show(self.output)
+
+    def _forward(self) -> None:
+        """Pass the user's signals (a scheduler's warning, say) on to the ranks."""
+        while self.signals:
+            kind = self.signals.pop(0)
+            self._back = []  # who leaves now does so for good
+            if kind == signal.SIGTERM:
+                self._ask_to_leave()
+                continue
+            self.output.say(f"paceline: {signal.Signals(kind).name} is passed on to the ranks\n")
+            for rank in self.ranks:
+                if rank.running:
+                    self._signal(rank, kind)
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether a warning makes all ranks write a checkpoint and leave."""
+        return bool(self.ranks) and all(rank.leaves for rank in self.ranks)
+
+    @property
+    def left(self) -> int | None:
+        """The step of the checkpoint with which all ranks have left before the end."""
+        steps = [rank.left for rank in self.ranks]
+        return steps[0] if steps and None not in steps else None
+
+    def take_end(self, number: int) -> bool:
+        """Whether SIGTERM is passed on as a warning: the first, where all ranks can leave."""
+        if number != signal.SIGTERM or self.leave_by is not None or not self.can_leave:
+            return False
+        self.leave_by = time.monotonic() + LEAVE_SECONDS
+        self.signals.append(number)
+        return True
+
+    def _ask_to_leave(self) -> None:
+        self.output.say(
+            "paceline: SIGTERM: the ranks write a checkpoint and leave, within "
+            f"{LEAVE_SECONDS:.0f} s. A second one ends them at once.\n"
+        )
+        for rank in self.ranks:
+            if rank.running:
+                self._signal(rank, signal.SIGUSR1)
+
+    def _look_at_hosts(self) -> None:
+        """Tell them whether the ranks can leave; hear from them that the job is to end."""
+        if self.can_leave != self._told_hosts:
+            self._told_hosts = self.can_leave
+            for host in self._hosts:
+                host.can_leave(self._told_hosts)
+        if any(host.ending for host in self._hosts):
+            self.take_end(signal.SIGTERM)
+        if self.leave_by is not None and time.monotonic() > self.leave_by:
+            raise TerminatedError(signal.SIGTERM)
+
+    def _signal(self, rank: Watched, kind: int) -> None:
+        self._hosts[self._seats[rank.rank].host].signal(rank.rank, kind)
+
+    def _where(self, seat: Seat) -> str:
+        several = len(self._hosts) > 1 or (self.remaining is not None and self.remaining.fewer)
+        return self._hosts[seat.host].name if several else ""
+
+    def _listen(self) -> None:
+        """Take in which ranks have ended."""
+        for host in self._hosts:
+            for number, status, at in host.deaths():
+                rank = self.ranks[number] if number < len(self.ranks) else None
+                if rank is not None and rank.running:
+                    rank.exit_code, rank.ended_at = status, at
+                    rank.lost = host.why(number)
+
+    def hear(self, number: int, message: dict[str, Any]) -> None:
+        """What a rank tells the launcher; called from the output's thread."""
+        rank = self.ranks[number] if number < len(self.ranks) else None
+        if rank is not None and "exception" in message:
+            host = self._hosts[self._seats[number].host]
+            rank.exception, rank.raised_at = message["exception"], host.ours(message["at"])
+            rank.ends_with = message["code"]
+        elif rank is not None and "finished" in message:
+            rank.finished, rank.finished_at = message["finished"], time.monotonic()
+        elif rank is not None and "leaves" in message:
+            rank.leaves = bool(message["leaves"])
+        elif "ending" in message:
+            self.take_end(signal.SIGTERM)
+        elif rank is not None and "left" in message:
+            rank.left = int(message["left"])
+        elif "summary" in message and self.summary is not None:
+            try:
+                write_output(self.summary, message["summary"])
+            except OSError as error:
+                self.output.say(f"paceline: --json {self.summary}: {error.strerror}\n")
+
+    def _progress(self) -> list[Progress]:
+        return [host.progress() for host in self._hosts]
+
+    def _settle(self) -> None:
+        """A failure is known; give an earlier one a moment to become known as well."""
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < FOLLOWS:
+            cause = first(self.ranks)
+            if waited >= SETTLE and (cause is None or not cause.follows):
+                return
+            time.sleep(0.01)
+            self._listen()
+
+    def _end_stuck(self) -> None:
+        """Kill ranks that finished but do not exit, once all others have."""
+        running = [rank for rank in self.ranks if rank.running]
+        if not running or any(rank.finished_at is None for rank in running):
+            return
+        if time.monotonic() - max(r.finished_at or 0.0 for r in running) > EXIT_SECONDS:
+            for rank in running:
+                self.output.say(
+                    f"paceline: rank {rank.rank} finished its script but did not exit within "
+                    f"{EXIT_SECONDS:.0f} s; it was ended (its work is done)\n"
+                )
+                self._signal(rank, signal.SIGKILL)

@@ -1,0 +1,171 @@
+"""The process that ranks are forked from: it has imported torch once, for all ranks of a host.
+
+It has one thread and does nothing but fork, wait and clean up. The agent talks to it over a
+socket pair. When the agent's end closes, for whatever reason, ``kill -9`` included, it kills
+every rank and every process that they left, removes the job's folder, and ends: nobody is
+orphaned. It is the subreaper of what the ranks leave behind.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..monitor.out_of_memory import Memory
+from ..records import job_folder
+
+PARENT_DEATH_SIGNAL, SUBREAPER = 1, 36  # of prctl
+MESSAGE_BYTES = 180_000  # the kernel takes no longer one unless told to
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux's prctl; elsewhere nothing."""
+    try:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    except AttributeError:
+        pass
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the agent wants started: a rank's environment, its pipes, its cores, and the NUMA node
+    that its memory is to come from."""
+
+    environment: dict[str, str]
+    cpus: list[int]
+    memory: int | None
+    pipes: tuple[int, int, int]  # stdout, stderr, status
+
+
+def serve(channel: socket.socket, folder: Path) -> Start:
+    """Serve the agent until it goes away. Returns only in a forked rank, with its Start."""
+    prctl(SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    wake_out, wake_in = os.pipe()
+    os.set_blocking(wake_in, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+    ranks: set[int] = set()
+    memory = Memory()
+    _send(channel, {"ready": True})
+    while True:
+        ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
+        if wake_out in ready:
+            os.read(wake_out, 4096)
+            _reap(channel, ranks, memory)
+        if channel.fileno() not in ready:
+            continue
+        try:
+            data, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+        except ConnectionError:
+            data, fds = b"", []
+        message: dict[str, Any] = json.loads(data) if data else {"end": 0.0, "orphan": True}
+        if "end" in message:
+            _end(folder, float(message["end"]), "orphan" in message)
+        pipes = (fds[0], fds[1], fds[2])
+        start = Start(message["environment"], message["cpus"], message["memory"], pipes)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for fd in (wake_out, wake_in):
+                os.close(fd)
+            channel.close()
+            return start
+        ranks.add(pid)
+        for fd in fds:
+            os.close(fd)
+        _send(channel, {"pid": pid})
+
+
+def _reap(channel: socket.socket, ranks: set[int], memory: Memory) -> None:
+    """Tell the agent of each rank that ended, and why if memory ran out; forget processes that
+    ranks had left."""
+    while True:
+        try:
+            pid, status, used = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if pid in ranks:
+            ranks.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            why = memory.why(used.ru_maxrss << 10) if code == -signal.SIGKILL else ""
+            _send(channel, {"died": pid, "status": code, "at": time.monotonic(), "why": why})
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        channel.send(json.dumps(message).encode())
+    except OSError:
+        pass  # the agent has gone: the next receive says so
+
+
+def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
+    """Kill whatever is left, and end."""
+    signal.set_wakeup_fd(-1)
+    end_children(grace)
+    job_folder.clear(folder, orphan)
+    os._exit(0)
+
+
+def end_children(grace: float) -> None:
+    """End every child of this process, politely for ``grace`` seconds first. As a subreaper it
+    inherits what its children leave, so this ends all that they ever started."""
+    deadline = time.monotonic() + grace
+    while left := _children():
+        kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+        for pid in left:
+            kill_group(pid, kind)
+            _signal(pid, kind)
+        until = time.monotonic() + (max(grace, 0.05) if kind == signal.SIGTERM else 0.02)
+        while time.monotonic() < until and _reaped_all():
+            time.sleep(0.005)
+
+
+def _reaped_all() -> bool:
+    """Reap what has ended; whether there is anybody left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    """Pids whose parent is this process."""
+    _reaped_all()
+    own, found = str(os.getpid()), []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if len(stat) > 1 and stat[1] == own:  # empty, of one that ended as it was read
+                found.append(int(entry))
+    return found
+
+
+def kill_group(pid: int, kind: int) -> None:
+    """Signal a rank and all in its session that did not leave it."""
+    try:
+        os.killpg(pid, kind)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _signal(pid: int, kind: int) -> None:
+    try:
+        os.kill(pid, kind)
+    except (ProcessLookupError, PermissionError):
+        pass

@@ -1,0 +1,208 @@
+"""Inside a rank: become one after the fork, run the script as ``__main__``, and end well."""
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ...cluster.rank_identity import place, tell_others
+from ...knobs import tuning
+from ...knobs.apply import turn
+from ...record.attach import attach, detach
+from ...record.hooks.error_messages import one_line, told
+from ...record.hooks.group_shutdown import guard
+from ...record.hooks.import_hooks import after_import
+from ...record.ring.launcher_messages import to_launcher
+from ..affinity.memory_policy import prefer
+from ..monitor import rank_stacks
+from ..records import job_folder
+from .fork_server import PARENT_DEATH_SIGNAL, Start, prctl
+from .framework_variables import introduce_to_jax
+
+
+def become(start: Start) -> None:
+    """Turn the forked process into a rank: session, pipes, environment, cores, threads."""
+    os.setsid()
+    prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(kind, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for kind in (signal.SIGUSR1, signal.SIGUSR2):  # passed on from the scheduler: a script that
+        signal.signal(kind, signal.SIG_IGN)  # has no handler for them goes on
+    out, err, status = start.pipes
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    if start.environment["LOCAL_RANK"] != "0":  # one rank at most reads what is typed
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    # With the pid, which a fresh interpreter keeps: processes that the script starts inherit
+    # the variable, and there the number may be any other file.
+    os.environ["PACELINE_STATUS"] = f"{os.getpid()}:{status}"
+    if start.cpus:
+        os.sched_setaffinity(0, start.cpus)
+    if start.memory is not None:
+        prefer(start.memory)  # or not, in a container that forbids it: --report-bindings shows it
+
+
+def run_forked(start: Start) -> NoReturn:
+    """What a forked rank does from its fork to its end."""
+    become(start)
+    command = json.loads(os.environ["PACELINE_COMMAND"])
+    for stream in (sys.stdout, sys.stderr):
+        # A TextIOWrapper at a rank's start, which the stub does not promise.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _unshare_state(int(os.environ["OMP_NUM_THREADS"]))
+    faulthandler.enable()
+    finish(execute(command))
+
+
+def exec_fresh(start: Start) -> NoReturn:
+    """Replace the forked process by a new interpreter that runs the same command."""
+    become(start)
+    os.set_inheritable(start.pipes[2], True)
+    code = "from paceline.launch.ranks.rank_process import main; main()"
+    os.execv(sys.executable, [sys.executable, "-u", "-X", "faulthandler", "-c", code])
+
+
+def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
+    """Be one recorded rank of whatever launcher has started this process; its record is copied
+    to ``target`` at its end, also where the script fails. That of a rank that was killed is
+    copied by those that end after it on its host. See ``paceline record``.
+
+    Raises ValueError for a script that can't be run, where ``target`` has a record of an earlier
+    run or can't be written, and for contradictions in the launcher's variables.
+    """
+    from ..job import Job, check
+
+    tell_others(place(dict(os.environ)))
+    first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
+    check(Job(**command, record=target if first else None))
+    folder = job_folder.job_folder()
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
+    os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)
+    job_folder.promise(folder, target, [command["name"], *command["args"]], run)
+    code = execute(command)
+    detach()
+    job_folder.clear(folder)
+    job_folder.rescue()
+    finish(code)
+
+
+def main() -> NoReturn:
+    """A rank in an interpreter of its own."""
+    os.set_inheritable(int(os.environ["PACELINE_STATUS"].partition(":")[2]), False)
+    finish(execute(json.loads(os.environ["PACELINE_COMMAND"])))
+
+
+def _unshare_state(threads: int) -> None:
+    """Undo what forked ranks would share and separate interpreters would not."""
+    gc.enable()
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+
+
+def execute(command: dict[str, Any]) -> int:
+    """Run the script or module as ``__main__``; its exit code. Tells the launcher of an
+    exception before anybody else can notice this rank's end."""
+    sys.argv = [command["name"], *command["args"]]
+    rank_stacks.answer()
+    try:
+        after_import(
+            {
+                "torch.distributed.distributed_c10d": guard,
+                "jax._src.clusters.cluster": introduce_to_jax,
+            }
+        )
+        if os.environ.get("PACELINE_ATTACH"):
+            attach()
+        turn()
+        if os.environ.get(tuning.VARIABLE):
+            from ...comm.tune.tuner import begin
+
+            begin(tuning.Tuning.loads(os.environ[tuning.VARIABLE]))
+        if os.environ.get("PACELINE_STAGE_SETS"):
+            from ...data.staging.stage import begin_all
+
+            begin_all()
+        if command["module"]:
+            sys.path.insert(0, os.getcwd())
+            sys.modules["__main__"] = ModuleType("__main__")
+            runpy.run_module(command["name"], run_name="__main__", alter_sys=True)
+        else:
+            _run_script(command["name"])
+    except SystemExit as end:
+        return _exit_code(end)
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does: at exit, no summary of a failed run
+        to_launcher(exception=one_line(error), at=time.monotonic(), code=1)
+        sys.stderr.write(told(error))
+        return 1
+    return 0
+
+
+def _run_script(path: str) -> None:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    main_module = ModuleType("__main__")
+    main_module.__file__ = path
+    main_module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main_module
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main_module.__dict__)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        code = (end.code or 0) & 0xFF
+    else:
+        sys.stderr.write(f"{end.code}\n")
+        code = 1
+    if code and not getattr(end, "early", False):  # see world.early
+        sys.last_value = end
+        to_launcher(exception=f"exit code {code}", at=time.monotonic(), code=code)
+    return code
+
+
+def finish(code: int) -> NoReturn:
+    """End as the interpreter would, in steps that the launcher can follow: threads, exit
+    handlers, then "finished", and only then the interpreter's own end, which may hang in gloo."""
+    try:
+        # What the interpreter calls at its end; there is no public name for it.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _leave_group(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException as error:
+        sys.stderr.write(told(error))
+        code = code or 1
+    to_launcher(finished=code)
+    ctypes.pythonapi.Py_Exit(ctypes.c_int(code))
+    raise AssertionError("unreachable")
+
+
+def _leave_group(code: int) -> None:
+    """Destroy a process group that the script left open, carefully (see world.join.leave)."""
+    if "torch.distributed" in sys.modules and code == 0:
+        from ...world.process_group import leave
+
+        leave()

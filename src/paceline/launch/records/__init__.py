@@ -1,0 +1,1 @@
+"""Folders of running jobs in node-local memory, and the collection of their records."""

@@ -1,0 +1,84 @@
+"""Copy the records of a job's folder to where they belong: by attempt, one of each rank."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...record.ring.states import NOTES
+from ...record.ring.tail import MAX_RECORD_BYTES
+from ...security.files import read_regular
+from ...security.folders import Folder, open_subfolder, replace_file
+from ...security.text import printable
+
+
+def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
+    """Copy the last attempt's records to ``target``, and those of earlier ones to attempt-N in it.
+
+    Where the job went on without this node, ``target`` has records of a later attempt: then all
+    records of this node are of earlier ones.
+
+    Args:
+        noted: The attempt that began last on this node, or None.
+
+    Raises:
+        OSError, InvalidFileError: A record can't be read or written.
+    """
+    from ...analyze.records.read_record import read, used_bytes
+
+    found: dict[tuple[int, int], tuple[int, int, str, bytes]] = {}
+    for name in folder.names():
+        if not name.endswith(".ring"):
+            continue
+        path = folder.path / name
+        try:
+            data = folder.read(name, MAX_RECORD_BYTES)
+        except OSError as error:
+            sys.stderr.write(f"paceline: {printable(str(path))} {error.strerror}: left out\n")
+            continue
+        try:
+            record = read(data, str(path))
+            data = data[: used_bytes(data)]
+        except ValueError as error:
+            sys.stderr.write(f"paceline: {printable(str(error))}: it is kept as it is\n")
+            replace_file(target / name, data)
+            continue
+        key = (int(record.meta.get("attempt", 0)), record.rank)
+        told = _told(record)
+        # A process that only started the ranks is nobody's record.
+        if key not in found or told > found[key][0]:
+            found[key] = (told, int(record.meta["size"]), name, data)
+    sizes = {size for told, size, _, _ in found.values() if told}
+    last = max([noted or 0, *(attempt for attempt, _ in found)])
+    there = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
+    last = max([last, *map(_attempt, there)])
+    for (attempt, rank), (told, size, name, data) in found.items():
+        if not told and sizes and size not in sizes:
+            continue
+        place = target if attempt == last else target / f"attempt-{attempt}"
+        lines = name.removesuffix(".ring") + ".lines"
+        inside = open_subfolder(place) if place != target else None
+        try:
+            path = place if inside is None else Path()
+            replace_file(path / f"rank-{rank}.ring", data, dir_fd=inside)
+            if folder.status(lines) is not None:
+                told_lines = folder.read(lines, MAX_RECORD_BYTES)
+                replace_file(path / f"rank-{rank}.lines", told_lines, dir_fd=inside)
+        finally:
+            if inside is not None:
+                os.close(inside)
+
+
+def _attempt(path: Path) -> int:
+    """Of a record that may be there."""
+    from ...analyze.records.read_record import read
+
+    try:
+        return int(read(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def _told(record: Any) -> int:
+    """Events that say more than where the script was."""
+    return int(len(record.events) - record.count(*NOTES))

@@ -1,0 +1,1 @@
+"""Continue after the loss of a node: with fewer nodes, and again with it when it returns."""

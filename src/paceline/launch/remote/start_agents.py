@@ -1,0 +1,348 @@
+"""Reaching the hosts of a job: an agent started on each, and a channel to each agent."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+from ...cluster.schedulers.hostlist import numbers
+from ...cluster.topology.network_interfaces import is_here
+from ..channel import Channel
+from .agent_listener import AgentListener
+from .forwarded_env import as_after_login, early
+from .remote_host import There
+from .start_commands import Tool
+
+START_SECONDS = 120.0  # for an agent's first word; a Python from a slow file system takes long
+SAY_SECONDS = 10.0  # between two lines about who is still waited for
+
+# What ssh and the shells behind it say, and what helps.
+EXPLAINED = (
+    ("resolve hostname|Name or service not known", "no such host. HINT: getent hosts {host}"),
+    (
+        "Host key verification failed|host key .* (has changed|is not known)|REMOTE HOST IDENT",
+        "its host key was never seen, or has changed. HINT: run `ssh {host}` once by hand",
+    ),
+    (
+        r"Permission denied \(",
+        "ssh refused our key. HINT: `ssh {host}` must work without a password (ssh-copy-id)",
+    ),
+    (
+        "Connection (timed out|refused)|No route to host|port 22: Connection",
+        "ssh can't reach it ({said}). HINT: is it up, and does it run sshd?",
+    ),
+    (
+        "No module named .?paceline",
+        "{python} is there, but has no Paceline. HINT: the same virtual environment on all hosts",
+    ),
+    (
+        "error while loading shared libraries",
+        "{python} does not start there ({said}). HINT: LD_LIBRARY_PATH travels; is the library "
+        "on that host?",
+    ),
+    (
+        "{python}.*(not found|No such file or directory)",
+        "there is no {python}. HINT: the same virtual environment on all hosts, at the same path",
+    ),
+)
+
+
+class Contact:
+    """The started tools and the channels to the agents. To be closed in the end."""
+
+    def __init__(
+        self,
+        tool: Tool,
+        names: list[str],
+        quiet: bool = False,
+        without: dict[str, str] | None = None,
+    ) -> None:
+        """quiet: nothing is said of hosts that do not answer, or have not yet. without: takes why
+        hosts do not answer, and the others are enough; None: all are needed."""
+        self.tool, self.names, self._quiet, self._without = tool, names, quiet, without
+        self.hosts: list[There] = []
+        self._visitors: list[There] = []
+        self._started: list[_Started] = []
+        self._made = self._closing = False
+
+    def make(self) -> list[There]:
+        """Start an agent on every host; the hosts in their order.
+
+        Raises ValueError where one does not answer: in the tool's own words where it has some.
+        """
+        if self.tool.one_call_a_host:
+            self._each_alone()
+        else:
+            self._together()
+        for host in self.hosts:
+            host.hello = host.answer("hello", START_SECONDS)["hello"]
+        if not self.tool.one_call_a_host:
+            here = [name for name in self.names if name not in (self._without or {})]
+            self.hosts = in_order(self.hosts, here)
+        self._made = True
+        return self.hosts
+
+    def close(self) -> None:
+        """Close the channels, whereupon agents end, and end the tools."""
+        self._closing = True
+        if not self._made:
+            self._show_words()  # from here on they are of agents that find nobody any more
+        for host in (*self.hosts, *self._visitors):
+            host.close()
+        deadline = time.monotonic() + 5.0  # they end by themselves when their agents do
+        for started in self._started:
+            started.wait_until(deadline)
+        for ask in ("terminate", "kill"):
+            left = [started for started in self._started if started.process.poll() is None]
+            for started in left:
+                getattr(started.process, ask)()
+            for started in left:
+                started.wait_until(time.monotonic() + 5.0)
+        if self._made:
+            self._show_words()
+
+    def _show_words(self) -> None:
+        """What agents had to say to people, and where a host was lost all that was said."""
+        if self._quiet and not self.hosts:
+            return
+        lost = any(host.trouble for host in self.hosts)
+        for started in self._started:
+            lines = [line for line in started.new_words() if lost or line.startswith("paceline:")]
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+    def _each_alone(self) -> None:
+        """A call for each host, many at the same time."""
+        pool = ThreadPoolExecutor(64)
+        calls = {pool.submit(self._alone, name): name for name in self.names}
+        try:
+            waiting = set(calls)
+            while waiting:
+                done, waiting = wait(waiting, SAY_SECONDS, FIRST_COMPLETED)
+                if not done and not self._quiet:
+                    some = sorted(calls[call] for call in waiting)
+                    more = f" and {len(some) - 8} more" if len(some) > 8 else ""
+                    sys.stderr.write(f"paceline: waiting for {', '.join(some[:8])}{more} ...\n")
+        except BaseException:  # Ctrl-C: nobody is waited for
+            self._closing = True
+            for started in self._started:
+                started.process.kill()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        answers = [call.result() for call in calls]
+        self.hosts = [answer for answer in answers if isinstance(answer, There)]
+        mistakes = {
+            calls[call]: str(answer)
+            for call, answer in zip(calls, answers, strict=True)
+            if isinstance(answer, ValueError)
+        }
+        if mistakes and (self._without is None or not self.hosts):
+            raise ValueError("\n".join(list(dict.fromkeys(mistakes.values()))[:8]))
+        if self._without is not None:
+            self._without.update(mistakes)
+
+    def _alone(self, name: str) -> There | ValueError:
+        """The agent of one host, over the standard input and output of a call."""
+        if self._closing:
+            return ValueError("interrupted")
+        agent = agent_command(self.tool)
+        if is_here(name):
+            started = _Started(agent, as_after_login(), piped=True)
+        else:
+            started = _Started(self.tool.command([name], agent), None, piped=True)
+        self._started.append(started)
+        process = started.process
+        if self._closing:  # meanwhile: nobody else ends it
+            process.kill()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
+        process.stdin.close()
+        process.stdout.close()
+        if channel.skip_greeting(START_SECONDS) is None:
+            channel.close()
+            return ValueError(f"{name}: {explained(name, started.last_words())}")
+        return There(name, channel, process.kill)
+
+    def _together(self) -> None:
+        """The agents that one call starts: they connect to us."""
+        with AgentListener(self.names) as listener:
+            self._visitors = listener.visitors
+            variables = {k: v for k, v in os.environ.items() if k not in self.tool.without}
+            variables["PACELINE_SECRET"] = listener.secret
+            agent = [*agent_command(self.tool), "--connect", listener.where]
+            started = _Started(self.tool.command(self.names, agent), variables)
+            self._started.append(started)
+            try:
+                self._accept(listener, started)
+            except ValueError as mistake:
+                if self._without is None or not listener.found:
+                    raise
+                missing = self._missing(listener)
+                self._without.update(dict.fromkeys(missing, str(mistake)))
+            finally:
+                for place, host in listener.found.items():
+                    host.name = self.names[place]
+                self.hosts = [listener.found[place] for place in sorted(listener.found)]
+            if listener.many_strangers and not self._quiet:
+                sys.stderr.write(f"paceline: warning: {listener.strangers()}\n")
+
+    def _missing(self, listener: AgentListener) -> list[str]:
+        return [name for place, name in enumerate(self.names) if place not in listener.found]
+
+    def _accept(self, listener: AgentListener, started: "_Started") -> None:
+        """Wait for the agents of all hosts.
+
+        Raises:
+            ValueError: Some can't come any more, or did not within START_SECONDS.
+        """
+        begun = said = time.monotonic()
+        while len(listener.found) < len(self.names):
+            listener.wait(0.2)
+            self._check(listener, started)
+            now = time.monotonic()
+            missing = ", ".join(self._missing(listener)[:8])
+            if now - begun > START_SECONDS:
+                hint = "can these hosts reach this one? --launcher ssh needs no way back"
+                if strangers := listener.strangers():
+                    hint = f"{strangers}; end these, or use --launcher ssh, which opens no port"
+                raise ValueError(
+                    f"no agent came from {missing} within {START_SECONDS:.0f} s to "
+                    f"{listener.where}. {self.tool.name} says: {started.last_words() or 'nothing'}."
+                    f" HINT: {hint}"
+                )
+            if now - said > SAY_SECONDS and not self._quiet:
+                said = now
+                sys.stderr.write(f"paceline: waiting for {missing} ...\n")
+                sys.stderr.write("".join(f"  {line}\n" for line in started.new_words()))
+
+    def _check(self, listener: AgentListener, started: "_Started") -> None:
+        """Raise ValueError where agents can't come any more."""
+        if self._closing:  # by another thread, which has not seen the latest visitors
+            for visitor in listener.visitors:
+                visitor.close()
+            raise ValueError("interrupted")
+        if listener.twice is not None:
+            raise ValueError(
+                f"two agents say that they are number {listener.twice}: {self.tool.name} does "
+                "not tell its processes apart by a variable that is known here. HINT: "
+                "--launcher ssh"
+            )
+        if len(listener.found) == len(self.names):
+            return
+        strangers = listener.strangers()
+        if started.process.poll() is not None:
+            words = started.last_words() or "without a word"
+            note = f" ({strangers})" if strangers else ""
+            raise ValueError(f"{self.tool.name} has ended: {words}{note}")
+        ended = started.ended(self.tool) - listener.found.keys()
+        if ended and (self._without is None or len(ended) == len(self.names) - len(listener.found)):
+            names = ", ".join([self.names[place] for place in sorted(ended)][:8])
+            said = [*started.said()[-8:], *([strangers] if strangers else [])]
+            raise ValueError(
+                f"the agent of {names} has ended before it said a word: " + "\n".join(said)
+            )
+
+
+class _Started:
+    """A tool's process, in a session of its own: Ctrl-C is ours to handle."""
+
+    def __init__(
+        self, command: list[str], variables: dict[str, str] | None, piped: bool = False
+    ) -> None:
+        self.words: deque[str] = deque(maxlen=50)
+        self.unshown: deque[str] = deque(maxlen=50)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if piped else subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
+        self._words = self.process.stderr if piped else self.process.stdout
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._words is not None
+        for line in self._words:
+            text = line.decode(errors="replace").rstrip()
+            self.words.append(text)
+            self.unshown.append(text)
+
+    def last_words(self) -> str:
+        """What it said on stderr; complete where it has ended."""
+        try:
+            self.process.wait(2.0)
+            self._reader.join(1.0)
+        except subprocess.TimeoutExpired:
+            pass
+        return "\n".join(self.said())
+
+    def said(self) -> list[str]:
+        """Its last lines, so far."""
+        return [line for line in list(self.words) if line]
+
+    def ended(self, tool: Tool) -> set[int]:
+        """The numbers of its processes that have ended, as far as it says so."""
+        told = [re.match(tool.ended, line) for line in self.said()] if tool.ended else []
+        return {int(n) for match in told if match for n in numbers(match["tasks"])}
+
+    def new_words(self) -> list[str]:
+        """Its lines since the last call."""
+        return [self.unshown.popleft() for _ in range(len(self.unshown))]
+
+    def wait_until(self, deadline: float) -> None:
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+            self._reader.join(1.0)
+        except subprocess.TimeoutExpired:
+            pass
+
+
+def in_order(hosts: list[There], names: list[str]) -> list[There]:
+    """The agents in the order of the hosts' names, where these are what the hosts call
+    themselves: tools order hosts as they like. Else in the tool's order, under their own names,
+    unless all have the same."""
+    own = [_short(host.hello["name"]) for host in hosts]
+    wanted = [_short(name) for name in names]
+    if len(set(own)) < len(own):
+        return hosts
+    if set(own) == set(wanted):
+        by_name = dict(zip(own, hosts, strict=True))
+        hosts = [by_name[name] for name in wanted]
+        for host, name in zip(hosts, names, strict=True):
+            host.name = name
+        return hosts
+    for host in hosts:
+        host.name = host.hello["name"]
+    return hosts
+
+
+def _short(name: str) -> str:
+    return name.rpartition("@")[2].partition(".")[0]
+
+
+def agent_command(tool: Tool) -> list[str]:
+    """This Python; with what it reads from the environment before anything else, where the tool
+    does not pass that on."""
+    command = [sys.executable, "-P", "-m", "paceline.launch.host_agent"]
+    passed = {} if tool.passes_environment else early()
+    variables = [f"{name}={value}" for name, value in passed.items()]
+    return ["env", *variables, *command] if variables else command
+
+
+def explained(host: str, said: str) -> str:
+    """A failed call's words, with what helps."""
+    for known, told in EXPLAINED:
+        pattern = known.replace("{python}", re.escape(sys.executable))
+        if re.search(pattern, said):
+            line = next((x for x in said.splitlines() if re.search(pattern, x)), said)
+            return told.format(host=host, python=shlex.quote(sys.executable), said=line.strip())
+    return said or "its agent ended without a word. HINT: ssh to it and start paceline there"

@@ -1,0 +1,119 @@
+"""``paceline run`` on this machine: check, start, watch, tell."""
+
+import functools
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from ..comm.reachable_address import variables as interface_variables
+from ..security.outputs import write_output
+from .job import Job, check, preloads, variables
+from .layout import seats
+from .monitor import live_records
+from .monitor.interrupt import ENDING, Interrupt, TerminatedError, raise_on_end
+from .ranks.fork_server import SUBREAPER, end_children, prctl
+from .ranks.local_host import Here, InServer, Server, start_server
+from .records import job_folder
+from .requeue import LEFT, put_back
+
+
+def run(job: Job) -> int:
+    """Run the job; its exit code: 0, the first failing rank's, 128 + a signal's number, or
+    ``later.LEFT``.
+
+    Raises ValueError for the user's mistakes, before any rank starts.
+    """
+    interrupt = Interrupt()
+    raise_on_end(interrupt.remember)
+    try:
+        code, kept = _run(job, interrupt)
+    except TerminatedError as end:
+        name = signal.Signals(end.number).name
+        sys.stderr.write(f"paceline: {name} before the ranks started\n")
+        return 128 + end.number
+    if job.record is not None and kept:
+        tell(job, job.record, code)
+    if interrupt.go_on_later:
+        put_back()
+    return code
+
+
+def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
+    """Run the job; its exit code, and whether its record was kept where it was promised."""
+    from .affinity import bind_ranks
+
+    source, places = check(job), bind_ranks.places(job)
+    prctl(SUBREAPER, 1)
+    started = time.monotonic_ns()
+    own = bind_ranks.variables_of_all(job, places)
+    folder, command = job_folder.job_folder(), [job.name, *job.args]
+    server: Server | None = None
+    try:
+        if job.record is not None:
+            job_folder.promise(folder, job.record, command, folder.name)
+        else:
+            job_folder.introduce(folder, command, folder.name)
+        server = start_server(folder, preloads(job, source))
+        interrupt.check()
+        from .supervise import watch
+
+        of_job = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
+        environment = {**interface_variables("lo"), **os.environ, **of_job}
+        here = Here(server, environment, places, own, smt=job.smt)
+        look = functools.partial(live_records.look_here, folder)
+        code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt, look)
+    except InServer:  # this process is the server, and all is its own
+        raise
+    except BaseException:
+        _end(server, folder)
+        raise
+    return code, _end(server, folder)
+
+
+def _end(server: Server | None, folder: Path) -> bool:
+    """Leave nothing of the job but its record; whether that was kept."""
+    if server is not None:
+        server.end(2.0)
+    end_children(0.0)  # nobody, unless the rank server itself was killed
+    return job_folder.clear(folder)
+
+
+def tell(job: Job, folder: Path, code: int) -> None:
+    """What a recorded run ends with: its figures, unless it failed, and where the record is."""
+    from ..analyze.figures.report import analyse
+    from ..analyze.records.load_run import load
+    from ..report.terminal.run_report import drawn
+
+    try:
+        report = analyse(load(folder))
+    except ValueError as error:
+        sys.stderr.write(f"paceline: {error}\n")
+        return
+    if code in (0, LEFT) and report.window_s is not None:
+        sys.stderr.write(drawn(report))
+    sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
+    if job.summary is not None:
+        write_output(job.summary, report.to_json())
+
+
+def serve(job: InServer) -> NoReturn:
+    """Be the rank server, and then each rank that is forked from it."""
+    from .ranks import fork_server, rank_process
+
+    for number in ENDING:  # they are the launcher's to handle
+        signal.signal(number, signal.SIG_IGN)
+    for name in job.preloads:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            pass  # the script will meet it again, and its traceback tells the user more
+    gc.freeze()  # what was imported stays shared: no rank's collector touches it
+    start = fork_server.serve(job.channel, job.folder)
+    if job.preloads:
+        rank_process.run_forked(start)
+    rank_process.exec_fresh(start)

@@ -1,0 +1,198 @@
+"""Find the scheduler, write the script, hand it in."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ...security.outputs import write_output
+from ..job import Job
+from ..job import check as check_script
+from ..recovery.shrink import check as enough
+from .batch_options import Batch, one_line
+from .lsf import LSF
+from .pbs import PBS, TORQUE
+from .scheduler import Scheduler
+from .slurm import SLURM
+
+SCHEDULERS = {"slurm": SLURM, "lsf": LSF, "pbs": PBS, "torque": TORQUE}
+_CHOICE = "--scheduler slurm, lsf, pbs or torque"
+
+
+def scheduler(given: str | None) -> Scheduler:
+    """The one that the user named, or whose command is here."""
+    if given is None:
+        return SCHEDULERS[_found()]
+    if given not in SCHEDULERS:
+        raise ValueError(f"--scheduler {given} is not known. HINT: {_CHOICE}")
+    return SCHEDULERS[given]
+
+
+def _found() -> str:
+    found = [name for name, tool in (("slurm", "sbatch"), ("lsf", "bsub")) if shutil.which(tool)]
+    if shutil.which("qsub"):
+        kind = _qsub()
+        if kind is not None:
+            found.append(kind)
+        elif not found:  # beside sbatch it is Slurm's own
+            raise ValueError(
+                "the qsub here names neither PBS nor Torque in its --version. "
+                "HINT: --scheduler pbs or torque, or --dry-run with one of them to see the script"
+            )
+    if len(found) == 1:
+        return found[0]
+    what = f"the commands of {' and '.join(found)} are" if found else "no sbatch, bsub or qsub is"
+    where = "" if found else "; on the cluster's own hosts it is found by itself"
+    raise ValueError(f"{what} on PATH. HINT: {_CHOICE}{where}")
+
+
+def _qsub() -> str | None:
+    """Which PBS this qsub is of, in its own words: "pbs_version = 22.05" or "Version: 6.1"."""
+    try:
+        told = subprocess.run(
+            ["qsub", "--version"], capture_output=True, text=True, timeout=10, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    words = told.stdout + told.stderr
+    if "pbs_version" in words:
+        return "pbs"
+    return "torque" if re.search(r"^(version|commit):", words, re.I | re.M) else None
+
+
+def _check(batch: Batch, setup: list[str]) -> None:
+    """Refuse what can't work, before anything is written."""
+    given = {"--queue": batch.queue, "--account": batch.account, "--output": batch.output}
+    lines = [(option, value) for option, value in given.items() if value is not None]
+    lines += [("--setup", line) for line in setup]
+    lines += [("--option", line) for line in batch.options]
+    for option, value in lines:
+        if not one_line(option, value).strip():
+            raise ValueError(f"{option} is empty. HINT: leave it out")
+    limit = batch.want.seconds
+    if batch.warn < 0 or (limit is not None and batch.warn >= limit):
+        raise ValueError(
+            f"--warn {batch.warn}: seconds before the limit, fewer than the job's. HINT: --warn 120"
+        )
+    folder = Path(batch.output or ".").parent
+    if "%" not in str(folder) and not folder.is_dir():
+        raise ValueError(
+            f"--output {batch.output}: there is no folder {folder}, and the scheduler makes none. "
+            f"HINT: mkdir -p {shlex.quote(str(folder))}"
+        )
+
+
+def written(
+    kind: Scheduler,
+    batch: Batch,
+    setup: list[str],
+    job: Job,
+    record: Path | None,
+    more: list[str],
+) -> str:
+    """The batch script. ``more``: further options of paceline run."""
+    _check(batch, setup)
+    check_script(job)
+    enough(job.min_hosts, batch.want.hosts)
+    run = _run_words(batch, job, record, more)
+    lines = ["#!/bin/bash"]
+    lines += [f"{kind.mark} {option}" for option in [*kind.options(batch), *batch.options]]
+    if batch.warn and kind.no_warning:
+        lines.append(f"# No warning signal: {kind.no_warning}.")
+    lines += [f"cd {shlex.quote(one_line('the folder', _here()))} || exit 1", _environment()]
+    lines += setup
+    if batch.array is not None:
+        lines.append(f'export PACELINE_TRIAL="{kind.trial}"')
+    if kind.can_ask and batch.requeue:
+        lines.append("export PACELINE_REQUEUE=1")
+    if not kind.can_ask and batch.want.seconds is not None:
+        lines.append(f'export PACELINE_END_TIME="$(($(date +%s) + {batch.want.seconds}))"')
+    # exec: the signals that the scheduler sends to this script are the launcher's
+    lines.append(f"exec {_paceline()} run {run}")
+    return "\n".join(lines) + "\n"
+
+
+def _here() -> str:
+    """This folder by the name that the user knows it by, which hosts share more likely."""
+    name = os.environ.get("PWD", "")
+    return name if name and os.path.realpath(name) == os.getcwd() else os.getcwd()
+
+
+def _paceline() -> str:
+    """The command, where it is installed: python -m would put this folder first on the path of
+    imports, and a random.py in it before the library's."""
+    tool = Path(sys.executable).with_name("paceline")
+    if os.access(tool, os.X_OK):
+        return shlex.quote(str(tool))
+    return f"{shlex.quote(sys.executable)} -m paceline"
+
+
+def _environment() -> str:
+    """The line that brings the Python environment of this command into the job."""
+    tools = Path(sys.executable).parent
+    if sys.prefix != sys.base_prefix and (tools / "activate").exists():
+        return f". {shlex.quote(one_line('the environment', str(tools / 'activate')))}"
+    return f'export PATH={shlex.quote(one_line("the environment", str(tools)))}:"$PATH"'
+
+
+def _run_words(batch: Batch, job: Job, record: Path | None, more: list[str]) -> str:
+    """What stands after ``paceline run``, as a shell reads it."""
+    words: list[str] = []
+    if batch.want.total is not None:
+        words += ["-n", str(batch.want.total)]
+    if job.max_restarts:
+        words += ["--max-restarts", str(job.max_restarts)]
+    if job.min_hosts is not None:
+        words += ["--min-hosts", str(job.min_hosts)]
+    line = [shlex.join(one_line("--run-option", word) for word in [*words, *more])]
+    if record is not None:
+        if batch.requeue:
+            raise ValueError(
+                f"--record {record} with --requeue: the second start would find the first one's "
+                "record. HINT: one of the two"
+            )
+        own = '/"$PACELINE_TRIAL"' if batch.array is not None else ""
+        line.append(f"--record {shlex.quote(one_line('--record', str(record)))}{own}")
+    line += ["-m"] if job.module else []
+    script = [job.name, *job.args]
+    line += [shlex.quote(one_line("an argument of the script", word)) for word in script]
+    return " ".join(part for part in line if part)
+
+
+def sent(kind: Scheduler, batch: Batch, script: str) -> str:
+    """Hand the script in; the job's number. Raises ValueError with the command's own words."""
+    command = kind.command(batch)
+    with tempfile.TemporaryDirectory(prefix="paceline-submit-") as folder:
+        if kind.by_file:
+            path = Path(folder) / batch.name
+            write_output(path, script)
+            command.append(str(path))
+        try:
+            told = subprocess.run(
+                command,
+                input="" if kind.by_file else script,
+                capture_output=True,
+                text=True,
+                errors="replace",
+            )
+        except FileNotFoundError:
+            raise ValueError(
+                f"there is no {command[0]} on PATH. HINT: submit on a host of the cluster, or "
+                "--dry-run prints the script"
+            ) from None
+    words = (told.stdout + told.stderr).strip()
+    if told.returncode:
+        raise ValueError(
+            f"{command[0]} took no job (exit code {told.returncode}):\n{words}\n"
+            "HINT: --dry-run shows the script, --option adds what the site asks for"
+        )
+    number = re.search(kind.identity, told.stdout, re.M)
+    if number is None:
+        raise ValueError(f"{command[0]} named no job: {words!r}. HINT: --dry-run shows the script")
+    if told.stderr.strip():  # a site's words to its users
+        sys.stderr.write(told.stderr)
+    return number[1]

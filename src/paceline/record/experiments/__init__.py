@@ -1,0 +1,1 @@
+"""Experiments of ``paceline diagnose`` inside a rank: parts of the training switched off."""

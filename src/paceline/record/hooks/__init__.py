@@ -1,0 +1,1 @@
+"""Hooks in torch that record a training loop and its collectives."""

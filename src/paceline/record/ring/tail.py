@@ -1,0 +1,143 @@
+"""The newest events of records that are still being written, as small records of their own.
+
+A live view reads these: the header and the last events of a ring, never the whole file. Nothing
+is asked of the rank, which does not notice.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...security.files import InvalidFileError, open_regular
+from .header_schema import About, parse
+from .ring import (
+    BEGUN,
+    BEGUN_OFFSET,
+    COUNTER,
+    EVENT,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    WRITTEN_OFFSET,
+)
+from .states import NOTES, State
+
+MAX_CAPACITY = 1 << 20  # events of a ring, 16 times what a rank writes
+MAX_RECORD_BYTES = HEADER_BYTES + MAX_CAPACITY * EVENT.size
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of one rank's record, and what was true on its host when it was read.
+
+    now: the host's monotonic clock (ns), the one that the events' times are on. process: the
+    letter of its process's state (``R``, ``S``, ``T`` for stopped, ...); "" where it has ended, "?"
+    where processes of ranks can't be seen from here (in a container, say). stack: where its
+    Python stands, if that was asked.
+    """
+
+    name: str
+    now: int
+    process: str
+    data: bytes
+    stack: str = ""
+
+
+def tail(path: Path, most: int) -> bytes:
+    """The last ``most`` events of a ring's file as a record that ``analyze.records.read_record`` reads.
+
+    Raises InvalidFileError where the file is no record, or not yet; OSError where it has gone.
+    """
+    fd = open_regular(path)
+    try:
+        head = bytearray(os.pread(fd, HEADER_BYTES, 0))
+        if len(head) < HEADER_BYTES or head[: len(MAGIC)] != MAGIC:
+            raise InvalidFileError(path, "is not a record, or not yet")
+        magic, version, header, event, capacity, written, cost, length = HEADER.unpack_from(head)
+        if version > VERSION or header != HEADER_BYTES or event != EVENT.size:
+            return bytes(head)  # whoever reads it says what is wrong
+        if not 1 <= capacity <= MAX_CAPACITY or written >= 1 << 63:
+            raise InvalidFileError(path, f"has a ring of {capacity} events, {written} written")
+        first = written - min(written, most, capacity)
+        events = b"".join(
+            os.pread(fd, (stop - start) * event, header + start * event)
+            for start, stop in _places(first, written, capacity)
+        )
+        counter = os.pread(fd, COUNTER.size, WRITTEN_OFFSET)
+    finally:
+        os.close(fd)
+    if len(counter) < COUNTER.size or len(events) < (written - first) * event:
+        raise InvalidFileError(path, "is cut off")
+    (by_now,) = COUNTER.unpack(counter)
+    # What the rank has overwritten meanwhile, or may be overwriting now, is not what it was.
+    events = events[max(0, by_now + 1 - capacity - first) * event :]
+    kept = len(events) // event
+    HEADER.pack_into(head, 0, magic, version, header, event, max(kept, 1), kept, cost, length)
+    return bytes(head) + events
+
+
+def _places(first: int, last: int, capacity: int) -> list[tuple[int, int]]:
+    """Where the events from ``first`` up to ``last`` lie: one range of slots, or two."""
+    if first == last:
+        return []
+    start, stop = first % capacity, (last - 1) % capacity + 1
+    return [(start, stop)] if start < stop else [(start, capacity), (0, stop)]
+
+
+def tails(folder: Path, most: int, attempt: int | None = None) -> list[Tail]:
+    """The tails of all rings in a running job's folder; only of this attempt, where one is
+    named."""
+    found = list(_tails(folder, most, attempt))
+    if any(one.process for one in found):
+        return found
+    return [replace(one, process="?") for one in found]  # the job runs, so somebody is there
+
+
+def _tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
+    for path in sorted(folder.glob("*.ring")):
+        try:
+            data = tail(path, most)
+            about = meta(data)
+        except (OSError, InvalidFileError):
+            continue  # just made, or just removed
+        if attempt is None or about.get("attempt", 0) == attempt:
+            state = process(about["pid"]) if "pid" in about else ""
+            yield Tail(path.name, time.monotonic_ns(), state, data)
+
+
+_NOTE = 64  # events that are looked at for one of note
+
+
+def last_of_note(path: Path) -> tuple[bytes, int, int]:
+    """What a rank has begun last, as it is written; when its newest event ended that is no note
+    of the sampler (0: none of the last ones); and its steps so far.
+
+    Raises ValueError where the file is no record, or not yet; OSError where it has gone.
+    """
+    record = tail(path, _NOTE)
+    events = [EVENT.unpack_from(record, at) for at in range(HEADER_BYTES, len(record), EVENT.size)]
+    told = [event for event in events if event[6] not in NOTES]
+    begun = record[BEGUN_OFFSET : BEGUN_OFFSET + BEGUN.size]
+    steps = [event[4] + (event[6] == State.STEP) for event in events]
+    return begun, max((event[1] for event in told), default=0), max(steps, default=0)
+
+
+def meta(data: bytes, name: str = "the record") -> About:
+    """Return the checked header of a record. Raises InvalidFileError."""
+    if len(data) < HEADER.size:
+        raise InvalidFileError(name, "is cut off")
+    length = HEADER.unpack_from(data)[-1]
+    return parse(data[HEADER.size : HEADER.size + length], name)
+
+
+def process(pid: int) -> str:
+    """The letter of a process's state; "" where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return "" if state in "ZX" else state

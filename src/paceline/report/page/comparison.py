@@ -1,0 +1,247 @@
+"""Pages of several runs: before and after, and one script on more and more ranks."""
+
+import itertools
+from typing import Any
+
+from ...analyze.figures.compare_runs import Change, Scale, compare, scaling
+from ...analyze.figures.losses import Loss
+from ...analyze.figures.report import Examined, Report
+from ...analyze.figures.steps import steps_of
+from ...analyze.records.state_timeline import STATES
+from ..numbers import amount, counted
+from ..sentences import sentence
+from ..terminal.comparison import FACTORS, NAMES, verdict
+from ..terminal.run_report import GOOD
+from .series import times
+from .wording import joined
+from .write_page import page
+
+_SHOWN = 8  # changed losses, those that
+_TOLD = 0.02  # of the step have come or gone
+_DEFINED = {  # figures whose definition has another name
+    "samples_per_s": "samples/s",
+    "useful": "useful share",
+    "transfer": "transfer efficiency",
+    "speedup": "speed-up",
+    **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "other")},
+    **{
+        name: name.replace("_", " ")
+        for name in ("scaling_efficiency", "computation_scalability", "global_efficiency")
+    },
+}
+
+
+def before_and_after(before: Examined, after: Examined) -> str:
+    """The page of two runs with the same number of ranks."""
+    both = [before, after]
+    reports = [one.report for one in both]
+    changes = compare(*reports)
+    parts = [("summary", "Summary"), ("figures", "Figures"), ("steps", "Step times")]
+    context = {
+        "title": "Paceline: before and after",
+        "heading": "Before and after",
+        "parts": [*parts, ("places", "Hosts")],
+        "reports": reports,
+        "labels": ["before", "after"],
+        "lead": _lead(changes),
+        "losses": _changed(*reports),
+        "differences": _differences(*reports),
+        "rows": [
+            (NAMES[one.figure].strip(), _defined(one.figure), one, *verdict(one)) for one in changes
+        ],
+        "states": [(name, name) for name in STATES],
+        "steps_label": "Step times of both runs",
+    }
+    return page("compare.html", _data(both, ["before", "after"]), context)
+
+
+def scales(runs: list[Examined]) -> str:
+    """The page of one script's runs on different numbers of ranks."""
+    runs = sorted(runs, key=lambda one: one.report.size)
+    reports = [one.report for one in runs]
+    found = scaling(reports)
+    labels = [counted(report.size, "rank") for report in reports]
+    rows = [
+        (NAMES[name].strip(), name, _defined(name), [getattr(scale, name) for scale in found])
+        for name in (*FACTORS, "samples_per_s", "speedup", "scaling_efficiency")
+    ]
+    data = {**_data(runs, labels), **_curves(found)}
+    parts = [("summary", "Summary"), ("curves", "Curves"), ("figures", "Figures")]
+    context = {
+        "title": "Paceline: scaling",
+        "heading": f"Scaling from {labels[0]} to {labels[-1]}",
+        "parts": [*parts, ("steps", "Step times"), ("places", "Hosts")],
+        "reports": reports,
+        "labels": labels,
+        "lead": _scaling_lead(found),
+        "told": [_stage(first, then) for first, then in itertools.pairwise(found)],
+        "rows": [row for row in rows if any(value is not None for value in row[3])],
+        "graded": set(FACTORS) | {"scaling_efficiency"},
+        "states": [(name, name) for name in STATES],
+        "steps_label": "Step times of all runs",
+        "rated": found[0].samples_per_s is not None,
+    }
+    return page("scaling.html", data, context)
+
+
+def _defined(figure: str) -> str:
+    return _DEFINED.get(figure, figure)
+
+
+def _data(runs: list[Examined], labels: list[str]) -> dict[str, Any]:
+    """Time a step in each state, and the steps' times."""
+    shares: dict[str, list[float]] = {state: [] for state in STATES}
+    courses = []
+    for one, label in zip(runs, labels, strict=True):
+        report, m = one.report, one.measured
+        for state in STATES:
+            mean = sum(rank[state] for rank in report.states) / max(len(report.states), 1)
+            shares[state].append(mean * step_s(report))
+        if m is not None and (steps := steps_of(m)) is not None:
+            courses.append({"name": label, **times(steps)})
+    return {
+        "states": list(STATES),
+        "runs": {"names": labels, "seconds": shares},
+        "courses": courses,
+    }
+
+
+def step_s(report: Report) -> float:
+    """The window over its steps (s); 0 where there is none."""
+    if report.window_s is None or not report.ranges:
+        return 0.0
+    return report.window_s / (report.ranges[-1].last - report.ranges[0].first + 1)
+
+
+def _lead(changes: list[Change]) -> str:
+    """What changed, in a sentence."""
+    rate = next((one for one in changes if one.figure == "samples_per_s"), None)
+    rate = rate or next((one for one in changes if one.figure == "step_ms"), None)
+    if rate is None or not rate.before or not rate.after:
+        return "One of the runs has too few steps to compare them."
+    times = rate.after / rate.before
+    if rate.figure == "step_ms":
+        times, told = 1 / times, f"{rate.after:.3g} ms a step instead of {rate.before:.3g} ms"
+    else:
+        told = f"{amount(rate.after)} samples/s instead of {amount(rate.before)}"
+    if rate.real is None:
+        sure = "; too few steps to tell that from noise"
+    elif not rate.real:
+        return f"No change beyond noise: {told}, {100 * (times - 1):+.1f} %."
+    else:
+        sure = ", more than noise"
+    how = f"{times:.2f} times as fast as" if times >= 1 else f"at {times:.2f} of the speed of"
+    return f"After is {how} before: {told}{sure}."
+
+
+def _changed(before: Report, after: Report) -> list[dict[str, Any]]:
+    """Losses by how much their time a step changed, the largest first."""
+    found: dict[tuple[Any, ...], list[Loss | None]] = {}
+    for at, report in enumerate((before, after)):
+        for loss in report.losses:
+            found.setdefault(_which(loss), [None, None])[at] = loss
+    rows: list[dict[str, Any]] = []
+    for both in found.values():
+        seconds = [
+            loss.share * step_s(report) if loss is not None else 0.0
+            for loss, report in zip(both, (before, after), strict=True)
+        ]
+        told, report = (both[1], after) if both[1] is not None else (both[0], before)
+        assert told is not None
+        what = sentence(told, report).partition(" Seen there:")[0]
+        rows.append({"what": what[0].upper() + what[1:], "before": seconds[0], "after": seconds[1]})
+    rows.sort(key=lambda row: -abs(row["after"] - row["before"]))
+    least = _TOLD * max(step_s(before), step_s(after))
+    return [row for row in rows if abs(row["after"] - row["before"]) > least][:_SHOWN]
+
+
+def _which(loss: Loss) -> tuple[Any, ...]:
+    """What makes two runs' losses the same one."""
+    if loss.kind == "wait":
+        return loss.kind, loss.rank, loss.doing
+    return loss.kind, loss.group, loss.collective
+
+
+def _differences(before: Report, after: Report) -> list[str]:
+    """What else differs between the runs, so that nobody is misled."""
+    found = []
+    if before.command != after.command:
+        found.append(f"The command: {_command(before)} before, {_command(after)} after.")
+    for name, what in (
+        *(("paceline", "Paceline"), ("torch", "PyTorch"), ("python", "Python")),
+        *(("threads", "Threads a rank"), ("cores", "Cores"), ("device", "Device")),
+    ):
+        values = [
+            sorted({str(getattr(place, name)) for place in report.places} - {"None"})
+            for report in (before, after)
+        ]
+        if values[0] != values[1] and all(values):
+            found.append(f"{what}: {joined(values[0])} before, {joined(values[1])} after.")
+    hosts = [sorted(set(report.hosts)) for report in (before, after)]
+    if hosts[0] != hosts[1]:
+        named = [joined(names[:4]) + (" ..." if len(names) > 4 else "") for names in hosts]
+        found.append(f"Hosts: {named[0]} before, {named[1]} after.")
+    return found
+
+
+def _command(report: Report) -> str:
+    return " ".join(report.command) or report.name
+
+
+def _scaling_lead(found: list[Scale]) -> str:
+    first, last = found[0], found[-1]
+    if last.speedup is None or last.scaling_efficiency is None:
+        return f"From {first.ranks} to {last.ranks} ranks; the runs do not say how many samples."
+    below = next((s.ranks for s in found if (s.scaling_efficiency or 1) < GOOD), None)
+    knee = (
+        f" From {below} ranks on the efficiency is below {GOOD}."
+        if below is not None
+        else f" The efficiency stays at {GOOD} or above."
+    )
+    return (
+        f"{last.ranks} ranks are {last.speedup:.2f} times as fast as {first.ranks}: a scaling "
+        f"efficiency of {last.scaling_efficiency:.2f}.{knee}"
+    )
+
+
+def _stage(first: Scale, then: Scale) -> str:
+    """What the next size costs, and which factor that is."""
+    what = f"From {first.ranks} to {then.ranks} ranks"
+    if first.samples_per_s and then.samples_per_s:
+        what += f": {then.samples_per_s / first.samples_per_s:.2f} times as fast"
+    names = ("load_balance", "serialisation", "transfer", "checkpoint", "validation", "input")
+    falls = {}
+    for name in (*names, "other", "computation_scalability"):
+        old, new = getattr(first, name), getattr(then, name)
+        if old and new is not None:
+            falls[name] = new / old
+    worst = min(falls, key=falls.__getitem__)
+    if falls[worst] > 0.99:
+        return f"{what}. No factor falls by more than 1 %."
+    old, new = getattr(first, worst), getattr(then, worst)
+    return f"{what}. What falls most is {NAMES[worst].strip()}: {old:.2f} to {new:.2f}."
+
+
+def _curves(found: list[Scale]) -> dict[str, Any]:
+    ranks = [scale.ranks for scale in found]
+    named = {
+        "scaling efficiency": "scaling_efficiency",
+        "parallel efficiency": "parallel",
+        "computation scalability": "computation_scalability",
+        "useful": "useful",
+    }
+    lines = [
+        {"name": name, "values": [getattr(scale, field) for scale in found]}
+        for name, field in named.items()
+    ]
+    speedup = [
+        {"name": "measured", "values": [scale.speedup for scale in found]},
+        {"name": "ideal", "values": [n / ranks[0] for n in ranks], "ideal": True},
+    ]
+    return {
+        "speedup": {"ranks": ranks, "lines": speedup, "log": True},
+        "efficiency": {
+            "ranks": ranks,
+            "lines": [one for one in lines if any(v is not None for v in one["values"])],
+        },
+    }

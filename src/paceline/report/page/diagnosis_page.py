@@ -1,0 +1,262 @@
+"""The page of a diagnosis: how much of the ideal is reached, what holds the rest back, and the
+evidence for it."""
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...analyze.diagnosis.causes import WORTH, Cause, Witness, unsure
+from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ..numbers import amount, counted, percent
+from ..terminal.diagnose import NAMES, Diagnosis, computing
+from ..terminal.remedies import how, losses, set_to
+from .definitions import DEFINITIONS
+from .wording import joined
+from .write_page import page
+
+MOST = 40  # entries of a list that is evidence
+ROOM = 1.3  # of the longest bar: as far as the axis goes for wide intervals
+_COLOURS = {  # those of the states that they belong to
+    "sharing": "other",
+    "uneven": "wait",
+    "validation": "validation",
+    "checkpoint": "checkpoint",
+    "exchange": "transfer",
+    "input": "input",
+}
+
+
+def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
+    """The page, as HTML. words: what each rung is called."""
+    w, size = found.waterfall, found.report.size
+    unit = "samples/s" if found.report.samples_per_s else "steps/s"
+    command = shlex.join(found.command)
+    there = {
+        "summary": "Summary",
+        "waterfall": "From ideal to measured" if w is not None else "",
+        "remedies": "What helps" if found.tried or found.remedies else "",
+        "witnesses": "Two witnesses" if found.witnesses else "",
+        "rungs": "Every measurement",
+        "how": "How it was measured",
+        "places": "Hosts",
+    }
+    context = {
+        "title": f"Paceline: diagnosis of {found.command[0]}",
+        "heading": f"What holds {counted(size, 'rank')} back",
+        "parts": [(key, name) for key, name in there.items() if name],
+        "command": command,
+        "record_command": f"paceline run -n {size} --record record {command}",
+        "lead": _lead(found, unit),
+        "report": found.report,
+        "ladder": found.ladder,
+        "w": w,
+        "unit": unit,
+        "names": NAMES,
+        "defined": lambda name: f"held by {name}" in DEFINITIONS,
+        "unsure": [NAMES[name] for name in unsure(w)] if found.causes and w else [],
+        "causes": [(cause, list(facts(cause, at))) for at, cause in enumerate(found.causes)],
+        "witnesses": found.witnesses,
+        "words": words,
+        "rounds": max((len(runs) for runs in found.ladder.climbs.values()), default=0),
+        "notes": [*computing(found), *found.notes],
+        "finite": math.isfinite,
+        "verdict": verdict,
+        "chart_caption": _caption(w) if w else "",
+        "chart_label": _label(w, unit) if w else "",
+        **_remedies(found, unit),
+    }
+    charts = {"waterfall": chart(w, unit)} if w else {}
+    if (after := _after(found)) is not None:
+        charts["after"] = chart(after, unit)
+    return page("diagnosis.html", charts, context)
+
+
+def _after(found: Diagnosis) -> Waterfall | None:
+    return found.after.waterfall if found.after is not None and found.waterfall else None
+
+
+def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
+    """What would help, what was tried, and what is left to gain: at its place in the JSON."""
+    after = _after(found)
+    left = found.after.remedies if found.after is not None else []
+    return {
+        "remedies": found.remedies,
+        "tried": found.tried,
+        "losses": losses(found.tried) if found.tried else [],
+        "after": found.after if after is not None else None,
+        "after_caption": _caption(after) if after else "",
+        "after_label": _label(after, unit) if after else "",
+        "left": left if found.after is not None else found.remedies,
+        "left_path": "after.remedies" if found.after is not None else "remedies",
+        "off": found.off,
+        "set_to": set_to,
+        "how": how,
+        "rise": lambda share: f"{100 * share:+.1f} %",
+    }
+
+
+def verdict(one: Witness) -> str:
+    """Whether experiment and record say the same of something that is worth a word."""
+    if one.ladder is None or one.record is None:
+        return ""
+    if one.differ:
+        return "they differ"
+    wide = one.ladder.low <= 0 and max(one.ladder.mean, one.record) >= WORTH
+    return "too wide to tell" if wide else "they agree"
+
+
+def _lead(found: Diagnosis, unit: str) -> str:
+    """How much of the ideal is reached, and what holds it back most."""
+    w, size = found.waterfall, found.report.size
+    if w is None:
+        return "What holds it back can't be told, as runs that it takes are missing."
+    reach = "reaches" if size == 1 else "reach"
+    reached = (
+        f"{counted(size, 'rank')} {reach} {percent(w.measured.mean / w.ideal.mean)} of the ideal: "
+        f"{amount(w.measured.mean)} of {amount(w.ideal.mean)} {unit}."
+    )
+    if found.causes:
+        first = found.causes[0]
+        share = percent(first.share)
+        return f"{reached} What holds them back most, {share} of a step's time: {first.sentence}."
+    if doubtful := unsure(w):
+        return (
+            f"{reached} No cause is sure: {joined(NAMES[name] for name in doubtful)} may cost "
+            "time, but the rounds are too few, or differ too much, to tell. HINT: more --minutes, "
+            "or a quieter machine"
+        )
+    return f"{reached} Nothing holds it back that takes {100 * WORTH:.0f} % of a step's time."
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A line of a cause's evidence: figures as (place in the JSON, text), or lines of a script as
+    (place, where, code, share). more: entries that are not shown."""
+
+    name: str
+    figures: list[tuple[str, str]]
+    lines: list[tuple[str, str, str, str]]
+    more: int = 0
+
+
+def facts(cause: Cause, number: int) -> Iterator[Fact]:
+    """The evidence of a cause, as rows of a table."""
+    yield from _facts(cause.evidence, f"causes.{number}.evidence", ())
+
+
+def _facts(values: Mapping[str, Any], path: str, above: tuple[str, ...]) -> Iterator[Fact]:
+    for key, value in values.items():
+        name, place = ", ".join((*above, _name(key))), f"{path}.{key}"
+        if isinstance(value, Mapping):
+            yield from _facts(value, place, (*above, _name(key)))
+        elif isinstance(value, list | tuple):
+            yield from _listed(value, name, place, above)
+        else:
+            yield Fact(name, [(place, _text(value))], [])
+
+
+def _listed(value: Any, name: str, place: str, above: tuple[str, ...]) -> Iterator[Fact]:
+    shown, more = list(enumerate(value))[:MOST], max(len(value) - MOST, 0)
+    if not shown:
+        return
+    if all(isinstance(one, Mapping) and "code" in one for one in value):
+        yield Fact(name, [], [_line(one, f"{place}.{at}") for at, one in shown], more)
+    elif any(isinstance(one, Mapping | list | tuple) for one in value):
+        for at, one in shown:
+            yield from _facts({str(at): one}, place, (*above, name))
+    else:
+        yield Fact(name, [(f"{place}.{at}", _text(one)) for at, one in shown], [], more)
+
+
+def _line(line: Mapping[str, Any], place: str) -> tuple[str, str, str, str]:
+    """A line of the script, as samples found it."""
+    where = f"{line.get('file', 'line')}:{line.get('line', '?')}"
+    if line.get("function"):
+        where += f" in {line['function']}"
+    share = line.get("share")
+    return f"{place}.share", where, str(line["code"]), percent(share) if share is not None else ""
+
+
+def _name(key: str) -> str:
+    """ "busbw_GB_s" as "busbw (GB/s)"."""
+    key = re.sub(r"_GB_s$", " (GB/s)", key)
+    return re.sub(r"_s$", " (s)", key).replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "\N{EN DASH}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return amount(value) if isinstance(value, float) else str(value)
+
+
+def chart(w: Waterfall, unit: str) -> dict[str, Any]:
+    """The bars from the top: where each starts, how far it goes (a loss to the left), half of its
+    interval, and its colour. sure: that it is not nothing."""
+    bars = [_bar("ideal", w.ideal, 0.0, 1.0, unit) | {"colours": "soft"}]
+    level = w.ideal.mean
+    for bar in w.bars:
+        one = _bar(NAMES[bar.id], bar.loss, level, bar.share.mean, unit, bar.of_step.mean)
+        one |= {"colours": _COLOURS.get(bar.id, "other"), "lengths": -bar.loss.mean}
+        bars.append(one | {"sure": not bar.loss.low <= 0 <= bar.loss.high})
+        level -= bar.loss.mean
+    bars.append(_bar("measured", w.measured, 0.0, w.measured.mean / w.ideal.mean, unit))
+    highest = max(one["bases"] + max(one["lengths"], 0) for one in bars)
+    intervals = [one["bases"] + one["lengths"] + one["errors"] for one in bars]
+    top = 1.02 * min(max(highest, *intervals), ROOM * highest)
+    return {"unit": unit, "top": top} | {key: [one[key] for one in bars] for key in bars[0]}
+
+
+def _bar(
+    name: str, found: Interval, base: float, share: float, unit: str, of_step: float | None = None
+) -> dict[str, Any]:
+    parts = [f"{amount(found.mean)} {unit}{_between(found)}", f"{percent(share)} of the ideal"]
+    if of_step is not None:
+        parts[0] = f"lost {parts[0]}" if found.mean >= 0 else f"gained {_gain(found, unit)}"
+        parts[1] = f"{percent(abs(share))} of the ideal"
+        parts.append(f"{percent(abs(of_step))} of a step's time")
+    return {
+        "names": name,
+        "bases": base,
+        "lengths": found.mean,
+        "errors": (found.high - found.low) / 2 if math.isfinite(found.low) else 0.0,
+        "colours": "useful",
+        "sure": True,
+        "shares": share,
+        "text": "<br>".join(parts),
+    }
+
+
+def _gain(loss: Interval, unit: str) -> str:
+    return f"{amount(-loss.mean)} {unit}{_between(Interval(-loss.mean, -loss.high, -loss.low))}"
+
+
+def _between(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return ""
+    return f" ({amount(interval.low)} to {amount(interval.high)})"
+
+
+def _caption(w: Waterfall) -> str:
+    text = (
+        "Percentages are of the ideal's samples/s, not of a step's time. Lines are 90 % "
+        f"intervals over {counted(w.repetitions, 'round')}."
+    )
+    if any(bar.loss.low <= 0 <= bar.loss.high for bar in w.bars):
+        text += " Hatched: within the spread of the rounds, so it may be nothing."
+    return text
+
+
+def _label(w: Waterfall, unit: str) -> str:
+    """For those who can't see the chart."""
+    bars = joined(f"{NAMES[bar.id]} {percent(bar.share.mean)}" for bar in w.bars)
+    return (
+        f"From the ideal, {amount(w.ideal.mean)} {unit}, to the measured "
+        f"{amount(w.measured.mean)} {unit}. Lost of the ideal: {bars}."
+    )

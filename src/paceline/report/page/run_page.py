@@ -1,0 +1,118 @@
+"""The page of one run."""
+
+from typing import Any
+
+from ...analyze.figures.report import Examined, Report
+from ...analyze.records.state_timeline import STATES
+from ..numbers import counted
+from ..sentences import cause, outliers, troubles
+from ..terminal import step_work
+from ..terminal.run_report import NEEDS_TWO, TREE
+from . import captions
+from .roofline import chart
+from .series import series
+from .wording import achieved, largest
+from .write_page import page
+
+SHOWN_GROUPS = 40
+# Where the tree of efficiencies has a name that a state has too, its definition is another one.
+_KEYS = {
+    "transfer": "transfer efficiency",
+    "useful": "useful share",
+    **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "other")},
+}
+LONGER = {  # what a late rank did, for those who hover over its bar
+    "useful": "it computed longer",
+    "input": "it had waited for its batch",
+    "checkpoint": "it had been saving",
+    "validation": "it had been evaluating",
+    "other": "the script's own work",
+    "wait": "it had waited itself",
+    "transfer": "it had exchanged elsewhere",
+}
+_PARTS = (
+    ("summary", "Summary", lambda found: True),
+    ("efficiencies", "Efficiencies", lambda found: found["report"].efficiencies),
+    ("states", "Ranks", lambda found: found["report"].efficiencies),
+    ("steps", "Step times", lambda found: found["report"].step_times),
+    ("waiting", "Waiting", lambda found: found["charts_of"].get("waiting")),
+    ("whom", "For whom", lambda found: found["charts_of"].get("pairs")),
+    ("collectives", "Collectives", lambda found: found["report"].groups),
+    ("moments", "Timeline", lambda found: found["charts_of"].get("moments")),
+    ("work", "FLOPs", lambda found: found["report"].work),
+    ("places", "Hosts", lambda found: True),
+    ("trust", "Trust", lambda found: True),
+)
+
+
+def single(examined: Examined) -> str:
+    """The page of one run, as HTML."""
+    report = examined.report
+    charts = series(examined)
+    context = _context(report, charts)
+    context["parts"] = [(key, name) for key, name, there in _PARTS if there(context)]
+    return page("single.html", {**charts, **_data(report)}, context)
+
+
+def _data(report: Report) -> dict[str, Any]:
+    """What the charts need beside the series."""
+    found: dict[str, Any] = {"longer": LONGER}
+    if report.states:
+        found["shares"] = {
+            "ranks": report.ranks,
+            "shares": {s: [round(rank[s], 5) for rank in report.states] for s in STATES},
+        }
+    if report.step_times is not None:
+        found["medianStep"] = report.step_times.median_s
+        found["outliers"] = [
+            {"step": one.step, "seconds": one.seconds, "text": cause(one)}
+            for one in report.step_times.outliers
+        ]
+    if report.roofline is not None:
+        found["roofline"] = chart(report.roofline.roofs, report.roofline.points)
+    return found
+
+
+def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
+    told = largest(report)
+    lost = sum(loss.share for loss in report.losses)
+    count = len(report.states)
+    return {
+        "report": report,
+        "title": f"Paceline: {report.name}",
+        "heading": f"Where the time of {counted(report.size, 'rank')} went",
+        "achieved": achieved(report),
+        "told": told,
+        "rest": lost - sum(loss.share for loss in told),
+        "tree": list(tree(report)),
+        "states": [(name, state_name(report, name)) for name in STATES],
+        "mean": {s: sum(rank[s] for rank in report.states) / count for s in STATES}
+        if count
+        else {},
+        "charts_of": dict.fromkeys(("waiting", "pairs", "moments")) | charts,
+        "groups": _groups(report),
+        "shown_groups": SHOWN_GROUPS,
+        "outliers": [*troubles(report), *outliers(report)],
+        "caption": captions.of(report, charts),
+        "worked": step_work.sentences(report),
+        "reaches": step_work.reaches,
+    }
+
+
+def tree(report: Report) -> Any:
+    """The efficiencies that there are: name, field, definition, depth, value."""
+    for name, field, depth in TREE:
+        value = getattr(report.efficiencies, field, None)
+        if value is not None and not (report.size == 1 and field in NEEDS_TWO):
+            yield name, field, _KEYS.get(field, field), depth, value
+
+
+def state_name(report: Report, name: str) -> str:
+    """Where clocks could not be aligned, wait and transfer are one."""
+    return name if report.clocks_aligned or name != "transfer" else "wait or transfer"
+
+
+def _groups(report: Report) -> list[dict[str, Any]]:
+    """Groups by what their members lost in them, with their place in the JSON."""
+    order = sorted(enumerate(report.groups), key=lambda one: -(one[1].wait + one[1].transfer))
+    return [{"place": place, **vars(group)} for place, group in order]

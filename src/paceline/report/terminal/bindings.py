@@ -1,0 +1,159 @@
+"""Where ranks really are, as a table that a person can check and a drawing of each host."""
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ...cluster.topology.local_resources import spans, unspanned
+from ..console import PlainConsole
+from ..numbers import counted
+
+SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SEVERAL, FREE, FORBIDDEN = "*", ".", "-"
+MOST = 64  # ranks in the table; of more, the first and those that are odd
+_CHILDREN = 4  # named one by one
+_EVERY = 8  # cores of a drawing between two gaps
+
+Host = tuple[str, dict[str, Any]]
+
+
+def drawn(hosts: Sequence[Host], ranks: int) -> str:
+    """hosts: the name and what ``launch.affinity.report_bindings.of_host`` has told, of each. ranks: of the job;
+    those that no host has told of have ended."""
+    width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
+    console = PlainConsole(width=width, file=None, force_terminal=None, stderr=True)
+    with console.capture() as taken:
+        console.print(_table(hosts))
+        seen: dict[tuple[str, ...], list[str]] = {}
+        for name, told in hosts:
+            seen.setdefault(tuple(drawing(told)), []).append(name)
+        for lines, names in seen.items():
+            console.print(Text(f"{_hosts(names)}: {lines[0]}", style="bold"))
+            for line in lines[1:]:
+                console.print(Text(f"  {line}"), soft_wrap=True)
+        for line in _odd(hosts):
+            console.print(Text(line, style="bold red"))
+        ended = set(range(ranks)) - {one["rank"] for _, told in hosts for one in told["ranks"]}
+        if ended:
+            which = f"rank{'s' if len(ended) > 1 else ''} {spans(sorted(ended))}"
+            line = f"{which}: ended before this look, so not in the table. HINT: more steps"
+            console.print(Text(line, style="bold red"))
+        for line in _notes(hosts):
+            console.print(Text(line, style="bright_black"))
+    return taken.get()
+
+
+def _table(hosts: Sequence[Host]) -> Table:
+    table = Table(box=None, pad_edge=False, title="Bindings, as the kernel has them")
+    for heading in ("rank", "host", "socket", "NUMA", "hardware threads", "GPU", "network"):
+        table.add_column(heading)
+    for heading in ("memory", "threads", "workers"):
+        table.add_column(heading)
+    rows = [(name, one) for name, told in hosts for one in told["ranks"]]
+    shown = [row for at, row in enumerate(rows) if at < MOST or row[1]["odd"]]
+    for name, one in shown:
+        process, planned = one["process"], one["planned"]
+        table.add_row(
+            str(one["rank"]),
+            name,
+            spans(one["packages"]),
+            spans(one["nodes"]),
+            Text(process["cpus"], style="bold red" if one["odd"] else ""),
+            one["gpu"] or "-",
+            " ".join(planned["cards"]) or "-",
+            process["memory"] or "?",
+            f"{planned['threads']} of {process['threads']}",
+            _workers(one),
+        )
+    if len(shown) < len(rows):
+        table.caption = f"and {counted(len(rows) - len(shown), 'more rank')}, nothing odd"
+    return table
+
+
+def _workers(one: dict[str, Any]) -> str:
+    """Children of a rank; those that are where it is need no cores of their own in the table."""
+    children, cpus = one["children"], one["process"]["cpus"]
+    away = [child for child in children if child["cpus"] != cpus]
+    if not children:
+        return "-"
+    if not away:
+        return f"{len(children)} with it"
+    named = ", ".join(f"{child['pid']} on {child['cpus']}" for child in away[:_CHILDREN])
+    return f"{len(children)}: {named}{' ...' if len(away) > _CHILDREN else ''}"
+
+
+def drawing(told: dict[str, Any]) -> list[str]:
+    """A host as text: what it has, then a line for each NUMA node with a sign for each core: its
+    rank's, * of several, . of nobody, - where this job may not run."""
+    allowed = set(told["allowed"])
+    owners: dict[int, set[int]] = {}
+    for one in told["ranks"]:
+        for number in unspanned(one["process"]["cpus"]):
+            owners.setdefault(number, set()).add(one["rank"])
+    lowest = min((one["rank"] for one in told["ranks"]), default=0)
+    places: dict[tuple[int, int | None], dict[int, list[int]]] = {}
+    for package, node, core, number in told["cpus"]:
+        places.setdefault((package, node), {}).setdefault(core, []).append(number)
+    sockets = len({package for package, _ in places})
+    cores = sum(len(found) for found in places.values())
+    lines = [
+        f"{counted(sockets, 'socket')}, {counted(cores, 'core')}, "
+        f"{counted(len(told['cpus']), 'hardware thread')}"
+    ]
+    for (package, node), found in sorted(places.items(), key=lambda entry: min(entry[1])):
+        signs = [_sign(numbers, owners, allowed, lowest) for _, numbers in sorted(found.items())]
+        text = "".join(signs)
+        parts = [text[i : i + _EVERY] for i in range(0, len(text), _EVERY)]
+        numa = f" NUMA {node}" if node is not None else ""
+        lines.append(f"socket {package}{numa:9} {' '.join(parts)}")
+    last = max((one["rank"] for one in told["ranks"]), default=0)
+    if last - lowest >= len(SIGNS):
+        lines.append(f"signs count ranks from {lowest}, and begin again after {len(SIGNS)}")
+    elif lowest or last > 9:
+        lines.append(f"signs: {SIGNS[0]} is rank {lowest}, {SIGNS[last - lowest]} is rank {last}")
+    return lines
+
+
+def _sign(
+    numbers: Sequence[int], owners: dict[int, set[int]], allowed: set[int], lowest: int
+) -> str:
+    ranks = set().union(*(owners.get(number, set()) for number in numbers))
+    if len(ranks) > 1:
+        return SEVERAL
+    if ranks:
+        return SIGNS[(ranks.pop() - lowest) % len(SIGNS)]
+    return FREE if allowed & set(numbers) else FORBIDDEN
+
+
+def _odd(hosts: Sequence[Host]) -> list[str]:
+    found = []
+    for name, told in hosts:
+        found += [
+            f"{name}: rank {one['rank']}: {odd}" for one in told["ranks"] for odd in one["odd"]
+        ]
+        found += [f"{name}: {_global(odd, told['numbers'])}" for odd in told["odd"]]
+    return found
+
+
+def _global(odd: str, numbers: Sequence[int]) -> str:
+    """A plan counts the ranks of a host from 0: here they have their own numbers."""
+    if not numbers or numbers[0] == 0:
+        return odd
+    return f"{odd} (ranks of this host, counted from 0: rank 0 is rank {numbers[0]})"
+
+
+def _notes(hosts: Sequence[Host]) -> list[str]:
+    said: dict[str, list[str]] = {}
+    for name, told in hosts:
+        for note in told["notes"]:
+            said.setdefault(note, []).append(name)
+    return [f"{_hosts(names)}: {note}" for note, names in said.items()]
+
+
+def _hosts(names: Sequence[str]) -> str:
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]} and {len(names) - 1} more hosts like it"

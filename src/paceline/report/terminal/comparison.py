@@ -1,0 +1,98 @@
+"""Tables over several runs: before and after, and scaling."""
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ...analyze.figures.compare_runs import Change, Scale
+from ...analyze.figures.report import Report
+from ..numbers import figure
+from .run_report import GOOD
+
+NAMES = {
+    "samples_per_s": "samples/s",
+    "step_ms": "step (ms)",
+    "useful": "useful (the product)",
+    "parallel": "parallel efficiency",
+    "load_balance": "  load balance",
+    "communication": "  communication efficiency",
+    "serialisation": "    serialisation",
+    "transfer": "    transfer",
+    "checkpoint": "no checkpoint",
+    "validation": "no validation",
+    "input": "no wait for input",
+    "other": "no other work",
+    "computation_scalability": "computation scalability",
+    "global_efficiency": "global efficiency",
+    "speedup": "speed-up",
+    "scaling_efficiency": "scaling efficiency",
+}
+# What a scaling table shows of each run, from the whole to its factors.
+FACTORS = (
+    *("global_efficiency", "parallel", "load_balance", "communication", "serialisation"),
+    *("transfer", "checkpoint", "validation", "input", "other", "computation_scalability"),
+)
+
+
+def compared(before: Report, after: Report, changes: list[Change]) -> Panel:
+    """Before and after, with what is noise said."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "before", "after", "change"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_column("")
+    for change in changes:
+        relative = change.after / change.before - 1 if change.before else 0.0
+        told, kind = verdict(change)
+        cells = (figure(change.before), figure(change.after), f"{100 * relative:+.1f} %")
+        table.add_row(NAMES[change.figure], *cells, Text(told, style=_STYLES[kind]))
+    about = Text(f"before: {before.name}\nafter:  {after.name}\n")
+    doubts = [f"{r.name}: {doubt}." for r in (before, after) for doubt in r.doubts]
+    return Panel(
+        Group(about, table, *(Text(doubt, style="yellow") for doubt in doubts)),
+        title="Paceline: before and after",
+        expand=False,
+    )
+
+
+_STYLES = {"better": "bold green", "worse": "bold red", "none": "bright_black"}
+
+
+def verdict(change: Change) -> tuple[str, str]:
+    """Whether it is a change, in words, and better, worse or none."""
+    if change.real is None:
+        return "too few steps to tell it from noise", "none"
+    if not change.real:
+        return "within the noise", "none"
+    better = (change.after > change.before) != (change.figure == "step_ms")
+    return ("better", "better") if better else ("worse", "worse")
+
+
+def scaled(scales: list[Scale], reports: list[Report]) -> Panel:
+    """Efficiencies per number of ranks; the first is the reference."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ranks")
+    for scale in scales:
+        table.add_column(str(scale.ranks), justify="right")
+    for name in FACTORS:
+        values = [getattr(scale, name) for scale in scales]
+        if any(value is not None for value in values):
+            table.add_row(NAMES[name], *(_graded(value) for value in values))
+    table.add_section()
+    for name in ("samples_per_s", "speedup", "scaling_efficiency"):
+        values = [getattr(scale, name) for scale in scales]
+        if any(value is not None for value in values):
+            cells = ("-" if value is None else figure(value) for value in values)
+            table.add_row(NAMES[name], *cells)
+    doubts = [f"{report.name}: {doubt}." for report in reports for doubt in report.doubts]
+    return Panel(
+        Group(table, *(Text(doubt, style="yellow") for doubt in doubts)),
+        title="Paceline: scaling",
+        expand=False,
+    )
+
+
+def _graded(value: float | None) -> Text:
+    if value is None:
+        return Text("-")
+    return Text(f"{value:.3f}", style="green" if value >= GOOD else "bold red")

@@ -1,0 +1,232 @@
+"""A diagnosis in the terminal and as JSON: the waterfall, the two witnesses, the causes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...analyze.diagnosis.causes import WORTH, Cause, Witness, unsure
+from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.figures.report import Report
+from ...analyze.figures.step_work import Roofline
+from ..numbers import amount, counted, elapsed, percent
+from . import remedies as cures
+from .step_work import reaches
+
+NAMES = {
+    "sharing": "sharing the machine",
+    "uneven": "slower ranks",
+    "exchange": "exchange",
+    "input": "input",
+    "validation": "validation",
+    "checkpoint": "checkpoints",
+    "script": "the script's own",
+    "standing": "standing still",
+    "noise": "other programs",
+    "threads": "threads",
+    "layout": "memory layout",
+    "precision": "precision",
+    "allocator": "memory touched anew",
+    "memory": "lack of memory",
+    "interpreter": "the interpreter's lock",
+    "search": "search for unused parameters",
+}
+
+
+class Diagnosis(Protocol):
+    """What study.diagnose finds."""
+
+    @property
+    def command(self) -> list[str]: ...
+    @property
+    def ladder(self) -> Any: ...
+    @property
+    def report(self) -> Report: ...
+    @property
+    def waterfall(self) -> Waterfall | None: ...
+    @property
+    def witnesses(self) -> list[Witness]: ...
+    @property
+    def causes(self) -> list[Cause]: ...
+    @property
+    def notes(self) -> list[str]: ...
+    @property
+    def roofline(self) -> Roofline | None: ...
+    @property
+    def remedies(self) -> Sequence[cures.Remedy]: ...
+    @property
+    def tried(self) -> Any: ...
+    @property
+    def after(self) -> "Diagnosis | None": ...
+    @property
+    def off(self) -> Mapping[str, cures.Off]: ...
+
+
+def drawn(found: Diagnosis, width: int = 100) -> RenderableType:
+    """For a terminal of so many columns."""
+    ladder = found.ladder
+    head = (
+        f"{' '.join(found.command)} on {counted(found.report.size, 'rank')}: "
+        f"{len(ladder.climbs['everything'])} rounds of {ladder.steps} steps each, "
+        f"{elapsed(ladder.seconds)}"
+    )
+    parts: list[RenderableType] = [Text(head, style="bold"), Text()]
+    if found.waterfall is not None:
+        parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
+        parts += _causes(found)
+        parts += _cures(found)
+    parts += [Text(f"{said}.") for said in computing(found)]
+    parts += [Text(f"{note}.", style="yellow") for note in found.notes]
+    return Group(*parts)
+
+
+def _cures(found: Diagnosis) -> list[RenderableType]:
+    """What would help; where it was tried, what it gained and what is left to gain."""
+    if found.tried is None:
+        would = cures.proposed(found.remedies, found.off)
+        return [Text(), *would] if would else []
+    parts = [Text(), *cures.proven(found.tried)]
+    after = found.after
+    if after is None or after.waterfall is None or found.waterfall is None:
+        left = cures.proposed([one for one in found.remedies if not one.settable], found.off)
+        return [*parts, Text(), *left] if left else parts
+    rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)
+    said = (
+        f"From {amount(rates[0])} to {amount(rates[1])} samples/s: {rates[1] / rates[0]:.3g} times."
+    )
+    parts += [Text(), Text(said, style="bold green" if rates[1] > rates[0] else "bold")]
+    parts += [cures.beside(found.waterfall, after.waterfall, NAMES), Text()]
+    parts += [*_causes(after), *cures.proposed(after.remedies, found.off)]
+    return parts
+
+
+def computing(found: Diagnosis) -> list[str]:
+    """How near the script's computing comes to its machine's limits, without full stops."""
+    line = found.roofline
+    useful = line.points.get("its useful time") if line is not None else None
+    if line is None or useful is None:
+        return []
+    said = [f"While it computes it reaches {reaches(useful)} on {line.host} ({line.device})"]
+    if line.assumed:
+        said.append(f"No roof was measured on {found.report.hosts[0]}: {line.host} stands for it")
+    return said
+
+
+def _bars(w: Waterfall, width: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("samples/s", justify="right", no_wrap=True)
+    table.add_column("of ideal", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    whole = w.ideal.mean
+    wide = max(10, min(60, width - 52))
+    table.add_row("ideal", _rate(w.ideal), "100.0 %", "█" * wide)
+    level = whole
+    for bar in w.bars:
+        high, level = level, level - bar.loss.mean
+        start, end = (round(wide * min(max(one, 0) / whole, 1)) for one in sorted((high, level)))
+        lost = bar.loss.mean > 0
+        sure = bar.loss.low > 0 or bar.loss.high < 0
+        table.add_row(
+            Text(f"- {NAMES[bar.id]}", style="" if sure else "bright_black"),
+            _rate(bar.loss),
+            percent(bar.share.mean),
+            Text(" " * start + "░" * (end - start), style="red" if lost else "green"),
+        )
+    share = w.measured.mean / whole
+    table.add_row("measured", _rate(w.measured), percent(share), "█" * round(wide * share))
+    return table
+
+
+def _rate(interval: Interval) -> str:
+    return f"{amount(interval.mean)} {_around(interval)}"
+
+
+def _around(interval: Interval) -> str:
+    half = (interval.high - interval.low) / 2
+    return f"± {amount(half)}" if math.isfinite(half) else "± ?"
+
+
+def _both(witnesses: list[Witness]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("of a step's time", "experiment", "record", ""):
+        table.add_column(
+            heading, justify="right" if heading in ("experiment", "record") else "left"
+        )
+    for one in witnesses:
+        said = (one.ladder.mean if one.ladder else 0.0, one.record or 0.0)
+        if max(said) < 0.005:
+            continue
+        table.add_row(
+            f"  {NAMES[one.name]}",
+            _spread(one.ladder) if one.ladder is not None else "",
+            percent(one.record) if one.record is not None else "",
+            Text("they differ" if one.differ else "", style="yellow"),
+        )
+    return table
+
+
+def _spread(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return percent(interval.mean)
+    return f"{percent(interval.mean)} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
+
+
+def _causes(found: Diagnosis) -> list[RenderableType]:
+    assert found.waterfall is not None
+    doubtful = " and ".join(NAMES[name] for name in unsure(found.waterfall))
+    if not found.causes:
+        share = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
+        said = f"It runs at {share} of the ideal, and nothing that takes {WORTH:.0%} holds it back."
+        if doubtful:
+            said = f"It runs at {share} of the ideal. {_DOUBT.format(doubtful)}"
+        return [Text(said, style="bold")]
+    lines: list[RenderableType] = [Text("What holds it back, of a step's time:", style="bold")]
+    for number, cause in enumerate(found.causes, 1):
+        text = Text(f"{number}. ").append(percent(cause.share), style="bold")
+        lines.append(text.append(f"  {cause.sentence}."))
+    return [*lines, Text(_DOUBT.format(doubtful))] if doubtful else lines
+
+
+_DOUBT = (
+    "Not sure: {} may cost time, but the rounds are too few, or differ too much, to tell. "
+    "HINT: more --minutes, or a quieter machine."
+)
+
+
+def as_json(found: Diagnosis) -> dict[str, Any]:
+    """See docs/diagnose.md."""
+    ladder = found.ladder
+    return {
+        "format": "paceline-diagnosis",
+        "version": 1,
+        "command": found.command,
+        "ranks": found.report.size,
+        "warm_up": ladder.warm,
+        "steps": ladder.steps,
+        "seconds": ladder.seconds,
+        "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.climbs.items()},
+        "loader": ladder.loader,
+        "facts": ladder.facts,
+        "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
+        "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
+        "causes": [asdict(cause) for cause in found.causes],
+        "notes": found.notes,
+        "roofline": _finite(asdict(found.roofline)) if found.roofline else None,
+        **_finite(cures.as_json(found)),
+        "after": as_json(found.after) if found.after else None,
+        "report": asdict(found.report),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,82 @@
+"""What ``paceline check --data SET`` found: how fast the set is read, what limits that, how far the
+prediction was off, and what would help."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...cost.machine.units import size
+
+LIMITS = {
+    "processor": "the processors",
+    "interpreter": "one process, whose threads wait for each other",
+    "threads": "the loaders' threads",
+    "bandwidth": "the storage's bandwidth",
+    "operations": "the storage's reads a second",
+}
+STATES = {"storage": "from storage, as in a first epoch", "memory": "from memory, as later on"}
+
+
+def drawn(told: dict[str, Any]) -> Group:
+    """told: as --json has it."""
+    parts: list[RenderableType] = [Text(line) for line in _terms(told)]
+    for state, rates in told["rates"].items():
+        parts += [Text(), _table(told, state, rates)]
+    parts += [Text(), *_sentences(told)]
+    parts += [Text(note, style="bright_black") for note in told["notes"]]
+    return Group(*parts)
+
+
+def _terms(told: dict[str, Any]) -> list[str]:
+    t = told["terms"]
+    cpu = t["read_s"] + t["decode_s"] + t["transform_s"]
+    parts = ", ".join(
+        f"{name} {1e6 * t[key]:,.0f}"
+        for name, key in (("read", "read_s"), ("decode", "decode_s"), ("transform", "transform_s"))
+        if t[key] > 0.01 * cpu
+    )
+    where = f" on {told['filesystem']}" if told["filesystem"] else ""
+    lines = [
+        f"{t['samples']:,} samples of {size(t['bytes'])}{where}; {t['cores']} cores",
+        f"a sample takes {1e6 * cpu:,.0f} us of a processor ({parts})",
+    ]
+    if t["bandwidth"] is not None:
+        lines.append(
+            f"storage: {size(t['bandwidth'])}/s in large pieces, {t['operations']:,.0f} samples/s "
+            f"each by itself, {1e6 * t['wait_s']:,.0f} us one after the other"
+        )
+    return lines
+
+
+def _table(told: dict[str, Any], state: str, rates: list[dict[str, Any]]) -> Table:
+    title = STATES[state]
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
+    for heading in ("ranks", "predicted", "limited by", "measured"):
+        table.add_column(heading, justify="left" if heading == "limited by" else "right")
+    for one in rates:
+        measured = ""
+        if one["ranks"] == told["ranks"]:
+            found = told["measured"][state]
+            measured = f"{found:,.0f} ({100 * (one['samples_s'] / found - 1):+.0f} %)"
+        table.add_row(f"{one['ranks']}", f"{one['samples_s']:,.0f}", LIMITS[one["limit"]], measured)
+    table.caption = "samples/s of all ranks; by how much the prediction is off"
+    table.caption_justify = "left"
+    return table
+
+
+def _sentences(told: dict[str, Any]) -> list[Text]:
+    found = []
+    for one in told["remedies"]:
+        text = f"{one['id']}: {one['samples_s']:,.0f} samples/s predicted: {one['sentence']}"
+        found.append(Text(text, style="green"))
+    if not told["remedies"]:
+        found.append(Text("nothing that is known here would gain a tenth", style="bold"))
+    if told["terms"]["bandwidth"] is not None and told["fits"]:
+        found.append(Text("memory holds the whole set: later epochs do not come from storage"))
+    if told["hosts"] is not None:
+        found.append(
+            Text(f"from {told['hosts']} such hosts on, their storage limits, if it is one for all")
+        )
+    return found

@@ -1,0 +1,147 @@
+"""What ``paceline pack`` has packed, or has found in a packed set, as people read it."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...cost.machine.units import size, told
+from ...security.text import printable
+
+SHOWN = 10  # of lines about single samples
+CHANNELS = 8  # whose moments are shown
+
+
+def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: float) -> Group:
+    """meta: as in paceline.json."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("", style="bright_black")
+    table.add_column("")
+    for name, value in _rows(meta, seconds):
+        table.add_row(name, value)
+    parts: list[RenderableType] = [table]
+    parts += [Text(printable(note), style="yellow") for note in notes]
+    if left_out:
+        parts.append(Text(f"{len(left_out):,} samples were left out:", style="bold red"))
+        parts += _some(left_out)
+    return Group(*parts)
+
+
+def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
+    whole = sum(shard["bytes"] for shard in meta["shards"])
+    read = f"{meta['samples']:,} samples ({size(whole)}) read back in {told(seconds, 's')}"
+    folder = printable(folder)
+    if not bad:
+        return Group(Text(f"{folder}: {read}: all as they were packed", style="green"))
+    return Group(Text(f"{folder}: {read}: {len(bad):,} are not", style="bold red"), *_some(bad))
+
+
+def progress(
+    what: str, done: int, whole: int | None, read: int, rate: float, each: str = "samples"
+) -> str:
+    """How far it is. read: bytes; rate: a second."""
+    of = f" of {whole:,}" if whole else ""
+    return f"{what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
+
+
+def staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Lines, and their styles, of what ``paceline stage`` has done on each host."""
+    several = len(hosts) > 1
+    lines = []
+    for one in hosts:
+        rate = one["bytes"] / one["seconds"] if one["seconds"] else 0.0
+        where = f"{one['host']}: {one['folder']}" if several else str(one["folder"])
+        line = f"{where}: {one['here']:,} of {one['shards']:,} shards are there"
+        if one["copied"]:
+            line += f", {one['copied']:,} copied ({size(one['bytes'])}, {size(round(rate))}/s)"
+        lines.append((line, "green" if one["copied"] else ""))
+        lines += [(f"  {text}" if several else text, "yellow") for text in concerns(one)]
+    if several:
+        lines.append((staged_together("", hosts), ""))
+    return lines
+
+
+def staged_together(source: str, hosts: list[dict[str, Any]]) -> str:
+    """One line of several hosts."""
+    read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
+    copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
+    took = max(one["seconds"] for one in hosts)
+    what = f"{source} on {len(hosts)} hosts" if source else f"{len(hosts)} hosts"
+    if not copied:
+        return f"{what}: nothing had to come"
+    return (
+        f"{what}: {copied:,} shards came ({size(came)}) in {told(took, 's')}, {copied - fetched:,} "
+        f"of them ({size(read)}) from where the set is, the others from each other"
+    )
+
+
+def concerns(one: dict[str, Any]) -> list[str]:
+    """What a user should know of a host's part."""
+    lines = [f"{one['host']}: {one['error']}"] if one["error"] else []
+    lines += one["notes"]
+    if one["evicted"]:
+        lines.append(f"{one['host']}: gone, to make room: {', '.join(one['evicted'])}")
+    if one["left"] and not one["error"]:
+        count, share = len(one["left"]), len(one["left"]) / one["shards"]
+        lines.append(
+            f"{one['host']}: no room for {count:,} shards, which are read from where they are: a "
+            f"shuffle reaches all of the set, so about {share:.0%} of what is read"
+        )
+    return [printable(line) for line in lines]
+
+
+def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
+    whole = sum(shard["bytes"] for shard in meta["shards"])
+    count = meta["samples"]
+    rate = f"{count / seconds:,.0f} samples/s, {told(whole / seconds, 'B/s')}" if seconds else ""
+    rows = [
+        ("samples", f"{count:,} {meta['packed'].get('kind', 'arrays')}"),
+        ("shards", f"{len(meta['shards']):,}, {size(whole)} in all"),
+        ("a sample", _array(meta["array"]) or f"{size(whole / count)} in the mean"),
+        ("labels", _labels(meta)),
+        *_moments(meta["statistics"]),
+        ("took", f"{told(seconds, 's')}: {rate}" if seconds else ""),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _array(told: dict[str, Any] | None) -> str:
+    return f"{told['dtype']} {tuple(told['shape'])}" if told else ""
+
+
+def _labels(meta: dict[str, Any]) -> str:
+    label = meta["label"]
+    if label is None:
+        return "none"
+    if isinstance(label, dict):
+        return _array(label)
+    counts = meta["statistics"].get("classes", {})
+    if not counts:
+        return "classes"
+    least, most = min(counts.values()), max(counts.values())
+    return f"{len(counts):,} classes, of {least:,} to {most:,} samples"
+
+
+def _moments(statistics: dict[str, Any]) -> list[tuple[str, str]]:
+    if "mean" not in statistics:
+        return []
+    of = f"  (of {statistics['of']:,} samples)"
+    return [
+        ("mean", _numbers(statistics["mean"]) + of),
+        ("deviation", _numbers(statistics["deviation"])),
+    ]
+
+
+def _numbers(values: Any) -> str:
+    if not isinstance(values, list):
+        return f"{values:.4g}"
+    some = ", ".join(f"{value:.4g}" for value in values[:CHANNELS])
+    return some + (f" ... ({len(values)})" if len(values) > CHANNELS else "")
+
+
+def _some(lines: list[str]) -> list[RenderableType]:
+    shown: list[RenderableType] = [Text(f"  {printable(line)}") for line in lines[:SHOWN]]
+    if len(lines) > SHOWN:
+        shown.append(Text(f"  and {len(lines) - SHOWN:,} more: --json has them all"))
+    return shown

@@ -1,0 +1,281 @@
+"""A run's report as a table in the terminal; colours obey NO_COLOR."""
+
+import io
+import os
+import sys
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ...analyze.figures.report import Report
+from ...analyze.records.state_timeline import STATES
+from ...record.ring.launcher_messages import say
+from ..console import PlainConsole
+from ..numbers import counted, duration, percent, size
+from ..sentences import outliers, sentence, troubles
+from . import step_work
+from .roofline import drawing
+
+GOOD = 0.8  # what POP calls good
+BAR = 12
+BLOCKS = "▁▂▃▄▅▆▇█"
+LARGEST = 3  # losses that are told in a sentence
+COLOURS = {
+    "useful": "green",
+    "input": "yellow",
+    "checkpoint": "cyan",
+    "validation": "blue",
+    "other": "bright_black",
+    "wait": "red",
+    "transfer": "magenta",
+}
+MEANING = {
+    "useful": "computing for the model",
+    "input": "waiting for a batch",
+    "checkpoint": "standing still for a save",
+    "validation": "evaluating",
+    "other": "not explained by a state",
+    "wait": "for the last rank to arrive",
+    "transfer": "after the last one arrived",
+}
+# The tree of efficiencies: name, field, depth.
+TREE = (
+    ("parallel efficiency", "parallel", 0),
+    ("load balance", "load_balance", 1),
+    ("communication efficiency", "communication", 1),
+    ("serialisation", "serialisation", 2),
+    ("transfer", "transfer", 2),
+    ("no checkpoint", "checkpoint", 0),
+    ("no validation", "validation", 0),
+    ("no wait for input", "input", 0),
+    ("no other work", "other", 0),
+    ("useful (the product)", "useful", 0),
+)
+
+
+def show(report: Report) -> None:
+    """Tell the user, through the launcher where there is one."""
+    say(drawn(report))
+
+
+def drawn(report: Report) -> str:
+    """The short report as text for stderr: as wide as the terminal, coloured where it is one."""
+    terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
+    width = int(os.environ.get("PACELINE_WIDTH", 0)) or (None if terminal else 100)
+    text = io.StringIO()
+    console = PlainConsole(file=text, force_terminal=terminal, width=width)
+    console.print(panel(report, console.width))
+    return ("\r\x1b[2K" if terminal else "") + text.getvalue()
+
+
+def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
+    """The report; the states' meanings are left out where they would not fit. ``full``: with
+    the tree of efficiencies, the groups, and the largest losses in a sentence each."""
+    explained = width >= 100 or (len(report.ranks) < 3 and width >= 88)
+    parts: list[RenderableType] = [_head(report)]
+    if report.window_s is None:
+        steps = "No optimizer step was" if report.steps == 0 else "Fewer than two steps were"
+        parts.append(Text(f"{steps} recorded: too few to measure where the time went."))
+    else:
+        parts += [_states(report, explained), Text()]
+        if full:
+            parts += [_tree(report), _course(report), *_steps(report), *_groups(report)]
+            parts += [*_losses(report), *_work(report, width)]
+        else:
+            parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
+        parts += [*_loading(report), _cost(report)]
+    parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
+    if full and report.confidence < 0.995:
+        parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))
+    since = f" since step {report.first_step}" if report.first_step else ""
+    hosts = len(set(report.hosts))
+    on = f" on {hosts} hosts" if hosts > 1 else ""
+    title = f"Paceline: {counted(report.size, 'rank')}{on}, {report.steps} steps{since}"
+    return Panel(Group(*parts), title=title, expand=False)
+
+
+def _head(report: Report) -> Text:
+    text = Text(f"wall time {report.wall_s:.1f} s (start-up {report.startup_s:.1f} s")
+    if report.window_s is not None:
+        text.append(f", measured {report.window_s:.1f} s without the first step")
+    text.append(")")
+    if report.samples_per_s is not None:
+        text.append(f"   {report.samples_per_s:,.0f} samples/s", style="bold")
+    return text
+
+
+def _states(report: Report, explained: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    many = len(report.ranks) > 4
+    table.add_column("state")
+    table.add_column("mean", justify="right")
+    if many:
+        for heading in ("least", "most"):
+            table.add_column(heading, justify="right")
+    else:
+        for rank in report.ranks if len(report.ranks) > 1 else []:
+            table.add_column(f"rank {rank}", justify="right")
+    table.add_column("", min_width=BAR)
+    table.add_column("", style="bright_black", no_wrap=True)
+    for name in STATES:
+        shares = [rank[name] for rank in report.states]
+        mean = sum(shares) / len(shares)
+        cells = [percent(mean)]
+        if many:
+            for pick in (min, max):
+                share = pick(shares)
+                rank = report.ranks[shares.index(share)]
+                cells.append(f"{percent(share)} (rank {rank})")
+        elif len(shares) > 1:
+            cells += [percent(share) for share in shares]
+        bar = Text("█" * round(mean * BAR) or ("▏" if mean > 0 else ""), style=COLOURS[name])
+        label = name if report.clocks_aligned or name != "transfer" else "wait or transfer"
+        table.add_row(label, *cells, bar, MEANING[name] if explained else "")
+    return table
+
+
+def _efficiencies(report: Report) -> Text:
+    """In two lines, for the end of a run."""
+    e = report.efficiencies
+    assert e is not None
+    text = Text()
+    if report.size > 1:
+        for name, value in (
+            ("parallel efficiency", e.parallel),
+            ("load balance", e.load_balance),
+            ("communication efficiency", e.communication),
+        ):
+            sign = {"parallel efficiency": " = ", "load balance": " x "}.get(name, "\n")
+            text.append(f"{name} ").append_text(_graded(value)).append(sign)
+        text.append(_slowest(report))
+    return text
+
+
+def _tree(report: Report) -> Table:
+    """The table that HPC centres hand out."""
+    e = report.efficiencies
+    assert e is not None
+    table = Table(box=None, pad_edge=False)
+    table.add_column("efficiency (POP, multiplicative)")
+    table.add_column("")
+    table.add_column("", style="bright_black")
+    for name, field, depth in TREE:
+        value = getattr(e, field)
+        if value is None or (report.size == 1 and field in NEEDS_TWO):
+            continue
+        note = _slowest(report) if field == "load_balance" and report.size > 1 else ""
+        table.add_row("  " * depth + name, _graded(value), note)
+    return table
+
+
+NEEDS_TWO = ("parallel", "load_balance", "communication", "serialisation", "transfer")
+
+
+def _slowest(report: Report) -> str:
+    if report.slowest_rank is None:
+        return ""
+    return (
+        f"slowest: rank {report.slowest_rank}, {100 * (report.slowest_excess or 0):.1f} % more "
+        "time outside communication than the mean"
+    )
+
+
+def _graded(value: float) -> Text:
+    return Text(f"{value:.2f}", style="bold green" if value >= GOOD else "bold red")
+
+
+def _course(report: Report) -> Text:
+    """How the useful share went over the steps, one block a tenth of them."""
+    shares = [part.efficiencies.useful for part in report.ranges]
+    if len(shares) < 3:
+        return Text()
+    blocks = "".join(BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)] for share in shares)
+    first, last = report.ranges[0].first, report.ranges[-1].last
+    least, most = (f"{100 * pick(shares):.0f}" for pick in (min, max))
+    text = Text("\nuseful over the steps  ").append(blocks, style=COLOURS["useful"])
+    return text.append(f"  {least} to {most} %, steps {first} to {last}\n")
+
+
+def _steps(report: Report) -> list[Text]:
+    """The steps' times, and the causes of those that stand out."""
+    times, brief = report.step_times, troubles(report)
+    if times is None:
+        return [Text(f"{line}.") for line in brief]
+    text = f"step time {duration(times.median_s)}, nine of ten {duration(times.p5_s)} to "
+    text += duration(times.p95_s)
+    if times.outlier_count:
+        text += f"; {times.outlier_count} of {times.last - times.first + 1} steps stand out:"
+    lines = [*brief, *outliers(report)[:LARGEST]]
+    return [Text(text), *(Text(f"  {_small(line)}") for line in lines), Text()]
+
+
+def _small(line: str) -> str:
+    return line[0].lower() + line[1:]
+
+
+def _groups(report: Report) -> list[RenderableType]:
+    if not report.groups:
+        return []
+    table = Table(box=None, pad_edge=False)
+    for heading in ("process group", "ranks", "wait", "transfer", "hidden", "collectives"):
+        right = heading in ("ranks", "wait", "transfer", "hidden")
+        table.add_column(heading, justify="right" if right else "left")
+    for group in sorted(report.groups, key=lambda g: -(g.wait + g.transfer))[:8]:
+        kinds = ", ".join(
+            f"{c.count} {c.name} ({size(c.bytes / c.count)}"
+            + (f", {c.busbw:.2g} GB/s bus" if c.busbw is not None else "")
+            + ")"
+            for c in sorted(group.collectives, key=lambda c: -c.bytes)[:3]
+        )
+        shares = (percent(share) for share in (group.wait, group.transfer, group.hidden))
+        table.add_row(group.name, str(group.size), *shares, kinds)
+    more = len(report.groups) - 8
+    return [table, Text(f"... and {more} more groups (--json)" if more > 0 else "")]
+
+
+def _losses(report: Report) -> list[RenderableType]:
+    told = [loss for loss in report.losses if loss.share >= 0.001][:LARGEST]
+    if not told:
+        return []
+    parts: list[RenderableType] = [Text("The largest losses, of all ranks' time:", style="bold")]
+    for i, loss in enumerate(told):
+        text = Text(f"{i + 1}. ").append(percent(loss.share), style="bold")
+        parts.append(text.append(f": {sentence(loss, report)}"))
+    return [*parts, Text()]
+
+
+def _work(report: Report, width: int) -> list[RenderableType]:
+    """FLOPs of a step, and the roofline where there is one."""
+    parts: list[RenderableType] = [Text(f"{line}.") for line in step_work.sentences(report)]
+    if report.roofline is not None:
+        drawn = drawing(report.roofline.roofs, report.roofline.points, min(width, 110) - 4)
+        parts.append(Text(drawn, no_wrap=True))
+    return parts
+
+
+def _loading(report: Report) -> list[Text]:
+    """What the loader's workers took beside the training, and what they could not read."""
+    told = report.loading
+    if told is None:
+        return []
+    kind = ("process" if told.processes else "thread") if told.workers else "batch"
+    lines = []
+    if told.workers:
+        most = f" (most {told.most:.2f}, rank {told.rank})" if len(report.ranks) > 1 else ""
+        lines.append(
+            Text(
+                f"the loader's {counted(told.workers, kind)} kept {told.cores:.2f} cores busy "
+                f"beside {'each' if len(report.ranks) > 1 else 'the'} rank's training{most}"
+            )
+        )
+    if told.left_out:
+        what = f"{counted(told.left_out, 'sample')} could not be read, and left out"
+        lines.append(Text(what, style="yellow"))
+    return lines
+
+
+def _cost(report: Report) -> Text:
+    share = 100 * report.recording_cost
+    return Text(f"recording cost {share:.2g} % of the time after start-up (measured)")

@@ -1,0 +1,58 @@
+"""What a step computes, and where it stands on the roofline, in sentences."""
+
+from ...analyze.figures.report import Report
+from ...analyze.figures.step_work import Roofline
+from ...cost.machine.units import listed, told
+from ...cost.roofline import Placed
+from ..numbers import counted, percent
+
+MEASURED_ALIKE = 1.1  # two measurements of one rate may differ by so much
+
+
+def sentences(report: Report) -> list[str]:
+    """Without full stops; none, where no step was counted."""
+    work = report.work
+    if work is None:
+        return []
+    if not work.flops:
+        return [f"Step {work.step} was counted, and has no operator whose FLOPs are known"]
+    found = [
+        f"A step computes {told(work.flops, 'FLOP')} ({work.precision}) and moves "
+        f"{told(work.bytes, 'B')} through memory, {work.flops / work.bytes:.3g} FLOP/byte: counted "
+        f"on {counted(len(work.ranks), 'rank')} in step {work.step}, which was slower for it"
+    ]
+    if work.uncounted:
+        found.append(f"FLOPs nobody knows of: {listed(work.uncounted)}")
+    line = report.roofline
+    if line is None:
+        return found
+    whole = line.points.get("a step")
+    if whole is not None:
+        found.append(f"A step reaches {reaches(whole)} on {line.host} ({line.device})")
+    found += _above(line)
+    if line.assumed:
+        found.append(f"No roof was measured on {report.hosts[0]}: {line.host} stands for it")
+    return found
+
+
+def _above(line: Roofline) -> list[str]:
+    """Why a point may lie above its roof."""
+    above = {p.bound: name for name, p in line.points.items() if p.share > MEASURED_ALIKE}
+    found = []
+    if "compute" in above:
+        found.append(
+            f"{above['compute']} is above the roof: paceline check had less of the machine than "
+            "this run. HINT: check it again while nothing else runs"
+        )
+    if "memory" in above:
+        found.append(
+            f"{above['memory']} is above the memory's roof: what counts as traffic came from "
+            "caches in part"
+        )
+    return found
+
+
+def reaches(placed: Placed) -> str:
+    """A point's rate, and what of it is possible."""
+    by = "arithmetic" if placed.bound == "compute" else "memory bandwidth"
+    return f"{told(placed.rate, 'FLOP/s')}, {percent(placed.share)} of what {by} allows"

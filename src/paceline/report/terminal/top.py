@@ -1,0 +1,303 @@
+"""The live view of a running job as it stands in the terminal; colours obey NO_COLOR.
+
+States have a sign each beside their colour, so that the bars can be read without colours.
+"""
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...analyze.live.current_states import Now, Standing
+from ...analyze.live.live_view import View
+from ...analyze.records.state_timeline import STATES
+from ...cluster.topology.local_resources import spans
+from ..numbers import amount, counted, elapsed
+from .run_report import COLOURS
+
+EACH = 16  # ranks that have a row each; of more than that, hosts and MOST ranks
+MOST = 8
+LINES = 8  # about what ranks do now
+SIGNS = {
+    "useful": "█",
+    "input": "▒",
+    "checkpoint": "▚",
+    "validation": "▞",
+    "other": "·",
+    "wait": "░",
+    "transfer": "▓",
+}
+# Names that leave room for the bars in a narrow terminal; and where even that is too wide.
+_SHORT = {"checkpoint": "save", "validation": "eval"}
+_SHORTER = {**_SHORT, "useful": "use", "input": "inp", "other": "oth", "transfer": "trans"}
+_LEAST_BAR, _MOST_BAR = 8, 60
+_SEEN = 0.005  # a state that has less everywhere needs no column
+_SLOWER = 0.02  # than the mean: less is chance
+_LONG_WAIT = 0.02  # a share of a rank's time
+_AT_ONCE = 1.0  # s: for how long less is not told, it is over before it is read
+
+
+def drawn(view: View, width: int, rows: int = EACH + MOST) -> RenderableType:
+    """The whole view, for a terminal of this width; rows: the table's, at most."""
+    parts: list[RenderableType] = [*_head(view)]
+    if view.states:
+        parts += [Text(), _table(view, width, rows), Text()]
+    elif view.step > 0:
+        parts.append(Text("fewer than two steps on every rank in what was read: no shares yet"))
+    else:
+        parts.append(Text("starting: no step yet"))
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="bright_black")
+    facts.add_column()
+    for head, lines, style in (
+        ("slowest", _slowest(view), ""),
+        ("waits", _waits(view), ""),
+        ("stands", [standing_in_words(one, view) for one in view.standing[:3]], "bold red"),
+        ("now", _doing(view), ""),
+    ):
+        for i, line in enumerate(lines):
+            facts.add_row("" if i else head, Text(line, style=style))
+    parts.append(facts)
+    if view.missing_ranks and not view.silent_hosts:
+        several = "ranks" if len(view.missing_ranks) > 1 else "rank"
+        parts.append(_warning(f"no record of {several} {numbered(view.missing_ranks)}"))
+    parts += [_warning(note) for note in view.notes]
+    return Group(*parts)
+
+
+def _head(view: View) -> list[Text]:
+    command = Text(shlex.join(view.command) or "a job", style="bold", no_wrap=True)
+    command.overflow = "ellipsis"
+    hosts = [_short(host) for host in dict.fromkeys(view.hosts)]
+    named = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+    where = f" on {named}" if len(hosts) == 1 else f" on {len(hosts)} hosts ({named})"
+    facts = [f"{counted(view.size, 'rank')}{where}"]
+    since = "since its last restart" if view.attempt else "since its start"
+    facts.append(f"{elapsed(view.elapsed_s)} {since}")
+    if view.attempt:
+        facts.append(counted(view.attempt, "restart"))
+    if view.step:
+        facts.append(f"step {view.step}")
+    lines = [command, Text(" · ".join(facts))]
+    if view.window_s is not None and view.steps_per_s is not None:
+        speed = Text(f"{amount(view.steps_per_s)} steps/s", style="bold")
+        if view.samples_per_s is not None:
+            speed.append(f" · {amount(view.samples_per_s)} samples/s")
+        covers = f"{_when(view)}, steps {view.first_step} to {view.last_step}"
+        lines.append(speed.append(f" · {covers}", style="not bold"))
+    return lines
+
+
+def _when(view: View) -> str:
+    """The time that the shares are of."""
+    length = elapsed(view.window_s or 0.0)
+    ago = min((now.last_s for now in view.now if now.last_s is not None), default=0.0)
+    return f"the last {length}" if ago < _AT_ONCE else f"{length} until {elapsed(ago)} ago"
+
+
+def _table(view: View, width: int, most: int) -> Table:
+    """The shares of the states, a row a rank; of many ranks a row a host, and some ranks."""
+    shown = [n for n in STATES if max(rank[n] for rank in view.states) >= _SEEN or n == "useful"]
+    rows = _rows(view, most)
+    longest = max(len(name) for name, _ in [("rank", {}), *rows])
+    label = min(longest, 14 if width < 100 else 24)
+    for names in ({}, _SHORT, _SHORTER):
+        heads = [f"{SIGNS[state]} {names.get(state, state)}" for state in shown]
+        taken = label + sum(max(len(head), 5) for head in heads) + 2 * (len(heads) + 1)
+        if width - taken >= (_LEAST_BAR if names is _SHORTER else 2 * _LEAST_BAR):
+            break
+    bar = min(max(width - taken, _LEAST_BAR), _MOST_BAR)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("rank", width=label, no_wrap=True, overflow="ellipsis")
+    table.add_column("", width=bar, no_wrap=True)
+    for name, head in zip(shown, heads, strict=True):
+        table.add_column(Text(head, style=COLOURS[name]), justify="right", no_wrap=True)
+    for name, shares in rows:
+        cells = [f"{100 * shares[state]:.0f} %" for state in shown]
+        table.add_row(Text(_cropped(name, label)), _bar(shares, bar), *cells)
+    return table
+
+
+def _rows(view: View, most: int) -> list[tuple[str, dict[str, float]]]:
+    several = len(set(view.hosts)) > 1
+    names = {
+        rank: f"{rank} {_short(host)}" if several else str(rank)
+        for rank, host in zip(view.ranks, view.hosts, strict=True)
+    }
+    shares = dict(zip(view.ranks, view.states, strict=True))
+    if len(view.ranks) <= min(EACH, most):
+        return [(names[rank], shares[rank]) for rank in view.ranks]
+    rows = []
+    for host in dict.fromkeys(view.hosts):
+        own = [s for s, h in zip(view.states, view.hosts, strict=True) if h == host]
+        mean = {state: sum(rank[state] for rank in own) / len(own) for state in STATES}
+        rows.append((_short(host), mean))
+    ranks = min(MOST, max(2, most - min(len(rows), most // 2)))
+    if len(rows) > most - ranks:  # the hosts that wait least: the others wait for them
+        rows = sorted(rows, key=lambda row: row[1]["wait"])[: max(1, most - ranks)]
+    return rows + [(names[rank], shares[rank]) for rank in _telling(view, ranks)]
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0] or host
+
+
+def _cropped(name: str, width: int) -> str:
+    """Names of hosts differ at their ends."""
+    front = (width - 1) // 2
+    return name if len(name) <= width else f"{name[:front]}…{name[front + 1 - width :]}"
+
+
+def _telling(view: View, number: int) -> list[int]:
+    """Of many ranks those that are behind, and those that the others wait for."""
+    caused = dict(zip(view.ranks, view.caused, strict=True))
+    steps = {now.rank: now.step for now in view.now}
+    behind = max(steps.values()) - 1  # some are always just through with a step
+    order = sorted(view.ranks, key=lambda rank: (min(steps[rank], behind), -caused[rank]))
+    return sorted(order[:number])
+
+
+def _bar(shares: dict[str, float], width: int) -> Text:
+    text, reached, drawn = Text(), 0.0, 0
+    for state in STATES:
+        reached += shares[state]
+        upto = min(width, round(reached * width))
+        text.append(SIGNS[state] * (upto - drawn), style=COLOURS[state])
+        drawn = max(drawn, upto)
+    return text
+
+
+def _slowest(view: View) -> list[str]:
+    excess = view.slowest_excess or 0.0
+    if view.slowest_rank is None or excess < _SLOWER:
+        return []
+    more = f"{100 * excess:.0f} % more time outside communication than the mean"
+    return [f"rank {view.slowest_rank}, {more}"]
+
+
+def _waits(view: View) -> list[str]:
+    return [
+        f"rank {pair.rank} for rank {pair.waited_for}: {100 * pair.share:.0f} % of its time"
+        for pair in view.waited_for
+        if pair.share >= _LONG_WAIT
+    ]
+
+
+def standing_in_words(one: Standing, view: View) -> str:
+    """A collective that some are in, and why it does not go on."""
+    now = {rank.rank: rank for rank in view.now}
+    halted = [rank for rank in one.inside if now[rank].process == "stopped"]
+    waiting = [rank for rank in one.inside if rank not in halted] or one.inside
+    have = "has" if len(waiting) == 1 else "have"
+    told = f"{one.collective} {one.number}{_of(one.group)}: {_ranks(waiting)} {have} waited "
+    told += f"for {elapsed(one.for_s)}"
+    for rank in one.absent[:3]:
+        told += f"; rank {rank}{_at(now[rank], view)} is not there: {_absent(now[rank])}"
+    if len(one.absent) > 3:
+        told += f"; {len(one.absent) - 3} more are not there ({_ranks(one.absent[3:])})"
+    if halted:
+        told += f"; {_ranks(halted)} in it too, but stopped by a signal (SIGSTOP)"
+    if one.unseen:
+        told += f"; of {counted(one.unseen, 'more member')} nothing is seen"
+    return told
+
+
+def _absent(now: Now) -> str:
+    if now.process == "ended":
+        return f"it has ended{_since(now)}"
+    halted = "its process is stopped by a signal (SIGSTOP); " if now.process == "stopped" else ""
+    if now.doing in ("script", "starting"):
+        return f"{halted}{_newest(now)}"
+    return f"{halted}it is {_in(now)}"
+
+
+def _newest(now: Now) -> str:
+    if now.last is None or now.last_s is None:
+        return "it has not done anything that is recorded"
+    return f"it last ended {now.last}, {elapsed(now.last_s)} ago"
+
+
+def _since(now: Now) -> str:
+    return f" (last: {now.last})" if now.last is not None else ""
+
+
+def _doing(view: View) -> list[str]:
+    """What ranks do now, a line for those that do the same."""
+    same: dict[str, list[Now]] = {}
+    for now in view.now:
+        same.setdefault(_kind(now), []).append(now)
+    lines = []
+    for kind, ranks in same.items():
+        longest = max(ranks, key=lambda now: now.for_s or 0.0)
+        lines.append(f"{_ranks([now.rank for now in ranks])}: {_told(kind, longest)}")
+    more = len(lines) - LINES
+    return [*lines[:LINES], f"... {counted(more, 'more line')} (--json)"] if more > 0 else lines
+
+
+def doing_in_words(now: Now) -> str:
+    """What one rank is in, and for how long."""
+    return _told(_kind(now), now)
+
+
+def _kind(now: Now) -> str:
+    """What is told of a rank, without its times."""
+    if now.process == "ended":
+        return "ended"
+    halted = "stopped by a signal (SIGSTOP), " if now.process == "stopped" else ""
+    return halted + _plain(now)
+
+
+def _plain(now: Now) -> str:
+    long = now.for_s is not None and now.for_s >= _AT_ONCE
+    what = f"{now.collective} {now.number}" if now.number is not None else f"{now.collective}"
+    if now.doing == "starting":
+        return "starting"
+    if now.doing == "input":
+        return "waiting for its batch"
+    if now.doing == "checkpoint":
+        return "saving"
+    if now.doing == "exchange" or (now.doing == "flight" and long):
+        return f"in {what if long else now.collective}{_of(now.group)}"
+    if now.doing == "flight":
+        return f"computing, {now.collective}{_of(now.group)} under way"
+    if now.last_s is not None and now.last_s >= _AT_ONCE:
+        return f"last ended {now.last}"
+    return "computing"
+
+
+def _in(now: Now) -> str:
+    return _told(_plain(now), now)
+
+
+def _told(kind: str, now: Now) -> str:
+    if now.process == "ended" or now.doing == "starting":
+        return f"{kind}{_since(now)}"
+    if now.for_s is not None:
+        return f"{kind} for {elapsed(now.for_s)}" if now.for_s >= _AT_ONCE else kind
+    if now.last_s is not None and now.last_s >= _AT_ONCE:
+        return f"{kind}, {elapsed(now.last_s)} ago"
+    return kind
+
+
+def _of(group: str | None) -> str:
+    return "" if group in (None, "0", "default_pg") else f" of group {group}"
+
+
+def _at(now: Now, view: View) -> str:
+    return f" on {_short(now.host)}" if len(set(view.hosts)) > 1 else ""
+
+
+def _warning(text: str) -> Text:
+    return Text(text, style="yellow")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbered(ranks)}"
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """0,2-4"""
+    parts = spans(list(ranks)).split(",")
+    return ",".join(parts[:8]) + (" ..." if len(parts) > 8 else "")

@@ -1,0 +1,1 @@
+"""Timelines in Chrome's trace format, for Perfetto."""

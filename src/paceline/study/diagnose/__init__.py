@@ -1,0 +1,1 @@
+"""``paceline diagnose``: run the ladder of experiments and try remedies."""

@@ -1,0 +1,239 @@
+"""``paceline diagnose``: the ladder climbed, what it and the record say, and what would help."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
+from ...analyze.diagnosis.gradient_sync import gradients
+from ...analyze.diagnosis.ladder import Climb, Waterfall, waterfall
+from ...analyze.diagnosis.lateness import lateness
+from ...analyze.figures.losses import lines_in
+from ...analyze.figures.measured_window import Measured
+from ...analyze.figures.report import Report, examine
+from ...analyze.figures.step_work import Roofline, on_roofline
+from ...analyze.records.state_timeline import STATES
+from ...cost.machine.machine_file import Machine
+from ...predict import history
+from ...predict.remedies import Remedy, remedies
+from .ladder import Ladder, climbed
+from .run_script import Asked
+from .try_remedies import ALL, Trial, Tried, chosen, tried
+
+LINES = ("other", "wait", "transfer", "useful")  # states in which the script's lines tell something
+PASSES = 2  # of --try all: what helped shows what else would
+LATE = 1  # pass more, for what promises to help and was never tried for lack of time
+DRIFT = 0.25  # of a step's time, between rounds: more than that is a machine that is not quiet
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """waterfall: None where a rung that it needs could not be run; ``notes`` say why. roofline:
+    the script's computing beside what its machine could do, where a machine file says that.
+    remedies: what would help. tried: what --try measured of them; after: the diagnosis with all
+    that was kept, where something was."""
+
+    command: list[str]
+    ladder: Ladder
+    report: Report
+    waterfall: Waterfall | None
+    witnesses: list[Witness]
+    causes: list[Cause]
+    notes: list[str]
+    roofline: Roofline | None = None  # with a machine file
+    remedies: list[Remedy] = field(default_factory=list)
+    tried: Tried | None = None
+    after: "Diagnosis | None" = None
+    off: dict[str, history.Off] = field(default_factory=dict)
+
+
+def diagnosed(
+    asked: Asked, say: Callable[[str], None], machine: Machine | None = None
+) -> Diagnosis:
+    """Climb and judge. Raises ValueError where the script can't be measured."""
+    ladder = climbed(replace(asked, count=machine is not None), say)
+    examined = examine(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
+    report = examined.report
+    climbs = ladder.climbs
+    notes = [*ladder.notes, *_refused(ladder), *_unseen(climbs), *_drifting(climbs)]
+    roofline = _roofline(ladder, report, machine) if machine is not None else None
+    command = [asked.script, *asked.args]
+    if not (climbs["silent"] and climbs["cached"]):
+        return Diagnosis(command, ladder, report, None, [], [], notes, roofline)
+    bounds = [climbs[name] for name in ("alone", "silent", "cached", "everything")]
+    count = min(len(climbed) for climbed in bounds if climbed)  # one may be left out later on
+    rungs = (climbed[:count] for climbed in bounds)
+    evidence = _evidence(ladder, report, examined.measured, waterfall(*rungs))
+    both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
+    found = causes(evidence)
+    would = remedies(evidence, found, _source(asked.script), asked.settings)
+    return Diagnosis(
+        command,
+        ladder,
+        report,
+        evidence.waterfall,
+        both,
+        found,
+        notes,
+        roofline,
+        remedies=would,
+        off=history.off(),
+    )
+
+
+def proven(
+    asked: Asked, found: Diagnosis, names: list[str], say: Callable[[str], None]
+) -> Diagnosis:
+    """Try remedies, by name or all, and climb again with those that helped; of all also what is
+    proposed only then. What was found until it is interrupted is not lost."""
+    result, notes = Tried(kept=dict(asked.settings)), list(found.notes)
+    diagnoses: list[Diagnosis] = []
+    try:
+        diagnoses.extend(_passes(asked, found, names, result, say))  # each as it is there
+    except KeyboardInterrupt:
+        notes.append("interrupted: not all was tried")
+    except ValueError as mistake:
+        notes.append(f"with what was kept it could not be diagnosed again: {mistake}")
+    wrong = history.remember(pair for one in result.trials for pair in _pairs(asked.script, one))
+    notes += [wrong] if wrong else []
+    measured = {one.remedy.knob for one in result.trials if one.gain is not None}
+    last = None
+    if diagnoses:
+        left = [one for one in diagnoses[-1].remedies if one.knob not in measured]
+        last = replace(diagnoses[-1], remedies=left)
+    return replace(found, tried=result, after=last, notes=notes, off=history.off())
+
+
+def _passes(
+    asked: Asked, found: Diagnosis, names: list[str], result: Tried, say: Callable[[str], None]
+) -> Iterator[Diagnosis]:
+    """Trials, into ``result``, and the diagnosis with what was kept, again and again."""
+    wanted = chosen(names, found.remedies)
+    for at in range(PASSES + LATE):
+        before, anew = dict(result.kept), {one.knob for one in wanted}
+        result.trials = [one for one in result.trials if one.remedy.knob not in anew]
+        tried(asked, found.ladder.steps, wanted, result, say)
+        if result.kept == before:
+            return
+        after = diagnosed(replace(asked, settings=dict(result.kept)), say)
+        yield after
+        late = {trial.remedy.knob for trial in result.trials if trial.late}
+        known = {trial.remedy.knob for trial in result.trials} - late
+        proposed = chosen([ALL], after.remedies) if ALL in names else []
+        wanted = [one for one in proposed if one.knob not in known]
+        if at + 1 >= PASSES:
+            wanted = [one for one in wanted if one.knob in late and one.gain and one.gain.mean > 0]
+        if not wanted:
+            return
+
+
+def _pairs(script: str, trial: Trial) -> Iterator[history.Pair]:
+    """What was measured of a trial beside each of its predictions."""
+    if trial.gain is None:
+        return
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    name, knob = Path(script).name, trial.remedy.knob
+    for source, said in ((trial.remedy.source, trial.first), (trial.source, trial.predicted)):
+        if said is not None:
+            yield history.Pair(
+                date, name, knob, source, said.mean, said.low, said.high, trial.gain.mean
+            )
+
+
+def _source(script: str) -> str:
+    """The script's lines; of a module nothing is looked up."""
+    try:
+        return Path(script).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _roofline(ladder: Ladder, report: Report, machine: Machine) -> Roofline | None:
+    """What the first run counted, in the time that the last one took."""
+    times, found = report.step_times, report.efficiencies
+    useful = found.useful if found is not None else None
+    return on_roofline(ladder.first.records, machine, times.median_s if times else None, useful)
+
+
+def _evidence(
+    ladder: Ladder, report: Report, measured: Measured | None, found: Waterfall
+) -> Evidence:
+    facts = ladder.facts
+    lines: dict[str, list[dict[str, object]]] = {}
+    if measured is not None:
+        for name in LINES:
+            state = STATES.index(name)
+            lines[name] = lines_in(measured.records, measured.timelines, state)
+    return Evidence(
+        waterfall=found,
+        report=report,
+        loader=ladder.loader,
+        threads=facts[0].get("threads", report.places[0].threads),
+        cores=_cores(report, facts),
+        per_host=max(report.hosts.count(host) for host in set(report.hosts)),
+        steps=ladder.steps,
+        climbs=ladder.climbs,
+        facts=facts,
+        gradients=gradients(measured) if measured is not None else None,
+        lines=lines,
+        late=lambda rank: lateness(measured, rank) if measured is not None else "",
+    )
+
+
+def _refused(ladder: Ladder) -> list[str]:
+    """Rungs that could not be run, each reason once."""
+    found: dict[str, list[str]] = {}
+    for rung, why in ladder.refused.items():
+        found.setdefault(why, []).append(rung)
+    notes = [f"left out ({', '.join(rungs)}): {why}" for why, rungs in found.items()]
+    if "alone" in ladder.refused:
+        notes.append(
+            "one rank alone could not be run (it may need more memory than one of several): the "
+            "ideal is all ranks at the pace of the fastest, without exchange and input"
+        )
+    return notes
+
+
+def _drifting(climbs: dict[str, list[Climb]]) -> list[str]:
+    """Steps that take another time in each round."""
+    times = [one.step_s for one in climbs["everything"]]
+    if len(times) < 2:
+        return []
+    drift = (max(times) - min(times)) / statistics.median(times)
+    if drift < DRIFT:
+        return []
+    return [
+        f"steps took from {1e3 * min(times):.3g} to {1e3 * max(times):.3g} ms in different rounds: "
+        "all figures are as rough. HINT: a quieter machine, bound ranks (--bind core), or more "
+        "--minutes"
+    ]
+
+
+def _unseen(climbs: dict[str, list[Climb]]) -> list[str]:
+    """What could not be switched off in this script."""
+    found = []
+    if any(not one.cached for one in climbs["cached"]):
+        found.append(
+            "no torch DataLoader was seen: its batches could not be kept in memory, and the "
+            "input's share is the record's alone"
+        )
+    if any(not one.silent for one in climbs["silent"]):
+        found.append("no process group was seen: there was no exchange to switch off")
+    return found
+
+
+def _cores(report: Report, facts: list[dict[str, Any]]) -> int | None:
+    """Hardware threads that the ranks of the first host may run on, together."""
+    masks = [one.get("mask") for one in facts]
+    own = [
+        mask
+        for host, mask in zip(report.hosts, masks, strict=False)
+        if host == report.hosts[0] and mask
+    ]
+    together = 0
+    for mask in own:
+        together |= int(mask, 16)
+    return together.bit_count() or None

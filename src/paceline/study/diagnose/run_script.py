@@ -1,0 +1,181 @@
+"""One short run of the user's own script, as ``paceline diagnose`` starts them: in a process of its
+own, recorded, with a rung (record/experiments/rung.py) and settings (knobs/settings.py)."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ...analyze.records.load_run import Run, load
+from ...knobs.settings import Setting, write
+from ...record.experiments.rung import VARIABLE, Rung
+from ...record.ring.states import State
+from ...security.files import open_regular
+from ...security.text import printable
+
+MAX_LOG_BYTES = 1 << 20  # of a run's output, its end
+MINUTE = 60.0
+LAST_LINES = 6  # of a run that failed
+END_SECONDS = 5.0  # for a run that was interrupted to end its ranks
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The script with its arguments as ``paceline run`` has them. options: run's own, of which
+    those in ``where`` say how many ranks on which hosts. count: a step's FLOPs are counted.
+    settings: knobs that are set in all runs."""
+
+    script: str
+    args: list[str]
+    where: list[str]
+    options: list[str]
+    ranks: int | None = None
+    minutes: float = 5.0
+    steps: int | None = None
+    warm: int = 5
+    count: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def warming(self) -> int:
+        """Steps before those that are measured: also until every worker that is set beside a
+        rank has started, and has made two batches."""
+        return self.warm + 2 * int(self.settings.get("loader-workers", 0))
+
+
+class FailedError(ValueError):
+    """A run that failed after so many steps. short: its error in a line."""
+
+    def __init__(self, text: str, steps: int, short: str) -> None:
+        super().__init__(text)
+        self.steps, self.short = steps, short
+
+
+class Runner:
+    """Runs the script in a folder for records, which is removed at the end."""
+
+    def __init__(self, asked: Asked, say: Callable[[str], None]) -> None:
+        self.asked, self.say = asked, say
+        self.runs = 0
+        self.threads: list[str] = []
+
+    def __enter__(self) -> "Runner":
+        self.folder = Path(tempfile.mkdtemp(prefix="paceline-diagnose-"))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def as_in(self, run: Run) -> None:
+        """One rank alone computes with as many threads as one of several did in this run."""
+        counts = {int(r.meta["threads"]) for r in run.records if "threads" in r.meta}
+        if counts and "--threads" not in self.asked.options:
+            self.threads = ["--threads", str(min(counts))]
+
+    def run(
+        self,
+        alone: bool,
+        rung: Rung,
+        count: bool = False,
+        settings: dict[str, Any] | None = None,
+        named: str = "",
+    ) -> Run:
+        """One run, recorded. alone: of one rank. settings: knobs that are set in it, beside
+        those that were asked for; named: what the user reads of it.
+
+        Raises FailedError where the script fails, ValueError where it was stopped.
+        """
+        self.runs += 1
+        where = _one(self.asked.where) if alone else list(self.asked.where)
+        if self.asked.ranks is not None or alone:
+            where += ["-n", "1" if alone else str(self.asked.ranks)]
+        record = self.folder / f"{self.runs}"
+        rung = replace(rung, scratch=str(self.folder / f"scratch-{self.runs}"))
+        words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
+        words += [*self.threads, "--env", f"{VARIABLE}={rung.variable()}"]
+        words += ["--count-flops"] * count
+        if settings := {**self.asked.settings, **(settings or {})}:
+            words += ["--settings", str(self._written(settings))]
+        words += ["--record", str(record), self.asked.script, *self.asked.args]
+        who = "one rank" if alone else "all ranks"
+        what = named or f"{rung.steps} steps each of: {', '.join(rung.phases)}"
+        self.say(f"run {self.runs}: {who}, {what}")
+        log = self.folder / f"{self.runs}.log"
+        with log.open("w") as file:
+            code = _wait(
+                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            )
+        run = load(record) if any(record.glob("*.ring")) else None
+        stopped = _stopped(run)
+        if stopped:
+            raise ValueError(f"stopped, as {stopped}. HINT: {_KEPT}")
+        if code or run is None:
+            steps = min((one.count(State.STEP) for one in run.records), default=0) if run else 0
+            last = _last(log)
+            words_of = "".join(f"\n    {line}" for line in last)
+            said = f"with {who} the script ended with exit code {code}:{words_of}"
+            raise FailedError(said, steps, _error(last) or f"exit code {code}")
+        return run
+
+    def _written(self, settings: dict[str, Any]) -> Path:
+        path = self.folder / f"settings-{self.runs}.toml"
+        write(path, {name: Setting(value) for name, value in settings.items()}, {})
+        return path
+
+
+_KEPT = "files stay as they are while it is diagnosed; give the script another folder for these"
+
+
+def _one(where: list[str]) -> list[str]:
+    """The first of the hosts alone, where hosts are named."""
+    found = list(where)
+    for at, word in enumerate(where):
+        if word == "-H":
+            found[at + 1] = where[at + 1].split(",")[0].partition(":")[0] + ":1"
+    return found
+
+
+def _stopped(run: Run | None) -> str:
+    told: list[Any] = [record.meta.get("rung", {}) for record in run.records] if run else []
+    return next((one["stopped"] for one in told if one.get("stopped")), "")
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code. With Ctrl-C it ends its ranks first: a terminal has told it, too."""
+    try:
+        return process.wait()
+    except BaseException:
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+        raise
+
+
+def _last(log: Path) -> list[str]:
+    with open(open_regular(log), "rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - MAX_LOG_BYTES, 0))
+        text = file.read(MAX_LOG_BYTES).decode(errors="replace")
+    said = [printable(line) for line in text.splitlines()]
+    lines = [x for x in said if x.strip() and not x.startswith("paceline: the record is in")]
+    return lines[-LAST_LINES:] or [f"(no word; {os.fspath(log)})"]
+
+
+def _error(last: list[str]) -> str:
+    """The line that names the exception."""
+    return next(
+        (x.strip() for x in reversed(last) if re.search(r"\b\w*(Error|Exception)\b", x)), ""
+    )

@@ -1,0 +1,51 @@
+"""What ``paceline diagnose --try`` kept, as a file for ``paceline run --settings``."""
+
+import os
+import socket
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from ...knobs.settings import Setting, write
+from ...report.numbers import percent
+from ...report.terminal.remedies import gained
+from .diagnose import Diagnosis
+from .try_remedies import Tried
+
+
+def saved(found: Diagnosis, path: Path) -> str:
+    """Write it; what is to be said. Where nothing was kept nothing is written."""
+    assert found.tried is not None
+    kept = found.tried.kept
+    if not kept:
+        return f"nothing helped, so {path} is not written"
+    settings = {
+        name: Setting(value, _why(found, found.tried, name)) for name, value in kept.items()
+    }
+    write(
+        path,
+        settings,
+        {
+            "script": Path(found.command[0]).name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "host": socket.gethostname(),
+            "cores": os.cpu_count() or 0,
+            "ranks": found.report.size,
+            "torch": version("torch"),
+        },
+    )
+    return f"{path} is written: paceline run --settings {path} ..."
+
+
+def _why(found: Diagnosis, tried: Tried, name: str) -> tuple[str, ...]:
+    trial = next((one for one in tried.trials if one.remedy.knob == name), None)
+    if trial is None:
+        return ("it was set before",)
+    cause = next((one for one in found.causes if one.id == trial.remedy.cause), None)
+    if cause is not None:
+        why = [f"{cause.id}: {percent(cause.share)} of a step's time"]
+    else:  # of a later pass, or none that asked for it
+        why = [f"{trial.remedy.cause}, named with what was kept before"] * bool(trial.remedy.cause)
+    foreseen = f"predicted {gained(trial.predicted)} from {trial.source}, "
+    measured = f"measured {gained(trial.gain)} of the throughput"
+    return (*why, (foreseen if trial.predicted is not None else "") + measured)

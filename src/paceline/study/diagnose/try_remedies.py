@@ -1,0 +1,299 @@
+"""``paceline diagnose --try``: remedies set one after the other, each measured in turns with the
+training as it was, and kept only where it helped beyond the noise."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...analyze.diagnosis.ladder import Interval, climb
+from ...knobs.registry import KNOBS
+from ...knobs.settings import exclude, settable
+from ...knobs.value_types import Switch
+from ...predict.gains import TRIED
+from ...predict.remedies import Remedy, after
+from ...record.experiments.rung import EVERYTHING, Rung
+from .ladder import in_bursts
+from .run_script import MINUTE, Asked, FailedError, Runner
+
+ROUNDS = (3, 8)  # at least, at most
+SHARE = 1.5  # of the minutes that were asked for, for each pass of trials
+TIGHT, TIGHT_OF_GAIN = 0.02, 0.07  # half of the interval of a gain that is known well enough
+WORSE = 0.01  # of the loss: what it may be higher for a knob that changes numbers
+ROUGH = 0.05  # either way, of the throughput: a prediction that some steps make better
+GLIMPSE = 3  # rounds of a micro-measurement
+GLIMPSE_STEPS = 15  # at most, in each
+UNSURE = 0.07  # either way, of the throughput with it: what rounds that agree may all be off
+WORKERS = "loader-workers"
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """predicted: the gain, from before it was tried, with what was kept by then; source: where
+    that is from; first: what the remedy was proposed with, where a few steps made it better.
+    gain: as measured; None where it could not be. kept: it helped. why: what else is to be said.
+    late: there was no time left for it. loss: of a knob that changes numbers."""
+
+    remedy: Remedy
+    predicted: Interval | None
+    gain: Interval | None
+    kept: bool
+    why: str = ""
+    rounds: int = 0
+    loss: "Losses | None" = None
+    source: str = ""
+    first: Interval | None = None
+    late: bool = False
+
+    @property
+    def off(self) -> float | None:
+        """Measured less predicted, of the throughput."""
+        if self.gain is None or self.predicted is None:
+            return None
+        return self.gain.mean - self.predicted.mean
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The mean over the same steps without and with a knob, and by how much that mean differs
+    between runs without it (the largest less the smallest)."""
+
+    without: float
+    with_it: float
+    spread: float
+
+    @property
+    def worse(self) -> bool:
+        """By more than runs differ, and more than is worth a word."""
+        return self.with_it - self.without > max(self.spread, WORSE * abs(self.without))
+
+
+@dataclass
+class Tried:
+    """trials: in their order. kept: knobs and values. faster: with these, times the throughput at
+    the beginning."""
+
+    trials: list[Trial] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+    faster: float = 1.0
+
+
+def chosen(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
+    """Those that are to be tried: "all" that are proposed, or by name, as name or name=value."""
+    proposed = {one.knob: one for one in remedies if one.settable}
+    found: dict[str, Remedy] = dict(proposed) if ALL in names else {}
+    for text in names:
+        name, _, value = text.partition("=")
+        if name != ALL:
+            found[name] = _asked(name, value, proposed)
+    return list(found.values())
+
+
+def can_be_tried(names: list[str]) -> None:
+    """Raises ValueError for what can't be tried with any script, before minutes are spent."""
+    for text in names:
+        name, _, value = text.partition("=")
+        if name not in KNOBS and name != ALL:
+            hint = f"all, or one of {', '.join(settable())}"
+            raise ValueError(f"--try {name}: no such knob. HINT: {hint}")
+        if name != ALL and not KNOBS[name].hook:
+            raise ValueError(f"--try {name}: the script has to be edited: {KNOBS[name].edit}")
+        if value:
+            _value(name, value)
+    exclude({text.partition("=")[0]: True for text in names if text != ALL})
+
+
+def _asked(name: str, value: str, proposed: dict[str, Remedy]) -> Remedy:
+    if not value and name in proposed:
+        return proposed[name]
+    knob = KNOBS[name]
+    chosen = _value(name, value) if value else None
+    if isinstance(knob.value, Switch):
+        chosen = True
+    return Remedy(name, "", chosen, None, "", True, knob.edit.format(value=chosen))
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        value: Any = True if text == "true" else float(text)
+    except ValueError:
+        value = text
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    kind = KNOBS[name].value
+    assert kind is not None
+    if not kind.fits(value):
+        raise ValueError(f"--try {name}={text}: it takes {kind}")
+    return value
+
+
+def tried(
+    asked: Asked, steps: int, remedies: list[Remedy], found: Tried, say: Callable[[str], None]
+) -> None:
+    """Try each, the best predicted first, beside those that were kept before. What only a few
+    steps can tell comes last. Takes SHARE of the minutes that were asked for, or what one more
+    trial takes; the most promising is tried even where telling that took all of them."""
+    until = time.monotonic() + SHARE * MINUTE * asked.minutes
+    with Runner(asked, say) as runner:
+        _Trying(runner, steps, until).all(remedies, found)
+
+
+def joined(first: Interval, steps: Interval) -> Interval:
+    """Of two predictions of one gain, the second from few steps: their mean by inverse variance,
+    which is nearer than either where they are wrong by themselves. Where they do not meet, what was
+    measured."""
+    half, other = (
+        max((one.high - one.low) / 2, least)
+        for one, least in ((first, TIGHT), (steps, UNSURE * (1 + max(steps.mean, 0.0))))
+    )
+    mean = (first.mean / half**2 + steps.mean / other**2) / (half**-2 + other**-2)
+    wide = (half**-2 + other**-2) ** -0.5
+    if abs(first.mean - steps.mean) > half + other:
+        mean, wide = steps.mean, other
+    return Interval(mean, mean - wide, mean + wide)
+
+
+class _Trying:
+    def __init__(self, runner: Runner, steps: int, until: float) -> None:
+        self.runner, self.steps, self.until = runner, steps, until
+        self.measured = 0  # knobs
+
+    def all(self, remedies: list[Remedy], found: Tried) -> None:
+        before = found.faster  # what their predictions are of
+        unknown = [one for one in remedies if one.gain is None]
+        known = [one for one in remedies if one not in unknown]
+        for remedy in sorted(known, key=_promise, reverse=True):
+            assert remedy.gain is not None
+            self._try(remedy, after(remedy.gain, found.faster / before), found)
+        seen = []
+        for one in unknown:
+            try:
+                seen.append(replace(one, gain=self._glimpse(one, found.kept)))
+            except (ValueError, _NoEffectError) as error:
+                found.trials.append(_not_measured(one, None, error))
+        for remedy in sorted(seen, key=_promise, reverse=True):
+            self._try(remedy, remedy.gain, found)
+
+    def _try(self, remedy: Remedy, foreseen: Interval | None, found: Tried) -> None:
+        """One trial, into ``found``. A prediction that is rough is made better before."""
+        source, first = remedy.source, None
+        if foreseen is not None and source != TRIED and _rough(foreseen):
+            try:
+                better = self._glimpse(remedy, found.kept)
+            except (ValueError, _NoEffectError) as error:
+                found.trials.append(_not_measured(remedy, foreseen, error))
+                return
+            if better is not None:
+                first, source = foreseen, f"{source} and {TRIED}"
+                foreseen = joined(foreseen, better)
+        trial = self._measured(remedy, foreseen, found.kept)
+        found.trials.append(replace(trial, source=source, first=first))
+        if trial.kept and trial.gain is not None:
+            found.kept[remedy.knob] = remedy.value
+            found.faster *= 1 + trial.gain.mean
+
+    def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
+        """The gain over a few steps; None where there is no time or value for it."""
+        if remedy.value is None or time.monotonic() > self.until:
+            return None
+        steps = min(self.steps, GLIMPSE_STEPS)
+        pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
+        gains = [gain for gain, _ in pairs]
+        return Interval(statistics.median(gains), min(gains), max(gains))
+
+    def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
+        """Measured in turns, until it is known well enough."""
+        if predicted is not None and predicted.high < 0 and remedy.cause:
+            return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
+        promising = predicted is not None and predicted.mean > 0
+        if time.monotonic() > self.until and (self.measured or not promising):
+            why = "not tried: the time is over. HINT: more --minutes, or this one by its name"
+            return Trial(remedy, predicted, None, False, why, late=True)
+        if remedy.value is None:
+            why = f"no cause here asks for it: --try {remedy.knob}=VALUE sets it none the less"
+            return Trial(remedy, None, None, False, why)
+        gains: list[float] = []
+        losses: list[tuple[float, float]] = []
+        self.measured += 1
+        try:
+            while len(gains) < ROUNDS[1]:
+                gain, loss = self._pair(remedy, kept, self.steps, len(gains))
+                gains.append(gain)
+                losses += [loss] if loss is not None else []
+                known = Interval.of(gains)
+                enough = max(TIGHT, TIGHT_OF_GAIN * abs(known.mean))
+                if len(gains) >= ROUNDS[0] and known.high - known.low < 2 * enough:
+                    break
+        except (ValueError, _NoEffectError) as error:
+            return _not_measured(remedy, predicted, error)
+        lost = _losses(losses)
+        why = "" if known.sure else "no more than the noise"
+        why = "it made steps slower" if known.high < 0 else why
+        if not why and lost is not None and lost.worse:
+            why = "faster, but the loss is worse"
+        return Trial(remedy, predicted, known, not why, why, len(gains), lost)
+
+    def _pair(
+        self, remedy: Remedy, kept: dict[str, Any], steps: int, at: int
+    ) -> tuple[float, tuple[float, float] | None]:
+        """The gain of one round, and of a knob that changes numbers the loss without and with it.
+        Every other round the other comes first: what warms up or cools down counts for both."""
+        rates, losses = {}, {}
+        if remedy.knob == WORKERS:  # whole bursts of these, and of two, which scripts often have
+            steps = in_bursts(steps, math.lcm(2, int(remedy.value)))
+        changed = {**kept, remedy.knob: remedy.value}
+        exclude(changed)
+        warm = replace(self.runner.asked, settings=changed).warming
+        for on in (False, True) if at % 2 == 0 else (True, False):
+            named = f"{'with' if on else 'without'} {remedy.knob}, {steps} steps"
+            numbers = KNOBS[remedy.knob].numbers
+            rung = Rung(warm, steps, (EVERYTHING,), losses=numbers)
+            run = self.runner.run(False, rung, settings=changed if on else kept, named=named)
+            if on:
+                self._took_effect(remedy, [record.meta for record in run.records])
+            rates[on] = climb(run, warm, steps, EVERYTHING).together
+            each = [record.meta.get("rung", {}).get("loss") for record in run.records]
+            if numbers and None not in each:
+                losses[on] = sum(each) / len(each)
+        both = (losses[False], losses[True]) if len(losses) == 2 else None
+        return rates[True] / rates[False] - 1, both
+
+    def _took_effect(self, remedy: Remedy, told: list[dict[str, Any]]) -> None:
+        each = [one.get("knobs", {}).get(remedy.knob, {}) for one in told]
+        if not any(one.get("set") for one in each):
+            why = next((one["why_not"] for one in each if one.get("why_not")), "")
+            raise _NoEffectError(why or "the script never comes to what it changes")
+
+
+def _promise(remedy: Remedy) -> float:
+    return remedy.gain.mean if remedy.gain is not None else 0.0
+
+
+def _rough(gain: Interval) -> bool:
+    return gain.high - gain.low > 2 * ROUGH
+
+
+def _not_measured(
+    remedy: Remedy, predicted: Interval | None, error: "ValueError | _NoEffectError"
+) -> Trial:
+    if isinstance(error, FailedError):
+        why = f"struck off, as it breaks the script: {error.short}"
+    elif isinstance(error, _NoEffectError):
+        why = f"no effect: {error}"
+    else:
+        why = f"left out: {error}"
+    return Trial(remedy, predicted, None, False, why)
+
+
+def _losses(pairs: list[tuple[float, float]]) -> Losses | None:
+    if not pairs:
+        return None
+    without, with_it = zip(*pairs, strict=True)
+    count = len(pairs)
+    return Losses(sum(without) / count, sum(with_it) / count, max(without) - min(without))
+
+
+class _NoEffectError(Exception):
+    """A knob that could not be set."""

@@ -1,0 +1,176 @@
+"""``paceline check --pack-env``: the environment as one file, and what that changes for ``import
+torch``: first, after its pages were asked to be dropped, and repeated."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...cost.import_cost import Load, Packed
+from ...cost.machine.machine_file import SECONDS, Figure
+from ..probe.measure import page_cache
+from ..probe.measure.import_time import Timed, import_torch, timed
+from .find_environment import Environment, environment, regular
+from .mount_packed import NoWayError, Place, mounted, unpacked
+from .pack_environment import SQUASHFS, chosen, pack, ready, told
+
+ROUNDS = 3
+NOT_ROOM = 1.1  # folders and the ends of blocks take room, too
+
+
+def pack_environment(file: Path | None) -> Packed:
+    """Pack the environment of this process, and measure. Raises ValueError for what can't be."""
+    target = chosen(file)
+    own = environment()
+    ready(own, target)
+    with _ended_gently():
+        with told("import torch as it is"):
+            # Once before: then __pycache__ is complete, and there is something to pack.
+            file_of_torch = timed(own.interpreter).file
+            _inside(file_of_torch, own.prefix, "HINT: pip install torch in this environment")
+            own = environment()
+            known = import_torch(1, own.interpreter)
+            before = _loads(own.interpreter, own.prefix, [*regular(own.prefix)])
+        with told(f"packing {own.files:,} files into {target.name}") as step:
+            seconds = pack(own, target, step)
+        how, place, load, notes = _used(own, target)
+    return Packed(
+        str(own.prefix),
+        page_cache.kind(own.prefix),
+        own.files,
+        own.bytes,
+        own.outside,
+        known.calls,
+        known.counted_by,
+        before,
+        str(target),
+        page_cache.kind(target.parent),
+        target.stat().st_size,
+        seconds,
+        how,
+        place,
+        load,
+        tuple(notes),
+    )
+
+
+Use = tuple[str, Figure | None, Load | None, list[str]]
+
+
+def _used(own: Environment, file: Path) -> Use:
+    """The file, as well as it can be used here: mounted, else unpacked."""
+    notes: list[str] = []
+    if file.suffix in SQUASHFS:
+        try:
+            with told(f"import torch from {file.name}, mounted"):
+                return *_from_mounts(file), notes
+        except NoWayError as why:
+            notes.append(f"{file.name} can't be mounted here: {why}. It was unpacked instead")
+    try:
+        with told(f"import torch from {file.name}, unpacked"):
+            return *_from_unpacked(own, file), notes
+    except NoWayError as why:
+        notes = [note.replace(" It was unpacked instead", "") for note in notes]
+        notes.append(
+            f"{file.name} can't be unpacked here: {why}. Nothing was measured of it; it stays"
+        )
+    return "", None, None, notes
+
+
+def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
+    """Each round with a mount of its own, which has nothing in memory yet."""
+    places: list[Place] = []
+    firsts, others = [], []
+    kept = 0.0
+    for _ in range(ROUNDS):
+        kept = max(kept, forgotten([file]) or 0.0)
+        with mounted(file) as place:
+            places.append(place)
+            firsts.append(_timed(place))
+            others.append(_timed(place))
+    known = _visible(file.parent)
+    load = _load(firsts, others, kept if known else None)
+    return places[0].how, Figure.of([place.seconds for place in places], SECONDS), load
+
+
+def _from_unpacked(own: Environment, file: Path) -> tuple[str, Figure, Load]:
+    forgotten([file])
+    with unpacked(file, int(NOT_ROOM * own.bytes)) as place:
+        firsts = [_timed(place)]
+        others = [_timed(place) for _ in range(ROUNDS)]
+    return place.how, Figure.of([place.seconds], SECONDS), _load(firsts, others, None)
+
+
+def _timed(place: Place) -> Timed:
+    found = timed(str(place.folder / "bin" / "python"))
+    _inside(
+        found.file,
+        place.folder,
+        "HINT: unset PYTHONPATH; a .pth file or a link in it may lead out of the environment",
+    )
+    return found
+
+
+def _loads(interpreter: str, prefix: Path, files: list[Path]) -> Load:
+    firsts, others, kept = [], [], None
+    for _ in range(ROUNDS):
+        kept = forgotten(files)
+        firsts.append(timed(interpreter))
+        others.append(timed(interpreter))
+    return _load(firsts, others, kept if _visible(prefix) else None)
+
+
+def _load(firsts: list[Timed], others: list[Timed], kept: float | None) -> Load:
+    def figure(values: Iterable[float]) -> Figure:
+        return Figure.of(values, SECONDS)
+
+    first, repeated = (figure(one.seconds for one in some) for some in (firsts, others))
+    return Load(first, repeated, figure(one.busy_s for one in others), kept)
+
+
+def _visible(folder: Path) -> bool:
+    """Whether what this system keeps in memory of a folder is all that is kept."""
+    return page_cache.kind(folder).partition(".")[0] not in page_cache.OWN_CACHE
+
+
+def forgotten(files: Iterable[Path]) -> float | None:
+    """Ask to drop the pages of files; the part of their bytes that stays in memory."""
+    size = kept = 0.0
+    synced: set[int] = set()
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                own = os.fstat(file.fileno())
+                if own.st_dev not in synced:  # pages that wait to be written would stay
+                    page_cache.flush(file.fileno())
+                    synced.add(own.st_dev)
+                page_cache.forget(file.fileno())
+                part = page_cache.resident(file.fileno())
+        except OSError:  # it has gone, or is another's
+            continue
+        if part is not None:
+            size += own.st_size
+            kept += part * own.st_size
+    return kept / size if size else None
+
+
+def _inside(file: str, folder: Path, hint: str) -> None:
+    if not Path(file).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"--pack-env: torch is imported from {file}, outside of {folder}: there is nothing to "
+            f"compare. {hint}"
+        )
+
+
+@contextmanager
+def _ended_gently() -> Iterator[None]:
+    """SIGTERM and SIGHUP are exceptions, so that files and mounts are removed."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

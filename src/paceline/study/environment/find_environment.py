@@ -1,0 +1,139 @@
+"""What is packed: the environment that runs, a venv or a conda environment, and what lies outside
+of its folder, so that a node needs it besides the file."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from ...cost.machine.units import listed
+from ...security.schema import read_json
+
+MAX_URL_BYTES = 1 << 16
+
+
+@dataclass
+class DirectUrl:
+    """direct_url.json of a package that pip installed from a folder or URL."""
+
+    url: str = ""
+    dir_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """prefix: its folder. files, bytes: of regular files. outside: in words."""
+
+    prefix: Path
+    files: int
+    bytes: int
+    outside: tuple[str, ...]
+
+    @property
+    def interpreter(self) -> str:
+        return str(self.prefix / "bin" / "python")
+
+
+def environment() -> Environment:
+    """That of this process. Raises ValueError for a system's Python, which has no folder of its
+    own."""
+    prefix, base = Path(sys.prefix), Path(sys.base_prefix)
+    if prefix == base and not (prefix / "conda-meta").is_dir():
+        raise ValueError(
+            f"--pack-env: {sys.executable} is no virtual environment: {prefix} is the system's, "
+            "and not to be packed. HINT: python -m venv ENV && ENV/bin/pip install torch paceline, "
+            "then ENV/bin/python -m paceline check --pack-env"
+        )
+    sizes: dict[tuple[int, int], int] = {}
+    count = 0
+    for path in regular(prefix):
+        found = path.lstat()
+        sizes[found.st_dev, found.st_ino] = found.st_size  # of hard links once
+        count += 1
+    return Environment(prefix, count, sum(sizes.values()), tuple(_outside(prefix, base)))
+
+
+def regular(folder: Path) -> Iterator[Path]:
+    """Every regular file under a folder."""
+    folders = [os.fspath(folder)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path)
+
+
+def _outside(prefix: Path, base: Path) -> Iterator[str]:
+    if base != prefix:
+        yield f"the base Python with its standard library: {base}"
+    given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    away = [one for one in given if not _in(one, prefix)]
+    if away:
+        yield f"folders of PYTHONPATH: {listed(away)}"
+    editable = dict(_editable(prefix))
+    if editable:
+        named = [f"{name} ({folder})" for name, folder in editable.items()]
+        yield f"editable installs: {listed(named)}"
+    known = {*given, *editable.values()}
+    others = [one for one in _searched(prefix, base) if not _under(one, known)]
+    if others:
+        yield f"folders that modules come from: {listed(others)}"
+    links = [*_links(prefix, base)]
+    if links:
+        yield f"targets of symbolic links: {listed(links)}"
+
+
+def _in(path: str, folder: Path) -> bool:
+    return Path(path).resolve().is_relative_to(folder.resolve())
+
+
+def _under(path: str, folders: set[str]) -> bool:
+    return any(_in(path, Path(folder)) for folder in folders)
+
+
+def _editable(prefix: Path) -> Iterator[tuple[str, str]]:
+    """Packages that pip installed as links to their source, and its folder."""
+    for path in sorted(prefix.glob("lib/python*/site-packages/*.dist-info/direct_url.json")):
+        try:
+            said = read_json(path, DirectUrl, MAX_URL_BYTES)
+        except (OSError, ValueError):
+            continue
+        if said.dir_info.get("editable") and said.url.startswith("file://"):
+            yield path.parent.name.partition("-")[0], unquote(said.url.removeprefix("file://"))
+
+
+def _searched(prefix: Path, base: Path) -> list[str]:
+    """Other folders that .pth files, or the system's site-packages, add to the search."""
+    own = str(Path(sys.argv[0]).resolve().parent)
+    found = [one for one in sys.path if os.path.isabs(one) and one not in (own, os.getcwd())]
+    version = f"python{sys.version_info[0]}{sys.version_info[1]}.zip"
+    standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    return [
+        one
+        for one in dict.fromkeys(found)
+        if not _in(one, prefix)
+        and not one.endswith(version)
+        and (not _under(one, standard) or "site-packages" in one)
+        and os.path.isdir(one)
+        and one != str(base)
+    ]
+
+
+def _links(prefix: Path, base: Path) -> Iterator[str]:
+    """Where symbolic links lead that leave the folder; each folder once. The interpreter's own
+    lead to the base Python."""
+    seen = set()
+    for folder, folders, names in os.walk(prefix):
+        for name in (*names, *folders):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                target = os.path.dirname(os.path.realpath(path))
+                if not _in(target, prefix) and not _in(target, base) and target not in seen:
+                    seen.add(target)
+                    yield target

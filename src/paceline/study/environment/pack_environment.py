@@ -1,0 +1,175 @@
+"""An environment as one file: a squashfs image, which is mounted, or a tar archive, which is
+unpacked. It is written beside under another name, whole or not at all."""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..probe.measure.host_facts import free_space
+from .find_environment import Environment
+
+SQUASHFS, TAR = (".squashfs", ".sqsh"), (".tar",)
+# The first one that mksquashfs offers. zstd's third level packs several times faster than its
+# usual one, and is unpacked as fast.
+COMPRESSIONS = {"zstd": ["-Xcompression-level", "3"], "lz4": [], "gzip": []}
+LOOK_S = 0.2
+Step = Callable[[float], None]  # takes the part that is done
+
+
+def chosen(file: Path | None) -> Path:
+    """The file to write. Raises ValueError where it can't be."""
+    tool = shutil.which("mksquashfs")
+    file = file or Path("env.squashfs" if tool else "env.tar")
+    if file.suffix not in (*SQUASHFS, *TAR):
+        raise ValueError(
+            f"--packed {file}: what it becomes is said by its end. HINT: env.squashfs (or .sqsh), "
+            "which is mounted, or env.tar, which is unpacked"
+        )
+    if file.suffix in SQUASHFS and tool is None:
+        raise ValueError(
+            f"--packed {file}: mksquashfs is not installed. HINT: apt-get install squashfs-tools, "
+            f"or module avail; or --packed {file.with_suffix('.tar')}"
+        )
+    return file.absolute()
+
+
+def ready(environment: Environment, file: Path) -> None:
+    """Raises ValueError where there is such a file already, or no room for it."""
+    folder = file.parent
+    if os.path.lexists(file):
+        raise ValueError(
+            f"--packed {file}: is there already, and never written over. HINT: remove it, or give "
+            "another name"
+        )
+    if not folder.is_dir():
+        raise ValueError(f"--packed {file}: no such folder. HINT: mkdir -p {folder}")
+    if folder.resolve().is_relative_to(environment.prefix.resolve()):
+        raise ValueError(
+            f"--packed {file}: lies in the environment that it is to hold. HINT: another folder"
+        )
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _refused(file, error) from None
+    needed = environment.bytes + 1024 * environment.files * (file.suffix in TAR)
+    free = free_space(folder)
+    if free is not None and free < needed:
+        raise ValueError(
+            f"--packed {file}: {folder} has {free / 1e6:,.0f} MB free, and the environment "
+            f"has {needed / 1e6:,.0f} MB. HINT: make room, or another folder (--packed FILE)"
+        )
+
+
+def pack(environment: Environment, file: Path, step: Step) -> float:
+    """Write it; seconds that it took."""
+    # Random, so that nobody can put a link there before a tool opens it.
+    part = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
+    write = _squashfs if file.suffix in SQUASHFS else _tar
+    start = time.perf_counter()
+    try:
+        write(environment, part, step)
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        took = time.perf_counter() - start
+        if os.path.lexists(file):
+            raise ValueError(f"--packed {file}: has come meanwhile. HINT: another name")
+        part.replace(file)
+    except OSError as error:
+        raise _refused(file, error) from None
+    finally:
+        part.unlink(missing_ok=True)
+    return took
+
+
+def _refused(file: Path, error: OSError) -> ValueError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "make room, or " * full + "another folder that you may write to (--packed FILE)"
+    why = error.strerror or error
+    return ValueError(f"--packed {file}: can't be written: {why}. HINT: {hint}")
+
+
+def _squashfs(environment: Environment, part: Path, step: Step) -> None:
+    offered = subprocess.run(["mksquashfs", "-help"], capture_output=True, text=True)
+    names = re.findall(r"^\s+(\w+)(?: \(default\))?$", offered.stdout + offered.stderr, re.M)
+    kind = next((one for one in COMPRESSIONS if one in names), None)
+    words = ["mksquashfs", str(environment.prefix), str(part), "-noappend", "-no-recovery"]
+    words += ["-no-xattrs", "-no-progress", "-quiet", "-mem", "1G"]
+    words += ["-processors", str(len(os.sched_getaffinity(0)))]
+    words += ["-comp", kind, *COMPRESSIONS[kind]] if kind else []
+    # It would set back the times of files, and __pycache__ goes by them.
+    known = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=known
+        )
+        try:
+            while process.poll() is None:
+                step(_read_by(process.pid) / max(1, environment.bytes))
+                try:
+                    process.wait(LOOK_S)
+                except subprocess.TimeoutExpired:
+                    pass
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            said.seek(0)
+            lines = [line for line in said.read().splitlines() if line.strip()] or ["not a word"]
+            code = process.returncode
+            ended = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+            raise OSError(None, f"mksquashfs {ended}: {'; '.join(lines[:2])}")
+
+
+def _read_by(pid: int) -> int:
+    """Bytes that a process has read so far."""
+    try:
+        with open(f"/proc/{pid}/io") as file:
+            return int(file.readline().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _tar(environment: Environment, part: Path, step: Step) -> None:
+    done = 0
+    # GNU's: a header is one block, as long as names are short; times are whole seconds in it.
+    with tarfile.open(part, "w", format=tarfile.GNU_FORMAT) as archive:
+        for path in sorted(environment.prefix.rglob("*")):
+            archive.add(path, path.relative_to(environment.prefix), recursive=False)
+            done += 1
+            step(done / max(1, environment.files))
+
+
+@contextmanager
+def told(what: str) -> Iterator[Step]:
+    """Long work, on standard error: per cent in place on a terminal, else begin and end."""
+    terminal, start, last = sys.stderr.isatty(), time.perf_counter(), -1
+
+    def write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    def step(part: float) -> None:
+        nonlocal last
+        now = min(99, int(100 * part))
+        if terminal and now > last:
+            last = now
+            write(f"\rpaceline: {what} ... {now:2} %")
+
+    write(f"paceline: {what} ..." + "\n" * (not terminal))
+    try:
+        yield step
+    except BaseException:
+        write("\n" * terminal)
+        raise
+    took = f"{time.perf_counter() - start:.1f} s"
+    write(f"\rpaceline: {what}: {took}  \n" if terminal else f"paceline: {what}: {took}\n")

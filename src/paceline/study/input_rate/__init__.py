@@ -1,0 +1,110 @@
+"""``paceline check --data SET``: what limits how fast a set is read here, each term measured by
+itself, and the prediction compared with loaders that run."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...data.shards import Shards
+from ...data.staging.free_space import kind_of
+from ...predict.input_rate import Rate, Remedy, Terms, hosts, rate, remedies, striping
+from .cpu_cost import from_memory
+from .load_rank import BATCHES, Feed, dataset
+from .run_loaders import all_forgotten, proven
+from .sample_files import LEAST, most_of, places, root_of, size_of
+from .storage_rate import from_storage
+
+__all__ = ["Advice", "Feed", "advised"]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """rates: predicted, from storage and from memory, of several numbers of ranks; measured: of
+    ``feed.ranks``, by state. hosts: from how many on the storage limits. fits: whether memory holds
+    the set."""
+
+    feed: Feed
+    filesystem: str
+    terms: Terms
+    rates: dict[str, list[Rate]]
+    measured: dict[str, float]
+    remedies: list[Remedy]
+    fits: bool
+    hosts: int | None
+    notes: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        feed = self.feed
+        return {
+            "format": "paceline-feeding",
+            "version": 1,
+            "source": feed.source,
+            "transform": feed.transform,
+            "ranks": feed.ranks,
+            "threads": feed.threads,
+            "filesystem": self.filesystem,
+            "terms": asdict(self.terms),
+            "rates": {state: [asdict(one) for one in found] for state, found in self.rates.items()},
+            "measured": self.measured,
+            "remedies": [asdict(one) for one in self.remedies],
+            "fits": self.fits,
+            "hosts": self.hosts,
+            "notes": self.notes,
+        }
+
+
+def advised(feed: Feed, say: Say) -> Advice:
+    """Raises ValueError for what is no set, or too small to be measured."""
+    data = dataset(feed)
+    if feed.ranks < 1:
+        raise ValueError(f"{feed.ranks} ranks load nothing. HINT: 1 or more")
+    feed = replace(feed, most=most_of(data))
+    least = max(LEAST, BATCHES * feed.ranks)
+    if len(data) < least:
+        raise ValueError(f"{data!r}: too few to measure. HINT: a set of {least} and more")
+    say(f"{data!r}")
+    some = places(data, feed)
+    filesystem, notes = kind_of(root_of(data)), list[str]()
+    say("reading from storage")
+    told = from_storage(data, some, feed.seconds, notes)
+    if told:  # memory is to have them as the first epoch leaves them there
+        all_forgotten(data, some)
+    say("reading from memory, decoding, transforming")
+    terms = _with(from_memory(feed, data, some), told)
+    states = ["storage", "memory"] if terms.stored else ["memory"]
+    found = {state: _rates(terms, feed, state == "storage") for state in states}
+    measured = {}
+    for state in states:
+        say(f"loading on {feed.ranks} ranks, from {state}")
+        measured[state] = proven(feed, data, some, state)
+    would = remedies(terms, feed.ranks, feed.threads, terms.stored)
+    shard = (
+        max((one.bytes for one in data.meta.shards), default=0) if isinstance(data, Shards) else 0
+    )
+    stripes = striping(filesystem, shard)
+    notes += [stripes] if stripes else []
+    fits = size_of(data) < cache_room()
+    over = hosts(terms, feed.ranks, feed.threads) if terms.stored else None
+    return Advice(feed, filesystem, terms, found, measured, would, fits, over, notes)
+
+
+def _rates(terms: Terms, feed: Feed, stored: bool) -> list[Rate]:
+    ranks = sorted({1, 2, 4, terms.cores, feed.ranks})
+    most = max(terms.cores, feed.ranks)
+    return [rate(terms, one, feed.threads, stored) for one in ranks if one <= most]
+
+
+def _with(terms: Terms, told: dict[str, Any]) -> Terms:
+    """Storage's terms, too."""
+    more = told.pop("stored_s", 0.0)
+    return replace(terms, stored_s=terms.stored_s + more, **told)
+
+
+def cache_room() -> int:
+    """Bytes of memory that files may be kept in."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0

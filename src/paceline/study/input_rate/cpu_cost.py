@@ -1,0 +1,88 @@
+"""What a sample takes of the processors, when the files are in memory."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ...data.loading.batch import Recipe, made
+from ...data.loading.external_transforms import plugged
+from ...data.loading.file_dataset import Files
+from ...data.loading.stored_arrays import Stored
+from ...data.shards import Scratch, Shards
+from ...data.sources.open_source import imported
+from ...predict.input_rate import Terms
+from .load_rank import Feed, listed
+from .run_loaders import loaded
+from .sample_files import Place, order_of, together
+
+MOST_THREADS = 8  # of one process that shows what all cores can do; and processes that do
+MANY = 10_000
+
+
+def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
+    """What a sample takes of one core while the others are as busy, and its parts; and what one
+    process makes of all cores. The processes are such as training has, and none has what this one
+    has done before."""
+    mine = sorted(os.sched_getaffinity(0))
+    alone = replace(feed, rank=0, ranks=1)
+    samples_s = loaded([replace(alone, threads=min(len(mine), MOST_THREADS))])
+    each = [replace(alone, cores=(core,)) for core in mine[:MOST_THREADS]]
+    core_s = len(each) / loaded(each)
+    read_s, plain_s, whole_s, first_s = _parts(feed, data)
+    scale = core_s / whole_s
+    return Terms(
+        samples=len(data),
+        bytes=sum(length for _, _, length in some) / len(some) / together(data),
+        cores=len(mine),
+        read_s=scale * read_s,
+        decode_s=scale * (plain_s - read_s),
+        transform_s=scale * (whole_s - plain_s),
+        alone=samples_s,
+        stored_s=scale * first_s,
+        kind=_kind(data),
+        chunk=together(data),
+        decoded=data.field.nbytes if isinstance(data, Stored) else 0.0,
+    )
+
+
+def _kind(data: Any) -> str:
+    kinds = {Files: "files", Stored: "store", Shards: "packed"}
+    return kinds[type(data)]
+
+
+def _parts(feed: Feed, data: Any) -> tuple[float, float, float, float]:
+    """CPU-seconds a sample, of one thread: read, decoded as well, transformed as well; and what the
+    first pass takes more."""
+    change = imported(feed.transform, "--transform") if feed.transform else None
+    order, budget = order_of(data, feed), feed.seconds / 3
+    first = plain = _timed(lambda i: data.read(i, _scratch), order, budget)
+    read = plain
+    if isinstance(data, Shards):
+        read = _timed(lambda i: data.raw(i, _scratch), order, budget)
+    elif isinstance(data, Files):
+        read = _timed(lambda i: data.place(i)[0].read_bytes(), order, budget)
+    else:
+        read = _timed(lambda i: data.read(i, _scratch), order[:1] * MANY, budget)
+        if data.kept:  # from the second pass on
+            plain = read
+    whole = plain
+    if change is not None:
+        recipe = Recipe(data, plugged(change), listed, 0, False, False)
+        whole = max(_timed(lambda i: made(recipe, [(0, i)], [], 0), order, budget), plain)
+    return min(read, plain), plain, whole, first - plain
+
+
+_scratch = Scratch()
+
+
+def _timed(call: Callable[[int], Any], order: list[int], seconds: float) -> float:
+    call(order[0])
+    start, done = time.thread_time(), 0
+    for i in order:
+        call(i)
+        done += 1
+        if time.thread_time() - start > seconds:
+            break
+    return (time.thread_time() - start) / done

@@ -1,0 +1,145 @@
+"""One rank that only loads: what ``paceline check --data`` compares its prediction with.
+
+    python -m paceline.study.input_rate.load_rank '{"source": ..., "rank": 0, "ranks": 2, ...}'
+
+It says "ready" once its first batches are there, waits for a line, loads for so many seconds, and
+prints its samples a second."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, repeat
+from typing import Any
+
+import numpy as np
+
+from ...data.format.shard_format import META
+from ...data.loading.batch import Recipe
+from ...data.loading.external_transforms import plugged
+from ...data.loading.file_dataset import Files
+from ...data.loading.loader import Loader
+from ...data.loading.stored_arrays import Stored, is_store
+from ...data.shards import Shards
+from ...data.sources import formats
+from ...data.sources.open_source import imported
+
+BATCH_BYTES, BATCH = 32 << 20, 64
+LOOKS = 16  # samples, whether they have one shape
+AHEAD = 2  # batches
+BATCHES = 10  # of a rank's pass at least
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What is loaded, and how. transform: "MODULE:FUNCTION"."""
+
+    source: str
+    labels: str | None = None
+    transform: str | None = None
+    threads: int = 2
+    rank: int = 0
+    ranks: int = 1
+    seconds: float = 2.0
+    most: int | None = None  # samples, of all ranks together
+    cores: tuple[int, ...] = ()  # that it is bound to; none: as its parent is
+    again: bool = True  # from memory: once before the clock, and on after its last sample
+
+    def words(self) -> list[str]:
+        quiet = ("-W", "ignore::RuntimeWarning:runpy")  # that the package has it imported
+        return [sys.executable, *quiet, "-m", __name__, json.dumps(asdict(self))]
+
+
+def dataset(feed: Feed) -> Any:
+    """Raises ValueError for what a Loader can't read as it is."""
+    path, _ = formats.split(feed.source)
+    if is_store(feed.source):
+        return Stored(feed.source, feed.labels)
+    if (path / META).exists():
+        return Shards(path)
+    if formats.known(path):
+        raise ValueError(
+            f"{feed.source}: {formats.known(path)} is read by packing it. HINT: paceline pack "
+            f"{feed.source} DEST, and then --data DEST"
+        )
+    return Files(path, feed.labels)
+
+
+def loader(feed: Feed, data: Any) -> Loader:
+    """This rank's part of the order that training has: of chunks of several samples in blocks,
+    else at random."""
+    change = imported(feed.transform, "--transform") if feed.transform else None
+    blocks = in_blocks(data)
+    whole = Loader(data, shuffle="blocks" if blocks else True, transform=change, num_workers=0)
+    size, shapes = _outlines(data, change)
+    each = min(len(data), feed.most or len(data)) // feed.ranks
+    batch = max(min(BATCH_BYTES // max(size, 1), BATCH, each // BATCHES), 1)
+    return Loader(
+        data,
+        batch,
+        sampler=list(islice(iter(whole.sampler), feed.rank, feed.most, feed.ranks)),
+        num_workers=feed.threads,
+        prefetch_factor=AHEAD,
+        transform=change,
+        collate_fn=listed if shapes > 1 or (change is None and _may_differ(data)) else None,
+        drop_last=True,
+    )
+
+
+def in_blocks(data: Any) -> bool:
+    return isinstance(data, Stored) and data.chunk > 1
+
+
+def _outlines(data: Any, change: Any) -> tuple[int, int]:
+    """How large a sample is, once decoded, and how many shapes some of them have."""
+    step = max(len(data) // LOOKS, 1)
+    recipe = Recipe(data, plugged(change), None, 0, False, False)
+    try:
+        looked = [recipe.sample((0, i))[0] for i in range(0, len(data), step)]
+    except ValueError:
+        raise
+    except Exception as error:  # the user's own transform
+        why = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        raise ValueError(why) from error
+    sizes = [one.nbytes if isinstance(one, np.ndarray) else len(one) for one in looked]
+    return max(sizes), len({np.shape(one) for one in looked})
+
+
+def _may_differ(data: Any) -> bool:
+    """Whether some of the samples may have another shape than those that were looked at."""
+    return isinstance(data, Files) or (isinstance(data, Shards) and data.meta.array is None)
+
+
+def listed(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def main() -> None:
+    feed, parent = Feed(**json.loads(sys.argv[1])), os.getppid()
+    if feed.cores:
+        os.sched_setaffinity(0, feed.cores)
+    source = loader(feed, dataset(feed))
+    if feed.again:
+        for _ in source:
+            pass
+    batches = iter(source)
+    next(batches)
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        return
+    for _ in range(AHEAD):  # that were made before the clock
+        next(batches)
+    samples, start = 0, time.perf_counter()
+    end = start
+    more = repeat(source) if feed.again else ()
+    for _ in chain(batches, chain.from_iterable(more)):
+        samples += source.batch_size or 1
+        end = time.perf_counter()
+        if end - start > feed.seconds or os.getppid() != parent:  # which was killed
+            break
+    print(json.dumps({"samples": samples, "seconds": end - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

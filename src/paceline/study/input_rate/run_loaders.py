@@ -1,0 +1,91 @@
+"""Loaders that run on all ranks at once, and nothing else: what a prediction is compared with."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...data.loading.file_dataset import Files
+from .load_rank import Feed
+from .sample_files import Place, files_of
+from .storage_rate import forgotten
+
+Running = list["subprocess.Popen[str]"]
+
+
+def proven(feed: Feed, data: Any, some: list[Place], state: str) -> float:
+    """Samples a second of all ranks."""
+    stored = state == "storage"
+    cores = shares(feed.ranks)
+    feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
+    if not stored:
+        return loaded(feeds)
+    return loaded(feeds, lambda: all_forgotten(data, some))
+
+
+def loaded(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> float:
+    """Samples a second of them all together. before: is called when they are ready."""
+    running = started(feeds)
+    try:
+        before()
+        go(running)
+        found = [json.loads(_line(process) or "{}") for process in running]
+    finally:
+        ended(running)
+    return float(sum(one["samples"] / one["seconds"] for one in found if one.get("samples")))
+
+
+def shares(ranks: int) -> list[tuple[int, ...]]:
+    """The cores of each rank, as a launcher binds them: some each, or one for several ranks."""
+    mine = sorted(os.sched_getaffinity(0))
+    each = max(len(mine) // ranks, 1)
+    return [tuple(mine[rank * each % len(mine) :][:each]) for rank in range(ranks)]
+
+
+def started(feeds: list[Feed]) -> Running:
+    """Ranks that have their first batches. Raises ValueError where one has not."""
+    running: Running = []
+    try:
+        running.extend(
+            subprocess.Popen(feed.words(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for feed in feeds
+        )
+        for process in running:
+            if _line(process) != "ready":
+                raise ValueError("a rank that only loads has failed, as said above")
+    except BaseException:
+        ended(running)
+        raise
+    return running
+
+
+def go(running: Running) -> None:
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def ended(running: Running) -> None:
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def all_forgotten(data: Any, some: list[Place]) -> bool:
+    """``forgotten``, of every file that samples are in."""
+    return forgotten([(path, 0, 0) for path in _every_file(data, some)])
+
+
+def _every_file(data: Any, some: list[Place]) -> set[Path]:
+    return {path for path, _, _ in some} | (
+        set() if isinstance(data, Files) else set(files_of(data))
+    )
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()

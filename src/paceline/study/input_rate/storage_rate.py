@@ -1,0 +1,100 @@
+"""What storage gives: each term by itself, of files that memory has forgotten."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ...data.loading.file_dataset import Files
+from ...data.shards import Scratch
+from ...data.sources.bounded_read import FLAGS
+from ..probe.measure import page_cache
+from ..probe.measure.storage import storage
+from .sample_files import LEAST, Place, files_of, together
+
+PIECE = 4 << 20  # bytes that are read at once where storage is at its best
+AT_ONCE = 16  # reads, to find how many storage answers in a second
+DROPPED = 0.1  # of a file may still be in memory, where it counts as forgotten
+
+
+def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str]) -> dict[str, Any]:
+    """The terms of it; empty where all of it stays in memory."""
+    if not forgotten(some):
+        notes.append("its files are in memory, or in a cache that can not be emptied from here")
+        return {}
+    files, count = isinstance(data, Files), together(data)
+    one, one_cpu = _pieces(some[::2], 1, seconds / 2, files)
+    forgotten(some)
+    many, many_cpu = _pieces(some, AT_ONCE, seconds, files)
+    warm_cpu = _pieces(some[: max(len(some) // 8, 1)], 1, seconds / 4, files)[1]
+    each = sum(length for _, _, length in some) / len(some)
+    forgotten(some)
+    large = _bandwidth_beside(data, seconds, notes) if files else _large(files_of(data), seconds)
+    return {
+        "bandwidth": max(large, many * each),
+        "operations": many * count,
+        "wait_s": max(1 / one - one_cpu, 0.0) / count,
+        "stored_s": max(min(one_cpu, many_cpu) - warm_cpu, 0.0) / count,
+    }
+
+
+def forgotten(some: list[Place]) -> bool:
+    """Ask to forget the files; whether that was done."""
+    left = []
+    for number, path in enumerate(sorted({path for path, _, _ in some})):
+        with open(os.open(path, FLAGS), "rb") as file:
+            os.fsync(file.fileno())
+            page_cache.forget(file.fileno())
+            if number < LEAST:
+                left.append(page_cache.resident(file.fileno()))
+    known = [part for part in left if part is not None]
+    return bool(known) and sum(known) / len(known) < DROPPED
+
+
+def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
+    """A second, and CPU-seconds each; read by so many at once."""
+    paths = set() if opens else {path for path, _, _ in some}
+    handles = {path: os.open(path, FLAGS) for path in paths}
+    end = time.perf_counter() + seconds
+
+    def read(mine: list[Place]) -> int:
+        buffer, done = Scratch(), 0
+        for path, offset, length in mine:
+            file = os.open(path, FLAGS) if opens else handles[path]
+            os.preadv(file, [buffer.take(length)], offset)
+            if opens:
+                os.close(file)
+            done += 1
+            if time.perf_counter() > end:
+                break
+        return done
+
+    start, used = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(count) as pool:
+        done = sum(pool.map(read, [some[i::count] for i in range(count)]))
+    took, used = time.perf_counter() - start, time.process_time() - used
+    for file in handles.values():
+        os.close(file)
+    return done / took, used / done
+
+
+def _large(files: list[Path], seconds: float) -> float:
+    """Bytes a second, in large pieces one after the other."""
+    buffer, done = memoryview(bytearray(PIECE)), 0
+    start = time.perf_counter()
+    for path in files:
+        with open(os.open(path, FLAGS), "rb", buffering=0) as file:
+            while time.perf_counter() - start < seconds and (count := file.readinto(buffer)):
+                done += count
+    return done / (time.perf_counter() - start)
+
+
+def _bandwidth_beside(data: Files, seconds: float, notes: list[str]) -> float:
+    """Of a large file beside the small ones, which is made for that, and removed."""
+    try:
+        read = storage(data.folder, seconds).read
+    except ValueError as error:
+        notes.append(f"its bandwidth is known of small files only: {error}")
+        return 0.0
+    return read.median if read is not None else 0.0

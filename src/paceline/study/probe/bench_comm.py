@@ -1,0 +1,188 @@
+"""One rank of ``paceline bench comm``: a collective through each backend in turns, by size.
+
+``python -m paceline.study.probe.bench_comm`` under ``paceline run`` measures gloo, shared memory and
+NCCL; under mpirun, with ``--mpi``, MPI. Rank 0 sends JSON to the launcher, or prints it: a list of
+cost.machine's collectives, and the seconds of a copy of each size."""
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...cluster.rank_identity import place
+from ...comm.tune.algorithms import has_sockets
+from ...cost.machine.dataclass_tree import tree
+from ...cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
+from ...record.hooks.collectives import RecordedGroup
+from ...record.ring.launcher_messages import to_launcher
+from ...record.ring.recorder import Recorder
+from ...world.process_group import join, leave
+from .measure.collectives import LATENCY, LEAST, MOST, Members, backend_of, prepared
+
+JOIN_SECONDS = 300.0
+EACH_SECONDS = 0.4  # for a size of a backend, about
+ROW = 20  # calls in a row, at most, whose mean is one repetition (nccl-tests has 20, too)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="paceline.study.probe.bench_comm", description=__doc__)
+    parser.add_argument("--operation", default="all-reduce")
+    parser.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes")
+    parser.add_argument("--mpi", action="store_true", help="MPI alone, through mpi4py")
+    given = parser.parse_args()
+    if given.mpi:
+        print(json.dumps(_with_mpi(given.operation, given.sizes)), flush=True)
+        return
+    who = place(dict(os.environ))
+    join(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
+    found = _measured(_backends(), given.operation, given.sizes)
+    leave()
+    if who.rank == 0 and not to_launcher(summary=json.dumps(found)):
+        print(json.dumps(found))
+
+
+def _backends() -> dict[str, Members]:
+    """By name, gloo first: the others are told in its times."""
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    cpu = torch.device("cpu")
+    size, default = dist.get_world_size(), dist.group.WORLD
+    found = {"gloo": Members(dist.new_group(backend="gloo"), size, cpu)}
+    if (name := backend_of(default)) not in found:
+        found[name] = Members(default, size, cpu)
+        if has_sockets(default):
+            found[f"{name} by sockets"] = Members(_by_socket(), size, cpu)
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        found["nccl"] = Members(dist.new_group(backend="nccl"), size, device)
+    return found
+
+
+def _by_socket() -> Any:
+    """Another group, whose ranks sum up in their sockets first."""
+    group = dist.new_group()
+    inner: Any = group.inner if isinstance(group, RecordedGroup) else group
+    inner.kernel.by_socket(True)
+    return group
+
+
+def _measured(backends: dict[str, Members], operation: str, sizes: list[int]) -> dict[str, Any]:
+    """Every size, of each repetition all backends and a copy of so many bytes in memory."""
+    latency: dict[str, Figure] = {}
+    table: dict[str, list[AtSize]] = {name: [] for name in backends}
+    copies = []
+    for size in (LATENCY, *sizes):
+        calls, exact = {}, size
+        for name, members in backends.items():
+            exact, calls[name] = prepared(members, operation, size)
+        one, other = torch.zeros(exact, dtype=torch.uint8), torch.zeros(exact, dtype=torch.uint8)
+        calls["copy"] = partial(one.copy_, other)
+        first = next(iter(backends.values()))
+        times = _in_turns(calls, first)
+        for name in backends:
+            figure = Figure.of(times[name], SECONDS)
+            if size == LATENCY:
+                latency[name] = figure
+            else:
+                table[name].append(AtSize(exact, figure))
+        if size != LATENCY:
+            copies.append(AtSize(exact, Figure.of(times["copy"], SECONDS)))
+    hosts = _hosts()
+    group = "in host" if len(hosts) == 1 else "all"
+    found = [
+        tree(
+            Collective(
+                *(group, operation, members.size, hosts, name, members.device.type),
+                *(latency[name], tuple(table[name])),
+            )
+        )
+        for name, members in backends.items()
+    ]
+    return {"collectives": found, "copies": tree(copies)}
+
+
+def _in_turns(calls: dict[str, Callable[[], Any]], members: Members) -> dict[str, list[float]]:
+    """Seconds of each repetition of each call, means over the ranks."""
+    for call in calls.values():
+        call()
+    once = members.share([_mean(call, 1) for call in calls.values()])
+    together = max(sum(once), 1e-7)
+    row = max(1, min(ROW, int(EACH_SECONDS / LEAST / together)))
+    count = min(MOST, max(LEAST, int(EACH_SECONDS * len(calls) / row / together)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(count):
+        for name, call in calls.items():
+            call()  # what the others have left in the caches is not its fault
+            dist.barrier()
+            times[name].append(_mean(call, row))
+    return {name: members.share(each) for name, each in times.items()}
+
+
+def _mean(call: Callable[[], Any], count: int) -> float:
+    """Seconds of a call, of so many in a row."""
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
+
+
+def _hosts() -> tuple[str, ...]:
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return tuple(dict.fromkeys(names))
+
+
+def _with_mpi(operation: str, sizes: list[int]) -> dict[str, Any]:
+    """The same through mpi4py, on numpy's arrays; only rank 0's is of use."""
+    import numpy as np
+    from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
+
+    world = MPI.COMM_WORLD
+    count = world.Get_size()
+
+    def prepared_with_mpi(size: int) -> tuple[int, Callable[[], Any]]:
+        each = max(1, size // 4 // count)
+        items = max(1, size // 4) if operation == "all-reduce" else each * count
+        whole, other = np.zeros(items, np.float32), np.zeros(items, np.float32)
+        part = np.zeros(each, np.float32)
+        calls: dict[str, Callable[[], Any]] = {
+            "all-reduce": lambda: world.Allreduce(MPI.IN_PLACE, whole),
+            "all-gather": lambda: world.Allgather(part, whole),
+            "reduce-scatter": lambda: world.Reduce_scatter_block(whole, part),
+            "all-to-all": lambda: world.Alltoall(whole, other),
+        }
+        return items * 4, calls[operation]
+
+    latency, table = None, []
+    for size in (LATENCY, *sizes):
+        exact, call = prepared_with_mpi(size)
+        for _ in range(2):
+            call()
+        once = max(world.allreduce(_mean(call, 1)) / count, 1e-7)
+        row = max(1, min(ROW, int(EACH_SECONDS / LEAST / once)))
+        times = []
+        for _ in range(min(MOST, max(LEAST, int(EACH_SECONDS / row / once)))):
+            world.Barrier()
+            times.append(world.allreduce(_mean(call, row)) / count)
+        figure = Figure.of(times, SECONDS)
+        if size == LATENCY:
+            latency = figure
+        else:
+            table.append(AtSize(exact, figure))
+    hosts = tuple(dict.fromkeys(world.allgather(MPI.Get_processor_name())))
+    if world.Get_rank():
+        return {}
+    group = "in host" if len(hosts) == 1 else "all"
+    found = Collective(group, operation, count, hosts, "mpi", "cpu", latency, tuple(table))
+    return {"collectives": [tree(found)], "copies": []}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The measurements of ``paceline check``, one file each."""

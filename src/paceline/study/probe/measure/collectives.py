@@ -1,0 +1,143 @@
+"""Latency and bandwidth of collectives within a group of ranks, by size.
+
+A repetition's time is the mean over the group's ranks, as nccl-tests and OSU's benchmarks have
+it: ranks call again and again without a pause, and one that comes early waits inside of its call.
+All ranks of a group decide alike how often and up to which size, from times that they share."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....comm.shared.group import SharedGroup
+from ....cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
+from ....record.hooks.collectives import RecordedGroup
+
+LATENCY = 8  # bytes of the vector whose time is the latency
+SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
+QUICK = tuple(1 << power for power in range(12, 25, 4))  # 4 KiB to 16 MiB
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+LEAST, MOST = 5, 200  # repetitions
+
+# By their names before PyTorch 2.13 and since.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Members:
+    """A group of ranks that measures together, and where its vectors lie."""
+
+    group: Any  # torch.distributed's
+    size: int
+    device: torch.device
+
+    def share(self, values: list[float]) -> list[float]:
+        """The mean over all members of each."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
+        found: list[float] = (tensor / self.size).tolist()
+        return found
+
+
+def collectives(
+    members: Members, name: str, hosts: tuple[str, ...], seconds: float, sizes: tuple[int, ...]
+) -> list[Collective]:
+    """Every operation; name and hosts: see cost.machine. seconds: of each operation, about."""
+    cuda = members.device.type == "cuda"
+    found = []
+    for operation in OPERATIONS:
+        try:
+            latency, table = _measured(members, operation, seconds, sizes)
+        except RuntimeError as error:
+            if "support" not in str(error):
+                raise
+            continue  # not in this version of the backend: on all ranks alike
+        found.append(
+            Collective(
+                name,
+                operation,
+                members.size,
+                hosts,
+                "nccl" if cuda else backend_of(members.group),
+                members.device.type,
+                latency,
+                tuple(table),
+            )
+        )
+    return found
+
+
+def backend_of(group: Any) -> str:
+    """What moves the bytes of CPU tensors in a group, by its name."""
+    inner = group.inner if isinstance(group, RecordedGroup) else group
+    return "paceline" if isinstance(inner, SharedGroup) else "gloo"
+
+
+def _measured(
+    members: Members, operation: str, seconds: float, sizes: tuple[int, ...]
+) -> tuple[Figure, list[AtSize]]:
+    _, times = _timed(members, operation, LATENCY, seconds / 8)
+    latency, left = Figure.of(times, SECONDS), seconds - sum(times)
+    table: list[AtSize] = []
+    for i, size in enumerate(sizes):
+        if _expected(latency, table, size) * (LEAST + 2) > 2 * seconds:
+            break
+        exact, times = _timed(members, operation, size, left / (len(sizes) - i))
+        if not table or table[-1].bytes < exact:  # many ranks: a little for each may be more
+            table.append(AtSize(exact, Figure.of(times, SECONDS)))
+        left -= sum(times)
+    return latency, table
+
+
+def _expected(latency: Figure, table: list[AtSize], size: int) -> float:
+    """Seconds of a larger vector, on the line through the last two."""
+    if not table:
+        return 0.0
+    points = [(LATENCY, latency.low), *((one.bytes, one.seconds.low) for one in table)]
+    (less, before), (bytes_, seconds) = points[-2:]
+    return seconds + (size - bytes_) * max(0.0, seconds - before) / (bytes_ - less)
+
+
+def _timed(members: Members, operation: str, size: int, seconds: float) -> tuple[int, list[float]]:
+    """The bytes of the whole vector, and the time of each repetition: the same on all members."""
+    exact, call = prepared(members, operation, size)
+    call()
+    once = min(members.share([_once(call), _once(call)]))
+    count = min(MOST, max(LEAST, int(seconds / max(once, 1e-7))))
+    return exact, members.share([_once(call) for _ in range(count)])
+
+
+def _once(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def prepared(members: Members, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
+    """A call, and the bytes of its vector as docs/measures.md has them: for all-gather that of all
+    parts together. A few more than ``size`` where it does not divide."""
+    group, item = members.group, torch.float32.itemsize
+    each = max(1, size // item // members.size)
+    count = max(1, size // item) if operation == "all-reduce" else each * members.size
+    whole = torch.zeros(count, device=members.device)
+    other = torch.zeros(count, device=members.device)
+    part = torch.zeros(each, device=members.device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all-reduce": lambda: dist.all_reduce(whole, group=group),
+        "all-gather": lambda: _ALL_GATHER(whole, part, group=group),
+        "reduce-scatter": lambda: _REDUCE_SCATTER(part, whole, group=group),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    call = calls[operation]
+    if members.device.type == "cpu":
+        return count * item, call
+
+    def finished() -> None:
+        call()
+        torch.cuda.synchronize(members.device)
+
+    return count * item, finished

@@ -1,0 +1,157 @@
+"""What a host is and has, without measuring: versions, processor, mask, memory, limits, cards."""
+
+import os
+import platform
+import re
+import resource
+import socket
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .... import __version__
+from ....cluster.topology.local_resources import free_memory, memory_limits, spans
+from ....cluster.topology.pci_devices import Card, cards
+from ....cluster.topology.topology import text, topology
+from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
+
+SHM = Path("/dev/shm")
+TEMPORARY = Path("/tmp")
+
+
+def facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> HostFacts:
+    """Of this host. name: what the job calls it. cpus: hardware threads that its ranks may run
+    on together. folder: whose free space counts; None: that of /tmp."""
+    known = topology()
+    mask = sorted(cpus)
+    missing = {"cores": known.guessed} if known.guessed else {}
+    processor = _processor()
+    if not processor:
+        missing["processor"] = "/proc/cpuinfo does not name it"
+    gpus = _gpus()
+    networks = [_network(card) for card in cards() if card.kind != "gpu"]
+    return HostFacts(
+        name=name,
+        processor=processor,
+        sockets=len({cpu.package for cpu in known.cpus}),
+        cores=len({cpu.core for cpu in known.cpus}),
+        threads=len(known.cpus),
+        numa_nodes=max(1, len(known.nodes)),
+        ranks=ranks,
+        mask=spans(mask),
+        memory_bytes=_total_memory(),
+        free_memory_bytes=free_memory(),
+        free_disk_bytes=free_space(folder or TEMPORARY),
+        versions=_versions(),
+        limits=_limits(),
+        missing=missing,
+        gpus=tuple(gpus),
+        networks=tuple(networks),
+    )
+
+
+def more(folder: Path | None) -> dict[str, Any]:
+    """What a machine file has no place for, for the table only."""
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return {
+        "hostname": socket.gethostname(),
+        "boot_id": boot_id(),
+        "nproc_limit": None if processes == resource.RLIM_INFINITY else processes,
+        "free_tmp_bytes": free_space(TEMPORARY),
+        "free_folder_bytes": None if folder is None else free_space(folder),
+    }
+
+
+def boot_id() -> str:
+    """The same in all containers and namespaces of one running kernel; the host's name where
+    nobody says it."""
+    return text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
+
+
+def free_space(folder: Path) -> int | None:
+    """Bytes that this user may still write there; None where nobody says it."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "paceline": __version__}
+    for package in ("torch", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            pass
+    driver = re.search(r"Module +([\d.]+)", text(Path("/proc/driver/nvidia/version")))
+    if driver:
+        found["driver"] = driver[1]
+    return {**found, "kernel": platform.release()}
+
+
+def _processor() -> str:
+    """As /proc/cpuinfo names it: on x86, then on POWER; else the board's name, as on Arm."""
+    said = text(Path("/proc/cpuinfo"))
+    for key in ("model name", "cpu"):
+        found = re.search(rf"^{key}\s*:\s*(.+)$", said, re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return text(Path("/proc/device-tree/model")).rstrip("\0")
+
+
+def _total_memory() -> int | None:
+    found = re.search(r"^MemTotal:\s*(\d+) kB", text(Path("/proc/meminfo")), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _limits() -> Limits:
+    def soft(kind: int) -> int:
+        value, _ = resource.getrlimit(kind)
+        return UNLIMITED if value == resource.RLIM_INFINITY else value
+
+    try:
+        shm = os.statvfs(SHM)
+        size: int | None = shm.f_blocks * shm.f_frsize
+    except OSError:
+        size = None
+    groups = [limit for limit, _ in memory_limits()]
+    return Limits(
+        nofile=soft(resource.RLIMIT_NOFILE),
+        memlock_bytes=soft(resource.RLIMIT_MEMLOCK),
+        stack_bytes=soft(resource.RLIMIT_STACK),
+        shm_bytes=size,
+        shm_free_bytes=free_space(SHM),
+        cgroup_memory_bytes=min(groups, default=UNLIMITED),
+    )
+
+
+def _gpus() -> list[Gpu]:
+    """Those that torch sees; else those on the PCI bus, by the name that their driver has."""
+    import torch
+
+    if torch.cuda.is_available():
+        found = []
+        for number in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(number)
+            found.append(Gpu(torch.cuda.get_device_name(number), total, free))
+        return found
+    return [Gpu(_model(card)) for card in cards() if card.kind == "gpu"]
+
+
+def _model(card: Card) -> str:
+    said = text(Path("/proc/driver/nvidia/gpus") / card.name / "information")
+    found = re.search(r"^Model:\s*(.+)$", said, re.MULTILINE)
+    return found[1].strip() if found else f"GPU {card.name}"
+
+
+def _network(card: Card) -> Network:
+    if card.kind == "ib":
+        port = next(iter(sorted(Path(f"/sys/class/infiniband/{card.name}/ports").glob("*"))), None)
+        if port is None:
+            return Network(card.name)
+        return Network(card.name, text(port / "link_layer"), text(port / "rate"))
+    speed = text(Path(f"/sys/class/net/{card.name}/speed"))
+    known = speed.isdigit() and int(speed) > 0  # virtual cards say -1
+    return Network(card.name, "Ethernet", f"{int(speed) / 1000:g} Gb/s" if known else "")

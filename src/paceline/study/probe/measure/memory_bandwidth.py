@@ -1,0 +1,66 @@
+"""How fast memory is read and written: STREAM's triad a = b + s c, on doubles.
+
+Bytes are counted as STREAM does, 3 x 8 a turn: the read of ``a`` that a processor makes before it
+writes there, unless it writes around its caches, is not."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ....cluster.topology.local_resources import free_memory
+from ....cluster.topology.topology import text
+from ....cost.machine.machine_file import BANDWIDTH, Memory
+from .repeat import rate, repeated
+
+DOUBLE = 8
+UNKNOWN_CACHE = 64 << 20
+SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 1) -> Memory:
+    """Of a device; where it is "cpu", of these hardware threads, by so many threads. Each array
+    is four times the caches at least, unless that were more than an eighth of what is free."""
+    import torch
+
+    if device == "cpu":
+        caches, free = last_level_caches(cpus), free_memory()
+    else:
+        of_device = torch.cuda.get_device_properties(device)
+        caches = int(getattr(of_device, "L2_cache_size", UNKNOWN_CACHE))
+        free = torch.cuda.mem_get_info(device)[0]
+    count = min(max(4 * caches, 32 << 20), free // 8) // DOUBLE
+    before = torch.get_num_threads()
+    try:
+        if device == "cpu":
+            torch.set_num_threads(threads)
+        a, b, c = (torch.empty(count, dtype=torch.float64, device=device) for _ in range(3))
+        for array, value in ((a, 0.0), (b, 1.0), (c, 2.0)):
+            array.fill_(value)  # by the threads that will use it, so that it is near them
+
+        def call() -> None:
+            torch.add(b, c, alpha=3.0, out=a)
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+
+        times = repeated(call, seconds)
+        if not bool((a == 7.0).all()):
+            raise ValueError(f"{device}: the triad 1 + 3 x 2 is not 7 everywhere. HINT: its memory")
+    finally:
+        torch.set_num_threads(before)
+    return Memory(device, rate(3 * DOUBLE * count, times, BANDWIDTH))
+
+
+def last_level_caches(cpus: Iterable[int], root: Path = Path("/")) -> int:
+    """Bytes of the largest caches of those hardware threads, all together."""
+    found: dict[tuple[int, str], int] = {}
+    for cpu in cpus:
+        levels = {}
+        for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
+            size, shared = text(folder / "size"), text(folder / "shared_cpu_list")
+            level = text(folder / "level")
+            if level.isdigit() and size[:-1].isdigit() and text(folder / "type") != "Instruction":
+                levels[int(level)] = shared, int(size[:-1]) * SIZES.get(size[-1], 1)
+        if levels:
+            last = max(levels)
+            shared, size_bytes = levels[last]
+            found[last, shared] = size_bytes
+    return sum(found.values()) or UNKNOWN_CACHE

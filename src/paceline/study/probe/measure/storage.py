@@ -1,0 +1,182 @@
+"""How fast a folder is: large files written and read, small files made and read.
+
+All in a subfolder of its own that is removed at the end. Written data is on the disk when the
+clock stops (fsync). Before reading, the system is asked to forget it, and asked whether it did."""
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....cost.machine.machine_file import BANDWIDTH, FILES, Figure, Storage
+from . import page_cache
+from .host_facts import free_space
+from .repeat import rate
+
+CHUNK = 4 << 20
+LARGEST = 128 << 20  # bytes of a file
+LONG_ENOUGH = 0.1  # seconds of one file
+FILES_MOST = 64  # large ones
+SMALL, IN_FOLDER, FOLDERS = 4096, 100, 20
+LEAST_FREE = 64 << 20
+UNKNOWN_FREE = 4 << 30  # some file systems don't say it
+DROPPED = 0.02  # of a file that may still be in memory where it counts as forgotten
+
+
+@dataclass(frozen=True)
+class Written:
+    """A large file and how long its writing took."""
+
+    path: Path
+    size: int
+    seconds: float
+
+
+def storage(folder: Path, seconds: float) -> Storage:
+    """Of a folder, as this host reaches it; seconds: for writing, for reading, and for small
+    files, about. Raises ValueError where it can't be written to or is full."""
+    free = free_space(folder)
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder}: {_missing(folder)}. HINT: a folder that all hosts have")
+    if free is not None and free < LEAST_FREE:
+        raise ValueError(
+            f"--data {folder} has {free / 2**20:.1f} MiB free, too little to measure with. "
+            f"HINT: make room for {LEAST_FREE >> 20} MiB, or another folder"
+        )
+    try:
+        own = Path(tempfile.mkdtemp(prefix=".paceline-check-", dir=folder))
+    except OSError as error:
+        raise ValueError(
+            f"--data {folder} can't be written to: {error.strerror}. HINT: a folder that you may "
+            "write to; or leave --data out"
+        ) from None
+    try:
+        return _measured(folder, own, UNKNOWN_FREE if free is None else free, seconds)
+    except OSError as error:
+        raise ValueError(
+            f"--data {folder}: {error.strerror} while measuring. HINT: is its quota used up, or "
+            "its server in trouble?"
+        ) from None
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _missing(folder: Path) -> str:
+    return "is no folder" if folder.exists() else "no such folder on this host"
+
+
+def _measured(folder: Path, own: Path, free: int, seconds: float) -> Storage:
+    filesystem = page_cache.kind(folder)
+    written = _write(own, free // 10, seconds)
+    write = Figure.of([one.size / one.seconds for one in written], BANDWIDTH)
+    parts = [_forgotten(one.path) for one in written]
+    read = Figure.of(_read(written, seconds), BANDWIDTH)
+    cached_read = Figure.of(_read(written[-1:] * 5, seconds / 4), BANDWIDTH)
+    for one in written:
+        one.path.unlink()
+    create, small_read = _small(own, seconds)
+    return Storage(
+        str(folder),
+        filesystem,
+        _of_cache(filesystem, parts),
+        read,
+        write,
+        cached_read,
+        create,
+        small_read,
+    )
+
+
+def _of_cache(filesystem: str, resident: list[float | None]) -> str:
+    """Whether reading was from memory in part."""
+    known = [part for part in resident if part is not None]
+    if filesystem in page_cache.IN_MEMORY or (known and max(known) > DROPPED):
+        return "in"
+    own_cache = filesystem.partition(".")[0] in page_cache.OWN_CACHE
+    return "unknown" if own_cache or len(known) < len(resident) else "out"
+
+
+def _write(own: Path, room: int, seconds: float) -> list[Written]:
+    """Files, each as large as can be written in a moment, until time or room is over."""
+    data, size = os.urandom(CHUNK), CHUNK
+    found: list[Written] = []
+    used, end = 0, time.perf_counter() + seconds
+    while len(found) < FILES_MOST and used + size <= room:
+        path = own / f"large-{len(found)}"
+        start = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(size // CHUNK):
+                file.write(data)
+            os.fsync(file.fileno())
+        found.append(Written(path, size, time.perf_counter() - start))
+        used += size
+        if found[-1].seconds < LONG_ENOUGH and size < LARGEST:
+            size *= 2
+        elif time.perf_counter() > end:
+            break
+    # The first ones were small, and mostly waited for the disk to answer.
+    return [one for one in found if 4 * one.size >= found[-1].size]
+
+
+def _forgotten(path: Path) -> float | None:
+    with path.open("rb") as file:
+        page_cache.forget(file.fileno())
+        return page_cache.resident(file.fileno())
+
+
+def _read(files: list[Written], seconds: float) -> list[float]:
+    """Bytes per second of each, until time is over."""
+    buffer, found = memoryview(bytearray(CHUNK)), []
+    end = time.perf_counter() + seconds
+    for one in files:
+        start = time.perf_counter()
+        with one.path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+        found.append(one.size / (time.perf_counter() - start))
+        if time.perf_counter() > end:
+            break
+    return found
+
+
+def _small(own: Path, seconds: float) -> tuple[Figure, Figure]:
+    """Rates of making and of reading files of 4 KiB, by subfolders. They are made as an archive
+    is unpacked, without waiting for the disk; when read, their names are still in memory."""
+    data, times = os.urandom(SMALL), []
+    folders: list[Path] = []
+    end = time.perf_counter() + seconds / 2
+    while len(folders) < FOLDERS and (time.perf_counter() < end or not folders):
+        folder = own / f"small-{len(folders)}"
+        start = time.perf_counter()
+        folder.mkdir()
+        for number in range(IN_FOLDER):
+            (folder / str(number)).write_bytes(data)
+        times.append(time.perf_counter() - start)
+        folders.append(folder)
+    create = rate(IN_FOLDER, times, FILES)
+    _write_out(own)
+    paths = [folder / str(number) for folder in folders for number in range(IN_FOLDER)]
+    for path in paths:
+        with path.open("rb") as file:
+            page_cache.forget(file.fileno())
+    random.Random(0).shuffle(paths)
+    times, end = [], time.perf_counter() + seconds / 2
+    for first in range(0, len(paths), IN_FOLDER):
+        start = time.perf_counter()
+        for path in paths[first : first + IN_FOLDER]:
+            path.read_bytes()
+        times.append(time.perf_counter() - start)
+        if time.perf_counter() > end:
+            break
+    return create, rate(IN_FOLDER, times, FILES)
+
+
+def _write_out(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        page_cache.flush(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,167 @@
+"""The whole check, on each rank: what is measured in which order, and what becomes of it."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from ...cluster.rank_identity import Place, place
+from ...cluster.topology.local_resources import cores
+from ...cluster.topology.topology import topology
+from ...cost.machine.dataclass_tree import tree
+from ...record.ring.launcher_messages import say
+from ...record.ring.recorder import Recorder
+from ...world.process_group import join
+from .groups import Groups
+from .measure import host_facts
+from .measure.arithmetic import arithmetic
+from .measure.import_time import import_torch
+from .measure.memory_bandwidth import triad
+from .measure.storage import storage
+from .participants import Crew
+from .summary import Summary
+
+USUAL = 30.0  # seconds; the shares below are of so many
+JOIN_SECONDS = 300.0
+PATIENCE = 40.0  # seconds for a step, beside what it is meant to take
+
+
+def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | None:
+    """Measure, together with the other ranks of the job; on rank 0 the summary (see summary.py).
+    folder: whose storage is measured. quick: fewer sizes, ``import torch`` once."""
+    who = place(dict(os.environ))
+    join(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
+    # Store of the job, or of a process alone.
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else HashStore()
+    crew = Crew(PrefixStore("paceline/check", store), who.rank, who.size, _about(who))
+    measures = Measures(crew, folder, seconds / USUAL, quick)
+    measures.of_hosts()
+    measures.of_links()
+    return measures.summary.as_json(crew.silent) if who.rank == 0 else None
+
+
+def _about(who: Place) -> dict[str, Any]:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    own = who.local_rank < devices and dist.is_nccl_available()
+    if own:
+        torch.cuda.set_device(who.local_rank)
+    return {
+        "host": os.environ.get("GROUP_RANK", socket.gethostname()),
+        "name": socket.gethostname(),
+        "machine": host_facts.boot_id(),
+        "cpus": cores(),
+        "gpu": own,
+    }
+
+
+class Measures:
+    """The steps; their results gather in ``summary``, on rank 0."""
+
+    def __init__(self, crew: Crew, folder: Path | None, scale: float, quick: bool) -> None:
+        self.crew, self.folder, self.scale, self.quick = crew, folder, scale, quick
+        self.summary = Summary(crew.hosts, folder)
+        self.groups = Groups(crew, 0.6 * scale, quick)
+
+    def of_hosts(self) -> None:
+        """What each host's leader measures while its other ranks wait."""
+        crew, host, scale = self.crew, self.crew.host, self.scale
+        threads = max(1, len(topology().cores(host.cpus)))
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+        def own_facts() -> Any:
+            own = host_facts.facts(host.name, len(host.ranks), host.cpus, self.folder)
+            return [tree(own), host_facts.more(self.folder)]
+
+        def imports() -> Any:
+            found = import_torch(1, count=False) if self.quick else import_torch()
+            return tree(found)
+
+        def computing() -> Any:
+            with _on(host.cpus):
+                found = arithmetic("cpu", 0.8 * scale, threads)
+                for device in devices:
+                    found += arithmetic(device, 0.1 * scale)
+            return tree(found)
+
+        def memory() -> Any:
+            with _on(host.cpus):
+                found = [triad("cpu", 0.8 * scale, host.cpus, threads)]
+                found += [triad(device, 0.1 * scale) for device in devices]
+            return tree(found)
+
+        def folders() -> Any:
+            assert self.folder is not None
+            with _ended_gently():
+                return [tree(storage(self.folder, 1.5 * scale))]
+
+        self._say("facts")
+        self.summary.facts(crew.step("facts", own_facts, PATIENCE, in_turns=False))
+        self._say("import torch")
+        self.summary.imports(crew.step("import torch", imports, 3 * PATIENCE))
+        self._say("arithmetic")
+        patience = PATIENCE + 20 * scale
+        self.summary.part("arithmetic", crew.step("arithmetic", computing, patience))
+        self._say("memory")
+        self.summary.part("memory", crew.step("memory", memory, patience))
+        if self.folder is not None:
+            self._say(f"storage of {self.folder}")
+            self.summary.part("storage", crew.step("storage", folders, patience))
+
+    def of_links(self) -> None:
+        """What ranks measure together: in each host, between hosts, and all."""
+        crew, groups = self.crew, self.groups
+        patience = PATIENCE + 60 * self.scale
+        everyone = [rank for host in crew.hosts for rank in host.ranks]
+        if len(crew.hosts) < len(everyone):
+            self._say("collectives in each host")
+            said = crew.step("collectives in host", groups.in_host, patience, everyone)
+            self.summary.collectives("collectives in host", said)
+        everyone = [rank for host in crew.hosts for rank in host.ranks]
+        if 1 < len(crew.hosts) < len(everyone):
+            self._say("collectives of all ranks")
+            said = crew.step("collectives of all", groups.all_ranks, patience, everyone, False)
+            self.summary.collectives("collectives of all", said)
+        if len(crew.hosts) > 1:
+            self._say("clocks")
+            said = crew.step("clocks", groups.offsets, patience, in_turns=False)
+            self.summary.offsets(said)
+            self._say("links between hosts")
+            said = crew.step("links", groups.pairs, 2 * patience, in_turns=False)
+            self.summary.pairs(said)
+            self._say("collectives between hosts")
+            said = crew.step("collectives between hosts", groups.between, patience, in_turns=False)
+            self.summary.collectives("collectives between hosts", said)
+
+    def _say(self, what: str) -> None:
+        if self.crew.rank == 0:
+            say(f"paceline check: {what} ...\n")
+
+
+@contextlib.contextmanager
+def _on(cpus: tuple[int, ...]) -> Iterator[None]:
+    """This thread, and threads that it starts, on all hardware threads of the host's ranks."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _ended_gently() -> Iterator[None]:
+    """SIGTERM is an exception, so that files are removed. (Not always: in a wait for others, in
+    C++, Python's handler would come too late.)"""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,172 @@
+"""All that a resumed run needs, and laying it back at the very point where it was taken."""
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..parallel.data import plain
+from .meter import Meter
+from .optimizer_step import Training
+
+
+@dataclass
+class Position:
+    """Where the run is: the epoch, and for each sharded loader, by its number, how often the
+    epoch has been through it, and how many batches of the open pass are done."""
+
+    epoch: int = 0
+    passes: dict[int, int] = field(default_factory=dict)
+    open: dict[int, int] = field(default_factory=dict)
+    batch: dict[int, int] = field(default_factory=dict)  # samples in a loader's global batch
+
+    def new_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.passes, self.open = {}, {}
+
+    @property
+    def inside(self) -> bool:
+        """Whether this is a point inside an epoch."""
+        return bool(self.open or self.passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "passes": dict(self.passes),
+            "open": dict(self.open),
+            "batch": dict(self.batch),
+        }
+
+
+def random_states() -> dict[str, Any]:
+    """The global generators of this rank."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class Everything:
+    """The state of one rank: what is the same on all (shared) and what is its own."""
+
+    def __init__(self, training: Training, position: Position) -> None:
+        self.training = training
+        self.position = position
+        self.kept: dict[str, Any] = {}
+        self.meters: list[Meter] = []  # those of the running epoch, in the order of creation
+        self.waiting: list[dict[str, float]] = []  # for meters that the resumed epoch will make
+
+    def keep(self, name: str, thing: Any) -> None:
+        if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+            raise ValueError(
+                f"world.keep({name}=...): a {type(thing).__name__} has no state_dict and "
+                "load_state_dict. HINT: keep objects that have both"
+            )
+        self.kept[name] = thing
+
+    def _shared_parts(self) -> dict[str, list[Any]]:
+        training = self.training
+        return {
+            "models": [plain(model) for model in training.models],
+            "optimizers": training.optimizers,
+            "warmups": training.warmups,
+            "scaler": [training.scaler] if training.scaler else [],
+        }
+
+    def shared(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            name: [part.state_dict() for part in parts]
+            for name, parts in self._shared_parts().items()
+        }
+        state["kept"] = {name: thing.state_dict() for name, thing in self.kept.items()}
+        state["position"] = self.position.state_dict()
+        state["step"] = self.training.phases.recorder.step
+        return state
+
+    def buffers(self) -> frozenset[int]:
+        """Addresses of the models' buffers: between forwards ranks differ in them (running
+        statistics), and rank 0's are given to all before the next forward."""
+        models = self.training.models
+        return frozenset(b.data_ptr() for model in models for b in model.buffers() if b.numel())
+
+    def own(self) -> dict[str, Any]:
+        return {"random": random_states(), "meters": [m.state_dict() for m in self.meters]}
+
+    def lay(self, shared: dict[str, Any], own: list[Any], rank: int, size: int) -> Position:
+        """Give every object its state back; the position that it was taken at.
+
+        Raises ValueError where the checkpoint is another script's or another model's.
+        """
+        for name, parts in self._shared_parts().items():
+            _same_number(name, len(shared[name]), len(parts))
+            for part, state in zip(parts, shared[name], strict=True):
+                _lay_one(part, state, name)
+        missing = self.kept.keys() ^ shared["kept"].keys()
+        if missing:
+            raise ValueError(
+                f"the checkpoint and world.keep differ in {', '.join(sorted(missing))}. "
+                "HINT: keep the same names, or another checkpoint folder"
+            )
+        for name, thing in self.kept.items():
+            thing.load_state_dict(shared["kept"][name])
+        self.training.phases.recorder.step = shared["step"]
+        if len(own) == size:
+            set_random_states(own[rank]["random"])
+            sums = own[rank]["meters"]
+        else:  # another number of ranks: rank 0 goes on with all sums
+            sums = _added([part["meters"] for part in own]) if rank == 0 else []
+        for meter, state in zip(self.meters, sums, strict=False):
+            meter.load_state_dict(state)
+        self.waiting = list(sums[len(self.meters) :])
+        return Position(**shared["position"])
+
+    def new_meter(self, meter: Meter) -> None:
+        self.meters.append(meter)
+        if self.waiting:
+            meter.load_state_dict(self.waiting.pop(0))
+
+
+def _lay_one(part: Any, state: Any, name: str) -> None:
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"the checkpoint does not fit this script's {name}: {first}. HINT: the script that "
+            "wrote it, or another checkpoint folder"
+        ) from None
+
+
+def _same_number(name: str, saved: int, here: int) -> None:
+    if saved != here:
+        raise ValueError(
+            f"the checkpoint has {saved} {name}, this script {here}. HINT: call world.distribute "
+            "(and scale_learning_rate) before world.epochs, as the run that wrote it did"
+        )
+
+
+def _added(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """Meters of all ranks, added up one by one."""
+    sums: list[dict[str, float]] = []
+    for meters in ranks:
+        for i, meter in enumerate(meters):
+            if i == len(sums):
+                sums.append({})
+            for name, value in meter.items():
+                sums[i][name] = sums[i].get(name, 0.0) + value
+    return sums
