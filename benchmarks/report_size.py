@@ -15,7 +15,11 @@ from typing import Any
 
 import numpy as np
 from common import SCRIPTS, console, finish, launch, machine, options, run, spread, target
-from paceline.record.ring.ring.ring import (
+from rich.progress import track
+from rich.table import Table
+
+from paceline.analyze.records.read_record import EVENT_DTYPE
+from paceline.record.ring.ring import (
     DEFAULT_CAPACITY,
     EVENT,
     HEADER,
@@ -23,11 +27,7 @@ from paceline.record.ring.ring.ring import (
     MAGIC,
     VERSION,
 )
-from paceline.record.ring.ring.states import Op, State
-from rich.progress import track
-from rich.table import Table
-
-from paceline.analyze.records.read_record import EVENT_DTYPE
+from paceline.record.ring.states import Op, State
 
 SECONDS, GIGABYTES = 10.0, 1.0
 WHAT = {"seconds": "whole, s", "cpu_seconds": "processor, s", "gigabytes": "peak, GB"}

@@ -15,10 +15,11 @@ from typing import Any
 
 from common import BIN, SCRIPTS, console, finish, machine, options, ratio, run, spread
 from common import target as judged
-from paceline.cluster.topology.topology.local_resources import spans
-from paceline.cluster.topology.topology.sockets import SOCKETS
-from paceline.cluster.topology.topology.topology import topology
 from rich.table import Table
+
+from paceline.cluster.topology.local_resources import spans
+from paceline.cluster.topology.sockets import SOCKETS
+from paceline.cluster.topology.topology import topology
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 JUDGED = 16 << 20

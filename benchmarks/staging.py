@@ -79,7 +79,7 @@ def told(place: Path, state: str) -> str:
 
 
 def once(way: str, folder: Path, place: Path, cold: bool) -> float:
-    from paceline.data.staging.stage.stage import stage
+    from paceline.data.staging.stage import stage
 
     source = folder / ("files" if way == FILES else "packed")
     (forgotten if cold else remembered)(source)

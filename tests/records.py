@@ -1,11 +1,10 @@
 """Hand-made records with known answers; times in milliseconds."""
 
-from paceline.record.ring.ring.ring import Ring
-from paceline.record.ring.ring.states import Op, State
-
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import Run
 from paceline.analyze.records.read_record import read
+from paceline.record.ring.ring import Ring
+from paceline.record.ring.states import Op, State
 
 MS = 1_000_000
 

@@ -8,7 +8,7 @@ import sys
 from multiprocessing import active_children
 from pathlib import Path
 
-from paceline.record.ring.ring.resource_usage import Opens, read_bytes
+from paceline.record.ring.resource_usage import Opens, read_bytes
 
 
 def main() -> None:

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paceline.record.ring.ring.recorder import Recorder, now
-from paceline.record.ring.ring.states import State
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.record import attach
-from paceline.record.ring.ring import stack_sampler
+from paceline.record.ring import stack_sampler
+from paceline.record.ring.recorder import Recorder, now
+from paceline.record.ring.states import State
 
 SEAMS = [  # what record.patches replaces, and how it calls what was there
     (nn.Module, "__call__", "original"),

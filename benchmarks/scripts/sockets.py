@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paceline.cluster.topology.topology.local_resources import unspanned
 
 import paceline  # noqa: F401  the backend
-from paceline.comm.shared.group import SharedGroup
+from paceline.cluster.topology.local_resources import unspanned
+from paceline.comm.shared_group import SharedGroup
 
 LEAST, SECONDS = 5, 0.1  # calls a measurement, and about so long
 

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from .record.hooks.import_hooks import after_import as _after_import
+from .version import __version__ as __version__
 
-__version__ = "0.1.0"
 __all__ = ["World", "init"]
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import subprocess
 
 import numpy as np
 import pytest
-from paceline.record.ring.ring.states import Op, State
 
 import ranks as launcher
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.clock_alignment import align
 from paceline.analyze.records.load_run import load
 from paceline.analyze.records.match_collectives import match
+from paceline.record.ring.states import Op, State
 from records import Rank, report_of
 
 

@@ -6,14 +6,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from paceline.analyze.live.live_view.live_view import view
-from paceline.record.ring.ring.ring import BEGUN, BEGUN_OFFSET
-from paceline.record.ring.ring.states import Op, State
-from paceline.record.ring.ring.tail import Tail, tail
-from paceline.report.terminal.run_report.top import drawn
 from rich.console import Console
 
+from paceline.analyze.live.live_view import view
+from paceline.record.ring.ring import BEGUN, BEGUN_OFFSET
+from paceline.record.ring.states import Op, State
+from paceline.record.ring.tail import Tail, tail
 from paceline.report.numbers import elapsed
+from paceline.report.terminal.top import drawn
 from records import MS, Rank
 
 

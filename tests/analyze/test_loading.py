@@ -1,8 +1,7 @@
 """What ranks' loaders took beside the training."""
 
-from paceline.report.terminal.run_report.run_report import drawn
-
 import records
+from paceline.report.terminal.run_report import drawn
 
 
 def report(tmp_path, *told):

@@ -1,8 +1,8 @@
 """Every wait booked to whom it was for and what that rank did; shares that add up."""
 
 import pytest
-from paceline.record.ring.ring.states import Op, State
 
+from paceline.record.ring.states import Op, State
 from records import MS, Rank, report_of
 
 

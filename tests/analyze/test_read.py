@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from paceline.record.ring.ring.ring import HEADER_BYTES
-from paceline.record.ring.ring.states import State
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load
+from paceline.record.ring.ring import HEADER_BYTES
+from paceline.record.ring.states import State
 from records import Rank
 
 

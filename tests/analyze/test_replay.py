@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from paceline.record.ring.ring.states import Op, State
 
 from paceline.analyze.figures import ideal_network
 from paceline.analyze.figures.pop import busy
 from paceline.analyze.records.match_collectives import match
 from paceline.analyze.records.state_timeline import timeline, window
+from paceline.record.ring.states import Op, State
 from records import MS, Rank, report_of
 
 

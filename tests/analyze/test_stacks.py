@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
-from paceline.record.ring.ring.tail import process
-from paceline.report.terminal.run_report.hang import told
 
 import ranks
 from paceline.analyze.records.stacks import FORBIDDEN, main_thread, own_line
 from paceline.launch.monitor import process_stack
+from paceline.record.ring.tail import process
+from paceline.report.terminal.hang import told
 
 # It writes where it stands, and stops; as a forked process, as ranks are, too.
 STOPS = """

@@ -4,11 +4,11 @@ import random
 
 import numpy as np
 import pytest
-from paceline.record.ring.ring.states import Op, State
 
 from paceline.analyze.figures.pop import LOSSES, busy, efficiencies
 from paceline.analyze.records.match_collectives import match
 from paceline.analyze.records.state_timeline import STATES, Window, merged, timeline, window
+from paceline.record.ring.states import Op, State
 from records import MS, Rank, report_of
 
 

@@ -1,8 +1,8 @@
 """Step times, the steps that stand out and why, and who waited for whom: hand-made records."""
 
 import pytest
-from paceline.record.ring.ring.states import State
 
+from paceline.record.ring.states import State
 from records import Rank, report_of
 
 
@@ -77,7 +77,7 @@ def test_who_waited_for_whom_adds_up_to_the_waiting(tmp_path):
 
 
 def test_collectives_of_one_group_have_shares_of_their_own(tmp_path):
-    from paceline.record.ring.ring.states import Op
+    from paceline.record.ring.states import Op
 
     made = []
     for i in range(2):

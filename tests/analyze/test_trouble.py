@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from paceline.record.ring.ring.states import State
-from paceline.report.terminal.run_report.run_report import drawn
 
 from paceline.analyze.figures.report import examine
 from paceline.analyze.records.load_run import Run
+from paceline.record.ring.states import State
 from paceline.report.page.wording import largest
 from paceline.report.sentences import cause, outliers, sentence, troubles
+from paceline.report.terminal.run_report import drawn
 from paceline.report.trace import timeline
 from records import Rank, report_of
 
@@ -153,7 +153,7 @@ def test_the_timeline_shows_when_a_rank_stood_still(tmp_path):
 
 
 def test_a_standstill_is_no_sign_that_a_job_moves(tmp_path):
-    from paceline.record.ring.ring.tail import last_of_note
+    from paceline.record.ring.tail import last_of_note
 
     rank = Rank(tmp_path, 0, 1)
     rank.was(State.FORWARD, 1, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.schedulers import flux
-from paceline.cluster.schedulers.allocation import find
+from paceline.cluster.schedulers.detect import find
 from paceline.cluster.schedulers.hostfile import Host
 
 ENVS = Path(__file__).parent / "envs"

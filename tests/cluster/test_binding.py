@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 from fake_sysfs import HOSTS, Host, write
-from paceline.cluster.binding.binding_plan.binding_plan import Place, odd, plan
-from paceline.cluster.topology.topology.local_resources import spans, unspanned
-from paceline.cluster.topology.topology.pci_devices import Card, cards
-from paceline.cluster.topology.topology.topology import Cpu, Node, Topology, topology
+
+from paceline.cluster.binding.binding_plan import Place, odd, plan
+from paceline.cluster.topology.local_resources import spans, unspanned
+from paceline.cluster.topology.pci_devices import Card, cards
+from paceline.cluster.topology.topology import Cpu, Node, Topology, topology
 
 # Summit keeps the last core of each socket for the system.
 SUMMIT = "0-83,88-171"

@@ -1,7 +1,8 @@
 """Which rack a host is in, as the user or Slurm says."""
 
 import pytest
-from paceline.cluster.topology.topology.racks import rack_of
+
+from paceline.cluster.topology.racks import rack_of
 
 
 def test_as_the_user_says():

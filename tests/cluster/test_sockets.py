@@ -1,7 +1,8 @@
 """Which socket a process runs on, as the user or sysfs says."""
 
 import pytest
-from paceline.cluster.topology.topology.sockets import NOWHERE, SOCKETS, socket_of
+
+from paceline.cluster.topology.sockets import NOWHERE, SOCKETS, socket_of
 
 
 def test_as_the_user_says():

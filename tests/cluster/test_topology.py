@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from fake_sysfs import HOSTS, Device, Host, small, write
-from paceline.cluster.topology.topology.local_resources import spans
-from paceline.cluster.topology.topology.pci_devices import Card, cards, distance, nearest
-from paceline.cluster.topology.topology.topology import Cpu, Node, topology
+
+from paceline.cluster.topology.local_resources import spans
+from paceline.cluster.topology.pci_devices import Card, cards, distance, nearest
+from paceline.cluster.topology.topology import Cpu, Node, topology
 
 CPUS = "sys/devices/system/cpu"
 NODES = "sys/devices/system/node"

@@ -5,8 +5,8 @@ import threading
 import time
 
 import pytest
-from paceline.cluster.topology.topology.network_interfaces import Link
 
+from paceline.cluster.topology.network_interfaces import Link
 from paceline.comm.hosts import connect
 from paceline.comm.hosts.connect import Door
 

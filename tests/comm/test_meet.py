@@ -11,8 +11,8 @@ import uuid
 from contextlib import ExitStack
 
 import pytest
-from paceline.cluster.topology.topology.network_interfaces import links
 
+from paceline.cluster.topology.network_interfaces import links
 from paceline.comm import rendezvous as module
 from paceline.comm.reachable_address import listen_on
 from paceline.comm.rendezvous import Appointment, meet

@@ -4,8 +4,8 @@ import socket
 from contextlib import ExitStack
 
 import pytest
-from paceline.cluster.topology.topology.network_interfaces import Link, links
 
+from paceline.cluster.topology.network_interfaces import Link, links
 from paceline.comm import reachable_address
 from paceline.comm.reachable_address import Listener, choose, listen_on, others_of, try_all
 

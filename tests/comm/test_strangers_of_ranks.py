@@ -9,15 +9,15 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from paceline.cluster.topology.topology.network_interfaces import Link
 
 import ranks
 import sets
+from paceline.cluster.topology.network_interfaces import Link
 from paceline.comm import rendezvous as module
 from paceline.comm.hosts.connect import Door
 from paceline.comm.rendezvous import Appointment, meet
 from paceline.data import Shards, pack
-from paceline.data.staging.stage import peer_transfer
+from paceline.data.staging import peer_transfer
 from paceline.security.folders import Folder
 from paceline.security.greeting import RefusedError, Step
 

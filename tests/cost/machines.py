@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from paceline.cost.machine.machine_file.machine_file import (
+from paceline.cost.machine.machine_file import (
     Arithmetic,
     AtSize,
     Collective,

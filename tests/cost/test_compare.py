@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from machines import Maker, with_host, with_links
-from paceline.cost.machine.machine_file.machine_file import UNLIMITED, Figure, Limits
 
 from paceline.cost.compare_machines import compare
+from paceline.cost.machine.machine_file import UNLIMITED, Figure, Limits
 
 
 def sentences(changes):

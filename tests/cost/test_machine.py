@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from machines import Maker, with_host
-from paceline.cost.machine.machine_file.machine_file import (
+
+from paceline.cost.machine.machine_file import (
     UNLIMITED,
     Arithmetic,
     AtSize,
@@ -29,8 +30,7 @@ from paceline.cost.machine.machine_file.machine_file import (
     load,
     save,
 )
-from paceline.cost.machine.machine_file.write_toml import dumps
-
+from paceline.cost.machine.write_toml import dumps
 from paceline.security.text import printable
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from machines import GPU, Maker, with_host, with_links
-from paceline.cost.machine.machine_file.machine_file import UNLIMITED, Figure, Gpu, Limits, Network
 
+from paceline.cost.machine.machine_file import UNLIMITED, Figure, Gpu, Limits, Network
 from paceline.cost.outliers.outliers import odd
 
 

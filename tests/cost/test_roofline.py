@@ -5,10 +5,10 @@ import json
 import plotly.graph_objects
 import pytest
 from machines import Maker
-from paceline.report.terminal.run_report.roofline import drawing
 
 from paceline.cost.roofline import Roof, attainable, place, ridge, roofs
 from paceline.report.page.roofline import chart
+from paceline.report.terminal.roofline import drawing
 
 A100 = {"float64": Roof(9.7e12, 1.555e12), "bfloat16": Roof(312e12, 1.555e12)}
 

@@ -15,12 +15,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zarr
-from paceline.data.packing.pack.export import WRITES, converted
 
 import paceline
 import sets
 from paceline.data import Loader, Shards, pack
-from paceline.data.packing.pack import export
+from paceline.data.packing import export
+from paceline.data.packing.export import WRITES, converted
 from paceline.data.shards import Scratch
 
 

@@ -14,8 +14,8 @@ import ranks
 import sets
 from paceline.data import DataError, Loader, Shards, pack
 from paceline.data.format.decode import jpeg_package
-from paceline.data.packing.pack import encoder_threads, statistics
-from paceline.data.sources.open_source import folder_source as folder_source
+from paceline.data.packing import encoder_threads, statistics
+from paceline.data.sources import folder_source as folder_source
 
 
 def command(*words, cwd=None, check=True):

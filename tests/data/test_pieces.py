@@ -7,14 +7,14 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from paceline.data.packing.pack.encode import Encoding, Packed
-from paceline.data.packing.pack.pack import Wish, packing
-from paceline.data.packing.pack.pieces import Claims, Cut, Pieces, name
-from paceline.data.packing.pack.statistics import Statistics
 
 import sets
 from paceline.data import Shards, pack
 from paceline.data.format.shard_format import moved
+from paceline.data.packing.encode import Encoding, Packed
+from paceline.data.packing.pack import Wish, packing
+from paceline.data.packing.pieces import Claims, Cut, Pieces, name
+from paceline.data.packing.statistics import Statistics
 
 WISH = Wish(shard_bytes=2000)
 
@@ -145,7 +145,7 @@ def test_a_piece_that_is_not_what_it_says_is_packed_again(tmp_path, damage):
 
 
 def test_killed_while_pieces_are_joined_the_next_call_joins_them(tmp_path, monkeypatch):
-    from paceline.data.packing.pack.shard_writer import Writer
+    from paceline.data.packing.shard_writer import Writer
 
     x, y = sets.arrays(400)
     count = some_packed(x, y, tmp_path / "out", 3)

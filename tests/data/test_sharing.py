@@ -6,13 +6,13 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from paceline.data.staging.stage.peer_transfer import Exchange, join
-from paceline.data.staging.stage.stage import _files, place, stage
 from torch.distributed import TCPStore
 
 import sets
 from paceline.data import Shards, pack
-from paceline.data.staging.stage import peer_transfer
+from paceline.data.staging import peer_transfer
+from paceline.data.staging.peer_transfer import Exchange, join
+from paceline.data.staging.stage import _files, place, stage
 from paceline.security.folders import Folder
 
 

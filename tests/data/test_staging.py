@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paceline.data.staging.stage.free_space import free, kind_of
-from paceline.data.staging.stage.stage import VARIABLE, stage
 
 import ranks
 import sets
 from needs import need
 from paceline.data import DataError, Loader, Shards, pack, shards
+from paceline.data.staging.free_space import free, kind_of
+from paceline.data.staging.stage import VARIABLE, stage
 from paceline.data.staging.stage import stage as staging
 
 

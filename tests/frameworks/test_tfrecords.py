@@ -4,10 +4,10 @@ import importlib.util
 
 import numpy as np
 import pytest
-from paceline.data.packing.pack.export import converted
 
 import sets
 from paceline.data import Shards, pack
+from paceline.data.packing.export import converted
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None,

@@ -8,12 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from paceline.cluster.binding.binding_plan.binding_plan import Place
-from paceline.cluster.binding.binding_plan.process_affinity import process
-from paceline.report.terminal.run_report.bindings import drawn
 
 import ranks
+from paceline.cluster.binding.binding_plan import Place
+from paceline.cluster.binding.process_affinity import process
 from paceline.launch.affinity.report_bindings import of_host
+from paceline.report.terminal.bindings import drawn
 
 BOTH = {0, 1} <= os.sched_getaffinity(0)
 two_cores = pytest.mark.skipif(not BOTH, reason="needs the cores 0 and 1")
@@ -162,7 +162,8 @@ def test_a_rank_that_ended_before_the_look_is_named():
 
 
 def test_memory_is_preferred_from_a_node():
-    script = "from paceline.launch.affinity.memory_policy import prefer; from paceline.cluster.binding.process_affinity import process"
+    script = "from paceline.launch.affinity.memory_policy import prefer; "
+    script += "from paceline.cluster.binding.process_affinity import process"
     script += "; import os; print(prefer(0), process(os.getpid()).memory)"
     said = subprocess.run([ranks.BIN / "python", "-c", script], capture_output=True, text=True)
     why, _, policy = said.stdout.strip().rpartition(" ")

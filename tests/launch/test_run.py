@@ -159,7 +159,7 @@ def test_a_port_in_use_is_named(tmp_path):
 
 def test_ranks_can_be_bound_to_cores_of_their_own(tmp_path):
     script = ranks.write(tmp_path, "import os; print(sorted(os.sched_getaffinity(0)))")
-    from paceline.cluster.topology.topology.local_resources import cores
+    from paceline.cluster.topology.local_resources import cores
 
     if len(cores()) < 2:
         pytest.skip("needs two cores")

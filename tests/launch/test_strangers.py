@@ -7,11 +7,11 @@ import threading
 import time
 
 import pytest
-from paceline.cluster.topology.topology.network_interfaces import Link, links
 
 import bed
 import flood
 import ranks
+from paceline.cluster.topology.network_interfaces import Link, links
 from paceline.launch.channel import new_secret, visit, welcome
 from paceline.launch.remote import agent_listener, connect_back, start_agents
 from paceline.launch.remote.agent_listener import AgentListener, addresses_towards

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from paceline.cluster.topology.topology.network_interfaces import links
 
 import ranks
+from paceline.cluster.topology.network_interfaces import links
 from paceline.launch.remote.start_commands import tool
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")

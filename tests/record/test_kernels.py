@@ -2,14 +2,14 @@
 made by hand, and a CPU's operators in their place)."""
 
 import pytest
-from paceline.record.ring.ring.recorder import Recorder
-from paceline.record.ring.ring.states import Op, State
 
 import ranks
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load
 from paceline.analyze.records.read_record import read
 from paceline.record.hooks.gpu_kernels import Kernel, write
+from paceline.record.ring.recorder import Recorder
+from paceline.record.ring.states import Op, State
 from records import Rank, report_of
 
 LAUNCHED = [

@@ -8,11 +8,11 @@ import sys
 import textwrap
 
 import pytest
-from paceline.record.ring.ring.recorder import Recorder
-from paceline.record.ring.ring.ring import HEADER_BYTES, Ring
-from paceline.record.ring.ring.states import Op, State
 
 from paceline.analyze.records.read_record import read
+from paceline.record.ring.recorder import Recorder
+from paceline.record.ring.ring import HEADER_BYTES, Ring
+from paceline.record.ring.states import Op, State
 
 META = {
     "rank": 3,

@@ -7,10 +7,10 @@ import sys
 import time
 
 import pytest
-from paceline.record.ring.ring.states import State
 
 import ranks
 from paceline.analyze.records.read_record import read
+from paceline.record.ring.states import State
 
 SCRIPT = """
     import ctypes, sys, time

@@ -6,11 +6,11 @@ import subprocess
 import threading
 
 import pytest
-from paceline.record.ring.ring.ring import HEADER_BYTES, Ring
-from paceline.record.ring.ring.states import Op, State
-from paceline.record.ring.ring.tail import meta, tail, tails
 
 from paceline.analyze.records.read_record import read
+from paceline.record.ring.ring import HEADER_BYTES, Ring
+from paceline.record.ring.states import Op, State
+from paceline.record.ring.tail import meta, tail, tails
 
 META = {"rank": 3, "size": 4, "host": "here", "started_ns": 1, "groups": {}}
 

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 import pytest
-from paceline.record.ring.ring.resource_usage import Others, between, fault_seconds, look
 
 from paceline.record.experiments.observer import explained
+from paceline.record.ring.resource_usage import Others, between, fault_seconds, look
 
 
 def busy(seconds):

@@ -5,7 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from paceline.cost.machine.machine_file.machine_file import (
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ranks
+from paceline.analyze.records.load_run import load
+from paceline.cost.machine.machine_file import (
     Arithmetic,
     Figure,
     HostFacts,
@@ -13,11 +18,6 @@ from paceline.cost.machine.machine_file.machine_file import (
     Memory,
     save,
 )
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import ranks
-from paceline.analyze.records.load_run import load
 from paceline.record.hooks.flop_counter import WorkSampler
 from paceline.report.report_command import told
 from records import made

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 
 import pytest
-from paceline.record.ring.ring.states import State
 
 import ranks
+from paceline.record.ring.states import State
 from records import Rank, made
 
 

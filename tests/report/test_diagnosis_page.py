@@ -8,11 +8,6 @@ import json
 import subprocess
 
 import pytest
-from paceline.report.terminal.run_report.diagnose import NAMES, as_json
-from paceline.report.terminal.run_report.diagnose import drawn as in_terminal
-from paceline.study.diagnose.diagnose.diagnose import Diagnosis
-from paceline.study.diagnose.diagnose.ladder import WORDS, Ladder
-from paceline.study.diagnose.diagnose.try_remedies import Losses, Trial, Tried
 from rich.console import Console
 
 import ranks
@@ -24,6 +19,11 @@ from paceline.predict.history import Off
 from paceline.predict.remedies import Remedy
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.diagnosis_page import chart, diagnosis
+from paceline.report.terminal.diagnose import NAMES, as_json
+from paceline.report.terminal.diagnose import drawn as in_terminal
+from paceline.study.diagnose.diagnose import Diagnosis
+from paceline.study.diagnose.ladder import WORDS, Ladder
+from paceline.study.diagnose.try_remedies import Losses, Trial, Tried
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import made
 

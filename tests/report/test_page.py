@@ -9,7 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from paceline.cost.machine.machine_file.machine_file import (
+
+import ranks
+from paceline.analyze.figures.report import examine
+from paceline.analyze.records.load_run import load
+from paceline.cost.machine.machine_file import (
     Arithmetic,
     Figure,
     HostFacts,
@@ -17,11 +21,7 @@ from paceline.cost.machine.machine_file.machine_file import (
     Memory,
     save,
 )
-from paceline.record.ring.ring.states import State
-
-import ranks
-from paceline.analyze.figures.report import examine
-from paceline.analyze.records.load_run import load
+from paceline.record.ring.states import State
 from paceline.report.page.comparison import before_and_after
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.wording import largest

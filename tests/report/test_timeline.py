@@ -8,10 +8,10 @@ import threading
 from collections import defaultdict
 
 import pytest
-from paceline.record.ring.ring.states import Op, State
 
 from paceline.analyze.figures.report import examine
 from paceline.analyze.records.load_run import Run
+from paceline.record.ring.states import Op, State
 from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import lanes, microseconds
 from paceline.security.text import printable

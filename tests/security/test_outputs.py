@@ -10,12 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from paceline.cost.machine.machine_file.machine_file import HostFacts, Machine
-from paceline.cost.machine.machine_file.machine_file import save as save_machine
 
 import ranks
 import users
 from needs import need
+from paceline.cost.machine.machine_file import HostFacts, Machine
+from paceline.cost.machine.machine_file import save as save_machine
 from paceline.knobs import settings
 from paceline.knobs.settings import Setting
 from paceline.report.page.write_page import save

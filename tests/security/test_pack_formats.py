@@ -12,10 +12,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zarr
-from paceline.data.sources.open_source.formats import classic, source, zarrs
-from paceline.data.sources.open_source.formats.tfrecord import HEAD, TAIL, _example, _masked
 
 from paceline.data import Shards, pack
+from paceline.data.sources.formats import classic, source, zarrs
+from paceline.data.sources.formats.tfrecord import HEAD, TAIL, _example, _masked
 from paceline.security.files import InvalidFileError
 
 

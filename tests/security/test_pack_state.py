@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paceline.data.packing.pack.pieces import Cut
-from paceline.data.packing.pack.unfinished import WORK
-from paceline.data.sources.open_source.folder_source import FolderSource
 
 import sets
 from paceline.data import Shards, pack
+from paceline.data.packing.pieces import Cut
+from paceline.data.packing.unfinished import WORK
+from paceline.data.sources.folder_source import FolderSource
 from paceline.security.files import InvalidFileError
 from paceline.study.packing import Asked, Task
 

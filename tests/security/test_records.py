@@ -8,19 +8,19 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from paceline.analyze.live.live_view.live_view import view
-from paceline.record.ring.ring.ring import EVENT, HEADER, HEADER_BYTES, WRITTEN_OFFSET
-from paceline.record.ring.ring.states import Op, State
-from paceline.record.ring.ring.tail import MAX_RECORD_BYTES, Tail, last_of_note, meta, tail, tails
 from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import analyse, examine
 from paceline.analyze.figures.steps import MAX_LOST_STEPS, steps_of
+from paceline.analyze.live.live_view import view
 from paceline.analyze.records.clock_alignment import align
 from paceline.analyze.records.load_run import Run, load
 from paceline.analyze.records.match_collectives import match
 from paceline.analyze.records.read_record import read
 from paceline.cli import app
+from paceline.record.ring.ring import EVENT, HEADER, HEADER_BYTES, WRITTEN_OFFSET
+from paceline.record.ring.states import Op, State
+from paceline.record.ring.tail import MAX_RECORD_BYTES, Tail, last_of_note, meta, tail, tails
 from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import MAX_LANES, NO_LANE, lanes
 from paceline.security.files import InvalidFileError, UnsafeFileError

@@ -15,12 +15,22 @@ PLACES = {"/dev/shm", "/tmp", "PACELINE_RECORD", "PACELINE_STAGE", "paceline-sta
 MAKERS = {"gettempdir", "mkdtemp"}
 # Modules that are handed such a folder by one of those.
 HANDED = {
-    "data/staging/fetch_shards.py", "data/staging/peer_transfer.py", "data/shards.py", "launch/records/copy_records.py",
-    "launch/records/job_folder.py", "launch/monitor/live_records.py",
-    "launch/host_agent.py", "launch/monitor/progress.py", "launch/monitor/running_jobs.py", "launch/ranks/fork_server.py",
-    "launch/monitor/partial_record.py", "record/ring/recorder.py", "record/ring/ring.py", "record/ring/stack_sampler.py",
+    "data/shards.py",
+    "data/staging/fetch_shards.py",
+    "data/staging/peer_transfer.py",
+    "launch/host_agent.py",
+    "launch/monitor/live_records.py",
+    "launch/monitor/partial_record.py",
+    "launch/monitor/progress.py",
+    "launch/monitor/running_jobs.py",
+    "launch/ranks/fork_server.py",
+    "launch/records/copy_records.py",
+    "launch/records/job_folder.py",
+    "record/ring/recorder.py",
+    "record/ring/ring.py",
+    "record/ring/stack_sampler.py",
     "record/ring/tail.py",
-}  # fmt: skip
+}
 # By module: calls that are right as they are, and why.
 RIGHT = {
     "data/staging/peer_transfer.py": {
@@ -77,7 +87,7 @@ BELIEVE = {
     "read_bytes", "write_text", "write_bytes", "copyfile", "symlink_to", "truncate", "chmod",
 }  # fmt: skip
 SAFE = (
-    *("Folder.", "folder.remove", "opened.remove", "own.remove", "keep.remove"),
+    *("Folder.", "folder.remove", "opened.remove", "own.remove", "job_folder.remove"),
     *("origin.open", "self._origin.open", "open(origin.open", "open(self._origin.open"),
 )
 READ_ONLY = ("'/proc", "f'/proc", "'/sys")  # the kernel's

@@ -8,13 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 import typer
-from paceline.analyze.live.live_view.live_view import view
-from paceline.record.ring.ring.launcher_messages import say
-from paceline.record.ring.ring.states import State
-from paceline.record.ring.ring.tail import Tail
 from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import examine
+from paceline.analyze.live.live_view import view
 from paceline.analyze.records.load_run import Run, load
 from paceline.analyze.records.stacks import Frame, main_thread, own_line
 from paceline.cli import app
@@ -22,10 +19,13 @@ from paceline.cli.common.base import mistakes_told
 from paceline.knobs.settings import taken
 from paceline.launch.monitor.failures import Watched, describe
 from paceline.launch.monitor.output import ERR, MAX_MESSAGE_BYTES, STATUS, Output
+from paceline.record.ring.launcher_messages import say
+from paceline.record.ring.states import State
+from paceline.record.ring.tail import Tail
 from paceline.report.console import PlainConsole
 from paceline.report.page.comparison import before_and_after
 from paceline.report.page.run_page import single
-from paceline.report.terminal.run_report import hang, top
+from paceline.report.terminal import hang, top
 from paceline.security.files import InvalidFileError, UnsafeFileError
 from paceline.security.terminal import for_terminal
 from paceline.security.text import printable

@@ -5,13 +5,13 @@ import os
 import time
 
 import pytest
-from paceline.cost.machine.machine_file.machine_file import Figure, HostFacts, Machine, load, save
-from paceline.cost.machine.machine_file.read_toml import read_toml
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.comm.tune.choice import Choice
 from paceline.comm.tune.saved_settings import known
+from paceline.cost.machine.machine_file import Figure, HostFacts, Machine, load, save
+from paceline.cost.machine.read_toml import read_toml
 from paceline.knobs.settings import read, taken
 from paceline.predict import history
 from paceline.security.files import InvalidFileError

@@ -19,11 +19,10 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.data.sources.open_source.formats import FORMATS
-
 from paceline.cli import main as command
 from paceline.cli.common import guarded_process
 from paceline.data.format.shard_format import META, load
+from paceline.data.sources.formats import FORMATS
 from paceline.data.verify import verify
 
 TIMEOUT_S, HUNG_S = 30.0, 3.0

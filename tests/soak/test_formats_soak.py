@@ -19,10 +19,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zarr
-from paceline.data.packing.pack.export import converted
 
 import sets
 from paceline.data import pack
+from paceline.data.packing.export import converted
 
 pytestmark = pytest.mark.soak
 

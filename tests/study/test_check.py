@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from paceline.cost.machine.machine_file.machine_file import load, save
 
 import ranks
+from paceline.cost.machine.machine_file import load, save
 
 pytestmark = pytest.mark.alone
 

@@ -4,9 +4,9 @@ import json
 import subprocess
 
 import pytest
-from paceline.cost.machine.machine_file.machine_file import HostFacts, Machine, load, save
 
 import ranks
+from paceline.cost.machine.machine_file import HostFacts, Machine, load, save
 
 
 def bench(folder, *words):

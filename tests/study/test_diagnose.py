@@ -6,11 +6,11 @@ import subprocess
 import textwrap
 
 import pytest
-from paceline.study.diagnose.diagnose.diagnose import diagnosed
-from paceline.study.diagnose.diagnose.run_script import Asked
 
 import ranks
-from paceline.study.diagnose.diagnose import ladder
+from paceline.study.diagnose import ladder
+from paceline.study.diagnose.diagnose import diagnosed
+from paceline.study.diagnose.run_script import Asked
 
 pytestmark = pytest.mark.alone
 TRAIN = """

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paceline.report.terminal.run_report.input_rate import drawn
 from rich.console import Console
 
 import ranks
 import sets
 from paceline.data import pack
 from paceline.predict.input_rate import HINDERED
+from paceline.report.terminal.input_rate import drawn
 from paceline.study.input_rate import Feed, advised
 
 SLOW = """

@@ -1,9 +1,9 @@
 """A formula and a few steps, joined to one prediction."""
 
 import pytest
-from paceline.study.diagnose.diagnose.try_remedies import UNSURE, joined
 
 from paceline.analyze.diagnosis.ladder import Interval
+from paceline.study.diagnose.try_remedies import UNSURE, joined
 
 
 def test_the_surer_of_two_predictions_counts_for_more():

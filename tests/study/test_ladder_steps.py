@@ -1,7 +1,8 @@
 """How many steps of a training are measured at a time."""
 
 import pytest
-from paceline.study.diagnose.diagnose.ladder import in_bursts
+
+from paceline.study.diagnose.ladder import in_bursts
 
 
 @pytest.mark.parametrize(

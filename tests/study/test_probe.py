@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from paceline.cost.machine.machine_file.dataclass_tree import build
-from paceline.cost.machine.machine_file.machine_file import HostFacts, Machine
 from torch._C._distributed_c10d import HashStore
 
 import ranks
+from paceline.cost.machine.dataclass_tree import build
+from paceline.cost.machine.machine_file import HostFacts, Machine
 from paceline.study.probe.measure.arithmetic import arithmetic
 from paceline.study.probe.measure.import_time import HOOK, import_torch
 from paceline.study.probe.measure.link_pairs import EVERY_PAIR, apart, rounds

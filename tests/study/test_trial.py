@@ -6,18 +6,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from paceline.study.diagnose.diagnose.diagnose import Diagnosis, diagnosed, proven
-from paceline.study.diagnose.diagnose.run_script import Asked
-from paceline.study.diagnose.diagnose.save_settings import saved
-from paceline.study.diagnose.diagnose.try_remedies import Trial, Tried, tried
 
 import ranks
 from paceline.analyze.diagnosis.ladder import Interval
 from paceline.knobs.settings import taken
 from paceline.predict import history
 from paceline.predict.remedies import Remedy
-from paceline.study.diagnose.diagnose import diagnose as diagnose_module
-from paceline.study.diagnose.diagnose import ladder, try_remedies
+from paceline.study.diagnose import diagnose as diagnose_module
+from paceline.study.diagnose import ladder, try_remedies
+from paceline.study.diagnose.diagnose import Diagnosis, diagnosed, proven
+from paceline.study.diagnose.run_script import Asked
+from paceline.study.diagnose.save_settings import saved
+from paceline.study.diagnose.try_remedies import Trial, Tried, tried
 
 # Batches of 20 ms that a loader waits for, and a parameter that is not used.
 TRAIN = """

@@ -182,7 +182,7 @@ def _is_set(data: str) -> bool:
     from ..data.format.shard_format import META
     from ..data.sources import formats
     from ..data.sources.folder_source import files_below
-    from ..data.sources.open_source import ARRAYS, IMAGES
+    from ..data.sources.source import ARRAYS, IMAGES
 
     path, _ = formats.split(data)
     if (path / META).exists() or formats.known(path) is not None:

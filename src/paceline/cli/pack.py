@@ -237,7 +237,7 @@ def _all_of_it() -> None:
     import os
     from contextlib import suppress
 
-    from ..cluster.schedulers.allocation import find
+    from ..cluster.schedulers.detect import find
 
     with suppress(ValueError):  # what is said of it contradicts itself: not needed here
         found = find(dict(os.environ))

@@ -19,8 +19,8 @@ from ..record.ring.launcher_messages import say
 from ..record.ring.recorder import Recorder, tell_all
 from . import replica_check
 from .hosts.open_hierarchy import over_hosts
-from .shared.group import SharedGroup
 from .shared.open_group import BY_CHOICE, ELSEWHERE, opened
+from .shared_group import SharedGroup
 
 NAME = "paceline"
 

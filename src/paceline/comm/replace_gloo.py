@@ -49,7 +49,7 @@ def _faster(
     from ..record.hooks.torch_patches import stand_in
     from . import replica_check
     from .backend import over_memory
-    from .shared.group import SharedGroup
+    from .shared_group import SharedGroup
 
     replica_check.look()
     name = str(c10d._world.pg_names[group])

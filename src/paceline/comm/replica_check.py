@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..record.hooks.collective_check import ranks_said
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.import_hooks import after_import
-from .shared.group import SharedGroup
+from .shared_group import SharedGroup
 
 LENGTH = 32  # bytes of a digest
 Rows = list[list[str]]  # name, and what it is, of each parameter and buffer in their order

@@ -25,9 +25,10 @@ from ..security.files import read_regular
 from .affinity import bind_ranks
 from .channel import BEGIN, BrokenError, Channel
 from .job import Job, check, preloads
+from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import Patience
-from .ranks.fork_server import SUBREAPER, end_children, prctl
+from .ranks.fork_server import end_children
 from .ranks.framework_variables import free_ports
 from .ranks.local_host import Here, InServer, Server, start_server
 from .records import job_folder

@@ -13,9 +13,10 @@ from ..cluster.schedulers.hostfile import Host
 from ..comm.reachable_address import asked, choose, others_of
 from .job import Job, check
 from .layout import counts, seats, told
+from .linux_prctl import SUBREAPER, prctl
 from .monitor.interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
 from .monitor.live_records import Live
-from .ranks.fork_server import SUBREAPER, end_children, prctl
+from .ranks.fork_server import end_children
 from .recovery.rejoin import Returning
 from .recovery.shrink import Remaining, sort_out
 from .recovery.shrink import check as enough

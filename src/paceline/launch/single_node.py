@@ -14,9 +14,10 @@ from ..comm.reachable_address import variables as interface_variables
 from ..security.outputs import write_output
 from .job import Job, check, preloads, variables
 from .layout import seats
+from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import ENDING, Interrupt, TerminatedError, raise_on_end
-from .ranks.fork_server import SUBREAPER, end_children, prctl
+from .ranks.fork_server import end_children
 from .ranks.local_host import Here, InServer, Server, start_server
 from .records import job_folder
 from .requeue import LEFT, put_back

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ..cluster.rank_identity import launched_by
 from ..cluster.schedulers import flux
-from ..cluster.schedulers.allocation import Allocation, find
+from ..cluster.schedulers.allocation import Allocation
+from ..cluster.schedulers.detect import find
 from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 from ..cluster.topology.local_resources import devices, numa_domains
 from ..cluster.topology.network_interfaces import is_here

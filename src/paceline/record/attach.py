@@ -40,7 +40,7 @@ def attach(child: bool = False) -> None:
         if rung is not None:
             from .experiments.experiment import Climber
 
-            climber = Climber(rung, recorder)
+            climber = Climber(rung, recorder, detach)
             climber.install()
         torch_patches.install(_loop)
         torch_patches.measure_hooks(_loop)

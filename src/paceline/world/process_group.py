@@ -16,7 +16,7 @@ from ..comm import backend
 from ..comm.network_interface import settle
 from ..comm.pmi import from_rank_0
 from ..comm.rendezvous import Appointment, meet
-from ..comm.shared.group import SharedGroup
+from ..comm.shared_group import SharedGroup
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.group_shutdown import guard
 from ..record.ring.recorder import Recorder

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.comm.hosts import connect
 from paceline.comm.rendezvous import Appointment, _Doorman, knocking, waiting_for_store
-from paceline.data.staging.stage import peer_transfer
+from paceline.data.staging import peer_transfer
 from paceline.launch import channel
 from paceline.security.greeting import Conversation, Greeting
 

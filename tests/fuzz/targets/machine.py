@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.cost.machine.machine_file.machine_file import HostFacts, Machine, as_json, load, save
-
 from fuzz.scratch import new_folder
 from paceline.cost.catalogue import lookup
 from paceline.cost.compare_machines import compare
+from paceline.cost.machine.machine_file import HostFacts, Machine, as_json, load, save
 from paceline.cost.outliers.outliers import odd
 from paceline.report.console import PlainConsole
-from paceline.report.terminal.run_report import check as shown
+from paceline.report.terminal import check as shown
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "cost"))
 from machines import Maker

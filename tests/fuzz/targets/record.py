@@ -12,8 +12,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.analyze.live.live_view.live_view import view
-from paceline.record.ring.ring.ring import (
+from fuzz.scratch import new_folder
+from paceline.analyze.figures.compare_runs import compare
+from paceline.analyze.figures.report import examine
+from paceline.analyze.live.live_view import view
+from paceline.analyze.records.load_run import Run, load
+from paceline.analyze.records.read_record import Record, read
+from paceline.record.ring.ring import (
     BEGUN,
     BEGUN_OFFSET,
     EVENT,
@@ -22,17 +27,11 @@ from paceline.record.ring.ring.ring import (
     MAGIC,
     VERSION,
 )
-from paceline.record.ring.ring.states import Op, State
-from paceline.record.ring.ring.tail import Tail, tail
-from paceline.report.terminal.run_report.run_report import panel
-
-from fuzz.scratch import new_folder
-from paceline.analyze.figures.compare_runs import compare
-from paceline.analyze.figures.report import examine
-from paceline.analyze.records.load_run import Run, load
-from paceline.analyze.records.read_record import Record, read
+from paceline.record.ring.states import Op, State
+from paceline.record.ring.tail import Tail, tail
 from paceline.report.console import PlainConsole
-from paceline.report.terminal.run_report import comparison, top
+from paceline.report.terminal import comparison, top
+from paceline.report.terminal.run_report import panel
 from paceline.report.trace import timeline
 
 WHOLE, RAW = 0, 1

@@ -15,17 +15,17 @@ from typing import Any
 
 from jinja2 import BytecodeCache, Environment
 from jinja2.bccache import Bucket
-from paceline.record.ring.ring.states import State
-from paceline.report.terminal.run_report.run_report import panel
 
 from paceline.analyze.figures.report import examine
 from paceline.analyze.records.load_run import Run
 from paceline.analyze.records.read_record import read
 from paceline.analyze.records.script_lines import read_lines, words_of
+from paceline.record.ring.states import State
 from paceline.report.console import PlainConsole
 from paceline.report.page import write_page
 from paceline.report.page.comparison import before_and_after
 from paceline.report.page.run_page import single
+from paceline.report.terminal.run_report import panel
 
 from .record import FOLDER, about, ring
 from .record import seeds as records

@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Iterator
 
 import numpy as np
-from paceline.data.packing.pack.pieces import CUT, Cut, done, name
-from paceline.data.packing.pack.shard_writer import WHOLE, Writer
-from paceline.data.packing.pack.unfinished import PLAN, WORK, _prepared
 
 from fuzz.scratch import new_folder
-from paceline.data.packing.pack import pack_state
+from paceline.data.packing import pack_state
+from paceline.data.packing.pieces import CUT, Cut, done, name
+from paceline.data.packing.shard_writer import WHOLE, Writer
+from paceline.data.packing.unfinished import PLAN, WORK, _prepared
 
 FOLDER = new_folder()
 WORKING = FOLDER / WORK

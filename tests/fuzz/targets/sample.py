@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import zstandard
-from paceline.data.packing.pack.encode import Encoding, encoded
-from paceline.data.sources.open_source.open_source import Loaded
 from PIL import Image
 
 from paceline.data.format import decode as decoding
 from paceline.data.format import meta_schema
 from paceline.data.format.meta_schema import DTYPES, nbytes
 from paceline.data.format.shard_format import IMAGE, JPEG, RAW, ZSTD, Row
+from paceline.data.packing.encode import Encoding, encoded
+from paceline.data.sources.source import Loaded
 
 decoding.MOST_PIXELS = 1 << 16
 decoding.MANY = 1 << 20

@@ -7,14 +7,14 @@ import tarfile
 from collections.abc import Iterator
 
 import numpy as np
-from paceline.data.packing.pack.encode import Encoding, encoded
-from paceline.data.sources.open_source.folder_source import FolderSource
-from paceline.data.sources.open_source.formats import classic, tfrecord, webdataset
-from paceline.data.sources.open_source.open_source import ArraySource
 
 from fuzz.scratch import new_folder
 from paceline.data.format import decode, meta_schema
 from paceline.data.format import npy as npy_files
+from paceline.data.packing.encode import Encoding, encoded
+from paceline.data.sources.folder_source import FolderSource
+from paceline.data.sources.formats import classic, tfrecord, webdataset
+from paceline.data.sources.source import ArraySource
 
 decode.MOST_PIXELS = 1 << 16
 meta_schema.MAX_SAMPLE_BYTES = 1 << 20

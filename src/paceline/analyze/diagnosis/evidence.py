@@ -18,9 +18,11 @@ SMALL = 256 << 10  # bytes: below, an exchange or a file is its latency
 
 @dataclass(frozen=True)
 class Evidence:
-    """loader: of all ranks' loaders alone (record/experiments/experiment.py), None where no loader was seen.
+    """loader: of all ranks' loaders alone (record/experiments/experiment.py), None
+    where no loader was seen.
     cores: of a host that its ranks may use, threads: of a rank; per_host: ranks; steps: measured.
-    facts: of each rank (record/experiments/observer.py). lines: of the script, by the state that ranks were in.
+    facts: of each rank (record/experiments/observer.py). lines: of the
+    script, by the state that ranks were in.
     late: when a rank is slower."""
 
     waterfall: Waterfall

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ... import __version__
 from ...security.files import InvalidFileError
 from ...security.text import printable
+from ...version import __version__
 
 app = typer.Typer(
     add_completion=False,

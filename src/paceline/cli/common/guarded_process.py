@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import typer
 
-from ...launch.ranks.fork_server import PARENT_DEATH_SIGNAL, prctl
+from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from .base import mistakes_told
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)

@@ -75,6 +75,6 @@ def _packed(words: list[str], dest: Path, where: Where) -> None:
 
 
 def _ends_with_it() -> None:
-    from ...launch.ranks.fork_server import PARENT_DEATH_SIGNAL, prctl
+    from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
 
     prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

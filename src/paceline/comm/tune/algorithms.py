@@ -13,8 +13,8 @@ from ...record.hooks.collectives import RecordedGroup
 from ..hosts.hierarchy import ANY, Hierarchy
 from ..hosts.schedules import Step, all_reduce, names
 from ..shared.c_kernel import Kernel
-from ..shared.group import SharedGroup
 from ..shared.open_group import ALGORITHM, BY_SOCKET
+from ..shared_group import SharedGroup
 from .choice import AS_IT_IS, GLOO, PACELINE
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes

@@ -12,7 +12,7 @@ from ..format.shard_format import DataError, Field
 from ..packing.encode import array_of
 from ..shards import RaggedError
 from ..sources.folder_source import FolderSource
-from ..sources.open_source import Loaded
+from ..sources.source import Loaded
 
 Place = tuple[Path, int, int]  # file, offset, bytes
 

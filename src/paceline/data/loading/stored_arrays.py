@@ -15,7 +15,7 @@ from ..sampling.samplers import BLOCK_BYTES, WINDOW, InBlocks
 from ..shards import MAX_CLASSES, RaggedError
 from ..sources import formats
 from ..sources.formats.stores import Rows, StoreSource
-from ..sources.open_source import pictures
+from ..sources.source import pictures
 
 CACHE_BYTES = 256 << 20  # of chunks that are kept unpacked
 STORES = ("hdf5", "netcdf", "zarr")

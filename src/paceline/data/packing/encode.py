@@ -12,7 +12,7 @@ from ..format.decode import compressed, decode, described, npy, opened
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ..format.sample_names import as_line
 from ..format.shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_packed
-from ..sources.open_source import ARRAYS, IMAGES, JPEGS, Loaded
+from ..sources.source import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
 
 

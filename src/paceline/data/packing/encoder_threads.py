@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...security.text import printable
-from ..sources.open_source import Source
+from ..sources.source import Source
 from .encode import Encoding, Packed, encoded, values
 from .statistics import Statistics
 

@@ -15,7 +15,7 @@ from ..format.shard_format import META, RAW, ZSTD
 from ..shards import Scratch, Shards
 from ..sources import formats
 from ..sources.formats import FORMATS, About, Sample
-from ..sources.open_source import ENDS, by_magic
+from ..sources.source import ENDS, by_magic
 from .encode import named
 from .pack import Report, pack, told
 

@@ -25,7 +25,8 @@ import numpy as np
 
 from ..format import shard_format
 from ..format.shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Meta
-from ..sources.open_source import ShardSource, Source, find, pictures
+from ..sources.open_source import find
+from ..sources.source import ShardSource, Source, pictures
 from .encode import Encoding, Packed, encoded
 from .encoder_threads import Encoder, in_order
 from .pieces import CUT, Cut, Pieces, done, name

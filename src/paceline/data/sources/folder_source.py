@@ -15,7 +15,7 @@ from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
 from ..format.shard_format import Field, created, written_whole
 from .bounded_read import OpenFile, read_sample_file
-from .open_source import ARRAYS, IMAGES, Loaded, Source
+from .source import ARRAYS, IMAGES, Loaded, Source
 
 KEPT_BYTES = 16 << 20  # of a listing, at most, in memory; a longer one is read line by line
 LISTED, ENDS = "listing", "listing.ends"  # in the working folder: a line a sample, where it ends

@@ -1,5 +1,5 @@
-"""The places of this host's ranks: the plan of ``cluster.binding.binding_plan`` for what this host has, what was
-granted of it, and what the user asked for or has set already."""
+"""The places of this host's ranks: the plan of ``cluster.binding.binding_plan`` for what this
+host has, what was granted of it, and what the user asked for or has set already."""
 
 import os
 from collections.abc import Mapping

@@ -13,8 +13,8 @@ FROM_HOSTS = 8192  # newest events of a rank that are fetched from other hosts
 
 
 def load_so_far(folder: Path) -> Run:
-    """As ``analyze.records.load_run``. Raises ValueError where there is nothing to read, also with the host
-    that knows more."""
+    """As ``analyze.records.load_run``. Raises ValueError where there is nothing to read, also
+    with the host that knows more."""
     if any(folder.glob("*.ring")):
         return load(folder)
     about = job_folder.about(folder)

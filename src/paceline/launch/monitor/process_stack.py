@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..ranks.fork_server import prctl
+from ..linux_prctl import prctl
 
 SECONDS = 1.8  # for all ranks together; one takes some hundredths
 AT_ONCE = 8

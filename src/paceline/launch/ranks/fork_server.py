@@ -6,7 +6,6 @@ every rank and every process that they left, removes the job's folder, and ends:
 orphaned. It is the subreaper of what the ranks leave behind.
 """
 
-import ctypes
 import json
 import os
 import select
@@ -17,19 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..linux_prctl import SUBREAPER, prctl
 from ..monitor.out_of_memory import Memory
 from ..records import job_folder
 
-PARENT_DEATH_SIGNAL, SUBREAPER = 1, 36  # of prctl
 MESSAGE_BYTES = 180_000  # the kernel takes no longer one unless told to
-
-
-def prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing."""
-    try:
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-    except AttributeError:
-        pass
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from ...record.hooks.group_shutdown import guard
 from ...record.hooks.import_hooks import after_import
 from ...record.ring.launcher_messages import to_launcher
 from ..affinity.memory_policy import prefer
+from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ..monitor import rank_stacks
 from ..records import job_folder
-from .fork_server import PARENT_DEATH_SIGNAL, Start, prctl
+from .fork_server import Start
 from .framework_variables import introduce_to_jax
 
 

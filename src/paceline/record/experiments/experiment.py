@@ -29,8 +29,8 @@ LOADER_SECONDS = 2.0  # that a loader is asked at most
 class Climber:
     """Carries a rung out in this process."""
 
-    def __init__(self, rung: Rung, recorder: Recorder) -> None:
-        self.rung, self.recorder = rung, recorder
+    def __init__(self, rung: Rung, recorder: Recorder, detach: Callable[[], None]) -> None:
+        self.rung, self.recorder, self._detach = rung, recorder, detach
         self._phase = rung.phases[0]
         self._threads = 0  # that the rank computes with, while it computes with one
         self._observer = Observer()
@@ -181,15 +181,13 @@ class Climber:
 
     def _finish(self) -> NoReturn:
         """The end of this process: nothing of the script runs any more, no exit handler either."""
-        from ..attach import detach
-
         if "stopped" not in self._told:
             self._observer.closes()
         if self._losses:
             self._told["loss"] = self._lost / self._losses
         told = self._told | {"cached": self._kept.given} | self._observer.told
         self.recorder.tell(rung=told)
-        detach()
+        self._detach()
         if self.rung.scratch:
             self._scratch.over = True
             shutil.rmtree(self.rung.scratch, ignore_errors=True)

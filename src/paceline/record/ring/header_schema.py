@@ -88,7 +88,8 @@ class OtherThread(TypedDict, total=False):
 
 
 class Elements(TypedDict):
-    """How the time of steps depends on the elements in their batches (record/experiments/observer.py)."""
+    """How the time of steps depends on the elements in their batches
+    (record/experiments/observer.py)."""
 
     mean: Finite
     spread: Finite
@@ -126,7 +127,8 @@ class Replica(TypedDict):
 
 
 class RungTotals(TypedDict, total=False):
-    """What a run of ``paceline diagnose`` found (record/experiments/experiment.py, record/experiments/observer.py)."""
+    """What a run of ``paceline diagnose`` found (record/experiments/experiment.py,
+    record/experiments/observer.py)."""
 
     cached: Whole
     silent: Whole

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
+from ...version import __version__
 from .launcher_messages import say
 from .ring import Ring
 from .states import State
@@ -188,7 +188,8 @@ class Recorder:
             self._ring.clear()
 
     def snapshot(self) -> bytes:
-        """The record as bytes, readable by ``analyze.records.read_record``; empty where recording is off."""
+        """The record as bytes, readable by ``analyze.records.read_record``; empty
+        where recording is off."""
         if self._ring is None:
             return b""
         self.tell_cost()

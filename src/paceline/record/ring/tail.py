@@ -47,7 +47,7 @@ class Tail:
 
 
 def tail(path: Path, most: int) -> bytes:
-    """The last ``most`` events of a ring's file as a record that ``analyze.records.read_record`` reads.
+    """Return the last ``most`` events of a ring's file as a record.
 
     Raises InvalidFileError where the file is no record, or not yet; OSError where it has gone.
     """

@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ... import __version__
 from ...security.error_reason import reason_of
 from ...security.outputs import write_output
+from ...version import __version__
 from ..numbers import amount, duration, figure, percent, size
 from ..terminal.run_report import GOOD
 from .definitions import DEFINITIONS

@@ -21,8 +21,8 @@ Host = tuple[str, dict[str, Any]]
 
 
 def drawn(hosts: Sequence[Host], ranks: int) -> str:
-    """hosts: the name and what ``launch.affinity.report_bindings.of_host`` has told, of each. ranks: of the job;
-    those that no host has told of have ended."""
+    """hosts: the name and what ``launch.affinity.report_bindings.of_host`` has told, of each.
+    ranks: of the job; those that no host has told of have ended."""
     width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
     console = PlainConsole(width=width, file=None, force_terminal=None, stderr=True)
     with console.capture() as taken:

@@ -12,7 +12,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from ... import __version__
 from ...analyze.figures.measured_window import Measured
 from ...analyze.figures.report import Examined, Report
 from ...analyze.figures.steps import steps_of
@@ -20,6 +19,7 @@ from ...analyze.records.state_timeline import Ints, Window
 from ...record.ring.states import State
 from ...security.error_reason import reason_of
 from ...security.outputs import open_output, output_target
+from ...version import __version__
 from ..terminal.top import numbered
 from .chrome_trace import MAX_LANES
 from .tracks import Tracks

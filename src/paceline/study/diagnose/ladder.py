@@ -1,5 +1,6 @@
 """The ladder of ``paceline diagnose``: short runs of the user's own script, in each of which
-something is switched off from outside (record/experiments/rung.py), in turns until the budget is spent."""
+something is switched off from outside (record/experiments/rung.py), in turns until the
+budget is spent."""
 
 import math
 import time
@@ -67,8 +68,8 @@ class Ladder:
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """What each rank of the last run said of its script (record/experiments/observer.py), and what it
-        exchanges by where that is not torch's own."""
+        """What each rank of the last run said of its script (record/experiments/observer.py), and
+        what it exchanges by where that is not torch's own."""
         metas = [record.meta for record in self.run.records]
         return [meta.get("rung", {}) | {"exchange": meta.get("exchange")} for meta in metas]
 

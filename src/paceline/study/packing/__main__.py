@@ -17,7 +17,8 @@ from ...data.packing.encoder_threads import AHEAD_BYTES, Encoder, in_order
 from ...data.packing.pack import encoder
 from ...data.packing.pieces import Claims, Pieces
 from ...data.packing.unfinished import SPOOL, full_told
-from ...data.sources.open_source import ShardSource, Source, find
+from ...data.sources.open_source import find
+from ...data.sources.source import ShardSource, Source
 from ...record.ring.launcher_messages import say, to_launcher
 from ...report.terminal.packed_dataset import progress
 from ...security.files import InvalidFileError, open_regular, read_regular

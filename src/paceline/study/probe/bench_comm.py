@@ -1,8 +1,8 @@
 """One rank of ``paceline bench comm``: a collective through each backend in turns, by size.
 
-``python -m paceline.study.probe.bench_comm`` under ``paceline run`` measures gloo, shared memory and
-NCCL; under mpirun, with ``--mpi``, MPI. Rank 0 sends JSON to the launcher, or prints it: a list of
-cost.machine's collectives, and the seconds of a copy of each size."""
+``python -m paceline.study.probe.bench_comm`` under ``paceline run`` measures gloo, shared memory
+and NCCL; under mpirun, with ``--mpi``, MPI. Rank 0 sends JSON to the launcher, or prints it: a list
+of cost.machine's collectives, and the seconds of a copy of each size."""
 
 import argparse
 import json

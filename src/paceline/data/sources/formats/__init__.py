@@ -20,7 +20,7 @@ from ....security.files import InvalidFileError, UnsafeFileError, kind_of_file, 
 from ....security.text import printable
 from ...format.decode import optional
 from ...format.shard_format import Field, Meta
-from ..open_source import Source
+from ..source import Source
 
 
 @dataclass(frozen=True)

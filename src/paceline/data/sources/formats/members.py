@@ -11,7 +11,7 @@ import numpy as np
 from ....security.text import printable
 from ...format.decode import npy
 from ...format.shard_format import Field
-from ..open_source import ARRAYS, IMAGES, Loaded, Source, by_magic, label_field
+from ..source import ARRAYS, IMAGES, Loaded, Source, by_magic, label_field
 from . import Sample
 
 LABELS = ("cls", "y.npy")  # a class, or an array

@@ -12,7 +12,7 @@ import numpy as np
 from ....security.files import InvalidFileError
 from ....security.schema import parse_json
 from ....security.text import printable
-from ..open_source import Loaded, Source, by_magic, label_field
+from ..source import Loaded, Source, by_magic, label_field
 from . import damage_told, needed
 from .stores import PAIRS
 

@@ -10,7 +10,7 @@ import numpy as np
 from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ...format.shard_format import Field
-from ..open_source import ArraySource, Loaded, by_magic
+from ..source import ArraySource, Loaded, by_magic
 from . import source as formats_source
 from . import split
 

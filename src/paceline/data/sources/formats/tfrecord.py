@@ -20,7 +20,7 @@ from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
 from ...format.shard_format import Field
 from ..bounded_read import OpenFile, read_at
-from ..open_source import Loaded, Source, by_magic, label_field
+from ..source import Loaded, Source, by_magic, label_field
 from . import About, Sample, classes_beside, needed, write_classes
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....comm.shared.group import SharedGroup
+from ....comm.shared_group import SharedGroup
 from ....cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ....record.hooks.collectives import RecordedGroup
 

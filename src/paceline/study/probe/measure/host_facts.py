@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .... import __version__
 from ....cluster.topology.local_resources import free_memory, memory_limits, spans
 from ....cluster.topology.pci_devices import Card, cards
 from ....cluster.topology.topology import text, topology
 from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
+from ....version import __version__
 
 SHM = Path("/dev/shm")
 TEMPORARY = Path("/tmp")

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...record.hooks.collectives import METHODS, share_backends
-from ..hosts.hierarchy import Hierarchy
-from .async_collectives import Done, Going, Worker
-from .c_kernel import Kernel
-from .collective_calls import HOWS, KINDS, ExchangeError
-from .torch_kernel import InTorch
+from ..record.hooks.collectives import METHODS, share_backends
+from .hosts.hierarchy import Hierarchy
+from .shared.async_collectives import Done, Going, Worker
+from .shared.c_kernel import Kernel
+from .shared.collective_calls import HOWS, KINDS, ExchangeError
+from .shared.torch_kernel import InTorch
 
 KIND_OF = {getattr(torch, name): at for at, name in enumerate(KINDS)}
 _R = dist.ReduceOp.RedOpType
