@@ -19,6 +19,7 @@ from common import target as judged
 from rich.table import Table
 
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
+sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
 from bed import Hosts, missing
 
 KIB, MIB = 1 << 10, 1 << 20

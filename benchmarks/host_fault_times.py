@@ -23,6 +23,7 @@ from common import BENCHMARKS, BIN, Heard, machine, run
 from fault_times import PATIENCE, RESTARTS, WORDS, compared, parser, report, script, seconds_of
 
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
+sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
 from bed import Hosts, missing
 
 FAULTS = ("killed", "crashed", "cut off")

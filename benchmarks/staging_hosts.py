@@ -24,6 +24,7 @@ from common import target as judged
 from rich.table import Table
 
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
+sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
 from bed import Hosts, missing
 
 TOGETHER, ALONE, CP = "paceline stage", "paceline stage, each alone", "cp, each alone"

@@ -21,6 +21,7 @@ from exchange_hosts import narrowed
 from rich.table import Table
 
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
+sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
 from bed import Hosts, missing
 
 MODELS = ("small layers", "large layers", "convolutions")

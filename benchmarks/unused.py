@@ -19,6 +19,7 @@ from exchange_hosts import narrowed
 from rich.table import Table
 
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
+sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
 from bed import Hosts, missing
 
 HOSTS = "host1:2,host2:2"

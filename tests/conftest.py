@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-import bed
 import flood
 from needs import need
+
+import bed
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "support"))
 
 CPU = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 10_000

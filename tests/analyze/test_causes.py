@@ -3,13 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+from rungs import climbs
 
 from paceline.analyze.diagnosis.causes import Evidence, causes
 from paceline.analyze.diagnosis.gradient_sync import Gradients
 from paceline.analyze.diagnosis.ladder import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group
-from rungs import climbs
 
 FACTS = {
     "threads": 1, "mask": "3", "host_cores": 2, "fault_s": 2e-6,

@@ -3,11 +3,11 @@
 import math
 
 import pytest
+from records import Rank, report_of
 
 from paceline.analyze.diagnosis.causes import Evidence, causes, witnesses
 from paceline.analyze.diagnosis.ladder import Climb, Interval, climb, waterfall
 from paceline.analyze.records.load_run import Run
-from records import Rank, report_of
 
 
 def rung(*rates, ranks=2, slow=0.0, validation=0.0):

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from records import MS, Rank
 from rich.console import Console
 
 from paceline.analyze.live.live_view import view
@@ -14,7 +15,6 @@ from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, tail
 from paceline.report.numbers import elapsed
 from paceline.report.terminal.top import drawn
-from records import MS, Rank
 
 
 def seen(rank, now, process="S", most=1000):

@@ -1,9 +1,9 @@
 """Every wait booked to whom it was for and what that rank did; shares that add up."""
 
 import pytest
+from records import MS, Rank, report_of
 
 from paceline.record.ring.states import Op, State
-from records import MS, Rank, report_of
 
 
 def late(folder, size=3, steps=10, why=State.FORWARD, guilty=1):

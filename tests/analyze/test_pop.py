@@ -1,10 +1,10 @@
 """POP's efficiencies against cases that others have published, with their times per rank."""
 
 import pytest
+from records import Rank, report_of
 
 from paceline.analyze.figures.compare_runs import scaling
 from paceline.record.ring.states import Op, State
-from records import Rank, report_of
 
 # EPOCH (2D particle in cell), traced with Extrae on 2019-10-09, published with PyPOP by NAG
 # (github.com/numericalalgorithmsgroup/pypop, BSD-3-Clause-Clear, NAG-PyPOP 0.3.5,

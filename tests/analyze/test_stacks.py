@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-
 import ranks
+
 from paceline.analyze.records.stacks import FORBIDDEN, main_thread, own_line
 from paceline.launch.monitor import process_stack
 from paceline.record.ring.tail import process

@@ -1,9 +1,9 @@
 """Step times, the steps that stand out and why, and who waited for whom: hand-made records."""
 
 import pytest
+from records import Rank, report_of
 
 from paceline.record.ring.states import State
-from records import Rank, report_of
 
 
 def job(folder, longer=None, ranks=3, steps=30, late=None, state=State.FORWARD):

@@ -4,8 +4,9 @@ import os
 import signal
 import time
 
-import bed
 import ranks
+
+import bed
 
 
 def test_hosts_reach_each_other_by_ssh_and_have_their_own_tmp(hosts):

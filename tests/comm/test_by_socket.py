@@ -6,9 +6,8 @@ import os
 import re
 
 import pytest
-import torch
-
 import ranks
+import torch
 from collectives import ANY, FAILS, SAME
 
 CORES = sorted(os.sched_getaffinity(0))[:2]

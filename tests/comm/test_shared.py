@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
+from collectives import ANY, FAILS, SAME, TRAINS
 
 import paceline
-import ranks
-from collectives import ANY, FAILS, SAME, TRAINS
 
 KERNEL = Path(paceline.__file__).parent / "comm" / "shared"
 

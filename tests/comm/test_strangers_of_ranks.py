@@ -9,9 +9,9 @@ import uuid
 from dataclasses import replace
 
 import pytest
-
 import ranks
 import sets
+
 from paceline.cluster.topology.network_interfaces import Link
 from paceline.comm import rendezvous as module
 from paceline.comm.hosts.connect import Door

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import played
 import pytest
+import ranks
 
 import paceline
-import ranks
 from paceline.comm.hosts import c_wire
 from paceline.comm.hosts.c_wire import program
 from paceline.comm.hosts.schedules import ALL_REDUCE, Step

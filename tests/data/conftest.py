@@ -1,8 +1,8 @@
 """A packed set that several files read."""
 
 import pytest
-
 import sets
+
 from paceline.data import pack
 
 

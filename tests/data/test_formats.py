@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import sets
 import zarr
 
 import paceline
-import sets
 from paceline.data import Loader, Shards, pack
 from paceline.data.packing import export
 from paceline.data.packing.export import WRITES, converted

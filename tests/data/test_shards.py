@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 
+import corrupt
 import numpy as np
 import pytest
+import sets
 from crc32c import crc32c
 from torch.utils.data import DataLoader
 
-import corrupt
-import sets
 from paceline.data import DataError, Shards, pack
 from paceline.data.format.shard_format import ROW, load
 

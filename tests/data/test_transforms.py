@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+import sets
 import torch
 
-import sets
 from paceline.data import Loader, Shards, pack
 from paceline.data.transforms import (
     Chain,

@@ -4,10 +4,10 @@ import pickle
 
 import numpy as np
 import pytest
+import sets
 import torch
 from PIL import Image
 
-import sets
 from paceline.data import DataError, Files, Loader
 
 

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 import ranks
 
 SCRIPTS = Path(__file__).parent

@@ -4,8 +4,8 @@ import importlib.util
 
 import numpy as np
 import pytest
-
 import sets
+
 from paceline.data import Shards, pack
 from paceline.data.packing.export import converted
 

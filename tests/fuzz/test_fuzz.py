@@ -3,9 +3,9 @@
 import os
 
 import pytest
+from needs import need
 
 from fuzz import __main__ as fuzz
-from needs import need
 
 SECONDS = int(os.environ.get("PACELINE_FUZZ_SECONDS", "5"))
 

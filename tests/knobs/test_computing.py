@@ -1,9 +1,9 @@
 """How a model computes and where its memory is, set from outside."""
 
 import pytest
+import ranks
 import torch
 
-import ranks
 from paceline.knobs.settings import Setting, write
 
 MODEL = """

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 
-import ranks
 from paceline.knobs.registry import KNOBS
 from paceline.knobs.settings import Setting, write
 from paceline.knobs.value_types import Switch

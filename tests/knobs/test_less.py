@@ -3,9 +3,9 @@
 import re
 
 import pytest
+import ranks
 import torch
 
-import ranks
 from paceline.knobs.settings import Setting, write
 
 # Each rank has its own data; the last line of each says what became of the loss.

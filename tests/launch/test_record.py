@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import ranks
 from needs import need
+from records import Rank
+
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load
 from paceline.launch.records import job_folder
-from records import Rank
 
 TRAIN = """
     import os, signal, sys, time

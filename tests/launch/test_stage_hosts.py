@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-
 import ranks
+
 from paceline.data import pack
 
 pytestmark = pytest.mark.long

@@ -6,8 +6,8 @@ import socket
 import subprocess
 
 import pytest
-
 import ranks
+
 from paceline.cluster.schedulers.hostfile import Host
 from paceline.launch.target import target
 

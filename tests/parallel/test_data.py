@@ -1,7 +1,6 @@
 """DDP's buckets are final from the start, and go out in the order of the backward."""
 
 import pytest
-
 import ranks
 
 ORDER = """

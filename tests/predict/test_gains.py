@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from rungs import STEP, climbs
 
 from paceline.analyze.diagnosis.causes import Cause, Evidence
 from paceline.analyze.diagnosis.gradient_sync import Gradients
@@ -12,7 +13,6 @@ from paceline.predict import history
 from paceline.predict.gains import GAINS, HANDING
 from paceline.predict.history import Pair
 from paceline.predict.remedies import after, gain_of, remedies
-from rungs import STEP, climbs
 
 
 def evidence(cached=STEP, alone=STEP, cores=4, gradients=None, loader=None, facts=None, **rungs):

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 import ranks
+
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load
 from paceline.report.page.wording import largest

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
 import ranks
+
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load
 
@@ -79,6 +79,12 @@ CASES = {
 }
 
 
+def path_of(script: str) -> Path:
+    """The script of the zoo with this name, in whichever of its folders."""
+    (path,) = ZOO.rglob(f"{script}.py")
+    return path
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """Run a script of the zoo under ``paceline run --record``, once: its output and report."""
@@ -87,7 +93,7 @@ def recorded(tmp_path_factory):
     def run(script, *args, started=2):
         folder = tmp_path_factory.mktemp(script) / "record"
         launcher = f"paceline --record {folder}"
-        result = ranks.run(ZOO / f"{script}.py", *args, ranks=started, launcher=launcher)
+        result = ranks.run(path_of(script), *args, ranks=started, launcher=launcher)
         return result, analyse(load(folder))
 
     return run
@@ -132,7 +138,7 @@ def test_a_script_is_recorded_unchanged_and_told_truly(recorded, name):
 
 @pytest.mark.parametrize("name", ["ddp", "pipeline"])
 def test_recording_does_not_change_the_result(recorded, name):
-    plain = ranks.run(ZOO / f"{name}.py").stdout
+    plain = ranks.run(path_of(name)).stdout
     result, _ = recorded(name, started=2)
     loss = re.compile(r"final loss ([\d.]+)")
     assert loss.search(result.stdout).group(1) == loss.search(plain).group(1)
@@ -145,7 +151,7 @@ def test_groups_are_told_by_name_and_those_of_one_rank_left_out(recorded):
 
 
 def test_a_profiler_session_of_the_script_gets_all_its_events(recorded):
-    plain = ranks.run(ZOO / "profiled.py").stdout
+    plain = ranks.run(path_of("profiled")).stdout
     result, _ = recorded("profiled", started=2)
     counts = [int(re.search(r"(\d+) events", text).group(1)) for text in (plain, result.stdout)]
     assert counts[1] == pytest.approx(counts[0], rel=0.1)

@@ -6,10 +6,10 @@ import shutil
 import subprocess
 
 import pytest
-
 import ranks
-from paceline.record.ring.states import State
 from records import Rank, made
+
+from paceline.record.ring.states import State
 
 
 def report(*words, check=True, **env):

@@ -8,9 +8,11 @@ import json
 import subprocess
 
 import pytest
+import ranks
+from pages import CONTRAST, HOSTILE, agree, drawn, watched
+from records import made
 from rich.console import Console
 
-import ranks
 from paceline.analyze.diagnosis.causes import RULES, WORTH, Cause, Witness
 from paceline.analyze.diagnosis.ladder import Climb, Interval, waterfall
 from paceline.analyze.figures.report import analyse
@@ -24,8 +26,6 @@ from paceline.report.terminal.diagnose import drawn as in_terminal
 from paceline.study.diagnose.diagnose import Diagnosis
 from paceline.study.diagnose.ladder import WORDS, Ladder
 from paceline.study.diagnose.try_remedies import Losses, Trial, Tried
-from pages import CONTRAST, HOSTILE, agree, drawn, watched
-from records import made
 
 LINE = {"file": "train.py", "line": 7, "function": "step", "code": "x.item() < 3 & y", "share": 0.8}
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
-
 import ranks
+from pages import CONTRAST, HOSTILE, agree, drawn, watched
+from records import Rank, made
+
 from paceline.analyze.figures.report import examine
 from paceline.analyze.records.load_run import load
 from paceline.cost.machine.machine_file import (
@@ -26,8 +28,6 @@ from paceline.report.page.comparison import before_and_after
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.wording import largest
 from paceline.report.report_command import told
-from pages import CONTRAST, HOSTILE, agree, drawn, watched
-from records import Rank, made
 
 
 @pytest.fixture

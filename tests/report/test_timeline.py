@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 
 import pytest
+from records import MS, Rank
 
 from paceline.analyze.figures.report import examine
 from paceline.analyze.records.load_run import Run
@@ -15,7 +16,6 @@ from paceline.record.ring.states import Op, State
 from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import lanes, microseconds
 from paceline.security.text import printable
-from records import MS, Rank
 
 HOSTILE = 'a"b\\</script><script>alert(1)</script>\n\u2028\ud800'
 

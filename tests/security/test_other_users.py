@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 import ranks
 import users
-from paceline.launch.records import job_folder
 from records import Rank
 from users import ATTACKER
+
+from paceline.launch.records import job_folder
 
 SHM = Path("/dev/shm")
 VICTIM = 200_000 + os.getpid() % 100_000  # another one in each process that tests beside this one

@@ -10,10 +10,11 @@ import threading
 from pathlib import Path
 
 import pytest
-
 import ranks
 import users
 from needs import need
+from users import ATTACKER
+
 from paceline.cost.machine.machine_file import HostFacts, Machine
 from paceline.cost.machine.machine_file import save as save_machine
 from paceline.knobs import settings
@@ -21,7 +22,6 @@ from paceline.knobs.settings import Setting
 from paceline.report.page.write_page import save
 from paceline.security.files import UnsafeFileError
 from paceline.security.outputs import open_output, output_target, write_output
-from users import ATTACKER
 
 WRITERS = {
     "page": lambda path: save("<html>", path),

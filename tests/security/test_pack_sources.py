@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import sets
+
 from paceline.data import Shards, pack
 
 

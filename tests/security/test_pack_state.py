@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import sets
+
 from paceline.data import Shards, pack
 from paceline.data.packing.pieces import Cut
 from paceline.data.packing.unfinished import WORK

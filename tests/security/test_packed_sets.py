@@ -6,12 +6,12 @@ import shutil
 import subprocess
 import sys
 
+import hostile
 import numpy as np
 import pytest
+import sets
 import zstandard
 
-import hostile
-import sets
 from paceline.data import DataError, Loader, Shards, pack
 from paceline.data.format.shard_format import IMAGE, INDEX, JPEG, META, NAMES, ZSTD, identity, load
 from paceline.data.verify import verify

@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from records import MS, Rank, made
 from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import analyse, examine
@@ -24,7 +25,6 @@ from paceline.record.ring.tail import MAX_RECORD_BYTES, Tail, last_of_note, meta
 from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import MAX_LANES, NO_LANE, lanes
 from paceline.security.files import InvalidFileError, UnsafeFileError
-from records import MS, Rank, made
 
 LATE = (1 << 60) - 1  # ns: the last time that an event may have
 

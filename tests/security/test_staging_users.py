@@ -12,13 +12,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 import sets
 import users
+from users import ATTACKER, GROUP, MEMBER, VICTIM
+
 from paceline.data import Shards, pack
 from paceline.security.files import UnsafeFileError
 from paceline.security.folders import Folder
-from users import ATTACKER, GROUP, MEMBER, VICTIM
 
 READ = """
 import sys

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import typer
+from records import Rank, made
 from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import examine
@@ -29,7 +30,6 @@ from paceline.report.terminal import hang, top
 from paceline.security.files import InvalidFileError, UnsafeFileError
 from paceline.security.terminal import for_terminal
 from paceline.security.text import printable
-from records import Rank, made
 
 TITLE = "\x1b]0;owned\x07"  # sets a terminal's title
 HOSTILE = f"a{TITLE}[/b][link=file:///x]:x:\x9b2J\r\n</script><script>alert(1)</script>'\"\u2028"

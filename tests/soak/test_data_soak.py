@@ -2,11 +2,11 @@
 
 import random
 
+import corrupt
 import numpy as np
 import pytest
-
-import corrupt
 import sets
+
 from paceline.data import pack
 
 pytestmark = pytest.mark.soak

@@ -10,9 +10,9 @@ import sys
 import time
 
 import pytest
+import ranks
 
 import bed
-import ranks
 
 pytestmark = pytest.mark.soak
 

@@ -9,9 +9,8 @@ import subprocess
 import time
 
 import pytest
-import torch
-
 import ranks
+import torch
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))

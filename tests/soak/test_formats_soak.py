@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import sets
 import zarr
 
-import sets
 from paceline.data import pack
 from paceline.data.packing.export import converted
 

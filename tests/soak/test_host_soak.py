@@ -10,9 +10,8 @@ import threading
 import time
 
 import pytest
-import torch
-
 import ranks
+import torch
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
-
 import ranks
+import torch
+from scripts import TRAIN
+
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load
-from scripts import TRAIN
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))

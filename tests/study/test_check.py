@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 import ranks
+
 from paceline.cost.machine.machine_file import load, save
 
 pytestmark = pytest.mark.alone

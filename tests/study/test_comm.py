@@ -4,8 +4,8 @@ import json
 import subprocess
 
 import pytest
-
 import ranks
+
 from paceline.cost.machine.machine_file import HostFacts, Machine, load, save
 
 

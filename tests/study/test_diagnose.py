@@ -6,8 +6,8 @@ import subprocess
 import textwrap
 
 import pytest
-
 import ranks
+
 from paceline.study.diagnose import ladder
 from paceline.study.diagnose.diagnose import diagnosed
 from paceline.study.diagnose.run_script import Asked

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import ranks
 import sets
+
 from paceline.data import Shards, pack
 
 pytestmark = pytest.mark.long

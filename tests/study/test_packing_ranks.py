@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import ranks
 import sets
+
 from paceline.data import Shards, pack
 from paceline.data.shards import Scratch
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from torch._C._distributed_c10d import HashStore
 
-import ranks
 from paceline.cost.machine.dataclass_tree import build
 from paceline.cost.machine.machine_file import HostFacts, Machine
 from paceline.study.probe.measure.arithmetic import arithmetic

@@ -1,9 +1,8 @@
 """N ranks give what one process gives at the same global batch, to rounding."""
 
 import pytest
-import torch
-
 import ranks
+import torch
 from scripts import TRAIN
 
 

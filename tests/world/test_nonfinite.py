@@ -1,7 +1,6 @@
 """What is not finite, and ranks whose parameters have come apart, are named."""
 
 import pytest
-
 import ranks
 
 TRAIN = """

@@ -6,9 +6,8 @@ import signal
 import subprocess
 
 import pytest
-import torch
-
 import ranks
+import torch
 from scripts import TRAIN
 
 

@@ -1,0 +1,37 @@
+"""What ranks' loaders took beside the training."""
+
+import records
+
+from paceline.report.terminal.run_report import drawn
+
+
+def report(tmp_path, *told):
+    ranks = []
+    for number, one in enumerate(told):
+        rank = records.Rank(tmp_path, number, len(told), **({"loader": one} if one else {}))
+        for step in range(4):
+            rank.step(step * 10, step * 10 + 10, samples=8, number=step)
+        ranks.append(rank)
+    return records.report_of(ranks)
+
+
+def told(busy, left_out=0):
+    fixed = {"workers": 2, "processes": False, "seconds": 10.0}
+    return fixed | {"busy_s": busy, "left_out": left_out}
+
+
+def test_cores_are_the_mean_of_the_ranks_and_the_most(tmp_path):
+    found = report(tmp_path, told(2.0, 3), told(6.0, 1))
+    loading = found.loading
+    assert (loading.workers, loading.processes, loading.left_out) == (2, False, 4)
+    assert (loading.cores, loading.most, loading.rank) == (0.4, 0.6, 1)
+    said = " ".join(drawn(found).replace("│", "").split())
+    assert "the loader's 2 threads kept 0.40 cores busy beside each rank's training" in said
+    assert "(most 0.60, rank 1)" in said
+    assert "4 samples could not be read, and left out" in said
+
+
+def test_other_loaders_have_nothing_to_tell(tmp_path):
+    found = report(tmp_path, None, None)
+    assert found.loading is None
+    assert "loader" not in drawn(found)

@@ -1,0 +1,292 @@
+"""Collectives between hosts: as torch's, on any layout of ranks, and told in plain words where
+something fails."""
+
+import re
+import time
+
+import pytest
+import ranks
+import torch
+from collectives import ANY, FAILS, SAME, TRAINS
+
+from paceline.comm.hosts.rank_placement import places
+
+UNEVEN = "host1:3,host2:1,host3:2"
+MORE = [
+    *("host1:1,host2:1", "host1:2,host2:2"),
+    *("host1:1,host2:2", "host1:3,host2:3", "host1:2,host2:2,host3:2", "host1:1,host2:3,host3:1"),
+    *("host1:1,host2:1,host3:1,host4:1", "host1:2,host2:1,host3:3,host4:1"),
+    "host1:3,host2:3,host3:3,host4:3",
+]
+ALGORITHMS = ["direct", "doubling", "halving", "ring", "tree"]
+
+
+def run(hosts, folder, text, where, *words, check=True, **env):
+    ranks.write(folder, text)
+    more = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
+    command = [ranks.PACELINE, "run", "-H", where, *more, "script.py", *words]
+    return hosts.run("host0", *command, cwd=folder, check=check, timeout=120)
+
+
+def as_expected(hosts, folder, where, count, **env):
+    """Every rank says so."""
+    names = where.split(",")
+    done = run(hosts, folder, ANY, where, len(names), count, len(names) + 1, **env)
+    size = sum(int(one.partition(":")[2]) for one in names)
+    assert done.stdout.count("all as expected") == size, done.stdout + done.stderr
+
+
+def test_every_collective_gives_what_it_should(hosts, shared_folder):
+    as_expected(hosts, shared_folder, UNEVEN, 40)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", MORE)
+def test_on_every_layout_of_ranks(hosts, shared_folder, where):
+    as_expected(hosts, shared_folder, where, 60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_by_every_algorithm(hosts, shared_folder, name):
+    as_expected(hosts, shared_folder, "host1:2,host2:1,host3:2", 40, PACELINE_ALGORITHM=name)
+
+
+@pytest.mark.long
+def test_over_racks(hosts, shared_folder):
+    """Whose hosts are not next to each other in the job."""
+    racks = {"PACELINE_RACKS": "host[1,3] host[2,4]", "PACELINE_ALGORITHM": "racks"}
+    as_expected(hosts, shared_folder, "host1:2,host2:1,host3:1,host4:2", 40, **racks)
+
+
+CYCLIC = """
+    import os, runpy, sys
+    # as srun --distribution=cyclic would place them: host1 has ranks 0 and 2, host2 1 and 3
+    rank, per_host = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    os.environ["RANK"] = str(rank % per_host * 2 + rank // per_host)
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+
+
+def test_ranks_that_alternate_between_hosts(hosts, shared_folder):
+    ranks.write(shared_folder, ANY, "any.py")
+    words = ["any.py", 7, 40, 3]
+    where = "host1:2,host2:2"
+    ranks.write(shared_folder, CYCLIC)
+    command = [ranks.PACELINE, "run", "--fresh", "-H", where, "script.py", *words]
+    done = hosts.run("host0", *command, cwd=shared_folder, timeout=120)
+    assert done.stdout.count("all as expected") == 4, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(hosts, shared_folder):
+    found = []
+    for name in ("one", "two"):
+        run(hosts, shared_folder, SAME, "host1:2,host2:1,host3:1", shared_folder / name)
+        found.append(torch.load(shared_folder / name))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ("fsdp", "uneven", "unused"))],
+)
+def test_models_train_over_it_as_over_gloo(hosts, shared_folder, kind):
+    found = []
+    for backend in ("gloo", "paceline"):
+        words = [shared_folder / backend, backend, kind]
+        run(hosts, shared_folder, TRAINS, "host1:2,host2:2", *words)
+        found.append(torch.load(shared_folder / backend))
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+GROUPS = """
+    import torch, torch.distributed as dist
+    import paceline
+
+    dist.init_process_group("paceline")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([at, at + size // 2]) for at in range(size // 2)]  # over hosts
+    mates = [dist.new_group([0, 1]), dist.new_group([2, 3])]                   # in one
+    x = torch.full((100_000,), float(rank))
+    dist.all_reduce(x, group=mates[rank // 2])
+    dist.all_reduce(x, dist.ReduceOp.AVG, group=pairs[rank % 2])
+    kinds = {type(one.kernel).__name__ for one in (mates[rank // 2], pairs[rank % 2])}
+    print(rank, float(x[0]), float(x[-1]), *sorted(kinds), flush=True)
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.long
+def test_groups_in_hosts_and_over_them(hosts, shared_folder):
+    done = run(hosts, shared_folder, GROUPS, "host1:2,host2:2")
+    expected = {f"{rank} 3.0 3.0 Hierarchy Kernel" for rank in range(4)}
+    assert expected <= ranks.untagged(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param("host1:1,host2:1", marks=pytest.mark.long), "host1:2,host2:2"]
+)
+def test_ranks_that_are_silent_or_do_not_do_the_same_are_named(hosts, shared_folder, where):
+    done = run(hosts, shared_folder, FAILS, where, "size,type,call,sleeps", 1)
+    said = {}
+    for what, rank, text in re.findall(r"(\w+) after [\d.]+ s rank (\d+): (.*)", done.stdout):
+        said.setdefault(what, {})[int(rank)] = text
+    has = (
+        "exchange the same: rank 0 has all-reduce of 400,000 bytes as float32 (sum), and rank 1 has"
+    )
+    for what, theirs in (
+        ("size", "all-reduce of 280,000 bytes as float32 (sum)"),
+        ("type", "all-reduce of 400,000 bytes as float64 (sum)"),
+        ("call", "broadcast of 400,000 bytes from rank 0"),
+    ):
+        assert f"{has} {theirs}" in said[what][0]
+        assert len(set(said[what].values())) == 1, "ranks say different things"
+        again = re.findall(rf"{what} again rank \d: (.*)", done.stdout)
+        assert set(again) == set(said[what].values()), "a broken group goes on"
+    assert "rank 1" in said["sleeps"][0]
+    assert "did not come within 1 s" in said["sleeps"][0]
+    assert "HINT: is it stopped" in said["sleeps"][0]
+
+
+@pytest.mark.parametrize(
+    "where", ["host1:1,host2:1,host3:1", pytest.param("host1:2,host2:2", marks=pytest.mark.long)]
+)
+def test_a_rank_that_has_died_is_named_on_all_hosts(hosts, shared_folder, where):
+    done = run(hosts, shared_folder, FAILS, where, "dies", 30, check=False)
+    told = re.findall(r"after ([\d.]+) s rank (\d): (.*)", done.stdout)
+    assert told, done.stdout + done.stderr
+    for seconds, _, text in told:
+        assert "all-reduce of 400,000 bytes as float32 (sum) can't go on: rank 1 has died" in text
+        assert float(seconds) < 5
+    assert "rank 1 on host" in done.stderr or "rank 1 was killed by SIGKILL" in done.stderr
+
+
+CUT = """
+    import sys
+    from datetime import timedelta
+    from pathlib import Path
+    import torch, torch.distributed as dist
+    import paceline
+
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="paceline", timeout=timedelta(seconds=float(sys.argv[1])))
+    x = torch.ones(4_000_000)
+    try:
+        while x[0] < 2:  # until both know
+            x[0] = 2 if Path("healed").exists() else 1
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+            Path(f"going-{dist.get_rank()}").touch()
+        for _ in range(3):
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        print(dist.get_rank(), "went on", float(x.sum()), flush=True)
+    except RuntimeError as error:
+        print(f"rank {dist.get_rank()}: {error}", flush=True)
+    import os
+    os._exit(0)
+    """
+
+
+def going(hosts, folder, timeout):
+    """Two ranks on two hosts that exchange all the time."""
+    ranks.write(folder, CUT)
+    # started by hand: a launcher would hear of the link as well
+    env = {"MASTER_ADDR": hosts.address("host1"), "MASTER_PORT": "29511", "WORLD_SIZE": "2"}
+    started = [
+        hosts.start(
+            name,
+            *(ranks.BIN / "python", "script.py", timeout),
+            cwd=folder,
+            env={**env, "RANK": str(at), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
+        )
+        for at, name in enumerate(("host1", "host2"))
+    ]
+    ranks.wait_until(lambda: (folder / "going-1").exists(), 60)
+    return started
+
+
+@pytest.mark.long
+def test_a_link_that_is_cut_for_a_while_is_survived(hosts, shared_folder):
+    started = going(hosts, shared_folder, 60)
+    hosts.link("host2", False)
+    time.sleep(3)  # that long is the cut
+    hosts.link("host2", True)
+    (shared_folder / "healed").touch()
+    said = [one.communicate(timeout=90) for one in started]
+    assert [out.split(" ", 1)[1] for out, _ in said] == ["went on 4000001.0\n"] * 2, said
+
+
+@pytest.mark.long
+def test_a_link_that_goes_down_is_named_within_the_timeout(hosts, shared_folder):
+    started = going(hosts, shared_folder, 20)
+    hosts.link("host2", False)
+    start = time.monotonic()
+    said = [one.communicate(timeout=90)[0] for one in started]
+    assert time.monotonic() - start < 40
+    here, there = hosts.address("host1"), hosts.address("host2")
+    assert f"the link to host2 (eth0 {there}) carries nothing any more, for 20 s" in said[0]
+    assert f"the link to host1 (eth0 {here}) carries nothing any more, for 20 s" in said[1]
+
+
+DIFFERS = """
+    import os
+    os.environ["PACELINE_ALGORITHM"] = ["ring", "tree"][int(os.environ["RANK"])]
+    """
+
+
+def test_words_that_differ_or_that_nobody_knows_are_refused(hosts, shared_folder):
+    where = "host1:1,host2:1"
+    done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_ALGORITHM="rings")
+    assert (
+        "PACELINE_ALGORITHM=rings: no such algorithm here. HINT: one of direct, doubling, halving,"
+        in done.stderr
+    )
+    assert "racks where PACELINE_RACKS names" in done.stderr
+    done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_LINK_MBIT="fast")
+    assert "PACELINE_LINK_MBIT=fast: a number of Mbit/s is expected" in done.stderr
+    done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_RACKS="host[1,3]")
+    assert "PACELINE_RACKS=host[1,3] does not have host2. HINT: every host in one" in done.stderr
+    assert "did not" not in done.stderr, "one rank waits for another"
+    differs = DIFFERS.rstrip(" ") + SAME.lstrip("\n")
+    done = run(hosts, shared_folder, differs, where, "x", check=False)
+    said = (
+        "ranks are told to use different algorithms: rank 0 has PACELINE_ALGORITHM=ring, and rank"
+    )
+    assert f"{said} 1 PACELINE_ALGORITHM=tree. HINT: the same on all ranks" in done.stderr
+
+
+SLOWER = """
+    import os, socket
+    os.environ["PACELINE_LINK_MBIT"] = {"host2": "200"}.get(socket.gethostname(), "1000")
+    """
+
+
+def test_links_that_differ_widely_are_named_once(hosts, shared_folder):
+    script = SLOWER.rstrip(" ") + GROUPS.lstrip("\n")
+    done = run(hosts, shared_folder, script, "host1:2,host2:2")
+    said = "paceline: links between hosts differ, in Mbit/s: host2 (eth0) 200; others up to 1,000."
+    assert done.stderr.count(said) == 1, done.stderr
+
+
+def test_where_ranks_are_on_which_host():
+    blocks = places(["a", "a", "b", "b"], ["h1", "h1", "h2", "h2"], 3, 9)
+    assert (blocks.ranks, blocks.host, blocks.local, blocks.rails) == (((0, 1), (2, 3)), 1, 1, 2)
+    cyclic = places(["a", "b", "a", "b", "a"], ["h1", "h2", "h1", "h2", "h1"], 2, 1)
+    assert (cyclic.ranks, cyclic.local, cyclic.rails) == (((0, 2, 4), (1, 3)), 1, 1)
+    assert (blocks.even, cyclic.even) == (True, False)
+    assert (blocks.wired, cyclic.wired) == (2, 2)
+
+
+def test_hosts_of_a_rack_are_next_to_each_other():
+    def of(*racks):
+        hosts = ["a", "b", "c", "d"]
+        found = places(hosts, hosts, 0, 1, racks)
+        return "".join(found.names), found.in_rack
+
+    assert of("x", "y", "x", "y") == ("acbd", 2)
+    assert of("x", "y", "y", "y") == ("abcd", 0)  # of different sizes
+    assert of("x", "", "x", "") == ("acbd", 0)  # one is not known
+    assert of("x", "x", "x", "x") == ("abcd", 0)
+    assert of("w", "x", "y", "z") == ("abcd", 0)

@@ -1,0 +1,75 @@
+"""Ranks whose models for DDP differ are told which parameter, and what it is on which ranks."""
+
+import pytest
+import ranks
+
+from paceline.comm.replica_check import differing
+
+DIFFERS = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    if sys.argv[1] == "paceline":
+        import paceline
+    dist.init_process_group(sys.argv[1])
+    rank = dist.get_rank()
+
+    def model(width=8, dtype=torch.float32, layers=2, frozen=False, norm=nn.BatchNorm1d):
+        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)), norm(width))
+        net[0].weight.requires_grad = not frozen
+        return net.to(dtype)
+
+    odd = rank == 1
+    cases = {
+        "same": model(),
+        "type": model(dtype=torch.float64 if odd else torch.float32),
+        "shape": model(width=6 if odd else 8),
+        "more": model(layers=3 if odd else 2, norm=nn.Identity),
+        "frozen": model(frozen=odd),
+        "buffer": model(norm=lambda n: nn.BatchNorm1d(n, affine=False,
+                                                      track_running_stats=not odd)),
+        "late": model(),
+    }
+    for name, net in cases.items():
+        try:
+            DistributedDataParallel(net)
+            print(f"{name}: made", flush=True)
+        except ValueError as error:
+            print(f"{name}: {error}", flush=True)
+    dist.destroy_process_group()
+    """
+SAID = "ranks differ in the model for DistributedDataParallel: "
+HINT = (
+    ". HINT: the same model on all ranks, whatever of its making hangs on the rank, a file or the "
+    "data"
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("paceline", "--record record"), ("gloo", "--exchange paceline")],
+)
+def test_each_rank_is_told_which_parameter_differs(tmp_path, backend, options):
+    script = ranks.write(tmp_path, DIFFERS)
+    done = ranks.run(script, backend, ranks=3, launcher=f"paceline {options}")
+    expected = {
+        "same: made",
+        f"type: {SAID}0.weight is float32 of 8 x 8 on ranks 0,2, float64 of 8 x 8 on rank 1{HINT}",
+        f"shape: {SAID}0.weight is float32 of 8 x 8 on ranks 0,2, float32 of 6 x 6 on rank 1{HINT}",
+        f"more: {SAID}number 4 of its tensors is not there on ranks 0,2, "
+        f"2.weight (float32 of 8 x 8) on rank 1{HINT}",
+        f"frozen: {SAID}number 0 of its tensors is 0.weight (float32 of 8 x 8) on ranks 0,2, "
+        f"0.bias (float32 of 8) on rank 1{HINT}",
+        f"buffer: {SAID}number 4 of its tensors is 2.running_mean (float32 of 8) on ranks 0,2, "
+        f"not there on rank 1{HINT}",
+        "late: made",
+    }
+    assert expected <= ranks.untagged(done.stdout)
+
+
+def test_only_a_group_s_own_ranks_are_named():
+    each = [[["w", "float32 of 2"]], [["w", "float32 of 3"]], [["w", "float32 of 3"]]]
+    said = differing(each, [4, 6, 7])
+    assert "w is float32 of 2 on rank 4, float32 of 3 on ranks 6-7." in said

@@ -1,0 +1,381 @@
+"""The tuner finds what is faster in a job's first steps, and a training is the same for it."""
+
+import json
+import random
+import tomllib
+
+import pytest
+import ranks
+import scripts
+import torch
+import torch.distributed as dist
+
+from paceline.comm.tune import saved_settings
+from paceline.comm.tune.choice import GLOO, PACELINE, Choice
+from paceline.comm.tune.costs import MIB, Ready, Seconds, buckets, ends, likely
+from paceline.comm.tune.successive_halving import MOST, SETTLES, Verdict, halving, steps_of
+from paceline.knobs.settings import taken
+
+DEFAULT = Choice(None, GLOO)
+MINE = {"ranks": 4, "hosts": 2, "compression": False}
+OTHERS = [Choice(float(mib), PACELINE) for mib in range(1, 1 + MOST)]
+
+
+def searched(seconds, others=OTHERS):
+    """The verdict of a search where a step takes ``seconds`` of a choice; and its steps."""
+    search, steps, before = halving(DEFAULT, others), 0, DEFAULT
+    try:
+        ask = next(search)
+        while True:
+            steps += ask.steps + SETTLES * (ask.choice != before)
+            before = ask.choice
+            ask = search.send(seconds(before))
+    except StopIteration as end:
+        return end.value, steps
+
+
+@pytest.mark.parametrize("count", range(MOST + 1))
+def test_the_fastest_choice_is_found_in_as_many_steps_as_were_said(count):
+    took = {choice: 1.0 - 0.1 * at for at, choice in enumerate(OTHERS)} | {DEFAULT: 1.05}
+    verdict, steps = searched(took.__getitem__, OTHERS[:count])
+    same = 2 * SETTLES  # a rung may begin with what the one before has ended with
+    assert steps_of(count) - same <= steps <= steps_of(count) <= 64
+    assert verdict.kept == (count > 0)
+    assert verdict.choice == (OTHERS[count - 1] if count else DEFAULT)
+
+
+def test_what_is_slower_than_the_default_is_not_kept():
+    verdict, _ = searched(lambda choice: 1.0 if choice == DEFAULT else 1.001)
+    assert (verdict.kept, verdict.choice) == (False, DEFAULT)
+
+
+def test_what_is_faster_only_now_and_then_is_not_kept():
+    told = iter([1.0] * 9 + [1.0, 0.9, 0.9, 1.0, 0.9, 1.0])  # the pairs: the second one is lost
+    verdict, _ = searched(lambda choice: next(told))
+    assert verdict.seconds < verdict.before
+    assert not verdict.kept
+
+
+def test_under_noise_it_is_rarely_far_from_the_best():
+    """A tenth of noise, choices from 0.7 to 1.0 of the default."""
+    chance, missed = random.Random(0), 0
+    for _ in range(300):
+        took = {choice: chance.uniform(0.7, 1.0) for choice in OTHERS} | {DEFAULT: 1.0}
+        verdict, _ = searched(lambda choice, took=took: took[choice] * chance.uniform(0.95, 1.05))
+        missed += took[verdict.choice] > 1.05 * min(took.values())
+    assert missed < 45
+
+
+@pytest.mark.parametrize("kept_", [True, False])
+@pytest.mark.parametrize(
+    "best", [Choice(2.5, "ring"), Choice(4.0, PACELINE, True), Choice(3.0, GLOO), Choice(7.0)]
+)
+def test_what_is_kept_is_what_is_taken_again(tmp_path, best, kept_):
+    path = tmp_path / "tuned.toml"
+    assert saved_settings.known(path, MINE, DEFAULT) == (None, "")
+    saved_settings.keep(path, Verdict(DEFAULT, best, 0.9, 1.0, kept_), MINE, "train.py")
+    assert saved_settings.known(path, MINE, DEFAULT) == (best if kept_ else DEFAULT, "")
+    other, said = saved_settings.known(path, MINE | {"compression": True}, DEFAULT)
+    assert other is None
+    assert said == f"{path} was made with compression = False, and this is True"
+    knobs, notes = taken(path, "train.py")
+    assert (knobs, notes) == (best.knobs() if kept_ else {}, [])
+
+
+def test_buckets_are_filled_as_ddp_fills_them():
+    chance = random.Random(1)
+    for _ in range(50):
+        sizes = [chance.choice((1, 10, 300, 5000)) for _ in range(chance.randint(1, 40))]
+        caps = [chance.randint(1, 30_000) for _ in range(chance.randint(1, 3))]
+        tensors = [torch.empty(size) for size in sizes]
+        expected, _ = dist._compute_bucket_assignment_by_size(tensors, caps)
+        found = buckets([Ready(at, 4 * size) for at, size in enumerate(sizes)], caps)
+        assert [one.nbytes for one in found] == [sum(4 * sizes[i] for i in one) for one in expected]
+        assert [one.at for one in found] == [max(one) for one in expected]
+
+
+def test_the_model_counts_what_the_backward_does_not_hide():
+    seconds = Seconds({1000: 0.5, 3000: 1.5})
+    assert seconds(500) == 0.5
+    assert seconds(2000) == 1.0
+    assert seconds(5000) == 2.5
+    gradients = [Ready(1.0, 1000), Ready(2.0, 1000), Ready(4.0, 1000)]
+    assert ends(buckets(gradients, [1000]), seconds) == 4.5  # two are hidden
+    assert ends(buckets(gradients, [2000]), seconds) == 4.5
+    assert ends(buckets(gradients, [3000]), seconds) == 5.5  # one, after all of the backward
+    slow = Seconds({1000: 2.0, 3000: 2.0})
+    assert ends(buckets(gradients, [1000]), slow) == 7.0  # which wait for each other
+    assert ends(buckets(gradients, [3000]), slow) == 6.0
+
+
+def test_short_backwards_get_one_bucket_and_long_ones_several():
+    ways = {
+        PACELINE: Seconds({MIB: 0.010, 8 * MIB: 0.080}),
+        GLOO: Seconds({MIB: 0.1, 8 * MIB: 0.9}),
+    }
+
+    def first(backward):
+        gradients = [Ready(backward * at / 32, MIB // 2) for at in range(32)]
+        found = likely(gradients, ways, DEFAULT)
+        assert 0 < len(found) <= MOST
+        assert len({(one.mib, one.way) for one in found}) == len(found)
+        assert found[0].way == PACELINE
+        return found[0].mib
+
+    latency = {PACELINE: Seconds({MIB: 0.1, 8 * MIB: 0.11})}
+    gradients = [Ready(1e-3 * at, MIB // 2) for at in range(32)]
+    assert likely(gradients, latency, DEFAULT)[0].mib > 16
+    assert first(0.2) <= 2
+
+
+# Layers are called in another order than they are registered.
+SET = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+    from paceline.comm.tune.buckets import Buckets
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = torch.nn.Linear(64, 16), torch.nn.Linear(32, 128)
+            self.middle = torch.nn.Linear(128, 64)
+
+        def forward(self, x):
+            return self.last(self.middle(self.first(x)))
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.03, **eval(sys.argv[1]))
+
+    def step():
+        model(torch.randn(4, 32)).sum().backward()
+
+    for _ in range(3):
+        step()
+    before = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    buckets = Buckets(model)
+    told = [[one.at for one in buckets.ready()]]
+    dist.broadcast_object_list(told, src=0)
+    buckets.order(told[0])
+    buckets.set(None)
+    sizes = []
+
+    def hook(_, bucket):
+        sizes.append(4 * bucket.buffer().numel())
+        return allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, hook)
+    step()
+    first = list(sizes)
+    step()
+    if dist.get_rank() == 0:
+        print([[int(one) for one in before.split(",")], first, sizes[len(first):]])
+    """
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_buckets_that_are_set_are_ddp_s_own_from_the_first_step_on(tmp_path, options):
+    """And not after a step, as in DDP."""
+    (told,) = ranks.untagged(ranks.run(ranks.write(tmp_path, SET), options).stdout)
+    before, first, second = json.loads(told)
+    assert len(before) > 1
+    assert first == second == before
+
+
+TRAIN = """
+    import contextlib, sys
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    kind, steps, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    options = {
+        "views": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }.get(kind, {})
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64) for _ in range(8 if kind == "deeper" else 6)]
+    net = torch.nn.Sequential(*layers)
+    net.register_parameter("idle", torch.nn.Parameter(torch.ones(7)) if kind == "unused" else None)
+    model = DistributedDataParallel(net, **options)
+    if kind == "other torch":
+        def made_otherwise(*_):
+            raise RuntimeError("made otherwise")
+        DistributedDataParallel._ddp_init_helper = made_otherwise
+    if kind == "hook":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        model.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    torch.manual_seed(1 + dist.get_rank())
+    join = model.join() if kind == "join" else contextlib.nullcontext()
+    with join:
+        for step in range(steps + (kind == "join") * dist.get_rank()):
+            optimizer.zero_grad(set_to_none=kind != "views")
+            if kind == "accumulates":
+                with model.no_sync():
+                    model(torch.randn(8, 64)).square().mean().backward()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            if kind == "plain":
+                with torch.no_grad():
+                    model(torch.randn(8, 64))
+    if dist.get_rank() == 0:
+        torch.save(net.state_dict(), out)
+    dist.destroy_process_group()
+    """
+
+
+def trained(folder, kind, *options, steps=100):
+    """The model that a run with these options of paceline makes, and what it says."""
+    out = folder / "model.pt"
+    script = ranks.write(folder, TRAIN)
+    done = ranks.run(script, kind, steps, out, launcher=" ".join(["paceline", *map(str, options)]))
+    return torch.load(out), done.stderr
+
+
+OTHER_KINDS = ("views", "static", "unused", "accumulates")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHER_KINDS)],
+)
+def test_a_training_is_the_same_to_the_last_bit_while_it_is_tuned(tmp_path, kind):
+    """On two ranks, where a sum has one order: while buckets and ways change, and after it."""
+    expected, _ = trained(tmp_path, kind)
+    found, said = trained(tmp_path, kind, "--tune-exchange", tmp_path / "tuned.toml")
+    assert "paceline: the exchange is tuned, in " in said, said
+    assert same(found, expected)
+    tree = tomllib.loads((tmp_path / "tuned.toml").read_text())
+    assert tree["made"]["ranks"] == 2
+    again, said = trained(tmp_path, kind, "--tune-exchange", tmp_path / "tuned.toml")
+    assert f"paceline: the exchange is set as {tmp_path}/tuned.toml says: " in said
+    assert "is tuned" not in said
+    assert same(again, expected)
+    settings, said = trained(tmp_path, kind, "--settings", tmp_path / "tuned.toml")
+    assert "ignored" not in said
+    assert same(settings, expected)
+
+
+@pytest.mark.long
+def test_so_is_that_of_paceline_s_own_world(tmp_path):
+    """Whose buckets are final from the start."""
+    script, args = ranks.write(tmp_path, scripts.TRAIN), ["--samples", 400, "--epochs", 5]
+    ranks.run(script, tmp_path / "plain.pt", *args)
+    found = [torch.load(tmp_path / "plain.pt")]
+    for said in ("the exchange is tuned, in ", "the exchange is set as "):
+        launcher = f"paceline --tune-exchange {tmp_path / 'tuned.toml'}"
+        done = ranks.run(script, tmp_path / "tuned.pt", *args, launcher=launcher)
+        assert said in done.stderr, done.stderr
+        found.append(torch.load(tmp_path / "tuned.pt"))
+    for one in found[1:]:
+        assert one["figures"] == found[0]["figures"]
+        assert same(one["model"], found[0]["model"])
+
+
+@pytest.mark.long
+def test_an_answer_of_another_model_is_not_taken(tmp_path):
+    tuned = tmp_path / "tuned.toml"
+    trained(tmp_path, "plain", "--tune-exchange", tuned)
+    expected, _ = trained(tmp_path, "deeper")
+    found, said = trained(tmp_path, "deeper", "--tune-exchange", tuned)
+    assert f"paceline: {tuned} was made with gradients = 12, and this is 16: tuned anew" in said
+    assert "the exchange is tuned, in " in said
+    assert same(found, expected)
+    assert tomllib.loads(tuned.read_text())["made"]["gradients"] == 16
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "steps", "why"),
+    [
+        ("hook", 100, "is not tuned: it has a communication hook"),
+        ("other torch", 100, f"is not tuned: torch {torch.__version__}: made otherwise"),
+        ("join", 100, "is not tuned: ranks may end at different steps (model.join())"),
+        ("plain", 12, "--tune-exchange: the script has ended before it was done, in step 11"),
+    ],
+)
+def test_what_can_not_be_tuned_is_said_and_trains_as_ever(tmp_path, kind, steps, why):
+    expected, _ = trained(tmp_path, kind, steps=steps)
+    tuned = tmp_path / "tuned.toml"
+    found, said = trained(tmp_path, kind, "--tune-exchange", tuned, steps=steps)
+    assert said.count(why) == 1, said
+    assert not tuned.exists()
+    assert same(found, expected)
+
+
+@pytest.mark.long
+def test_a_script_without_ddp_is_told_so(tmp_path):
+    script = ranks.write(tmp_path, "print('done')")
+    done = ranks.run(script, launcher=f"paceline --tune-exchange {tmp_path / 'tuned.toml'}")
+    assert "--tune-exchange: no DistributedDataParallel made a step" in done.stderr
+    assert not (tmp_path / "tuned.toml").exists()
+
+
+@pytest.mark.long
+def test_bfloat16_is_taken_only_where_that_is_allowed(tmp_path):
+    """And is said to have been tried."""
+    tuned = tmp_path / "tuned.toml"
+    found, said = trained(tmp_path, "plain", "--tune-exchange", tuned, "--tune-compression")
+    expected, _ = trained(tmp_path, "plain")
+    assert "the exchange is tuned, in " in said
+    assert not same(found, expected)  # some steps at least were rounded
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tune-compression"], "nothing is tuned. HINT: with --tune-exchange FILE"),
+        (["--tune-exchange", "there/tuned.toml"], "is no folder. HINT: a file in a folder"),
+        (["--tune-exchange", "other.toml"], "--tune-exchange has not written it"),
+        (
+            ["--tune-exchange", "tuned.toml", "--settings", "other.toml"],
+            "--tune-exchange looks for bucket-mb, and it is set",
+        ),
+    ],
+)
+def test_options_that_can_not_be_are_told_before_anything_starts(tmp_path, options, said):
+    other = 'format = "paceline-settings"\nversion = 1\n[knobs]\nbucket-mb = 3\n'
+    (tmp_path / "other.toml").write_text(other)
+    script = ranks.write(tmp_path, "open('ran', 'w')")
+    words = [str(tmp_path / word) if word.endswith("toml") else word for word in options]
+    done = ranks.run(script, launcher=" ".join(["paceline", *words]), check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert (tmp_path / "other.toml").read_text() == other
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["host1:1,host2:1", "host1:2,host2:1,host3:1"])
+def test_between_hosts_algorithms_are_tried_as_well(hosts, shared_folder, layout):
+    """As one process to rounding: sums of several hosts have several orders."""
+    script = ranks.write(shared_folder, TRAIN)
+    start = [ranks.PACELINE, "run", "--fresh", "-H", layout]
+
+    def run(*words):
+        out = shared_folder / "model.pt"
+        done = hosts.run("host0", *start, *words, script, "plain", 100, out, cwd=shared_folder)
+        return torch.load(out), done.stderr
+
+    expected, _ = run()
+    found, said = run("--tune-exchange", "tuned.toml")
+    assert "paceline: the exchange is tuned, in " in said, said
+    tree = tomllib.loads((shared_folder / "tuned.toml").read_text())
+    assert tree["made"]["hosts"] == len(layout.split(","))
+    again, said = run("--tune-exchange", "tuned.toml")
+    assert "is set as " in said
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(again[name], one, rtol=1e-3, atol=1e-4)
+    assert hosts.left_over(10) == []

@@ -1,0 +1,264 @@
+"""A Loader whose batches NVIDIA DALI makes: on the processor, as there is a GPU nowhere."""
+
+import gc
+import importlib.util
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import sets
+import torch
+from needs import need
+from PIL import Image
+
+from paceline.data import DataError, Files, Loader, Shards, pack
+from paceline.data.sampling.shard_loader import ShardedLoader
+
+
+@pytest.fixture
+def fn():
+    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+    need([] if found else ["NVIDIA DALI"], "make test, or pip install 'paceline[frameworks]'")
+    return pytest.importorskip("nvidia.dali.fn")
+
+
+@pytest.fixture
+def decoded(fn):
+    return lambda samples: fn.decoders.image(samples, device="cpu")
+
+
+@pytest.fixture
+def augmented(fn):
+    def function(samples, rng):
+        images = fn.decoders.image(samples, device="cpu")
+        places = {"crop_pos_x": rng.uniform(), "crop_pos_y": rng.uniform()}
+        return fn.crop_mirror_normalize(
+            images, crop=(12, 12), mirror=rng.coin(), output_layout="CHW", **places
+        )
+
+    return function
+
+
+@pytest.fixture
+def drawing(fn):
+    """By DALI's own random operators, and a second output."""
+
+    def function(samples):
+        images = fn.random_resized_crop(fn.decoders.image(samples, device="cpu"), size=(9, 9))
+        return fn.flip(images, horizontal=fn.random.coin_flip()), fn.random.uniform()
+
+    return function
+
+
+def same(one, other):
+    """Whether two lists of batches are."""
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("more", [{}, {"num_workers": 0}, {"prefetch_factor": 5}])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_order_labels_and_the_last_batch_are_the_loaders(images, decoded, drop_last, more):
+    options = {"batch_size": 8, "shuffle": True, "seed": 3, "drop_last": drop_last}
+    loader = Loader(images, dali=decoded, **options, **more)
+    usual = Loader(images, **options)
+    assert len(loader) == (3 if drop_last else 4)
+    for _ in range(2):
+        for (x, y), (pixels, label) in zip(loader, usual, strict=True):
+            assert torch.equal(y, label)
+            assert x.dtype == torch.uint8
+            assert x.shape == (len(y), 20, 24, 3)
+            # two decoders of JPEG, which round otherwise
+            assert (x.int() - pixels.permute(0, 2, 3, 1).int()).abs().max() <= 4
+
+
+def test_draws_are_the_samples_own(images, augmented):
+    """The same on one rank, on three, and in batches of another size; others in each epoch."""
+    shards = Shards(images)
+
+    def by_sample(loaders, seed):
+        found = {}
+        for loader in loaders:
+            for batch, keys in loader:
+                found |= dict(zip(keys, batch[0], strict=True))
+        assert len(found) == len(shards)
+        return found
+
+    def ranks(count, size):
+        for rank in range(count):
+            loader = Loader(shards, size // count, shuffle=True, dali=augmented)
+            part = ShardedLoader(loader, rank=rank, ranks=count, seed=5)
+            batches = part._batches
+            batches.epoch, batches.start, batches.order = 0, 0, part._order(0)
+            yield zip(part.loader, list(batches), strict=True)
+
+    alone, three = by_sample(ranks(1, 9), 5), by_sample(ranks(3, 9), 5)
+    other = by_sample(ranks(2, 4), 5)
+    for key, x in alone.items():
+        assert torch.equal(x, three[key])
+        assert torch.equal(x, other[key])
+    loader = Loader(shards, 30, dali=augmented)
+    first, second = [next(iter(loader))[0] for _ in range(2)], next(iter(loader))[0]
+    assert torch.equal(*first)  # a pass that was left has not counted
+    list(loader)
+    assert not torch.equal(next(iter(loader))[0], second)
+
+
+@pytest.mark.parametrize("function", ["augmented", "drawing"])
+def test_a_resumed_pass_goes_on_to_the_bit(images, function, request):
+    function = request.getfixturevalue(function)
+
+    def made(seed=1):
+        return Loader(images, 4, shuffle=True, seed=seed, dali=function)
+
+    whole = [list(loader) for loader in [made()] for _ in range(2)]
+    loader = made()
+    for _, _batch in zip(range(3), loader, strict=False):
+        pass
+    state = loader.state_dict()
+    assert state == {"epoch": 0, "sample": 12}
+    fresh = made()
+    fresh.load_state_dict(state)
+    same(whole[0][3:], list(fresh))
+    same(whole[1], list(fresh))
+    loader.load_state_dict({"epoch": 1, "sample": 4})  # DALI has read ahead of it meanwhile
+    same(whole[1][1:], list(loader))
+    assert not torch.equal(whole[0][0][0], whole[1][0][0])
+    assert not torch.equal(whole[0][0][0], next(iter(made(seed=2)))[0])
+    assert not torch.equal(whole[0][0][0], whole[0][1][0])
+
+
+def test_a_rank_goes_on_where_it_was(images, drawing):
+    def part():
+        loader = Loader(images, 5, shuffle=True, dali=drawing)
+        return ShardedLoader(loader, rank=1, ranks=2, seed=7)
+
+    whole = [batch for batch, _ in part().iterate(2)]
+    assert [len(batch[0]) for batch in whole] == [5, 5, 5]
+    same(whole[1:], [batch for batch, _ in part().iterate(2, start=1)])
+
+
+def test_tensors_stay_what_they_are(images, augmented):
+    loader = Loader(images, 4, dali=augmented)
+    kept = [x for x, _ in loader]
+    before = [x.clone() for x in kept]
+    for _ in range(3):
+        list(loader)
+    same([kept], [before])
+
+
+def test_arrays_files_and_several_sets(images, fn, tmp_path):
+    x, y = sets.arrays(20)
+    for source in ((x, y), tmp_path / "raw", tmp_path / "zstd"):
+        if not isinstance(source, tuple):
+            pack((x, y), source, compress=source.name == "zstd")
+        got = {}
+        for z, label in Loader(source, 6, shuffle=True, dali=lambda samples: samples + 1):
+            got |= {int(a[0, 0]): (a, int(b)) for a, b in zip(z, label, strict=True)}
+        assert len(got) == 20
+        for i in range(20):
+            assert np.array_equal(got[i + 1][0], x[i] + 1)
+            assert got[i + 1][1] == y[i]
+    values = np.random.rand(20, 5)
+    pack((x, values), tmp_path / "fields")
+    labels = torch.cat([label for _, label in Loader(tmp_path / "fields", 6, dali=lambda s: s)])
+    assert labels.dtype == torch.float64
+    assert np.array_equal(np.sort(labels.numpy(), 0), np.sort(values, 0))
+    assert sum(len(one) for one in Loader(x, 6, dali=lambda samples: samples)) == 20
+    files = Files(sets.images(tmp_path / "in", 9))
+    both = Loader([files, Shards(images)], 8, dali=lambda s: fn.decoders.image(s, device="cpu"))
+    assert [tuple(batch.shape) for batch, _ in both][:2] == [(8, 20, 24, 3)] * 2
+    assert sum(len(label) for _, label in both) == 39
+    np.save(tmp_path / "one.npy", x[0])
+    (tmp_path / "npy").mkdir()
+    (tmp_path / "one.npy").rename(tmp_path / "npy/one.npy")
+    (found,) = Loader(Files(tmp_path / "npy"), dali=lambda samples: samples)
+    assert np.array_equal(found[0], x[0])
+
+
+def changed(folder, sample):
+    """Another byte in the middle of a sample."""
+    path, offset, length = Shards(folder).place(sample)
+    data = bytearray(path.read_bytes())
+    data[offset + length // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_changed_byte_is_told_when_it_is_its_turn(tmp_path, decoded):
+    pack(sets.images(tmp_path / "in", 20), tmp_path / "set")
+    changed(tmp_path / "set", 13)
+    loader = Loader(tmp_path / "set", 5, dali=decoded)
+    given = []
+    with pytest.raises(DataError, match=r"sample 13 at byte .*its checksum is another"):
+        given.extend(loader)
+    assert len(given) == 2
+    skips = Loader(tmp_path / "set", 5, dali=decoded, on_error="skip")
+    with pytest.warns(UserWarning, match="sample 13 .* left out"):
+        got = list(skips)
+    usual = torch.cat([torch.tensor([label]) for _, label in _others(tmp_path / "set", 13)])
+    assert [len(x) for x, _ in got] == [5, 5, 4, 5]
+    assert torch.equal(torch.cat([y for _, y in got]), usual)
+    assert [error.sample for error in skips.skipped] == [13]
+
+
+def _others(folder, bad):
+    shards = Shards(folder)
+    return [shards[i] for i in range(len(shards)) if i != bad]
+
+
+def test_what_dali_cannot_decode_is_named(tmp_path, decoded):
+    def stream():
+        for k in range(8):
+            path = tmp_path / f"{k}.png"
+            noise = np.random.default_rng(k).integers(0, 256, (30, 30, 3), np.uint8)
+            Image.fromarray(noise).save(path)
+            yield path.read_bytes()[: 900 if k == 5 else None]
+
+    pack(stream(), tmp_path / "set", statistics=0)
+    loader = Loader(tmp_path / "set", 3, dali=decoded)
+    with pytest.raises(DataError, match=r"sample \d at byte .*does not decode"):
+        list(loader)
+    with pytest.raises(DataError, match="does not decode"):  # and it can be begun again
+        list(loader)
+
+
+def test_mistakes(images, fn, decoded):
+    x, _ = sets.arrays(6)
+
+    def fails(match, **options):
+        with pytest.raises(ValueError, match=match):
+            list(Loader(options.pop("source", images), 4, **options))
+
+    fails(r"dali and transform, processes\. HINT", dali=decoded, transform=abs, processes=True)
+    fails(r"dali and pin_memory\. HINT", dali=decoded, pin_memory=True)
+    fails(r"returns int\. HINT: a DataNode", dali=lambda samples: 3)
+    fails(r"returns NoneType", dali=lambda samples: None)
+    fails(r"does not depend on the samples", dali=lambda samples: fn.random.uniform())
+    fails(
+        r"samples of several shapes: \(\d+, \d, 3\), .*HINT: crop",
+        dali=lambda samples, rng: fn.resize(decoded(samples), resize_x=rng.uniform(1, 9)),
+    )
+
+    def three(samples):
+        return samples, fn.external_source(source=lambda: np.zeros((3, 2)), batch=True)
+
+    fails(r"Batch size clash! .* a batch size 3 ", source=x, dali=three)
+
+
+def test_graphs_go_with_their_loader(images, decoded):
+    loader = Loader(images, 4, dali=decoded)
+    next(iter(loader))
+    graph = weakref.ref(loader._graph[1])
+    del loader
+    gc.collect()
+    assert graph() is None
+
+
+def test_without_dali_it_is_said_how_to_get_it(images, monkeypatch):
+    for name in ("nvidia.dali", "nvidia.dali.pipeline", "nvidia.dali.fn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    loader = Loader(images, 4, dali=lambda samples: samples)
+    with pytest.raises(ValueError, match=r"DALI is not installed\. HINT: pip install nvidia-dali"):
+        next(iter(loader))

@@ -1,0 +1,221 @@
+"""A set that ranks pack in pieces: each piece is packed once, and what was killed in the middle is
+gone on with by one process."""
+
+import shutil
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import sets
+
+from paceline.data import Shards, pack
+from paceline.data.format.shard_format import moved
+from paceline.data.packing.encode import Encoding, Packed
+from paceline.data.packing.pack import Wish, packing
+from paceline.data.packing.pieces import Claims, Cut, Pieces, name
+from paceline.data.packing.statistics import Statistics
+
+WISH = Wish(shard_bytes=2000)
+
+
+def nothing(*_):
+    return None
+
+
+def some_packed(x, y, folder, count, wish=WISH, ranks=2):
+    """So many pieces of a set, as a rank packs them that is killed then; how many there are."""
+    with packing((x, y), folder, None, Encoding(), wish, nothing) as job:
+        cut = job.cut(ranks)
+        run = job.work / "run-killed"
+        run.mkdir()
+        pieces = Pieces(cut, job.work, run, wish.shard_bytes, job.writer.images, job.writer.classes)
+        pieces.pack(job.encoder, range(count), 2, nothing)
+        (run / name(count)).mkdir()
+        # what is left at a kill, without the tidying up
+        shutil.copytree(job.work, folder.with_name("work"))
+    shutil.move(folder.with_name("work"), folder / ".packing")
+    return len(cut)
+
+
+def content(folder):
+    """Of each sample: its bytes, label and what else its row says, but for where it is."""
+    shards = Shards(folder)
+    rows = [shards.row(i) for i in range(len(shards))]
+    return [
+        (shards[i][0].tobytes(), row.label, row.length, row.shape, row.dtype, row.encoding)
+        for i, row in enumerate(rows)
+    ]
+
+
+def test_rows_of_one_shard_become_those_of_another():
+    packed = Packed(0, (3,), "int16", [b"abcdef"], 6, 7, 0x12345678, "")
+    for one, other in ((0, 1), (5, 70_000), (9, 9)):
+        rows = b"".join(packed.row(one, offset) for offset in (0, 6, 1 << 40))
+        wanted = b"".join(packed.row(other, offset) for offset in (0, 6, 1 << 40))
+        assert moved(rows, one, other) == wanted
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "ranks", "each"),
+    [(1000, 10, 4, 63), (100_000, 10, 4, 90), (3, 10, 4, 1), (1000, 10_000, 1, 1)],
+)
+def test_pieces_are_a_shard_or_what_gives_each_rank_a_few(samples, size, ranks, each):
+    cut = Cut.of((0, samples), size, 1000, ranks, None)
+    assert cut.each == each
+    places = [place for piece in range(len(cut)) for place in range(*cut.span(piece))]
+    assert places == list(range(samples))
+    assert all(cut.piece(place) == place // each for place in places)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_each_piece_is_taken_once_by_whoever_is_there_first(tmp_path, size):
+    pieces, taken = list(range(3, 200, 2)), []
+    start = threading.Barrier(size)
+
+    def take(rank):
+        start.wait()
+        for number, piece in enumerate(Claims(tmp_path, pieces, rank, size)):
+            taken.append(piece)
+            if rank == 1 and number == 2:
+                return  # it takes no more, and others do
+
+    threads = [threading.Thread(target=take, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == pieces
+
+
+def test_one_process_goes_on_with_pieces(tmp_path):
+    x, y = sets.arrays(400)
+    pack(x, tmp_path / "whole", y, shard_bytes=2000)
+    count = some_packed(x, y, tmp_path / "out", 3)
+    assert count > 6
+    seen = []
+    report = pack(
+        (x, y), tmp_path / "out", shard_bytes=2000, step=lambda done, size: seen.append(done)
+    )
+    assert report.went_on_at == 400 - len(seen) > 0
+    assert seen == list(range(report.went_on_at + 1, 401))
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    whole, out = Shards(tmp_path / "whole").meta, Shards(tmp_path / "out").meta
+    assert out.statistics["mean"] == pytest.approx(whole.statistics["mean"], rel=1e-12)
+    assert out.statistics["deviation"] == pytest.approx(whole.statistics["deviation"], rel=1e-12)
+    assert out.statistics["classes"] == whole.statistics["classes"]
+    assert not (tmp_path / "out" / ".packing").exists()
+
+
+def test_pieces_begin_behind_the_shards_of_one_process(tmp_path):
+    def stop(done, size):
+        if done == 100:
+            raise KeyboardInterrupt
+
+    x, y = sets.arrays(400)
+    pack((x, y), tmp_path / "whole", shard_bytes=2000)
+    with pytest.raises(KeyboardInterrupt):
+        pack((x, y), tmp_path / "out", shard_bytes=2000, step=stop)
+    with (
+        suppress(KeyboardInterrupt),
+        packing((x, y), tmp_path / "out", None, Encoding(), WISH, nothing) as job,
+    ):
+        first = job.cut(3).first
+        raise KeyboardInterrupt
+    assert 0 < first <= 100
+    assert pack((x, y), tmp_path / "out", shard_bytes=2000).went_on_at == first
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing", "state"])
+def test_a_piece_that_is_not_what_it_says_is_packed_again(tmp_path, damage):
+    x, y = sets.arrays(400)
+    some_packed(x, y, tmp_path / "out", 4)
+    piece = tmp_path / "out" / ".packing" / name(2)
+    shard = piece / "shard-00000.bin"
+    if damage == "shorter":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (piece / "whole.json").write_text("{")
+    pack((x, y), tmp_path / "out", shard_bytes=2000)
+    pack((x, y), tmp_path / "whole", shard_bytes=2000)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_killed_while_pieces_are_joined_the_next_call_joins_them(tmp_path, monkeypatch):
+    from paceline.data.packing.shard_writer import Writer
+
+    x, y = sets.arrays(400)
+    count = some_packed(x, y, tmp_path / "out", 3)
+    adopt, adopted = Writer.adopt, []
+
+    def killed(self, part):
+        adopt(self, part)
+        adopted.append(part)
+        if len(adopted) == count // 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Writer, "adopt", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pack((x, y), tmp_path / "out", shard_bytes=2000)
+    monkeypatch.undo()
+    assert pack((x, y), tmp_path / "out", shard_bytes=2000).went_on_at == 400
+    pack((x, y), tmp_path / "whole", shard_bytes=2000)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_late_rank_of_a_job_that_was_killed_does_no_harm(tmp_path):
+    x, y = sets.arrays(400)
+    folder = tmp_path / "out"
+    with packing((x, y), folder, None, Encoding(), WISH, nothing) as job:
+        cut = job.cut(2)
+        late, soon = job.work / "run-late", job.work / "run-soon"
+        for run in (late, soon):
+            run.mkdir()
+        of_late = Pieces(cut, job.work, late, WISH.shard_bytes, False, False)
+        Pieces(cut, job.work, soon, WISH.shard_bytes, False, False).pack(
+            job.encoder, range(len(cut)), 2, nothing
+        )
+        of_late.pack(job.encoder, [1], 2, nothing)  # the same again: one of them is kept
+        shutil.rmtree(late)
+        with pytest.raises(FileNotFoundError):
+            of_late.pack(job.encoder, [2], 2, nothing)
+        with pytest.raises(FileNotFoundError):
+            next(iter(Claims(late, [2], 0, 1)))
+        shutil.rmtree(soon)
+        job.join(cut, 0)
+    pack((x, y), tmp_path / "whole", shard_bytes=2000)
+    assert content(folder) == content(tmp_path / "whole")
+
+
+def test_moments_are_of_samples_with_the_channels_of_the_first(tmp_path):
+    draw = np.random.default_rng(0)
+    images = [draw.integers(0, 256, (1 + 2 * (i % 3 > 0), 8, 9), np.uint8) for i in range(90)]
+    for i, image in enumerate(images):
+        path = tmp_path / "in" / f"{i:02}.npy"
+        path.parent.mkdir(exist_ok=True)
+        np.save(path, image)
+    pack(tmp_path / "in", tmp_path / "whole", shard_bytes=900)
+    with packing(tmp_path / "in", tmp_path / "out", None, Encoding(), Wish(900), nothing) as job:
+        cut = job.cut(2)
+        run = job.work / "run-one"
+        run.mkdir()
+        Pieces(cut, job.work, run, 900, job.writer.images, job.writer.classes).pack(
+            job.encoder, range(len(cut)), 2, nothing
+        )
+        shutil.rmtree(run)
+        report = job.join(cut, 0)
+    whole = Shards(tmp_path / "whole").meta.statistics
+    assert report.meta.statistics["of"] == whole["of"] < 90
+    assert report.meta.statistics["mean"] == pytest.approx(whole["mean"], rel=1e-12)
+    assert report.meta.statistics["deviation"] == pytest.approx(whole["deviation"], rel=1e-12)
+
+
+def test_statistics_of_no_samples_say_nothing():
+    none = Statistics.empty(False, (3,))
+    assert none.as_json() == {}
+    some = Statistics()
+    some.merge(Statistics.of_state(False, none.as_state()))
+    assert some.mean is None

@@ -1,0 +1,225 @@
+"""Staging by several hosts: each shard is read once from where it was packed, by one of them."""
+
+import os
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import sets
+from torch.distributed import TCPStore
+
+from paceline.data import Shards, pack
+from paceline.data.staging import peer_transfer
+from paceline.data.staging.peer_transfer import Exchange, join
+from paceline.data.staging.stage import _files, place, stage
+from paceline.security.folders import Folder
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """Forty shards of ten samples."""
+    x, y = sets.arrays(400, (50,))
+    pack((x, y), tmp_path / "set", shard_bytes=2000)
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """So many hosts, which are threads here, meet at its store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr(peer_transfer, "QUIET_S", 0.3)
+    monkeypatch.setattr("paceline.data.staging.fetch_shards.QUIET_S", 0.3)
+
+    def of(hosts, absent=0):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
+        if absent:  # nobody waits long for those
+            monkeypatch.setattr(peer_transfer, "READY_S", 0.2)
+        return store
+
+    return of
+
+
+def staged(packed, roots, **options):
+    """What each host has found."""
+    with ThreadPoolExecutor(len(roots)) as pool:
+        calls = [pool.submit(stage, packed, root, together=True, **options) for root in roots]
+        return [call.result(timeout=60) for call in calls]
+
+
+def content(folder):
+    return {name: data for name, data in sets.contents(folder).items() if name[0] != "."}
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 5])
+def test_every_byte_is_read_once_for_all_hosts(packed, tmp_path, job, hosts):
+    job(hosts)
+    found = staged(packed, [tmp_path / f"host{i}" for i in range(hosts)])
+    size = sum((packed / one.file).stat().st_size for one in _files(packed, Shards(packed).meta))
+    assert sum(one.read for one in found) == size
+    assert [one.bytes for one in found] == [size] * hosts
+    assert [(one.here, one.copied, one.left) for one in found] == [(40, 40, [])] * hosts
+    assert sum(one.fetched for one in found) == 40 * (hosts - 1)
+    for one in found:
+        assert content(one.folder) == content(packed)
+        assert {told["copied"] for told in one.hosts} == {40}
+    again = staged(packed, [tmp_path / f"host{i}" for i in range(hosts)])
+    assert {(one.here, one.copied, one.bytes) for one in again} == {(40, 0, 0)}
+
+
+def test_what_a_host_has_already_nobody_reads_again(packed, tmp_path, job):
+    stage(packed, tmp_path / "host0")
+    job(2)
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert [one.copied for one in found] == [0, 40]
+    assert sum(one.read for one in found) == 0
+    assert content(found[1].folder) == content(packed)
+
+
+def test_hosts_without_room_for_all_keep_parts_that_no_other_has(packed, tmp_path, job):
+    job(3)
+    beside = sum((packed / name).stat().st_size for name in ("index.bin", "paceline.json"))
+    room = beside + 10 * (packed / "shard-00000.bin").stat().st_size + 100
+    found = staged(packed, [tmp_path / f"host{i}" for i in range(3)], room=room)
+    assert [one.here for one in found] == [10, 10, 10]
+    parts = [{one.name for one in found[i].folder.glob("shard-*")} for i in range(3)]
+    assert len(set.union(*parts)) == 30
+    assert [len(one.left) for one in found] == [30, 30, 30]
+
+
+def test_a_host_with_room_has_all_and_one_without_its_part(packed, tmp_path, job):
+    job(2)
+    beside = sum((packed / name).stat().st_size for name in ("index.bin", "paceline.json"))
+    room = beside + 10 * (packed / "shard-00000.bin").stat().st_size + 100
+    with ThreadPoolExecutor(2) as pool:
+        small = pool.submit(stage, packed, tmp_path / "small", room=room, together=True)
+        large = pool.submit(stage, packed, tmp_path / "large", together=True)
+        assert (small.result(60).here, large.result(60).here) == (10, 40)
+    assert (small.result().folder / "index.bin").exists()
+    assert small.result().read + large.result().read <= sum(
+        (packed / one.file).stat().st_size for one in _files(packed, Shards(packed).meta)
+    )
+
+
+def dead(packed, claims):
+    """A host that claims and is gone; how it looks to the others."""
+    files = _files(packed, Shards(packed).meta)
+    one = join(place(packed, packed).name, None, files, os.environ)
+    claimed = [one.claim() for _ in range(claims)]
+    one.tell(claimed[0])  # which it does not give any more
+    one.end({"host": "dead", "copied": 0})
+    one.close()
+    return claimed
+
+
+def test_what_one_has_no_room_for_another_claims(packed, job):
+    job(2)
+    files = _files(packed, Shards(packed).meta)
+    one, other = (join(place(packed, packed).name, None, files, os.environ) for _ in "ab")
+    claimed = [one.claim() for _ in files]
+    assert sorted(claimed) == list(range(len(files)))
+    one.give_up(3)
+    assert one.claim() is None  # it had no room for it
+    assert [other.claim(), other.claim()] == [3, None]
+    assert not one.take_over(3)  # the other one is there
+    for each in (one, other):
+        each.close()
+
+
+def test_what_was_taken_over_is_not_claimed_once_more(packed, job):
+    job(2)
+    files = _files(packed, Shards(packed).meta)
+    one, other = (join(place(packed, packed).name, None, files, os.environ) for _ in "ab")
+    assert other.take_over(1)
+    assert [one.claim(), one.claim()] == [0, 2]
+    for each in (one, other):
+        each.close()
+
+
+def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, job):
+    job(3, absent=1)
+    claimed = dead(packed, claims=7)
+    assert len(set(claimed)) == 7
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert [one.here for one in found] == [40, 40]
+    for one in found:
+        assert content(one.folder) == content(packed)
+    assert not any(one.error for one in found)
+
+
+def test_without_the_store_each_reads_what_it_has_not(packed, tmp_path, job, monkeypatch):
+    job(2)
+    monkeypatch.setattr(peer_transfer, "JOIN_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        monkeypatch.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
+    found = stage(packed, tmp_path / "host0", together=True)
+    assert (found.here, found.fetched) == (40, 0)
+    assert "the job's store does not answer" in found.notes[0]
+
+
+def test_a_store_that_goes_in_the_middle_is_survived(packed, tmp_path, job, monkeypatch):
+    job(2)
+    asked = []
+
+    def lost(self):
+        asked.append(1)
+        if len(asked) > 5:
+            raise peer_transfer.GoneError
+        return claim(self)
+
+    claim = Exchange.claim
+    monkeypatch.setattr(Exchange, "claim", lost)
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert [one.here for one in found] == [40, 40]
+
+
+def test_what_fails_on_one_host_is_told_and_the_others_have_all(packed, tmp_path, job):
+    job(2, absent=1)
+    (tmp_path / "file").touch()
+    found = staged(packed, [tmp_path / "file", tmp_path / "host1"])
+    assert "HINT: a folder of this host's own" in found[0].error
+    assert (found[1].here, found[1].error) == (40, "")
+    assert {told["error"] for told in found[1].hosts} == {"", found[0].error}
+
+
+def test_a_changed_byte_is_noticed_whoever_sends_it(packed, tmp_path, job):
+    first = stage(packed, tmp_path / "host0")
+    shard = first.folder / "shard-00003.bin"
+    data = bytearray(shard.read_bytes())
+    data[7] ^= 1
+    shard.write_bytes(data)
+    job(2)
+    found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
+    assert content(found[1].folder) == content(packed)
+
+
+def test_who_does_not_know_the_token_is_sent_nothing(packed):
+    packed.chmod(0o700)
+    one = peer_transfer.Server("127.0.0.1", Folder.open(packed), Shards(packed).meta.shards)
+    address, port, token = one.name.split()
+    for word, wanted in ((b"0" * 32, b""), (token.encode(), struct.pack("!Q", 2000))):
+        with socket.create_connection((address, int(port))) as channel:
+            channel.sendall(struct.pack("!32sI", word, 0))
+            assert channel.recv(8) == wanted
+    one.close()
+
+
+def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatch):
+    """It has claimed, and accepts who asks, and says nothing."""
+    store = job(2, absent=1)
+    monkeypatch.setattr(peer_transfer, "ALIVE_S", 0.3)
+    monkeypatch.setattr(peer_transfer, "PATIENCE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        files = _files(packed, Shards(packed).meta)
+        one = join(place(packed, packed).name, None, files, os.environ)
+        one._own = f"127.0.0.1 {mute.getsockname()[1]} {'0' * 32}"
+        claimed = [one.claim() for _ in range(3)]
+        one.tell(claimed[0])
+        one.end({"host": "mute"})
+        found = stage(packed, tmp_path / "host0", together=True)
+        one.close()
+    assert store.check([f"{peer_transfer.PREFIX}/0/{found.folder.name}/told/1"])
+    assert (found.here, found.fetched) == (40, 0)
+    assert content(found.folder) == content(packed)

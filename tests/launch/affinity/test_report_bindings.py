@@ -1,0 +1,194 @@
+"""Ranks, threads and loaders' workers are where they were put: read back from the kernel, by the
+ranks themselves and by --report-bindings."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import ranks
+
+from paceline.cluster.binding.binding_plan import Place
+from paceline.cluster.binding.process_affinity import process
+from paceline.launch.affinity.report_bindings import of_host
+from paceline.report.terminal.bindings import drawn
+
+BOTH = {0, 1} <= os.sched_getaffinity(0)
+two_cores = pytest.mark.skipif(not BOTH, reason="needs the cores 0 and 1")
+
+TRAIN = """
+    import json, os, sys, time
+    import torch
+    import paceline
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 160
+        def __getitem__(self, index):
+            return torch.ones(4), torch.tensor(sorted(os.sched_getaffinity(0)) + [-1])[:2]
+
+    world = paceline.init(progress=False)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = world.shard(torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1))
+    {more}
+    masks = set()
+    for _ in world.epochs(1):
+        for x, where in world.batches(loader):
+            world.backward(model(x).mean())
+            world.step(optimizer)
+            masks |= {{tuple(pair) for pair in where.tolist()}}
+            time.sleep(0.05)
+    tasks = {{tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}}
+    found = {{"rank": sorted(os.sched_getaffinity(0)), "threads": sorted(tasks),
+             "workers": sorted(masks), "torch": torch.get_num_threads(),
+             "omp": os.environ["OMP_NUM_THREADS"]}}
+    json.dump(found, open(f"out-{{world.rank}}", "w"))
+    """
+
+
+def train(folder, options, *, before=(), number=2, more="pass", **env):
+    """What each rank has found, and what was said, on one line."""
+    script = ranks.write(folder, TRAIN.format(more=more))
+    launcher = f"paceline {options} --report-bindings"
+    result = subprocess.run(
+        [*before, *ranks.command(script, ranks=number, launcher=launcher)],
+        cwd=folder,
+        env={k: v for k, v in ranks.environment(**env).items() if k in env or k[:4] != "OMP_"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("out-*"))]
+    return found, result.stderr
+
+
+def row(said, rank):
+    """A rank's line of the table: its cells."""
+    return re.search(rf"^{rank} .*$", said, re.M)[0].split()
+
+
+@two_cores
+def test_a_core_each_for_ranks_their_threads_and_their_workers(tmp_path):
+    found, said = train(tmp_path, "--bind core")
+    for rank, one in enumerate(found):
+        assert one["rank"] == [rank]
+        assert one["threads"] == [[rank]]
+        assert one["workers"] == [[rank, -1]]
+        assert (one["torch"], one["omp"]) == (1, "1")
+        cells = row(said, rank)
+        assert cells[4] == str(rank)
+        assert cells[-3:] == ["1", "with", "it"]
+    assert re.search(r"socket 0 +NUMA 0 +01\b", said)
+    assert "not where it was put" not in said
+
+
+@two_cores
+def test_who_moves_away_is_told(tmp_path):
+    more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"
+    _, said = train(tmp_path, "--bind core", more=more)
+    text = " ".join(said.split())
+    assert "rank 1: is on 0-1, not where it was put" in text
+    assert "ranks 0-1: on the same core (hardware threads 0)" in text
+
+
+@two_cores
+@pytest.mark.long
+def test_unasked_ranks_are_bound_only_where_their_cores_are_granted(tmp_path):
+    found, said = train(tmp_path, "")
+    assert [one["rank"] for one in found] == [[0, 1], [0, 1]]
+    assert "not bound: no scheduler says that these cores are this job's alone" in said
+
+    found, said = train(tmp_path, "", before=["taskset", "-c", "1"], number=1)
+    assert (found[0]["rank"], found[0]["workers"]) == ([1], [[1, -1]])
+    assert "not bound" not in said
+
+    _, said = train(tmp_path, "", before=["taskset", "-c", "1"])
+    assert "ranks 0-1: 2 threads on 1 core (1)" in " ".join(said.split())
+
+    found, said = train(tmp_path, "", before=["taskset", "-c", "1"], number=1, OMP_PLACES="cores")
+    assert "not bound: OMP_PLACES is set" in said
+
+
+CPUSETS = Path("/sys/fs/cgroup/cpuset")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not os.access(CPUSETS / "cpuset.cpus", os.R_OK) or os.geteuid() != 0 or not BOTH,
+    reason="needs root and control groups of version 1",
+)
+def test_in_a_cpuset_only_its_cores_are_used(tmp_path):
+    group = CPUSETS / f"paceline-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cpuset.cpus").write_text("1")
+        (group / "cpuset.mems").write_text("0")
+        enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+        found, said = train(tmp_path, "", before=enter, number=1)
+        assert (found[0]["rank"], found[0]["workers"]) == ([1], [[1, -1]])
+        assert re.search(r"socket 0 +NUMA 0 +-0\b", said)
+    finally:
+        ranks.wait_until(lambda: (group / "cgroup.procs").read_text() == "")
+        group.rmdir()
+
+
+@two_cores
+@pytest.mark.long
+def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
+    ranks.write(shared_folder, TRAIN.format(more="pass").replace("return 160", "return 3200"))
+    line = f"{ranks.PACELINE} run -n 4 --report-bindings script.py"
+    torch = f"export TORCHINDUCTOR_CACHE_DIR={shared_folder}/torch"
+    job = slurm.batch(f"#!/bin/sh\n{torch}\nexec {line}\n", "-N2", "--exclusive", cwd=shared_folder)
+    state, said = slurm.wait(job), (shared_folder / f"slurm-{job}.out").read_text()
+    assert state == "COMPLETED", said
+    found = [json.loads(path.read_text()) for path in sorted(shared_folder.glob("out-*"))]
+    assert [one["rank"] for one in found] == [[0], [1], [0], [1]]
+    assert [row(said, rank)[1] for rank in range(4)] == ["host1", "host1", "host2", "host2"]
+    assert [row(said, rank)[4] for rank in range(4)] == ["0", "1", "0", "1"]
+
+
+def test_a_rank_that_ended_before_the_look_is_named():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = {0: (os.getpid(), 0), 1: (ended.pid, 1)}
+    told = of_host([Place(cpus=(), threads=1), Place(cpus=(), threads=1)], here)
+    said = drawn([("host1", told)], 4)
+    assert "ranks 1-3: ended before this look, so not in the table" in " ".join(said.split())
+    assert row(said, 0)[1] == "host1"
+
+
+def test_memory_is_preferred_from_a_node():
+    script = "from paceline.launch.affinity.memory_policy import prefer; "
+    script += "from paceline.cluster.binding.process_affinity import process"
+    script += "; import os; print(prefer(0), process(os.getpid()).memory)"
+    said = subprocess.run([ranks.BIN / "python", "-c", script], capture_output=True, text=True)
+    why, _, policy = said.stdout.strip().rpartition(" ")
+    assert policy == "prefer:0" or why  # a container may forbid it, and that is said
+
+
+def test_a_process_that_has_ended_is_nowhere():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert process(ended.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--bind moon", "--bind moon is not known. HINT: auto, none, core, numa, socket or device"),
+        ("--bind core --cpus-per-rank 90", "HINT: --cpus-per-rank 1|need 180 cores"),
+        ("--bind device", "--bind device"),
+        ("--bind core --cpus-per-rank 0", "--cpus-per-rank 0: HINT: 1 or more"),
+    ],
+)
+def test_what_cannot_be_had_is_told_before_any_rank_starts(tmp_path, options, told):
+    script = ranks.write(tmp_path, "open('started', 'w')")
+    result = ranks.run(script, launcher=f"paceline --fresh {options}", check=False)
+    assert result.returncode == 2
+    assert re.search(told, result.stderr)
+    assert "HINT" in result.stderr
+    assert not (tmp_path / "started").exists()

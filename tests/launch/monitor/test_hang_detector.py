@@ -1,0 +1,226 @@
+"""Jobs that hang: told in words who is missing where, and ended; those that are slow are not."""
+
+import json
+import re
+import subprocess
+import time
+
+import pytest
+import ranks
+
+from paceline.launch.monitor.hang_detector import Silence
+from paceline.launch.monitor.progress import Progress
+
+# A training loop in which something goes wrong at step 5 of 12.
+LOOP = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def batches():
+        for step in range(12):
+            if step == 5:
+                {in_loader}
+                pass
+            yield torch.randn(4, 8)
+
+    loader = torch.utils.data.DataLoader([torch.randn(8)] * 48, batch_size=4)
+    for step, x in enumerate({batches}):
+        if step == 5:
+            {in_loop}
+            pass
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+    print("done", rank)
+    dist.destroy_process_group()
+"""
+
+
+def hanging(
+    folder, *, in_loop="pass", in_loader="pass", batches="loader", timeout=2, number=3, record=True
+):
+    """What a run of the loop says, its exit code, and how long it took."""
+    script = ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader=in_loader, batches=batches))
+    recorded = f" --record {folder / 'record'}" if record else ""
+    launcher = f"paceline --hang-timeout {timeout}{recorded}"
+    command = ranks.command(script, ranks=number, launcher=launcher)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=ranks.environment(NO_COLOR="1"),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def told(result):
+    """The words of the report, on one line."""
+    assert result.returncode == 124, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "The job hangs: its ranks are ended." in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def test_a_rank_that_is_stopped_is_named_and_where_the_others_are(tmp_path):
+    stop = "rank == 2 and os.kill(os.getpid(), signal.SIGSTOP)"
+    text = told(hanging(tmp_path, in_loop=stop))
+    assert re.search(r"no rank has begun or ended anything for \d+\.\d s", text)
+    assert re.search(r"all-reduce \d+: ranks 0-1 have waited for", text)
+    assert "rank 2 is not there: its process is stopped by a signal (SIGSTOP)" in text
+    assert re.search(r"rank 0: in all-reduce \d+ for [\d.]+ s; stands at script\.py:\d+ in", text)
+    assert "model(x).square().mean().backward()" in text
+    # It can't answer: its stack is read from outside.
+    stands = (
+        r"rank 2: stopped by a signal \(SIGSTOP\), .{,60}; stands at script\.py:\d+ in <module>: "
+    )
+    assert re.search(stands + re.escape(stop), text)
+
+
+def test_a_loader_that_never_gives_a_batch(tmp_path):
+    forever = "while rank == 1: time.sleep(0.01)"
+    text = told(hanging(tmp_path, in_loader=forever, batches="batches()"))
+    assert re.search(r"all-reduce \d+: ranks 0,2 have waited", text)
+    assert "rank 1 is not there" in text
+    assert "in batches: while rank == 1: time.sleep(0.01)" in text
+
+
+@pytest.mark.long
+def test_a_rank_that_leaves_the_loop_early(tmp_path):
+    text = told(hanging(tmp_path, in_loop="if rank == 0: time.sleep(1000)"))
+    assert re.search(r"all-reduce \d+: ranks 1-2 have waited", text)
+    assert "rank 0 is not there" in text
+    assert "if rank == 0: time.sleep(1000)" in text
+
+
+@pytest.mark.long
+def test_of_a_script_without_a_record_the_stacks_are_told(tmp_path):
+    text = told(hanging(tmp_path, in_loop="if rank == 1: time.sleep(1000)", record=False))
+    assert "neither calls paceline.init() nor is recorded: only its stacks are known. HINT" in text
+    assert re.search(r"rank 0: no record; stands at script\.py:\d+ in <module>: model\(x\)", text)
+    assert re.search(r"rank 1: no record; stands at .{,30}: if rank == 1: time", text)
+
+
+def test_ranks_in_different_collectives(tmp_path):
+    wrong = "dist.broadcast(torch.zeros(4), 2) if rank == 1 else dist.all_reduce(torch.zeros(4))"
+    result = hanging(tmp_path, in_loop=wrong, number=2)
+    text = " ".join(result.stderr.split())
+    assert result.returncode != 0
+    assert "broadcast" in text
+
+
+@pytest.mark.long
+def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
+    compute = "end = time.time() + 7 * (rank == 1)\n"
+    compute += 12 * " " + "while time.time() < end: sum(range(999))"
+    result = hanging(tmp_path, in_loop=compute, timeout=1.5)
+    assert result.returncode == 0, result.stderr
+    text = " ".join(result.stderr.split())
+    assert "Rank 1 computes, so it may be slow and not stuck" in text
+    assert "HINT: a longer --hang-timeout" in text
+
+
+@pytest.mark.long
+def test_brief_stops_are_survived_in_silence_and_reported(tmp_path):
+    stop = (
+        "rank == 1 and (os.fork() or (time.sleep(1.0), os.kill(os.getppid(), signal.SIGCONT), "
+        "os._exit(0))) and os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    result = hanging(tmp_path, in_loop=stop, timeout=3)
+    assert result.returncode == 0, result.stderr
+    assert "hangs" not in result.stderr
+    assert result.stdout.count("done") >= 1
+    found = reported(tmp_path / "record")
+    (still,) = found["stood_still"]
+    assert (still["ranks"], still["whole"], still["step"]) == ([1], False, 5)
+    assert still["seconds"] == pytest.approx(1.0, abs=0.2)
+    assert still["waited_s"] == pytest.approx(still["seconds"], abs=0.2)
+    assert found["stalled"] == []
+    (outlier,) = [one for one in found["step_times"]["outliers"] if one["step"] == 5]
+    assert (outlier["state"], outlier["rank"]) == ("still", 1)
+    assert "Rank 1 stood still for" in " ".join(result.stderr.split())  # the summary at the end
+
+
+def reported(record):
+    """What ``paceline report --json`` says."""
+    command = [ranks.PACELINE, "report", "--json", str(record)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+TWO_HOSTS = ["--record", "record", "-H", "host1:1,host2:1", "script.py"]
+
+
+def over_hosts(hosts, folder, in_loop, timeout=3):
+    """The loop on two hosts."""
+    ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader="pass", batches="loader"))
+    command = [ranks.PACELINE, "run", "--hang-timeout", timeout, *TWO_HOSTS]
+    return hosts.start("host0", *command, cwd=folder)
+
+
+@pytest.mark.long
+def test_a_host_that_loses_its_network_is_named_and_the_job_ends(hosts, shared_folder):
+    wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
+    process = over_hosts(hosts, shared_folder, wait)
+    ranks.wait_until(lambda: len(list(shared_folder.glob("at-5-*"))) == 2, 30)
+    hosts.link("host2", False)
+    (shared_folder / "go").touch()
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    took = time.monotonic() - began
+    hosts.link("host2", True)
+    assert process.returncode == 124, said
+    assert "host2 does not answer: it may have lost power or its network" in said
+    assert "nothing is seen of rank 1" in said
+    assert "rank 0 (host1): in all-reduce" in said
+    assert took < 30
+    assert hosts.left_over(15) == []
+
+
+@pytest.mark.long
+def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_folder):
+    stop = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)"
+    process = over_hosts(hosts, shared_folder, stop)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 124, said
+    text = " ".join(said.split())
+    assert "rank 1 on host2 is not there: its process is stopped by a signal (SIGSTOP)" in text
+    assert "rank 0 (host1): in all-reduce" in text
+    assert re.search(
+        r"rank 1 \(host2\): stopped by a signal [^;]*; stands at script\.py:\d+ in", text
+    )
+    assert hosts.left_over(10) == []
+
+
+@pytest.mark.long
+def test_a_link_that_is_cut_for_seconds_is_survived_and_reported(hosts, shared_folder):
+    wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
+    process = over_hosts(hosts, shared_folder, wait, timeout=20)
+    ranks.wait_until(lambda: len(list(shared_folder.glob("at-5-*"))) == 2, 30)
+    hosts.link("host2", False)
+    (shared_folder / "go").touch()
+    time.sleep(3)
+    hosts.link("host2", True)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    found = reported(shared_folder / "record")
+    assert found["stood_still"] == []
+    (stall,) = found["stalled"]
+    assert (stall["collective"], stall["step"], stall["hosts"]) == ("all-reduce", 5, 2)
+    assert 2.5 < stall["seconds"] < 15  # TCP sends again after ever longer pauses
+    assert "though all its ranks were there" in " ".join(said.split())
+
+
+def test_a_timeout_shorter_than_a_step_is_told_once_and_adapts():
+    said = []
+    silence = Silence(0.04, lambda most: pytest.fail("nothing hangs"))
+    for _ in range(3):
+        time.sleep(0.02)
+        assert silence.check(lambda: [Progress(0.2, longest_s=5.0)], said.append) is None
+    (line,) = said
+    assert line.startswith("paceline: --hang-timeout 0.04: ranks are silent for 5.0 s here")
+    assert "a hang is told after 15.0 s" in line

@@ -1,0 +1,373 @@
+"""``paceline top``: what is seen of real jobs while they run, and what is said of others."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ranks
+
+from paceline.launch.monitor import live_records, rank_stacks
+from paceline.launch.records import job_folder
+
+# Trains until a file "end" lies beside it; rank 1 is the slow one.
+TRAIN = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    end = torch.zeros(1)
+    while not end.item():
+        model(torch.randn(16, 64)).square().mean().backward()
+        time.sleep(0.02 if rank == 1 else 0.005)
+        optimizer.step()
+        optimizer.zero_grad()
+        end[0] = os.path.exists("end")
+        dist.all_reduce(end)
+    dist.destroy_process_group()
+"""
+
+
+def top(*words, columns=100, **env):
+    """A finished ``paceline top``, not on a terminal."""
+    return subprocess.run(
+        [ranks.PACELINE, "top", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ranks.environment(COLUMNS=str(columns), **env),
+    )
+
+
+def once(*words):
+    result = top("--once", "--json", *words)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@contextmanager
+def training(folder, number=3):
+    """A recorded job of three ranks that are some steps on their way."""
+    script = ranks.write(folder, TRAIN)
+    record = folder / "record"
+    command = ranks.command(script, ranks=number, launcher=f"paceline --record {record}")
+    job = subprocess.Popen(
+        command, cwd=folder, env=ranks.environment(), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        ranks.wait_until(lambda: (record / "run.json").exists())
+        ranks.wait_until(lambda: once(record)["step"] > 20, 60)
+        yield job, record
+    finally:
+        (folder / "end").touch()
+        try:
+            job.communicate(timeout=30)
+        finally:
+            job.kill()
+
+
+def on_terminal(*words, columns=80, **env):
+    """A ``paceline top`` on a terminal of its own: the process and what is read from it."""
+    outer, inner = os.openpty()
+    environment = ranks.environment(COLUMNS=str(columns), LINES="40", TERM="xterm", **env)
+    process = subprocess.Popen(
+        [ranks.PACELINE, "top", *map(str, words)],
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(inner)
+    return process, outer
+
+
+def read_until(outer, what, seconds=20):
+    """What came on a terminal up to ``what``, or to its end."""
+    text, deadline = b"", time.monotonic() + seconds
+    while what not in text.decode(errors="replace"):
+        assert time.monotonic() < deadline, text
+        try:
+            text += os.read(outer, 1 << 16)
+        except OSError:  # the other side has closed it
+            break
+    return text.decode(errors="replace")
+
+
+def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
+    with training(tmp_path) as (job, record):
+        # The slow rank, the others' waits, the speed; with and without DIR.
+        view = once(record)
+        assert (view["ranks"], view["size"], view["slowest_rank"]) == ([0, 1, 2], 3, 1)
+        assert {pair["waited_for"] for pair in view["waited_for"][:2]} == {1}
+        assert 5 < view["steps_per_s"] < 50
+        assert view["samples_per_s"] == pytest.approx(48 * view["steps_per_s"], rel=0.1)
+        assert view["command"] == [str(tmp_path / "script.py")]
+        assert [now["process"] for now in view["now"]] == ["running"] * 3
+        assert all(abs(sum(states.values()) - 1) < 1e-9 for states in view["states"])
+        (name,) = [f.name for f in job_folder.running() if job_folder.promised(f) == record]
+        assert once("--job", name)["slowest_rank"] == 1
+        for columns in (80, 200):
+            lines = top("--once", record, columns=columns).stdout.splitlines()
+            assert max(map(len, lines)) <= columns
+            assert lines[1].startswith("3 ranks on ")
+            assert "slowest  rank 1, " in "\n".join(lines)
+            assert "\x1b" not in "".join(lines)
+
+        # A report of what there is so far, of a folder that has no record yet.
+        command = [ranks.PACELINE, "report", "--json", record]
+        report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        assert "the job still runs" in report["doubts"][0]
+        assert (report["slowest_rank"], report["missing_ranks"]) == (1, [])
+        assert report["steps"] > 20
+
+        # On a terminal: colours unless NO_COLOR; Ctrl-C ends it quietly, the screen restored.
+        for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+            process, screen = on_terminal(record, "--every", "0.3", **env)
+            text = read_until(screen, "now")
+            os.killpg(process.pid, signal.SIGINT)
+            text += read_until(screen, "nothing more")
+            assert process.wait(10) == 130
+            os.close(screen)
+            assert ("\x1b[32m" in text) == coloured
+            assert "Traceback" not in text
+            assert "Aborted" not in text
+            assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1
+            assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+        # A rank that is stopped: the others stand in a collective, and it is named.
+        victim = next(now for now in _pids(name).items() if now[0] == 2)[1]
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            time.sleep(1.5)
+            view = once(record)
+            # In one collective, or in two: gloo lets a rank go on that has got its part.
+            assert {0, 1} <= {rank for one in view["standing"] for rank in one["inside"]}
+            assert all(2 in one["inside"] + one["absent"] for one in view["standing"])
+            assert all(one["for_s"] > 1 for one in view["standing"])
+            assert [now["process"] for now in view["now"]] == ["running", "running", "stopped"]
+            said = " ".join(top("--once", record).stdout.split())
+            stands = r"stands all-reduce \d+: ranks? [\d,-]+ ha(s|ve) waited for"
+            assert re.search(stands, said), said
+            assert re.search(r"rank 2[^;]*(is not there|in it too)[^;]*stopped by a signal", said)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+
+        # The job ends meanwhile: plain views to a pipe, the last one stays on a terminal.
+        piped = subprocess.Popen(
+            [ranks.PACELINE, "top", str(record), "--json", "--every", "0.2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ranks.environment(),
+        )
+        process, screen = on_terminal(record, "--every", "0.3")
+        read_until(screen, "now")
+        assert json.loads(piped.stdout.readline())["format"] == "paceline-live"
+        (tmp_path / "end").touch()
+        text = read_until(screen, "HINT")
+        text += read_until(screen, "nothing more")
+        assert process.wait(20) == 0
+        os.close(screen)
+        assert "3 ranks on " in text.rpartition("\x1b[?1049l")[2]
+        assert "the job has ended. HINT: paceline report" in text
+        rest, _ = piped.communicate(timeout=20)
+        assert piped.returncode == 0
+        assert all(json.loads(line)["size"] == 3 for line in rest.splitlines())
+    assert job.returncode == 0
+    assert json.loads((record / "run.json").read_text())["host"] == os.uname().nodename
+    ended = top(record)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"paceline: {record}: the run has ended. HINT: paceline report {record}\n"
+    )
+    assert not ranks.in_memory()
+
+
+def _pids(name):
+    """Of each rank of a job."""
+    (folder,) = [folder for folder in job_folder.running() if folder.name == name]
+    rings = [path.stem.split("-") for path in folder.glob("*.ring")]
+    return {int(rank): int(pid) for _, rank, pid in rings}
+
+
+def test_jobs_that_are_not_here_are_told_apart(tmp_path):
+    nothing = tmp_path / "nothing"
+    assert f"{nothing} is no folder. HINT: the one given to paceline run --record" in (
+        top(nothing).stderr
+    )
+    assert f"{tmp_path}: no job records there. HINT" in top(tmp_path).stderr
+    about = {"run": "abc", "command": ["train.py"], "started": 1.0, "host": "far-away"}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    result = top(tmp_path)
+    assert result.returncode == 2
+    assert (
+        f"{tmp_path}: the job was started on far-away, and this is {os.uname().nodename}. HINT: "
+        f"ssh far-away paceline top {tmp_path}"
+    ) in result.stderr
+    (tmp_path / "run.json").write_text(json.dumps({**about, "host": os.uname().nodename}))
+    assert "no job runs on this host" in top(tmp_path).stderr
+    assert "--every 0: HINT: more than 0 seconds" in top("--every", "0").stderr
+    assert "--job none: no such job of yours runs here." in top("--job", "none").stderr
+
+
+def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
+    """Jobs without a record, and without torch: they have no rings, and that is said."""
+    text = "import sys, time; open(sys.argv[1], 'w'); time.sleep(60)"
+    script, words = ranks.write(tmp_path, text), [tmp_path / "one", tmp_path / "two"]
+
+    def own():
+        return [f for f in job_folder.running() if job_folder.about(f).command[:1] == [str(script)]]
+
+    jobs = [
+        subprocess.Popen(
+            ranks.command(script, word, ranks=1, launcher="paceline --fresh"),
+            env=ranks.environment(),
+        )
+        for word in words
+    ]
+    try:
+        ranks.wait_until(lambda: all(word.exists() for word in words))
+        result = top()
+        assert result.returncode == 2
+        assert "jobs of yours run on this host. HINT: paceline top DIR, or --job" in result.stderr
+        assert len(own()) == 2
+        for folder in own():
+            assert f"{folder.name}  {script} " in result.stderr
+            said = " ".join(top("--once", "--job", folder.name).stdout.split())
+            assert "starting: no rank has a record yet" in said
+            assert "HINT: a script that does not call paceline.init() has one" in said
+    finally:
+        for job in jobs:
+            job.terminate()
+        assert [job.wait(20) for job in jobs] == [143, 143]
+    ranks.wait_until(lambda: not own())
+
+
+@pytest.mark.long
+def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_folder):
+    ranks.write(shared_folder, TRAIN)
+    words = [ranks.PACELINE, "run", "-H", "host1:2,host2:2", "--record", "record", "script.py"]
+    job = hosts.start("host0", *words, cwd=shared_folder)
+
+    def seen(*words, host="host0"):
+        text = hosts.run(host, ranks.PACELINE, "top", "--once", *words, cwd=shared_folder).stdout
+        return json.loads(text) if "--json" in words else text
+
+    def trains():
+        here = hosts.run("host0", *look, cwd=shared_folder, check=False)
+        return here.returncode == 0 and json.loads(here.stdout)["step"] > 20
+
+    look = [ranks.PACELINE, "top", "--once", "--json", "record"]
+    try:
+        ranks.wait_until(trains, 60)
+        view = seen("--json")  # the only job of this host, where none of its ranks are
+        assert view["hosts"] == ["host1", "host1", "host2", "host2"]
+        assert (view["ranks"], view["slowest_rank"]) == ([0, 1, 2, 3], 1)
+        assert view["silent_hosts"] == []
+        assert "4 ranks on 2 hosts (host1, host2)" in seen("record")
+        far = seen("record", host="host1")
+        assert "only this host's ranks are shown: the job was started on host0. HINT: ssh" in far
+
+        # A visitor that never reads, and one that says nothing, hold nobody up.
+        (run,) = [json.loads((shared_folder / "record" / "run.json").read_text())["run"]]
+        rude = hosts.start("host0", sys.executable, "-c", RUDE, run, stdin=subprocess.PIPE)
+        assert rude.stdout.readline() == "there\n"
+        assert seen("--json")["silent_hosts"] == []
+
+        # Its agent stopped, a host is silent: named, and the others are shown.
+        hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.host_agent")
+        started = time.monotonic()
+        view = seen("--json", "record")
+        assert time.monotonic() - started < 8
+        assert (view["silent_hosts"], view["missing_ranks"]) == (["host2"], [2, 3])
+        assert view["ranks"] == [0, 1]
+        assert "host2 does not answer: its ranks 2-3 are not shown" in seen("record")
+        hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.host_agent")
+        ranks.wait_until(lambda: seen("--json", "record")["ranks"] == [0, 1, 2, 3])
+        rude.kill()
+    finally:
+        (shared_folder / "end").touch()
+        _, said = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    result = hosts.run("host0", *look, cwd=shared_folder, check=False)
+    assert "the run has ended. HINT: paceline report record" in result.stderr
+    assert hosts.left_over() == []
+
+
+# Three that ask for all and read nothing, and three that do not ask.
+RUDE = """
+import socket, sys, os
+sys.path.insert(0, ".")
+from paceline.launch.monitor.live_records import _address
+from paceline.launch.channel import Channel
+held = [socket.socket(socket.AF_UNIX) for _ in range(6)]
+for i, one in enumerate(held):
+    one.connect(_address(sys.argv[1]))
+    if i % 2:
+        Channel(one.fileno(), one.fileno()).send({"tails": 60000})
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
+    folder = tmp_path / (job_folder._prefix() + "x")
+    folder.mkdir(0o700)
+    (folder / "lock").touch()
+    assert job_folder.running() == []
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX)"
+    code += "; print(flush=True); sys.stdin.read()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        holder.stdout.readline()
+        assert job_folder.running() == [folder]
+    finally:
+        holder.communicate()
+    assert job_folder.running() == []
+    assert Path(folder / "lock").exists()
+
+
+def test_sockets_whose_names_are_no_text_are_passed_over():
+    """Any user of the host can make one."""
+    names = [
+        b"other-\xff\xfe",
+        live_records._prefix().encode() + b"a\xff",
+        live_records._address("a-Job_1").encode(),
+    ]
+    held = [socket.socket(socket.AF_UNIX) for _ in names]
+    for one, name in zip(held, names, strict=True):
+        one.bind(b"\0" + name.removeprefix(b"\0"))
+    try:
+        found = live_records.listening()
+        assert "a-Job_1" in found
+        assert all(re.fullmatch("[0-9a-zA-Z_-]+", name) for name in found)
+    finally:
+        for one in held:
+            one.close()
+
+
+def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path):
+    """The signal that asks for stacks would end it."""
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        (tmp_path / f"rank-0-{other.pid}.stack").touch()
+        assert rank_stacks.pids(tmp_path) == {0: other.pid}
+        assert rank_stacks.ask(tmp_path) == {}
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,253 @@
+"""When the scheduler warns or ends a job: a checkpoint, an exit that wants a new start, and on."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+import ranks
+import torch
+from scripts import TRAIN
+
+ARGS = ["--samples", 400, "--dropout", 0.2]
+SLOW = ["--sleep", 0.05, "--every", 1000]  # only leaving saves inside an epoch, which has 25 steps
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What an undisturbed run of two ranks ends with."""
+    folder = tmp_path_factory.mktemp("whole")
+    ranks.run(ranks.write(folder, TRAIN), folder / "out.pt", *ARGS)
+    return torch.load(folder / "out.pt")
+
+
+def assert_same_bits(one, other):
+    for name, tensor in one["model"].items():
+        assert torch.equal(tensor, other["model"][name]), name
+    assert one["rate"] == other["rate"]
+    assert one["figures"][-1] == other["figures"][-1]
+
+
+def checkpoints(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("ckpt/*/manifest.json"))]
+
+
+def start(folder, *args, launcher="paceline"):
+    """A launcher with two ranks that train, or are about to."""
+    arguments = [folder / "out.pt", *ARGS, "--checkpoint", folder / "ckpt", *args]
+    return subprocess.Popen(
+        ranks.command(folder / "script.py", *arguments, launcher=launcher),
+        cwd=folder,
+        env=ranks.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def left(job, kind):
+    """Signal the launcher; what it said by the time that it has ended, and that took no longer
+    than a step, an agreement of the ranks and the way out."""
+    begun = time.monotonic()
+    job.send_signal(kind)
+    _, said = job.communicate(timeout=30)
+    assert job.returncode == 75, said
+    assert time.monotonic() - begun < 15
+    assert "failed" not in said
+    return said
+
+
+def test_a_warned_job_saves_and_leaves_and_goes_on_bit_for_bit(tmp_path, whole):
+    script = ranks.write(tmp_path, TRAIN)
+    first = start(tmp_path, *SLOW, launcher="paceline --max-restarts 2")
+    ranks.wait_until(lambda: (tmp_path / "ckpt").exists())
+    said = left(first, signal.SIGUSR1)
+    assert "a warning came (SIGUSR1): a checkpoint, and the run leaves early\n" in said
+    (one,) = checkpoints(tmp_path)
+    assert (one["epoch"], one["inside"]) == (0, True)
+    assert f"paceline: a checkpoint of step {one['step']} was written; the job left early" in said
+    assert "(exit code 75). HINT: start it again and it goes on\n" in said
+    assert "starting again" not in said
+
+    second = start(tmp_path, *SLOW)
+    for line in second.stderr:
+        if f"going on from {tmp_path / 'ckpt'}/step-{one['step']:08}" in line:
+            break
+    said = left(second, signal.SIGTERM)
+    assert "paceline: SIGTERM: the ranks write a checkpoint and leave, within 25 s." in said
+    *_, two = checkpoints(tmp_path)
+    assert two["step"] > one["step"]
+    assert f"a checkpoint of step {two['step']} was written; the job left early" in said
+
+    third = start(tmp_path)
+    _, said = third.communicate(timeout=60)
+    assert third.returncode == 0, said
+    assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
+    assert ranks.alive(str(script)) == []
+
+
+# Ranks whose checkpoint takes long.
+LONG = """
+    import os, time
+    from paceline.record.ring.launcher_messages import to_launcher
+    to_launcher(leaves=True)
+    print("leaves", flush=True)
+    time.sleep(300)
+    """
+
+
+@pytest.fixture
+def saving(tmp_path):
+    """A launcher whose ranks were asked to leave and have not yet."""
+    job = subprocess.Popen(
+        ranks.command(ranks.write(tmp_path, LONG), launcher="paceline --fresh --max-restarts 1"),
+        cwd=tmp_path,
+        env=ranks.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if job.stdout.readline() != "leaves\n":  # one of the two ranks
+        job.stdout.readline()
+    job.send_signal(signal.SIGTERM)
+    assert "SIGTERM: the ranks write a checkpoint and leave" in job.stderr.readline()
+    yield job
+    job.kill()
+    job.communicate()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        (signal.SIGTERM, 143, "SIGTERM: all ranks"),
+        pytest.param(signal.SIGINT, 130, "interrupted: all ranks", marks=pytest.mark.long),
+    ],
+)
+def test_a_second_signal_ends_ranks_that_are_still_saving(tmp_path, saving, kind, code, words):
+    begun = time.monotonic()
+    saving.send_signal(kind)
+    _, said = saving.communicate(timeout=20)
+    assert saving.returncode == code
+    assert time.monotonic() - begun < 6
+    assert f"{words} were ended" in said
+    assert ranks.alive(str(tmp_path / "script.py")) == []
+
+
+@pytest.mark.long  # as long as they may take
+def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path, saving):
+    begun = time.monotonic()
+    _, said = saving.communicate(timeout=40)
+    assert saving.returncode == 143
+    assert 20 < time.monotonic() - begun < 35
+    assert "SIGTERM: all ranks were ended" in said
+    assert "starting again" not in said
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_while_the_job_is_ended_is_told_and_not_restarted(tmp_path, saving):
+    script = str(tmp_path / "script.py")
+    _, _, victim, *_ = ranks.family(saving.pid)  # the launcher, the rank server, a rank
+    subprocess.run(["kill", "-9", str(victim)], check=True)
+    _, said = saving.communicate(timeout=20)
+    assert saving.returncode == 137
+    assert "was killed by SIGKILL" in said
+    assert "starting again" not in said
+    assert ranks.alive(script) == []
+
+
+OWN = """
+    import os, signal, sys
+    import torch, paceline
+    seen = []
+    if "none" not in sys.argv:
+        signal.signal(signal.SIGUSR1, lambda *_: seen.append("own"))
+    world = paceline.init(progress=False)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+    loader = world.shard(torch.utils.data.DataLoader(data, batch_size=4))
+    for epoch in world.epochs(2, checkpoint="ckpt"):
+        for (x,) in world.batches(loader):
+            world.backward(model(x).mean())
+            world.step(optimizer)
+            os.kill(os.getpid(), signal.SIGUSR1)
+    print("through", set(seen))
+    """
+
+
+def test_a_scripts_own_handler_is_left_alone(tmp_path):
+    result = ranks.run(ranks.write(tmp_path, OWN), launcher="python")
+    assert "through {'own'}\n" in result.stdout
+
+
+@pytest.mark.long  # as under the launcher
+def test_without_a_launcher_a_warning_works_too(tmp_path):
+    result = ranks.run(ranks.write(tmp_path, OWN), "none", launcher="python", check=False)
+    assert result.returncode == 75, result.stderr
+    assert (tmp_path / "ckpt/step-00000001").exists()
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.long
+def test_near_the_time_limit_a_job_leaves_without_any_signal(tmp_path):
+    limit = 'os.environ["PACELINE_END_TIME"] = str(time.time() + 2)\n    figures ='
+    script = ranks.write(tmp_path, TRAIN.replace("figures =", limit, 1))
+    args = [tmp_path / "out.pt", *ARGS, "--checkpoint", tmp_path / "ckpt", *SLOW]
+    result = ranks.run(script, *args, ranks=1, launcher="python", check=False)
+    assert result.returncode == 75, result.stderr
+    assert "s are left of the job's time: a checkpoint, and the run leaves early" in result.stderr
+    (one,) = checkpoints(tmp_path)
+    assert one["step"] < 60
+
+
+def test_a_time_limit_that_is_none_is_a_mistake(tmp_path):
+    script = ranks.write(tmp_path, "pass")
+    result = ranks.run(script, check=False, PACELINE_END_TIME="2h")
+    assert result.returncode == 2
+    assert "PACELINE_END_TIME='2h', which is no time. HINT: seconds since 1970" in result.stderr
+
+
+def submitted(slurm, folder, count):
+    """A job that can be put back; its number, once it has trained for a while: agents must have
+    heard that these ranks leave by themselves."""
+    script = ranks.write(folder, TRAIN)
+    words = ["--hosts", count, "--ranks-per-host", 2 // count, "--time", "10min", "--requeue"]
+    words += ["--output", f"{folder}/said", "--setup", "export OMP_NUM_THREADS=1"]
+    words += ["--setup", f"export TORCHINDUCTOR_CACHE_DIR={folder}/torch"]
+    args = [folder / "out.pt", *ARGS, *SLOW, "--checkpoint", folder / "ckpt"]
+    told = slurm.run(ranks.PACELINE, "submit", *words, script, *args, cwd=folder)
+    ranks.wait_until(lambda: (folder / "out.pt.under-way").exists(), 40)
+    return told.stdout.strip()
+
+
+@pytest.mark.long
+def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole):
+    job = submitted(slurm, shared_folder, 1)
+    slurm.cancel(job, "-s", "USR1", "--batch")
+    ranks.wait_until(lambda: "put back" in (shared_folder / "said").read_text(), 20)
+    state, said = slurm.wait(job), (shared_folder / "said").read_text()
+    assert state == "COMPLETED", said
+    assert f"paceline: job {job} is put back in the queue (scontrol requeue)\n" in said
+    assert "the job left early (exit code 75)" in said
+    assert "going on from" in said
+    assert_same_bits(whole, torch.load(shared_folder / "out.pt"))
+    assert slurm.left_over() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("count", "options", "state"),
+    [
+        (1, [], "CANCELLED"),
+        (2, ["-s", "TERM"], "FAILED"),  # the steps, not the batch script: as preemption does
+    ],
+)
+def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, shared_folder, count, options, state):
+    job = submitted(slurm, shared_folder, count)
+    slurm.cancel(job, *options)
+    assert slurm.wait(job) == state
+    said = (shared_folder / "said").read_text()
+    (one,) = checkpoints(shared_folder)
+    assert f"a checkpoint of step {one['step']} was written; the job left early" in said
+    assert "put back" not in said
+    ranks.wait_until(lambda: slurm.left_over(0) == [], 10)

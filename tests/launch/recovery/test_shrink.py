@@ -1,0 +1,269 @@
+"""Hosts that are lost: the job goes on with those that are left, and computes the same."""
+
+import json
+import re
+import subprocess
+import time
+
+import pytest
+import ranks
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data.sampling.shard_loader import ShardedStream, global_batch_of
+
+# Global batches of 12 samples, 17 an epoch. In the first attempt the ranks on the host of the
+# argument stop in the second epoch, one step after a checkpoint; the others wait for them.
+TRAIN = """
+    import json, os, sys, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    import paceline
+
+    x = torch.randn(203, 10, generator=torch.Generator().manual_seed(1))
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    world = paceline.init(seed=5, progress=False)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer = world.distribute(model, optimizer)
+    loader = world.shard(DataLoader(TensorDataset(x), batch_size=4, shuffle=True))
+    figures = []
+    for epoch in world.epochs(2, checkpoint=sys.argv[1] + ".ckpt", every=3):
+        seen = world.meter()
+        for (batch,) in world.batches(loader):
+            if not first and not os.path.exists("again"):
+                open("again", "w").close()
+            loss = (model(batch) - batch[:, :1]).square().mean()
+            world.backward(loss)
+            world.step(optimizer)
+            seen.add(loss=loss * len(batch), count=len(batch))
+            if first and world._recorder.step == 25 and os.uname().nodename in sys.argv[2:]:
+                open(f"at-25-{world.rank}", "w").close()
+                time.sleep(300)
+        figures.append((seen.ratio("loss", "count"), *seen.sum("count")))
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+             "GROUP_WORLD_SIZE", "HOROVOD_CROSS_SIZE", "TF_CONFIG"]
+    out = {name: os.environ.get(name) for name in names}
+    out |= {"figures": figures, "host": os.uname().nodename}
+    json.dump(out, open(f"{sys.argv[1]}-{world.rank}", "w"))
+    """
+GOES_ON = ["--max-restarts", "3", "--min-hosts"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The figures of the run on as many ranks without any trouble."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ranks.run(ranks.write(folder, TRAIN), folder / "out", ranks=3)
+    return json.loads((folder / "out-0").read_text())["figures"]
+
+
+def stands(hosts, folder, where, stops, *words):
+    """A launcher whose ranks on the host ``stops`` are in the middle of the second epoch."""
+    ranks.write(folder, TRAIN)
+    command = [ranks.PACELINE, "run", *GOES_ON, *words, "-H", where, "script.py", "out", stops]
+    process = hosts.start("host0", *command, cwd=folder)
+    whole = folder / "out.ckpt" / "step-00000024" / "manifest.json"
+    ranks.wait_until(lambda: list(folder.glob("at-25-*")) and whole.exists(), 40)
+    return process
+
+
+def ended(folder, process):
+    """What the ranks of the last attempt and the launcher said, and when they trained again."""
+    began = time.time()
+    try:
+        _, said = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(process.communicate(timeout=20)) from None
+    assert process.returncode == 0, said
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("out-*"))]
+    return found, said, (folder / "again").stat().st_mtime - began
+
+
+def same(found, undisturbed):
+    """The second epoch's sums: the first one's were told in the first attempt."""
+    (figures,) = found[0]["figures"]
+    assert figures == pytest.approx(undisturbed[1], rel=1e-4)
+    assert figures[1] == 203
+
+
+def test_a_job_goes_on_without_a_lost_host_and_computes_the_same(hosts, shared_folder, undisturbed):
+    record = shared_folder / "record"
+    where = "host1:2,host2:1"
+    process = stands(hosts, shared_folder, where, "host2", "1", "--record", record)
+    hosts.crash("host2")
+    found, said, seconds = ended(shared_folder, process)
+    assert (
+        "paceline: host2 is lost; going on with 1 of 2 hosts, 2 of 3 ranks, from the last "
+        "checkpoint (1 of 3)\n"
+    ) in said
+    assert said.count("is lost; ") == 1
+    text = "2 of 3 ranks are left: the global batch stays 12 samples (4 a rank before, now up to 6)"
+    assert said.count(text) == 1
+    assert re.search(r"going on from .*step-00000024 \(inside epoch 2, step 24\)", said)
+    same(found, undisturbed)
+    assert [one["LOCAL_RANK"] for one in found] == ["0", "1"]
+    for rank, one in enumerate(found):
+        assert (one["RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) == (str(rank), "2", "2")
+        assert (one["host"], one["GROUP_RANK"], one["GROUP_WORLD_SIZE"]) == ("host1", "0", "1")
+        assert len(json.loads(one["TF_CONFIG"])["cluster"]["worker"]) == 2
+    assert seconds < 10
+    report = hosts.run("host0", ranks.PACELINE, "report", "--json", record).stdout
+    assert json.loads(report)["ranks"] == [0, 1]
+    assert hosts.left_over(10) == []
+
+
+@pytest.mark.long
+def test_the_first_host_may_be_lost_too(hosts, shared_folder, undisturbed):
+    where = "host0:1,host1:1,host2:1"
+    record = shared_folder / "record"
+    process = stands(hosts, shared_folder, where, "host0", "2", "--record", record)
+    hosts.run("host0", "pkill", "-KILL", "-f", "-o", "paceline.launch.host_agent", check=False)
+    found, said, seconds = ended(shared_folder, process)
+    assert "host0 is lost; going on with 2 of 3 hosts, 2 of 3 ranks, from" in said
+    same(found, undisturbed)
+    assert [one["host"] for one in found] == ["host1", "host2"]
+    assert [one["GROUP_RANK"] for one in found] == ["0", "1"]
+    assert {one["MASTER_ADDR"] for one in found} == {hosts.address("host1")}
+    assert {one["HOROVOD_CROSS_SIZE"] for one in found} == {"2"}
+    assert seconds < 10
+    report = hosts.run("host0", ranks.PACELINE, "report", "--json", record).stdout
+    assert json.loads(report)["ranks"] == [0, 1]
+    assert {path.name for path in (record / "attempt-0").glob("*.ring")} >= {"rank-0.ring"}
+    assert hosts.left_over(10) == []
+
+
+WAIT = """
+    import os, time
+    open(f"up-{os.environ['RANK']}", "w")
+    time.sleep(300)
+    """
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--min-hosts", "2"], "host2 is lost; 1 of 2 hosts is left, fewer than --min-hosts 2. "),
+        pytest.param(
+            [],
+            "host2 is lost; 1 of 2 hosts is left. HINT: --min-hosts 1 goes on with those",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_with_fewer_hosts_than_needed_the_job_ends_and_says_why(hosts, shared_folder, words, told):
+    ranks.write(shared_folder, WAIT)
+    command = [ranks.PACELINE, "run", "--fresh", "--max-restarts", "2", *words]
+    process = hosts.start("host0", *command, "-H", "host1,host2", "script.py", cwd=shared_folder)
+    ranks.wait_until(lambda: len(list(shared_folder.glob("up-*"))) == 2, 30)
+    hosts.crash("host2")
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 137
+    assert f"paceline: no further attempt: {told}" in said
+    assert "HINT" in said
+    assert "Traceback" not in said
+    assert hosts.left_over(10) == []
+
+
+FAILS = """
+    import os, signal, sys, time
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    if os.uname().nodename == "host1":
+        {fails}
+    time.sleep({seconds})
+    """
+
+
+@pytest.mark.long
+def test_a_host_whose_rank_is_killed_again_is_left_out(hosts, shared_folder):
+    fails = "os.kill(os.getpid(), signal.SIGKILL)"
+    seconds = 'os.environ["WORLD_SIZE"] == "2" and 300'
+    ranks.write(shared_folder, FAILS.format(fails=fails, seconds=seconds))
+    command = [ranks.PACELINE, "run", "--fresh", *GOES_ON, "1", "-H", "host1,host2", "script.py"]
+    result = hosts.run("host0", *command, cwd=shared_folder, timeout=60)
+    assert "paceline: starting again from the last checkpoint (1 of 3)" in result.stderr
+    assert (
+        "paceline: host1 is left out: in two attempts in a row a rank on it was the first to be "
+        "killed; going on with 1 of 2 hosts, 1 of 2 ranks, from the last checkpoint (2 of 3)\n"
+    ) in result.stderr
+    assert ranks.untagged(result.stdout) == {"attempt 0", "attempt 1", "attempt 2"}
+    assert "attempt 2" in result.stdout.splitlines()  # of all ranks that there are
+    assert hosts.left_over(10) == []
+
+
+@pytest.mark.long
+def test_what_a_script_raises_again_and_again_is_no_fault_of_its_host(hosts, shared_folder):
+    ranks.write(shared_folder, FAILS.format(fails="sys.exit(7)", seconds="300"))
+    command = [ranks.PACELINE, "run", "--fresh", *GOES_ON, "1", "-H", "host1,host2", "script.py"]
+    result = hosts.run("host0", *command, cwd=shared_folder, timeout=60, check=False)
+    assert result.returncode == 7
+    assert "starting again from the last checkpoint (3 of 3)" in result.stderr
+    assert "left out" not in result.stderr
+    assert hosts.left_over(10) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-restarts", "1", "--min-hosts", "0"], "--min-hosts 0: HINT: 1 or more"),
+        (["--min-hosts", "1"], "--min-hosts 1: without restarts .* HINT: --max-restarts 3"),
+        (
+            ["--max-restarts", "1", "--min-hosts", "3"],
+            "the job has 2 hosts. HINT: --min-hosts 2",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_any_rank_starts(hosts, shared_folder, words, message):
+    ranks.write(shared_folder, "open('started', 'w')")
+    command = [ranks.PACELINE, "run", "--fresh", *words, "-H", "host1,host2", "script.py"]
+    result = hosts.run("host0", *command, cwd=shared_folder, timeout=60, check=False)
+    assert result.returncode == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (shared_folder / "started").exists()
+
+
+@pytest.mark.long
+def test_on_one_machine_there_is_one_host(tmp_path):
+    script = ranks.write(tmp_path, "open('started', 'w')")
+    launcher = "paceline --fresh --max-restarts 1 --min-hosts 2"
+    result = ranks.run(script, launcher=launcher, check=False)
+    assert result.returncode == 2
+    assert "--min-hosts 2: the job has 1 host. HINT: --min-hosts 1\n" in result.stderr
+    assert not (tmp_path / "started").exists()
+
+
+class Numbers(IterableDataset):
+    def __init__(self, first=0, each=1):
+        self.first, self.each = first, each
+
+    def shard(self, num_shards, index):
+        return Numbers(index, num_shards)
+
+    def __iter__(self):
+        return iter(range(self.first, 54, self.each))
+
+
+def test_a_streams_global_batch_stays_as_well():
+    parts = [
+        ShardedStream(
+            DataLoader(Numbers(), batch_size=3),
+            rank=rank,
+            ranks=2,
+            full_ranks=3,
+            seed=0,
+            count_all=lambda count: count,
+        )
+        for rank in range(2)
+    ]
+    assert [part.batch for part in parts] == [9, 9]
+    sizes = [[len(batch) for batch in part] for part in parts]
+    assert sizes == [[5] * 5 + [2], [4] * 6 + [3]]
+
+
+def test_a_global_batch_that_fewer_ranks_do_not_divide_is_refused_at_full_size_only():
+    loader = DataLoader(range(100), batch_size=1)
+    assert global_batch_of(loader, 4, 32) == 32  # on 3 of 4 ranks: 11, 11 and 10
+    with pytest.raises(ValueError, match="32 can't be divided by 3 ranks"):
+        global_batch_of(loader, 3, 32)

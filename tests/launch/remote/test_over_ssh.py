@@ -1,0 +1,389 @@
+"""paceline run -H over real ssh: where ranks sit, what travels, mistakes, faults, and what is left.
+
+Scripts without torch, in fresh interpreters: what is tested is the launcher.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+
+import paceline
+
+SHOW = """
+    import json, os, sys
+    names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+             "GROUP_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "HELLO", "GIVEN", "OMP_NUM_THREADS"]
+    out = {n: os.environ.get(n) for n in names}
+    out |= {"host": os.uname().nodename, "cwd": os.getcwd(), "python": sys.executable,
+            "argv": sys.argv[1:], "secret": "PACELINE_SECRET" in os.environ}
+    json.dump(out, open(f"out-{os.environ['RANK']}", "w"))
+    print("all the same")
+    """
+WAIT = """
+    import os, time
+    open(f"up-{os.environ['RANK']}", "w")
+    time.sleep(300)
+    """
+
+
+def run(hosts, folder, *words, check=True, **env):
+    words = [ranks.PACELINE, "run", "--fresh", *words]
+    return hosts.run("host0", *words, cwd=folder, env=env, check=check, timeout=60)
+
+
+def started(hosts, folder, number, *words):
+    """A launcher whose ranks are all up."""
+    ranks.write(folder, WAIT)
+    process = hosts.start(
+        "host0", ranks.PACELINE, "run", "--fresh", *words, "script.py", cwd=folder
+    )
+    ranks.wait_until(lambda: len(list(folder.glob("up-*"))) == number, 30)
+    return process
+
+
+def test_ranks_of_named_hosts_are_neighbours_and_the_surroundings_travel(hosts, shared_folder):
+    ranks.write(shared_folder, SHOW)
+    words = ["-H", "host1:2,host2", "-n", "3", "--env", "HELLO", "--env", "GIVEN=x y"]
+    result = run(hosts, shared_folder, *words, "script.py", "-n", "7", HELLO="there")
+    found = [json.loads((shared_folder / f"out-{rank}").read_text()) for rank in range(3)]
+    assert [f["host"] for f in found] == ["host1", "host1", "host2"]
+    assert [f["LOCAL_RANK"] for f in found] == ["0", "1", "0"]
+    assert [f["LOCAL_WORLD_SIZE"] for f in found] == ["2", "2", "1"]
+    assert [f["GROUP_RANK"] for f in found] == ["0", "0", "1"]
+    for rank, one in enumerate(found):
+        assert (one["RANK"], one["WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) == (str(rank), "3", "2")
+        assert one["MASTER_ADDR"] == hosts.address("host1")
+        assert one["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert (one["HELLO"], one["GIVEN"]) == ("there", "x y")
+        assert (one["cwd"], one["python"]) == (str(shared_folder), sys.executable)
+        assert one["argv"] == ["-n", "7"]
+        assert not one["secret"]
+    assert ranks.untagged(result.stdout) == {"all the same"}
+    assert "3 ranks on 2 hosts over ssh, network eth0 (host1: 0-1, host2: 2" in result.stderr
+    assert hosts.left_over() == []
+
+
+def test_a_hostfile_names_the_hosts_and_this_host_needs_no_ssh(hosts, shared_folder):
+    ranks.write(shared_folder, SHOW)
+    (shared_folder / "hosts").write_text("# ours\nhost0 slots=1\nhost3 slots=1\n")
+    (hosts.ssh / "authorized_keys").write_text((hosts.ssh / "id.pub").read_text())
+    run(hosts, shared_folder, "--hostfile", "hosts", "script.py")
+    found = [json.loads((shared_folder / f"out-{rank}").read_text()) for rank in range(2)]
+    assert [f["host"] for f in found] == ["host0", "host3"]
+    shown = run(hosts, shared_folder, "--hostfile", "hosts", "--show", "script.py", "--x").stdout
+    assert "2 ranks: host0: 0, host3: 1" in shown
+    assert shown.count("  starts: ssh ") == 1
+    assert "script.py --x" in shown
+    assert hosts.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-H", "host1,host9"], "host9: no such host. HINT"),
+        (["-H", "host1:1,host2:1", "-n", "3"], "3 ranks for 2 slots (host1:1, host2:1). HINT"),
+        (["-H", "host1:x"], "-H 'host1:x': "),
+        (["--hostfile", "bad"], "line 2"),
+        (["--hostfile", "none"], "none"),
+        (["-H", "host1,host2", "--env", "NOPE"], "--env NOPE: it is not set here. HINT"),
+        (["-H", "host1", "--launcher", "rsh"], "--launcher rsh is not known. HINT"),
+        (["--launcher", "ssh"], "on which hosts? HINT"),
+        (["-H", "host1,host2", "--json", "none/s.json"], "--json none/s.json: there is no folder"),
+    ],
+)
+def test_mistakes_about_hosts_are_told_before_any_rank_starts(hosts, shared_folder, words, message):
+    ranks.write(shared_folder, "open('started', 'w')")
+    (shared_folder / "bad").write_text("host1 slots=2\nhost2 slots=many\n")
+    result = run(hosts, shared_folder, *words, "script.py", check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (shared_folder / "started").exists()
+    assert hosts.left_over() == []
+
+
+def test_what_ssh_refuses_is_said_with_a_hint(hosts, shared_folder):
+    ranks.write(shared_folder, "")
+    words = ["-H", "host1:1,host2:1", "script.py"]
+    known = (hosts.ssh / "known_hosts").read_text()
+    (hosts.ssh / "known_hosts").write_text("")
+    said = run(hosts, shared_folder, *words, check=False).stderr
+    assert "host1: its host key was never seen, or has changed. HINT: run `ssh host1`" in said
+    (hosts.ssh / "known_hosts").write_text(known)
+    (hosts.ssh / "authorized_keys").write_text("")
+    said = run(hosts, shared_folder, *words, check=False).stderr
+    assert "host2: ssh refused our key. HINT: `ssh host2` must work without a password" in said
+    nobody = hosts.address("host1").replace("77.0.1", "77.0.77")
+    said = run(hosts, shared_folder, "-H", f"{nobody}:1", "script.py", check=False).stderr
+    assert re.search(rf"{nobody}: ssh can't reach it .*HINT", said)
+    assert hosts.left_over() == []
+
+
+def test_a_host_that_lacks_something_or_has_another_version_is_named(hosts, shared_folder):
+    ranks.write(shared_folder, "")
+    words = ["-H", "host1:1,host2:1", "script.py"]
+    init = Path(paceline.__file__)
+    (shared_folder / "other.py").write_text(init.read_text().replace('"0.', '"7.'))
+    (shared_folder / "empty").mkdir()
+    for hidden, stand_in, message in [
+        (init, "other.py", f"host2 has Paceline 7.1.0, the launcher has {paceline.__version__}"),
+        (init.parent, "empty", "host2: .* has no Paceline. HINT"),
+        (Path(sys.prefix), "empty", "host2: there is no .*python.*. HINT"),
+        (shared_folder, "empty", "host2: script.py does not exist. HINT"),
+    ]:
+        hosts.run("host2", "mount", "--bind", shared_folder / stand_in, hidden, cwd=Path("/"))
+        try:
+            result = run(hosts, shared_folder, *words, check=False)
+        finally:
+            hosts.run("host2", "umount", hidden, cwd=Path("/"))
+        assert result.returncode == 2
+        assert re.search(message, result.stderr), result.stderr
+    own = hosts.run("host0", "mktemp", "-d", cwd=Path("/")).stdout.strip()
+    hosts.run("host0", "cp", shared_folder / "script.py", own)
+    result = run(hosts, Path(own), *words, check=False)
+    assert f"host1: {own}: No such file or directory. HINT: the working directory" in result.stderr
+    hosts.run("host0", "rm", "-r", own)
+    assert hosts.left_over() == []
+
+
+def test_words_of_login_scripts_do_no_harm(hosts, shared_folder):
+    ranks.write(shared_folder, SHOW)
+    keys = hosts.ssh / "authorized_keys"
+    greeting = 'command="echo Welcome to the cluster; eval $SSH_ORIGINAL_COMMAND"'
+    keys.write_text(f"{greeting} {keys.read_text()}")
+    result = run(hosts, shared_folder, "-H", "host1:1", "script.py")
+    assert result.stdout == "all the same\n"
+
+
+def test_a_failing_rank_ends_all_hosts_and_is_named_with_its_host(hosts, shared_folder):
+    ranks.write(
+        shared_folder,
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            print("my last words")
+            sys.exit(7)
+        time.sleep(300)
+        """,
+    )
+    result = run(hosts, shared_folder, "-H", "host1:1,host2:1", "script.py", check=False)
+    assert result.returncode == 7
+    assert "rank 1 on host2 failed: exit code 7" in result.stderr
+    assert "    my last words" in result.stderr
+    assert "The other rank was ended." in result.stderr
+    assert hosts.left_over() == []
+
+
+def test_a_failed_attempt_is_followed_by_another_on_all_hosts(hosts, shared_folder):
+    ranks.write(
+        shared_folder,
+        """
+        import os, signal
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and os.environ["RANK"] == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if attempt == "0":
+            import time; time.sleep(300)
+        print("attempt", attempt)
+        """,
+    )
+    words = ["-H", "host1:2,host2:2", "--max-restarts", "1", "script.py"]
+    result = run(hosts, shared_folder, *words)
+    assert "rank 2 on host2 was killed by SIGKILL" in result.stderr
+    assert ranks.untagged(result.stdout) == {"attempt 1"}
+    assert hosts.left_over() == []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_nothing_is_left_on_any_host_when_the_launcher_ends(hosts, shared_folder, name):
+    process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
+    os.killpg(process.pid, getattr(signal, name))
+    _, said = process.communicate(timeout=20)
+    if name != "SIGKILL":
+        assert process.returncode == 128 + getattr(signal, name)
+        assert "all ranks were ended" in said
+    assert hosts.left_over(10) == []
+
+
+def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_told(hosts, shared_folder):
+    process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
+    hosts.run("host2", "pkill", "-KILL", "-f", "-o", "paceline.launch.host_agent", check=False)
+    _, said = process.communicate(timeout=20)
+    assert "rank 2 on host2 was lost with its host: its agent has ended" in said
+    assert process.returncode == 137
+    assert hosts.left_over(10) == []
+
+
+TOGETHER = """
+    import os, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    with open(f"pid-{dist.get_rank()}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, file.name.removesuffix(".part"))
+    while True:
+        dist.all_reduce(torch.ones(1))
+    """
+
+
+def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, shared_folder):
+    """Its host is slow to tell: the other rank says first that somebody has gone."""
+    ranks.write(shared_folder, TOGETHER)
+    words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "script.py"]
+    process = hosts.start("host0", *words, cwd=shared_folder)
+    pid = shared_folder / "pid-1"
+    ranks.wait_until(pid.exists, 40)
+    hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.host_agent")
+    hosts.run("host2", "kill", "-KILL", pid.read_text())
+    said = ""
+    for line in process.stderr:
+        said += line
+        if "another rank has gone" in said:
+            break
+    time.sleep(1)  # so much later
+    hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.host_agent")
+    _, more = process.communicate(timeout=20)
+    assert "rank 1 on host2 was killed by SIGKILL" in more, said + more
+    assert process.returncode == 137
+    assert hosts.left_over(10) == []
+
+
+def test_a_rank_that_cannot_be_started_is_told_and_ends_the_others(hosts, shared_folder):
+    ranks.write(shared_folder, "import time; time.sleep(300)")
+    big = [word for name in "AB" for word in ("--env", f"{name}={'x' * 100_000}")]
+    words = ["-H", "host1:1,host2:1", *big, "script.py"]
+    result = run(hosts, shared_folder, *words, check=False)
+    assert result.returncode == 1
+    assert re.search(r"on host\d was not started: the environment takes \d+ bytes", result.stderr)
+    assert hosts.left_over() == []
+
+
+def test_a_launcher_that_is_ended_while_agents_start_leaves_nothing(hosts, shared_folder):
+    ranks.write(shared_folder, "")
+    keys = hosts.ssh / "authorized_keys"
+    keys.write_text(f'command="touch {shared_folder}/up-1; cat" {keys.read_text()}')
+    process = hosts.start(
+        "host0", ranks.PACELINE, "run", "-H", "host1:1,host2:1", "script.py", cwd=shared_folder
+    )
+    ranks.wait_until(lambda: (shared_folder / "up-1").exists(), 30)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (143, "paceline: SIGTERM before the ranks started\n")
+    assert hosts.left_over(10) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["TERM", "KILL"])
+def test_records_that_lie_on_a_host_only_are_sent_or_removed(hosts, shared_folder, kind):
+    own = hosts.run("host0", "mktemp", "-d").stdout.strip()
+    process = started(hosts, shared_folder, 2, "-H", "host1:1,host2:1", "--record", f"{own}/record")
+    hosts.run("host2", "pkill", f"-{kind}", "-f", "-o", "paceline.launch.host_agent", check=False)
+    process.communicate(timeout=30)
+    kept = set(hosts.run("host0", "ls", f"{own}/record").stdout.split())
+    assert "rank-0.ring" in kept
+    assert ("rank-1.ring" in kept) == (kind == "TERM")
+    hosts.run("host0", "rm", "-r", own)
+    assert hosts.left_over(10) == []
+
+
+def test_a_host_that_crashes_is_named_and_the_others_end(hosts, shared_folder):
+    process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
+    hosts.crash("host2")
+    _, said = process.communicate(timeout=20)
+    assert "rank 2 on host2 was lost with its host" in said
+    assert "The other 2 ranks were ended." in said
+    assert hosts.left_over(10) == []
+
+
+def test_a_cut_of_some_seconds_does_no_harm(hosts, shared_folder):
+    ranks.write(
+        shared_folder,
+        """
+        import os, time
+        open(f"up-{os.environ['RANK']}", "w")
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+        print("went on")
+        """,
+    )
+    words = [ranks.PACELINE, "run", "--fresh", "-H", "host1:1,host2:1", "script.py"]
+    process = hosts.start("host0", *words, cwd=shared_folder)
+    ranks.wait_until(lambda: len(list(shared_folder.glob("up-*"))) == 2, 30)
+    hosts.link("host2", False)
+    (shared_folder / "go").touch()
+    ranks.wait_until(lambda: process.poll() is None, 3)
+    hosts.link("host2", True)
+    out, said = process.communicate(timeout=30)
+    assert (process.returncode, ranks.untagged(out)) == (0, {"went on"}), said
+    assert hosts.left_over() == []
+
+
+@pytest.mark.long
+def test_the_network_that_reaches_the_others_is_found(hosts, shared_folder):
+    ranks.write(shared_folder, SHOW)
+    hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
+    words = ["-H", "host1:1,host2:1", "script.py"]
+    run(hosts, shared_folder, *words)
+    found = json.loads((shared_folder / "out-1").read_text())
+    assert (found["GLOO_SOCKET_IFNAME"], found["MASTER_ADDR"]) == ("eth0", hosts.address("host1"))
+    result = run(hosts, shared_folder, *words, check=False, GLOO_SOCKET_IFNAME="eth1")
+    assert result.returncode == 2
+    assert re.search(r"host1 can't be reached by the other hosts. Tried:\n", result.stderr)
+    dead = re.escape(hosts.dead_address("host1"))
+    assert re.search(rf"from host2: eth1 {dead}: no answer in 3 s\n", result.stderr)
+    assert hosts.left_over() == []
+
+
+TRAIN = """
+    import torch, torch.distributed as dist
+    dist.init_process_group()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1000))
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_records_of_all_hosts_come_to_the_users_folder(hosts, shared_folder, shared):
+    ranks.write(shared_folder, TRAIN)
+    record = str(shared_folder / "record")
+    if not shared:
+        record = hosts.run("host0", "mktemp", "-d").stdout.strip() + "/record"
+    words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "--record", record, "script.py"]
+    said = hosts.run("host0", *words, cwd=shared_folder).stderr
+    assert "could not be kept" not in said
+    text = hosts.run("host0", ranks.PACELINE, "report", "--json", record).stdout
+    report = json.loads(text)
+    assert report["ranks"] == [0, 1]
+    kept = hosts.run("host0", "ls", record).stdout.split()
+    assert {"rank-0.ring", "rank-1.ring", "run.json"} <= set(kept)
+    if not shared:
+        hosts.run("host0", "rm", "-r", Path(record).parent)
+    assert hosts.left_over() == []
+
+
+def test_records_that_are_sent_to_a_full_disk_are_said_and_leave_nothing_half(hosts, shared_folder):
+    ranks.write(shared_folder, TRAIN)
+    disk = hosts.run("host0", "mktemp", "-d").stdout.strip()
+    script = shared_folder / "full.sh"
+    script.write_text(
+        f"mount -t tmpfs -o size=12k tmpfs {disk}\n{ranks.PACELINE} run -H host1:1,host2:1 "
+        f"--record {disk}/record script.py; echo code $?; ls -A {disk}/record; umount {disk}\n"
+    )
+    done = hosts.run("host0", "sh", script, cwd=shared_folder, check=False, timeout=90)
+    hosts.run("host0", "rmdir", disk)
+    _, _, listed = done.stdout.partition("code ")
+    assert not [name for name in listed.split() if "part" in name], done.stdout
+    for host in ("host1", "host2"):
+        said = f"the record of {host} could not be kept in {disk}/record (No space left on device)"
+        assert done.stderr.count(said) == 1, done.stderr
+    assert "has no record" not in done.stderr
+    assert "was lost" not in done.stderr
+    assert hosts.left_over(5) == []

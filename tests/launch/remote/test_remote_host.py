@@ -1,0 +1,61 @@
+"""What the launcher knows of another host, by what that host's agent says."""
+
+import socket
+import time
+
+import pytest
+import ranks
+
+from paceline.launch.channel import Channel
+from paceline.launch.remote.remote_host import There
+
+STARTED = {"PACELINE_STARTED_NS": "0"}
+
+
+class Agent:
+    """The other side, which answers when it is told to."""
+
+    def __init__(self, connection):
+        self.channel = Channel(connection.fileno(), connection.fileno())
+        self.heard = []
+
+    def hears(self, about):
+        """The next message about that; those before it are gone."""
+        while True:
+            while self.heard:
+                message = self.heard.pop(0)
+                if about in message:
+                    return message
+            self.heard = [message for message, _ in self.channel.take()]
+
+    def answers(self, ping, still_s):
+        progress = {"still_s": still_s, "longest_s": 0.0, "stepped": True, "busy": []}
+        self.channel.send({"pong": ping["ping"], "at": time.monotonic(), "progress": progress})
+
+
+@pytest.fixture
+def both():
+    ours, others = socket.socketpair()
+    agent = Agent(others)
+    there = There("host1", Channel(ours.fileno(), ours.fileno()), lambda: None)
+    yield there, agent
+    there.close()
+    agent.channel.close()
+    ours.detach()
+    others.detach()
+
+
+def test_the_silence_of_an_attempt_that_hung_is_not_that_of_the_next(both):
+    there, agent = both
+    agent.answers(agent.hears("ping"), 30.0)
+    ranks.wait_until(lambda: there.progress().still_s >= 30.0, 10)
+    old = agent.hears("ping")
+    there.start(0, 0, STARTED)
+    assert there.progress().still_s < 20.0
+    agent.hears("start")
+    agent.answers(old, 31.0)  # it was on its way when the attempt began
+    agent.channel.send({"fits": True})
+    there.answer("fits", 10)  # heard, and so was the one before
+    assert there.progress().still_s < 20.0
+    agent.answers(agent.hears("ping"), 25.0)
+    ranks.wait_until(lambda: there.progress().still_s >= 25.0, 10)

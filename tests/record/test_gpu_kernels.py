@@ -1,0 +1,124 @@
+"""Kernels of a GPU as events. No GPU has run this: what stands for one here is synthetic (kernels
+made by hand, and a CPU's operators in their place)."""
+
+import pytest
+import ranks
+from records import Rank, report_of
+
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load
+from paceline.analyze.records.read_record import read
+from paceline.record.hooks.gpu_kernels import Kernel, write
+from paceline.record.ring.recorder import Recorder
+from paceline.record.ring.states import Op, State
+
+LAUNCHED = [
+    {"amount": 1000, "seq": n, "group": 1, "op": int(Op.ALL_REDUCE), "peer": -1} for n in (7, 8)
+]
+KERNELS = [
+    Kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 900, 1500),
+    Kernel("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", 100, 600),
+    Kernel("void at::native::vectorized_elementwise_kernel<4, ...>", 650, 1000),
+    Kernel("Memcpy HtoD (Pinned -> Device)", 5000, 6000),
+    Kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 6500, 7000),
+]
+
+
+def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective():
+    recorder = Recorder(0, 1)
+    assert recorder.new_group("0", 2, 0) == LAUNCHED[0]["group"]
+    assert write(recorder, KERNELS, offset=1_000_000, launched=LAUNCHED)
+    events = read(recorder.snapshot()).events
+    computing = events[events["state"] == State.KERNEL]
+    assert computing[["start", "end", "amount"]].tolist() == [
+        (1_000_100, 1_001_000, 2),
+        (1_005_000, 1_006_000, 1),
+    ]
+    talking = events[events["state"] == State.COMMUNICATION_KERNEL]
+    assert talking[["start", "seq", "group"]].tolist() == [(1_000_900, 7, 1), (1_006_500, 8, 1)]
+
+
+def test_kernels_that_are_not_as_many_as_the_launches_are_not_guessed():
+    recorder = Recorder(0, 1)
+    assert not write(recorder, KERNELS, offset=0, launched=LAUNCHED[:1])
+    events = read(recorder.snapshot()).events
+    assert set(events["group"].tolist()) == {0}
+
+
+def test_a_kernel_that_spins_for_a_late_peer_is_not_useful(tmp_path):
+    """Rank 1 arrives 30 ms later: rank 0's communication kernel spins meanwhile; 10 ms of each
+    exchange are covered by computing on another stream."""
+    made = [Rank(tmp_path, i, 2) for i in range(2)]
+    for i, rank in enumerate(made):
+        for step in range(10):
+            begin = 100 * step
+            arrived = begin + 40 + 30 * i
+            rank.was(State.KERNEL, begin, arrived)
+            fields = {"seq": step + 1, "group": 1, "op": Op.ALL_REDUCE, "amount": 1 << 20}
+            rank.was(State.COMMUNICATION_KERNEL, arrived - 10, begin + 90, **fields)
+            rank.was(State.KERNEL, begin + 90, begin + 100)
+            rank.step(begin, begin + 100, number=step, samples=4)
+    report = report_of(made)
+    first, second = report.states
+    assert first["useful"] == pytest.approx(0.5)
+    assert second["useful"] == pytest.approx(0.8)
+    assert first["wait"] == pytest.approx(0.2)  # from 40 to where the last kernel began, 60
+    assert first["transfer"] == pytest.approx(0.3)
+    assert second["wait"] == 0
+    assert second["transfer"] == pytest.approx(0.2)
+    assert report.hidden == [pytest.approx(0.1)] * 2
+    assert report.losses[0].kind in ("wait", "transfer")
+
+
+SESSIONS = """
+    import sys, torch
+    from paceline.record import attach
+    from paceline.record.hooks.gpu_kernels import KernelSampler, Kernel
+
+    def operators(profiler):  # of the CPU, in place of a device's kernels
+        events = profiler.profiler.kineto_results.events()
+        return [Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns())
+                for e in events if e.name() == "aten::addmm"]
+
+    recorder = attach._loop.recorder
+    recorder.kernels = KernelSampler(recorder, operators, torch.profiler.ProfilerActivity.CPU)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = None
+    for step in range(60):
+        if sys.argv[1] == "own" and step in (10, 25):
+            own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            own.start()
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        if own is not None and step in (15, 30):
+            own.stop()
+            names = [event.key for event in own.key_averages()]
+            print("own session saw addmm:", "aten::addmm" in names, flush=True)
+            own = None
+"""
+
+
+def test_kernels_of_a_block_of_steps_are_recorded_with_the_hosts_clock(tmp_path):
+    script = ranks.write(tmp_path, SESSIONS)
+    record = tmp_path / "record"
+    ranks.run(script, "none", ranks=1, launcher=f"paceline --record {record}")
+    (rank,) = load(record).records
+    kernels = rank.of(State.KERNEL)
+    assert kernels["amount"].sum() == 20
+    forwards = rank.of(State.FORWARD)[20:40]
+    assert len(kernels) == 20
+    assert (kernels["start"] > forwards["start"] - 100_000).all()
+    assert (kernels["end"] < forwards["end"] + 100_000).all()
+    report = analyse(load(record))
+    assert 0 < report.states[0]["useful"] < 1
+
+
+def test_a_session_of_the_scripts_own_comes_first(tmp_path):
+    script = ranks.write(tmp_path, SESSIONS)
+    record = tmp_path / "record"
+    result = ranks.run(script, "own", ranks=1, launcher=f"paceline --record {record}")
+    assert result.stdout.count("own session saw addmm: True") == 2
+    assert "kernels are left to it" in result.stderr
+    (rank,) = load(record).records
+    assert not rank.on_gpu

@@ -1,0 +1,76 @@
+"""A process that stands still says so afterwards; one that computes does not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ranks
+
+from paceline.analyze.records.read_record import read
+from paceline.record.ring.states import State
+
+SCRIPT = """
+    import ctypes, sys, time
+    from pathlib import Path
+    from paceline.record.ring.recorder import Recorder
+    from paceline.record.ring.stack_sampler import Sampler
+
+    recorder = Recorder(0, 1, folder=Path(sys.argv[1]))
+    sampler = Sampler(recorder)
+    time.sleep(0.4)  # it looks around, and finds that nothing is unusual
+    began = time.monotonic()
+    {does}
+    print("for", time.monotonic() - began, flush=True)
+    time.sleep(0.4)
+"""
+# With the interpreter's lock held, for more than a second: an evaluation loop never gets a turn.
+COMPUTES = "while time.monotonic() - began < 1.2: began += 0 * sum(range(30_000_000))"
+SLEEPS = "ctypes.PyDLL(None).usleep(900_000)"
+STOPPED = "print('now', flush=True); sys.stdin.readline()"
+
+
+def seen(folder, does, meanwhile=lambda process: None):
+    """The standstills that a process recorded: [(start, end)] in seconds, and what it said."""
+    script = ranks.write(folder, SCRIPT.format(does=does))
+    process = subprocess.Popen(
+        [sys.executable, script, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ranks.environment(),
+    )
+    meanwhile(process)
+    said, _ = process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+    (path,) = folder.glob("*.ring")
+    rows = read(path.read_bytes()).of(State.STILL)
+    assert all(rows["group"] == 0)
+    return list(zip(rows["start"] / 1e9, rows["end"] / 1e9, strict=True)), said
+
+
+def test_a_stopped_process_stood_still_from_its_stop_to_its_continuation(tmp_path):
+    at = []
+
+    def stop(process):
+        assert process.stdout.readline() == "now\n"
+        for number, seconds in ((signal.SIGSTOP, 1.0), (signal.SIGCONT, 0.0)):
+            at.append(time.monotonic())
+            os.kill(process.pid, number)
+            time.sleep(seconds)
+
+    ((start, end),), _ = seen(tmp_path, STOPPED, stop)
+    assert start == pytest.approx(at[0], abs=0.2)
+    assert end == pytest.approx(at[1], abs=0.2)
+    assert start >= at[0] - 0.05  # no more is claimed than is known, on a busy machine too
+
+
+def test_a_computation_that_keeps_the_lock_is_no_standstill(tmp_path):
+    assert seen(tmp_path, COMPUTES)[0] == []
+
+
+def test_a_foreign_call_that_sleeps_with_the_lock_looks_the_same(tmp_path):
+    ((start, end),), _ = seen(tmp_path, SLEEPS)
+    assert end - start == pytest.approx(0.8, abs=0.2)

@@ -1,0 +1,213 @@
+"""Remedies on real ranks: set, measured against what was predicted, and kept where they helped."""
+
+import json
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import ranks
+
+from paceline.analyze.diagnosis.ladder import Interval
+from paceline.knobs.settings import taken
+from paceline.predict import history
+from paceline.predict.remedies import Remedy
+from paceline.study.diagnose import diagnose as diagnose_module
+from paceline.study.diagnose import ladder, try_remedies
+from paceline.study.diagnose.diagnose import Diagnosis, diagnosed, proven
+from paceline.study.diagnose.run_script import Asked
+from paceline.study.diagnose.save_settings import saved
+from paceline.study.diagnose.try_remedies import Trial, Tried, tried
+
+# Batches of 20 ms that a loader waits for, and a parameter that is not used.
+TRAIN = """
+    import sys, time, torch, torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    class Slow(Dataset):
+        def __len__(self):
+            return 3200
+        def __getitem__(self, i):
+            time.sleep(0.005)
+            return torch.ones(64), torch.tensor(0.5)
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 1), nn.Linear(64, 1)
+        def forward(self, x):
+            return self.used(x)
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Half(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    data = Slow()
+    loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+    for x, y in loader:
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.004)
+    """
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
+    monkeypatch.setattr(try_remedies, "ROUNDS", (3, 3))
+    monkeypatch.setattr(try_remedies, "GLIMPSE", 1)
+    monkeypatch.chdir(tmp_path)
+    script = ranks.write(tmp_path, TRAIN)
+    return Asked(str(script), [], [], ["--threads", "1"], 2, steps=16, warm=4)
+
+
+@pytest.mark.alone
+def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
+    """As --try does it, without the ladder before and after."""
+    foreseen = Interval(1.0, 0.97, 1.03)
+    workers = Remedy("loader-workers", "input-waiting", 3, foreseen, "a formula", True, "")
+    unused = Remedy("unused-search-off", "", True, foreseen, "", True, "")
+    nothing = Remedy("bucket-mb", "", None, None, "", True, "")
+    found, said = Tried(), []
+    tried(asked, asked.steps, [unused, workers, nothing], found, said.append)
+    each = {one.remedy.knob: one for one in found.trials}
+    assert each["loader-workers"].kept
+    assert each["loader-workers"].gain.low > 0.5
+    assert each["loader-workers"].predicted == foreseen
+    assert found.kept == {"loader-workers": 3}
+    assert found.faster == 1 + each["loader-workers"].gain.mean
+    broken = each["unused-search-off"]
+    assert (broken.kept, broken.gain) == (False, None)
+    assert "breaks the script: RuntimeError: Expected to have finished reduction" in broken.why
+    assert each["bucket-mb"].why.startswith("no cause here asks for it: --try bucket-mb=VALUE")
+    # 16 in whole bursts of three workers, and of two
+    assert any("with loader-workers, 18 steps" in line for line in said)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
+    found = diagnosed(asked, lambda _: None)
+    first = found.remedies[0]
+    assert (first.knob, first.cause, first.settable) == ("loader-workers", "input-waiting", True)
+    assert first.gain.mean > 0.5
+    result = proven(asked, found, ["loader-workers", "compress-fp16"], lambda _: None)
+    each = {one.remedy.knob: one for one in result.tried.trials}
+    workers = each["loader-workers"]
+    if first.gain.high - first.gain.low > 0.2:  # a few steps were asked as well, before it
+        assert (workers.first, workers.source) == (first.gain, "a formula and a few steps")
+    else:
+        assert (workers.predicted, workers.source) == (first.gain, "a formula")
+    assert result.tried.kept["loader-workers"] == first.value
+    # The loss was looked at, as that one changes the numbers.
+    rounded = each["compress-fp16"].loss
+    assert rounded.with_it == pytest.approx(rounded.without, rel=0.01)
+    # With all that was kept it is diagnosed again.
+    rates = [one.waterfall.measured.mean for one in (result, result.after)]
+    assert rates[1] > 1.5 * rates[0]
+    # What was predicted and measured is remembered, and what helped can be set.
+    lines = history.path().read_text().splitlines()
+    assert [(told["knob"], told["source"]) for told in map(json.loads, lines)] == [
+        (one.remedy.knob, source)
+        for one in result.tried.trials
+        for source, said in ((one.remedy.source, one.first), (one.source, one.predicted))
+        if one.gain is not None and said is not None
+    ]
+    assert "fast.toml is written: paceline run --settings" in saved(result, tmp_path / "fast.toml")
+    knobs, notes = taken(tmp_path / "fast.toml", "script.py")
+    assert (knobs, notes) == (result.tried.kept, [])
+
+
+def diagnose(folder, *words):
+    script = ranks.write(folder, TRAIN)
+    return subprocess.run(
+        [ranks.PACELINE, "diagnose", "-n", "2", *words, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ranks.environment(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--try", "warp"], "--try warp: no such knob. HINT: all, or one of loader-workers,"),
+        (["--try", "float32"], "--try float32: the script has to be edited: no float64"),
+        (["--try", "bucket-mb=lots"], "--try bucket-mb=lots: it takes a number from 0.1 to 4096"),
+        (["--try", "bucket-mb=inf"], "--try bucket-mb=inf: it takes a number from 0.1 to 4096"),
+        (["--save-settings", "x.toml"], "--save-settings: nothing is tried. HINT: with --try all"),
+        (
+            ["--try", "compress-bf16", "--try", "compress-fp16"],
+            "compress-bf16 and compress-fp16 exclude each other. HINT: take one out",
+        ),
+    ],
+)
+def test_what_can_not_be_tried_is_said_before_anything_runs(tmp_path, words, said):
+    done = diagnose(tmp_path, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"paceline: {said}")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError("no loader any more")])
+def test_what_was_found_before_it_was_stopped_is_not_lost(asked, monkeypatch, stop):
+    """In the first trial, and in the diagnosis with what was kept."""
+    ladder = SimpleNamespace(steps=16)
+    found = Diagnosis(["script.py"], ladder, None, None, [], [], ["a note"], remedies=[])
+    trial_of = Remedy("loader-workers", "", 3, None, "", True, "")
+
+    def once(asked, steps, remedies, into, say):
+        into.trials.append(Trial(trial_of, None, Interval(0.5, 0.4, 0.6), True))
+        into.kept["loader-workers"] = 3
+
+    def again(asked, say):
+        raise stop
+
+    monkeypatch.setattr(diagnose_module, "tried", once)
+    monkeypatch.setattr(diagnose_module, "diagnosed", again)
+    result = proven(asked, found, ["loader-workers=3"], lambda _: None)
+    assert result.tried.kept == {"loader-workers": 3}
+    assert result.after is None
+    said = {True: "interrupted: not all was tried", False: "it could not be diagnosed again: no lo"}
+    assert result.notes[0] == "a note"
+    assert said[stop is KeyboardInterrupt] in result.notes[1]
+
+
+def test_what_no_time_was_left_for_comes_in_the_next_pass(asked, monkeypatch):
+    def remedy(knob, gain):
+        return Remedy(knob, "", True, Interval(gain, gain, gain), "a formula", True, "")
+
+    workers, views, kept = (
+        remedy("loader-workers", 0.9), remedy("gradient-views", 0.5), remedy("keep-memory", 0.1)
+    )  # fmt: skip
+    first = Diagnosis(["script.py"], SimpleNamespace(steps=16), None, None, [], [], [])
+    seen = []
+
+    def once(asked, steps, remedies, into, say):
+        seen.append([one.knob for one in remedies])
+        gain = Interval(0.5, 0.4, 0.6)
+        into.trials += [Trial(remedies[0], gain, gain, True)]
+        into.trials += [
+            Trial(one, gain, None, False, "not tried", late=True) for one in remedies[1:]
+        ]
+        into.kept[remedies[0].knob] = True
+
+    second = replace(first, remedies=[workers, views, kept, remedy("threads", -0.1)])
+    monkeypatch.setattr(diagnose_module, "tried", once)
+    monkeypatch.setattr(diagnose_module, "diagnosed", lambda asked, say: second)
+    result = proven(asked, replace(first, remedies=[workers, views]), ["all"], lambda _: None)
+    late = ["gradient-views", "keep-memory", "threads"]
+    assert seen == [["loader-workers", "gradient-views"], late, ["keep-memory"]]
+    told = [(one.remedy.knob, one.kept, one.late) for one in result.tried.trials]
+    assert told == [
+        ("loader-workers", True, False),
+        ("gradient-views", True, False),
+        ("threads", False, True),
+        ("keep-memory", True, False),
+    ]

@@ -1,0 +1,130 @@
+"""paceline.init() under launchers that know nothing of Paceline: real srun, mpirun, mpiexec and
+torchrun on two hosts, and networks that lead nowhere."""
+
+import re
+import sys
+import time
+
+import pytest
+import ranks
+
+import bed
+
+SHOW = """
+    import os, torch, torch.distributed as dist, paceline
+    world = paceline.init(progress=False)
+    x = torch.tensor([float(world.rank + 1)])
+    dist.all_reduce(x)
+    words = [world.rank, world.size, os.environ["LOCAL_RANK"], os.uname().nodename,
+             os.environ.get("GLOO_SOCKET_IFNAME"), int(x)]
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole, whoever writes meanwhile
+    """
+EVEN = ["0 2 0 host1 eth0 3", "1 2 0 host2 eth0 3"]
+
+
+@pytest.fixture
+def started(hosts, slurm, mpi, shared_folder):
+    """Run the script under a launcher; its output and how long it took."""
+    script = ranks.write(shared_folder, SHOW)
+    of_torch = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "torch")}  # else in /tmp
+
+    def run(*launcher, python=(sys.executable,), check=True, **variables):
+        begun = time.monotonic()
+        result = hosts.run(
+            "host0",
+            *launcher,
+            *python,
+            script,
+            cwd=shared_folder,
+            env={**slurm.variables, **mpi, **of_torch, **variables},
+            timeout=40,
+            check=check,
+        )
+        seconds = time.monotonic() - begun
+        ranks.wait_until(lambda: not any(x.startswith("job ") for x in slurm.left_over(0)), 5)
+        # Open MPI's daemon leaves its own folder behind where Slurm ends it first.
+        assert [one for one in slurm.left_over() if "/tmp/ompi." not in one] == []
+        return result, seconds
+
+    return run
+
+
+def joined(result):
+    return sorted(line for line in result.stdout.splitlines() if line)
+
+
+def test_srun_fills_hosts_unevenly(started):
+    result, _ = started("srun", "-N2", "-n3")
+    assert joined(result) == ["0 3 0 host1 eth0 6", "1 3 1 host1 eth0 6", "2 3 0 host2 eth0 6"]
+    assert "3 ranks (Slurm), network eth0 10.77.0.1\n" in result.stderr
+
+
+def test_srun_with_an_address_by_hand(started):
+    result, _ = started("srun", "-N2", "-n2", MASTER_ADDR="host1", MASTER_PORT="29511")
+    assert joined(result) == EVEN
+
+
+@pytest.mark.parametrize("launcher", [bed.mpirun, bed.mpiexec])
+def test_mpi_on_two_hosts_over_ssh(started, launcher):
+    result, _ = started(*launcher("host1,host2:2"))
+    assert joined(result) == ["0 3 0 host1 eth0 6", "1 3 0 host2 eth0 6", "2 3 1 host2 eth0 6"]
+
+
+def test_mpirun_in_an_allocation(started):
+    result, _ = started("salloc", "-N2", "-n2", bed.MPIRUN, "--bind-to", "none")
+    assert joined(result) == EVEN
+    assert "2 ranks (Open MPI), network eth0" in result.stderr
+
+
+def test_a_size_that_contradicts_the_launcher_is_told_at_once(started):
+    result, seconds = started("srun", "-N2", "-n2", check=False, WORLD_SIZE="3")
+    assert result.returncode == 1
+    mistake = "has WORLD_SIZE=3 beside SLURM_STEP_NUM_TASKS=2, which tell of the same start. HINT"
+    assert result.stderr.count(mistake) == 2
+    assert seconds < 15
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.long)])
+def test_a_second_network_that_leads_nowhere_is_passed_by(started, hosts, launcher):
+    hosts.second_network("host1", "host2")
+    words = ["srun", "-N2", "-n2"] if launcher == "srun" else bed.mpiexec("host1,host2")
+    result, _ = started(*words)
+    assert joined(result) == EVEN
+
+
+@pytest.mark.long  # waits for what does not answer
+def test_names_that_stand_for_a_dead_network_are_an_error_on_all_ranks(started, hosts):
+    """Where gloo by itself would wait for half an hour."""
+    hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
+    # --kill-on-bad-exit=0: each rank is to find out by itself.
+    result, seconds = started("srun", "-N2", "-n2", "--kill-on-bad-exit=0", check=False)
+    assert result.returncode
+    assert "rank 1 on host2 did not find rank 0 in" in result.stderr
+    assert "    host1 = 10.78.0.1: no answer in 2 s" in result.stderr
+    assert "rank 1 did not come to host1, which does not reach the other hosts" in result.stderr
+    assert "    host2 = 10.78.0.2: no answer in 2 s" in result.stderr
+    assert result.stderr.count("MASTER_ADDR=ADDRESS MASTER_PORT=PORT") == 2
+    assert seconds < 25
+
+
+@pytest.mark.long  # waits for what does not answer
+def test_an_address_by_hand_helps_where_names_are_dead(started, hosts):
+    """gloo and all else then keep to the network that works."""
+    hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
+    result, _ = started("srun", "-N2", "-n2", MASTER_ADDR="10.77.0.1", MASTER_PORT="29511")
+    assert joined(result) == EVEN
+
+
+def test_hosts_that_cannot_reach_each_other_are_named_on_all_ranks(started, hosts):
+    """They meet at rank 0's address, but the interface that the user wants is the dead one."""
+    hosts.second_network("host1", "host2")
+    result, seconds = started(
+        *("srun", "-N2", "-n2", "--kill-on-bad-exit=0"),
+        check=False,
+        GLOO_SOCKET_IFNAME="eth1",
+    )
+    assert result.returncode
+    unreached = re.findall(r"host(\d) can't be reached by the other hosts. Tried:", result.stderr)
+    assert len(unreached) == 2  # one line of both ranks
+    assert f" eth1 10.78.0.{unreached[0]}: no answer in 3 s" in result.stderr
+    assert seconds < 25
