@@ -4,12 +4,11 @@ use: at most 1.25 times the start while another port is flooded.
 A job of 3 ranks starts on two hosts, which are Linux namespaces of this machine (tests/bed: root,
 Slurm and Open MPI are needed), over srun and over mpirun, from a third host, in turns with and
 without a flood. The flood (tests/support/flood.py) comes from the host of one of the agents: 1,000
-idle connections, opened again as soon as they are dropped, and garbage, 10,000 connections before the
-agents start and more for as long as the launcher listens. Measured from the start of srun or mpirun
-until the last rank runs its script. The flood uses the same cores as the job. To tell that apart
-from what it does to the launcher, the same flood also goes to another listener on the launcher's
-host, which greets visitors with the same code in a process of its own ("elsewhere").
-"""
+idle connections, opened again as soon as they are dropped, and garbage, 10,000 connections before
+the agents start and more for as long as the launcher listens. Measured from the start of srun or
+mpirun until the last rank runs its script. The flood uses the same cores as the job. To tell that
+apart from what it does to the launcher, the same flood also goes to another listener on the
+launcher's host, which greets visitors with the same code in a process of its own ("elsewhere")."""
 
 import contextlib
 import shutil
