@@ -7,7 +7,7 @@ TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages soak fuzz lint types format bench picture clean
+.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages soak fuzz lint types format bench picture plotly-bundle clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
@@ -111,6 +111,10 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/patches.py
 	$(BIN)/python benchmarks/fault_times.py
 	$(BIN)/python benchmarks/host_fault_times.py
+
+# The part of plotly.js that the report page carries; npm is needed for nothing else.
+plotly-bundle:
+	cd tools/plotly_bundle && npm ci --no-audit --no-fund && npm run build
 
 picture: $(VENV)/installed
 	$(BIN)/python docs/picture.py

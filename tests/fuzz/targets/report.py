@@ -30,7 +30,7 @@ from paceline.report.terminal.run_report import panel
 from .record import FOLDER, about, ring
 from .record import seeds as records
 
-# plotly is 5 MB, and the same in each page.
+# plotly.js is 1.2 MB, and the same in each page.
 write_page._plotly = lambda: "plotly"  # type: ignore[assignment]
 
 

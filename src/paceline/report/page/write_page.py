@@ -1,11 +1,10 @@
-"""A page as text, and as a file: one HTML document with everything inside."""
+"""Render a page and save it: one self-contained HTML document."""
 
 import base64
 import hashlib
 import itertools
 import json
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
-    """The document. data: what charts.js draws; context: what the template shows.
+    """Return the document.
 
-    Only the two scripts made here may run in it, by their hashes: whatever a record says of
-    hosts and scripts is text.
+    ``data`` is the JSON that charts.js draws, ``context`` holds the variables of the template. The
+    content security policy of the document allows only its two scripts, by their hashes: names of
+    hosts and scripts in a record cannot run anything.
     """
     plotly, charts = _plotly(), (ASSETS / "charts.js").read_text()
     numbers = itertools.count()
@@ -67,10 +67,10 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
 
 
 def save(text: str, path: Path) -> str:
-    """Write the page, a file whole or not at all; returns what to tell the user.
+    """Write the page and return a message for the user. An incomplete file is never left behind.
 
     Raises:
-        ValueError: It can't be written.
+        ValueError: The file cannot be written.
     """
     try:
         write_output(path, text)
@@ -83,9 +83,9 @@ def save(text: str, path: Path) -> str:
 
 
 def _plotly() -> str:
-    """plotly.js, without a word that would end the script it stands in."""
-    text = files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
-    assert "</script" not in text.lower()
+    """Return the part of plotly.js that charts.js uses (built by tools/plotly_bundle)."""
+    text = (ASSETS / "plotly.min.js").read_text(encoding="utf-8")
+    assert "</script" not in text.lower()  # it would end the element that holds the script
     return text
 
 
@@ -94,7 +94,7 @@ def _hash(script: str) -> str:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that can't end its element, whatever names it holds."""
+    """Return JSON in which no name can end the script element that holds it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
