@@ -8,7 +8,7 @@ import sys
 from multiprocessing import active_children
 from pathlib import Path
 
-from paceline.record.ring.resource_usage import Opens, read_bytes
+from paceline.record.ring.resource_usage import FileOpenCounter, bytes_read
 
 
 def main() -> None:
@@ -17,13 +17,13 @@ def main() -> None:
     import patches  # its imports are not counted
 
     file, sys.argv = sys.argv[1], [str(examples / "patches.py"), *sys.argv[2:]]
-    opens, before = Opens(), read_bytes("self")
+    opens, before = FileOpenCounter(), bytes_read("self")
     patches.main()
     gc.collect()
     if active_children():
         raise SystemExit("the loader's workers are still there: what they read can't be told")
     # what a process has read is its parent's once it has ended and was waited for
-    asked, stored = (now - then for now, then in zip(read_bytes("self"), before, strict=True))
+    asked, stored = (now - then for now, then in zip(bytes_read("self"), before, strict=True))
     told = {"opened": int(opens), "asked": asked, "stored": stored}
     Path(f"{file}{os.environ['RANK']}").write_text(json.dumps(told))
 

@@ -63,7 +63,7 @@ class Recording:
         attach._sampler.stop()
         attach._loop.reset()
         if on:
-            attach._sampler = stack_sampler.Sampler(self.recorder)
+            attach._sampler = stack_sampler.StackSampler(self.recorder)
 
     def told(self) -> tuple[int, int]:
         return self.recorder.events, self.recorder.cost_ns()

@@ -10,20 +10,20 @@ from records import MS, Rank
 from rich.console import Console
 
 from paceline.analyze.live.live_view import view
-from paceline.record.ring.ring import BEGUN, BEGUN_OFFSET
+from paceline.record.ring.ring import LAST_BEGUN, LAST_BEGUN_OFFSET
 from paceline.record.ring.states import Op, State
-from paceline.record.ring.tail import Tail, tail
+from paceline.record.ring.tail import Tail, read_tail
 from paceline.report.numbers import elapsed
 from paceline.report.terminal.top import drawn
 
 
 def seen(rank, now, process="S", most=1000):
-    return Tail(rank.path.name, round(now * MS), process, tail(rank.path, most))
+    return Tail(rank.path.name, round(now * MS), process, read_tail(rank.path, most))
 
 
 def begins(rank, state, since, seq=0, op=0, step=0, group=1):
-    place = (rank.ring._map, BEGUN_OFFSET)
-    BEGUN.pack_into(*place, round(since * MS), seq, step, group if op else 0, state, op)
+    place = (rank.ring._map, LAST_BEGUN_OFFSET)
+    LAST_BEGUN.pack_into(*place, round(since * MS), seq, step, group if op else 0, state, op)
 
 
 def trained(folder, number, size, steps=10, late=0, host="host", at=0, **meta):

@@ -12,7 +12,7 @@ import ranks
 
 from paceline.analyze.records.stacks import FORBIDDEN, main_thread, own_line
 from paceline.launch.monitor import process_stack
-from paceline.record.ring.tail import process
+from paceline.record.ring.tail import process_state
 from paceline.report.terminal.hang import told
 
 # It writes where it stands, and stops; as a forked process, as ranks are, too.
@@ -45,7 +45,7 @@ def test_a_stopped_process_is_read_as_it_would_tell_itself(tmp_path, forks):
     try:
         ranks.wait_until(lambda: number.exists() and number.read_text(), 10)
         pid = int(number.read_text())
-        ranks.wait_until(lambda: process(pid) == "T", 10)
+        ranks.wait_until(lambda: process_state(pid) == "T", 10)
         text = process_stack.read({3: pid, 4: 2**22 + 1})[3]
     finally:
         os.killpg(child.pid, signal.SIGKILL)
@@ -86,7 +86,7 @@ def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     assert time.monotonic() - began < 1.5
     started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert 1 <= len(started) <= process_stack.AT_ONCE
-    assert [process(pid) for pid in started] == [""] * len(started)
+    assert [process_state(pid) for pid in started] == [""] * len(started)
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
 

@@ -153,10 +153,10 @@ def test_the_timeline_shows_when_a_rank_stood_still(tmp_path):
 
 
 def test_a_standstill_is_no_sign_that_a_job_moves(tmp_path):
-    from paceline.record.ring.tail import last_of_note
+    from paceline.record.ring.tail import read_progress
 
     rank = Rank(tmp_path, 0, 1)
     rank.was(State.FORWARD, 1, 2)
-    before = last_of_note(rank.path)
+    before = read_progress(rank.path)
     rank.was(State.STILL, 3, 5000)
-    assert last_of_note(rank.path) == before
+    assert read_progress(rank.path) == before

@@ -143,9 +143,9 @@ def test_the_tuner_measures_it_where_ranks_are_bound_so(tmp_path):
 
 
 BENCH = """
-    from paceline.study.probe import comm
+    from paceline.study.probe import bench_comm as comm
 
-    comm.to_launcher = lambda **_: False
+    comm.send_to_launcher = lambda **_: False
     comm.main()
     """
 

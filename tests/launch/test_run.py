@@ -185,7 +185,7 @@ def test_a_process_of_the_scripts_own_does_not_write_to_the_launchers_pipe(tmp_p
         fd = int(os.environ["PACELINE_STATUS"].partition(":")[2])
         keep = os.open("precious", os.O_CREAT | os.O_RDWR)
         os.dup2(keep, fd + 50)
-        code = "from paceline.record.ring.launcher_messages import say; say('from a child')"
+        code = "from paceline.record.ring.launcher_messages import notify; notify('from a child')"
         env = {**os.environ, "PACELINE_STATUS": f"{os.getpid()}:{fd + 50}"}
         subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[fd + 50], check=True)
         """,

@@ -19,7 +19,7 @@ from paceline.cost.machine.machine_file import (
     Memory,
     save,
 )
-from paceline.record.hooks.flop_counter import WorkSampler
+from paceline.record.hooks.flop_counter import FlopCounter
 from paceline.report.report_command import told
 
 TRAIN = """
@@ -87,7 +87,7 @@ def counted(step):
     """What one call of ``step`` computes."""
     told = {}
     recorder = SimpleNamespace(step=0, tell=told.update)
-    sampler = WorkSampler(recorder, step=0)
+    sampler = FlopCounter(recorder, step=0)
     sampler.after_step()
     try:
         step()

@@ -8,7 +8,7 @@ from records import Rank, report_of
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load
 from paceline.analyze.records.read_record import read
-from paceline.record.hooks.gpu_kernels import Kernel, write
+from paceline.record.hooks.gpu_kernels import Kernel, write_kernels
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import Op, State
 
@@ -27,7 +27,7 @@ KERNELS = [
 def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective():
     recorder = Recorder(0, 1)
     assert recorder.new_group("0", 2, 0) == LAUNCHED[0]["group"]
-    assert write(recorder, KERNELS, offset=1_000_000, launched=LAUNCHED)
+    assert write_kernels(recorder, KERNELS, offset=1_000_000, launched=LAUNCHED)
     events = read(recorder.snapshot()).events
     computing = events[events["state"] == State.KERNEL]
     assert computing[["start", "end", "amount"]].tolist() == [
@@ -40,7 +40,7 @@ def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective(
 
 def test_kernels_that_are_not_as_many_as_the_launches_are_not_guessed():
     recorder = Recorder(0, 1)
-    assert not write(recorder, KERNELS, offset=0, launched=LAUNCHED[:1])
+    assert not write_kernels(recorder, KERNELS, offset=0, launched=LAUNCHED[:1])
     events = read(recorder.snapshot()).events
     assert set(events["group"].tolist()) == {0}
 
@@ -81,7 +81,8 @@ SESSIONS = """
                 for e in events if e.name() == "aten::addmm"]
 
     recorder = attach._loop.recorder
-    recorder.kernels = KernelSampler(recorder, operators, torch.profiler.ProfilerActivity.CPU)
+    cpu = torch.profiler.ProfilerActivity.CPU
+    recorder.kernel_sampler = KernelSampler(recorder, operators, cpu)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own = None

@@ -10,8 +10,13 @@ import time
 import numpy as np
 import pytest
 
-from paceline.record.experiments.observer import explained
-from paceline.record.ring.resource_usage import Others, between, fault_seconds, look
+from paceline.record.experiments.observer import fit_cpu_time
+from paceline.record.ring.resource_usage import (
+    OtherThreads,
+    measure_page_fault_s,
+    read_usage,
+    usage_between,
+)
 
 
 def busy(seconds):
@@ -21,10 +26,10 @@ def busy(seconds):
 
 
 def test_computing_and_waiting_are_told_apart():
-    before = look()
+    before = read_usage()
     busy(0.2)
     time.sleep(0.2)
-    used = between(before, look())
+    used = usage_between(before, read_usage())
     assert used["seconds"] >= 0.4
     assert used["thread"] == pytest.approx(0.2, abs=0.05)
     assert 0.2 <= used["process"] < 0.3
@@ -33,12 +38,12 @@ def test_computing_and_waiting_are_told_apart():
 
 
 def test_pages_that_are_touched_first_are_counted_and_cost_time():
-    before = look()
+    before = read_usage()
     memory = np.ones(64 << 20, np.uint8)  # too large for memory that was used before
-    used = between(before, look())
+    used = usage_between(before, read_usage())
     least = len(memory) // (2 << 20)  # with the largest pages
     assert least <= used["faults"] <= 1.2 * len(memory) / 4096 + 1000
-    assert 1e-8 < fault_seconds() < 1e-3
+    assert 1e-8 < measure_page_fault_s() < 1e-3
 
 
 def test_another_thread_that_computes_is_found_with_its_line():
@@ -48,7 +53,7 @@ def test_another_thread_that_computes_is_found_with_its_line():
         while not end.is_set():
             pass
 
-    others = Others()
+    others = OtherThreads()
     thread = threading.Thread(target=hold, name="monitor")
     thread.start()
     time.sleep(0.3)
@@ -67,8 +72,8 @@ def test_files_that_forked_workers_open_are_counted(tmp_path):
         textwrap.dedent(
             """
             import os, sys
-            from paceline.record.ring.resource_usage import Opens
-            opens = Opens()
+            from paceline.record.ring.resource_usage import FileOpenCounter
+            opens = FileOpenCounter()
             for _ in range(3):
                 open(sys.argv[1]).close()
             open("/proc/self/stat").close()
@@ -86,8 +91,8 @@ def test_files_that_forked_workers_open_are_counted(tmp_path):
 
 
 def test_steps_that_go_with_the_elements_of_their_batches():
-    found = explained([(float(n), 0.01 + 0.001 * n) for n in (10, 20, 30, 40)])
+    found = fit_cpu_time([(float(n), 0.01 + 0.001 * n) for n in (10, 20, 30, 40)])
     assert found["mean"] == 25
     assert found["slope"] == pytest.approx(0.001)
     assert found["correlation"] == pytest.approx(1)
-    assert explained([(10.0, t) for t in (0.1, 0.2, 0.3)])["correlation"] == 0
+    assert fit_cpu_time([(10.0, t) for t in (0.1, 0.2, 0.3)])["correlation"] == 0

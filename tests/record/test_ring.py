@@ -39,7 +39,7 @@ def test_what_a_rank_has_begun_is_there_before_it_ends(tmp_path):
     assert read(ring.snapshot()).begun is None
     recorder = Recorder(0, 1, folder=tmp_path)
     recorder.step = 7
-    recorder.begins(State.BLOCKED, 123, 2**32 + 5, 0, Op.ALL_REDUCE)
+    recorder.begin(State.BLOCKED, 123, 2**32 + 5, 0, Op.ALL_REDUCE)
     begun = read(recorder.snapshot()).begun
     assert (begun.since, begun.seq, begun.step) == (123, 5, 7)
     assert (begun.state, begun.op) == (State.BLOCKED, Op.ALL_REDUCE)

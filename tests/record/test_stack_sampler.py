@@ -16,10 +16,10 @@ SCRIPT = """
     import ctypes, sys, time
     from pathlib import Path
     from paceline.record.ring.recorder import Recorder
-    from paceline.record.ring.stack_sampler import Sampler
+    from paceline.record.ring.stack_sampler import StackSampler
 
     recorder = Recorder(0, 1, folder=Path(sys.argv[1]))
-    sampler = Sampler(recorder)
+    sampler = StackSampler(recorder)
     time.sleep(0.4)  # it looks around, and finds that nothing is unusual
     began = time.monotonic()
     {does}

@@ -10,7 +10,7 @@ import pytest
 from paceline.analyze.records.read_record import read
 from paceline.record.ring.ring import HEADER_BYTES, Ring
 from paceline.record.ring.states import Op, State
-from paceline.record.ring.tail import meta, tail, tails
+from paceline.record.ring.tail import read_header, read_tail, read_tails
 
 META = {"rank": 3, "size": 4, "host": "here", "started_ns": 1, "groups": {}}
 
@@ -35,7 +35,7 @@ def ring_with(folder, number, capacity=64, **more):
     ],
 )
 def test_the_last_events_come_in_the_order_of_writing(tmp_path, written, most, steps):
-    record = read(tail(ring_with(tmp_path, written).path, most))
+    record = read(read_tail(ring_with(tmp_path, written).path, most))
     assert record.events["step"].tolist() == list(steps)
     assert (record.rank, record.lost, record.damaged) == (3, 0, 0)
 
@@ -44,7 +44,7 @@ def test_what_was_begun_and_the_cost_come_along_and_the_file_is_not_read_whole(t
     ring = ring_with(tmp_path, 1000, capacity=1 << 12)
     ring.cost_ns = 77
     ring.beginner(type("At", (), {"step": 9}))(State.BLOCKED, 55, 6, 1, Op.BARRIER)
-    data = tail(ring.path, 10)
+    data = read_tail(ring.path, 10)
     assert len(data) == HEADER_BYTES + 10 * 40
     record = read(data)
     assert record.cost_ns == 77
@@ -55,11 +55,11 @@ def test_files_that_are_no_records_yet_and_other_attempts_are_left_out(tmp_path)
     ring_with(tmp_path, 3, attempt=1)
     (tmp_path / "rank-0.ring").write_bytes(bytes(HEADER_BYTES))  # just made
     (tmp_path / "rank-1.ring").write_bytes(b"")
-    (found,) = tails(tmp_path, 10)
+    (found,) = read_tails(tmp_path, 10)
     assert (found.name, found.process) == ("rank-3.ring", "R")
-    assert meta(found.data)["attempt"] == 1
+    assert read_header(found.data)["attempt"] == 1
     assert found.now > 0
-    assert not tails(tmp_path, 10, attempt=0)
+    assert not read_tails(tmp_path, 10, attempt=0)
 
 
 def test_ranks_whose_processes_cannot_be_seen_have_not_ended(tmp_path):
@@ -67,9 +67,9 @@ def test_ranks_whose_processes_cannot_be_seen_have_not_ended(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
     ring_with(tmp_path, 3, pid=gone.pid)
-    assert [found.process for found in tails(tmp_path, 10)] == ["?"]
+    assert [found.process for found in read_tails(tmp_path, 10)] == ["?"]
     Ring(tmp_path / "rank-2.ring", {**META, "rank": 2, "pid": os.getpid()}, 64)
-    assert [found.process for found in tails(tmp_path, 10)] == ["R", ""]
+    assert [found.process for found in read_tails(tmp_path, 10)] == ["R", ""]
 
 
 def test_a_rank_that_writes_meanwhile_does_no_harm(tmp_path):
@@ -85,7 +85,7 @@ def test_a_rank_that_writes_meanwhile_does_no_harm(tmp_path):
     writer.start()
     try:
         for _ in range(200):
-            steps = read(tail(ring.path, 256)).events["step"].astype(int)
+            steps = read(read_tail(ring.path, 256)).events["step"].astype(int)
             assert all(b == a + 1 for a, b in itertools.pairwise(steps))
     finally:
         over.set()

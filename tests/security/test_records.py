@@ -21,7 +21,14 @@ from paceline.analyze.records.read_record import read
 from paceline.cli import app
 from paceline.record.ring.ring import EVENT, HEADER, HEADER_BYTES, WRITTEN_OFFSET
 from paceline.record.ring.states import Op, State
-from paceline.record.ring.tail import MAX_RECORD_BYTES, Tail, last_of_note, meta, tail, tails
+from paceline.record.ring.tail import (
+    MAX_RECORD_BYTES,
+    Tail,
+    read_header,
+    read_progress,
+    read_tail,
+    read_tails,
+)
 from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import MAX_LANES, NO_LANE, lanes
 from paceline.security.files import InvalidFileError, UnsafeFileError
@@ -82,11 +89,11 @@ def test_sizes_in_a_header_that_can_not_be_right_are_refused(folder, changes):
         header(folder / f"rank-{rank}.ring", **changes)
     assert "rank-0.ring: " in refusal(folder)
     try:
-        tail(folder / "rank-0.ring", 64)  # a live view
-        last_of_note(folder / "rank-0.ring")
+        read_tail(folder / "rank-0.ring", 64)  # a live view
+        read_progress(folder / "rank-0.ring")
     except InvalidFileError:
         pass
-    tails(folder, 64)
+    read_tails(folder, 64)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +137,10 @@ def test_a_header_of_wrong_types_is_refused_by_name(folder, changes):
     assert "rank-0.ring: says " in refusal(folder)
     data = (folder / "rank-0.ring").read_bytes()
     with pytest.raises(InvalidFileError):
-        meta(data)
+        read_header(data)
     seen = Tail("rank-0.ring", 1, "R", data)
     assert view([seen], ["train.py"]) is None
-    assert tails(folder, 64) == []
+    assert read_tails(folder, 64) == []
 
 
 def test_a_header_nested_too_deeply_is_refused(folder):
@@ -166,8 +173,8 @@ def test_a_file_that_is_none_is_left_out_and_does_not_hang(folder, name, kind):
     if name == "rank-1.ring":
         assert [one for one in run.refused if "rank-1.ring: " in one]
         with pytest.raises((UnsafeFileError, FileNotFoundError)):
-            tail(path, 10)
-    tails(folder, 10)
+            read_tail(path, 10)
+    read_tails(folder, 10)
 
 
 def test_a_record_larger_than_any_is_not_mapped(folder):
@@ -326,10 +333,10 @@ def test_a_tail_that_is_cut_off_or_no_record_is_an_invalid_file(folder, tmp_path
     for size in (0, 10, HEADER_BYTES - 1, HEADER_BYTES + 100):
         os.truncate(path, size)
         with pytest.raises(InvalidFileError):
-            last_of_note(path)
+            read_progress(path)
     os.mkfifo(tmp_path / "rank-9.ring")
     with pytest.raises(UnsafeFileError):
-        tail(tmp_path / "rank-9.ring", 1)
+        read_tail(tmp_path / "rank-9.ring", 1)
 
 
 def test_a_counter_from_the_future_does_no_harm(folder):
@@ -337,5 +344,5 @@ def test_a_counter_from_the_future_does_no_harm(folder):
     data = bytearray(path.read_bytes())
     struct.pack_into("<Q", data, WRITTEN_OFFSET, (1 << 62) + 5)
     path.write_bytes(data)
-    assert len(read(tail(path, 64)).events) <= 64
+    assert len(read(read_tail(path, 64)).events) <= 64
     assert EVENT.size == 40

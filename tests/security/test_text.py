@@ -20,7 +20,7 @@ from paceline.cli.common.base import mistakes_told
 from paceline.knobs.settings import taken
 from paceline.launch.monitor.failures import Watched, describe
 from paceline.launch.monitor.output import ERR, MAX_MESSAGE_BYTES, STATUS, Output
-from paceline.record.ring.launcher_messages import say
+from paceline.record.ring.launcher_messages import notify
 from paceline.record.ring.states import State
 from paceline.record.ring.tail import Tail
 from paceline.report.console import PlainConsole
@@ -145,7 +145,7 @@ def test_a_mistake_is_told_in_printable_words(error, said, capsys):
 
 def test_what_paceline_says_keeps_its_own_colours_only(capsys):
     own = "\r\x1b[2K\x1b[1;31mred\x1b[0m\n"
-    say(f"{own}{TITLE}\x1b[2J\x9b31m\n")
+    notify(f"{own}{TITLE}\x1b[2J\x9b31m\n")
     assert capsys.readouterr().err == f"{own}\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\n"
     assert for_terminal("\x1b[" + "1;" * 40 + "m").startswith("\\x1b")
 

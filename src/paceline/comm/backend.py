@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ..record.hooks.collective_check import agreement, announce
-from ..record.hooks.collectives import RecordedGroup, measure_entry
-from ..record.ring.launcher_messages import say
-from ..record.ring.recorder import Recorder, tell_all
+from ..record.hooks.collective_check import announce_check, make_check
+from ..record.hooks.collectives import RecordedGroup, measure_wrapper_cost
+from ..record.ring.launcher_messages import notify
+from ..record.ring.recorder import Recorder, update_all_headers
 from . import replica_check
 from .hosts.open_hierarchy import over_hosts
 from .shared.open_group import BY_CHOICE, ELSEWHERE, opened
@@ -41,10 +41,10 @@ def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     replica_check.look()
     if recorder is None or not recorder.enabled:
         return _faster(_plain_group(options), options)
-    key = announce(options.store, str(options.group_id))
+    key = announce_check(options.store, str(options.group_id))
     group = _plain_group(options)
-    measure_entry(recorder)
-    checks = agreement(group, options.store, key)
+    measure_wrapper_cost(recorder)
+    checks = make_check(group, options.store, key)
     return RecordedGroup(_faster(group, options), str(options.group_id), recorder, checks)
 
 
@@ -56,7 +56,7 @@ def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
     store = PrefixStore("shared/", options.store)
     group, why = over_memory(group, store, options.timeout, options.global_ranks_in_group)
     if why not in ("", BY_CHOICE) and not _said and group.rank() == 0:
-        say(f"paceline: ranks exchange through gloo: {why}\n")
+        notify(f"paceline: ranks exchange through gloo: {why}\n")
         _said = True
     return group
 
@@ -74,7 +74,7 @@ def over_memory(
         kernel, why = over_hosts(between, group.rank(), group.size(), seconds, names)
     if kernel is None:
         return group, why
-    tell_all(exchange=NAME)
+    update_all_headers(exchange=NAME)
     return SharedGroup(group, kernel, seconds, _step), ""
 
 

@@ -46,7 +46,7 @@ def _faster(
 ) -> Any:
     """The group with shared memory below; what torch knows of it stays as it was."""
     from ..record.hooks.collectives import RecordedGroup
-    from ..record.hooks.torch_patches import stand_in
+    from ..record.hooks.torch_patches import replace_group
     from . import replica_check
     from .backend import over_memory
     from .shared_group import SharedGroup
@@ -65,5 +65,5 @@ def _faster(
     if isinstance(group, RecordedGroup):
         group.inner = faster
         return group
-    stand_in(c10d, group, faster)
+    replace_group(c10d, group, faster)
     return faster

@@ -7,7 +7,7 @@ of its exchange is made up for before the optimizer's step, and the knob is off 
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
-from ..record.ring.launcher_messages import say
+from ..record.ring.launcher_messages import notify
 from .apply import Turned
 from .ddp import before_forward
 
@@ -54,7 +54,7 @@ class _Locally:
         self.mine.clear()
         if behind:
             self.off = True
-            say(
+            notify(
                 "warning: accumulate-locally: a step has fewer backwards than the one before; "
                 "from now on each one exchanges its gradients\n"
             )

@@ -6,8 +6,8 @@ import os
 from importlib import import_module
 from typing import Any, ClassVar
 
-from ..record.attach import tell
-from ..record.ring.launcher_messages import say
+from ..record.attach import update_header
+from ..record.ring.launcher_messages import notify
 from .registry import KNOBS, VARIABLE
 
 
@@ -49,11 +49,11 @@ class Turned:
 
     def _tell(self) -> None:
         self.all[self.name] = {"set": self.set, "why_not": self.why_not}
-        tell(knobs=self.all)
+        update_header(knobs=self.all)
 
     def _say(self, text: str) -> None:
         if os.environ.get("RANK", "0") == "0":
-            say(f"paceline: {text}\n")
+            notify(f"paceline: {text}\n")
 
 
 def turn() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..record.ring.header_schema import Finite
+from ..record.ring.header_schema import FiniteFloat
 from ..security.error_reason import reason_of
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import parse_json
@@ -25,10 +25,10 @@ class Pair:
     script: str
     knob: str
     source: str
-    predicted: Finite
-    low: Finite
-    high: Finite
-    measured: Finite
+    predicted: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+    measured: FiniteFloat
 
 
 @dataclass(frozen=True)

@@ -26,39 +26,39 @@ def attach(child: bool = False) -> None:
         return
     import torch
 
-    from .experiments.rung import asked
+    from .experiments.rung import rung_of_process
     from .hooks import torch_patches
     from .hooks.gpu_kernels import KernelSampler
-    from .hooks.training_loop import Loop
-    from .ring.stack_sampler import Sampler
+    from .hooks.training_loop import LoopRecorder
+    from .ring.stack_sampler import StackSampler
 
     if _loop is None:
         recorder = Recorder(_number("RANK", 0), _number("WORLD_SIZE", 1), wait=child)
-        _loop = Loop(recorder)
-        rung = asked()
+        _loop = LoopRecorder(recorder)
+        rung = rung_of_process()
         climber = None
         if rung is not None:
-            from .experiments.experiment import Climber
+            from .experiments.experiment import Experiment
 
-            climber = Climber(rung, recorder, detach)
+            climber = Experiment(rung, recorder, detach)
             climber.install()
         torch_patches.install(_loop)
         torch_patches.measure_hooks(_loop)
         recorder.clear()
-        recorder.rung = climber
+        recorder.experiment = climber
         if torch.version.cuda or torch.version.hip:
-            recorder.kernels = KernelSampler(recorder)
+            recorder.kernel_sampler = KernelSampler(recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):
-            from .hooks.flop_counter import STEP, WorkSampler
+            from .hooks.flop_counter import COUNTED_STEP, FlopCounter
 
             # An experiment counts in its warm-up: a step is slower for it.
-            step = STEP if rung is None else max(min(STEP, rung.warm - 2), 1)
-            recorder.work = WorkSampler(recorder, step)
+            step = COUNTED_STEP if rung is None else max(min(COUNTED_STEP, rung.warm - 2), 1)
+            recorder.flop_counter = FlopCounter(recorder, step)
         process: Any = multiprocessing.process.BaseProcess
         process.start = _start
     _loop.reset()
     _pid = os.getpid()
-    _sampler = Sampler(_loop.recorder)
+    _sampler = StackSampler(_loop.recorder)
     atexit.register(detach)
 
 
@@ -71,18 +71,18 @@ def detach() -> None:
     """The script has ended: write what still waits to be written."""
     if _loop is not None and not _loop.stopped:
         _loop.end()
-        _loop.recorder.tell_cost()
+        _loop.recorder.write_cost()
     if _sampler is not None:
         _sampler.stop()
 
 
-def tell(**more: Any) -> None:
+def update_header(**more: Any) -> None:
     """Write more of this rank into the record's header, where there is a record."""
     if _loop is not None and not _loop.stopped:
-        _loop.recorder.tell(**more)
+        _loop.recorder.update_header(**more)
 
 
-def take_over() -> Recorder | None:
+def release_recorder() -> Recorder | None:
     """For ``paceline.init``, which records the loop by itself: this process's recorder, if there
     is one. Process groups, saves and samples are still recorded from here."""
     if _loop is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..cost.machine.units import size
 from ..data.staging.fetch_shards import Staged
 from ..data.staging.stage import stage
-from ..record.ring.launcher_messages import say, to_launcher
+from ..record.ring.launcher_messages import notify, send_to_launcher
 
 EVERY_S = 10.0  # between two lines of progress
 
@@ -36,7 +36,7 @@ def main() -> None:
         if first and time.monotonic() > due:
             due = time.monotonic() + EVERY_S
             here = f"{socket.gethostname()} has {done:,} shards more, {size(so_far)}"
-            say(f"paceline stage: {here}{', and waits for other hosts' if waits else ''}\n")
+            notify(f"paceline stage: {here}{', and waits for other hosts' if waits else ''}\n")
 
     try:
         found = stage(
@@ -53,7 +53,7 @@ def main() -> None:
     if first:
         alone = asdict(found) | {"folder": str(found.folder)}
         hosts = sorted(found.hosts or [alone], key=lambda one: str(one["host"]))
-        to_launcher(summary=json.dumps({"hosts": hosts}))
+        send_to_launcher(summary=json.dumps({"hosts": hosts}))
 
 
 if __name__ == "__main__":

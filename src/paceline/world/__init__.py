@@ -18,9 +18,9 @@ from ..data.sampling.sample_order import mix, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import Autocast, data_parallel
-from ..record.attach import take_over
+from ..record.attach import release_recorder
 from ..record.hooks import error_messages
-from ..record.hooks.phases import Phases
+from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
 from .checkpoint_interval import Every
 from .checkpointing import Saves
@@ -95,7 +95,7 @@ class World:
         self.device = device_of(self.local_rank, device)
         self.precision = precision
         self._dtype = precision_of(precision, self.device)
-        self._recorder = take_over() or Recorder(self.rank, self.size, enabled=record)
+        self._recorder = release_recorder() or Recorder(self.rank, self.size, enabled=record)
         joined = join(who, self._recorder, timeout)
         self._store = _own_store()
         seed_everything(seed if self.rank == 0 else mix(seed, self.rank))
@@ -103,7 +103,7 @@ class World:
         if joined:
             self._progress.say(joined)
         self._said: set[str] = set()
-        phases = Phases(self._recorder)
+        phases = PhaseRecorder(self._recorder)
         self._training = Training(
             self.rank, self.size, self.device, self._dtype, phases, nonfinite, replicas
         )
@@ -251,8 +251,8 @@ class World:
             raise ValueError(f"world.epochs({count}): HINT: 0 or more")
         if checkpoint is None:
             return self._loops.epochs(count, None)
-        if self._recorder.rung is not None:  # diagnosed: the script's own stays as it is
-            checkpoint = self._recorder.rung.place(checkpoint)
+        if self._recorder.experiment is not None:  # diagnosed: the script's own stays as it is
+            checkpoint = self._recorder.experiment.place(checkpoint)
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = Saver(Path(checkpoint), self.rank, self.size, store, self._warn)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..checkpoint import checkpoint_folder
 from ..checkpoint.saver import Saver, load, newest
-from ..record.ring.launcher_messages import to_launcher
+from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
 from .checkpoint_interval import Every
@@ -148,7 +148,7 @@ class Saves:
                 f"the checkpoint of step {step} could not be written before leaving; the one "
                 f"before it is kept. HINT: is there room in {self.saver.directory}?"
             )
-        to_launcher(left=step)
+        send_to_launcher(left=step)
         raise LeftEarly
 
     def after_epoch(self, epoch: int, last: bool) -> None:

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ..cluster.schedulers import time_limit
-from ..record.ring.launcher_messages import to_launcher
+from ..record.ring.launcher_messages import send_to_launcher
 
 CODE = 75  # EX_TEMPFAIL: try again later
 WARNING = signal.SIGUSR1
@@ -53,7 +53,7 @@ class Early:
         if threading.current_thread() is not threading.main_thread() or not self._take(WARNING):
             return
         if os.environ.get("PACELINE_STATUS") and self._take(signal.SIGTERM):
-            to_launcher(leaves=True)
+            send_to_launcher(leaves=True)
 
     def _take(self, kind: signal.Signals) -> bool:
         if signal.getsignal(kind) not in (signal.SIG_DFL, signal.SIG_IGN):
@@ -66,7 +66,7 @@ class Early:
     def stop(self) -> None:
         """The script is on its own again; a warning no longer kills it, though."""
         if signal.SIGTERM in self._handled:
-            to_launcher(leaves=False)
+            send_to_launcher(leaves=False)
         with contextlib.suppress(ValueError):  # the collector may end a loop in another thread
             for kind in self._handled:
                 if signal.getsignal(kind) == self._note:
@@ -82,7 +82,7 @@ class Early:
         perhaps cancelled."""
         if self.warned == signal.SIGTERM.name and not self._told:
             self._told = True
-            to_launcher(ending=True)
+            send_to_launcher(ending=True)
 
     def why(self, took: float | None) -> str:
         """Why it is time to leave, or "". took: seconds that the last checkpoint took."""

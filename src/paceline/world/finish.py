@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.saver import Saver
-from ..record.ring.launcher_messages import say, to_launcher
+from ..record.ring.launcher_messages import notify, send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..security.outputs import write_output
 from .process_group import leave
@@ -32,7 +32,7 @@ class Finish:
                     self.saver.wait()
                 self._summarise()
         except Exception as error:  # the run itself is done: never fail it for its summary
-            say(f"warning: no summary ({error})\n")
+            notify(f"warning: no summary ({error})\n")
         finally:
             leave()
 
@@ -53,7 +53,7 @@ class Finish:
         if report.steps:
             show(report)
         path = os.environ.get("PACELINE_SUMMARY")
-        if path and not to_launcher(summary=report.to_json()):
+        if path and not send_to_launcher(summary=report.to_json()):
             write_output(Path(path), report.to_json())
 
     def _gather(self) -> tuple[list[bytes], list[int]]:

@@ -126,7 +126,7 @@ class Loops:
         """Record the wait for each batch; the batch on the rank's device."""
         while True:
             began = now()
-            self.recorder.begins(State.INPUT, began)
+            self.recorder.begin(State.INPUT, began)
             item = next(source, None)
             if item is not None and self.training.device.type != "cpu":
                 item = (on_device(item[0], self.training.device), item[1])

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..parallel.data import plain
-from ..record.ring.launcher_messages import say
+from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 
 MODES = ("raise", "warn", "ignore")
@@ -137,7 +137,7 @@ class Finite:
         if self._warned <= MOST:
             what = what.replace(f" {_UNTOUCHED}", "")
             last = " No more is said of such on this rank." if self._warned == MOST else ""
-            say(f"paceline: warning: {what}{last}\n")
+            notify(f"paceline: warning: {what}{last}\n")
 
 
 class _Answer:

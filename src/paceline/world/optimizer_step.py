@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.sampling.sample_order import Share
 from ..parallel.data import set_exchange
-from ..record.hooks.phases import Phases
+from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
 from .nonfinite import Finite, mode
@@ -25,7 +25,7 @@ class Training:
         size: int,
         device: torch.device,
         precision: torch.dtype | None,
-        p: Phases,
+        p: PhaseRecorder,
         nonfinite: str,
         replicas: str,
     ) -> None:
@@ -48,7 +48,7 @@ class Training:
         self._finite = Finite(rank, mode("nonfinite", nonfinite), recorder, self.models)
         self._finite.gradients = self.scaler is None  # steps that it skips are no error
         self.replicas = Replicas(rank, size, mode("replicas", replicas), recorder, self.models)
-        recorder.exchanging = self._exchanging
+        recorder.on_backward_reduce = self._exchanging
 
     # one batch
 

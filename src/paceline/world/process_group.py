@@ -18,7 +18,7 @@ from ..comm.pmi import from_rank_0
 from ..comm.rendezvous import Appointment, meet
 from ..comm.shared_group import SharedGroup
 from ..record.hooks.collectives import RecordedGroup
-from ..record.hooks.group_shutdown import guard
+from ..record.hooks.group_shutdown import patch_destroy_process_group
 from ..record.ring.recorder import Recorder
 
 MEET_SECONDS = 600.0  # for ranks that have not started yet; the timeout, if it is shorter
@@ -138,5 +138,5 @@ def leave() -> None:
     group = dist.group.WORLD
     if isinstance(group, RecordedGroup | SharedGroup):
         group.settle(seconds=5.0)
-    guard(dist.distributed_c10d)
+    patch_destroy_process_group(dist.distributed_c10d)
     dist.destroy_process_group()

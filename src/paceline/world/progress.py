@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from ..record.ring.launcher_messages import say
+from ..record.ring.launcher_messages import notify
 from .optimizer_step import Training
 
 
@@ -43,12 +43,12 @@ class Progress:
         self._show(f"{self._epoch}batch {done}{of}  {rate:,.0f} samples/s{loss}")
 
     def _show(self, line: str) -> None:
-        say(f"\r\x1b[2K{line}\r" if self.moving else line + "\n")
+        notify(f"\r\x1b[2K{line}\r" if self.moving else line + "\n")
         self._open = self.moving
 
     def say(self, line: str) -> None:
         """A line that stays."""
         if not self.speaks:
             return
-        say(("\r\x1b[2K" if self._open else "") + line + "\n")
+        notify(("\r\x1b[2K" if self._open else "") + line + "\n")
         self._open = False

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..record.ring.launcher_messages import say
+from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 from .nonfinite import named
 
@@ -115,7 +115,7 @@ class Replicas:
 
     def _say(self, what: str) -> None:
         if self.rank == 0:
-            say(f"paceline: warning: {what}\n")
+            notify(f"paceline: warning: {what}\n")
 
     def _distance(self, parameters: list[nn.Parameter], source: int) -> tuple[float, bool]:
         """By how much any rank differs from rank ``source``, and whether that is rounding."""

@@ -19,16 +19,16 @@ from paceline.analyze.live.live_view import view
 from paceline.analyze.records.load_run import Run, load
 from paceline.analyze.records.read_record import Record, read
 from paceline.record.ring.ring import (
-    BEGUN,
-    BEGUN_OFFSET,
     EVENT,
     HEADER,
     HEADER_BYTES,
+    LAST_BEGUN,
+    LAST_BEGUN_OFFSET,
     MAGIC,
     VERSION,
 )
 from paceline.record.ring.states import Op, State
-from paceline.record.ring.tail import Tail, tail
+from paceline.record.ring.tail import Tail, read_tail
 from paceline.report.console import PlainConsole
 from paceline.report.terminal import comparison, top
 from paceline.report.terminal.run_report import panel
@@ -49,7 +49,9 @@ def ring(meta: dict[str, Any], events: bytes, begun: bytes = b"") -> bytes:
         *(data, 0, MAGIC, VERSION, HEADER_BYTES, EVENT.size, max(count, 1), count, 7, len(text))
     )
     data[HEADER.size : HEADER.size + len(text)] = text
-    data[BEGUN_OFFSET : BEGUN_OFFSET + BEGUN.size] = begun[: BEGUN.size].ljust(BEGUN.size, b"\0")
+    data[LAST_BEGUN_OFFSET : LAST_BEGUN_OFFSET + LAST_BEGUN.size] = begun[: LAST_BEGUN.size].ljust(
+        LAST_BEGUN.size, b"\0"
+    )
     return bytes(data) + events[: count * EVENT.size]
 
 
@@ -119,7 +121,7 @@ def records(data: bytes) -> tuple[list[bytes], int]:
     length -= length % (EVENT.size if kind == RAW else CODE.size)
     parts = [rest[i * length : (i + 1) * length] for i in range(ranks)]
     made = [part if kind == RAW else decoded(part) for part in parts]
-    begun = rest[-BEGUN.size :]
+    begun = rest[-LAST_BEGUN.size :]
     return [ring(about(i, ranks, hosts), made[i], begun) for i in range(ranks)], ranks
 
 
@@ -158,7 +160,7 @@ def on_disk(found: list[bytes]) -> None:
         path.write_bytes(part)
         path.with_suffix(".lines").write_bytes(part[-200:])
         try:
-            tail(path, 64)
+            read_tail(path, 64)
         except ValueError:
             pass
     try:

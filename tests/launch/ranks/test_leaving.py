@@ -89,8 +89,8 @@ def test_a_warned_job_saves_and_leaves_and_goes_on_bit_for_bit(tmp_path, whole):
 # Ranks whose checkpoint takes long.
 LONG = """
     import os, time
-    from paceline.record.ring.launcher_messages import to_launcher
-    to_launcher(leaves=True)
+    from paceline.record.ring.launcher_messages import send_to_launcher
+    send_to_launcher(leaves=True)
     print("leaves", flush=True)
     time.sleep(300)
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...record.ring.states import POINT_TO_POINT, Op
+from ...record.ring.states import POINT_TO_POINT_OPS, Op
 from ..records.match_collectives import Matched, by_record
 from ..records.read_record import Record
 from ..records.state_timeline import Timeline, Window, merged, total
@@ -151,7 +151,7 @@ def _collectives(
         amount = launches["amount"][mine]
         alone = of_op.all()
         share = whole if alone else shares(launches[of_op], waits[waits["op"] == op])
-        if op in POINT_TO_POINT:
+        if op in POINT_TO_POINT_OPS:
             count = len(amount)
             result.append(Collective(name_of(op), count, total(amount), *share, None, None))
             continue

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...cost.machine.machine_file import Machine
-from ...record.ring.states import USEFUL, State
+from ...record.ring.states import USEFUL_STATES, State
 from ..records.clock_alignment import Clocks, align
 from ..records.load_run import Run
 from ..records.match_collectives import Matched, match
@@ -125,7 +125,7 @@ def examine(
     started = min(int(record.meta["started_ns"]) for record in records)
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
-    worked = [record.of(State.INPUT, *USEFUL) for record in records]
+    worked = [record.of(State.INPUT, *USEFUL_STATES) for record in records]
     first = min((int(w["start"].min()) for w in worked if len(w)), default=started)
     stepped = [record.of(State.STEP) for record in records]
     cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)

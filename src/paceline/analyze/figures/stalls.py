@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...record.ring.states import POINT_TO_POINT, State
+from ...record.ring.states import POINT_TO_POINT_OPS, State
 from ..records.match_collectives import by_record
 from ..records.state_timeline import Ints, Window, blocking
 from .losses import apart, name_of
@@ -198,7 +198,7 @@ def _of_record(m: Measured, i: int, rows: Any, which: Ints) -> list[Slow]:
 
 def _stall(m: Measured, i: int, row: int, wait: Any, usual: float) -> Stall:
     record, began = m.records[i], _started(m)
-    message = int(wait["op"]) in POINT_TO_POINT
+    message = int(wait["op"]) in POINT_TO_POINT_OPS
     name = m.matched.groups[int(wait["group"])]
     groups = ((one, one.meta.get("groups", {}).values()) for one in m.records)
     hosts = {one.host for one, mine in groups if any(group["name"] == name for group in mine)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...record.ring.states import NOTES, POINT_TO_POINT, Op, State
+from ...record.ring.states import POINT_TO_POINT_OPS, SAMPLER_STATES, Op, State
 from ...record.ring.tail import Tail
 from ..figures.losses import name_of
 from ..records.read_record import Record
@@ -40,7 +40,7 @@ class Now:
 
 def now_of(record: Record, tail: Tail) -> Now:
     """What a rank does, by its record and its host's clock."""
-    events = record.events[~np.isin(record.states, NOTES)]
+    events = record.events[~np.isin(record.states, SAMPLER_STATES)]
     done = events[events["state"] == State.STEP]["step"]
     step = max(int(events["step"].max(initial=0)), int(done.max()) + 1 if len(done) else 0)
     newest = events[len(events) - 1 - int(events["end"][::-1].argmax())] if len(events) else None
@@ -80,7 +80,7 @@ def _begun(found: Now, record: Record, clock: int) -> Now:
         doing="exchange" if begun.state == State.BLOCKED else "flight",
         collective=name_of(begun.op),
         group=str(group["name"]),
-        number=begun.seq if begun.op not in POINT_TO_POINT else None,
+        number=begun.seq if begun.op not in POINT_TO_POINT_OPS else None,
     )
 
 
@@ -92,7 +92,7 @@ def _over(record: Record) -> bool:
         ended = np.isin(record.states, _IN_FLIGHT)
         same = (events["group"] == begun.group) & (events["seq"] == begun.seq)
         same &= events["end"] > begun.since  # what was before it: the check that ranks agree
-        if begun.op in POINT_TO_POINT:  # their numbers count by themselves for each peer
+        if begun.op in POINT_TO_POINT_OPS:  # their numbers count by themselves for each peer
             same &= events["op"] == begun.op
         return bool((ended & same).any())
     return bool(((record.states == begun.state) & (events["start"] >= begun.since)).any())
@@ -114,7 +114,7 @@ def _last(event: Any, step: int) -> str:
     if state in (State.STEP, State.OPTIMIZER):
         return f"optimizer step {step}"
     if event["op"]:
-        number = "" if event["op"] in POINT_TO_POINT else f" {int(event['seq'])}"
+        number = "" if event["op"] in POINT_TO_POINT_OPS else f" {int(event['seq'])}"
         return f"{name_of(int(event['op']))}{number}"
     return _ENDED.get(state, "its own work")
 
@@ -182,9 +182,9 @@ def _reached(record: Record, name: str) -> int | None:
         return None
     events = record.events
     own = (events["group"] == numbers[0]) & (events["op"] > 0)
-    own &= ~np.isin(events["op"], POINT_TO_POINT)
+    own &= ~np.isin(events["op"], POINT_TO_POINT_OPS)
     last = int(events["seq"][own].max(initial=0))
     begun = record.begun
-    if begun is not None and begun.group == numbers[0] and begun.op not in POINT_TO_POINT:
+    if begun is not None and begun.group == numbers[0] and begun.op not in POINT_TO_POINT_OPS:
         last = max(last, begun.seq)
     return last

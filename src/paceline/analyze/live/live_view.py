@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...record.ring.states import NOTES, State
+from ...record.ring.states import SAMPLER_STATES, State
 from ...record.ring.tail import Tail
 from ..figures.report import examine
 from ..figures.steps import steps_of
@@ -139,7 +139,7 @@ def _recent(records: list[Record]) -> list[Record]:
 
 
 def _told(record: Record) -> int:
-    return int(np.count_nonzero(~np.isin(record.states, NOTES)))
+    return int(np.count_nonzero(~np.isin(record.states, SAMPLER_STATES)))
 
 
 def _figures(run: Run) -> tuple[dict[str, Any], float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...record.ring.header_schema import in_a_line
+from ...record.ring.header_schema import without_line_breaks
 from ...record.ring.tail import MAX_RECORD_BYTES
 from ...security.error_reason import reason_of
 from ...security.files import InvalidFileError, open_regular
@@ -57,7 +57,7 @@ def load(folder: Path) -> Run:
         except NewerVersionError:
             raise
         except (InvalidFileError, OSError) as error:
-            refused.append(in_a_line(f"{path}: {reason_of(error)}"))
+            refused.append(without_line_breaks(f"{path}: {reason_of(error)}"))
             continue
         records.append(record)
         refused += notes
@@ -98,8 +98,8 @@ def _read(path: Path) -> tuple[Record, list[str]]:
     except FileNotFoundError:
         return record, []
     except (InvalidFileError, OSError) as error:
-        return record, [in_a_line(f"{lines}: {reason_of(error)}")]
-    return replace(record, lines=by_number), [in_a_line(note)] if note else []
+        return record, [without_line_breaks(f"{lines}: {reason_of(error)}")]
+    return replace(record, lines=by_number), [without_line_breaks(note)] if note else []
 
 
 def _one_run(folder: Path, records: list[Record]) -> None:

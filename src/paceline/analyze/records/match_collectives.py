@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...record.ring.states import POINT_TO_POINT, ROOTED, Op, State
+from ...record.ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
 from .read_record import Record
 from .state_timeline import Ints, blocking, total
 
@@ -137,20 +137,20 @@ def _deciding(
     count = int(place.max(initial=-1)) + 1
     single = {}
     for kind, chosen in (
-        ("root", np.isin(launches["op"], ROOTED) & is_root),
+        ("root", np.isin(launches["op"], ROOTED_OPS) & is_root),
         ("send", launches["op"] == Op.SEND),
         ("recv", launches["op"] == Op.RECV),
     ):
         table = np.full(count, NOBODY)
         table[place[chosen]] = np.flatnonzero(chosen)
         single[kind] = table
-    rooted = np.isin(waits["op"], ROOTED)
+    rooted = np.isin(waits["op"], ROOTED_OPS)
     alone = np.full(len(waits), NOBODY)
     alone = np.where(rooted & ~waits["root"], single["root"][found], alone)
     alone = np.where(waits["op"] == Op.RECV, single["send"][found], alone)
     alone = np.where(waits["op"] == Op.SEND, single["recv"][found], alone)
     gathers = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
-    needs_one = (rooted & ~waits["root"]) | np.isin(waits["op"], POINT_TO_POINT)
+    needs_one = (rooted & ~waits["root"]) | np.isin(waits["op"], POINT_TO_POINT_OPS)
     nobody = (rooted & waits["root"] & ~gathers) | waits["call"] | (needs_one & (alone == NOBODY))
     return alone, nobody
 

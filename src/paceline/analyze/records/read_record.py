@@ -8,8 +8,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ...record.ring.header_schema import MAX_TIME_NS, parse
-from ...record.ring.ring import BEGUN, BEGUN_OFFSET, EVENT, HEADER, HEADER_BYTES, MAGIC, VERSION
+from ...record.ring.header_schema import MAX_TIME_NS, parse_header
+from ...record.ring.ring import (
+    EVENT,
+    HEADER,
+    HEADER_BYTES,
+    LAST_BEGUN,
+    LAST_BEGUN_OFFSET,
+    MAGIC,
+    VERSION,
+)
 from ...record.ring.states import Op, State
 from ...security.files import InvalidFileError
 
@@ -125,7 +133,7 @@ def read(data: Any, name: str = "the record") -> Record:
         raise InvalidFileError(name, "is damaged: the sizes in its header can't be right")
     if capacity < 1 or len(data) < header + used * event:
         raise InvalidFileError(name, f"is cut off or damaged ({len(data)} bytes)")
-    meta = cast(dict[str, Any], parse(bytes(data[HEADER.size : HEADER.size + length]), name))
+    meta = cast(dict[str, Any], parse_header(bytes(data[HEADER.size : HEADER.size + length]), name))
     events = np.frombuffer(data, EVENT_DTYPE, count=used, offset=header)
     if written > capacity:  # the oldest event stands where the next one would have gone
         events = np.roll(events, -int(written % capacity))
@@ -134,7 +142,7 @@ def read(data: Any, name: str = "the record") -> Record:
     damaged = len(events) - int(whole.sum()) - never
     events = events if whole.all() else events[whole]
     pages = data if isinstance(data, mmap.mmap) else None
-    begun = Begun(*BEGUN.unpack_from(data, BEGUN_OFFSET)) if version >= 3 else None
+    begun = Begun(*LAST_BEGUN.unpack_from(data, LAST_BEGUN_OFFSET)) if version >= 3 else None
     return Record(
         *(meta, events, max(0, written - capacity), cost),
         pages=pages,

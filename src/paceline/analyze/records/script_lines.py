@@ -5,7 +5,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from ...record.ring.header_schema import in_a_line
+from ...record.ring.header_schema import without_line_breaks
 from ...security.files import InvalidFileError, read_regular
 from ...security.schema import parse_json
 
@@ -41,12 +41,12 @@ def read_lines(path: Path) -> tuple[dict[int, dict[str, Any]], str]:
     bad = max(len(texts) - MAX_LINES, 0)
     for text in texts[:MAX_LINES]:
         try:
-            line: Any = in_a_line(parse_json(text, ScriptLine, path))
+            line: Any = without_line_breaks(parse_json(text, ScriptLine, path))
             found[line["number"]] = line
         except InvalidFileError:
             bad += 1
     try:
-        line = in_a_line(parse_json(last, ScriptLine, path))
+        line = without_line_breaks(parse_json(last, ScriptLine, path))
         found[line["number"]] = line
     except InvalidFileError:
         pass
@@ -57,4 +57,4 @@ def words_of(command: object) -> list[str]:
     """Return the words of a job's command line; empty where ``command`` is no list."""
     if not isinstance(command, list | tuple):
         return []
-    return [in_a_line(str(word)) for word in command[:MAX_WORDS]]
+    return [without_line_breaks(str(word)) for word in command[:MAX_WORDS]]

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...record.ring.stack_sampler import LIBRARIES
+from ...record.ring.stack_sampler import LIBRARY_PREFIXES
 from ...security.files import read_regular
 from ...security.text import printable
 
@@ -27,7 +27,7 @@ class Frame:
     @property
     def of_script(self) -> bool:
         """Whether it is the user's own: of no library that is installed, and not Paceline's."""
-        return not self.file.startswith(LIBRARIES)
+        return not self.file.startswith(LIBRARY_PREFIXES)
 
     def __str__(self) -> str:
         """The place, and its line of code where the file can be read."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...record.ring.states import BLOCKING, NOTES, USEFUL, State
+from ...record.ring.states import BLOCKING_STATES, SAMPLER_STATES, USEFUL_STATES, State
 from .read_record import Record
 
 Ints = npt.NDArray[np.int64]
@@ -25,12 +25,12 @@ COMMUNICATION = (STATES.index("wait"), STATES.index("transfer"))
 
 def blocking(record: Record) -> tuple[State, ...]:
     """The events that may stand still for others. On a GPU they are kernels that communicate."""
-    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else BLOCKING
+    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else BLOCKING_STATES
 
 
 def useful(record: Record) -> tuple[State, ...]:
     """The events of computing for the model. On a GPU: the kernels that do not communicate."""
-    return (State.KERNEL,) if record.on_gpu else USEFUL
+    return (State.KERNEL,) if record.on_gpu else USEFUL_STATES
 
 
 def total(values: npt.NDArray[Any]) -> int:
@@ -62,7 +62,7 @@ def window(records: list[Record], steps: tuple[int, int] | None = None) -> Windo
     if not ends or min(len(step) for step in ends) < 2:
         return None
     start = max(int(step["end"][0]) for step in ends)
-    end = max(int(r.events["end"][~np.isin(r.states, NOTES)].max()) for r in records)
+    end = max(int(r.events["end"][~np.isin(r.states, SAMPLER_STATES)].max()) for r in records)
     if steps is not None:
         first, last = steps
         before = [step["end"][step["step"] < max(first, 1)] for step in ends]

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ...cluster.topology.network_interfaces import Link as Interface
 from ...cluster.topology.racks import RACKS, rack_of
-from ...record.ring.launcher_messages import say
+from ...record.ring.launcher_messages import notify
 from ..shared import memory
 from ..shared import open_group as shared
 from ..shared.c_kernel import Kernel
@@ -140,7 +140,7 @@ def _differ(each: list[dict[str, Any]], speeds: list[list[float]]) -> None:
         for one, mbit in zip(each, speeds, strict=True)
         if fastest >= WIDELY * min(mbit)
     }
-    say(
+    notify(
         f"paceline: links between hosts differ, in Mbit/s: {'; '.join(sorted(slow))}; others up to "
         f"{fastest:,.0f}. The slowest one sets the pace of every exchange. HINT: "
         f"GLOO_SOCKET_IFNAME names other interfaces, {MBIT} a rate that a link can't know, -H the "

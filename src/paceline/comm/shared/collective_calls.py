@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...record.hooks.error_messages import NAMED_GONE
+from ...record.hooks.error_messages import NAMED_PEER_GONE
 
 # As in combine.h and kernel.c.
 KINDS = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
@@ -33,7 +33,7 @@ class Call:
 
 
 def died(mine: Call, rank: int) -> ExchangeError:
-    return ExchangeError(f"{mine} {NAMED_GONE} {rank} has died")
+    return ExchangeError(f"{mine} {NAMED_PEER_GONE} {rank} has died")
 
 
 def silent(mine: Call, rank: int, timeout: float) -> ExchangeError:

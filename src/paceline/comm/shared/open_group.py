@@ -10,7 +10,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from ...cluster.topology.sockets import SOCKETS, socket_of
-from ...record.ring.launcher_messages import say
+from ...record.ring.launcher_messages import notify
 from . import memory
 from .c_kernel import Kernel, library
 from .torch_kernel import InTorch
@@ -87,7 +87,7 @@ def _by_socket(kernel: Kernel) -> None:
         kernel.by_socket(True)
         first = next(_groups) == 0  # a part of its ranks may well be on one
         if first and not kernel.sockets and kernel.size > 1 and kernel.rank == 0:
-            say(
+            notify(
                 f"paceline: {ALGORITHM}={BY_SOCKET} has no effect: ranks of this host are not "
                 "bound to several sockets, or to one each. HINT: paceline run --bind core, or "
                 f"{SOCKETS} where the host itself does not say\n"
@@ -96,7 +96,7 @@ def _by_socket(kernel: Kernel) -> None:
 
 @cache
 def _slower() -> None:
-    say(
+    notify(
         "paceline: ranks of this host exchange through torch's own operations over shared memory, "
         "as the kernel in C was not built. HINT: a C compiler, and install Paceline again\n"
     )

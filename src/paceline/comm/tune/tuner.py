@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...knobs.ddp import before_forward
 from ...knobs.tuning import Tuning
-from ...record.ring.launcher_messages import say
+from ...record.ring.launcher_messages import notify
 from . import algorithms, saved_settings
 from .buckets import Buckets, UnableError, why_not
 from .choice import Choice
@@ -60,7 +60,7 @@ def _tuner(replica: Any, wanted: Tuning) -> "Tuner | None":
 
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        say(f"paceline: {text}\n")
+        notify(f"paceline: {text}\n")
 
 
 class Tuner:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ...record.ring.recorder import tell_all
+from ...record.ring.recorder import update_all_headers
 from ..format.shard_format import DataError
 from ..sampling.samplers import BLOCK_BYTES, InBlocks, Ordered, Shuffled
 from ..shards import Shards
@@ -196,7 +196,7 @@ class Loader(DataLoader[Any]):
         _told["processes"] = _told["processes"] or self._processes
         _told["left_out"] += len(self.skipped) - self._skipped_before
         self._skipped_before = len(self.skipped)
-        tell_all(loader=dict(_told))
+        update_all_headers(loader=dict(_told))
 
     def batch(self, keys: list[Any]) -> Batch:
         """Begin to make a batch. keys: (epoch, sample), or samples of the running epoch."""

@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...record.ring.launcher_messages import say
+from ...record.ring.launcher_messages import notify
 from ...security.files import UnsafeFileError
 from ...security.folders import Folder, own_group
 from ...security.text import printable
@@ -270,7 +270,7 @@ def here(origin: Path) -> Folder | None:
             if error.filename not in _refused:
                 _refused.add(error.filename)
                 why = f"{printable(str(error.filename))} {error.strerror}"
-                say(f"paceline: {why}: it is not read, and {origin} is read where it lies\n")
+                notify(f"paceline: {why}: it is not read, and {origin} is read where it lies\n")
         except OSError:
             continue
     return None

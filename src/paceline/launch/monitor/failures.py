@@ -3,7 +3,7 @@
 import signal
 from dataclasses import dataclass
 
-from ...record.hooks.error_messages import peer_gone
+from ...record.hooks.error_messages import find_peer_gone
 from ...security.text import printable
 
 
@@ -47,7 +47,7 @@ class Watched:
     @property
     def follows(self) -> bool:
         """Whether its own word is only that another rank has gone."""
-        return peer_gone(self.exception or "") is not None
+        return find_peer_gone(self.exception or "") is not None
 
     @property
     def order(self) -> tuple[bool, float]:

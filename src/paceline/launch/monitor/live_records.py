@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...record.ring.ring import EVENT, HEADER_BYTES
-from ...record.ring.tail import Tail, tails
+from ...record.ring.tail import Tail, read_tails
 from ...security.text import printable_tree
 from ..channel import BrokenError, Channel
 from ..records import job_folder
@@ -62,7 +62,7 @@ def here(folder: Path, most: int, stacks: bool = False) -> list[Tail]:
     """The tails of the rings in a job's folder on this host; with the ranks' stacks, if wanted:
     a rank without a ring has a tail without data then."""
     asked = ask_for_stacks(folder) if stacks else {}
-    found = tails(folder, most, job_folder.noted_attempt(folder))
+    found = read_tails(folder, most, job_folder.noted_attempt(folder))
     found = [replace(one, stack=asked.get(rank_of(one), "")) for one in found]
     silent = asked.keys() - {rank_of(one) for one in found}
     return found + [Tail(f"rank-{rank}", 0, "", b"", asked[rank]) for rank in sorted(silent)]

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...record.ring.tail import last_of_note
+from ...record.ring.tail import read_progress
 from . import rank_stacks
 
 BUSY = 0.5  # of a core: a rank that takes that much computes
@@ -66,7 +66,7 @@ class Observer:
         marks = {}
         for path in self._folder.glob("rank-*.ring"):
             try:
-                begun, ended, step = last_of_note(path)
+                begun, ended, step = read_progress(path)
             except (OSError, ValueError):
                 continue
             # Where all that is read are samples of the stack, nothing of note has ended.

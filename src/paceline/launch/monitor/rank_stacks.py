@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from ...record.ring.tail import process
+from ...record.ring.tail import process_state
 from ...security.files import open_regular, read_regular
 from . import process_stack
 
@@ -44,7 +44,7 @@ def pids(folder: Path) -> dict[int, int]:
     found = {}
     for path in folder.glob("rank-*.stack"):
         match = re.fullmatch(r"rank-(\d{1,9})-(\d{1,9})", path.stem)
-        if match and process(int(match[2])):
+        if match and process_state(int(match[2])):
             found[int(match[1])] = int(match[2])
     return found
 
@@ -82,7 +82,7 @@ def _answers(folder: Path, all_pids: dict[int, int]) -> dict[int, str]:
     before: dict[int, tuple[Path, int]] = {}
     for rank, pid in all_pids.items():
         path = folder / f"rank-{rank}-{pid}.stack"
-        if process(pid) in ("T", "t"):  # it would answer when it goes on
+        if process_state(pid) in ("T", "t"):  # it would answer when it goes on
             continue
         before[rank] = (path, path.stat().st_size)
         try:

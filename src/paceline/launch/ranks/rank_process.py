@@ -20,10 +20,10 @@ from ...cluster.rank_identity import place, tell_others
 from ...knobs import tuning
 from ...knobs.apply import turn
 from ...record.attach import attach, detach
-from ...record.hooks.error_messages import one_line, told
-from ...record.hooks.group_shutdown import guard
+from ...record.hooks.error_messages import format_error, summarize_error
+from ...record.hooks.group_shutdown import patch_destroy_process_group
 from ...record.hooks.import_hooks import after_import
-from ...record.ring.launcher_messages import to_launcher
+from ...record.ring.launcher_messages import send_to_launcher
 from ..affinity.memory_policy import prefer
 from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ..monitor import rank_stacks
@@ -129,7 +129,7 @@ def execute(command: dict[str, Any]) -> int:
     try:
         after_import(
             {
-                "torch.distributed.distributed_c10d": guard,
+                "torch.distributed.distributed_c10d": patch_destroy_process_group,
                 "jax._src.clusters.cluster": introduce_to_jax,
             }
         )
@@ -154,8 +154,8 @@ def execute(command: dict[str, Any]) -> int:
         return _exit_code(end)
     except BaseException as error:
         sys.last_value = error  # as the interpreter does: at exit, no summary of a failed run
-        to_launcher(exception=one_line(error), at=time.monotonic(), code=1)
-        sys.stderr.write(told(error))
+        send_to_launcher(exception=summarize_error(error), at=time.monotonic(), code=1)
+        sys.stderr.write(format_error(error))
         return 1
     return 0
 
@@ -179,7 +179,7 @@ def _exit_code(end: SystemExit) -> int:
         code = 1
     if code and not getattr(end, "early", False):  # see world.early
         sys.last_value = end
-        to_launcher(exception=f"exit code {code}", at=time.monotonic(), code=code)
+        send_to_launcher(exception=f"exit code {code}", at=time.monotonic(), code=code)
     return code
 
 
@@ -194,9 +194,9 @@ def finish(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException as error:
-        sys.stderr.write(told(error))
+        sys.stderr.write(format_error(error))
         code = code or 1
-    to_launcher(finished=code)
+    send_to_launcher(finished=code)
     ctypes.pythonapi.Py_Exit(ctypes.c_int(code))
     raise AssertionError("unreachable")
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...record.ring.states import NOTES
+from ...record.ring.states import SAMPLER_STATES
 from ...record.ring.tail import MAX_RECORD_BYTES
 from ...security.files import read_regular
 from ...security.folders import Folder, open_subfolder, replace_file
@@ -81,4 +81,4 @@ def _attempt(path: Path) -> int:
 
 def _told(record: Any) -> int:
     """Events that say more than where the script was."""
-    return int(len(record.events) - record.count(*NOTES))
+    return int(len(record.events) - record.count(*SAMPLER_STATES))

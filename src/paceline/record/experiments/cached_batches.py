@@ -8,10 +8,10 @@ from typing import Any
 
 from .observer import Observer
 
-KEPT = 8  # batches of a dataset that are kept, and given in turns
+MAX_CACHED_BATCHES = 8  # batches of a dataset that are kept, and given in turns
 
 
-class Kept:
+class CachedBatches:
     """keeping: whether batches are to be kept now; giving: whether they come from memory. alone:
     is called first; where the loader is to be asked for its own sake it does not return."""
 
@@ -45,7 +45,7 @@ class Kept:
                 self._observer.closed(id(iterator._dataset), time.perf_counter() - start)
                 raise
             self._seen(iterator, batch, time.perf_counter() - start)
-            if len(kept) < KEPT and self._keeping():
+            if len(kept) < MAX_CACHED_BATCHES and self._keeping():
                 kept.append(_Batch(batch))
                 self._kept[id(iterator._dataset)] = kept
             return batch

@@ -13,20 +13,26 @@ from typing import Any, NoReturn
 
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
-from ..ring.launcher_messages import say, to_launcher
+from ..ring.launcher_messages import notify, send_to_launcher
 from ..ring.recorder import Recorder
-from ..ring.resource_usage import Opens, children, open_seconds, processor, read_bytes
-from .cached_batches import Kept
-from .no_communication import Silent
+from ..ring.resource_usage import (
+    FileOpenCounter,
+    bytes_read,
+    child_pids,
+    cpu_seconds,
+    measure_open_s,
+)
+from .cached_batches import CachedBatches
+from .no_communication import NoCommunicationGroup
 from .observer import Observer
-from .protect_files import Scratch
+from .protect_files import FileProtection
 from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
 
-LOOKED_AT = 2  # steps in which every module's call is looked at
-LOADER_SECONDS = 2.0  # that a loader is asked at most
+INSPECTED_STEPS = 2  # steps in which every module's call is looked at
+MAX_LOADER_S = 2.0  # that a loader is asked at most
 
 
-class Climber:
+class Experiment:
     """Carries a rung out in this process."""
 
     def __init__(self, rung: Rung, recorder: Recorder, detach: Callable[[], None]) -> None:
@@ -36,17 +42,17 @@ class Climber:
         self._observer = Observer()
         self._told: dict[str, Any] = {"silent": 0}
         self._lost, self._losses = 0.0, 0
-        self._kept = Kept(self._observer, self._keeping, self._from_memory, self._alone)
+        self._kept = CachedBatches(self._observer, self._keeping, self._from_memory, self._alone)
 
     def install(self) -> None:
         """Before the recorder's own hooks, which then lie outside of these."""
         self._observer.install()
-        self._opens = Opens()
+        self._opens = FileOpenCounter()
         after_import({"torch.utils.data.dataloader": self._kept.install})
         if self.rung.losses:
             after_import({"torch": self._losing})
         if self.rung.scratch:
-            self._scratch = Scratch(Path(self.rung.scratch), self._stop)
+            self._scratch = FileProtection(Path(self.rung.scratch), self._stop)
             self._scratch.install()
 
     def place(self, path: str | Path) -> Path:
@@ -61,7 +67,7 @@ class Climber:
             if not self.rung.measures(step):
                 self._observer.ends(self._phase)
                 if self._phase == EVERYTHING:
-                    self._told["workers"] = len(children())
+                    self._told["workers"] = len(child_pids())
         if number == len(self.rung.phases):
             self._finish()
         phase = self.rung.phases[number]
@@ -69,7 +75,7 @@ class Climber:
             self._leave(self._phase)
             self._phase = phase
             self._enter(phase)
-        if step == min(LOOKED_AT, self.rung.warm):
+        if step == min(INSPECTED_STEPS, self.rung.warm):
             self._observer.settled()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
             self._observer.begins()
@@ -135,7 +141,7 @@ class Climber:
         iterator = again() if empty else iterator
         start, before = time.perf_counter(), self._files()
         times: list[float] = []
-        while len(times) < self.rung.steps and time.perf_counter() - start < LOADER_SECONDS:
+        while len(times) < self.rung.steps and time.perf_counter() - start < MAX_LOADER_S:
             asked = time.perf_counter()
             try:
                 fetch(iterator)
@@ -144,16 +150,16 @@ class Climber:
                 fetch(iterator)
             times.append(time.perf_counter() - asked)
         used = {name: now - before[name] for name, now in self._files().items()}
-        found = {"batches": len(times), "seconds": sum(times), **used, "open_s": open_seconds()}
-        self._told["loader"] = found | {"workers": len(children())}
+        found = {"batches": len(times), "seconds": sum(times), **used, "open_s": measure_open_s()}
+        self._told["loader"] = found | {"workers": len(child_pids())}
         self._finish()
 
     def _files(self) -> dict[str, float]:
         """Of this process and its children that run: seconds of processors, those inside the
         kernel, bytes that were read, those of them from storage, and files that were opened."""
-        pids = (str(os.getpid()), *children())
-        user, system = (sum(part) for part in zip(*map(processor, pids), strict=True))
-        read, stored = (sum(part) for part in zip(*map(read_bytes, pids), strict=True))
+        pids = (str(os.getpid()), *child_pids())
+        user, system = (sum(part) for part in zip(*map(cpu_seconds, pids), strict=True))
+        read, stored = (sum(part) for part in zip(*map(bytes_read, pids), strict=True))
         return {
             "busy_s": user + system,
             "system_s": system,
@@ -169,14 +175,14 @@ class Climber:
 
         for group in list(_world.pg_map):
             if isinstance(group, RecordedGroup):
-                group.inner = Silent(group.inner)  # type: ignore[assignment]
+                group.inner = NoCommunicationGroup(group.inner)  # type: ignore[assignment]
                 group._agreement = None
                 self._told["silent"] += 1
 
     def _stop(self, why: str) -> NoReturn:
         """The script is about to change a file of the user's."""
         self._told["stopped"] = why
-        say(f"paceline: stopped: {why}\n")
+        notify(f"paceline: stopped: {why}\n")
         self._finish()
 
     def _finish(self) -> NoReturn:
@@ -186,12 +192,12 @@ class Climber:
         if self._losses:
             self._told["loss"] = self._lost / self._losses
         told = self._told | {"cached": self._kept.given} | self._observer.told
-        self.recorder.tell(rung=told)
+        self.recorder.update_header(rung=told)
         self._detach()
         if self.rung.scratch:
             self._scratch.over = True
             shutil.rmtree(self.rung.scratch, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
-        to_launcher(finished=0)
+        send_to_launcher(finished=0)
         os._exit(0)

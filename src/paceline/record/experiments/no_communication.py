@@ -16,10 +16,10 @@ from ..hooks.collectives import METHODS
 
 # Works that are kept alive: before PyTorch 2.9 C++ does not. Each holds on to its tensors, which a
 # training would have freed and used again.
-HELD = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9) else 64
+MAX_HELD_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9) else 64
 
 
-class Silent:
+class NoCommunicationGroup:
     """In the place of ``inner``, for all that communicates; the rest is passed on."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
@@ -46,8 +46,8 @@ class Silent:
             future.set_result(args[0] if args else None)
             made: Any = c10d
             work: dist.Work = made._create_work_from_future(future)
-            if HELD:
-                self._held = [*self._held[-HELD:], work]
+            if MAX_HELD_WORKS:
+                self._held = [*self._held[-MAX_HELD_WORKS:], work]
             return work
 
         return call

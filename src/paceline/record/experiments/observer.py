@@ -10,12 +10,12 @@ from collections import deque
 from typing import Any
 
 from ..hooks.import_hooks import after_import
-from ..ring.recorder import clock
-from ..ring.resource_usage import Others, between, fault_seconds, look
+from ..ring.recorder import clock_id
+from ..ring.resource_usage import OtherThreads, measure_page_fault_s, read_usage, usage_between
 
 CONVOLUTIONS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
-SIDE = 256  # of the matrices whose product shows how fast a rank's core is
-PROBE_S = 0.2
+MATRIX_SIDE = 256  # of the matrices whose product shows how fast a rank's core is
+PROBE_DURATION_S = 0.2
 
 
 class Observer:
@@ -52,12 +52,12 @@ class Observer:
         self._starts.clear()
         self._closings.clear()
         self._searching, self._elements = 0.0, 0.0
-        self._others, self._before = Others(), look()
+        self._others, self._before = OtherThreads(), read_usage()
         self._thread = time.thread_time()
 
     def ends(self, phase: str) -> None:
         """They are over."""
-        used: dict[str, Any] = between(self._before, look())
+        used: dict[str, Any] = usage_between(self._before, read_usage())
         if busiest := self._others.busiest():
             used["others"] = busiest
         if self._searching:
@@ -67,7 +67,7 @@ class Observer:
             each = [max(start - usual, 0.0) for start in self._starts]
             used |= {"starts": len(each), "starting": sum(each) + sum(self._closings)}
         if len(self._steps) > 2:
-            used["elements"] = explained(self._steps)
+            used["elements"] = fit_cpu_time(self._steps)
         self.told["used"][phase] = {name: _short(value) for name, value in used.items()}
 
     def after_step(self) -> None:
@@ -97,12 +97,12 @@ class Observer:
         if dataset == self._data:
             if seconds is not None:
                 self._fetches.append(seconds)
-            self._elements += elements(batch)
+            self._elements += count_elements(batch)
 
     # the script
 
     def _modules(self, module: Any) -> None:
-        def look(layer: Any, inputs: Any) -> None:
+        def read_usage(layer: Any, inputs: Any) -> None:
             if type(layer).__name__ in CONVOLUTIONS and layer.weight.dim() == 4:
                 if all(one() is not layer for one in self.convolutions):
                     self.convolutions.append(weakref.ref(layer))
@@ -110,7 +110,7 @@ class Observer:
                 if inputs and hasattr(inputs[0], "dim") and inputs[0].dim() == 4:
                     self._layout(layer, inputs[0])
 
-        self._looking = module.register_module_forward_pre_hook(look)
+        self._looking = module.register_module_forward_pre_hook(read_usage)
 
     def _layout(self, layer: Any, images: Any) -> None:
         import torch
@@ -122,7 +122,7 @@ class Observer:
             self.told["channels_last"] = True
 
     def _optimizers(self, module: Any) -> None:
-        def look(optimizer: Any, *_: Any) -> None:
+        def read_usage(optimizer: Any, *_: Any) -> None:
             """Of the parameters that are trained: bytes by precision. Once each optimizer."""
             if optimizer in self._known:
                 return
@@ -134,7 +134,7 @@ class Observer:
                     sizes[kind] = sizes.get(kind, 0) + one.nbytes
 
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._stepping = module.register_optimizer_step_post_hook(look)
+        self._stepping = module.register_optimizer_step_post_hook(read_usage)
 
     def _replicas(self, module: Any) -> None:
         kind = module.DistributedDataParallel
@@ -163,7 +163,7 @@ class Observer:
 
         self.told |= {"threads": torch.get_num_threads(), "mask": _mask()}
         self.told |= {"gpu": torch.cuda.is_available()}
-        self.told |= {"host_cores": os.cpu_count(), "kernel": clock().partition("/")[0]}
+        self.told |= {"host_cores": os.cpu_count(), "kernel": clock_id().partition("/")[0]}
         for name in ("_looking", "_stepping"):
             handle = self.__dict__.pop(name, None)
             if handle is not None:
@@ -174,7 +174,7 @@ class Observer:
         replicas = [one for one in (ref() for ref in self._ddp) if one is not None]
         if replicas:
             self.told["ddp"] = _replica(max(replicas, key=_gradient_bytes))
-        self.told["fault_s"] = _short(fault_seconds())
+        self.told["fault_s"] = _short(measure_page_fault_s())
         self.told["product_s"] = {name: _short(took) for name, took in self._products().items()}
 
     def _products(self) -> dict[str, float]:
@@ -184,10 +184,10 @@ class Observer:
         found = {}
         wanted = {"float32", "bfloat16", *self.told.get("parameters", {})}
         for name in wanted & {"float32", "float64", "bfloat16"}:
-            matrix = torch.randn(SIDE, SIDE, dtype=getattr(torch, name))
+            matrix = torch.randn(MATRIX_SIDE, MATRIX_SIDE, dtype=getattr(torch, name))
             torch.mm(matrix, matrix)
             start, count = time.perf_counter(), 0
-            while time.perf_counter() - start < PROBE_S:
+            while time.perf_counter() - start < PROBE_DURATION_S:
                 torch.mm(matrix, matrix)
                 count += 1
             # The mean: a control group's quota shows in pauses between them.
@@ -200,14 +200,14 @@ def _mask() -> str:
     return f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
 
 
-def elements(batch: Any) -> float:
+def count_elements(batch: Any) -> float:
     """Of all tensors in a batch."""
     from torch.utils._pytree import tree_leaves
 
     return float(sum(leaf.numel() for leaf in tree_leaves(batch) if hasattr(leaf, "numel")))
 
 
-def explained(steps: list[tuple[float, float]]) -> dict[str, float]:
+def fit_cpu_time(steps: list[tuple[float, float]]) -> dict[str, float]:
     """How the processor's time of steps goes with the elements in their batches: their mean,
     their spread (standard deviation), seconds an element more, and the correlation."""
     sizes, times = zip(*steps, strict=True)

@@ -18,10 +18,10 @@ from typing import Any
 
 from ..hooks.import_hooks import after_import
 
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
 # Of what the audit hook is told: which arguments are paths, and which the folders (as open files)
 # that they are relative to.
-CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
+PATH_ARGUMENTS: dict[str, tuple[tuple[int, int | None], ...]] = {
     "os.remove": ((0, 1),),
     "os.rename": ((0, 2), (1, 3)),
     "os.truncate": ((0, None),),
@@ -35,8 +35,8 @@ class _Looking(threading.local):
 
 
 # Of os, by what they do with a path; what is in scratch already is found there.
-MAKE = ("mkdir", "makedirs")
-LOOK = (
+CREATING_FUNCTIONS = ("mkdir", "makedirs")
+READING_FUNCTIONS = (
     "stat",
     "lstat",
     "listdir",
@@ -48,10 +48,10 @@ LOOK = (
     "remove",
     "rmdir",
 )
-MOVE = ("rename", "replace")
+MOVING_FUNCTIONS = ("rename", "replace")
 
 
-class Scratch:
+class FileProtection:
     """stop: is told what would have happened to which file, and does not return."""
 
     def __init__(self, folder: Path, stop: Callable[[str], Any]) -> None:
@@ -70,11 +70,11 @@ class Scratch:
         sys.addaudithook(self._audit)
         io.open = builtins.open = self._redirected(builtins.open, writes=_mode_writes)
         os.open = self._redirected(os.open, writes=_flags_write)
-        for name in MAKE:
+        for name in CREATING_FUNCTIONS:
             setattr(os, name, self._redirected(getattr(os, name), writes=lambda *_, **__: True))
-        for name in LOOK:
+        for name in READING_FUNCTIONS:
             setattr(os, name, self._redirected(getattr(os, name), writes=lambda *_, **__: False))
-        for name in MOVE:
+        for name in MOVING_FUNCTIONS:
             setattr(os, name, self._moved(getattr(os, name)))
         after_import({"torch.serialization": self._saves})
 
@@ -136,10 +136,10 @@ class Scratch:
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = args
-            if isinstance(flags, int) and flags & WRITES:
+            if isinstance(flags, int) and flags & WRITE_FLAGS:
                 self._refuse(path, "written")
-        elif event in CHANGES:
-            for at, folder in CHANGES[event]:
+        elif event in PATH_ARGUMENTS:
+            for at, folder in PATH_ARGUMENTS[event]:
                 base = args[folder] if folder is not None else -1
                 self._refuse(args[at], "changed or removed", base)
 
@@ -172,4 +172,4 @@ def _mode_writes(mode: str = "r", *_: Any, **__: Any) -> bool:
 
 
 def _flags_write(flags: int, *_: Any, **__: Any) -> bool:
-    return bool(flags & WRITES)
+    return bool(flags & WRITE_FLAGS)

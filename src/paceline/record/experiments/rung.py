@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-VARIABLE = "PACELINE_RUNG"
+RUNG_VARIABLE = "PACELINE_RUNG"
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 
@@ -47,9 +47,9 @@ class Rung:
         return json.dumps(asdict(self))
 
 
-def asked(environment: Mapping[str, str] = os.environ) -> Rung | None:
+def rung_of_process(environment: Mapping[str, str] = os.environ) -> Rung | None:
     """That of this process, if it is in such a run."""
-    text = environment.get(VARIABLE)
+    text = environment.get(RUNG_VARIABLE)
     if not text:
         return None
     told = json.loads(text)

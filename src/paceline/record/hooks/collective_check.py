@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ..ring.launcher_messages import say
-from ..ring.states import ROOTED, Op
-from .error_messages import ours
+from ..ring.launcher_messages import notify
+from ..ring.states import ROOTED_OPS, Op
+from .error_messages import is_internal_file
 
-FIRST, EVERY = 16, 256
-PATIENCE = 1.0  # seconds, for a call that would not block
-ANY = -1  # in a field that ranks need not share
+CHECKED_AT_START, CHECK_INTERVAL = 16, 256
+NONBLOCKING_WAIT_S = 1.0  # seconds, for a call that would not block
+NOT_COMPARED = -1  # in a field that ranks need not share
 _ROW = struct.Struct("<5q88s")
 _FIELDS = 40  # bytes of a row that are compared
 _KIND, _BYTES, _DTYPE, _ROOT, _REDUCTION = range(5)
@@ -41,7 +41,7 @@ _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32),
     *(torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
-ENGINE = torch.autograd.graph._engine_run_backward.__code__
+AUTOGRAD_ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 _LIBRARY = ("<", os.path.dirname(os.__file__))
 _ROWS = list[tuple[int, int, int, int, int, bytes]]
 _said = False
@@ -49,7 +49,7 @@ _said = False
 _profiled: Any = getattr(torch.autograd, "_enable_record_function", bool)
 
 
-def announce(store: Any, name: str) -> str:
+def announce_check(store: Any, name: str) -> str:
     """Before a group is made: this member would check. The key under which that is counted."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"paceline/agree/{attempt}/{name}"
@@ -58,7 +58,7 @@ def announce(store: Any, name: str) -> str:
     return key
 
 
-def agreement(group: dist.ProcessGroup, store: Any, key: str) -> "Agreement | None":
+def make_check(group: dist.ProcessGroup, store: Any, key: str) -> "CollectiveCheck | None":
     """The checks of a group that has just been made; None where there are none. gloo connects
     all members while it is made, so each one has announced itself by now."""
     off = os.environ.get("PACELINE_AGREE") == "0" or os.environ.get("TORCH_GLOO_LAZY_INIT")
@@ -70,25 +70,25 @@ def agreement(group: dist.ProcessGroup, store: Any, key: str) -> "Agreement | No
     backend = group._get_backend(torch.device("cpu"))
     if backend.name().lower() != "gloo" or store.add(key, 0) != group.size():
         return None
-    return Agreement(backend, group.rank(), group.size())
+    return CollectiveCheck(backend, group.rank(), group.size())
 
 
 def _not_checked(group: dist.ProcessGroup) -> None:
     global _said
     if not _said and group.rank() == 0:
-        say(
+        notify(
             "paceline: whether ranks agree on their collectives is not checked, the group has no "
             "backend for the CPU. HINT: init_process_group('cpu:gloo,cuda:nccl')\n"
         )
     _said = True
 
 
-def due(number: int) -> bool:
+def is_checked(number: int) -> bool:
     """Whether a group's collective of this number is checked."""
-    return number <= FIRST or number % EVERY == 0
+    return number <= CHECKED_AT_START or number % CHECK_INTERVAL == 0
 
 
-class Agreement:
+class CollectiveCheck:
     """The checks of one group on one of its members."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
@@ -98,19 +98,21 @@ class Agreement:
         self._quickest = 1 << 62  # the last member to come waits for nobody: what a check costs
         self._free = [_Buffers(size)]  # made ahead: no tensors where a mode of torch's looks on
 
-    def begin(self, group: Any, number: int, name: str, op: Op, args: Sequence[Any]) -> "Check":
+    def begin(
+        self, group: Any, number: int, name: str, op: Op, args: Sequence[Any]
+    ) -> "PendingCheck":
         """Check a collective that this member is about to launch: done, or at work where it
         must not wait any longer. Raises ValueError where members disagree."""
         start = time.monotonic_ns()
         options = next((arg for arg in args if hasattr(arg, "asyncOp")), None)
         buffers = self._free.pop() if self._free else _Buffers(self.size)
         row = _ROW.pack(*_signature(name, op, args), _place())
-        check = Check(self, group, number, buffers, row, getattr(options, "timeout", None))
-        blocks = options is not None and not options.asyncOp and op not in ROOTED
+        check = PendingCheck(self, group, number, buffers, row, getattr(options, "timeout", None))
+        blocks = options is not None and not options.asyncOp and op not in ROOTED_OPS
         if blocks:
             check.finish()
         elif self.patient:
-            self.patient = check.wait(PATIENCE)
+            self.patient = check.wait(NONBLOCKING_WAIT_S)
         if check.done:
             self._quickest = min(self._quickest, time.monotonic_ns() - start)
             self.cost_ns = self._quickest
@@ -129,11 +131,17 @@ class _Buffers:
         self.got = torch.frombuffer(self.all, dtype=torch.uint8)
 
 
-class Check:
+class PendingCheck:
     """One check under way."""
 
     def __init__(
-        self, checks: Agreement, group: Any, number: int, buffers: _Buffers, row: bytes, wait: Any
+        self,
+        checks: CollectiveCheck,
+        group: Any,
+        number: int,
+        buffers: _Buffers,
+        row: bytes,
+        wait: Any,
     ) -> None:
         self.checks, self.group, self.number = checks, group, number
         self.buffers: _Buffers = buffers
@@ -170,22 +178,22 @@ class Check:
         alike = all(table[i : i + _FIELDS] == first for i in starts)
         rows: _ROWS = [] if alike else [_ROW.unpack_from(table, i) for i in starts]
         self.checks.give_back(self.buffers)
-        differing = [f for f in range(5) if len({row[f] for row in rows} - {ANY}) > 1]
+        differing = [f for f in range(5) if len({row[f] for row in rows} - {NOT_COMPARED}) > 1]
         if differing:
-            raise ValueError(told(rows, differing, self.number, self.group))
+            raise ValueError(describe_mismatch(rows, differing, self.number, self.group))
 
 
 def _signature(name: str, op: Op, args: Sequence[Any]) -> tuple[int, int, int, int, int]:
     """The five numbers that members must share."""
-    root = next((arg.rootRank for arg in args if hasattr(arg, "rootRank")), ANY)
+    root = next((arg.rootRank for arg in args if hasattr(arg, "rootRank")), NOT_COMPARED)
     reduction: Any = next((arg.reduceOp for arg in args if hasattr(arg, "reduceOp")), None)
-    number = int(reduction.op) if hasattr(reduction, "op") else ANY
+    number = int(reduction.op) if hasattr(reduction, "op") else NOT_COMPARED
     if op == Op.BARRIER:
-        return int(op), ANY, ANY, ANY, ANY
+        return int(op), NOT_COMPARED, NOT_COMPARED, NOT_COMPARED, NOT_COMPARED
     tensors = _flat(args[:2])
     types = {tensor.dtype for tensor in tensors}
     dtype = next(iter(types)) if len(types) == 1 else None
-    code = _DTYPES.index(dtype) if dtype in _DTYPES else ANY
+    code = _DTYPES.index(dtype) if dtype in _DTYPES else NOT_COMPARED
     return int(op), _shared_bytes(name, op, args), code, int(root), number
 
 
@@ -201,15 +209,15 @@ def _shared_bytes(name: str, op: Op, args: Sequence[Any]) -> int:
     """The bytes that each member's call has to have in common with the others', else ANY."""
     tensors = _flat(args[:2])
     if any(tensor.layout != torch.strided for tensor in tensors):
-        return ANY
+        return NOT_COMPARED
     if op == Op.ALL_TO_ALL:
         splits = [arg for arg in args[2:4] if isinstance(arg, (list, tuple))]
-        return ANY if len(splits) < 2 or any(splits) else int(args[1].nbytes)
+        return NOT_COMPARED if len(splits) < 2 or any(splits) else int(args[1].nbytes)
     # A gather's root has a list that the others have not; what all have is the smaller side.
     side = 1 if op in (Op.ALL_GATHER, Op.GATHER) else 0
     parts = _flat(args[1 - side]) if name in ("allgather", "reduce_scatter") else []
     if len({tensor.nbytes for tensor in parts}) > 1:
-        return ANY
+        return NOT_COMPARED
     return sum(tensor.nbytes for tensor in _flat(args[side]))
 
 
@@ -220,7 +228,7 @@ def _place() -> bytes:
     except ValueError:  # autograd's own thread, without any Python
         return b"in the backward\nDDP"
     assert frame is not None
-    owner = "DDP" if frame.f_code is ENGINE else ""
+    owner = "DDP" if frame.f_code is AUTOGRAD_ENGINE_CODE else ""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module == "torch.nn.parallel.distributed":
@@ -229,7 +237,7 @@ def _place() -> bytes:
             owner = "FSDP"
         name = frame.f_code.co_filename
         library = "-packages" in name or module.startswith("torch.") or name.startswith(_LIBRARY)
-        if not library and not ours(name):
+        if not library and not is_internal_file(name):
             line = f"{os.path.basename(name)[-70:]}:{frame.f_lineno}\n{owner}"
             return line.encode(errors="replace")[:88]
         frame = frame.f_back
@@ -239,7 +247,7 @@ def _place() -> bytes:
 # What is said
 
 
-def told(rows: _ROWS, differing: list[int], number: int, group: Any) -> str:
+def describe_mismatch(rows: _ROWS, differing: list[int], number: int, group: Any) -> str:
     """Who disagrees with whom, and what to do."""
     try:
         members, name = dist.get_process_group_ranks(group), group.group_name
@@ -248,7 +256,7 @@ def told(rows: _ROWS, differing: list[int], number: int, group: Any) -> str:
     sides: dict[str, list[int]] = {}
     for rank, row in zip(members, rows, strict=True):
         sides.setdefault(_described(row, members, differing), []).append(rank)
-    parts = ", ".join(f"{ranks_said(ranks)} {what}" for what, ranks in sides.items())
+    parts = ", ".join(f"{format_ranks(ranks)} {what}" for what, ranks in sides.items())
     of = f" of group {name}" if name else ""
     return f"ranks disagree about collective {number}{of}: {parts}. HINT: {_hint(differing, rows)}"
 
@@ -258,18 +266,18 @@ def _described(row: Any, members: list[int], differing: list[int]) -> str:
     op = Op(kind)
     line, _, owner = place.rstrip(b"\0").decode(errors="replace").partition("\n")
     what = op.name.lower().replace("_", "-")
-    if amount != ANY:
-        known = _DTYPES[dtype] if dtype != ANY else None
+    if amount != NOT_COMPARED:
+        known = _DTYPES[dtype] if dtype != NOT_COMPARED else None
         size = f"{amount // known.itemsize} {str(known)[6:]}" if known else f"{amount} bytes"
         what += f" of {size}"
-    if _ROOT in differing and root != ANY:
+    if _ROOT in differing and root != NOT_COMPARED:
         what += f" {'to' if op in (Op.REDUCE, Op.GATHER) else 'from'} rank {members[root]}"
-    if _REDUCTION in differing and reduction != ANY:
+    if _REDUCTION in differing and reduction != NOT_COMPARED:
         what += f" with {dist.ReduceOp.RedOpType(reduction).name}"
     return f"{what}{' by ' + owner if owner else ''} ({line})"
 
 
-def ranks_said(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """ "rank 3", "ranks 0-2,5"."""
     runs: list[list[int]] = []
     for rank in ranks:

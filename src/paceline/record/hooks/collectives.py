@@ -29,12 +29,12 @@ from torch._C._distributed_c10d import (
 )
 from torch.autograd import Variable
 
-from ..ring.recorder import Recorder, difference_ns, now
-from ..ring.states import POINT_TO_POINT, ROOTED, Op, State
-from .collective_check import ENGINE, Agreement, Check, due
+from ..ring.recorder import Recorder, measure_difference_ns, now
+from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
+from .collective_check import AUTOGRAD_ENGINE_CODE, CollectiveCheck, PendingCheck, is_checked
 
 LONG_CALL_NS = 20_000  # a call that launches and takes longer is an event of its own
-AT_ONCE_NS = 50_000  # between a call's return and the wait for it: one synchronous call
+SYNCHRONOUS_WAIT_NS = 50_000  # between a call's return and the wait for it: one synchronous call
 _COLLECTIVE, _BLOCKED = int(State.COLLECTIVE), int(State.BLOCKED)  # quicker than the enum's
 
 
@@ -78,12 +78,12 @@ class _Flight:
 
     def stands(self, since: int) -> None:
         """The rank begins to stand still for it."""
-        self.recorder.begins(_BLOCKED, since, self.seq, self.group, self.op)
+        self.recorder.begin(_BLOCKED, since, self.seq, self.group, self.op)
 
     def blocked(self, start: int, end: int) -> None:
         """The rank stood still from ``start`` to ``end``, and then the result was there; where
         it waited right after its call, from the call on."""
-        if start - self.returned < AT_ONCE_NS:
+        if start - self.returned < SYNCHRONOUS_WAIT_NS:
             start, self.returned = self.called, 0
         self._tell(State.BLOCKED, start, end)
         self.land(end)
@@ -100,7 +100,11 @@ class RecordedWork(dist.Work):
     """A ``Work`` that records how long ``wait`` blocked, and passes all else on."""
 
     def __init__(
-        self, work: dist.Work, flight: _Flight, group: "RecordedGroup", check: Check | None = None
+        self,
+        work: dist.Work,
+        flight: _Flight,
+        group: "RecordedGroup",
+        check: PendingCheck | None = None,
     ) -> None:
         super().__init__()
         self._work = work
@@ -192,7 +196,7 @@ class RecordedGroup(dist.ProcessGroup):
         inner: dist.ProcessGroup,
         name: str,
         recorder: Recorder,
-        agreement: Agreement | None = None,
+        agreement: CollectiveCheck | None = None,
     ) -> None:
         # The stub knows only the constructor with a store.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
@@ -203,7 +207,7 @@ class RecordedGroup(dist.ProcessGroup):
         self._seq = 0  # collectives so far: the same number on all members
         self._messages: dict[tuple[int, int, int], int] = {}  # op, peer, tag: how many so far
         # What is in flight in each backward that runs (re-entrant checkpoints nest them).
-        self._pending: dict[int, list[tuple[dist.Work, _Flight, Check | None]]] = {}
+        self._pending: dict[int, list[tuple[dist.Work, _Flight, PendingCheck | None]]] = {}
         # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
         self._unwaited: list[RecordedWork] = []
         share_backends(self, inner)
@@ -219,7 +223,7 @@ class RecordedGroup(dist.ProcessGroup):
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """gloo's barrier that names missing ranks; it blocks and gives no Work."""
         launched = now()
-        self._recorder.begins(_BLOCKED, launched, self._seq + 1, self._group, int(Op.BARRIER))
+        self._recorder.begin(_BLOCKED, launched, self._seq + 1, self._group, int(Op.BARRIER))
         inner: Any = self.inner  # whose stub lacks it
         inner.monitored_barrier(*args, **options)
         self._seq += 1
@@ -228,7 +232,7 @@ class RecordedGroup(dist.ProcessGroup):
             _Flight(self._recorder, launched, launched, launched, *place).blocked(launched, now())
 
     def land_after_backward(
-        self, work: dist.Work, flight: _Flight, check: Check | None = None
+        self, work: dist.Work, flight: _Flight, check: PendingCheck | None = None
     ) -> None:
         """Whoever launched this, or took its future, waits for it in C++ at the backward's end."""
         backward = torch._C._current_graph_task_id()
@@ -239,12 +243,12 @@ class RecordedGroup(dist.ProcessGroup):
         self._pending[backward].append((work, flight, check))
 
     def _agreed(
-        self, agreement: Agreement, launched: int, name: str, op: Op, args: tuple[Any, ...]
-    ) -> Check | None:
+        self, agreement: CollectiveCheck, launched: int, name: str, op: Op, args: tuple[Any, ...]
+    ) -> PendingCheck | None:
         """Whether ranks agree on what they launch; None where that is known, else to be asked
         again. The wait for late ranks is this collective's; the rest is recording's cost."""
         if self._group:
-            self._recorder.begins(_BLOCKED, launched, self._seq, self._group, int(op))
+            self._recorder.begin(_BLOCKED, launched, self._seq, self._group, int(op))
         check = agreement.begin(self, self._seq, name, op, args)
         self._recorder.extra_cost_ns += agreement.cost_ns
         return None if check.done else check
@@ -301,7 +305,7 @@ METHODS = {
 
 def _peer(op: Op, args: tuple[Any, ...]) -> int:
     """The root, or the other side of a send or recv; -1 where all members take part alike."""
-    if op in POINT_TO_POINT:
+    if op in POINT_TO_POINT_OPS:
         return int(args[1]) if len(args) > 2 else -1
     return next((int(arg.rootRank) for arg in args if hasattr(arg, "rootRank")), -1)
 
@@ -309,7 +313,11 @@ def _peer(op: Op, args: tuple[Any, ...]) -> int:
 def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
     """``inner``'s method, recorded. What C++ launches in a backward (DDP's buckets) goes back as
     it is: Python is entered once for it, and once for all of them at the backward's end."""
-    number, message, has_peer = int(op), op in POINT_TO_POINT, op in (*POINT_TO_POINT, *ROOTED)
+    number, message, has_peer = (
+        int(op),
+        op in POINT_TO_POINT_OPS,
+        op in (*POINT_TO_POINT_OPS, *ROOTED_OPS),
+    )
     shared, reduces = op in (Op.GATHER, Op.SCATTER), op == Op.ALL_REDUCE
     in_backward = torch._C._current_graph_task_id
 
@@ -318,11 +326,11 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
         check, checked = None, False
         if not message:
             self._seq += 1
-            if checked := self._agreement is not None and due(self._seq):
+            if checked := self._agreement is not None and is_checked(self._seq):
                 check = self._agreed(self._agreement, launched, name, op, args)
         engine = in_backward() != -1 and _called_by_engine()
-        if reduces and recorder.exchanging is not None and in_backward() != -1:
-            recorder.exchanging(self, args[0] if engine else [])
+        if reduces and recorder.on_backward_reduce is not None and in_backward() != -1:
+            recorder.on_backward_reduce(self, args[0] if engine else [])
         if not self._group:
             return call(*args, **options)
         called = now() if checked else launched
@@ -333,16 +341,16 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
         seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
         if checked:
             recorder.event(_BLOCKED, launched, called, amount, seq, self._group, number, peer)
-        recorder.begins(_COLLECTIVE, called, seq, self._group, number)
+        recorder.begin(_COLLECTIVE, called, seq, self._group, number)
         work = call(*args, **options)
         returned = now()
         if work is None:  # part of a coalesced batch, which is waited for as a whole
             return None
-        recorder.entries += 1
+        recorder.wrapped_calls += 1
         place = (amount, seq, self._group, number, peer)
         flight = _Flight(recorder, launched, called, returned, *place)
-        if recorder.launched is not None:
-            recorder.launched.append(
+        if recorder.launched_collectives is not None:
+            recorder.launched_collectives.append(
                 {"amount": amount, "seq": seq, "group": self._group, "op": number, "peer": peer}
             )
         if engine:
@@ -361,7 +369,7 @@ def _called_by_engine() -> bool:
     """Whether it was autograd's engine that called the method above this: DDP's reducer. Python
     code that launches in a backward waits by itself."""
     try:
-        return sys._getframe(2).f_code is ENGINE
+        return sys._getframe(2).f_code is AUTOGRAD_ENGINE_CODE
     except ValueError:  # a thread of the engine's own, without any Python
         return True
 
@@ -371,13 +379,13 @@ for _name, (_op, _whole) in METHODS.items():
         setattr(RecordedGroup, _name, _recorded(_name, _op, _whole))
 
 
-def measure_entry(recorder: Recorder) -> None:
+def measure_wrapper_cost(recorder: Recorder) -> None:
     """Measure what the wrapper costs (entering Python from C++ among it), against PyTorch's
     process group that does nothing. Before a rank's first collective."""
     fake = getattr(torch._C._distributed_c10d, "FakeProcessGroup", None)
     if fake is None or not hasattr(fake, "_create_internal"):
         return
-    if recorder.entry_cost_ns or not recorder.enabled:
+    if recorder.wrapper_cost_ns or not recorder.enabled:
         return
     plain = dist.ProcessGroup(HashStore(), 0, 1)
     kind = dist.ProcessGroup.BackendType.CUSTOM
@@ -398,7 +406,7 @@ def measure_entry(recorder: Recorder) -> None:
 
     try:
         plainly, recorded = (functools.partial(call, name) for name in groups)
-        recorder.entry_cost_ns = difference_ns(plainly, recorded)
+        recorder.wrapper_cost_ns = measure_difference_ns(plainly, recorded)
     finally:
         for name in groups:
             _unregister_process_group(name)

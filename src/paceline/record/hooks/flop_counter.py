@@ -17,23 +17,30 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..ring.launcher_messages import say
+from ..ring.launcher_messages import notify
 from ..ring.recorder import Recorder
 
-STEP = 10  # counted from 0: warm, and before kernels are sampled (kernels.FIRST)
-KEPT = 8  # operators that are written one by one: a record's header is small
+COUNTED_STEP = 10  # counted from 0: warm, and before kernels are sampled (kernels.FIRST)
+MAX_LISTED_OPERATORS = 8  # operators that are written one by one: a record's header is small
 # They give memory or another view of it, and move nothing.
-FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+FREE_OPERATORS = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+)
 # Of communication and of profilers.
-NO_ARITHMETIC = ("c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler")
-PLAIN = torch.Tensor.__torch_dispatch__
+UNCOUNTED_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler")
+PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 aten: Any = torch.ops.aten
 
 
-class WorkSampler(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Counts in one step of the recorder's process, and writes the sum into its header."""
 
-    def __init__(self, recorder: Recorder, step: int = STEP) -> None:
+    def __init__(self, recorder: Recorder, step: int = COUNTED_STEP) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.step = recorder, step
         self._thread = 0  # that trains, while it is counted
@@ -55,11 +62,11 @@ class WorkSampler(TorchDispatchMode):
         inside = _get_current_dispatch_mode() is self and self._thread == threading.get_ident()
         self._thread = 0
         if not inside:  # a mode of the script's own lies above, or another thread trains
-            say(f"warning: the FLOPs of step {self.step} could not be counted\n")
+            notify(f"warning: the FLOPs of step {self.step} could not be counted\n")
             return
         seconds = time.perf_counter() - self._started
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.recorder.tell(work=self._found(seconds))
+        self.recorder.update_header(work=self._found(seconds))
 
     def _found(self, seconds: float) -> dict[str, Any]:
         device, precision = max(self._kinds, key=self._kinds.__getitem__, default=("", ""))
@@ -71,12 +78,12 @@ class WorkSampler(TorchDispatchMode):
             "bytes": sum(figures[2] for _, figures in ops),
             "device": device,
             "precision": precision,
-            "ops": [[name, *figures] for name, figures in ops[:KEPT]],
-            "uncounted": sorted(self._uncounted)[:KEPT],
+            "ops": [[name, *figures] for name, figures in ops[:MAX_LISTED_OPERATORS]],
+            "uncounted": sorted(self._uncounted)[:MAX_LISTED_OPERATORS],
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__torch_dispatch__ is not PLAIN for kind in types):
+        if any(kind.__torch_dispatch__ is not PLAIN_DISPATCH for kind in types):
             return NotImplemented  # a DTensor, say: what it makes of it comes here by itself
         kwargs = kwargs or {}
         start = time.perf_counter()
@@ -84,14 +91,14 @@ class WorkSampler(TorchDispatchMode):
         end = time.perf_counter()
         if self._thread and func.namespace == "aten":
             self._count(func, args, kwargs, out, end - start)
-        elif self._thread and func.namespace not in NO_ARITHMETIC:
+        elif self._thread and func.namespace not in UNCOUNTED_NAMESPACES:
             self._uncounted.add(func.name())
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
         packet = func._overloadpacket
         name = packet.__name__
-        if func.is_view or name in FREE:
+        if func.is_view or name in FREE_OPERATORS:
             return
         tensors = {id(t): t for t in (*_tensors(args), *_tensors(kwargs.values()))}
         written = list(_tensors((out,)))

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType, _profiler_enabled
 
-from ..ring.launcher_messages import say
+from ..ring.launcher_messages import notify
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
 
-FIRST, STEPS = 20, 20  # the block of steps that is sampled
-CLOSE_NS = 1_000  # compute kernels this close to each other are one event
-COMMUNICATES = ("nccl", "rccl", "nvshmem")
+FIRST_SAMPLED_STEP, SAMPLED_STEPS = 20, 20  # the block of steps that is sampled
+MAX_MERGED_GAP_NS = 1_000  # compute kernels this close to each other are one event
+COMMUNICATION_LIBRARIES = ("nccl", "rccl", "nvshmem")
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Kernel:
 
     @property
     def communicates(self) -> bool:
-        return any(word in self.name.lower() for word in COMMUNICATES)
+        return any(word in self.name.lower() for word in COMMUNICATION_LIBRARIES)
 
 
-def kernels_of(profiler: Any) -> list[Kernel]:
+def read_kernels(profiler: Any) -> list[Kernel]:
     """What ran on CUDA devices in a profiler's session that has ended."""
     events = profiler.profiler.kineto_results.events()
     on_device = (e for e in events if e.device_type() == DeviceType.CUDA)
     return [Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_device]
 
 
-def write(
+def write_kernels(
     recorder: Recorder, kernels: Iterable[Kernel], offset: int, launched: list[dict[str, int]]
 ) -> bool:
     """Write kernels as events; whether communication kernels could be told by collective.
@@ -57,7 +57,7 @@ def write(
     talking = [kernel for kernel in by_start if kernel.communicates]
     start = end = count = 0
     for kernel in computing:
-        if count and kernel.start <= end + CLOSE_NS:
+        if count and kernel.start <= end + MAX_MERGED_GAP_NS:
             end, count = max(end, kernel.end), count + 1
             continue
         if count:
@@ -81,7 +81,7 @@ class KernelSampler:
     def __init__(
         self,
         recorder: Recorder,
-        read: Callable[[Any], list[Kernel]] = kernels_of,
+        read: Callable[[Any], list[Kernel]] = read_kernels,
         activity: Any = torch.profiler.ProfilerActivity.CUDA,
     ) -> None:
         self.recorder = recorder
@@ -90,27 +90,27 @@ class KernelSampler:
         self._profiler: Any = None
         self._offset = 0
         self._starting = False
-        self.first = int(os.environ.get("PACELINE_KERNELS_FROM", FIRST))
+        self.first = int(os.environ.get("PACELINE_KERNELS_FROM", FIRST_SAMPLED_STEP))
 
     def after_step(self) -> None:
         """Called at the end of every step of the job."""
         step = self.recorder.step
         if step == self.first:
             self._begin()
-        elif self._profiler is not None and step == self.first + STEPS:
+        elif self._profiler is not None and step == self.first + SAMPLED_STEPS:
             self._end()
 
     def _begin(self) -> None:
         if self._activity not in torch.profiler.supported_activities():
             return
         if _profiler_enabled():
-            say("paceline: the script profiles by itself: kernels are left to it\n")
+            notify("paceline: the script profiles by itself: kernels are left to it\n")
             return
         self._starting = True
         self._profiler = torch.profiler.profile(activities=[self._activity])
         self._profiler.start()
         self._starting = False
-        self.recorder.launched = []
+        self.recorder.launched_collectives = []
         self._offset = now() - time.time_ns()
 
     def _end(self) -> None:
@@ -118,9 +118,12 @@ class KernelSampler:
             torch.cuda.synchronize()
         profiler = self._stopped()
         offset = (self._offset + now() - time.time_ns()) // 2
-        launched, self.recorder.launched = self.recorder.launched or [], None
-        if not write(self.recorder, self._read(profiler), offset, launched):
-            say(
+        launched, self.recorder.launched_collectives = (
+            self.recorder.launched_collectives or [],
+            None,
+        )
+        if not write_kernels(self.recorder, self._read(profiler), offset, launched):
+            notify(
                 "paceline: the communication kernels could not be told by collective: their time "
                 "counts as transfer\n"
             )
@@ -129,8 +132,8 @@ class KernelSampler:
         """The script starts a session: ours ends first, and what it saw is forgotten."""
         if self._profiler is not None and not self._starting:
             self._stopped()
-            self.recorder.launched = None
-            say("paceline: the script profiles by itself: kernels are left to it\n")
+            self.recorder.launched_collectives = None
+            notify("paceline: the script profiles by itself: kernels are left to it\n")
 
     def _stopped(self) -> Any:
         profiler, self._profiler = self._profiler, None

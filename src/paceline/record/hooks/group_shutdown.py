@@ -12,17 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-REST = 0.02  # seconds; releases the lock: a thread that wants it gets it now
-PATIENCE = 1.0
+POLL_INTERVAL_S = 0.02  # seconds; releases the lock: a thread that wants it gets it now
+MAX_WAIT_S = 1.0
 
 
-def come_to_rest() -> None:
+def wait_for_idle_threads() -> None:
     """Wait until no other thread of this process runs, for PATIENCE seconds at most."""
     gc.collect()
-    deadline = time.monotonic() + PATIENCE
-    time.sleep(REST)
+    deadline = time.monotonic() + MAX_WAIT_S
+    time.sleep(POLL_INTERVAL_S)
     while time.monotonic() < deadline and _others_run():
-        time.sleep(REST)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _others_run() -> bool:
@@ -37,7 +37,7 @@ def _others_run() -> bool:
     return False
 
 
-def guard(c10d: Any) -> None:
+def patch_destroy_process_group(c10d: Any) -> None:
     """Make torch.distributed's destroy_process_group careful; once."""
     import torch.distributed as dist
 
@@ -50,7 +50,7 @@ def guard(c10d: Any) -> None:
         for one in [group] if group is not None else list(c10d._world.pg_map):
             if hasattr(one, "settle"):
                 one.settle(seconds=1.0)
-        come_to_rest()
+        wait_for_idle_threads()
         original(group)
 
     destroy_process_group.__module__ = __name__

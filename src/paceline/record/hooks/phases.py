@@ -9,7 +9,7 @@ from ..ring.recorder import Recorder, now
 from ..ring.states import State
 
 
-class Phases:
+class PhaseRecorder:
     """Records forward, loss, backward and optimizer of one training loop.
 
     What lies between a forward's end and its backward's start is the loss. A backward that

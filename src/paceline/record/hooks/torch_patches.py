@@ -10,16 +10,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..ring.recorder import Recorder, difference_ns, now
+from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import State
 from . import group_shutdown
-from .collective_check import agreement, announce
-from .collectives import RecordedGroup, measure_entry
+from .collective_check import announce_check, make_check
+from .collectives import RecordedGroup, measure_wrapper_cost
 from .import_hooks import after_import
-from .training_loop import Loop
+from .training_loop import LoopRecorder
 
 
-def install(loop: Loop) -> None:
+def install(loop: LoopRecorder) -> None:
     """Listen to this process's script, now or when it imports torch."""
     recorder = loop.recorder
     patches: dict[str, Callable[[Any], None]] = {
@@ -50,7 +50,7 @@ def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Ca
         if threading.get_ident() != main:
             return function(*args, **kwargs)
         start = now()
-        recorder.begins(state, start)
+        recorder.begin(state, start)
         try:
             return function(*args, **kwargs)
         finally:
@@ -59,7 +59,7 @@ def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Ca
     return timed
 
 
-def _modules(loop: Loop, module: Any) -> None:
+def _modules(loop: LoopRecorder, module: Any) -> None:
     kind = module.Module
     original = kind.__call__
 
@@ -90,7 +90,7 @@ def _modules(loop: Loop, module: Any) -> None:
     )
 
 
-def _backward(loop: Loop, module: Any) -> None:
+def _backward(loop: LoopRecorder, module: Any) -> None:
     original = module._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -101,14 +101,14 @@ def _backward(loop: Loop, module: Any) -> None:
     module._engine_run_backward = run_backward
 
 
-def _optimizers(loop: Loop, module: Any) -> None:
+def _optimizers(loop: LoopRecorder, module: Any) -> None:
     module.register_optimizer_step_pre_hook(loop.before_step)
     module.register_optimizer_step_post_hook(loop.after_step)
     kind = module.Optimizer
     kind.zero_grad = _unless_stopped(loop, kind.zero_grad)
 
 
-def _unless_stopped(loop: Loop, function: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_stopped(loop: LoopRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
     timed = _timed(function, State.OPTIMIZER, loop.recorder)
 
     @functools.wraps(function)
@@ -118,7 +118,7 @@ def _unless_stopped(loop: Loop, function: Callable[..., Any]) -> Callable[..., A
     return chosen
 
 
-def _clipping(loop: Loop, module: Any) -> None:
+def _clipping(loop: LoopRecorder, module: Any) -> None:
     import torch.nn.utils as utils
 
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -127,13 +127,13 @@ def _clipping(loop: Loop, module: Any) -> None:
         setattr(utils, name, clip)
 
 
-def _scaling(loop: Loop, module: Any) -> None:
+def _scaling(loop: LoopRecorder, module: Any) -> None:
     for name in ("step", "unscale_", "update"):
         method = _unless_stopped(loop, getattr(module.GradScaler, name))
         setattr(module.GradScaler, name, method)
 
 
-def _loaders(loop: Loop, module: Any) -> None:
+def _loaders(loop: LoopRecorder, module: Any) -> None:
     kind, loader = module._BaseDataLoaderIter, module.DataLoader
     fetch, make = kind.__next__, loader.__iter__
 
@@ -156,8 +156,8 @@ def _profiling(recorder: Recorder, module: Any) -> None:
 
     @functools.wraps(original)
     def prepare(self: Any) -> Any:
-        if recorder.kernels is not None:
-            recorder.kernels.give_way()
+        if recorder.kernel_sampler is not None:
+            recorder.kernel_sampler.give_way()
         return original(self)
 
     module.profile._prepare_trace = prepare
@@ -194,27 +194,27 @@ def _groups(recorder: Recorder, c10d: Any) -> None:
     def helper(size: int, rank: int, members: list[int], *args: Any, **kwargs: Any) -> Any:
         # Of members alone; torch passes the backend and the store, and the name by its own.
         shared = args[1] if len(args) > 1 and rank is not None else None
-        key = announce(shared, str(kwargs.get("group_name", args[2:3])))
+        key = announce_check(shared, str(kwargs.get("group_name", args[2:3])))
         group, store = original(size, rank, members, *args, **kwargs)
         if group is c10d.GroupMember.NON_GROUP_MEMBER:
             return group, store
         if not members:
             recorder.join(group.rank(), group.size())
-            measure_entry(recorder)
+            measure_wrapper_cost(recorder)
         if not isinstance(group, RecordedGroup):
-            checks = agreement(group, shared, key)
+            checks = make_check(group, shared, key)
             name = str(c10d._world.pg_names[group])
             recorded = RecordedGroup(group, name, recorder, checks)
-            stand_in(c10d, group, recorded)
+            replace_group(c10d, group, recorded)
             return recorded, store
         return group, store
 
     c10d._new_process_group_helper = helper
     _batches(c10d)
-    group_shutdown.guard(c10d)
+    group_shutdown.patch_destroy_process_group(c10d)
 
 
-def stand_in(c10d: Any, group: Any, other: Any) -> None:
+def replace_group(c10d: Any, group: Any, other: Any) -> None:
     """Put another process group in the place of the plain one, in torch's tables."""
     world = c10d._world
     name = world.pg_names[group]
@@ -257,7 +257,7 @@ def _batches(c10d: Any) -> None:
     dist.batch_isend_irecv = batch_isend_irecv
 
 
-def measure_hooks(loop: Loop) -> None:
+def measure_hooks(loop: LoopRecorder) -> None:
     """Measure what a hook costs beside its event, in turns with the hook passing on. Before the
     script runs; what it records is forgotten by the caller."""
     import torch
@@ -277,5 +277,7 @@ def measure_hooks(loop: Loop) -> None:
         loop.stopped = False
 
     recorder = loop.recorder
-    recorder.hook_cost_ns = max(0.0, difference_ns(plain, recorded) - recorder.event_cost_ns)
+    recorder.hook_cost_ns = max(
+        0.0, measure_difference_ns(plain, recorded) - recorder.event_cost_ns
+    )
     loop.reset()

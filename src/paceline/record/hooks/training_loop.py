@@ -24,10 +24,12 @@ from ..ring.recorder import Recorder, now
 from ..ring.states import State
 from .batch_size import samples_in
 
-NESTED = 8  # loaders inside each other's loops that are told apart
-AHEAD = 16  # batches fetched before their backward; with more the data is only being read
-GONE = -1  # an iterator that no longer is
-HELD = 64  # forwards without gradient that are held until it is known what they were
+MAX_NESTED_LOADERS = 8  # loaders inside each other's loops that are told apart
+MAX_BATCHES_AHEAD = (
+    16  # batches fetched before their backward; with more the data is only being read
+)
+DISCARDED = -1  # an iterator that no longer is
+MAX_HELD_FORWARDS = 64  # forwards without gradient that are held until it is known what they were
 
 
 class _Iteration:
@@ -46,7 +48,7 @@ class _Iteration:
         self.forwards: list[tuple[int, int]] = []  # without gradient
 
 
-class Loop:
+class LoopRecorder:
     """Records one process's training loop. ``busy``: inside of something that is recorded as a
     whole, so that modules, backwards and loaders inside it are not recorded by themselves."""
 
@@ -87,13 +89,13 @@ class Loop:
 
     def fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """Ask a loader's iterator for its next batch; time and samples."""
-        self.recorder.hooks += 1
+        self.recorder.hook_calls += 1
         start = now()
         if self._evaluation[0]:
             self._end_evaluation()
         self._forward_end = 0
         opened = self._ask(id(iterator), start)
-        self.recorder.begins(State.INPUT, start)
+        self.recorder.begin(State.INPUT, start)
         self.busy = True
         try:
             batch = fetch(iterator)
@@ -105,7 +107,7 @@ class Loop:
                 start = opened = self._opened[1]
             self._opened = (0, 0)
         self._iterations.append(_Iteration(id(iterator), start, _samples(batch), opened))
-        if len(self._iterations) > NESTED:
+        if len(self._iterations) > MAX_NESTED_LOADERS:
             del self._iterations[0]
         self._fetched += 1
         return batch
@@ -113,7 +115,7 @@ class Loop:
     def open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         """Make a loader's iterator, its workers too: that is waiting for input as well."""
         start = now()
-        self.recorder.begins(State.INPUT, start)
+        self.recorder.begin(State.INPUT, start)
         self.busy = True
         try:
             iterator = make(loader)
@@ -125,7 +127,7 @@ class Loop:
             self._ask(id(iterator), start)
         for turn in self._iterations:
             if turn.iterator == id(iterator):  # the one that had this address is gone
-                turn.iterator = GONE
+                turn.iterator = DISCARDED
         return iterator
 
     def _ask(self, iterator: int, at: int) -> int:
@@ -153,7 +155,7 @@ class Loop:
         """Call the outermost module."""
         if self._newest() is not module and not self._is_model(module):
             return call(module, *args, **kwargs)
-        self.recorder.hooks += 1
+        self.recorder.hook_calls += 1
         self.busy, self._inside = True, module
         start = now()
         try:
@@ -213,7 +215,7 @@ class Loop:
         turn = self._iterations[-1] if self._iterations else None
         if turn is not None and turn.iterator and not turn.trains:
             turn.quiet = True
-            if len(turn.forwards) < HELD:
+            if len(turn.forwards) < MAX_HELD_FORWARDS:
                 turn.forwards.append((start, end))
             else:
                 turn.forwards[-1] = (turn.forwards[-1][0], end)
@@ -230,7 +232,7 @@ class Loop:
 
     def backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run autograd's engine."""
-        self.recorder.hooks += 1
+        self.recorder.hook_calls += 1
         if self._evaluation[0]:
             self._end_evaluation()
         start = now()
@@ -261,7 +263,7 @@ class Loop:
                 self.recorder.event(State.FORWARD, start, end)
             turn.forwards.clear()
         if self._ahead:
-            if len(self._ahead) <= AHEAD:
+            if len(self._ahead) <= MAX_BATCHES_AHEAD:
                 self.recorder.samples += sum(self._ahead)
             self._ahead = []
         self.recorder.samples += turn.samples
@@ -296,7 +298,7 @@ class Loop:
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.stopped or self._stepping is not optimizer:
             return
-        self.recorder.hooks += 1
+        self.recorder.hook_calls += 1
         self._stepping = None
         self._forward_end = 0
         self.recorder.event(State.OPTIMIZER, self._step_start, now())

@@ -16,10 +16,10 @@ MAX_RANKS = 1 << 20
 MAX_RESTARTS = 1 << 20
 MAX_TIME_NS = 1 << 60  # no node has been up for 36 years
 
-Whole = Annotated[int, Meta(ge=0, lt=MAX_TIME_NS)]
-Time = Whole  # ns
-Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
-Positive = Annotated[float, Meta(ge=0, le=1e300)]
+NonNegativeInt = Annotated[int, Meta(ge=0, lt=MAX_TIME_NS)]
+TimeNs = NonNegativeInt  # ns
+FiniteFloat = Annotated[float, Meta(ge=-1e300, le=1e300)]
+NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 GroupNumber = Annotated[str, Meta(pattern="^[1-9][0-9]{0,4}$")]
@@ -34,27 +34,27 @@ class GroupMember(TypedDict):
     rank: RankNumber
 
 
-class CountedWork(TypedDict):
+class StepWork(TypedDict):
     """FLOPs and bytes of one step (record/hooks/flop_counter.py)."""
 
-    step: NotRequired[Whole]
-    seconds: NotRequired[Positive]
-    flops: Positive
-    bytes: Positive
+    step: NotRequired[NonNegativeInt]
+    seconds: NotRequired[NonNegativeFloat]
+    flops: NonNegativeFloat
+    bytes: NonNegativeFloat
     device: str
     precision: str
-    ops: list[tuple[str, Positive, Positive, Positive, Positive]]
+    ops: list[tuple[str, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]]
     uncounted: list[str]
 
 
 class LoaderTotals(TypedDict):
     """What a rank's ``paceline.data.Loader`` did."""
 
-    seconds: Positive
-    busy_s: Positive
-    workers: Whole
+    seconds: NonNegativeFloat
+    busy_s: NonNegativeFloat
+    workers: NonNegativeInt
     processes: bool
-    left_out: Whole
+    left_out: NonNegativeInt
 
 
 class Knob(TypedDict):
@@ -64,102 +64,102 @@ class Knob(TypedDict):
     why_not: str
 
 
-class LoaderAlone(TypedDict):
+class LoaderOnly(TypedDict):
     """A loader that was measured without training (record/experiments/experiment.py)."""
 
-    batches: Whole
-    seconds: Positive
-    busy_s: Finite
-    system_s: Finite
-    read: Finite
-    stored: Finite
-    opened: Finite
-    open_s: Positive
-    workers: Whole
+    batches: NonNegativeInt
+    seconds: NonNegativeFloat
+    busy_s: FiniteFloat
+    system_s: FiniteFloat
+    read: FiniteFloat
+    stored: FiniteFloat
+    opened: FiniteFloat
+    open_s: NonNegativeFloat
+    workers: NonNegativeInt
 
 
 class OtherThread(TypedDict, total=False):
     """The busiest other Python thread of a phase (record/ring/resource_usage.py)."""
 
-    seconds: Finite
+    seconds: FiniteFloat
     name: str
     file: str
-    line: Whole
+    line: NonNegativeInt
 
 
 class Elements(TypedDict):
     """How the time of steps depends on the elements in their batches
     (record/experiments/observer.py)."""
 
-    mean: Finite
-    spread: Finite
-    slope: Finite
-    correlation: Finite
+    mean: FiniteFloat
+    spread: FiniteFloat
+    slope: FiniteFloat
+    correlation: FiniteFloat
 
 
-class Used(TypedDict, total=False):
+class ResourceUsage(TypedDict, total=False):
     """What one phase of a diagnosis used of the machine (record/ring/resource_usage.py)."""
 
-    seconds: Finite
-    thread: Finite
-    delayed: Finite
-    crowded: Finite
-    process: Finite
-    system: Finite
-    children: Finite
-    faults: Finite
-    host: Finite
-    squeezed: Finite
-    searching: Finite
-    starting: Finite
-    starts: Whole
+    seconds: FiniteFloat
+    thread: FiniteFloat
+    delayed: FiniteFloat
+    crowded: FiniteFloat
+    process: FiniteFloat
+    system: FiniteFloat
+    children: FiniteFloat
+    faults: FiniteFloat
+    host: FiniteFloat
+    squeezed: FiniteFloat
+    searching: FiniteFloat
+    starting: FiniteFloat
+    starts: NonNegativeInt
     others: OtherThread
     elements: Elements
 
 
-class Replica(TypedDict):
+class DdpOptions(TypedDict):
     """Options and figures of DistributedDataParallel."""
 
-    bytes: Whole
-    bucket_bytes: Whole
+    bytes: NonNegativeInt
+    bucket_bytes: NonNegativeInt
     searches: bool
-    unused_bytes: NotRequired[Whole]
+    unused_bytes: NotRequired[NonNegativeInt]
 
 
 class RungTotals(TypedDict, total=False):
     """What a run of ``paceline diagnose`` found (record/experiments/experiment.py,
     record/experiments/observer.py)."""
 
-    cached: Whole
-    silent: Whole
+    cached: NonNegativeInt
+    silent: NonNegativeInt
     stopped: str
     loss: float  # of the user's script: NaN is possible
-    workers: Whole
-    threads: Whole
-    convolutions: Whole
+    workers: NonNegativeInt
+    threads: NonNegativeInt
+    convolutions: NonNegativeInt
     channels_last: bool
     gpu: bool
-    host_cores: Whole | None
+    host_cores: NonNegativeInt | None
     kernel: str
     mask: str
     mask_at_start: str
-    loader: LoaderAlone
-    used: dict[str, Used]
-    parameters: dict[str, Whole]
-    ddp: Replica
-    fault_s: Positive
-    product_s: dict[str, Positive]
+    loader: LoaderOnly
+    used: dict[str, ResourceUsage]
+    parameters: dict[str, NonNegativeInt]
+    ddp: DdpOptions
+    fault_s: NonNegativeFloat
+    product_s: dict[str, NonNegativeFloat]
 
 
-class About(TypedDict):
+class RecordHeader(TypedDict):
     """All keys of a record's header that Paceline reads."""
 
     rank: RankNumber
     size: WorldSize
     host: str
-    started_ns: Time
-    joined_ns: NotRequired[Time]
-    wall_time: NotRequired[Positive]
+    started_ns: TimeNs
+    joined_ns: NotRequired[TimeNs]
+    wall_time: NotRequired[NonNegativeFloat]
     run: NotRequired[str]
     attempt: NotRequired[Annotated[int, Meta(ge=0, lt=MAX_RESTARTS)]]
     clock: NotRequired[str]
@@ -168,24 +168,24 @@ class About(TypedDict):
     paceline: NotRequired[str]
     torch: NotRequired[str]
     cores: NotRequired[Annotated[str, Meta(max_length=2048)]]  # hexadecimal: 8,192 cores
-    threads: NotRequired[Whole]
+    threads: NotRequired[NonNegativeInt]
     device: NotRequired[str]
     devices: NotRequired[str]
     exchange: NotRequired[str]
     groups: NotRequired[dict[GroupNumber, GroupMember]]
-    work: NotRequired[CountedWork]
+    work: NotRequired[StepWork]
     loader: NotRequired[LoaderTotals]
     knobs: NotRequired[dict[str, Knob]]
     rung: NotRequired[RungTotals]
 
 
-def parse(text: bytes, name: str) -> About:
+def parse_header(text: bytes, name: str) -> RecordHeader:
     """Return the checked header of the record ``name``.
 
     Raises:
         InvalidFileError: It is no JSON, lacks a key, or has a value of another type or range.
     """
-    about: About = in_a_line(parse_json(text, About, name))
+    about: RecordHeader = without_line_breaks(parse_json(text, RecordHeader, name))
     if about["rank"] >= about["size"]:
         raise InvalidFileError(name, f"says rank {about['rank']} of {about['size']} ranks")
     for number, group in about.get("groups", {}).items():
@@ -197,12 +197,12 @@ def parse(text: bytes, name: str) -> About:
     return about
 
 
-def in_a_line(tree: Any) -> Any:
+def without_line_breaks(tree: Any) -> Any:
     """Return a checked tree whose texts have no line ends: names are printed inside of lines."""
     if isinstance(tree, str):
         return printable(tree)
     if isinstance(tree, dict):
-        return {in_a_line(key): in_a_line(value) for key, value in tree.items()}
+        return {without_line_breaks(key): without_line_breaks(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(map(in_a_line, tree))
+        return type(tree)(map(without_line_breaks, tree))
     return tree

@@ -15,7 +15,7 @@ from ...security.terminal import for_terminal
 _lock = threading.Lock()
 
 
-def to_launcher(**message: Any) -> bool:
+def send_to_launcher(**message: Any) -> bool:
     """Send one message, a JSON line, to the launcher; whether there was one to take it."""
     pid, _, fd = os.environ.get("PACELINE_STATUS", "").partition(":")
     if pid != str(os.getpid()):
@@ -30,9 +30,9 @@ def to_launcher(**message: Any) -> bool:
     return True
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """Show ``text`` (whole lines, or a line that ends in a carriage return) to the user."""
     text = for_terminal(text)
-    if not to_launcher(say=text):
+    if not send_to_launcher(say=text):
         sys.stderr.write(text)
         sys.stderr.flush()

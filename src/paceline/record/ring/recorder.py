@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...version import __version__
-from .launcher_messages import say
+from .launcher_messages import notify
 from .ring import Ring
 from .states import State
 
@@ -42,19 +42,19 @@ class Recorder:
         self.enabled = enabled
         self.step = 0
         self.samples = 0  # of this rank since the last optimizer step
-        self.started = int(os.environ.get("PACELINE_STARTED_NS", 0)) or _process_start()
+        self.started_ns = int(os.environ.get("PACELINE_STARTED_NS", 0)) or _process_start()
         self.extra_cost_ns = 0  # that the stack's sampler measured of itself
         self.event_cost_ns = 0.0
         # What a hook or a collective's wrapper costs where it can't time itself, measured in
         # turns with the same call unrecorded; and how many there were.
-        self.hooks, self.hook_cost_ns = 0, 0.0
-        self.entries, self.entry_cost_ns = 0, 0.0
-        self.kernels: Any = None  # samples a GPU's kernels, where there is one
-        self.work: Any = None  # counts the FLOPs of a step, where that was asked for
-        self.rung: Any = None  # ends a run of paceline diagnose
-        self.launched: list[dict[str, int]] | None = None  # while kernels are sampled
+        self.hook_calls, self.hook_cost_ns = 0, 0.0
+        self.wrapped_calls, self.wrapper_cost_ns = 0, 0.0
+        self.kernel_sampler: Any = None  # samples a GPU's kernels, where there is one
+        self.flop_counter: Any = None  # counts the FLOPs of a step, where that was asked for
+        self.experiment: Any = None  # ends a run of paceline diagnose
+        self.launched_collectives: list[dict[str, int]] | None = None  # while kernels are sampled
         # Called where a backward reduces over a group, with the tensors where it is DDP that does.
-        self.exchanging: Callable[[Any, Any], None] | None = None
+        self.on_backward_reduce: Callable[[Any, Any], None] | None = None
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
         self._full = False  # no room for another group's name
@@ -65,19 +65,19 @@ class Recorder:
         _recorders.add(self)
 
     def _open(self, rank: int, size: int) -> None:
-        self._meta = about(rank, size, self.started)
+        self._meta = describe_rank(rank, size, self.started_ns)
         self._ring = _open_ring(rank, self._meta, self._folder)
         # On purpose in the method's place: an event is then one call.
         self.event = self._ring.writer(self)  # type: ignore[method-assign]
-        self.begins = self._ring.beginner(self)  # type: ignore[method-assign]
+        self.begin = self._ring.begin_writer(self)  # type: ignore[method-assign]
         self.event_cost_ns = self._measure_event_cost()
         self._ring.clear()
 
-    def forget(self) -> None:
+    def drop_ring(self) -> None:
         """In a forked child, a DataLoader's worker say: the ring is the parent's."""
         self._ring = None
         self.__dict__.pop("event", None)
-        self.__dict__.pop("begins", None)
+        self.__dict__.pop("begin", None)
 
     def join(self, rank: int, size: int) -> None:
         """The process has become ``rank`` of ``size``, whatever its environment said."""
@@ -108,7 +108,7 @@ class Recorder:
         """Record that the rank was in ``state`` from ``start`` to ``end`` (ns of ``now()``).
         Replaced by the ring's writer where there is a ring."""
 
-    def begins(self, state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
+    def begin(self, state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
         """Say what the rank is in from ``since`` on, for whoever looks while it lasts. Replaced
         like ``event``."""
 
@@ -116,7 +116,7 @@ class Recorder:
     def span(self, state: int) -> Iterator[None]:
         """Record the body of a ``with`` as ``state``, also where it raises."""
         start = now()
-        self.begins(state, start)
+        self.begin(state, start)
         try:
             yield
         finally:
@@ -129,23 +129,23 @@ class Recorder:
         self._last_step_end = end
         self.samples = 0
         self.step += 1
-        if self.kernels is not None:
-            self.kernels.after_step()
-        if self.work is not None:
-            self.work.after_step()
-        if self.rung is not None:
-            self.rung.after_step()
+        if self.kernel_sampler is not None:
+            self.kernel_sampler.after_step()
+        if self.flop_counter is not None:
+            self.flop_counter.after_step()
+        if self.experiment is not None:
+            self.experiment.after_step()
         if self.step % 32 == 0:
-            self.tell_cost()
+            self.write_cost()
 
-    def tell(self, **more: Any) -> None:
+    def update_header(self, **fields: Any) -> None:
         """Write more of this rank into the header; a warning where it has no room."""
         try:
             if self._ring is not None:
-                self._ring.describe(self._meta | more)
-                self._meta.update(more)
+                self._ring.describe(self._meta | fields)
+                self._meta.update(fields)
         except ValueError:
-            say(f"warning: the record's header has no room for {', '.join(more)}\n")
+            notify(f"warning: the record's header has no room for {', '.join(fields)}\n")
 
     def new_group(self, name: str, size: int, rank: int) -> int:
         """A number for the process group ``name`` (the same name on all its ranks); 0, and a
@@ -160,7 +160,7 @@ class Recorder:
             del groups[number]
             if not self._full:
                 self._full = True
-                say(f"warning: process group {name!r} and those after it are not recorded\n")
+                notify(f"warning: process group {name!r} and those after it are not recorded\n")
             return 0
         return int(number)
 
@@ -172,17 +172,17 @@ class Recorder:
     def cost_ns(self) -> int:
         """What recording has cost this rank so far: events, hooks and wrapped collectives, each
         times its measured cost, and what the stack's sampler measured of itself."""
-        counted = self.events * self.event_cost_ns + self.hooks * self.hook_cost_ns
-        return int(counted + self.entries * self.entry_cost_ns) + self.extra_cost_ns
+        counted = self.events * self.event_cost_ns + self.hook_calls * self.hook_cost_ns
+        return int(counted + self.wrapped_calls * self.wrapper_cost_ns) + self.extra_cost_ns
 
-    def tell_cost(self) -> None:
+    def write_cost(self) -> None:
         """Write the cost so far into the header."""
         if self._ring is not None:
             self._ring.cost_ns = self.cost_ns()
 
     def clear(self) -> None:
         """Forget what was recorded so far."""
-        self.hooks = self.extra_cost_ns = self.step = self.samples = 0
+        self.hook_calls = self.extra_cost_ns = self.step = self.samples = 0
         self._last_step_end = now()
         if self._ring is not None:
             self._ring.clear()
@@ -192,32 +192,34 @@ class Recorder:
         where recording is off."""
         if self._ring is None:
             return b""
-        self.tell_cost()
+        self.write_cost()
         return self._ring.snapshot()
 
     def _measure_event_cost(self) -> float:
         """Nanoseconds an event takes, clock reads included."""
-        return difference_ns(lambda: None, lambda: self.event(State.INPUT, now(), now()))
+        return measure_difference_ns(lambda: None, lambda: self.event(State.INPUT, now(), now()))
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
-def tell_all(**more: Any) -> None:
+def update_all_headers(**fields: Any) -> None:
     """Write more of this rank into the header of whatever records it."""
     for recorder in list(_recorders):
-        recorder.tell(**more)
+        recorder.update_header(**fields)
 
 
-def _forget_all() -> None:
+def _drop_rings() -> None:
     for recorder in _recorders:
-        recorder.forget()
+        recorder.drop_ring()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_drop_rings)
 
 
-def difference_ns(plain: Callable[[], Any], recorded: Callable[[], Any], turns: int = 11) -> float:
+def measure_difference_ns(
+    plain: Callable[[], Any], recorded: Callable[[], Any], turns: int = 11
+) -> float:
     """By how much ``recorded`` takes longer than ``plain``: both in turns, median of pairs, with
     caches as cold as a training step leaves them."""
     pairs, other, zeros = [], bytearray(_CACHE_BYTES), bytes(_CACHE_BYTES)
@@ -246,7 +248,7 @@ def _process_start() -> int:
     return now() - int(age * 1e9)
 
 
-def about(rank: int, size: int, started: int) -> dict[str, Any]:
+def describe_rank(rank: int, size: int, started: int) -> dict[str, Any]:
     """What a record says of itself."""
     return {
         "rank": rank,
@@ -254,7 +256,7 @@ def about(rank: int, size: int, started: int) -> dict[str, Any]:
         "run": os.environ.get("PACELINE_RUN", ""),
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         "host": socket.gethostname(),
-        "clock": clock(),
+        "clock": clock_id(),
         "pid": os.getpid(),
         **_versions(),
         **_binding(),
@@ -286,7 +288,7 @@ def _binding() -> dict[str, Any]:
     return found
 
 
-def clock() -> str:
+def clock_id() -> str:
     """Which clock ``now()`` reads: the same text for all processes whose times compare."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .recorder import now
-from .stack_sampler import LIBRARIES
+from .stack_sampler import LIBRARY_PREFIXES
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = mmap.PAGESIZE
@@ -19,7 +19,7 @@ PAGE = mmap.PAGESIZE
 OWN = ("paceline", "QueueFeederThread")
 
 
-def look() -> dict[str, float]:
+def read_usage() -> dict[str, float]:
     """Sums up to now, of the calling thread (which trains), its process and its host.
 
     seconds: the clock; thread, delayed: of the calling thread, on a core and waiting for one;
@@ -37,19 +37,19 @@ def look() -> dict[str, float]:
         "crowded": _crowded() - delayed,
         "process": used.ru_utime + used.ru_stime,
         "system": used.ru_stime,
-        "children": sum(map(sum, map(processor, children()))),
+        "children": sum(map(sum, map(cpu_seconds, child_pids()))),
         "faults": float(used.ru_minflt),
         "host": _host(),
         "squeezed": _squeezed(),
     }
 
 
-def between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def usage_between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """What was used from one look to another."""
     return {name: after[name] - before[name] for name in before}
 
 
-def children() -> list[str]:
+def child_pids() -> list[str]:
     """Processes that this one has started: a loader's workers."""
     try:
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -57,7 +57,7 @@ def children() -> list[str]:
         return []
 
 
-def processor(pid: str) -> tuple[float, float]:
+def cpu_seconds(pid: str) -> tuple[float, float]:
     """Seconds that a process computed, outside of the kernel and inside of it."""
     try:
         after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -66,7 +66,7 @@ def processor(pid: str) -> tuple[float, float]:
         return 0.0, 0.0
 
 
-def read_bytes(pid: str) -> tuple[int, int]:
+def bytes_read(pid: str) -> tuple[int, int]:
     """That a process asked the system for (from files, pipes and sockets), and those of them that
     had to come from storage, as they were not in memory."""
     try:
@@ -116,7 +116,7 @@ def _squeezed() -> float:
         return 0.0
 
 
-class Others:
+class OtherThreads:
     """Python threads of the script beside the one that trains: they hold the interpreter's lock
     while they compute."""
 
@@ -135,7 +135,7 @@ class Others:
         most = max(spent, key=spent.__getitem__)
         found: dict[str, Any] = {"seconds": sum(spent.values()), "name": most.name[:40]}
         frame = sys._current_frames().get(most.ident or 0)
-        while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
             frame = frame.f_back
         if frame is not None:
             found |= {"file": frame.f_code.co_filename[-120:], "line": frame.f_lineno}
@@ -150,7 +150,7 @@ class Others:
         }
 
 
-class Opens:
+class FileOpenCounter:
     """Files opened by Python, in this process and those that it forks: one number in memory that
     they share. An opening may be missed where two processes count at once."""
 
@@ -170,7 +170,7 @@ def _no_data(path: str | bytes) -> bool:
     return os.fsdecode(path).startswith(("/proc/", "/dev/", "/sys/"))
 
 
-def open_seconds(times: int = 200) -> float:
+def measure_open_s(times: int = 200) -> float:
     """What it takes here to open and read a small file that is in memory already."""
     path = os.path.realpath(__file__)
     start = now()
@@ -180,7 +180,7 @@ def open_seconds(times: int = 200) -> float:
     return (now() - start) / 1e9 / times
 
 
-def fault_seconds(size: int = 8 << 20) -> float:
+def measure_page_fault_s(size: int = 8 << 20) -> float:
     """What the first touch of a page takes here, all of it: fault, zeroing, page table."""
     room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

@@ -30,8 +30,8 @@ COST_OFFSET = 36
 EVENT = struct.Struct("<qqqIIHBBi")
 # What the rank has begun last, at the header's end: since when (ns), sequence number, step, group,
 # state, op.
-BEGUN = struct.Struct("<qIIHBB")
-BEGUN_OFFSET = HEADER_BYTES - 64
+LAST_BEGUN = struct.Struct("<qIIHBB")
+LAST_BEGUN_OFFSET = HEADER_BYTES - 64
 DEFAULT_CAPACITY = 1 << 16
 
 
@@ -57,7 +57,7 @@ class Ring:
     def describe(self, meta: dict[str, Any]) -> None:
         """Write the header with ``meta`` as its JSON; the counters stay."""
         text = json.dumps(meta).encode()
-        if HEADER.size + len(text) > BEGUN_OFFSET:
+        if HEADER.size + len(text) > LAST_BEGUN_OFFSET:
             raise ValueError(f"the record's description takes {len(text)} bytes, over its header's")
         HEADER.pack_into(
             *(self._map, 0, MAGIC, VERSION, HEADER_BYTES, EVENT.size, self.capacity),
@@ -103,15 +103,15 @@ class Ring:
 
         return event
 
-    def beginner(self, of: Any) -> Callable[..., None]:
+    def begin_writer(self, of: Any) -> Callable[..., None]:
         """For a recorder: says what the rank begins, over what it began before. Whether that has
         ended is in the events."""
-        pack, memory = BEGUN.pack_into, self._map
+        pack, memory = LAST_BEGUN.pack_into, self._map
 
-        def begins(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
-            pack(memory, BEGUN_OFFSET, since, seq & 0xFFFFFFFF, of.step, group, state, op)
+        def begin(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
+            pack(memory, LAST_BEGUN_OFFSET, since, seq & 0xFFFFFFFF, of.step, group, state, op)
 
-        return begins
+        return begin
 
     @property
     def written(self) -> int:
@@ -131,7 +131,7 @@ class Ring:
         """Forget all events."""
         self._next = count()
         COUNTER.pack_into(self._map, WRITTEN_OFFSET, 0)
-        BEGUN.pack_into(self._map, BEGUN_OFFSET, 0, 0, 0, 0, 0, 0)
+        LAST_BEGUN.pack_into(self._map, LAST_BEGUN_OFFSET, 0, 0, 0, 0, 0, 0)
 
     def snapshot(self) -> bytes:
         """The file's bytes, without the slots that were never used."""

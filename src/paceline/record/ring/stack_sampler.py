@@ -23,12 +23,12 @@ from ...security.files import open_regular
 from .recorder import Recorder, now
 from .states import State
 
-SECONDS = 0.15
-LATE = 0.5  # s too late: longer than a busy host lets one wait
+SAMPLE_INTERVAL_S = 0.15
+MIN_STALL_S = 0.5  # s too late: longer than a busy host lets one wait
 _IDLE = 0.2  # of the time that it was late: who computes takes more
 _BEFORE = 0.3  # ... of it more at most, for what all threads used before they stood still
 _PACKAGE = str(Path(__file__).resolve().parents[2])
-LIBRARIES = (
+LIBRARY_PREFIXES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
     *(_PACKAGE, "<"),
 )
@@ -37,7 +37,7 @@ LIBRARIES = (
 _SITES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 
 
-class Sampler:
+class StackSampler:
     """Samples the main thread's stack from a thread of its own."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -52,8 +52,8 @@ class Sampler:
         self._end.set()
 
     def _run(self) -> None:
-        gap = Gap()
-        while not self._end.wait(SECONDS):
+        gap = StallDetector()
+        while not self._end.wait(SAMPLE_INTERVAL_S):
             at, began = now(), time.thread_time_ns()  # without the wait for the interpreter's lock
             frame = sys._current_frames().get(self._main or 0)
             if frame is not None and self.recorder.path is not None:
@@ -72,7 +72,7 @@ class Sampler:
         iterates = False
         at: FrameType | None = frame
         while at is not None:
-            if not at.f_code.co_filename.startswith(LIBRARIES):
+            if not at.f_code.co_filename.startswith(LIBRARY_PREFIXES):
                 own = own or at
                 code = linecache.getline(at.f_code.co_filename, at.f_lineno).strip()
                 iterates |= code.startswith(("for ", "async for ")) or "next(" in code
@@ -108,7 +108,7 @@ class Sampler:
             pass  # the job's folder has gone: so will this process
 
 
-class Gap:
+class StallDetector:
     """The time from one look to the next, which is ``SECONDS`` where the sampler can run."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Gap:
         self.begins()
 
     def begins(self) -> None:
-        self._due = now() + int(SECONDS * 1e9)
+        self._due = now() + int(SAMPLE_INTERVAL_S * 1e9)
 
     def stood_still(self, at: int) -> int:
         """Since when (ns) nothing of the process ran, if the gap that is over ``at`` was too long
@@ -124,7 +124,7 @@ class Gap:
         used, before = time.process_time_ns(), self._used
         self._used = used
         late, took = at - self._due, used - before
-        if late < LATE * 1e9:
+        if late < MIN_STALL_S * 1e9:
             self._usual = took
             return 0
         return self._due if took < _IDLE * late + min(self._usual, _BEFORE * late) else 0

@@ -40,8 +40,11 @@ class Op(IntEnum):
     RECV = 11
 
 
-NOTES = (State.SAMPLE, State.STILL)  # the sampler's, about a rank that may stand still in a call
-POINT_TO_POINT = (Op.SEND, Op.RECV)
-BLOCKING = (State.BLOCKED, State.CALL)
-USEFUL = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)
-ROOTED = (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)
+SAMPLER_STATES = (
+    State.SAMPLE,
+    State.STILL,
+)  # the sampler's, about a rank that may stand still in a call
+POINT_TO_POINT_OPS = (Op.SEND, Op.RECV)
+BLOCKING_STATES = (State.BLOCKED, State.CALL)
+USEFUL_STATES = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)
+ROOTED_OPS = (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...security.files import InvalidFileError, open_regular
-from .header_schema import About, parse
+from .header_schema import RecordHeader, parse_header
 from .ring import (
-    BEGUN,
-    BEGUN_OFFSET,
     COUNTER,
     EVENT,
     HEADER,
     HEADER_BYTES,
+    LAST_BEGUN,
+    LAST_BEGUN_OFFSET,
     MAGIC,
     VERSION,
     WRITTEN_OFFSET,
 )
-from .states import NOTES, State
+from .states import SAMPLER_STATES, State
 
 MAX_CAPACITY = 1 << 20  # events of a ring, 16 times what a rank writes
 MAX_RECORD_BYTES = HEADER_BYTES + MAX_CAPACITY * EVENT.size
@@ -46,7 +46,7 @@ class Tail:
     stack: str = ""
 
 
-def tail(path: Path, most: int) -> bytes:
+def read_tail(path: Path, most: int) -> bytes:
     """Return the last ``most`` events of a ring's file as a record.
 
     Raises InvalidFileError where the file is no record, or not yet; OSError where it has gone.
@@ -87,7 +87,7 @@ def _places(first: int, last: int, capacity: int) -> list[tuple[int, int]]:
     return [(start, stop)] if start < stop else [(start, capacity), (0, stop)]
 
 
-def tails(folder: Path, most: int, attempt: int | None = None) -> list[Tail]:
+def read_tails(folder: Path, most: int, attempt: int | None = None) -> list[Tail]:
     """The tails of all rings in a running job's folder; only of this attempt, where one is
     named."""
     found = list(_tails(folder, most, attempt))
@@ -99,41 +99,41 @@ def tails(folder: Path, most: int, attempt: int | None = None) -> list[Tail]:
 def _tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
     for path in sorted(folder.glob("*.ring")):
         try:
-            data = tail(path, most)
-            about = meta(data)
+            data = read_tail(path, most)
+            about = read_header(data)
         except (OSError, InvalidFileError):
             continue  # just made, or just removed
         if attempt is None or about.get("attempt", 0) == attempt:
-            state = process(about["pid"]) if "pid" in about else ""
+            state = process_state(about["pid"]) if "pid" in about else ""
             yield Tail(path.name, time.monotonic_ns(), state, data)
 
 
 _NOTE = 64  # events that are looked at for one of note
 
 
-def last_of_note(path: Path) -> tuple[bytes, int, int]:
+def read_progress(path: Path) -> tuple[bytes, int, int]:
     """What a rank has begun last, as it is written; when its newest event ended that is no note
     of the sampler (0: none of the last ones); and its steps so far.
 
     Raises ValueError where the file is no record, or not yet; OSError where it has gone.
     """
-    record = tail(path, _NOTE)
+    record = read_tail(path, _NOTE)
     events = [EVENT.unpack_from(record, at) for at in range(HEADER_BYTES, len(record), EVENT.size)]
-    told = [event for event in events if event[6] not in NOTES]
-    begun = record[BEGUN_OFFSET : BEGUN_OFFSET + BEGUN.size]
+    told = [event for event in events if event[6] not in SAMPLER_STATES]
+    begun = record[LAST_BEGUN_OFFSET : LAST_BEGUN_OFFSET + LAST_BEGUN.size]
     steps = [event[4] + (event[6] == State.STEP) for event in events]
     return begun, max((event[1] for event in told), default=0), max(steps, default=0)
 
 
-def meta(data: bytes, name: str = "the record") -> About:
+def read_header(data: bytes, name: str = "the record") -> RecordHeader:
     """Return the checked header of a record. Raises InvalidFileError."""
     if len(data) < HEADER.size:
         raise InvalidFileError(name, "is cut off")
     length = HEADER.unpack_from(data)[-1]
-    return parse(data[HEADER.size : HEADER.size + length], name)
+    return parse_header(data[HEADER.size : HEADER.size + length], name)
 
 
-def process(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The letter of a process's state; "" where it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
-from ...record.ring.launcher_messages import say
+from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
 from ..numbers import counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
@@ -57,7 +57,7 @@ TREE = (
 
 def show(report: Report) -> None:
     """Tell the user, through the launcher where there is one."""
-    say(drawn(report))
+    notify(drawn(report))
 
 
 def drawn(report: Report) -> str:

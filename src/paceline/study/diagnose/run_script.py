@@ -15,7 +15,7 @@ from typing import Any
 
 from ...analyze.records.load_run import Run, load
 from ...knobs.settings import Setting, write
-from ...record.experiments.rung import VARIABLE, Rung
+from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ...record.ring.states import State
 from ...security.files import open_regular
 from ...security.text import printable
@@ -104,7 +104,7 @@ class Runner:
         record = self.folder / f"{self.runs}"
         rung = replace(rung, scratch=str(self.folder / f"scratch-{self.runs}"))
         words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
-        words += [*self.threads, "--env", f"{VARIABLE}={rung.variable()}"]
+        words += [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.variable()}"]
         words += ["--count-flops"] * count
         if settings := {**self.asked.settings, **(settings or {})}:
             words += ["--settings", str(self._written(settings))]

@@ -19,7 +19,7 @@ from ...data.packing.pieces import Claims, Pieces
 from ...data.packing.unfinished import SPOOL, full_told
 from ...data.sources.open_source import find
 from ...data.sources.source import ShardSource, Source
-from ...record.ring.launcher_messages import say, to_launcher
+from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...report.terminal.packed_dataset import progress
 from ...security.files import InvalidFileError, open_regular, read_regular
 from . import FAILED, Task
@@ -124,11 +124,11 @@ class Beat(threading.Thread):
                 break
             time.sleep(self.every / BEAT * LAST)
         if self.shown and self.moving:
-            say("\r\x1b[2K")
+            notify("\r\x1b[2K")
 
     def _beat(self) -> None:
         if (self.run_folder / FAILED).exists() or not self.run_folder.exists():
-            to_launcher(finished=0)
+            send_to_launcher(finished=0)
             os._exit(0)
         self._write(self.pieces.samples, self.pieces.bytes)
         if self.who.rank == 0:
@@ -164,7 +164,7 @@ class Beat(threading.Thread):
         rate = samples / (now - self.began)
         done = self.task.done + samples
         line = f"paceline: {progress('packed', done, self.task.cut.samples, size, rate)}"
-        say(f"\r\x1b[2K{line}\r" if self.moving else f"{line}\n")
+        notify(f"\r\x1b[2K{line}\r" if self.moving else f"{line}\n")
 
 
 if __name__ == "__main__":

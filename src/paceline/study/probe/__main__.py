@@ -8,7 +8,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ...record.ring.launcher_messages import to_launcher
+from ...record.ring.launcher_messages import send_to_launcher
 from .participants import Dropped
 from .run_check import USUAL, check
 
@@ -31,7 +31,7 @@ def main() -> int:
     if found is None:
         return 0
     text = json.dumps(found)
-    if not to_launcher(summary=text):
+    if not send_to_launcher(summary=text):
         print(text)
     return SOME_SILENT if found["unreachable"] else 0
 

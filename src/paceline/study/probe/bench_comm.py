@@ -21,7 +21,7 @@ from ...comm.tune.algorithms import has_sockets
 from ...cost.machine.dataclass_tree import tree
 from ...cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ...record.hooks.collectives import RecordedGroup
-from ...record.ring.launcher_messages import to_launcher
+from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import Recorder
 from ...world.process_group import join, leave
 from .measure.collectives import LATENCY, LEAST, MOST, Members, backend_of, prepared
@@ -44,7 +44,7 @@ def main() -> None:
     join(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
     found = _measured(_backends(), given.operation, given.sizes)
     leave()
-    if who.rank == 0 and not to_launcher(summary=json.dumps(found)):
+    if who.rank == 0 and not send_to_launcher(summary=json.dumps(found)):
         print(json.dumps(found))
 
 

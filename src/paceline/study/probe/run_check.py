@@ -17,7 +17,7 @@ from ...cluster.rank_identity import Place, place
 from ...cluster.topology.local_resources import cores
 from ...cluster.topology.topology import topology
 from ...cost.machine.dataclass_tree import tree
-from ...record.ring.launcher_messages import say
+from ...record.ring.launcher_messages import notify
 from ...record.ring.recorder import Recorder
 from ...world.process_group import join
 from .groups import Groups
@@ -142,7 +142,7 @@ class Measures:
 
     def _say(self, what: str) -> None:
         if self.crew.rank == 0:
-            say(f"paceline check: {what} ...\n")
+            notify(f"paceline check: {what} ...\n")
 
 
 @contextlib.contextmanager
