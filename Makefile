@@ -89,36 +89,36 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/start_time.py
-	$(BIN)/python benchmarks/strangers.py
-	$(BIN)/python benchmarks/step_time.py
-	$(BIN)/python benchmarks/recording_cost.py
-	$(BIN)/python benchmarks/report_size.py
-	$(BIN)/python benchmarks/top_cost.py
-	$(BIN)/python benchmarks/page_size.py
-	$(BIN)/python benchmarks/binding.py
-	$(BIN)/python benchmarks/exchange.py
-	$(BIN)/python benchmarks/sockets.py
-	$(BIN)/python benchmarks/exchange_hosts.py
-	$(BIN)/python benchmarks/tuning.py
-	$(BIN)/python benchmarks/unused.py
-	$(BIN)/python benchmarks/compression.py
-	$(BIN)/python benchmarks/loaders.py
-	$(BIN)/python benchmarks/loader_storage.py
-	$(BIN)/python benchmarks/packing.py
-	$(BIN)/python benchmarks/packing_ranks.py
-	$(BIN)/python benchmarks/staging.py
-	$(BIN)/python benchmarks/patches.py
-	$(BIN)/python benchmarks/fault_times.py
-	$(BIN)/python benchmarks/host_fault_times.py
+	$(BIN)/python benchmarks/launch/start_time.py
+	$(BIN)/python benchmarks/launch/strangers.py
+	$(BIN)/python benchmarks/launch/step_time.py
+	$(BIN)/python benchmarks/recording/recording_cost.py
+	$(BIN)/python benchmarks/recording/report_size.py
+	$(BIN)/python benchmarks/recording/top_cost.py
+	$(BIN)/python benchmarks/recording/page_size.py
+	$(BIN)/python benchmarks/launch/binding.py
+	$(BIN)/python benchmarks/exchange/exchange.py
+	$(BIN)/python benchmarks/exchange/sockets.py
+	$(BIN)/python benchmarks/exchange/exchange_hosts.py
+	$(BIN)/python benchmarks/exchange/tuning.py
+	$(BIN)/python benchmarks/exchange/unused.py
+	$(BIN)/python benchmarks/exchange/compression.py
+	$(BIN)/python benchmarks/data/loaders.py
+	$(BIN)/python benchmarks/data/loader_storage.py
+	$(BIN)/python benchmarks/data/packing.py
+	$(BIN)/python benchmarks/data/packing_ranks.py
+	$(BIN)/python benchmarks/data/staging.py
+	$(BIN)/python benchmarks/data/patches.py
+	$(BIN)/python benchmarks/launch/fault_times.py
+	$(BIN)/python benchmarks/launch/host_fault_times.py
 
 # The part of plotly.js that the report page carries; npm is needed for nothing else.
 plotly-bundle:
 	cd tools/plotly_bundle && npm ci --no-audit --no-fund && npm run build
 
 picture: $(VENV)/installed
-	$(BIN)/python docs/picture.py
-	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/pictures/demo.py
+	$(BIN)/python docs/pictures/pages.py
 
 clean:
 	rm -rf $(VENV) $(TF_VENV) run

@@ -16,7 +16,8 @@ KEYS = {"benchmark", "date", "machine", "settings", "measurements", "medians", "
 
 
 def started(name, *options):
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--repeats", "1", *options]
+    (script,) = BENCHMARKS.glob(f"*/{name}.py")
+    command = [sys.executable, str(script), "--repeats", "1", *options]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -23,7 +23,7 @@ def report(
         typer.Option(help="Only these steps, as 100:200 (100 to 199).", show_default=False),
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="The figures as JSON instead (docs/measures.md).")
+        bool, typer.Option("--json", help="Print the figures as JSON (docs/reference/measures.md).")
     ] = False,
     html: Annotated[
         Path | None,

@@ -57,7 +57,7 @@ def efficiencies(
 
 
 def check(e: Efficiencies) -> None:
-    """Assert the identities of docs/measures.md."""
+    """Assert the identities of docs/reference/measures.md."""
     product = e.parallel
     for name in LOSSES:
         product *= getattr(e, name)

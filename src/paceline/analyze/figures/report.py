@@ -1,4 +1,6 @@
-"""A run's record made into figures: one Report from all ranks' records. See docs/measures.md."""
+"""Compute the figures of a run: one Report from all ranks' records.
+
+See docs/reference/measures.md."""
 
 import json
 from dataclasses import asdict, dataclass, field

@@ -1,5 +1,5 @@
 """What a step computes, as one sampled step was counted (``--count-flops``), and where that stands
-on the roofline of a machine file. See docs/measures.md."""
+on the roofline of a machine file. See docs/reference/measures.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Reading a record: the layout is in docs/record-format.md, its writer is record.ring."""
+"""Reading a record: the layout is in docs/reference/record-format.md, its writer is record.ring."""
 
 import mmap
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Every instant of a rank's window in exactly one state, as docs/measures.md defines them.
+"""Assign every instant of a rank's window to exactly one state of docs/reference/measures.md.
 
 Events overlap (a blocked wait lies inside a backward, input inside a validation). Of all events
 that cover an instant the one that comes first in ``ORDER`` counts. A rank's window becomes a line

@@ -1,6 +1,6 @@
 """The machine file: what ``paceline check`` measured of a machine, each figure with its spread.
 
-TOML, versioned; docs/machine-file.md has every key, its unit and what measures it."""
+TOML, versioned; docs/reference/machine-file.md has every key, its unit and what measures it."""
 
 import re
 import statistics
@@ -300,7 +300,7 @@ def load(path: str | Path) -> Machine:
     try:
         machine: Machine = build(Machine, data, "", unknown)
     except ValueError as error:
-        hint = "HINT: docs/machine-file.md has every key; paceline check writes a new file"
+        hint = "HINT: docs/reference/machine-file.md lists all keys; paceline check writes a file"
         raise InvalidFileError(path, f"{error}. {hint}") from None
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""

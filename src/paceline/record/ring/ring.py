@@ -1,7 +1,7 @@
 """A memory-mapped file a rank: a header, then fixed-size events in a ring.
 
 Writing an event is one ``struct.pack_into`` on mapped memory: no system call, and what was
-written is still there after ``kill -9``. The layout is described in docs/record-format.md;
+written is still there after ``kill -9``. docs/reference/record-format.md describes the layout;
 ``analyze.records.read_record`` is its reader.
 """
 

@@ -1,4 +1,4 @@
-"""The numbers that stand in an event: states and collectives. See docs/record-format.md."""
+"""Numbers of states and collectives in an event. See docs/reference/record-format.md."""
 
 from enum import IntEnum
 

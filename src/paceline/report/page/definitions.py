@@ -1,4 +1,6 @@
-"""What each figure means, in a sentence or two: docs/measures.md for those who hover over it."""
+"""Definition of each figure in a sentence or two, shown as a tooltip.
+
+The full definitions are in docs/reference/measures.md."""
 
 DEFINITIONS = {
     # states

@@ -118,8 +118,8 @@ def _once(call: Callable[[], Any]) -> float:
 
 
 def prepared(members: Members, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
-    """A call, and the bytes of its vector as docs/measures.md has them: for all-gather that of all
-    parts together. A few more than ``size`` where it does not divide."""
+    """A call, and the bytes of its vector (defined in docs/reference/measures.md): for all-gather
+    that of all parts together. A few more than ``size`` where it does not divide."""
     group, item = members.group, torch.float32.itemsize
     each = max(1, size // item // members.size)
     count = max(1, size // item) if operation == "all-reduce" else each * members.size

@@ -1,0 +1,158 @@
+"""Claim: `paceline stage` takes at most 1.2 times as long as `cp` of the same shards, and less than
+`cp -r` of the same samples as files; from a cold and a warm cache, to a disk and to memory.
+
+One packed set, made up by seed. Stage compares each shard with its checksum, which cp does not; the
+time ends for neither with what the disk has written by then, but with the command. All from Python
+of this process: cp is a program of its own, as it always is.
+
+Cold: the kernel is asked to drop the files' pages before each, which it does where nobody else has
+them; what the storage itself remembers is not touched.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import console, finish, machine, options, ratio, rounds, run, spread, target
+from rich.table import Table
+
+MOST = 1.2
+STAGE, CP, FILES = "paceline stage", "cp, the shards", "cp -r, a file a sample"
+WAYS = (STAGE, CP, FILES)
+
+
+def main() -> None:
+    parser = options("staging", __doc__ or "", repeats=7)
+    parser.add_argument("--megabytes", type=int, default=1500)
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--folder", type=Path, help="where the set is; default: here")
+    parser.add_argument(
+        "--to", type=Path, nargs="+", help="default: the folder where the set is, and /dev/shm"
+    )
+    args = parser.parse_args()
+    facts = machine()
+    where = args.folder or Path.cwd()
+    to = args.to or [where, Path("/dev/shm")]
+    with tempfile.TemporaryDirectory(dir=where) as name:
+        folder = Path(name)
+        console.print("a set is packed", highlight=False)
+        made(folder, args.megabytes * 1_000_000 // args.samples, args.samples)
+        found = measured(folder, to, args.repeats)
+    args.folder, args.to = str(args.folder or ""), [str(one) for one in to]
+    report(args, facts, found)
+
+
+def made(folder: Path, each: int, samples: int) -> None:
+    """The set, and its samples as files, a thousand to a folder."""
+    from paceline.data import pack
+
+    draw = np.random.default_rng(0)
+    for i in range(samples):
+        path = folder / "files" / f"{i // 1000:03}" / f"{i:06}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(draw.bytes(each))
+    pack(folder / "files", folder / "packed", statistics=0)
+
+
+def measured(folder: Path, to: list[Path], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds, by destination and cache, and by way."""
+    cases = [(place, state) for place in to for state in ("cold", "warm")]
+    found: dict[str, dict[str, list[float]]] = {
+        told(place, state): {way: [] for way in WAYS} for place, state in cases
+    }
+    for number in range(repeats):
+        console.print(f"round {number + 1} of {repeats}", highlight=False)
+        for place, state in cases:
+            for way in rounds(list(WAYS), repeats)[number]:
+                took = once(way, folder, place, state == "cold")
+                found[told(place, state)][way].append(took)
+    return found
+
+
+def told(place: Path, state: str) -> str:
+    return f"to {place}, {state} cache"
+
+
+def once(way: str, folder: Path, place: Path, cold: bool) -> float:
+    from paceline.data.staging.stage import stage
+
+    source = folder / ("files" if way == FILES else "packed")
+    (forgotten if cold else remembered)(source)
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        os.sync()  # what an earlier one has left to write
+        began = time.perf_counter()
+        if way == STAGE:
+            stage(source, name)
+        else:
+            subprocess.run(["cp", "-r", str(source), name], check=True)
+        took = time.perf_counter() - began
+        same(way, source, Path(name))
+        shutil.rmtree(name)
+        Path(name).mkdir()
+    return took
+
+
+def same(way: str, source: Path, to: Path) -> None:
+    """Of what was copied all bytes are there."""
+    sizes = [
+        sum(p.stat().st_size for p in below.rglob("[!.]*") if p.is_file()) for below in (to, source)
+    ]
+    if len(set(sizes)) != 1:
+        raise SystemExit(f"{way} has copied {sizes[0]:,} bytes of {sizes[1]:,}")
+
+
+def forgotten(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def remembered(folder: Path) -> None:
+    piece = bytearray(4 << 20)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(piece):
+                    pass
+
+
+def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
+    medians: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
+    targets = []
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "s", "", "MB/s", "of cp"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for case, ways in found.items():
+        medians[case] = {way: spread(each) for way, each in ways.items()}
+        ratios[case] = {way: ratio(each, ways[CP]) for way, each in ways.items()}
+        part = ratio(ways[STAGE], ways[FILES])
+        ratios[case]["stage, of cp -r"] = part
+        targets.append(target(f"{case}: at most {MOST} times cp", MOST, ratios[case][STAGE]))
+        targets.append(target(f"{case}: less than cp -r of files", 1.0, part))
+        table.add_row(f"[bold]{case}[/]")
+        for way, one in medians[case].items():
+            table.add_row(
+                f"  {way}",
+                f"{one['median']:.2f}",
+                f"{one['q1']:.2f} to {one['q3']:.2f}",
+                f"{args.megabytes / one['median']:,.0f}",
+                f"{ratios[case][way]['median']:.2f}",
+            )
+    console.print(table)
+    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
+    finish("staging", args, facts, **result)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,158 @@
+"""Claim: over four hosts that stage from a shared server each byte crosses its link once, and the
+time falls accordingly against every host reading all.
+
+The hosts are Linux namespaces of this machine (tests/bed). host0 is the server: the others mount
+its folder with sshfs, anew for each measurement, so that nothing of it is in their memory, and its
+link is narrowed with tc. "paceline stage" is one command for all hosts, "each alone" one on every
+host at the same time, as is "cp". Time is that of the slowest host's staging; the ranks' start is
+beside it, under "command".
+
+    python benchmarks/data/staging_hosts.py      as root, after make test-packages and with sshfs
+"""
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import BENCHMARKS, BIN, console, finish, machine, options, ratio, rounds, run, spread
+from common import target as judged
+from rich.table import Table
+
+sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
+sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
+from bed import Hosts, missing
+
+TOGETHER, ALONE, CP = "paceline stage", "paceline stage, each alone", "cp, each alone"
+WAYS = (TOGETHER, ALONE, CP)
+SET, NEAR = "/tmp/server", "/tmp/near"
+SFTP = "/usr/lib/openssh/sftp-server"
+ONCE, FALLS = 1.1, 1.3  # of the set's bytes; of the number of hosts
+
+
+def main() -> None:
+    parser = options("staging_hosts", __doc__ or "", repeats=5)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--mbit", type=int, default=400, help="of the server's link")
+    args = parser.parse_args()
+    needed = [*missing(), *([] if shutil.which("sshfs") else ["sshfs"])]
+    if needed:
+        sys.exit(f"this needs {', '.join(needed)}. HINT: apt-get install, and run as root")
+    facts = machine()
+    with contextlib.closing(Hosts(args.hosts)) as hosts:
+        folder = hosts.new_folder() / "set"
+        size = made(folder, args.megabytes)
+        shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", f"{args.mbit}mbit"]
+        hosts.run("host0", *shape, "burst", "100kb", "latency", "50ms")
+        found = {way: [] for way in WAYS}
+        for turn, order in enumerate(rounds(list(WAYS), args.repeats)):
+            for way in order:
+                found[way].append(measured(hosts, folder, way, size))
+            console.print(f"round {turn + 1} of {args.repeats}", highlight=False)
+    report(args, facts, found, size)
+
+
+def made(folder: Path, megabytes: int) -> int:
+    from paceline.data import pack
+
+    x = np.random.default_rng(0).integers(0, 256, (megabytes, 1_000_000), dtype=np.uint8)
+    pack((x, np.arange(megabytes)), folder, shard_bytes=8_000_000)
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def measured(hosts: Any, folder: Path, way: str, size: int) -> dict[str, float]:
+    """Seconds; and bytes that left the server, by those of the set."""
+    names = hosts.names[1:]
+    for name in names:
+        hosts.run(name, "mkdir", "-p", SET, NEAR)
+        options = f"ro,max_conns=2,sftp_server={SFTP}"
+        hosts.run(name, "sshfs", "-o", options, f"host0:{folder}", SET)
+    try:
+        before, start = sent(hosts), time.perf_counter()
+        seconds = WHAT[way](hosts, names)
+        command, after = time.perf_counter() - start, sent(hosts)
+        whole = [
+            hosts.run(name, "sh", "-c", f"ls {NEAR}/*/*/* {NEAR}/*/* | wc -l") for name in names
+        ]
+        assert all(int(one.stdout) > 2 for one in whole)
+    finally:
+        for name in names:
+            hosts.run(name, "fusermount3", "-u", SET, check=False)
+            hosts.run(name, "rm", "-rf", NEAR)
+    return {"seconds": seconds, "command": command, "crossed": (after - before) / size}
+
+
+def together(hosts: Any, names: list[str]) -> float:
+    words = [BIN / "paceline", "stage", SET, NEAR, "-H", ",".join(names), "--json"]
+    told = json.loads(hosts.run(names[0], *words, timeout=600).stdout)
+    assert all(one["here"] == one["shards"] for one in told["hosts"]), told
+    return max(one["seconds"] for one in told["hosts"])
+
+
+def alone(hosts: Any, names: list[str]) -> float:
+    words = [BIN / "paceline", "stage", SET, NEAR, "--json"]
+    running = [hosts.start(name, *words) for name in names]
+    return max(json.loads(one.communicate(timeout=600)[0])["seconds"] for one in running)
+
+
+def copied(hosts: Any, names: list[str]) -> float:
+    start = time.perf_counter()
+    running = [hosts.start(name, "cp", "-r", SET, f"{NEAR}/a") for name in names]
+    assert [one.wait(600) for one in running] == [0] * len(names)
+    return time.perf_counter() - start
+
+
+WHAT = {TOGETHER: together, ALONE: alone, CP: copied}
+
+
+def sent(hosts: Any) -> int:
+    told = json.loads(hosts.run("host0", "ip", "-s", "-j", "link", "show", "eth0").stdout)
+    return int(told[0]["stats64"]["tx"]["bytes"])
+
+
+def report(args: Any, facts: Any, found: dict[str, list[dict[str, float]]], size: int) -> None:
+    medians = {
+        way: {key: spread([one[key] for one in each]) for key in each[0]}
+        for way, each in found.items()
+    }
+    least = size * 8 / (args.mbit * 1e6)
+    table = Table(
+        title=f"{size / 1e6:.0f} MB on {args.hosts} hosts, {args.mbit} Mbit/s: {least:.1f} s"
+    )
+    for heading in ("", "s", "low", "high", "command, s", "crossed, of the set"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for way, told in medians.items():
+        s = told["seconds"]
+        cells = [f"{s['median']:.1f}", f"{s['low']:.1f}", f"{s['high']:.1f}"]
+        crossed, command = told["crossed"]["median"], told["command"]["median"]
+        table.add_row(way, *cells, f"{command:.1f}", f"{crossed:.2f}")
+    console.print(table)
+    crossed = [one["crossed"] for one in found[TOGETHER]]
+    took = {way: [one["seconds"] for one in each] for way, each in found.items()}
+    ratios = {
+        "crossed": ratio(crossed, [1.0] * len(crossed)),
+        **{f"{TOGETHER} / {way}": ratio(took[TOGETHER], took[way]) for way in (ALONE, CP)},
+        f"{TOGETHER} / the link": ratio(took[TOGETHER], [least] * len(crossed)),
+    }
+    claims = [
+        judged("each byte crosses the server's link once", ONCE, ratios["crossed"]),
+        judged(
+            "the time falls as the number of hosts", FALLS / args.hosts,
+            ratios[f"{TOGETHER} / {ALONE}"],
+        ),
+    ]  # fmt: skip
+    finish(
+        "staging_hosts", args, facts,
+        measurements=found, medians=medians, ratios=ratios, targets=claims,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(main)
