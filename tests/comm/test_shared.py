@@ -24,8 +24,8 @@ def test_every_collective_gives_what_it_should(tmp_path, count):
 
 WITHOUT_C = """
     from pathlib import Path
-    from paceline.comm.shared import native
-    native.LIBRARY = Path("/nowhere")
+    from paceline.comm.shared import c_kernel
+    c_kernel.LIBRARY = Path("/nowhere")
     """
 
 

@@ -10,14 +10,14 @@ import pytest
 
 FRAME = """
 import os, re, signal, sys, time, typer
-from paceline.cli import base, watched
-watched.HUNG_S, watched.LOOK_S = 1.0, 0.1
+from paceline.cli.common import base, guarded_process
+guarded_process.HUNG_S, guarded_process.LOOK_S = 1.0, 0.1
 def work():
     print("begun", os.getpid(), flush=True)
     {}
 try:
     with base.mistakes_told():
-        watched.watched(work, lambda what: f"x.h5: h5py {{what}}. HINT: copy it again")
+        guarded_process.watched(work, lambda what: f"x.h5: h5py {{what}}. HINT: copy it again")
 except typer.Exit as end:
     sys.exit(end.exit_code)
 """

@@ -277,10 +277,8 @@ def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path)
 
 
 def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
-    code = (
-        "import os; from paceline.launch import keep; f = keep.job_folder(); print(f, flush=True)"
-    )
-    code += "; input(); assert (f / 'lock').exists(); keep.clear(f)"
+    code = "from paceline.launch.records import job_folder as j; f = j.job_folder(); "
+    code += "print(f, flush=True); input(); assert (f / 'lock').exists(); j.clear(f)"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -143,7 +143,7 @@ def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(pl
     pack((x, y), place / "set", shard_bytes=2000)
     other = place / "other" / "set"
     pack((x + 500, y), other, shard_bytes=2000)
-    from paceline.data.staging.stage import stage as staging
+    from paceline.data.staging import stage as staging
 
     group = (place / "set").stat().st_gid
     (place / "near").mkdir()
@@ -199,7 +199,7 @@ def test_a_root_that_the_group_can_not_enter_is_said(place, closed):
 
 def test_a_staged_set_that_can_only_be_read_is_read(place, monkeypatch):
     users.need(users.missing())
-    from paceline.data.staging.stage import stage as staging
+    from paceline.data.staging import stage as staging
 
     x, y = sets.arrays(60, (50,))
     pack((x, y), place / "set", shard_bytes=2000)
@@ -214,7 +214,7 @@ def test_a_staged_set_that_can_only_be_read_is_read(place, monkeypatch):
 
 
 def test_a_shard_that_a_member_replaced_by_a_fifo_is_read_where_it_lies(place, monkeypatch):
-    from paceline.data.staging.stage import stage as staging
+    from paceline.data.staging import stage as staging
 
     x, y = sets.arrays(60, (50,))
     pack((x, y), place / "set", shard_bytes=2000)

@@ -16,9 +16,9 @@ import sets
 from needs import need
 
 from paceline.data import DataError, Loader, Shards, pack, shards
+from paceline.data.staging import stage as staging
 from paceline.data.staging.free_space import free, kind_of
 from paceline.data.staging.stage import VARIABLE, stage
-from paceline.data.staging.stage import stage as staging
 
 
 @pytest.fixture

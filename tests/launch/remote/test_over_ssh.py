@@ -129,12 +129,13 @@ def test_what_ssh_refuses_is_said_with_a_hint(hosts, shared_folder):
 def test_a_host_that_lacks_something_or_has_another_version_is_named(hosts, shared_folder):
     ranks.write(shared_folder, "")
     words = ["-H", "host1:1,host2:1", "script.py"]
-    init = Path(paceline.__file__)
-    (shared_folder / "other.py").write_text(init.read_text().replace('"0.', '"7.'))
+    package = Path(paceline.__file__).parent
+    version = package / "version.py"
+    (shared_folder / "other.py").write_text(version.read_text().replace('"0.', '"7.'))
     (shared_folder / "empty").mkdir()
     for hidden, stand_in, message in [
-        (init, "other.py", f"host2 has Paceline 7.1.0, the launcher has {paceline.__version__}"),
-        (init.parent, "empty", "host2: .* has no Paceline. HINT"),
+        (version, "other.py", f"host2 has Paceline 7.1.0, the launcher has {paceline.__version__}"),
+        (package, "empty", "host2: .* has no Paceline. HINT"),
         (Path(sys.prefix), "empty", "host2: there is no .*python.*. HINT"),
         (shared_folder, "empty", "host2: script.py does not exist. HINT"),
     ]:
