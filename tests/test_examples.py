@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 from paceline.data import Loader, Shards
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +73,7 @@ def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs
     assert done.returncode == 0, done.stderr
     assert figure(done.stdout) == reached("2 ranks", script, "--epochs", epochs)
     assert f"the record is in {record}" in done.stderr
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert (report.ranks, report.confidence, report.doubts) == ([0, 1], 1.0, [])
     assert report.efficiencies.useful > 0.2
     assert all(rank["validation"] > 0.001 for rank in report.states)

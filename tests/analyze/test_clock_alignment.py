@@ -10,9 +10,9 @@ import ranks as launcher
 from records import Rank, report_of
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.clock_alignment import align
-from paceline.analyze.records.load_run import load
-from paceline.analyze.records.match_collectives import match
+from paceline.analyze.records.clock_alignment import align_clocks
+from paceline.analyze.records.load_run import load_run
+from paceline.analyze.records.match_collectives import match_collectives
 from paceline.record.ring.states import Op, State
 
 
@@ -75,9 +75,9 @@ def test_offset_and_drift_are_found_and_waits_are_those_of_one_clock(tmp_path, c
 def test_the_aligned_events_obey_every_bound(tmp_path):
     made, _ = run_of(tmp_path, [(0, 0), (4e4, 30e-6)])
     records = [rank.record() for rank in made]
-    moved, clocks = align(records, match(records))
+    moved, clocks = align_clocks(records, match_collectives(records))
     starts, ends = (
-        np.stack([record.of(State.COLLECTIVE)[name] for record in moved])
+        np.stack([record.events_in(State.COLLECTIVE)[name] for record in moved])
         for name in ("start", "end")
     )
     assert (ends.min(axis=0) >= starts.max(axis=0) - clocks.residual_ns).all()
@@ -159,7 +159,7 @@ def test_a_real_offset_between_two_ranks_is_found(tmp_path):
     record = tmp_path / "record"
     elsewhere = ["unshare", "--time", "--monotonic", "5000", "--fork"]
     launcher.run_by_hand(script, record, prefixes=[[], elsewhere])
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert report.clocks_aligned
     assert report.clocks[1]["offset_ns"] == pytest.approx(-5000e9, abs=1e6)
     assert report.clock_residual_s < 1e-3

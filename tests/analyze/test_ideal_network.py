@@ -7,17 +7,18 @@ from records import MS, Rank, report_of
 
 from paceline.analyze.figures import ideal_network
 from paceline.analyze.figures.pop import busy
-from paceline.analyze.records.match_collectives import match
-from paceline.analyze.records.state_timeline import timeline, window
+from paceline.analyze.records.match_collectives import match_collectives
+from paceline.analyze.records.state_timeline import build_timeline, find_window
 from paceline.record.ring.states import Op, State
 
 
 def replayed(ranks):
     """T_id, the ranks' own times, the window; by arrays and number by number the same."""
     records = [rank.record() for rank in ranks]
-    matched, within = match(records), window(records)
+    matched, within = match_collectives(records), find_window(records)
     lines = [
-        timeline(r, at, within) for r, at in zip(records, matched.latest(len(records)), strict=True)
+        build_timeline(r, at, within)
+        for r, at in zip(records, matched.latest_arrivals(len(records)), strict=True)
     ]
     found = []
     for few in (0, 1 << 30):

@@ -6,7 +6,7 @@ import pytest
 from records import Rank
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 from paceline.record.ring.ring import HEADER_BYTES
 from paceline.record.ring.states import State
 
@@ -42,7 +42,7 @@ def test_any_damage_gives_a_report_or_a_refusal_by_name(tmp_path, seed):
     path.write_bytes(data)
     report, refusal = None, ""
     try:
-        report = analyse(load(tmp_path))
+        report = analyse(load_run(tmp_path))
     except ValueError as error:
         refusal = str(error)
     if report is None:
@@ -56,6 +56,6 @@ def test_damaged_events_are_counted_and_lower_the_confidence(tmp_path):
     data = bytearray(path.read_bytes())
     data[HEADER_BYTES + 5 * 40 + 34] = 200  # no such state
     path.write_bytes(data)
-    report = analyse(load(tmp_path))
+    report = analyse(load_run(tmp_path))
     assert "1 events of rank 1 are damaged: left out" in report.doubts
     assert report.confidence < 1

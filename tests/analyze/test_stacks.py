@@ -10,7 +10,11 @@ import time
 import pytest
 import ranks
 
-from paceline.analyze.records.stacks import FORBIDDEN, main_thread, own_line
+from paceline.analyze.records.stacks import (
+    STACK_NOT_PERMITTED,
+    innermost_user_frame,
+    main_thread_frames,
+)
 from paceline.launch.monitor import process_stack
 from paceline.record.ring.tail import process_state
 from paceline.report.terminal.hang import told
@@ -50,7 +54,7 @@ def test_a_stopped_process_is_read_as_it_would_tell_itself(tmp_path, forks):
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    own, read = main_thread((tmp_path / "own").read_text()), main_thread(text)
+    own, read = main_thread_frames((tmp_path / "own").read_text()), main_thread_frames(text)
     assert [(frame.file, frame.function) for frame in read] == [
         *[(str(script), "deep")] * 3,
         (str(script), "inner"),
@@ -59,7 +63,9 @@ def test_a_stopped_process_is_read_as_it_would_tell_itself(tmp_path, forks):
     assert read[1:] == own[1:]
     assert read[0].line == own[0].line + 2
     assert "threading.py" in text.split("deep")[0]
-    assert re.fullmatch(r"script\.py:\d+ in deep: os\.kill\(.*SIGSTOP\)", str(own_line(text)))
+    assert re.fullmatch(
+        r"script\.py:\d+ in deep: os\.kill\(.*SIGSTOP\)", str(innermost_user_frame(text))
+    )
 
 
 def test_the_main_thread_is_the_one_of_the_process_wherever_it_stands():
@@ -68,11 +74,11 @@ def test_the_main_thread_is_the_one_of_the_process_wherever_it_stands():
         return {"thread_id": 9, "os_thread_id": number, "thread_name": name, "frames": frames}
 
     threads = [thread(7, None, 1), thread(8, "other", 2)]
-    assert own_line(process_stack.as_faulthandler(threads, 7)).line == 1
-    assert own_line(process_stack.as_faulthandler(threads, 8)).line == 2
+    assert innermost_user_frame(process_stack.as_faulthandler(threads, 7)).line == 1
+    assert innermost_user_frame(process_stack.as_faulthandler(threads, 8)).line == 2
     named = [thread(1, "MainThread", 3), thread(2, None, 4)]  # of another namespace of pids
-    assert own_line(process_stack.as_faulthandler(named, 70)).line == 3
-    assert own_line(process_stack.as_faulthandler([], 70)) is None
+    assert innermost_user_frame(process_stack.as_faulthandler(named, 70)).line == 3
+    assert innermost_user_frame(process_stack.as_faulthandler([], 70)) is None
 
 
 def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
@@ -91,7 +97,7 @@ def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
 
 
 def test_without_py_spy_and_without_permission(monkeypatch):
-    lines = told(None, {0: FORBIDDEN, 1: ""}, set(), 3.0).splitlines()
+    lines = told(None, {0: STACK_NOT_PERMITTED, 1: ""}, set(), 3.0).splitlines()
     assert lines[-2] == "    rank 0: no record; its stack could not be read: not permitted"
     assert lines[-1] == "    rank 1: no record"
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)

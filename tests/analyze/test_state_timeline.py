@@ -7,23 +7,29 @@ import pytest
 from records import MS, Rank, report_of
 
 from paceline.analyze.figures.pop import LOSSES, busy, efficiencies
-from paceline.analyze.records.match_collectives import match
-from paceline.analyze.records.state_timeline import STATES, Window, merged, timeline, window
+from paceline.analyze.records.match_collectives import match_collectives
+from paceline.analyze.records.state_timeline import (
+    STATES,
+    Window,
+    build_timeline,
+    find_window,
+    merge_intervals,
+)
 from paceline.record.ring.states import Op, State
 
 
 def covered(start, end, within):
-    start, end = merged(start, end, within)
+    start, end = merge_intervals(start, end, within)
     return int((end - start).sum())
 
 
 def latest_starts(records):
-    matched = match(records)
-    return matched.latest(len(records)), matched.unmatched()[0]
+    matched = match_collectives(records)
+    return matched.latest_arrivals(len(records)), matched.count_unmatched()[0]
 
 
 def states(record, latest, within):
-    return timeline(record, latest, within).states
+    return build_timeline(record, latest, within).states
 
 
 @pytest.fixture
@@ -44,7 +50,7 @@ def two(tmp_path):
 def test_wait_ends_and_transfer_begins_where_the_last_member_arrives(two):
     records = [rank.record() for rank in two]
     latest, unmatched = latest_starts(records)
-    within = window(records)
+    within = find_window(records)
     assert within == Window(100 * MS, 200 * MS)
     assert unmatched == 0
     first, second = (states(r, at, within) for r, at in zip(records, latest, strict=True))
@@ -85,7 +91,7 @@ def test_the_states_of_a_rank_add_up_to_its_window(tmp_path, seed):
                 rank.was(kind, start, start + draw.uniform(0, 50))
         rank.step(10, 1000)
     records = [rank.record() for rank in ranks]
-    within = window(records)
+    within = find_window(records)
     latest, _ = latest_starts(records)
     all_states = [states(r, at, within) for r, at in zip(records, latest, strict=True)]
     for rank in all_states:
@@ -136,7 +142,7 @@ def test_members_of_a_broadcast_wait_for_the_root_only(tmp_path):
         rank.step(1, 101)
     records = [rank.record() for rank in ranks]
     latest, _ = latest_starts(records)
-    within = window(records)
+    within = find_window(records)
     waits = [states(r, at, within)["wait"] for r, at in zip(records, latest, strict=True)]
     assert waits == [0, 20 * MS, 0]
 

@@ -14,7 +14,7 @@ from needs import need
 from records import Rank
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 from paceline.launch.records import job_folder
 
 TRAIN = """
@@ -42,7 +42,7 @@ def test_a_killed_rank_leaves_its_record_to_the_last_event(tmp_path):
     record = tmp_path / "record"
     result = ranks.run(script, 30, 1000, launcher=f"paceline --record {record}", check=False)
     assert result.returncode == 128 + signal.SIGKILL
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert report.ranks == [0, 1]
     assert report.steps in (30, 31)
     assert not ranks.in_memory()
@@ -52,8 +52,8 @@ def test_each_attempt_has_its_record(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     ranks.run(script, 25, 40, launcher=f"paceline --max-restarts 1 --record {record}")
-    assert analyse(load(record)).steps == 40
-    assert analyse(load(record / "attempt-0")).steps in (25, 26)
+    assert analyse(load_run(record)).steps == 40
+    assert analyse(load_run(record / "attempt-0")).steps in (25, 26)
 
 
 @pytest.mark.parametrize("victim", ["launcher", "everybody"])
@@ -78,7 +78,7 @@ def test_the_record_outlives_kill_9_of_the_launcher(tmp_path, victim):
         ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
     ranks.wait_until(lambda: list(record.glob("*.ring")))
     ranks.wait_until(lambda: not ranks.in_memory())
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert report.ranks == [0, 1]
     assert report.steps >= 20
 
@@ -107,7 +107,7 @@ def test_a_script_without_torch_training_is_recorded_as_such(tmp_path):
     script = ranks.write(tmp_path, "print('hello')")
     record = tmp_path / "record"
     assert "hello" in ranks.run(script, launcher=f"paceline --record {record}").stdout
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert (report.ranks, report.steps, report.window_s) == ([0, 1], 0, None)
 
 
@@ -130,7 +130,7 @@ def test_world_scripts_are_recorded_once_and_keep_their_summary(tmp_path):
     record = tmp_path / "record"
     result = ranks.run(script, launcher=f"paceline --record {record}")
     assert "Paceline: 2 ranks, 40 steps" in result.stderr
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert report.steps == 40
     assert report.samples == 16 * 2 * 39
 
@@ -141,7 +141,7 @@ def test_any_launcher_starts_recorded_ranks(tmp_path):
     command = [str(ranks.BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
     command += [ranks.PACELINE, "record", str(record), str(script), "-1", "30"]
     subprocess.run(command, check=True, env=ranks.environment(), timeout=120)
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
     again = subprocess.run(command, capture_output=True, env=ranks.environment(), timeout=120)
     assert again.returncode != 0
@@ -158,7 +158,7 @@ def test_a_rank_of_any_launcher_that_is_killed_is_kept_by_the_others(tmp_path):
     result = subprocess.run(command, capture_output=True, env=ranks.environment(), timeout=120)
     assert result.returncode != 0
     ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
-    assert analyse(load(record)).ranks == [0, 1]
+    assert analyse(load_run(record)).ranks == [0, 1]
     assert not ranks.in_memory()
 
 
@@ -166,7 +166,7 @@ def test_a_fresh_interpreter_is_recorded_like_a_forked_one(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     ranks.run(script, -1, 30, launcher=f"paceline --fresh --record {record}")
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
 
 
@@ -220,7 +220,7 @@ def test_a_folder_that_went_away_meanwhile_loses_no_record(tmp_path):
         tmp_path, TRAIN + f"    __import__('shutil').rmtree({str(record)!r}, True)"
     )
     ranks.run(script, -1, 20, launcher=f"paceline --record {record}")
-    assert analyse(load(record)).steps == 20
+    assert analyse(load_run(record)).steps == 20
 
 
 def test_what_cannot_be_kept_stays_and_is_named(tmp_path, capsys):
@@ -319,7 +319,7 @@ def test_a_record_that_has_no_room_is_said_once_and_leaves_nothing_half(tmp_path
         subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
         again = ranks.run(script, -1, 2, launcher="paceline", check=False)
         assert again.returncode == 0, again.stderr
-        assert analyse(load(record)).steps == 400
+        assert analyse(load_run(record)).steps == 400
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert not ranks.in_memory()

@@ -8,7 +8,7 @@ SCRIPT = """
     import json, os, sys, torch, torch.distributed as dist
     import torch.distributed._functional_collectives as functional
     import paceline
-    from paceline.analyze.records.read_record import read
+    from paceline.analyze.records.read_record import parse_record
     from paceline.record.ring.states import Op, State
 
     world = paceline.init(progress=False)
@@ -72,9 +72,9 @@ SCRIPT = """
     subgroup = dist.new_group(list(range(size)))
     results, ops = {}, {}
     for name in sys.argv[2].split(","):
-        before = len(read(recorder.snapshot()).events)
+        before = len(parse_record(recorder.snapshot()).events)
         results[name] = result_of(name)
-        new = read(recorder.snapshot()).events[before:]
+        new = parse_record(recorder.snapshot()).events[before:]
         flights = new[new["state"] == State.COLLECTIVE]
         ops[name] = [[Op(int(e["op"])).name, int(e["amount"])] for e in flights]
         assert len(new[new["state"] == State.BLOCKED]) >= len(flights), name
@@ -120,7 +120,7 @@ def test_every_collective_gives_its_result_and_is_recorded(tmp_path):
 HOOK = """
     import json, sys, torch, torch.distributed as dist
     import paceline
-    from paceline.analyze.records.read_record import read
+    from paceline.analyze.records.read_record import parse_record
     from paceline.record.ring.states import Op, State
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -131,9 +131,9 @@ HOOK = """
     if sys.argv[2] == "hook":
         model.register_comm_hook(None, fp16_compress_hook)
     for _ in range(3):
-        before = len(read(world._recorder.snapshot()).events)
+        before = len(parse_record(world._recorder.snapshot()).events)
         model(torch.ones(4, 256)).sum().backward()
-    new = read(world._recorder.snapshot()).events[before:]
+    new = parse_record(world._recorder.snapshot()).events[before:]
     reduced = new[(new["state"] == State.COLLECTIVE) & (new["op"] == Op.ALL_REDUCE)]
     if world.rank == 0:
         json.dump([len(reduced), int(reduced["amount"].sum())], open(sys.argv[1], "w"))

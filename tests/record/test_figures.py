@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 from paceline.report.page.wording import largest
 
 pytestmark = pytest.mark.alone
@@ -28,7 +28,7 @@ def trouble(tmp_path, *args, prefix=()):
         launcher=f"paceline --record {record} --threads 1",
     )
     subprocess.run([*prefix, *command], check=True, env=ranks.environment(), timeout=300)
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert report.confidence == 1.0
     return report
 

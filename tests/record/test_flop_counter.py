@@ -10,7 +10,7 @@ from records import made
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 from paceline.cost.machine.machine_file import (
     Arithmetic,
     Figure,
@@ -58,7 +58,7 @@ def test_a_step_of_real_ranks_is_counted_and_placed(tmp_path):
     record, file = tmp_path / "record", tmp_path / "machine.toml"
     script = ranks.write(tmp_path, TRAIN)
     ranks.run(script, launcher=f"paceline --record {record} --count-flops")
-    host = load(record).records[0].host
+    host = load_run(record).records[0].host
     save(machine(host), file)
     found = json.loads(told([record], as_json=True, machine=file))
     work, line = found["work"], found["roofline"]

@@ -6,8 +6,8 @@ import ranks
 from records import Rank, report_of
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
-from paceline.analyze.records.read_record import read
+from paceline.analyze.records.load_run import load_run
+from paceline.analyze.records.read_record import parse_record
 from paceline.record.hooks.gpu_kernels import Kernel, write_kernels
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import Op, State
@@ -28,7 +28,7 @@ def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective(
     recorder = Recorder(0, 1)
     assert recorder.new_group("0", 2, 0) == LAUNCHED[0]["group"]
     assert write_kernels(recorder, KERNELS, offset=1_000_000, launched=LAUNCHED)
-    events = read(recorder.snapshot()).events
+    events = parse_record(recorder.snapshot()).events
     computing = events[events["state"] == State.KERNEL]
     assert computing[["start", "end", "amount"]].tolist() == [
         (1_000_100, 1_001_000, 2),
@@ -41,7 +41,7 @@ def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective(
 def test_kernels_that_are_not_as_many_as_the_launches_are_not_guessed():
     recorder = Recorder(0, 1)
     assert not write_kernels(recorder, KERNELS, offset=0, launched=LAUNCHED[:1])
-    events = read(recorder.snapshot()).events
+    events = parse_record(recorder.snapshot()).events
     assert set(events["group"].tolist()) == {0}
 
 
@@ -104,14 +104,14 @@ def test_kernels_of_a_block_of_steps_are_recorded_with_the_hosts_clock(tmp_path)
     script = ranks.write(tmp_path, SESSIONS)
     record = tmp_path / "record"
     ranks.run(script, "none", ranks=1, launcher=f"paceline --record {record}")
-    (rank,) = load(record).records
-    kernels = rank.of(State.KERNEL)
+    (rank,) = load_run(record).records
+    kernels = rank.events_in(State.KERNEL)
     assert kernels["amount"].sum() == 20
-    forwards = rank.of(State.FORWARD)[20:40]
+    forwards = rank.events_in(State.FORWARD)[20:40]
     assert len(kernels) == 20
     assert (kernels["start"] > forwards["start"] - 100_000).all()
     assert (kernels["end"] < forwards["end"] + 100_000).all()
-    report = analyse(load(record))
+    report = analyse(load_run(record))
     assert 0 < report.states[0]["useful"] < 1
 
 
@@ -121,5 +121,5 @@ def test_a_session_of_the_scripts_own_comes_first(tmp_path):
     result = ranks.run(script, "own", ranks=1, launcher=f"paceline --record {record}")
     assert result.stdout.count("own session saw addmm: True") == 2
     assert "kernels are left to it" in result.stderr
-    (rank,) = load(record).records
+    (rank,) = load_run(record).records
     assert not rank.on_gpu

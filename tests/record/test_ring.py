@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from paceline.analyze.records.read_record import read
+from paceline.analyze.records.read_record import parse_record
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.ring import HEADER_BYTES, Ring
 from paceline.record.ring.states import Op, State
@@ -26,7 +26,7 @@ META = {
 def test_events_come_back_as_they_were_written(tmp_path):
     ring = Ring(tmp_path / "a.ring", META, capacity=10)
     ring.write(5, 9, State.INPUT, amount=7, seq=2**32 + 3, step=4, group=2, op=1, peer=-1)
-    record = read(ring.snapshot())
+    record = parse_record(ring.snapshot())
     assert record.meta == META
     assert record.lost == 0
     (event,) = record.events
@@ -36,17 +36,17 @@ def test_events_come_back_as_they_were_written(tmp_path):
 
 def test_what_a_rank_has_begun_is_there_before_it_ends(tmp_path):
     ring = Ring(tmp_path / "a.ring", META, capacity=10)
-    assert read(ring.snapshot()).begun is None
+    assert parse_record(ring.snapshot()).begun is None
     recorder = Recorder(0, 1, folder=tmp_path)
     recorder.step = 7
     recorder.begin(State.BLOCKED, 123, 2**32 + 5, 0, Op.ALL_REDUCE)
-    begun = read(recorder.snapshot()).begun
+    begun = parse_record(recorder.snapshot()).begun
     assert (begun.since, begun.seq, begun.step) == (123, 5, 7)
     assert (begun.state, begun.op) == (State.BLOCKED, Op.ALL_REDUCE)
     with recorder.span(State.CHECKPOINT):
-        assert read(recorder.snapshot()).begun.state == State.CHECKPOINT
+        assert parse_record(recorder.snapshot()).begun.state == State.CHECKPOINT
     recorder.clear()
-    assert read(recorder.snapshot()).begun is None
+    assert parse_record(recorder.snapshot()).begun is None
 
 
 def test_a_record_of_version_2_has_not_begun_anything(tmp_path):
@@ -54,13 +54,13 @@ def test_a_record_of_version_2_has_not_begun_anything(tmp_path):
     ring.write(5, 9, State.INPUT)
     data = bytearray(ring.snapshot())
     data[8] = 2
-    record = read(bytes(data))
+    record = parse_record(bytes(data))
     assert record.begun is None
     assert len(record.events) == 1
 
 
 def test_it_says_where_and_with_what_it_ran(tmp_path):
-    meta = read(Recorder(0, 1, folder=tmp_path).snapshot()).meta
+    meta = parse_record(Recorder(0, 1, folder=tmp_path).snapshot()).meta
     assert int(meta["cores"], 16) == sum(1 << core for core in os.sched_getaffinity(0))
     assert meta["paceline"]
     assert meta["python"] == platform.python_version()
@@ -70,7 +70,7 @@ def test_a_full_ring_keeps_the_newest_and_says_what_it_lost(tmp_path):
     ring = Ring(tmp_path / "a.ring", META, capacity=8)
     for i in range(1, 22):
         ring.write(i, i, State.INPUT)
-    record = read(ring.snapshot())
+    record = parse_record(ring.snapshot())
     assert list(record.events["start"]) == list(range(14, 22))
     assert record.lost == 13
 
@@ -87,7 +87,7 @@ def test_the_record_survives_kill_9(tmp_path):
         """
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
-    assert len(read((tmp_path / "a.ring").read_bytes()).events) == 50
+    assert len(parse_record((tmp_path / "a.ring").read_bytes()).events) == 50
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_foreign_and_cut_off_records_are_refused_by_name(tmp_path, damage, messa
     ring = Ring(tmp_path / "a.ring", META, capacity=10)
     ring.write(1, 2, State.INPUT)
     with pytest.raises(ValueError, match=f"some-file.*({message})"):
-        read(damage(ring.snapshot()), "some-file")
+        parse_record(damage(ring.snapshot()), "some-file")
 
 
 def test_no_room_is_an_error_and_not_a_crash(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_recorder_leaves_no_file_behind_and_knows_its_cost():
     assert not [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name]
     recorder.event(State.INPUT, 1, 2)
     recorder.end_of_step()
-    record = read(recorder.snapshot())
+    record = parse_record(recorder.snapshot())
     assert len(record.events) == 2
     assert record.cost_ns > 0
     assert recorder.event_cost_ns > 0
@@ -143,12 +143,12 @@ def test_more_groups_than_the_header_holds_are_left_out_by_name(capsys):
     assert numbers[-1] == 0
     left_out = numbers.index(0)
     assert capsys.readouterr().err.count("warning") == 1
-    assert len(read(recorder.snapshot()).meta["groups"]) == left_out
+    assert len(parse_record(recorder.snapshot()).meta["groups"]) == left_out
 
 
 def test_the_header_has_room_for_many_groups():
     recorder = Recorder(0, 1)
     for number in range(100):
         recorder.new_group(f"group {number}", 4, 1)
-    assert len(read(recorder.snapshot()).meta["groups"]) == 100
+    assert len(parse_record(recorder.snapshot()).meta["groups"]) == 100
     assert HEADER_BYTES == 16384

@@ -9,7 +9,7 @@ import time
 import pytest
 import ranks
 
-from paceline.analyze.records.read_record import read
+from paceline.analyze.records.read_record import parse_record
 from paceline.record.ring.states import State
 
 SCRIPT = """
@@ -46,7 +46,7 @@ def seen(folder, does, meanwhile=lambda process: None):
     said, _ = process.communicate("\n", timeout=60)
     assert process.returncode == 0
     (path,) = folder.glob("*.ring")
-    rows = read(path.read_bytes()).of(State.STILL)
+    rows = parse_record(path.read_bytes()).events_in(State.STILL)
     assert all(rows["group"] == 0)
     return list(zip(rows["start"] / 1e9, rows["end"] / 1e9, strict=True)), said
 

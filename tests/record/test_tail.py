@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from paceline.analyze.records.read_record import read
+from paceline.analyze.records.read_record import parse_record
 from paceline.record.ring.ring import HEADER_BYTES, Ring
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import read_header, read_tail, read_tails
@@ -35,7 +35,7 @@ def ring_with(folder, number, capacity=64, **more):
     ],
 )
 def test_the_last_events_come_in_the_order_of_writing(tmp_path, written, most, steps):
-    record = read(read_tail(ring_with(tmp_path, written).path, most))
+    record = parse_record(read_tail(ring_with(tmp_path, written).path, most))
     assert record.events["step"].tolist() == list(steps)
     assert (record.rank, record.lost, record.damaged) == (3, 0, 0)
 
@@ -46,7 +46,7 @@ def test_what_was_begun_and_the_cost_come_along_and_the_file_is_not_read_whole(t
     ring.beginner(type("At", (), {"step": 9}))(State.BLOCKED, 55, 6, 1, Op.BARRIER)
     data = read_tail(ring.path, 10)
     assert len(data) == HEADER_BYTES + 10 * 40
-    record = read(data)
+    record = parse_record(data)
     assert record.cost_ns == 77
     assert (record.begun.since, record.begun.seq, record.begun.step) == (55, 6, 9)
 
@@ -85,7 +85,7 @@ def test_a_rank_that_writes_meanwhile_does_no_harm(tmp_path):
     writer.start()
     try:
         for _ in range(200):
-            steps = read(read_tail(ring.path, 256)).events["step"].astype(int)
+            steps = parse_record(read_tail(ring.path, 256)).events["step"].astype(int)
             assert all(b == a + 1 for a, b in itertools.pairwise(steps))
     finally:
         over.set()

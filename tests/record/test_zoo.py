@@ -11,7 +11,7 @@ import pytest
 import ranks
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 
 ZOO = Path(__file__).parent / "zoo"
 
@@ -94,7 +94,7 @@ def recorded(tmp_path_factory):
         folder = tmp_path_factory.mktemp(script) / "record"
         launcher = f"paceline --record {folder}"
         result = ranks.run(path_of(script), *args, ranks=started, launcher=launcher)
-        return result, analyse(load(folder))
+        return result, analyse(load_run(folder))
 
     return run
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from paceline.analyze.diagnosis.causes import RULES, WORTH, Cause, Witness
 from paceline.analyze.diagnosis.ladder import Climb, Interval, waterfall
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 from paceline.predict.history import Off
 from paceline.predict.remedies import Remedy
 from paceline.report.page.definitions import DEFINITIONS
@@ -88,7 +88,7 @@ CAUSES = [
 
 
 def found(folder, rungs=RUNGS, causes=CAUSES, host="node", command=("train.py", "--x y"), notes=()):
-    run = load(made(folder, size=4, host=host))
+    run = load_run(made(folder, size=4, host=host))
     needed = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     w = waterfall(*needed) if all(needed) else None
     loader = {"batches": 80, "seconds": 1.136, "busy_s": 0.06, "workers": 0, "ranks": 4}

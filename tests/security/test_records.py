@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from paceline.analyze.figures.report import analyse, examine
 from paceline.analyze.figures.steps import MAX_LOST_STEPS, steps_of
 from paceline.analyze.live.live_view import view
-from paceline.analyze.records.clock_alignment import align
-from paceline.analyze.records.load_run import Run, load
-from paceline.analyze.records.match_collectives import match
-from paceline.analyze.records.read_record import read
+from paceline.analyze.records.clock_alignment import align_clocks
+from paceline.analyze.records.load_run import Run, load_run
+from paceline.analyze.records.match_collectives import match_collectives
+from paceline.analyze.records.read_record import parse_record
 from paceline.cli import app
 from paceline.record.ring.ring import EVENT, HEADER, HEADER_BYTES, WRITTEN_OFFSET
 from paceline.record.ring.states import Op, State
@@ -150,7 +150,7 @@ def test_a_header_nested_too_deeply_is_refused(folder):
     data[HEADER.size : HEADER.size + len(text)] = text
     path.write_bytes(data)
     header(path, length=len(text))
-    report = analyse(load(folder))
+    report = analyse(load_run(folder))
     assert any("rank-0.ring: can't be read as JSON" in doubt for doubt in report.doubts)
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_is_none_is_left_out_and_does_not_hang(folder, name, kind):
             path.symlink_to("nowhere")
         case _:
             path.symlink_to("/dev/zero")
-    run = load(folder)
+    run = load_run(folder)
     assert len(run.records) == 2 - (name == "rank-1.ring")
     if name == "rank-1.ring":
         assert [one for one in run.refused if "rank-1.ring: " in one]
@@ -179,7 +179,7 @@ def test_a_file_that_is_none_is_left_out_and_does_not_hang(folder, name, kind):
 
 def test_a_record_larger_than_any_is_not_mapped(folder):
     os.truncate(folder / "rank-1.ring", MAX_RECORD_BYTES + 1)
-    assert "rank-1.ring: has 41,959,425 bytes, and a record at most" in load(folder).refused[0]
+    assert "rank-1.ring: has 41,959,425 bytes, and a record at most" in load_run(folder).refused[0]
 
 
 def test_bad_lines_of_a_script_are_skipped_with_one_note(folder):
@@ -194,12 +194,12 @@ def test_bad_lines_of_a_script_are_skipped_with_one_note(folder):
     ]
     path = folder / "rank-0.lines"
     path.write_text("".join(f"{line}\n" for line in [*bad, json.dumps(good)]) + '{"number": 8, "fi')
-    run = load(folder)
+    run = load_run(folder)
     assert run.records[0].lines == {7: good}
     assert run.refused == [f"{path}: 6 of 7 lines can't be read"]
     path.write_bytes(b"\xff\xfe\n")
     assert run.records[0].lines == {7: good}
-    assert load(folder).refused == [f"{path}: 1 of 1 lines can't be read"]
+    assert load_run(folder).refused == [f"{path}: 1 of 1 lines can't be read"]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_bad_lines_of_a_script_are_skipped_with_one_note(folder):
 )
 def test_any_run_json_is_read(folder, text):
     (folder / "run.json").write_text(text)
-    assert all(isinstance(word, str) for word in load(folder).command)
+    assert all(isinstance(word, str) for word in load_run(folder).command)
 
 
 def events(rank, rows):
@@ -279,10 +279,10 @@ def test_clocks_further_apart_than_any_uptime_are_not_aligned(tmp_path):
                 rank.ring.write(at, at + 10, State.BLOCKED, **fields)
                 rank.ring.write(at, at + 10, State.COLLECTIVE, **fields)
         ranks.append(rank.record())
-    _, clocks = align(ranks, match(ranks))
+    _, clocks = align_clocks(ranks, match_collectives(ranks))
     assert max(abs(clock.offset_ns) for clock in clocks.clocks) == 31 << 55
-    assert "h31" not in clocks.apart
-    assert {"h32", "h39"} <= set(clocks.apart)
+    assert "h31" not in clocks.unaligned
+    assert {"h32", "h39"} <= set(clocks.unaligned)
 
 
 def test_kernels_of_unknown_collectives_are_nobodys(tmp_path):
@@ -344,5 +344,5 @@ def test_a_counter_from_the_future_does_no_harm(folder):
     data = bytearray(path.read_bytes())
     struct.pack_into("<Q", data, WRITTEN_OFFSET, (1 << 62) + 5)
     path.write_bytes(data)
-    assert len(read(read_tail(path, 64)).events) <= 64
+    assert len(parse_record(read_tail(path, 64)).events) <= 64
     assert EVENT.size == 40

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import examine
 from paceline.analyze.live.live_view import view
-from paceline.analyze.records.load_run import Run, load
-from paceline.analyze.records.stacks import Frame, main_thread, own_line
+from paceline.analyze.records.load_run import Run, load_run
+from paceline.analyze.records.stacks import Frame, innermost_user_frame, main_thread_frames
 from paceline.cli import app
 from paceline.cli.common.base import mistakes_told
 from paceline.knobs.settings import taken
@@ -105,7 +105,7 @@ STACK = (
 
 
 def test_a_stack_is_printable_and_opens_regular_files_only(tmp_path):
-    assert clean(str(own_line(STACK)))
+    assert clean(str(innermost_user_frame(STACK)))
     os.mkfifo(tmp_path / "pipe.py")
     began = time.monotonic()
     for name in (str(tmp_path / "pipe.py"), "/dev/zero", "a\0b", str(tmp_path)):
@@ -115,7 +115,7 @@ def test_a_stack_is_printable_and_opens_regular_files_only(tmp_path):
     assert str(Frame(str(tmp_path / "good.py"), 1, "f")) == (
         "good.py:1 in f: x = 1  # \\x1b]0;owned\\x07"
     )
-    assert main_thread("Thread 0x1\n" + '  File "' * 200_000) == []
+    assert main_thread_frames("Thread 0x1\n" + '  File "' * 200_000) == []
 
 
 def test_the_last_lines_of_a_rank_are_quoted_printable():
@@ -229,7 +229,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_holds_hostile_names_as_text(folder):
-    examined = examine(load(folder))
+    examined = examine(load_run(folder))
     for text in (single(examined), before_and_after(examined, examined)):
         text.encode()
         page = Page()
@@ -249,4 +249,4 @@ def test_names_like_markup_are_printed_as_they_are(tmp_path):
     text = io.StringIO()
     PlainConsole(file=text, width=60).print("[/b]:smile:")
     assert text.getvalue() == "[/b]:smile:\n"
-    assert isinstance(load(folder), Run)
+    assert isinstance(load_run(folder), Run)

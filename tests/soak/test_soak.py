@@ -14,7 +14,7 @@ import torch
 from scripts import TRAIN
 
 from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load
+from paceline.analyze.records.load_run import load_run
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
@@ -178,7 +178,7 @@ def test_records_outlive_kills_at_random_moments(tmp_path):
             running.kill()
         ranks.wait_until(lambda: not ranks.alive(str(script)))
         ranks.wait_until(lambda at=record: len(list(at.glob("*.ring"))) == 2)
-        report = analyse(load(record))
+        report = analyse(load_run(record))
         assert report.steps >= 10
         assert not report.refused
         assert all(sum(rank.values()) == pytest.approx(1) for rank in report.states)

@@ -2,7 +2,7 @@
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import Run
-from paceline.analyze.records.read_record import read
+from paceline.analyze.records.read_record import parse_record
 from paceline.record.ring.ring import Ring
 from paceline.record.ring.states import Op, State
 
@@ -43,7 +43,7 @@ class Rank:
         self.was(State.STEP, start, end, amount=samples, step=number)
 
     def record(self):
-        return read(self.ring.snapshot())
+        return parse_record(self.ring.snapshot())
 
 
 def report_of(ranks, **options):

@@ -178,7 +178,7 @@ ACCUMULATE = """
     import json, sys, torch
     from torch.utils.data import DataLoader, TensorDataset
     import paceline
-    from paceline.analyze.records.read_record import read
+    from paceline.analyze.records.read_record import parse_record
     from paceline.record.ring.states import Op, State
     world = paceline.init(progress=False)
     model = torch.nn.Linear(4, 1)
@@ -188,7 +188,7 @@ ACCUMULATE = """
     for (x,) in world.batches(loader):
         world.backward(model(x).mean())
         world.step(optimizer)
-    events = read(world._recorder.snapshot()).events
+    events = parse_record(world._recorder.snapshot()).events
     reduces = ((events["state"] == State.COLLECTIVE) & (events["op"] == Op.ALL_REDUCE)).sum()
     steps = (events["state"] == State.STEP).sum()
     if world.rank == 0:

@@ -16,10 +16,13 @@ from paceline.launch.monitor import partial_record  # noqa: E402
 
 # What a report is made of; the rest of its time is the interpreter's start and the JSON.
 PARTS = {
-    "read": [(partial_record, "load")],
-    "match": [(report, "match"), (report, "align")],
-    "window": [(report, "window"), (losses, "ranges")],
-    "timelines": [(measured_window, "timeline"), (report.Matched, "latest")],
+    "read": [(partial_record, "load_run")],
+    "match": [(report, "match_collectives"), (report, "align_clocks")],
+    "window": [(report, "find_window"), (losses, "ranges")],
+    "timelines": [
+        (measured_window, "build_timeline"),
+        (report.MatchedCommunication, "latest_arrivals"),
+    ],
     "replay": [(measured_window, "ideal_length")],
     "losses": [(losses, "own"), (losses, "waits"), (losses, "transfers")],
     "groups": [(report, "groups"), (report, "hidden")],

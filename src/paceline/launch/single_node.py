@@ -87,11 +87,11 @@ def _end(server: Server | None, folder: Path) -> bool:
 def tell(job: Job, folder: Path, code: int) -> None:
     """What a recorded run ends with: its figures, unless it failed, and where the record is."""
     from ..analyze.figures.report import analyse
-    from ..analyze.records.load_run import load
+    from ..analyze.records.load_run import load_run
     from ..report.terminal.run_report import drawn
 
     try:
-        report = analyse(load(folder))
+        report = analyse(load_run(folder))
     except ValueError as error:
         sys.stderr.write(f"paceline: {error}\n")
         return

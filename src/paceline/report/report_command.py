@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from ..analyze.figures.compare_runs import compare, scaling
 from ..analyze.figures.report import Examined, Report, examine
-from ..analyze.records.load_run import Run, load
+from ..analyze.records.load_run import Run, load_run
 from ..cost.machine.machine_file import load as load_machine
 from .console import PlainConsole
 from .terminal import comparison
@@ -25,7 +25,7 @@ def told(
     as_json: bool = False,
     html: Path | None = None,
     timeline: Path | None = None,
-    load: Callable[[Path], Run] = load,
+    load: Callable[[Path], Run] = load_run,
     machine: Path | None = None,
 ) -> str:
     """The report of one folder's record, of two before and after, or of several sizes: as text,

@@ -46,10 +46,10 @@ class Finish:
             return
         from ..analyze.figures.report import analyse
         from ..analyze.records.load_run import Run
-        from ..analyze.records.read_record import read
+        from ..analyze.records.read_record import parse_record
         from ..report.terminal.run_report import show
 
-        report = analyse(Run("this run", [read(record) for record in records], missing))
+        report = analyse(Run("this run", [parse_record(record) for record in records], missing))
         if report.steps:
             show(report)
         path = os.environ.get("PACELINE_SUMMARY")

@@ -16,8 +16,8 @@ from fuzz.scratch import new_folder
 from paceline.analyze.figures.compare_runs import compare
 from paceline.analyze.figures.report import examine
 from paceline.analyze.live.live_view import view
-from paceline.analyze.records.load_run import Run, load
-from paceline.analyze.records.read_record import Record, read
+from paceline.analyze.records.load_run import Run, load_run
+from paceline.analyze.records.read_record import Record, parse_record
 from paceline.record.ring.ring import (
     EVENT,
     HEADER,
@@ -132,7 +132,7 @@ def run(data: bytes) -> None:
     parsed: list[Record] = []
     for part in found:
         try:
-            parsed.append(read(part))
+            parsed.append(parse_record(part))
         except ValueError:
             if data[0] % 4 % 3:
                 raise
@@ -164,7 +164,7 @@ def on_disk(found: list[bytes]) -> None:
         except ValueError:
             pass
     try:
-        examine(load(FOLDER))
+        examine(load_run(FOLDER))
     finally:
         shutil.rmtree(FOLDER)
         FOLDER.mkdir()

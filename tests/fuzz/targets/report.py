@@ -18,8 +18,8 @@ from jinja2.bccache import Bucket
 
 from paceline.analyze.figures.report import examine
 from paceline.analyze.records.load_run import Run
-from paceline.analyze.records.read_record import read
-from paceline.analyze.records.script_lines import read_lines, words_of
+from paceline.analyze.records.read_record import parse_record
+from paceline.analyze.records.script_lines import command_words, read_lines
 from paceline.record.ring.states import State
 from paceline.report.console import PlainConsole
 from paceline.report.page import write_page
@@ -93,7 +93,7 @@ def run(data: bytes) -> None:
         return
     other = {**meta, "rank": 1, "groups": {"1": {**about(1, 2, 1)["groups"]["1"]}}}
     other["groups"]["1"]["name"] = first.get("name", "")
-    records = [read(ring(one, EVENTS[i])) for i, one in enumerate((meta, other))]
+    records = [parse_record(ring(one, EVENTS[i])) for i, one in enumerate((meta, other))]
     events = records[0].events.copy()
     events["state"][1::4] = State.SAMPLE
     events["amount"][1::4] = 7
@@ -101,7 +101,7 @@ def run(data: bytes) -> None:
     texts = [json.dumps(one) for one in lines] if isinstance(lines, list) else []
     LINES.write_text("".join(f"{text}\n" for text in texts))
     records[0] = replace(records[0], events=events, lines=read_lines(LINES)[0])
-    command = words_of(told.get("command"))
+    command = command_words(told.get("command"))
     examined = examine(Run("fuzz", records, [], [], command))
     text = io.StringIO()
     PlainConsole(file=text, width=100).print(panel(examined.report, 100, full=True))

@@ -34,12 +34,12 @@ def gradients(m: Measured) -> Gradients | None:
     """Of the window; None where it has no whole step."""
     sums, steps = np.zeros(6), 0
     for record in m.records:
-        within = record.of(State.STEP)["end"]
+        within = record.events_in(State.STEP)["end"]
         steps += int(((within > m.within.start) & (within <= m.within.end)).sum())
-        back = record.of(State.BACKWARD)
+        back = record.events_in(State.BACKWARD)
         back = back[(back["start"] >= m.within.start) & (back["end"] <= m.within.end)]
         back = back[np.argsort(back["start"], kind="stable")]
-        calls = record.of(State.COLLECTIVE)
+        calls = record.events_in(State.COLLECTIVE)
         calls = calls[np.isin(calls["op"], REDUCES)]
         calls = calls[(calls["start"] >= m.within.start) & (calls["start"] < m.within.end)]
         at = np.searchsorted(back["start"], calls["start"], "right") - 1

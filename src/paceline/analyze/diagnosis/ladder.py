@@ -112,10 +112,10 @@ def climb(run: Run, first: int, steps: int, phase: str = "") -> Climb:
     beside: dict[int, list[float]] = {State.VALIDATION: [], State.CHECKPOINT: []}
     told: list[dict[str, Any]] = []
     for record in run.records:
-        rows = record.of(State.STEP)
+        rows = record.events_in(State.STEP)
         rows = rows[(rows["step"] >= first) & (rows["step"] < first + steps)]
         if len(rows) < steps:
-            raise EndedError(len(record.of(State.STEP)), first + steps)
+            raise EndedError(len(record.events_in(State.STEP)), first + steps)
         start, end = int(rows["start"].min()), int(rows["end"].max())
         # Samples are what it takes to compare one rank with several; steps stand in for them.
         samples += total(rows["amount"]) or len(rows)
@@ -140,7 +140,7 @@ def climb(run: Run, first: int, steps: int, phase: str = "") -> Climb:
 
 def _within(record: Record, state: int, start: int, end: int) -> int:
     """Nanoseconds of a state between two instants."""
-    rows = record.of(state)
+    rows = record.events_in(state)
     both = np.minimum(rows["end"], end) - np.maximum(rows["start"], start)
     return total(both.clip(min=0))
 

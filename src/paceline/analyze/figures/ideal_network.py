@@ -7,19 +7,19 @@ the longest rank's own time is serialisation: ranks that wait for each other in 
 
 import numpy as np
 
-from ..records.match_collectives import Matched
+from ..records.match_collectives import MatchedCommunication
 from ..records.state_timeline import Ints, Timeline, Window
 
 FEW = 16  # launches of a node
 
 
-def ideal_length(matched: Matched, timelines: list[Timeline], within: Window) -> int:
+def ideal_length(matched: MatchedCommunication, timelines: list[Timeline], within: Window) -> int:
     """T_id in ns: the window's length with every transfer = 0.
 
     With B(t) a rank's time outside communication up to t and D its delay so far, a launch
     happens at B + D, and a wait for a launch at M lifts D to M - B where that is more.
     """
-    busy = np.array([int(t.busy_until([within.end])[0]) for t in timelines])
+    busy = np.array([int(t.cumulative_busy([within.end])[0]) for t in timelines])
     waits, launches = matched.waits, matched.launches
     inside = (waits["end"] > within.start) & (waits["start"] < within.end)
     rank_of, end, node_of = (waits[name][inside] for name in ("record", "end", "node"))
@@ -38,17 +38,17 @@ def ideal_length(matched: Matched, timelines: list[Timeline], within: Window) ->
     first = np.concatenate(([0], np.cumsum(counts)))  # of each rank's launches
     for rank, line in enumerate(timelines):
         mine = slice(base[rank], base[rank] + count[rank])
-        before[mine] = line.busy_until(end[mine])
+        before[mine] = line.cumulative_busy(end[mine])
         own = slice(first[rank], first[rank + 1])
         start = np.maximum(launches["start"][own], within.start)
-        at_launch[own] = line.busy_until(start)
+        at_launch[own] = line.cumulative_busy(start)
         waits_before[own] = np.searchsorted(end[mine], start, "right")
     delays = _delays(matched, node_of, before, at_launch, waits_before, base, slots, count)
     return int((busy + delays).max())
 
 
 def _delays(
-    matched: Matched,
+    matched: MatchedCommunication,
     node_of: Ints,
     before: Ints,
     at_launch: Ints,
@@ -95,7 +95,7 @@ def _delays(
 
 
 def _delays_one_by_one(
-    matched: Matched,
+    matched: MatchedCommunication,
     node_of: Ints,
     before: Ints,
     at_launch: Ints,

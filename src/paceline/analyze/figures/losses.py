@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...record.ring.states import Op, State
-from ..records.match_collectives import NOBODY, Matched
+from ..records.match_collectives import NO_INDEX, MatchedCommunication
 from ..records.read_record import Record
 from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, total
 from .pop import LOSSES
@@ -70,7 +70,7 @@ class Ranges:
 def ranges(records: list[Record], within: Window, bins: int = BINS) -> Ranges:
     """The window's steps in ``bins`` ranges of the same number of steps, each as all ranks have
     done them."""
-    steps = [record.of(State.STEP)[["step", "end"]] for record in records]
+    steps = [record.events_in(State.STEP)[["step", "end"]] for record in records]
     steps = [s[(s["end"] > within.start) & (s["end"] <= within.end)] for s in steps]
     first = min((int(s["step"].min()) for s in steps if len(s)), default=0)
     last = max((int(s["step"].max()) + 1 for s in steps if len(s)), default=first + 1)
@@ -85,7 +85,7 @@ def ranges(records: list[Record], within: Window, bins: int = BINS) -> Ranges:
 def waits(
     records: list[Record],
     timelines: list[Timeline],
-    matched: Matched,
+    matched: MatchedCommunication,
     within: Window,
     where: Ranges,
     residual: int,
@@ -101,23 +101,29 @@ def waits(
     turn = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
     length = turn - start
     whole = len(records) * within.length
-    known = np.flatnonzero((rows["culprit"] != NOBODY) & (length > residual))
+    known = np.flatnonzero((rows["culprit"] != NO_INDEX) & (length > residual))
     unknown = total(length[(length > 0)]) - total(length[known])
     together = np.clip(_together(rows), within.start, start)[known]
     rows, start, turn, length = rows[known], start[known], turn[known], length[known]
     own = np.zeros((len(rows), len(STATES)), np.float32)
     for number, mine in apart(rows["record"]):
         line = timelines[number]
-        own[mine] = line.until(turn[mine]) - line.until(together[mine])
+        own[mine] = line.cumulative_by_state(turn[mine]) - line.cumulative_by_state(together[mine])
     result = []
     for culprit, mine in apart(rows["culprit"]):
         line, record = timelines[culprit], records[culprit]
         more = np.empty((len(mine), len(STATES)))
         for part in range(0, len(mine), PART):
             some = mine[part : part + PART]
-            by = np.clip(line.until(turn[some]) - line.until(together[some]) - own[some], 0, None)
+            by = np.clip(
+                line.cumulative_by_state(turn[some])
+                - line.cumulative_by_state(together[some])
+                - own[some],
+                0,
+                None,
+            )
             each = by.sum(axis=1, keepdims=True)
-            by = np.where(each > 0, by / np.maximum(each, 1), _one(line.at(turn[some] - 1)))
+            by = np.where(each > 0, by / np.maximum(each, 1), _one(line.state_at(turn[some] - 1)))
             more[part : part + PART] = by
         for state in range(len(STATES)):
             weights = more[:, state] * length[mine]
@@ -172,7 +178,9 @@ def _one(state: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return np.asarray(np.eye(len(STATES))[state], np.float64)
 
 
-def transfers(matched: Matched, ranks: int, within: Window, where: Ranges) -> list[Loss]:
+def transfers(
+    matched: MatchedCommunication, ranks: int, within: Window, where: Ranges
+) -> list[Loss]:
     """Blocked time after the last member has arrived, by group and collective."""
     rows = matched.waits
     turn = np.clip(rows["latest"], rows["start"], rows["end"])
@@ -197,7 +205,9 @@ def transfers(matched: Matched, ranks: int, within: Window, where: Ranges) -> li
 def own(records: list[Record], timelines: list[Timeline], where: Ranges) -> list[Loss]:
     """What ranks lose by themselves: checkpoint, validation, input, other."""
     length = int(where.edges[-1] - where.edges[0])
-    spent = np.stack([line.until(where.edges) for line in timelines]).astype(np.float64)
+    spent = np.stack([line.cumulative_by_state(where.edges) for line in timelines]).astype(
+        np.float64
+    )
     per_range = np.diff(spent, axis=1)  # (ranks, ranges, states)
     result = []
     for kind in LOSSES:
@@ -228,10 +238,10 @@ def lines_in(
     any) and share of these samples."""
     found: dict[tuple[str, ...], tuple[int, dict[str, object]]] = {}
     for record, line in zip(records, timelines, strict=True):
-        samples = record.of(State.SAMPLE)
+        samples = record.events_in(State.SAMPLE)
         inside = (samples["start"] >= line.edges[0]) & (samples["start"] < line.edges[-1])
         samples = samples[inside]
-        for number in samples["amount"][line.at(samples["start"]) == state].tolist():
+        for number in samples["amount"][line.state_at(samples["start"]) == state].tolist():
             known = record.lines.get(number)
             if known is not None:
                 place = tuple(str(known.get(name)) for name in ("file", "line", "inside"))

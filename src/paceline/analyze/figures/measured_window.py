@@ -3,9 +3,9 @@
 import numpy as np
 
 from ..records.clock_alignment import Clocks
-from ..records.match_collectives import Matched
+from ..records.match_collectives import MatchedCommunication
 from ..records.read_record import Record
-from ..records.state_timeline import Timeline, Window, blocking, timeline
+from ..records.state_timeline import Timeline, Window, blocking_states, build_timeline
 from . import losses as lost
 from .ideal_network import ideal_length
 from .losses import Loss, Ranges
@@ -23,16 +23,16 @@ class Measured:
     """
 
     def __init__(
-        self, records: list[Record], matched: Matched, clocks: Clocks, within: Window
+        self, records: list[Record], matched: MatchedCommunication, clocks: Clocks, within: Window
     ) -> None:
         self.records, self.matched, self.within = records, matched, within
         self.clocks = clocks
-        self.apart = bool(clocks.apart)
+        self.apart = bool(clocks.unaligned)
         self.timelines: list[Timeline] = []
-        for record, latest in zip(records, matched.latest(len(records)), strict=True):
+        for record, latest in zip(records, matched.latest_arrivals(len(records)), strict=True):
             if self.apart:  # nothing says who came last
-                latest = record.of(*blocking(record))["start"]
-            self.timelines.append(timeline(record, latest, within))
+                latest = record.events_in(*blocking_states(record))["start"]
+            self.timelines.append(build_timeline(record, latest, within))
         self.states = [line.states for line in self.timelines]
         self.residual = clocks.residual_ns
         ideal, self.contradicts = None, False

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...record.ring.states import POINT_TO_POINT_OPS, Op
-from ..records.match_collectives import Matched, by_record
+from ..records.match_collectives import MatchedCommunication, split_by_record
 from ..records.read_record import Record
-from ..records.state_timeline import Timeline, Window, merged, total
+from ..records.state_timeline import Timeline, Window, merge_intervals, total
 from .losses import name_of
 from .pop import busy
 
@@ -55,7 +55,7 @@ class Group:
 
 
 def groups(
-    records: list[Record], matched: Matched, timelines: list[Timeline], within: Window
+    records: list[Record], matched: MatchedCommunication, timelines: list[Timeline], within: Window
 ) -> list[Group]:
     """Every group of more than one rank in which something happened in the window."""
     result = []
@@ -114,7 +114,7 @@ def _by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
         yield rows[mine]
 
 
-def hidden(matched: Matched, timelines: list[Timeline], within: Window) -> list[int]:
+def hidden(matched: MatchedCommunication, timelines: list[Timeline], within: Window) -> list[int]:
     """For how long each rank did something else while something of it was in flight (ns)."""
     return _hidden(matched.launches, matched.waits, timelines, within)
 
@@ -123,14 +123,16 @@ def _hidden(
     launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window
 ) -> list[int]:
     result, count = [], len(timelines)
-    both = zip(by_record(launches, count), by_record(waits, count), timelines, strict=True)
+    both = zip(
+        split_by_record(launches, count), split_by_record(waits, count), timelines, strict=True
+    )
     for flight, blocked, line in both:
         if not len(flight) and not len(blocked):
             result.append(0)
             continue
         start, end = (np.concatenate([flight[n], blocked[n]]) for n in ("start", "end"))
-        start, end = merged(start, end, within)
-        time = line.busy_until(end) - line.busy_until(start) if len(start) else start
+        start, end = merge_intervals(start, end, within)
+        time = line.cumulative_busy(end) - line.cumulative_busy(start) if len(start) else start
         result.append(int(time.sum()))
     return result
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from ...cost.machine.machine_file import Machine
 from ...record.ring.states import USEFUL_STATES, State
-from ..records.clock_alignment import Clocks, align
+from ..records.clock_alignment import Clocks, align_clocks
 from ..records.load_run import Run
-from ..records.match_collectives import Matched, match
+from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
-from ..records.state_timeline import STATES, Window, total, window
+from ..records.state_timeline import STATES, Window, find_window, total
 from .loader_totals import Loading, loading
 from .losses import Loss
 from .measured_window import Measured
@@ -112,11 +112,11 @@ def examine(
     """``analyse``, with what pictures are made from. machine: whose roofline the step is placed
     on."""
     records = sorted(run.records, key=lambda record: record.rank)
-    matched = match(records)
-    records, clocks = align(records, matched)
+    matched = match_collectives(records)
+    records, clocks = align_clocks(records, matched)
     if len(clocks.clocks) > 1:
-        matched = match(records)
-    within = window(records, steps)
+        matched = match_collectives(records)
+    within = find_window(records, steps)
     if within is None and steps is not None:
         done = max(int(r.events["step"].max(initial=0)) for r in records)
         raise ValueError(
@@ -127,9 +127,9 @@ def examine(
     started = min(int(record.meta["started_ns"]) for record in records)
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
-    worked = [record.of(State.INPUT, *USEFUL_STATES) for record in records]
+    worked = [record.events_in(State.INPUT, *USEFUL_STATES) for record in records]
     first = min((int(w["start"].min()) for w in worked if len(w)), default=started)
-    stepped = [record.of(State.STEP) for record in records]
+    stepped = [record.events_in(State.STEP) for record in records]
     cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
     figures = _figures(measured)
@@ -150,7 +150,7 @@ def examine(
         refused=run.refused,
         lost_events=sum(record.lost for record in records),
         unmatched=_unmatched(matched, within)[0],
-        clocks_aligned=not clocks.apart,
+        clocks_aligned=not clocks.unaligned,
         clock_residual_s=clocks.residual_ns / 1e9,
         clocks=[asdict(clock) for clock in clocks.clocks],
         confidence=confidence,
@@ -177,7 +177,7 @@ def _figures(m: Measured | None) -> dict[str, Any]:
         nothing: dict[str, Any] = dict.fromkeys((*names, "step_times")) | {"samples": 0}
         return nothing | {name: [] for name in lists}
     length = m.within.length
-    rows = [record.of(State.STEP) for record in m.records]
+    rows = [record.events_in(State.STEP) for record in m.records]
     inside = [s[(s["end"] > m.within.start) & (s["end"] <= m.within.end)] for s in rows]
     samples = sum(total(s["amount"]) for s in inside)
     times = [busy(rank) for rank in m.states]
@@ -210,7 +210,7 @@ def _figures(m: Measured | None) -> dict[str, Any]:
 def _ranges(m: Measured) -> list[Range]:
     """The efficiencies of each range of steps."""
     edges, steps = m.ranges.edges, m.ranges.steps
-    spent = [np.diff(line.until(edges), axis=0) for line in m.timelines]
+    spent = [np.diff(line.cumulative_by_state(edges), axis=0) for line in m.timelines]
     result = []
     for i in range(len(edges) - 1):
         length = int(edges[i + 1] - edges[i])
@@ -222,7 +222,11 @@ def _ranges(m: Measured) -> list[Range]:
 
 
 def _doubts(
-    run: Run, records: list[Record], matched: Matched, clocks: Clocks, m: Measured | None
+    run: Run,
+    records: list[Record],
+    matched: MatchedCommunication,
+    clocks: Clocks,
+    m: Measured | None,
 ) -> tuple[list[str], float]:
     """What could not be read, matched or told apart, and the confidence that is left: the share
     of ranks that is there x of blocked time that is matched x of waits above the residual."""
@@ -248,7 +252,7 @@ def _doubts(
         )
     if any(record.lost for record in records):
         doubts.append("the run was longer than the record holds: the figures are of its end")
-    if clocks.apart:
+    if clocks.unaligned:
         confidence *= 0.5
         doubts.append(
             "the clocks of some hosts could not be aligned (they never communicate): waits and "
@@ -269,8 +273,10 @@ def _doubts(
     return doubts, confidence
 
 
-def _unmatched(matched: Matched, within: Window | None) -> tuple[int, int]:
-    return matched.unmatched(within.start, within.end) if within else matched.unmatched()
+def _unmatched(matched: MatchedCommunication, within: Window | None) -> tuple[int, int]:
+    return (
+        matched.count_unmatched(within.start, within.end) if within else matched.count_unmatched()
+    )
 
 
 def _below(m: Measured, residual: int) -> int:

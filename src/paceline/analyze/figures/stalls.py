@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...record.ring.states import POINT_TO_POINT_OPS, State
-from ..records.match_collectives import by_record
-from ..records.state_timeline import Ints, Window, blocking
+from ..records.match_collectives import split_by_record
+from ..records.state_timeline import Ints, Window, blocking_states
 from .losses import apart, name_of
 from .measured_window import Measured
 from .steps import Steps, StepTimes
@@ -64,7 +64,7 @@ def standstills(m: Measured) -> list[Still]:
     by_host: dict[str, list[Span]] = {}
     scope = _scope(m)
     for i, record in enumerate(m.records):
-        rows = record.of(State.STILL)
+        rows = record.events_in(State.STILL)
         rows = rows[(rows["end"] > scope.start) & (rows["start"] < scope.end)]
         for start, end in zip(rows["start"].tolist(), rows["end"].tolist(), strict=True):
             by_host.setdefault(record.host, []).append((start, end, i))
@@ -78,7 +78,7 @@ def _scope(m: Measured) -> Window:
     """The window; where that is a GPU's sampled steps, all after the first step."""
     if not all(record.on_gpu for record in m.records):
         return m.within
-    first = (record.of(State.STEP)["end"][:1] for record in m.records)
+    first = (record.events_in(State.STEP)["end"][:1] for record in m.records)
     start = max((int(end[0]) for end in first if len(end)), default=m.within.start)
     return Window(start, max(int(record.events["end"].max()) for record in m.records))
 
@@ -124,7 +124,7 @@ def _still(m: Measured, host: str, part: list[Span], waits: Any) -> Still:
 
 def _step(m: Measured, i: int, at: int) -> int:
     """The number of the step that a record's rank was in."""
-    rows = m.records[i].of(State.STEP)
+    rows = m.records[i].events_in(State.STEP)
     after = rows["step"][rows["end"] > at]
     return int(after[0]) if len(after) else int(rows["step"].max(initial=0)) + 1
 
@@ -142,7 +142,7 @@ def stalls(m: Measured, still: list[Still]) -> list[Stall]:
     slow = (blocked >= _STALL + m.residual) & waits["whole"] & ~waits["call"]
     slow &= (waits["end"] > m.within.start) & (waits["start"] < m.within.end)
     found: list[Slow] = []
-    rows = by_record(waits, len(m.records))
+    rows = split_by_record(waits, len(m.records))
     for i in np.unique(waits["record"][slow]).tolist():
         record = m.records[i]
         if record.meta.get("device") == "cuda" and not record.on_gpu:
@@ -177,7 +177,7 @@ def _longest(found: list[Slow]) -> Iterator[Slow]:
 def _of_record(m: Measured, i: int, rows: Any, which: Ints) -> list[Slow]:
     """Those of one record's slow exchanges that took many times what is usual for their kind
     and size in their group."""
-    amount = m.records[i].of(*blocking(m.records[i]))["amount"]
+    amount = m.records[i].events_in(*blocking_states(m.records[i]))["amount"]
     size = np.frexp(amount.astype(np.float64))[1].astype(np.int64)
     kind = (rows["group"].astype(np.int64) << 16) | (rows["op"].astype(np.int64) << 8) | size
     kind[rows["call"] | ~rows["whole"]] = -1
@@ -205,7 +205,7 @@ def _stall(m: Measured, i: int, row: int, wait: Any, usual: float) -> Stall:
     return Stall(
         collective=name_of(int(wait["op"])),
         group=name,
-        number=None if message else int(record.of(*blocking(record))["seq"][row]),
+        number=None if message else int(record.events_in(*blocking_states(record))["seq"][row]),
         rank=record.rank,
         hosts=len(hosts),
         step=_step(m, i, int(wait["end"]) - 1),

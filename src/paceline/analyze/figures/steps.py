@@ -74,7 +74,7 @@ class Steps:
 
 def steps_of(m: Measured) -> Steps | None:
     """The window's steps; None where ranks have none in common."""
-    rows = [record.of(State.STEP)[["step", "end"]] for record in m.records]
+    rows = [record.events_in(State.STEP)[["step", "end"]] for record in m.records]
     rows = [row[(row["end"] >= m.within.start) & (row["end"] <= m.within.end)] for row in rows]
     if not all(len(row) for row in rows):
         return None
@@ -102,7 +102,7 @@ def steps_of(m: Measured) -> Steps | None:
 
 def spent(m: Measured, steps: Steps, rank: int) -> Ints:
     """Nanoseconds of one record in each state, in each step: (steps, states)."""
-    return np.diff(m.timelines[rank].until(steps.bounds[rank]), axis=0)
+    return np.diff(m.timelines[rank].cumulative_by_state(steps.bounds[rank]), axis=0)
 
 
 def step_times(m: Measured, steps: Steps) -> StepTimes:

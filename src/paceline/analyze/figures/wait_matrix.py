@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..records.match_collectives import NOBODY
+from ..records.match_collectives import NO_INDEX
 from .measured_window import Measured
 
 MOST = 100  # pairs that are told one by one
@@ -27,7 +27,7 @@ def matrix(m: Measured) -> npt.NDArray[np.float64]:
     rows = m.matched.waits
     start = np.clip(rows["start"], m.within.start, m.within.end)
     turn = np.clip(np.minimum(rows["latest"], rows["end"]), start, m.within.end)
-    known = (rows["culprit"] != NOBODY) & (turn - start > m.residual)
+    known = (rows["culprit"] != NO_INDEX) & (turn - start > m.residual)
     pair = rows["record"][known].astype(np.int64) * count + rows["culprit"][known]
     time = np.bincount(pair, (turn - start)[known], minlength=count * count)
     return np.asarray(time.reshape(count, count) / m.within.length, np.float64)

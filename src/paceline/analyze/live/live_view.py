@@ -16,8 +16,8 @@ from ..figures.report import examine
 from ..figures.steps import steps_of
 from ..figures.wait_matrix import Pair, matrix, pairs
 from ..records.load_run import Run
-from ..records.read_record import Record, read
-from ..records.script_lines import words_of
+from ..records.read_record import Record, parse_record
+from ..records.script_lines import command_words
 from .current_states import Now, Standing, age, now_of, standing
 
 PAIRS = 3
@@ -86,7 +86,7 @@ def view(
     doing = [now_of(rank.record, rank.tail) for rank in ranks]
     long_s = max(LONG_S, _LONG_STEPS * typical)
     return View(
-        command=words_of(command),
+        command=command_words(command),
         size=size,
         ranks=[record.rank for record in records],
         hosts=[record.host for record in records],
@@ -97,7 +97,7 @@ def view(
         now=doing,
         standing=standing(records, doing, long_s),
         missing_ranks=missing,
-        silent_hosts=words_of(list(silent)),
+        silent_hosts=command_words(list(silent)),
         notes=notes,
     )
 
@@ -108,7 +108,7 @@ def last_attempt(tails: Sequence[Tail]) -> tuple[list[Seen], list[str]]:
     notes, ranks = set(), []
     for tail in tails:
         try:
-            ranks.append(Seen(read(tail.data, tail.name), tail))
+            ranks.append(Seen(parse_record(tail.data, tail.name), tail))
         except ValueError as error:
             notes.add(str(error))
     last = max((int(rank.record.meta.get("attempt", 0)) for rank in ranks), default=0)

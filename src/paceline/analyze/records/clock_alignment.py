@@ -1,8 +1,8 @@
-"""One clock for all hosts, from the bounds that communication gives.
+"""Align the clocks of all hosts, using the bounds that communication gives.
 
-Nobody can leave a collective before the last one has entered it. For hosts A and B with offsets
-a and b to a common clock that says: end on A + a >= start on B + b, for every collective (or
-message) in which someone on A needs someone on B. Offsets drift, so for each host a line
+No rank can leave a collective before the last one has entered it. For hosts A and B with offsets
+a and b to a common clock that means: end on A + a >= start on B + b, for every collective (or
+message) in which a rank on A needs a rank on B. Offsets drift, so for each host a line
 a(t) = offset + drift x t is fitted between the bounds, as far from them as possible.
 """
 
@@ -12,164 +12,190 @@ import numpy as np
 import numpy.typing as npt
 
 from ...record.ring.header_schema import MAX_TIME_NS
-from .match_collectives import Matched, gives
+from .match_collectives import MatchedCommunication, sends_only
 from .read_record import Record
 from .state_timeline import Ints
 
-MAX_BOUNDS = 1 << 25  # collectives times clocks that are looked at, 16 bytes each
-_NEVER, _ALWAYS = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-_DRIFT = 1e-3  # clocks of computers drift by less, by far
-_TURNS = 80
+MAX_BOUNDS = 1 << 25  # collectives x clocks used for the alignment, 16 bytes each
+_NEVER_STARTED, _NEVER_ENDED = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_MAX_DRIFT = 1e-3  # real clocks drift far less
+_SEARCH_ITERATIONS = 80
 
 
 @dataclass(frozen=True)
 class Clock:
-    """One host's clock against the common one: common = local + offset + drift x (local - at)."""
+    """One host's clock: common time = local + offset + drift x (local - at)."""
 
     name: str
     hosts: tuple[str, ...]
     offset_ns: int
     drift: float
     at_ns: int
-    residual_ns: int  # how far the offset may be off, by the bounds
+    residual_ns: int  # largest error of the offset that the bounds allow
 
-    def common(self, local: Ints) -> Ints:
+    def to_common(self, local: Ints) -> Ints:
         drifted = np.rint(self.drift * (local - self.at_ns)).astype(np.int64)
         return np.asarray(local + self.offset_ns + drifted, np.int64)
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """The clocks of all hosts; ``apart``: those that no communication ties to the first."""
+    """The clocks of all hosts.
+
+    Attributes:
+        clocks: The first is the reference.
+        apart: Names of the clocks that no communication ties to the reference: not aligned.
+    """
 
     clocks: tuple[Clock, ...]
-    apart: tuple[str, ...]
+    unaligned: tuple[str, ...]
 
     @property
     def residual_ns(self) -> int:
         return max(clock.residual_ns for clock in self.clocks)
 
 
-def names_of(records: list[Record]) -> list[str]:
-    """Each record's clock, by name."""
+def clock_names(records: list[Record]) -> list[str]:
+    """Return the name of each record's clock."""
     return [str(r.meta.get("clock") or r.meta["host"]) for r in records]
 
 
-def align(records: list[Record], matched: Matched) -> tuple[list[Record], Clocks]:
-    """The records with all times on the first record's clock, and how well that went."""
-    names = names_of(records)
+def align_clocks(
+    records: list[Record], matched: MatchedCommunication
+) -> tuple[list[Record], Clocks]:
+    """Return the records with all times on the first record's clock, and the fitted clocks."""
+    names = clock_names(records)
     unique = list(dict.fromkeys(names))
-    at = {name: i for i, name in enumerate(unique)}
-    each: dict[str, set[str]] = {name: set() for name in unique}
+    index = {name: i for i, name in enumerate(unique)}
+    hosts_of: dict[str, set[str]] = {name: set() for name in unique}
     for record, name in zip(records, names, strict=True):
-        each[name].add(record.host)
-    hosts = {name: tuple(sorted(of)) for name, of in each.items()}
+        hosts_of[name].add(record.host)
+    hosts = {name: tuple(sorted(names_of_hosts)) for name, names_of_hosts in hosts_of.items()}
     first = unique[0]
-    found = {first: Clock(first, hosts[first], 0, 0.0, 0, 0)}
+    fitted = {first: Clock(first, hosts[first], 0, 0.0, 0, 0)}
     if len(unique) == 1:
-        return records, Clocks((found[first],), ())
-    bounds = _Bounds(matched, np.array([at[name] for name in names]), len(unique))
-    apart, known = list[str](), first
-    best = dict.fromkeys(unique[1:], (0, ""))  # bounds to the clock that has most in common
-    while best:  # the host that communicates most with one that is known already comes next
-        for name in best:
-            u, k = at[name], at[known]
-            best[name] = max(best[name], (min(bounds.count(u, k), bounds.count(k, u)), known))
-        count, name, reference = max((n, name, other) for name, (n, other) in best.items())
+        return records, Clocks((fitted[first],), ())
+    bounds = _OffsetBounds(matched, np.array([index[name] for name in names]), len(unique))
+    unaligned, newly_aligned = list[str](), first
+    bounds_to_aligned = dict.fromkeys(
+        unique[1:], (0, "")
+    )  # number of bounds, to which aligned clock
+    while bounds_to_aligned:  # next is the host that has most bounds to an aligned one
+        for name in bounds_to_aligned:
+            u, k = index[name], index[newly_aligned]
+            bounds_to_aligned[name] = max(
+                bounds_to_aligned[name],
+                (min(bounds.count(u, k), bounds.count(k, u)), newly_aligned),
+            )
+        count, name, reference = max(
+            (n, name, other) for name, (n, other) in bounds_to_aligned.items()
+        )
         if count == 0:
             break
-        del best[name]
-        u, k = at[name], at[reference]
-        fitted = _fit(bounds.of(u, k), bounds.of(k, u), found[reference])
-        if abs(fitted.offset_ns) < MAX_TIME_NS:
-            found[name], known = replace(fitted, name=name, hosts=hosts[name]), name
-        else:  # no node has been up for so long
-            apart.append(name)
-    apart += best
-    for name in apart:
-        found[name] = Clock(name, hosts[name], 0, 0.0, 0, 0)
-    moved = [_moved(r, found[name]) for r, name in zip(records, names, strict=True)]
-    return moved, Clocks(tuple(found[name] for name in unique), tuple(apart))
+        del bounds_to_aligned[name]
+        u, k = index[name], index[reference]
+        clock = _fit_clock(bounds.between(u, k), bounds.between(k, u), fitted[reference])
+        if abs(clock.offset_ns) < MAX_TIME_NS:
+            fitted[name], newly_aligned = replace(clock, name=name, hosts=hosts[name]), name
+        else:  # no host has been up for that long
+            unaligned.append(name)
+    unaligned += bounds_to_aligned
+    for name in unaligned:
+        fitted[name] = Clock(name, hosts[name], 0, 0.0, 0, 0)
+    aligned = [_on_common_clock(r, fitted[name]) for r, name in zip(records, names, strict=True)]
+    return aligned, Clocks(tuple(fitted[name] for name in unique), tuple(unaligned))
 
 
-def _moved(record: Record, clock: Clock) -> Record:
+def _on_common_clock(record: Record, clock: Clock) -> Record:
     if clock.offset_ns == 0 and clock.drift == 0.0:
         return record
     events = record.events.copy()
     for name in ("start", "end"):
-        events[name] = clock.common(events[name])
+        events[name] = clock.to_common(events[name])
     meta = dict(record.meta)
     for name in ("started_ns", "joined_ns"):
         if name in meta:
-            meta[name] = int(clock.common(np.array([meta[name]]))[0])
+            meta[name] = int(clock.to_common(np.array([meta[name]]))[0])
     return replace(record, events=events, meta=meta)
 
 
-class _Bounds:
-    """What communication says of each pair of clocks, made when it is asked for."""
+class _OffsetBounds:
+    """The bounds between each pair of clocks, computed on demand."""
 
-    def __init__(self, matched: Matched, clock: Ints, count: int) -> None:
-        """clock: the number of each record's clock, of ``count``."""
+    def __init__(self, matched: MatchedCommunication, clock: Ints, count: int) -> None:
+        """Prepare the bounds. clock: the index of each record's clock, of ``count`` clocks."""
         launches, waits = matched.launches, matched.waits
         nodes = len(matched.node_rows) - 1
-        every = nodes * count // MAX_BOUNDS + 1  # of more nodes than that, every second and so on
+        every = nodes * count // MAX_BOUNDS + 1  # take every n-th node where there are more
         nodes = nodes // every + 1
-        self._started = np.full((count, nodes), _NEVER)  # the latest start, of each node
-        rows = np.repeat(np.arange(len(matched.node_rows) - 1), np.diff(matched.node_rows))
-        launch = matched.node_launches[rows % every == 0]
-        rows = rows[rows % every == 0] // every
-        place = (clock[launches["record"][launch]], rows)
-        np.maximum.at(self._started, place, launches["start"][launch])
-        self._done = np.full((count, nodes), _ALWAYS)  # the first end of a wait for it
-        waits = waits[(waits["node"] >= 0) & (waits["node"] % every == 0) & ~gives(waits)]
-        place = (clock[waits["record"]], waits["node"] // every)
-        np.minimum.at(self._done, place, waits["end"])
+        self._last_start = np.full(
+            (count, nodes), _NEVER_STARTED
+        )  # latest start of each node, per clock
+        node_of_launch = np.repeat(
+            np.arange(len(matched.node_rows) - 1), np.diff(matched.node_rows)
+        )
+        launch = matched.node_launches[node_of_launch % every == 0]
+        node_of_launch = node_of_launch[node_of_launch % every == 0] // every
+        clock_and_node = (clock[launches["record"][launch]], node_of_launch)
+        np.maximum.at(self._last_start, clock_and_node, launches["start"][launch])
+        self._first_end = np.full((count, nodes), _NEVER_ENDED)  # first end of a wait for it
+        waits = waits[(waits["node"] >= 0) & (waits["node"] % every == 0) & ~sends_only(waits)]
+        clock_and_node = (clock[waits["record"]], waits["node"] // every)
+        np.minimum.at(self._first_end, clock_and_node, waits["end"])
 
-    def _both(self, a: int, b: int) -> npt.NDArray[np.bool_]:
-        return np.asarray((self._done[a] != _ALWAYS) & (self._started[b] != _NEVER))
+    def _is_bounded(self, a: int, b: int) -> npt.NDArray[np.bool_]:
+        return np.asarray(
+            (self._first_end[a] != _NEVER_ENDED) & (self._last_start[b] != _NEVER_STARTED)
+        )
 
     def count(self, a: int, b: int) -> int:
-        """Return how many bounds there are."""
-        return int(np.count_nonzero(self._both(a, b)))
+        """Return the number of bounds of clock ``a`` against clock ``b``."""
+        return int(np.count_nonzero(self._is_bounded(a, b)))
 
-    def of(self, a: int, b: int) -> tuple[Ints, Ints]:
-        """Return times on ``a`` at which somebody there was done with what needed somebody on
-        ``b``, and the times on ``b`` at which the last of those there had started (of all parts of
-        one collective or message: its node)."""
-        both = self._both(a, b)
-        return self._done[a][both], self._started[b][both]
+    def between(self, a: int, b: int) -> tuple[Ints, Ints]:
+        """Return the bounds of clock ``a`` against clock ``b``: end times on ``a``, start times on
+        ``b``.
+
+        For each node: when the first wait on ``a`` for a launch on ``b`` ended, and when the last
+        launch of that node on ``b`` had started.
+        """
+        bounded = self._is_bounded(a, b)
+        return self._first_end[a][bounded], self._last_start[b][bounded]
 
 
-def _fit(after: tuple[Ints, Ints], before: tuple[Ints, Ints], reference: Clock) -> Clock:
-    """The line for a host's clock against a known one.
+def _fit_clock(after: tuple[Ints, Ints], before: tuple[Ints, Ints], reference: Clock) -> Clock:
+    """Fit a host's clock to a reference clock that is already aligned.
 
     after: ends on the host, starts on the reference: end + a >= start, so a >= start - end.
     before: ends on the reference, starts on the host: a <= end - start.
     """
-    lower_at, lower = after[0], reference.common(after[1]) - after[0]
-    upper_at, upper = before[1], reference.common(before[0]) - before[1]
+    lower_at, lower = after[0], reference.to_common(after[1]) - after[0]
+    upper_at, upper = before[1], reference.to_common(before[0]) - before[1]
     at = int(np.median(np.concatenate([lower_at, upper_at])))
     base = int(np.median(upper))
     low_t, up_t = (lower_at - at).astype(np.float64), (upper_at - at).astype(np.float64)
     low, up = (lower - base).astype(np.float64), (upper - base).astype(np.float64)
 
-    def slack(drift: float) -> tuple[float, float]:
-        """Half the room between the bounds for lines of this drift, and the middle."""
-        least, most = float(np.max(low - drift * low_t)), float(np.min(up - drift * up_t))
-        return (most - least) / 2, (most + least) / 2
+    def half_width(drift: float) -> tuple[float, float]:
+        """Return half the distance between the bounds for lines of this drift, and their middle."""
+        lowest, highest = float(np.max(low - drift * low_t)), float(np.min(up - drift * up_t))
+        return (highest - lowest) / 2, (highest + lowest) / 2
 
-    left, right = -_DRIFT, _DRIFT  # the room is a concave function of the drift
-    for _ in range(_TURNS):
-        third = (right - left) / 3
-        if slack(left + third)[0] < slack(right - third)[0]:
-            left += third
+    low_drift, high_drift = (
+        -_MAX_DRIFT,
+        _MAX_DRIFT,
+    )  # the half-width is a concave function of the drift
+    for _ in range(_SEARCH_ITERATIONS):
+        third = (high_drift - low_drift) / 3
+        if half_width(low_drift + third)[0] < half_width(high_drift - third)[0]:
+            low_drift += third
         else:
-            right -= third
-    drift = (left + right) / 2
-    room, offset = slack(drift)
+            high_drift -= third
+    drift = (low_drift + high_drift) / 2
+    half_width_ns, offset = half_width(drift)
     span = float(np.ptp(up_t)) if len(up_t) > 1 else 0.0
-    if span < 1e9:  # under a second a drift can't be told from chance
-        room, offset = slack(0.0)
+    if span < 1e9:  # a drift can't be determined from less than a second
+        half_width_ns, offset = half_width(0.0)
         drift = 0.0
-    residual = int(abs(room)) + reference.residual_ns
+    residual = int(abs(half_width_ns)) + reference.residual_ns
     return Clock("", (), base + int(offset), drift, at, max(residual, 1))

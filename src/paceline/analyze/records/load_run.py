@@ -1,4 +1,4 @@
-"""A run's folder, as ``paceline run --record`` leaves it, as records."""
+"""Load the records in a run's folder, as ``paceline run --record`` writes it."""
 
 import mmap
 import os
@@ -11,12 +11,12 @@ from ...record.ring.tail import MAX_RECORD_BYTES
 from ...security.error_reason import reason_of
 from ...security.files import InvalidFileError, open_regular
 from ...security.schema import read_json
-from .read_record import NewerVersionError, Record, read
-from .script_lines import read_lines, words_of
+from .read_record import NewerVersionError, Record, parse_record
+from .script_lines import command_words, read_lines
 
-MAX_RECORDS = 1 << 13  # of one folder; every pair of ranks has a number in the report
+MAX_RECORDS = 1 << 13  # of one folder; the report has a figure for every pair of ranks
 MAX_RUN_JSON_BYTES = 16 << 20
-MAX_NAMED = 8  # files that an error message lists
+MAX_LISTED_FILES = 8  # files that an error message lists
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,30 @@ class Run:
     name: str
     records: list[Record]
     missing: list[int]  # ranks without a record
-    refused: list[str] = field(default_factory=list)  # files that are no record, and why
+    refused: list[str] = field(default_factory=list)  # files that are not valid, with the reason
     command: list[str] = field(default_factory=list)
-    running: bool = False  # the job goes on: this is of it so far
+    running: bool = False  # the job is not finished; the records end now
 
 
-def load(folder: Path) -> Run:
-    """Read every rank's record in ``folder``.
+def load_run(folder: Path) -> Run:
+    """Load every rank's record in ``folder``.
 
-    Raises ValueError where there is none, where two runs are mixed, or where a file is of a
-    newer version; a damaged file is left out, and named in ``refused``.
+    A damaged file is left out, and named in ``Run.refused``.
+
+    Raises:
+        ValueError: There is no record, the folder mixes two runs, or a file has a newer version.
     """
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
-        raise ValueError(f"{folder} {what}. HINT: the folder given to paceline run --record")
+        problem = "is no folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {problem}. HINT: the folder given to paceline run --record")
     paths = sorted(folder.glob("*.ring"), key=lambda path: (len(path.name), path.name))
     if not paths:
-        inside = sorted({path.parent for path in folder.rglob("*.ring")})
-        hint = f"{inside[0]} has one" if inside else "paceline run --record makes one"
+        folders_with_records = sorted({path.parent for path in folder.rglob("*.ring")})
+        hint = (
+            f"{folders_with_records[0]} has one"
+            if folders_with_records
+            else "paceline run --record makes one"
+        )
         raise ValueError(f"{folder} has no record (rank-N.ring). HINT: {hint}")
     if len(paths) > MAX_RECORDS:
         raise ValueError(
@@ -53,7 +59,7 @@ def load(folder: Path) -> Run:
     records, refused = [], []
     for path in paths:
         try:
-            record, notes = _read(path)
+            record, notes = _load_with_lines(path)
         except NewerVersionError:
             raise
         except (InvalidFileError, OSError) as error:
@@ -62,20 +68,20 @@ def load(folder: Path) -> Run:
         records.append(record)
         refused += notes
     if not records:
-        raise ValueError(f"{folder}: no file can be read: {'; '.join(refused[:MAX_NAMED])}")
-    _one_run(folder, records)
+        raise ValueError(f"{folder}: no file can be read: {'; '.join(refused[:MAX_LISTED_FILES])}")
+    _check_one_run(folder, records)
     records.sort(key=lambda record: record.rank)
     size = max(int(record.meta["size"]) for record in records)
     missing = sorted(set(range(size)) - {record.rank for record in records})
-    return Run(str(folder), records, missing, refused, _command(folder))
+    return Run(str(folder), records, missing, refused, _read_command(folder))
 
 
-def read_file(path: Path) -> Record:
+def load_record(path: Path) -> Record:
     """Return the record in a file, which stays mapped.
 
     Raises:
-        InvalidFileError: It is no record.
-        OSError: It can't be opened, or is no regular file.
+        InvalidFileError: The file is not a valid record.
+        OSError: The file can't be opened, or is not a regular file.
     """
     fd = open_regular(path)
     try:
@@ -86,45 +92,47 @@ def read_file(path: Path) -> Record:
         data: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size else b""
     finally:
         os.close(fd)
-    return read(data, str(path))
+    return parse_record(data, str(path))
 
 
-def _read(path: Path) -> tuple[Record, list[str]]:
-    """Return a rank's record with the script's lines, and which of its files was left out."""
-    record = read_file(path)
-    lines = path.with_suffix(".lines")
+def _load_with_lines(path: Path) -> tuple[Record, list[str]]:
+    """Return a rank's record with the lines of its script, and notes on what was left out."""
+    record = load_record(path)
+    lines_path = path.with_suffix(".lines")
     try:
-        by_number, note = read_lines(lines)
+        lines, note = read_lines(lines_path)
     except FileNotFoundError:
         return record, []
     except (InvalidFileError, OSError) as error:
-        return record, [without_line_breaks(f"{lines}: {reason_of(error)}")]
-    return replace(record, lines=by_number), [without_line_breaks(note)] if note else []
+        return record, [without_line_breaks(f"{lines_path}: {reason_of(error)}")]
+    return replace(record, lines=lines), [without_line_breaks(note)] if note else []
 
 
-def _one_run(folder: Path, records: list[Record]) -> None:
-    runs: dict[tuple[str, int], list[int]] = {}
+def _check_one_run(folder: Path, records: list[Record]) -> None:
+    """Raise ValueError unless the records belong to one run and to different ranks."""
+    ranks_of_run: dict[tuple[str, int], list[int]] = {}
     for record in records:
         key = (str(record.meta.get("run", "")), int(record.meta["size"]))
-        runs.setdefault(key, []).append(record.rank)
-    if len(runs) > 1:
-        told = "; ".join(
+        ranks_of_run.setdefault(key, []).append(record.rank)
+    if len(ranks_of_run) > 1:
+        described = "; ".join(
             f"rank {', '.join(map(str, sorted(ranks)[:4]))}{' ...' if len(ranks) > 4 else ''} of "
             f"{run or 'an unnamed run'} with {size} ranks"
-            for (run, size), ranks in runs.items()
+            for (run, size), ranks in ranks_of_run.items()
         )
         raise ValueError(
-            f"{folder} has records of {len(runs)} different runs ({told}). HINT: one folder a run"
+            f"{folder} has records of {len(ranks_of_run)} different runs ({described}). "
+            "HINT: one folder a run"
         )
     ranks = [record.rank for record in records]
     if len(set(ranks)) < len(ranks):
-        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-        raise ValueError(f"{folder} has two records of rank {twice}. HINT: one folder a run")
+        duplicate = next(rank for rank in ranks if ranks.count(rank) > 1)
+        raise ValueError(f"{folder} has two records of rank {duplicate}. HINT: one folder a run")
 
 
-def _command(folder: Path) -> list[str]:
+def _read_command(folder: Path) -> list[str]:
     try:
-        about = read_json(folder / "run.json", dict[str, Any], MAX_RUN_JSON_BYTES)
+        run_json = read_json(folder / "run.json", dict[str, Any], MAX_RUN_JSON_BYTES)
     except (OSError, InvalidFileError):
         return []
-    return words_of(about.get("command"))
+    return command_words(run_json.get("command"))

@@ -1,7 +1,7 @@
-"""Which events of different ranks belong together, and who arrived last.
+"""Match the communication events of different ranks, and find out which member arrived last.
 
 Collectives are matched by (group, number), sends and receives by (group, from, to, number).
-Groups go by name, which is the same on all their members.
+Groups are identified by their name, which is the same on all members.
 """
 
 from collections.abc import Callable
@@ -13,22 +13,28 @@ import numpy.typing as npt
 
 from ...record.ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
 from .read_record import Record
-from .state_timeline import Ints, blocking, total
+from .state_timeline import Ints, blocking_states, total
 
-NOBODY = -1
-UNKNOWN_GROUP = "unknown"  # of a GPU's kernel whose collective is not known
+NO_INDEX = -1
+UNKNOWN_GROUP = "unknown"  # of a GPU kernel whose collective is not known
 
 
 @dataclass(frozen=True)
-class Matched:
-    """The communication of all records, and how it belongs together.
+class MatchedCommunication:
+    """The communication of all records, matched.
 
-    ``launches`` (COLLECTIVE): record, start, end, node, op, group, amount, whole (all members'
-    records are there). ``waits`` (BLOCKED, CALL): record, start, end, node, op, group, step,
-    latest (start of whom it waits for), culprit (whose record that is, or NOBODY), whole, root,
-    call (the launching call itself, which waits for nobody). A node is what one wait may depend
-    on: all launches of one collective, its root's alone, or a message's other side;
-    ``node_rows[n]`` to ``node_rows[n + 1]`` in ``node_launches`` are its launches.
+    Attributes:
+        launches: One row per COLLECTIVE event: record, start, end, node, op, group, amount (bytes),
+            whole (whether the records of all members are there).
+        waits: One row per BLOCKED or CALL event: record, start, end, node, op, group, step, latest
+            (start of the launch that it waits for), culprit (the record of that launch, or
+            NO_INDEX), whole, root, call (the launching call itself, which waits for no other rank).
+        node_rows: ``node_launches[node_rows[n]:node_rows[n + 1]]`` are the launches of node n. A
+            node
+            is what one wait depends on: all launches of one collective, the root's launch alone, or
+            the other side of a message.
+        node_launches: Rows of ``launches``, ordered by node.
+        groups: Names of the process groups; the ``group`` of a row is an index into them.
     """
 
     launches: npt.NDArray[Any]
@@ -37,171 +43,230 @@ class Matched:
     node_launches: Ints
     groups: list[str]
 
-    def unmatched(self, start: int = 0, end: int = 1 << 62) -> tuple[int, int]:
-        """Collectives and messages between two times that lack a member's record, and the
-        blocked time in them (ns)."""
-        lack = self.launches[~self.launches["whole"]]
-        lack = lack[(lack["end"] > start) & (lack["start"] < end)]
-        rows = self.waits[~self.waits["whole"]]
-        blocked = np.minimum(rows["end"], end) - np.maximum(rows["start"], start)
-        return len(np.unique(lack["node"])), total(blocked.clip(min=0))
+    def count_unmatched(self, start: int = 0, end: int = 1 << 62) -> tuple[int, int]:
+        """Count collectives and messages between two times that lack a member's record.
 
-    def latest(self, count: int) -> list[Ints]:
-        """For each of ``count`` records, and each of its BLOCKED and CALL events: when whom it
-        waits for had arrived."""
-        return [np.asarray(rows["latest"], np.int64) for rows in by_record(self.waits, count)]
+        Also return the blocked time in them (ns).
+        """
+        incomplete = self.launches[~self.launches["whole"]]
+        incomplete = incomplete[(incomplete["end"] > start) & (incomplete["start"] < end)]
+        incomplete_waits = self.waits[~self.waits["whole"]]
+        blocked = np.minimum(incomplete_waits["end"], end) - np.maximum(
+            incomplete_waits["start"], start
+        )
+        return len(np.unique(incomplete["node"])), total(blocked.clip(min=0))
+
+    def latest_arrivals(self, count: int) -> list[Ints]:
+        """Return, for each of ``count`` records and each of its BLOCKED and CALL events, when the
+        last member that it waits for had arrived (ns).
+        """
+        return [np.asarray(rows["latest"], np.int64) for rows in split_by_record(self.waits, count)]
 
 
-def by_record(rows: npt.NDArray[Any], count: int) -> list[npt.NDArray[Any]]:
-    """Launches or waits, which are in the order of their records, apart by record."""
+def split_by_record(rows: npt.NDArray[Any], count: int) -> list[npt.NDArray[Any]]:
+    """Split launches or waits, which are in the order of their records, by record."""
     ends = np.cumsum(np.bincount(rows["record"], minlength=count))
     return np.split(rows, ends[:-1])
 
 
-_LAUNCH = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
-_LAUNCH += [("amount", "i8"), ("node", "i8"), ("whole", "?")]
-_WAIT = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
-_WAIT += [("step", "u4"), ("node", "i8"), ("latest", "i8"), ("culprit", "i4"), ("whole", "?")]
-_WAIT += [("root", "?"), ("call", "?")]
+_LAUNCH_FIELDS = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
+_LAUNCH_FIELDS += [("amount", "i8"), ("node", "i8"), ("whole", "?")]
+_WAIT_FIELDS = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
+_WAIT_FIELDS += [
+    ("step", "u4"),
+    ("node", "i8"),
+    ("latest", "i8"),
+    ("culprit", "i4"),
+    ("whole", "?"),
+]
+_WAIT_FIELDS += [("root", "?"), ("call", "?")]
 
 
-def match(records: list[Record]) -> Matched:
-    """Match the communication of all records; times must be on one clock."""
+def match_collectives(records: list[Record]) -> MatchedCommunication:
+    """Match the communication of all records. Their times must be on one clock."""
     names = sorted({g["name"] for r in records for g in r.meta.get("groups", {}).values()})
-    number = {name: i for i, name in enumerate(names)}
-    launches, keys, mine = _rows(records, _launching, _LAUNCH, number)
-    if not (real := keys[:, 1] > 0).all():  # a kernel whose collective is not known
-        launches, keys, mine = launches[real], keys[real], mine[real]
-    waits, wait_keys, wait_mine = _rows(records, blocking, _WAIT, number)
-    if any((rows["group"] == len(number)).any() for rows in (launches, waits)):
+    group_index = {name: i for i, name in enumerate(names)}
+    launches, keys, group_facts = _collect_rows(
+        records, _launch_states, _LAUNCH_FIELDS, group_index
+    )
+    if not (known_collective := keys[:, 1] > 0).all():  # a kernel whose collective is not known
+        launches, keys, group_facts = (
+            launches[known_collective],
+            keys[known_collective],
+            group_facts[known_collective],
+        )
+    waits, wait_keys, wait_group_facts = _collect_rows(
+        records, blocking_states, _WAIT_FIELDS, group_index
+    )
+    if any((rows["group"] == len(group_index)).any() for rows in (launches, waits)):
         names.append(UNKNOWN_GROUP)
-    pairs, pair = np.unique(keys[:, 0], return_inverse=True)
-    unique, place = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
-    # A BLOCKED event has a COLLECTIVE of its own rank, unless the ring has overwritten it.
-    wait_pair = np.minimum(np.searchsorted(pairs, wait_keys[:, 0]), max(len(pairs) - 1, 0))
-    known = pairs[wait_pair] == wait_keys[:, 0] if len(pairs) else np.zeros(len(waits), bool)
-    known &= wait_keys[:, 1] > 0
-    wait_key = np.where(known, wait_pair << 32 | wait_keys[:, 1], NOBODY)
-    del keys, pair, wait_keys, wait_pair, known
-    launches["node"] = place
-    members = np.bincount(place, minlength=len(unique))
-    wanted = np.zeros(len(unique), np.int64)
-    np.maximum.at(wanted, place, mine["size"])
-    # Launches in the order of their collective, and of their start in it: the last is last.
-    order = np.lexsort((launches["start"], place))
-    rows = np.concatenate(([0], np.cumsum(members)))
+    unique_pairs, pair = np.unique(keys[:, 0], return_inverse=True)
+    unique, collective_of_launch = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
+    # A BLOCKED event belongs to a COLLECTIVE event of the same rank, unless the ring overwrote it.
+    wait_pair = np.minimum(
+        np.searchsorted(unique_pairs, wait_keys[:, 0]), max(len(unique_pairs) - 1, 0)
+    )
+    has_known_pair = (
+        unique_pairs[wait_pair] == wait_keys[:, 0]
+        if len(unique_pairs)
+        else np.zeros(len(waits), bool)
+    )
+    has_known_pair &= wait_keys[:, 1] > 0
+    wait_key = np.where(has_known_pair, wait_pair << 32 | wait_keys[:, 1], NO_INDEX)
+    del keys, pair, wait_keys, wait_pair, has_known_pair
+    launches["node"] = collective_of_launch
+    present_members = np.bincount(collective_of_launch, minlength=len(unique))
+    expected_members = np.zeros(len(unique), np.int64)
+    np.maximum.at(expected_members, collective_of_launch, group_facts["size"])
+    # By collective, then by start: the last row of a collective is its latest launch.
+    order = np.lexsort((launches["start"], collective_of_launch))
+    rows = np.concatenate(([0], np.cumsum(present_members)))
     last = order[rows[1:] - 1] if len(unique) else np.empty(0, np.int64)
 
     if not len(unique):
-        waits["latest"], waits["culprit"], waits["node"] = waits["start"], NOBODY, NOBODY
-        return Matched(launches, waits, rows, order, names)
-    found = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
-    who, when = launches["record"][last][found], launches["start"][last][found]
-    met = unique[found] == wait_key
-    waits["whole"] = (members >= wanted)[found] & met
-    launches["whole"] = (members >= wanted)[place]
-    node = found.copy()
+        waits["latest"], waits["culprit"], waits["node"] = waits["start"], NO_INDEX, NO_INDEX
+        return MatchedCommunication(launches, waits, rows, order, names)
+    collective_of_wait = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
+    late_record, late_start = (
+        launches["record"][last][collective_of_wait],
+        launches["start"][last][collective_of_wait],
+    )
+    has_launch = unique[collective_of_wait] == wait_key
+    waits["whole"] = (present_members >= expected_members)[collective_of_wait] & has_launch
+    launches["whole"] = (present_members >= expected_members)[collective_of_launch]
+    node_of_wait = collective_of_wait.copy()
 
-    waits["root"] = wait_mine["root"]
-    alone, nobody = _deciding(launches, waits, mine["root"], place, found)
-    nobody |= ~met
-    has_one = (alone != NOBODY) & ~nobody
-    who = np.where(has_one, launches["record"][alone], who)
-    when = np.where(has_one, launches["start"][alone], when)
-    nobody |= gives(waits) & (when > waits["end"])
-    has_one &= ~nobody
-    own_turn = nobody | (who == waits["record"])
-    waits["latest"] = np.where(nobody, waits["start"], when)
-    waits["culprit"] = np.where(own_turn | (when <= waits["start"]), NOBODY, who)
-    extra, at = np.unique(alone[has_one], return_inverse=True)
-    node[has_one] = len(unique) + at
-    node[nobody] = NOBODY
-    waits["node"] = node
-    rows = np.concatenate((rows, rows[-1] + 1 + np.arange(len(extra))))
-    order = np.concatenate((order, extra))
-    return Matched(launches, waits, rows, order, names)
+    waits["root"] = wait_group_facts["root"]
+    deciding_launch, waits_for_no_rank = _find_deciding_launches(
+        launches, waits, group_facts["root"], collective_of_launch, collective_of_wait
+    )
+    waits_for_no_rank |= ~has_launch
+    has_deciding_launch = (deciding_launch != NO_INDEX) & ~waits_for_no_rank
+    late_record = np.where(has_deciding_launch, launches["record"][deciding_launch], late_record)
+    late_start = np.where(has_deciding_launch, launches["start"][deciding_launch], late_start)
+    waits_for_no_rank |= sends_only(waits) & (late_start > waits["end"])
+    has_deciding_launch &= ~waits_for_no_rank
+    waits_for_no_other = waits_for_no_rank | (late_record == waits["record"])
+    waits["latest"] = np.where(waits_for_no_rank, waits["start"], late_start)
+    waits["culprit"] = np.where(
+        waits_for_no_other | (late_start <= waits["start"]), NO_INDEX, late_record
+    )
+    deciding_launches, deciding_index = np.unique(
+        deciding_launch[has_deciding_launch], return_inverse=True
+    )
+    node_of_wait[has_deciding_launch] = len(unique) + deciding_index
+    node_of_wait[waits_for_no_rank] = NO_INDEX
+    waits["node"] = node_of_wait
+    rows = np.concatenate((rows, rows[-1] + 1 + np.arange(len(deciding_launches))))
+    order = np.concatenate((order, deciding_launches))
+    return MatchedCommunication(launches, waits, rows, order, names)
 
 
-def gives(waits: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Waits of who sends, or is no root of a reduction: it may be done before the other side
-    comes."""
-    reduces = np.isin(waits["op"], (Op.REDUCE, Op.GATHER)) & ~waits["root"]
-    return np.asarray((waits["op"] == Op.SEND) | reduces)
+def sends_only(waits: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return which waits only send data: a sender's, or a member's of a rooted reduction.
+
+    They may end before the other side arrives.
+    """
+    sends_to_root = np.isin(waits["op"], (Op.REDUCE, Op.GATHER)) & ~waits["root"]
+    return np.asarray((waits["op"] == Op.SEND) | sends_to_root)
 
 
-def _deciding(
-    launches: npt.NDArray[Any], waits: npt.NDArray[Any], is_root: Ints, place: Ints, found: Ints
+def _find_deciding_launches(
+    launches: npt.NDArray[Any],
+    waits: npt.NDArray[Any],
+    is_root: Ints,
+    collective_of_launch: Ints,
+    collective_of_wait: Ints,
 ) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """For each wait, the one launch that decides when it can end (a collective's root, a
-    message's other side; NOBODY where it is the last of all), and whether it waits for nobody."""
-    count = int(place.max(initial=-1)) + 1
-    single = {}
-    for kind, chosen in (
+    """Return for each wait the launch that decides when it can end, and whether it waits at all.
+
+    The launch is the root's of a collective or the other side's of a message; NO_INDEX where it is
+    the last of all members. The second array is true for waits that depend on no other rank.
+    """
+    count = int(collective_of_launch.max(initial=-1)) + 1
+    launch_of_collective = {}
+    for kind, is_kind in (
         ("root", np.isin(launches["op"], ROOTED_OPS) & is_root),
         ("send", launches["op"] == Op.SEND),
         ("recv", launches["op"] == Op.RECV),
     ):
-        table = np.full(count, NOBODY)
-        table[place[chosen]] = np.flatnonzero(chosen)
-        single[kind] = table
+        table = np.full(count, NO_INDEX)
+        table[collective_of_launch[is_kind]] = np.flatnonzero(is_kind)
+        launch_of_collective[kind] = table
     rooted = np.isin(waits["op"], ROOTED_OPS)
-    alone = np.full(len(waits), NOBODY)
-    alone = np.where(rooted & ~waits["root"], single["root"][found], alone)
-    alone = np.where(waits["op"] == Op.RECV, single["send"][found], alone)
-    alone = np.where(waits["op"] == Op.SEND, single["recv"][found], alone)
-    gathers = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
-    needs_one = (rooted & ~waits["root"]) | np.isin(waits["op"], POINT_TO_POINT_OPS)
-    nobody = (rooted & waits["root"] & ~gathers) | waits["call"] | (needs_one & (alone == NOBODY))
-    return alone, nobody
+    deciding_launch = np.full(len(waits), NO_INDEX)
+    deciding_launch = np.where(
+        rooted & ~waits["root"], launch_of_collective["root"][collective_of_wait], deciding_launch
+    )
+    deciding_launch = np.where(
+        waits["op"] == Op.RECV, launch_of_collective["send"][collective_of_wait], deciding_launch
+    )
+    deciding_launch = np.where(
+        waits["op"] == Op.SEND, launch_of_collective["recv"][collective_of_wait], deciding_launch
+    )
+    reduces_to_root = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
+    needs_deciding_launch = (rooted & ~waits["root"]) | np.isin(waits["op"], POINT_TO_POINT_OPS)
+    waits_for_no_rank = (
+        (rooted & waits["root"] & ~reduces_to_root)
+        | waits["call"]
+        | (needs_deciding_launch & (deciding_launch == NO_INDEX))
+    )
+    return deciding_launch, waits_for_no_rank
 
 
-def _launching(record: Record) -> tuple[State, ...]:
+def _launch_states(record: Record) -> tuple[State, ...]:
     return (State.COMMUNICATION_KERNEL,) if record.on_gpu else (State.COLLECTIVE,)
 
 
-def _rows(
+def _collect_rows(
     records: list[Record],
-    chosen: Callable[[Record], tuple[State, ...]],
+    states_of: Callable[[Record], tuple[State, ...]],
     fields: list[tuple[str, str]],
-    number: dict[str, int],
+    group_index: dict[str, int],
 ) -> tuple[npt.NDArray[Any], Ints, npt.NDArray[Any]]:
-    """Rows of all records with ``fields``, their keys (two integers each), and what each record
-    knows of the row's group: its size, and whether it is the root."""
-    count = sum(record.count(*chosen(record)) for record in records)
+    """Return the rows of all records with ``fields``, their keys, and what each record knows of its
+    group.
+
+    A key is two integers: the group (for messages also both sides), and the number. The last array
+    has the group's size, and whether the record's rank is the root.
+    """
+    count = sum(record.count(*states_of(record)) for record in records)
     rows = np.zeros(count, fields)
     keys = np.zeros((count, 2), np.int64)
-    mine = np.zeros(count, [("size", "i8"), ("root", "?")])
+    group_facts = np.zeros(count, [("size", "i8"), ("root", "?")])
     start = 0
     for i, record in enumerate(records):
-        part = record.of(*chosen(record))
-        place = slice(start, start + len(part))
-        start += len(part)
-        row = rows[place]
+        events = record.events_in(*states_of(record))
+        rows_of_record = slice(start, start + len(events))
+        start += len(events)
+        record_rows = rows[rows_of_record]
         for name in ("start", "end", "op", "amount", "step"):
-            if name in (row.dtype.names or ()):
-                row[name] = part[name]
-        row["record"] = i
-        if "call" in (row.dtype.names or ()):
-            row["call"] = part["state"] == State.CALL
-        group = _table(record, lambda g: number[g["name"]])[part["group"]]
-        group[part["group"] == 0] = len(number)
-        own = _table(record, lambda g: g["rank"])[part["group"]]
-        size = _table(record, lambda g: g["size"])[part["group"]]
-        row["group"] = group
-        peer = part["peer"].astype(np.int64)
-        sends, p2p = part["op"] == Op.SEND, part["op"] >= Op.SEND  # the last two
-        source, target = np.where(sends, own, peer), np.where(sends, peer, own)
-        # group and, for messages, both sides; then the number
+            if name in (record_rows.dtype.names or ()):
+                record_rows[name] = events[name]
+        record_rows["record"] = i
+        if "call" in (record_rows.dtype.names or ()):
+            record_rows["call"] = events["state"] == State.CALL
+        group = _by_group_number(record, lambda g: group_index[g["name"]])[events["group"]]
+        group[events["group"] == 0] = len(group_index)
+        own_rank = _by_group_number(record, lambda g: g["rank"])[events["group"]]
+        size = _by_group_number(record, lambda g: g["size"])[events["group"]]
+        record_rows["group"] = group
+        peer = events["peer"].astype(np.int64)
+        sends, p2p = (
+            events["op"] == Op.SEND,
+            events["op"] >= Op.SEND,
+        )  # SEND and RECV are the last two of Op
+        source, target = np.where(sends, own_rank, peer), np.where(sends, peer, own_rank)
         pair = np.where(p2p, (1 << 62) | (source + 1) << 15 | (target + 1), 0)
-        keys[place, 0] = pair | group << 32
-        keys[place, 1] = part["seq"]
-        mine["size"][place] = np.where(p2p, 2, size)
-        mine["root"][place] = own == peer
-    return rows, keys, mine
+        keys[rows_of_record, 0] = pair | group << 32
+        keys[rows_of_record, 1] = events["seq"]
+        group_facts["size"][rows_of_record] = np.where(p2p, 2, size)
+        group_facts["root"][rows_of_record] = own_rank == peer
+    return rows, keys, group_facts
 
 
-def _table(record: Record, value: Any) -> Ints:
-    """What ``value`` says of each of a record's groups, by the number of the group."""
+def _by_group_number(record: Record, value: Any) -> Ints:
+    """Return ``value(group)`` of each of a record's groups, indexed by the number of the group."""
     groups = record.meta.get("groups", {})
     table = np.zeros(max([int(n) for n in groups] + [0]) + 1, np.int64)
     for n, group in groups.items():

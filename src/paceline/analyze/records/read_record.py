@@ -1,4 +1,4 @@
-"""Reading a record: the layout is in docs/reference/record-format.md, its writer is record.ring."""
+"""Read a rank's record. The layout is in docs/record-format.md; the writer is record.ring."""
 
 import mmap
 from dataclasses import dataclass, field
@@ -36,18 +36,23 @@ EVENT_DTYPE = np.dtype(
 )
 assert EVENT_DTYPE.itemsize == EVENT.size
 
-# What lies outside of these can't be what it says; sums within them fit 64 bits.
+# Events outside of these limits are damaged. Sums of values within them fit 64 bits.
 MAX_AMOUNT = 1 << 53  # bytes, samples
 MAX_RUN_NS = 1 << 55  # 417 days on either side of a record's middle event
 
 
 class NewerVersionError(InvalidFileError):
-    """A record that a newer Paceline wrote."""
+    """A record that was written by a newer version of Paceline."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What a rank has begun last: since when (ns), and for a collective which."""
+class BegunOperation:
+    """The operation that a rank began last.
+
+    Attributes:
+        since: When it began (ns, on the host's clock).
+        seq: For a collective, its number in the group.
+    """
 
     since: int
     seq: int
@@ -59,16 +64,16 @@ class Begun:
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's record: what it says of itself, and its events in the order of writing."""
+    """One rank's record: its metadata, and its events in the order in which they were written."""
 
     meta: dict[str, Any]
     events: npt.NDArray[Any]
-    lost: int  # events that the ring has overwritten
-    cost_ns: int  # what recording has cost this rank
-    lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the script, by number
-    pages: mmap.mmap | None = None  # of the file that the events lie in
-    damaged: int = 0  # events that can't be what they say, left out
-    begun: Begun | None = None  # None before format version 3
+    lost: int  # number of events that the ring has overwritten
+    cost_ns: int  # time that recording took on this rank
+    lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # lines of the script, by number
+    pages: mmap.mmap | None = None  # the mapped file that holds the events
+    damaged: int = 0  # number of implausible events, left out
+    begun: BegunOperation | None = None  # None before format version 3
 
     @property
     def rank(self) -> int:
@@ -80,94 +85,104 @@ class Record:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether it says what a GPU's kernels did."""
+        """Whether the record has the kernels of a GPU."""
         return bool((self.states == State.KERNEL).any())
 
     @cached_property
     def states(self) -> npt.NDArray[np.uint8]:
-        """The events' states, side by side in memory."""
+        """The state of each event, contiguous in memory."""
         return np.ascontiguousarray(self.events["state"])
 
     def count(self, *states: int) -> int:
-        """How many events of these states there are."""
-        return int(np.count_nonzero(_one_of(states)[self.states]))
+        """Return the number of events in these states."""
+        return int(np.count_nonzero(_state_mask(states)[self.states]))
 
-    def of(self, *states: int) -> npt.NDArray[Any]:
-        """The events of these states."""
-        at = np.flatnonzero(_one_of(states)[self.states])
-        rows = self.events[at] if len(at) else self.events[:0]
-        if len(at) and self.pages is not None:  # the file's pages go back until they are read again
+    def events_in(self, *states: int) -> npt.NDArray[Any]:
+        """Return the events in these states."""
+        index = np.flatnonzero(_state_mask(states)[self.states])
+        rows = self.events[index] if len(index) else self.events[:0]
+        if len(index) and self.pages is not None:  # release the file's pages until the next read
             self.pages.madvise(mmap.MADV_DONTNEED)
         return rows
 
 
-def _one_of(states: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """For each number of a state, whether it is one of these."""
-    table = np.zeros(256, bool)
-    table[list(states)] = True
-    return table
+def _state_mask(states: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """Return for each of 256 state numbers whether it is one of these."""
+    mask = np.zeros(256, bool)
+    mask[list(states)] = True
+    return mask
 
 
 def used_bytes(data: bytes) -> int:
-    """How much of a ring's file has been written to; the rest holds nothing."""
-    _, _, header, event, capacity, written, _, _ = HEADER.unpack_from(data)
-    return int(header + min(written, capacity) * event)
+    """Return how many bytes of a ring file have been written to; the rest is empty."""
+    _, _, header_bytes, event_bytes, capacity, written, _, _ = HEADER.unpack_from(data)
+    return int(header_bytes + min(written, capacity) * event_bytes)
 
 
-def read(data: Any, name: str = "the record") -> Record:
-    """Parse a record's bytes (or mapped file).
+def parse_record(data: Any, name: str = "the record") -> Record:
+    """Parse the bytes of a record, or a mapped file.
 
     Raises:
-        NewerVersionError: A newer Paceline wrote it.
-        InvalidFileError: It is no record, cut off, or its header is damaged.
+        NewerVersionError: The record was written by a newer version of Paceline.
+        InvalidFileError: The data is no record, is cut off, or has a damaged header.
     """
     if len(data) < HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
         hint = "HINT: a rank-N.ring file"
         raise InvalidFileError(name, f"is not a record of Paceline. {hint}")
-    _, version, header, event, capacity, written, cost, length = HEADER.unpack_from(data)
+    _, version, header_bytes, event_bytes, capacity, written, cost_ns, meta_bytes = (
+        HEADER.unpack_from(data)
+    )
     if version > VERSION:
         reason = f"has version {version}, this Paceline reads up to {VERSION}. HINT: update it"
         raise NewerVersionError(name, reason)
     used = min(written, capacity)
-    if header != HEADER_BYTES or event != EVENT.size or HEADER.size + length > header:
+    if (
+        header_bytes != HEADER_BYTES
+        or event_bytes != EVENT.size
+        or HEADER.size + meta_bytes > header_bytes
+    ):
         raise InvalidFileError(name, "is damaged: the sizes in its header can't be right")
-    if capacity < 1 or len(data) < header + used * event:
+    if capacity < 1 or len(data) < header_bytes + used * event_bytes:
         raise InvalidFileError(name, f"is cut off or damaged ({len(data)} bytes)")
-    meta = cast(dict[str, Any], parse_header(bytes(data[HEADER.size : HEADER.size + length]), name))
-    events = np.frombuffer(data, EVENT_DTYPE, count=used, offset=header)
-    if written > capacity:  # the oldest event stands where the next one would have gone
+    meta = cast(
+        dict[str, Any], parse_header(bytes(data[HEADER.size : HEADER.size + meta_bytes]), name)
+    )
+    events = np.frombuffer(data, EVENT_DTYPE, count=used, offset=header_bytes)
+    if written > capacity:  # the oldest event is where the next one would be written
         events = np.roll(events, -int(written % capacity))
-    whole = _whole(events, meta)
-    never = int((events["end"] == 0).sum())  # taken, and not written any more
-    damaged = len(events) - int(whole.sum()) - never
-    events = events if whole.all() else events[whole]
+    valid = _find_valid_events(events, meta)
+    never_written = int((events["end"] == 0).sum())  # reserved by a writer that ended before
+    damaged = len(events) - int(valid.sum()) - never_written
+    events = events if valid.all() else events[valid]
     pages = data if isinstance(data, mmap.mmap) else None
-    begun = Begun(*LAST_BEGUN.unpack_from(data, LAST_BEGUN_OFFSET)) if version >= 3 else None
+    begun = (
+        BegunOperation(*LAST_BEGUN.unpack_from(data, LAST_BEGUN_OFFSET)) if version >= 3 else None
+    )
     return Record(
-        *(meta, events, max(0, written - capacity), cost),
+        *(meta, events, max(0, written - capacity), cost_ns),
         pages=pages,
         damaged=damaged,
         begun=begun if begun is not None and begun.since > 0 else None,
     )
 
 
-def _whole(events: npt.NDArray[Any], meta: dict[str, Any]) -> npt.NDArray[np.bool_]:
-    """Which events can be what they say."""
-    groups = np.zeros(1 << 16, bool)
-    groups[[0, *map(int, meta.get("groups", {}))]] = True
-    known = np.zeros(256, bool)
-    known[list(State)] = True
-    operations = np.zeros(256, bool)
-    operations[[0, *Op]] = True
-    whole = known[events["state"]] & groups[events["group"]] & operations[events["op"]]
-    talks = events["state"] == State.BLOCKED
+def _find_valid_events(events: npt.NDArray[Any], meta: dict[str, Any]) -> npt.NDArray[np.bool_]:
+    """Return which events are plausible; the others are damaged."""
+    known_groups = np.zeros(1 << 16, bool)
+    known_groups[[0, *map(int, meta.get("groups", {}))]] = True
+    known_states = np.zeros(256, bool)
+    known_states[list(State)] = True
+    known_ops = np.zeros(256, bool)
+    known_ops[[0, *Op]] = True
+    valid = known_states[events["state"]] & known_groups[events["group"]] & known_ops[events["op"]]
+    is_communication = events["state"] == State.BLOCKED
     for state in (State.COLLECTIVE, State.CALL):
-        talks |= events["state"] == state
-    whole &= ~talks | ((events["group"] > 0) & (events["op"] > 0))
+        is_communication |= events["state"] == state
+    valid &= ~is_communication | ((events["group"] > 0) & (events["op"] > 0))
     start, end = events["start"], events["end"]
-    whole &= (start >= 0) & (end > 0) & (end >= start) & (end < MAX_TIME_NS)
-    whole &= (events["amount"] >= 0) & (events["amount"] < MAX_AMOUNT)
-    if whole.any():
-        middle = int(np.median(end[whole]))
-        whole &= (start > middle - MAX_RUN_NS) & (end < middle + MAX_RUN_NS)
-    return np.asarray(whole)
+    valid &= (start >= 0) & (end > 0) & (end >= start) & (end < MAX_TIME_NS)
+    valid &= (events["amount"] >= 0) & (events["amount"] < MAX_AMOUNT)
+    if valid.any():
+        median_end = int(np.median(end[valid]))
+        valid &= (start > median_end - MAX_RUN_NS) & (end < median_end + MAX_RUN_NS)
+    return np.asarray(valid)

@@ -1,4 +1,4 @@
-"""Texts beside a record: the script's lines that samples found (rank-N.lines), and its command."""
+"""Read the texts beside a record: the script's sampled lines (rank-N.lines), and its command."""
 
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -10,14 +10,14 @@ from ...security.files import InvalidFileError, read_regular
 from ...security.schema import parse_json
 
 MAX_LINES_BYTES = 16 << 20
-MAX_LINES = 1 << 16  # different lines of a script
-MAX_WORDS = 1 << 14  # of a command line
+MAX_LINES = 1 << 16  # distinct lines of a script
+MAX_COMMAND_WORDS = 1 << 14
 
 LineNumber = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
 class ScriptLine(TypedDict):
-    """One line of a script. inside: module.function of the library that it had called."""
+    """One line of a script. inside: module.function of the library that it called."""
 
     number: LineNumber
     file: NotRequired[str]
@@ -28,33 +28,37 @@ class ScriptLine(TypedDict):
 
 
 def read_lines(path: Path) -> tuple[dict[int, dict[str, Any]], str]:
-    """Return the lines of a ``.lines`` file by their numbers, and a note on those left out.
+    """Return the lines of a ``.lines`` file by their numbers, and a note on invalid ones.
 
-    The last line is left out without a note: the rank may have been killed while it wrote it.
+    An incomplete last line is left out without a note: the rank may have been killed while writing
+    it.
 
     Raises:
         InvalidFileError: The file is too large.
         OSError: The file can't be opened.
     """
-    found: dict[int, dict[str, Any]] = {}
-    *texts, last = read_regular(path, MAX_LINES_BYTES).split(b"\n")
-    bad = max(len(texts) - MAX_LINES, 0)
-    for text in texts[:MAX_LINES]:
+    lines: dict[int, dict[str, Any]] = {}
+    *complete_lines, last_line = read_regular(path, MAX_LINES_BYTES).split(b"\n")
+    invalid = max(len(complete_lines) - MAX_LINES, 0)
+    for text in complete_lines[:MAX_LINES]:
         try:
             line: Any = without_line_breaks(parse_json(text, ScriptLine, path))
-            found[line["number"]] = line
+            lines[line["number"]] = line
         except InvalidFileError:
-            bad += 1
+            invalid += 1
     try:
-        line = without_line_breaks(parse_json(last, ScriptLine, path))
-        found[line["number"]] = line
+        line = without_line_breaks(parse_json(last_line, ScriptLine, path))
+        lines[line["number"]] = line
     except InvalidFileError:
         pass
-    return found, f"{path}: {bad:,} of {len(texts):,} lines can't be read" if bad else ""
+    return (
+        lines,
+        f"{path}: {invalid:,} of {len(complete_lines):,} lines can't be read" if invalid else "",
+    )
 
 
-def words_of(command: object) -> list[str]:
-    """Return the words of a job's command line; empty where ``command`` is no list."""
+def command_words(command: object) -> list[str]:
+    """Return the words of a job's command line; empty where ``command`` is not a list."""
     if not isinstance(command, list | tuple):
         return []
-    return [without_line_breaks(str(word)) for word in command[:MAX_WORDS]]
+    return [without_line_breaks(str(word)) for word in command[:MAX_COMMAND_WORDS]]

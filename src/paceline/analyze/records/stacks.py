@@ -1,4 +1,4 @@
-"""Stacks as faulthandler writes them, and where in them the script stands."""
+"""Parse the stacks that faulthandler writes, and find the script's line in them."""
 
 import re
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from ...security.text import printable
 
 MAX_STACK_CHARS = 1 << 20
 MAX_SOURCE_BYTES = 16 << 20
-MAX_CODE_CHARS = 200  # of a line that is quoted
+MAX_CODE_CHARS = 200  # of a quoted line of code
 
-# In place of a stack.
-FORBIDDEN = "its stack could not be read: not permitted"
-_BLOCK = re.compile(r"^(?:Current thread|Thread) ", re.M)
-_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.M)
+# Written in place of a stack.
+STACK_NOT_PERMITTED = "its stack could not be read: not permitted"
+_THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) ", re.M)
+_FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.M)
 
 
 @dataclass(frozen=True)
@@ -25,36 +25,36 @@ class Frame:
     function: str
 
     @property
-    def of_script(self) -> bool:
-        """Whether it is the user's own: of no library that is installed, and not Paceline's."""
+    def is_user_code(self) -> bool:
+        """Whether the frame is in the user's code: in no installed library and not in Paceline."""
         return not self.file.startswith(LIBRARY_PREFIXES)
 
     def __str__(self) -> str:
-        """The place, and its line of code where the file can be read."""
+        """Return the place, with its line of code where the file can be read."""
         place = f"{Path(self.file).name}:{self.line} in {self.function}"
-        code = _line_of(self.file, self.line)
+        code = _source_line(self.file, self.line)
         return printable(f"{place}: {code}" if code else place)
 
 
-def main_thread(text: str) -> list[Frame]:
-    """The frames of the main thread, the innermost first: faulthandler writes it last."""
+def main_thread_frames(text: str) -> list[Frame]:
+    """Return the main thread's frames, innermost first. faulthandler writes that thread last."""
     text = text[-MAX_STACK_CHARS:]
-    starts = [match.start() for match in _BLOCK.finditer(text)]
+    starts = [match.start() for match in _THREAD_HEADER.finditer(text)]
     block = text[starts[-1] :] if starts else ""
     return [
         Frame(match["file"], int(match["line"][:9]), match["function"])
-        for match in _LINE.finditer(block)
+        for match in _FRAME_LINE.finditer(block)
     ]
 
 
-def own_line(text: str) -> Frame | None:
-    """The innermost frame of the main thread that is the script's own, else its innermost."""
-    frames = main_thread(text)
-    return next((frame for frame in frames if frame.of_script), frames[0] if frames else None)
+def innermost_user_frame(text: str) -> Frame | None:
+    """Return the main thread's innermost frame in the user's code, else its innermost frame."""
+    frames = main_thread_frames(text)
+    return next((frame for frame in frames if frame.is_user_code), frames[0] if frames else None)
 
 
-def _line_of(file: str, number: int) -> str:
-    """Return a line of a source file; "" where it can't be read."""
+def _source_line(file: str, number: int) -> str:
+    """Return a line of a source file, or "" where it can't be read."""
     try:
         lines = read_regular(file, MAX_SOURCE_BYTES).splitlines()
     except (OSError, ValueError):  # too large; a name with a NUL

@@ -1,8 +1,8 @@
-"""Assign every instant of a rank's window to exactly one state of docs/reference/measures.md.
+"""Assign every instant of a rank's window to exactly one state, as docs/measures.md defines them.
 
 Events overlap (a blocked wait lies inside a backward, input inside a validation). Of all events
-that cover an instant the one that comes first in ``ORDER`` counts. A rank's window becomes a line
-of segments, each in one state, so the states add up to it exactly, in whole nanoseconds.
+that cover an instant, the first in ``STATE_PRIORITY`` counts. A rank's window becomes a sequence of
+segments, each in one state, so the states add up to its length exactly, in whole nanoseconds.
 """
 
 from dataclasses import dataclass
@@ -15,32 +15,32 @@ from ...record.ring.states import BLOCKING_STATES, SAMPLER_STATES, USEFUL_STATES
 from .read_record import Record
 
 Ints = npt.NDArray[np.int64]
-Spans = tuple[Ints, Ints]  # starts and ends
+Intervals = tuple[Ints, Ints]  # starts and ends (ns)
 
-ORDER = ("wait", "transfer", "checkpoint", "validation", "input", "useful")
+STATE_PRIORITY = ("wait", "transfer", "checkpoint", "validation", "input", "useful")
 STATES = ("useful", "input", "checkpoint", "validation", "other", "wait", "transfer")
 OTHER = STATES.index("other")
 COMMUNICATION = (STATES.index("wait"), STATES.index("transfer"))
 
 
-def blocking(record: Record) -> tuple[State, ...]:
-    """The events that may stand still for others. On a GPU they are kernels that communicate."""
+def blocking_states(record: Record) -> tuple[State, ...]:
+    """Return the states in which others may block a rank. On a GPU: communication kernels."""
     return (State.COMMUNICATION_KERNEL,) if record.on_gpu else BLOCKING_STATES
 
 
-def useful(record: Record) -> tuple[State, ...]:
-    """The events of computing for the model. On a GPU: the kernels that do not communicate."""
+def useful_states(record: Record) -> tuple[State, ...]:
+    """Return the states of computing for the model. On a GPU: non-communication kernels."""
     return (State.KERNEL,) if record.on_gpu else USEFUL_STATES
 
 
 def total(values: npt.NDArray[Any]) -> int:
-    """Return the sum of integers that together may not fit 64 bits, exact below 2**53."""
+    """Return the sum of integers as an int, also where it exceeds 64 bits. Exact below 2**53."""
     return int(values.sum(dtype=np.float64))
 
 
 @dataclass(frozen=True)
 class Window:
-    """One interval on the common clock, the same for every rank (ns)."""
+    """One interval on the common clock (ns), the same for every rank."""
 
     start: int
     end: int
@@ -50,55 +50,56 @@ class Window:
         return self.end - self.start
 
 
-def window(records: list[Record], steps: tuple[int, int] | None = None) -> Window | None:
-    """From the end of every rank's first step (the warm-up, or the first that a ring still
-    holds) to the last event of all; None where a rank has fewer than two steps.
+def find_window(records: list[Record], steps: tuple[int, int] | None = None) -> Window | None:
+    """Return the measured window, or None where a rank has fewer than two steps.
 
-    steps: only steps from the first number up to, not including, the second.
+    It lasts from the end of every rank's first step (the warm-up step, or the first one that the
+    ring still holds) to the last event of any rank. ``steps``: (first, last) restricts the window
+    to the steps from ``first`` up to, not including, ``last``.
     """
-    ends = [record.of(State.STEP)[["step", "end"]] for record in records]
+    step_ends = [record.events_in(State.STEP)[["step", "end"]] for record in records]
     if records and all(record.on_gpu for record in records):
-        return _sampled(records)
-    if not ends or min(len(step) for step in ends) < 2:
+        return _kernel_window(records)
+    if not step_ends or min(len(step) for step in step_ends) < 2:
         return None
-    start = max(int(step["end"][0]) for step in ends)
+    start = max(int(step["end"][0]) for step in step_ends)
     end = max(int(r.events["end"][~np.isin(r.states, SAMPLER_STATES)].max()) for r in records)
     if steps is not None:
         first, last = steps
-        before = [step["end"][step["step"] < max(first, 1)] for step in ends]
-        inside = [step["end"][step["step"] < last] for step in ends]
-        if any(not len(part) for part in (*before, *inside)):
+        ends_before = [step["end"][step["step"] < max(first, 1)] for step in step_ends]
+        ends_until = [step["end"][step["step"] < last] for step in step_ends]
+        if any(not len(part) for part in (*ends_before, *ends_until)):
             return None
-        start = max(start, *(int(part.max()) for part in before))
-        end = max(int(part.max()) for part in inside)
+        start = max(start, *(int(part.max()) for part in ends_before))
+        end = max(int(part.max()) for part in ends_until)
     return Window(start, end) if end > start else None
 
 
-def _sampled(records: list[Record]) -> Window | None:
-    """On GPUs: where the kernels of all ranks were looked at."""
-    kernels = [record.of(State.KERNEL) for record in records]
-    start = max(int(part["start"].min()) for part in kernels)
-    end = min(int(part["end"].max()) for part in kernels)
+def _kernel_window(records: list[Record]) -> Window | None:
+    """Return the window in which the kernels of all ranks were recorded."""
+    kernels = [record.events_in(State.KERNEL) for record in records]
+    start = max(int(rank_kernels["start"].min()) for rank_kernels in kernels)
+    end = min(int(rank_kernels["end"].max()) for rank_kernels in kernels)
     return Window(start, end) if end > start else None
 
 
-def merged(start: Ints, end: Ints, within: Window) -> Spans:
-    """The union of intervals, clipped to the window: apart from each other, in order."""
-    start, end = np.maximum(start, within.start), np.minimum(end, within.end)
-    real = end > start
-    start, end = start[real], end[real]
+def merge_intervals(start: Ints, end: Ints, window: Window) -> Intervals:
+    """Return the union of intervals, clipped to the window: disjoint and in order of time."""
+    start, end = np.maximum(start, window.start), np.minimum(end, window.end)
+    not_empty = end > start
+    start, end = start[not_empty], end[not_empty]
     if not len(start):
         return start, end
     by_start = np.argsort(start, kind="stable")
-    start, reached = start[by_start], np.maximum.accumulate(end[by_start])
-    first = np.concatenate(([True], start[1:] > reached[:-1]))
+    start, latest_end = start[by_start], np.maximum.accumulate(end[by_start])
+    first = np.concatenate(([True], start[1:] > latest_end[:-1]))
     last = np.concatenate((first[1:], [True]))
-    return start[first], reached[last]
+    return start[first], latest_end[last]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A rank's window: segment i goes from edges[i] to edges[i + 1] and is in STATES[label[i]]."""
+    """One rank's window: segment i is [edges[i], edges[i + 1]) and in STATES[label[i]]."""
 
     edges: Ints
     label: npt.NDArray[np.int8]
@@ -106,82 +107,88 @@ class Timeline:
     @property
     def states(self) -> dict[str, int]:
         """Nanoseconds of the window in each of STATES; they add up to its length."""
-        ends = self.until([self.edges[-1]])[0]
+        ends = self.cumulative_by_state([self.edges[-1]])[0]
         return dict(zip(STATES, ends.tolist(), strict=True))
 
-    def until(self, times: Any) -> Ints:
-        """Nanoseconds in each state from the window's start to each time: (times, states)."""
-        total = np.zeros((len(self.edges), len(STATES)), np.int64)
-        total[np.arange(1, len(self.edges)), self.label] = np.diff(self.edges)
-        np.cumsum(total, axis=0, out=total)
+    def cumulative_by_state(self, times: Any) -> Ints:
+        """Return ns in each state from the window's start to each time, shape (times, states)."""
+        cumulative = np.zeros((len(self.edges), len(STATES)), np.int64)
+        cumulative[np.arange(1, len(self.edges)), self.label] = np.diff(self.edges)
+        np.cumsum(cumulative, axis=0, out=cumulative)
         times = np.clip(np.asarray(times, np.int64), self.edges[0], self.edges[-1])
-        at = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
-        result: Ints = total[at]
-        result[np.arange(len(at)), self.label[at]] += times - self.edges[at]
+        segment = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
+        result: Ints = cumulative[segment]
+        result[np.arange(len(segment)), self.label[segment]] += times - self.edges[segment]
         return result
 
-    def busy_until(self, times: Any) -> Ints:
-        """Nanoseconds outside communication from the window's start to each time."""
-        busy = np.where(self.label >= COMMUNICATION[0], 0, np.diff(self.edges))  # the last two
-        total = np.concatenate(([0], np.cumsum(busy)))
+    def cumulative_busy(self, times: Any) -> Ints:
+        """Return ns outside communication from the window's start to each time."""
+        # Wait and transfer are the last two of STATES.
+        busy = np.where(self.label >= COMMUNICATION[0], 0, np.diff(self.edges))
+        cumulative = np.concatenate(([0], np.cumsum(busy)))
         times = np.clip(np.asarray(times, np.int64), self.edges[0], self.edges[-1])
-        at = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
-        inside = np.where(busy[at] > 0, times - self.edges[at], 0)
-        return np.asarray(total[at] + inside, np.int64)
+        segment = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
+        in_segment = np.where(busy[segment] > 0, times - self.edges[segment], 0)
+        return np.asarray(cumulative[segment] + in_segment, np.int64)
 
-    def at(self, times: Ints) -> npt.NDArray[np.int8]:
-        """The state's number at each time of the window."""
-        at = np.searchsorted(self.edges, times, "right") - 1
-        return self.label[np.clip(at, 0, len(self.label) - 1)]
+    def state_at(self, times: Ints) -> npt.NDArray[np.int8]:
+        """Return the index in STATES of the state at each time of the window."""
+        segment = np.searchsorted(self.edges, times, "right") - 1
+        return self.label[np.clip(segment, 0, len(self.label) - 1)]
 
 
-def timeline(record: Record, latest: Ints, within: Window) -> Timeline:
-    """The states of one rank. latest: for each of its BLOCKED and CALL events, when the last
-    member that it had to wait for arrived."""
-    blocked = record.of(*blocking(record))
-    turn = np.clip(latest, blocked["start"], blocked["end"])
-    work = record.of(*useful(record))
-    spans = {
-        "wait": merged(blocked["start"], turn, within),
-        "transfer": merged(turn, blocked["end"], within),
-        "checkpoint": _of(record, State.CHECKPOINT, within),
-        "validation": _of(record, State.VALIDATION, within),
-        "input": _of(record, State.INPUT, within),
-        "useful": merged(work["start"], work["end"], within),
+def build_timeline(record: Record, latest: Ints, window: Window) -> Timeline:
+    """Return the states of one rank.
+
+    ``latest``: for each of its BLOCKED and CALL events, the time at which the last member that it
+    had to wait for arrived (ns).
+    """
+    blocked = record.events_in(*blocking_states(record))
+    last_arrival = np.clip(latest, blocked["start"], blocked["end"])
+    useful_events = record.events_in(*useful_states(record))
+    intervals = {
+        "wait": merge_intervals(blocked["start"], last_arrival, window),
+        "transfer": merge_intervals(last_arrival, blocked["end"], window),
+        "checkpoint": _state_intervals(record, State.CHECKPOINT, window),
+        "validation": _state_intervals(record, State.VALIDATION, window),
+        "input": _state_intervals(record, State.INPUT, window),
+        "useful": merge_intervals(useful_events["start"], useful_events["end"], window),
     }
-    # A device computes and communicates at a time: there what is covered by computing is hidden.
-    order = ("useful", *ORDER[:-1]) if record.on_gpu else ORDER
+    # A GPU computes and communicates at the same time: communication under computing is overlap.
+    order = ("useful", *STATE_PRIORITY[:-1]) if record.on_gpu else STATE_PRIORITY
     gaps = _input_gaps(record)
-    lowest = merged(gaps["start"], gaps["end"], within)
-    layers = [("input", lowest), *((name, spans[name]) for name in reversed(order))]
-    ends = np.array([within.start, within.end])
-    edges = np.unique(np.concatenate([ends, *(part for _, both in layers for part in both)]))
+    gap_intervals = merge_intervals(gaps["start"], gaps["end"], window)
+    layers = [("input", gap_intervals), *((name, intervals[name]) for name in reversed(order))]
+    ends = np.array([window.start, window.end])
+    edges = np.unique(np.concatenate([ends, *(bound for _, bounds in layers for bound in bounds)]))
     label = np.full(len(edges) - 1, OTHER, np.int8)
     for name, (start, end) in layers:
         if len(start):
-            at = np.searchsorted(start, edges[:-1], "right") - 1
-            label[(at >= 0) & (edges[:-1] < end[at])] = STATES.index(name)
+            segment = np.searchsorted(start, edges[:-1], "right") - 1
+            label[(segment >= 0) & (edges[:-1] < end[segment])] = STATES.index(name)
     return Timeline(edges, label)
 
 
-def _of(record: Record, state: State, within: Window) -> Spans:
-    row = record.of(state)
-    return merged(row["start"], row["end"], within)
+def _state_intervals(record: Record, state: State, window: Window) -> Intervals:
+    events = record.events_in(state)
+    return merge_intervals(events["start"], events["end"], window)
 
 
 def _input_gaps(record: Record) -> npt.NDArray[Any]:
-    """Gaps between steps of a script without DataLoader that are waits for input: those in
-    which most samples of the stack were in a for statement's next; where the gap has no sample,
-    as most of them say; where none has any, all."""
-    gaps, samples = record.of(State.GAP), record.of(State.SAMPLE)
+    """Return the gaps between steps that are waits for input, in a script without DataLoader.
+
+    A gap counts where most of its stack samples were in the ``next`` of a ``for`` statement. A gap
+    without samples is decided by the majority of all samples. Without any sample all gaps count.
+    """
+    gaps, samples = record.events_in(State.GAP), record.events_in(State.SAMPLE)
     if not len(gaps) or not len(samples):
         return gaps
-    at = np.searchsorted(gaps["start"], samples["start"], "right") - 1
-    inside = (at >= 0) & (samples["start"] < gaps["end"][at])
-    at, iterates = at[inside], samples["peer"][inside] == 1
-    if not len(at):
+    gap = np.searchsorted(gaps["start"], samples["start"], "right") - 1
+    in_gap = (gap >= 0) & (samples["start"] < gaps["end"][gap])
+    gap, in_next = gap[in_gap], samples["peer"][in_gap] == 1
+    if not len(gap):
         return gaps
-    votes = np.bincount(at, np.where(iterates, 1.0, -1.0), minlength=len(gaps))
-    most = 1.0 if iterates.mean() >= 0.5 else -1.0
-    sampled = np.bincount(at, minlength=len(gaps)) > 0
-    return gaps[np.where(sampled, votes, most) >= 0]
+    votes = np.bincount(gap, np.where(in_next, 1.0, -1.0), minlength=len(gaps))
+    majority = 1.0 if in_next.mean() >= 0.5 else -1.0
+    has_samples = np.bincount(gap, minlength=len(gaps)) > 0
+    return gaps[np.where(has_samples, votes, majority) >= 0]

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 from ...analyze.live.live_view import last_attempt
-from ...analyze.records.load_run import Run, load
+from ...analyze.records.load_run import Run, load_run
 from ...record.ring.ring import DEFAULT_CAPACITY
 from ..records import job_folder
 from . import running_jobs
@@ -16,7 +16,7 @@ def load_so_far(folder: Path) -> Run:
     """As ``analyze.records.load_run``. Raises ValueError where there is nothing to read, also
     with the host that knows more."""
     if any(folder.glob("*.ring")):
-        return load(folder)
+        return load_run(folder)
     about = job_folder.about(folder)
     try:
         job = running_jobs.find(folder, None)
@@ -34,4 +34,4 @@ def load_so_far(folder: Path) -> Run:
             f"{folder} has no record yet: its job was started on {host}, and may still run. HINT: "
             f"ssh {host} paceline report {folder.resolve()}"
         )
-    return load(folder)
+    return load_run(folder)

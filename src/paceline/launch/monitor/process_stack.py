@@ -85,14 +85,16 @@ class _Reading:
 
     def text(self) -> str:
         """The stack, once it has ended; "" where none could be read."""
-        from ...analyze.records.stacks import FORBIDDEN
+        from ...analyze.records.stacks import STACK_NOT_PERMITTED
 
         if self.process.returncode == 0:
             try:
                 return as_faulthandler(json.loads(os.pread(self._said, MOST_BYTES, 0)), self._pid)
             except (ValueError, KeyError, TypeError):
                 return ""
-        return FORBIDDEN if b"Permission" in os.pread(self._mistakes, MOST_BYTES, 0) else ""
+        return (
+            STACK_NOT_PERMITTED if b"Permission" in os.pread(self._mistakes, MOST_BYTES, 0) else ""
+        )
 
     def close(self) -> None:
         """Once it has ended or was killed. What the kernel does not let go ends as soon as it

@@ -24,7 +24,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
     Raises:
         OSError, InvalidFileError: A record can't be read or written.
     """
-    from ...analyze.records.read_record import read, used_bytes
+    from ...analyze.records.read_record import parse_record, used_bytes
 
     found: dict[tuple[int, int], tuple[int, int, str, bytes]] = {}
     for name in folder.names():
@@ -37,7 +37,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
             sys.stderr.write(f"paceline: {printable(str(path))} {error.strerror}: left out\n")
             continue
         try:
-            record = read(data, str(path))
+            record = parse_record(data, str(path))
             data = data[: used_bytes(data)]
         except ValueError as error:
             sys.stderr.write(f"paceline: {printable(str(error))}: it is kept as it is\n")
@@ -71,10 +71,10 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
 
 def _attempt(path: Path) -> int:
     """Of a record that may be there."""
-    from ...analyze.records.read_record import read
+    from ...analyze.records.read_record import parse_record
 
     try:
-        return int(read(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
+        return int(parse_record(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
     except (OSError, ValueError):
         return 0
 

@@ -186,11 +186,11 @@ class Remaining:
 def sort_out(record: Path, last: int) -> None:
     """In the folder of a run's records: those of hosts that were left out lie where the last
     attempt's belong; they go to the earlier attempts'. Never raises."""
-    from ...analyze.records.load_run import read_file
+    from ...analyze.records.load_run import load_record
 
     for path in record.glob("rank-*.ring"):
         try:
-            attempt = read_file(path).meta.get("attempt", 0)
+            attempt = load_record(path).meta.get("attempt", 0)
             if attempt >= last:
                 continue
             place = record / f"attempt-{attempt}"

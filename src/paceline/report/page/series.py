@@ -148,7 +148,7 @@ def moments(m: Measured, steps: Steps, examined: Examined) -> list[dict[str, Any
     ):
         start, end = steps.span(step)
         edges = np.linspace(start, end, COLUMNS + 1).astype(np.int64)
-        spans = np.stack([np.diff(line.until(edges), axis=0) for line in m.timelines])
+        spans = np.stack([np.diff(line.cumulative_by_state(edges), axis=0) for line in m.timelines])
         spans = np.add.reduceat(spans, rows.edges[:-1], axis=0)
         state = np.where(spans.sum(axis=2) > 0, spans.argmax(axis=2), FULL + 1)
         result.append(

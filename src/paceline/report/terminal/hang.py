@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...analyze.live.current_states import Now, Standing
 from ...analyze.live.live_view import View
-from ...analyze.records.stacks import FORBIDDEN, own_line
+from ...analyze.records.stacks import STACK_NOT_PERMITTED, innermost_user_frame
 from ...security.text import printable
 from ..numbers import counted, elapsed
 from .top import doing_in_words, numbered, standing_in_words
@@ -40,10 +40,10 @@ def told(
 
 
 def _where(stack: str) -> str:
-    frame = own_line(stack)
+    frame = innermost_user_frame(stack)
     if frame is not None:
         return f"; stands at {frame}"
-    return f"; {FORBIDDEN}" if stack == FORBIDDEN else ""
+    return f"; {STACK_NOT_PERMITTED}" if stack == STACK_NOT_PERMITTED else ""
 
 
 def causes(view: View | None, silent: Sequence[str]) -> list[str]:

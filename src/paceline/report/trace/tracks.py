@@ -13,9 +13,9 @@ import numpy as np
 
 from ...analyze.figures.losses import name_of
 from ...analyze.figures.measured_window import Measured
-from ...analyze.records.match_collectives import NOBODY, Matched, by_record
+from ...analyze.records.match_collectives import NO_INDEX, MatchedCommunication, split_by_record
 from ...analyze.records.read_record import Record
-from ...analyze.records.state_timeline import STATES, Ints, Window, blocking
+from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...record.ring.states import Op, State
 from .chrome_trace import Process, Put, labelled
 
@@ -35,8 +35,8 @@ class Tracks:
         self.m, self.samples = m, samples
         self.dropped = 0  # slices that too many others overlap
         count = len(m.records)
-        self.launches = by_record(m.matched.launches, count)
-        self.waits = by_record(m.matched.waits, count)
+        self.launches = split_by_record(m.matched.launches, count)
+        self.waits = split_by_record(m.matched.waits, count)
         self.rates = by_record_of(_rates(m.matched.launches), self.launches)
         self.held = _held(m)
         self.messages = _messages(m.matched)
@@ -58,7 +58,7 @@ class Tracks:
         yield line.edges[:-1], line.edges[1:]
         kinds = (*PHASES, State.STEP, State.STILL, *_flying(record))
         kinds += (State.KERNEL,) * record.on_gpu + (State.SAMPLE,) * self.samples
-        rows = record.of(*kinds)
+        rows = record.events_in(*kinds)
         yield rows["start"], rows["end"]
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
         if self.m.apart:
@@ -85,7 +85,7 @@ class Tracks:
             *("states", line.edges[:-1], line.edges[1:]),
             lambda at: [names[label] for label in line.label[at].tolist()],
         )
-        steps = record.of(State.STEP)
+        steps = record.events_in(State.STEP)
         process.slices(
             *("steps", steps["start"], steps["end"]),
             lambda at: [labelled(f"step {number}") for number in steps["step"][at].tolist()],
@@ -93,7 +93,7 @@ class Tracks:
             key=np.arange(len(steps)),
         )
         self._phases(record, process)
-        still = record.of(State.STILL)
+        still = record.events_in(State.STILL)
         process.slices(
             *("stood still", still["start"], still["end"]),
             lambda at: [labelled("stood still", "other")] * len(at),
@@ -106,7 +106,7 @@ class Tracks:
         self.dropped += process.dropped
 
     def _phases(self, record: Record, process: Process) -> None:
-        rows = record.of(*PHASES)
+        rows = record.events_in(*PHASES)
         names = {number: labelled(name) for number, name in PHASES.items()}
         process.slices(
             *("phases", rows["start"], rows["end"]),
@@ -115,7 +115,7 @@ class Tracks:
             key=np.zeros(len(rows), np.int64),
         )
         if record.on_gpu:
-            kernels = record.of(State.KERNEL)
+            kernels = record.events_in(State.KERNEL)
             process.slices(
                 *("kernels", kernels["start"], kernels["end"]),
                 lambda at: [labelled("kernels", "useful")] * len(at),
@@ -127,7 +127,10 @@ class Tracks:
         """What was in flight, and in it where the rank stood still. Returns the threads of each
         launch, and of each wait and its transfer (0 outside of the window)."""
         record, waits = self.m.records[i], self.waits[i]
-        flying, standing = record.of(*_flying(record)), record.of(*blocking(record))
+        flying, standing = (
+            record.events_in(*_flying(record)),
+            record.events_in(*blocking_states(record)),
+        )
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
         if self.m.apart:
             turn = waits["start"]
@@ -137,7 +140,7 @@ class Tracks:
         end = np.concatenate([flying["end"], turn[real], waits["end"][after]])
         kind = np.repeat([0, 1, 2], [len(flying), len(real), len(after)])
         kind[len(flying) + len(real) :][waits["call"][after]] = 3
-        whom = np.full(len(rows), NOBODY)
+        whom = np.full(len(rows), NO_INDEX)
         whom[len(flying) : len(flying) + len(real)] = waits["culprit"][real]
         rate = np.full(len(rows), np.nan)
         rate[: len(flying)][flying["seq"] > 0] = self.rates[i]
@@ -160,7 +163,7 @@ class Tracks:
         if not len(held):
             return
         held = held[np.argsort(held["node"], kind="stable")]
-        first = np.flatnonzero(np.diff(held["node"], prepend=NOBODY - 1))
+        first = np.flatnonzero(np.diff(held["node"], prepend=NO_INDEX - 1))
         start = np.minimum.reduceat(held["start"], first)
         end = np.maximum.reduceat(held["latest"], first)
         ranks = [record.rank for record in self.m.records]
@@ -195,7 +198,7 @@ class Tracks:
             process.arrows(mark, "message", tids["launch"][mine[f"{side}_own"]], at, mine["number"])
 
     def _lines(self, record: Record, process: Process) -> None:
-        rows = record.of(State.SAMPLE)
+        rows = record.events_in(State.SAMPLE)
         rows = rows[(rows["start"] >= process.within.start) & (rows["start"] < process.within.end)]
         if len(rows):
             lines = {number: _line(record.lines.get(number)) for number in set(rows["amount"])}
@@ -250,7 +253,7 @@ class Labels:
                 text += f',"step":{step},"bytes":{amount}'
                 if rate == rate:  # not a nan
                     text += f',"GB/s":{rate:.3g}'
-            elif who != NOBODY:
+            elif who != NO_INDEX:
                 text += f',"for":"rank {self.ranks[who]}"'
             result.append(text)
         return result
@@ -290,7 +293,7 @@ def _held(m: Measured) -> Any:
     number among those of its record."""
     waits = m.matched.waits
     turn = np.minimum(waits["latest"], waits["end"])
-    real = (waits["culprit"] != NOBODY) & (turn - waits["start"] > m.residual)
+    real = (waits["culprit"] != NO_INDEX) & (turn - waits["start"] > m.residual)
     real &= waits["end"] - waits["start"] > 1  # room for both ends of an arrow
     at = np.flatnonzero(real) if not m.apart else np.empty(0, np.int64)
     held = np.zeros(len(at), _HELD)
@@ -321,7 +324,7 @@ _MESSAGE = [("send", "i8"), ("receive", "i8"), ("send_own", "i8"), ("receive_own
 _MESSAGE += [("start", "i8"), ("end", "i8"), ("number", "i8")]
 
 
-def _messages(matched: Matched) -> Any:
+def _messages(matched: MatchedCommunication) -> Any:
     """Both sides of each message: records, the launches' numbers among theirs, and from the
     send's start to the receive's end."""
     launches = matched.launches

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...analyze.records.load_run import Run, load
+from ...analyze.records.load_run import Run, load_run
 from ...knobs.settings import Setting, write
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ...record.ring.states import State
@@ -117,7 +117,7 @@ class Runner:
             code = _wait(
                 subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             )
-        run = load(record) if any(record.glob("*.ring")) else None
+        run = load_run(record) if any(record.glob("*.ring")) else None
         stopped = _stopped(run)
         if stopped:
             raise ValueError(f"stopped, as {stopped}. HINT: {_KEPT}")

@@ -157,7 +157,7 @@ def joined(first: Interval, steps: Interval) -> Interval:
 
 class _Trying:
     def __init__(self, runner: Runner, steps: int, until: float) -> None:
-        self.runner, self.steps, self.until = runner, steps, until
+        self.runner, self.steps, self.cumulative_by_state = runner, steps, until
         self.measured = 0  # knobs
 
     def all(self, remedies: list[Remedy], found: Tried) -> None:
@@ -196,7 +196,7 @@ class _Trying:
 
     def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
         """The gain over a few steps; None where there is no time or value for it."""
-        if remedy.value is None or time.monotonic() > self.until:
+        if remedy.value is None or time.monotonic() > self.cumulative_by_state:
             return None
         steps = min(self.steps, GLIMPSE_STEPS)
         pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
@@ -208,7 +208,7 @@ class _Trying:
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
         promising = predicted is not None and predicted.mean > 0
-        if time.monotonic() > self.until and (self.measured or not promising):
+        if time.monotonic() > self.cumulative_by_state and (self.measured or not promising):
             why = "not tried: the time is over. HINT: more --minutes, or this one by its name"
             return Trial(remedy, predicted, None, False, why, late=True)
         if remedy.value is None:
