@@ -7,7 +7,7 @@ TF_VENV := .venv-tf
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages soak fuzz lint types format bench picture plotly-bundle clean
+.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz lint types format bench picture plotly-bundle clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
@@ -58,18 +58,31 @@ test-torch: $(VENV)/installed
 test-packages:
 	@tests/bed/packages.sh
 
-# Each benchmark, made small: that it runs, and writes what it says.
+# Short runs of all benchmarks: they must run and write all their results.
 test-benchmarks: $(VENV)/installed
-	$(BIN)/pytest -n 2 --durations=10 -m bench
+	$(BIN)/pytest -n 2 --durations=10 --junitxml=run/bench.xml -m bench
 
-# What trains or measures for long, and launchers on more layouts of hosts.
+# Tests that train or measure for long, and launchers on more layouts of hosts.
 test-long: $(VENV)/installed
-	$(BIN)/pytest -n 2 --dist worksteal --durations=20 -m "long and not alone"
-	$(BIN)/pytest --durations=20 -m "long and alone"
+	$(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/long.xml -m "long and not alone"
+	$(BIN)/pytest --durations=20 --junitxml=run/long-alone.xml -m "long and alone"
 
 soak: $(VENV)/installed
-	$(BIN)/pytest -n 2 --dist worksteal --durations=20 -m "soak and not alone"
-	$(BIN)/pytest --durations=20 -m "soak and alone"
+	$(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/soak.xml -m "soak and not alone"
+	$(BIN)/pytest --durations=20 --junitxml=run/soak-alone.xml -m "soak and alone"
+
+# The part of the benchmark, long and soak tests that tests/select_slow.py chooses for a CI run.
+# pytest exits with 5 where none of the chosen tests has the mark.
+test-slow: $(VENV)/installed
+	@mkdir -p run
+	@$(BIN)/pytest -q --collect-only -m "bench or long or soak" > run/slow-ids.txt
+	@$(BIN)/python tests/select_slow.py choose run/slow-ids.txt run/slow-chosen.txt
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not alone" @run/slow-chosen.txt || [ $$? = 5 ]
+	$(BIN)/pytest --durations=10 -m alone @run/slow-chosen.txt || [ $$? = 5 ]
+
+# All tiers. Each prints its longest tests; the durations are the base of test-slow's choice.
+everything: test test-benchmarks test-long soak
+	$(BIN)/python tests/select_slow.py measure run/*.xml
 
 # Coverage-guided fuzzing of what is read from others, each target for SECONDS; what it finds lies in
 # run/fuzz.

@@ -1,6 +1,8 @@
 import ctypes.util
+import os
 import shutil
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +15,13 @@ import flood
 from needs import need
 
 import bed
+
+# Soak tests draw from this seed; it differs from run to run. Workers of xdist inherit it.
+os.environ.setdefault("PACELINE_SEED", str(int(time.time()) % 1_000_000))
+
+
+def pytest_report_header():
+    return f"PACELINE_SEED={os.environ['PACELINE_SEED']} repeats the random choices of this run"
 
 
 @pytest.fixture

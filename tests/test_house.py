@@ -1,12 +1,12 @@
 """The house: which folder may import which, and what starts without torch."""
 
-import ast
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from imports import modules_imported
 
 import paceline
 
@@ -23,27 +23,9 @@ def floor_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def modules_imported(path: Path) -> set[tuple[str, ...]]:
-    """Modules of paceline that a module imports, inside its functions too, as parts of their
-    names below the package: ("record", "ring", "states")."""
-    package = ["paceline", *path.relative_to(SOURCE).with_suffix("").parts][:-1]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            names = [f"{module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        found |= {tuple(name.split(".")[1:]) for name in names if name.startswith("paceline.")}
-    return found
-
-
 def floors_imported(path: Path) -> set[str]:
     """Floors of paceline that a module imports, inside its functions too."""
-    return {parts[0] for parts in modules_imported(path)} & set(FLOORS)
+    return {parts[0] for parts in modules_imported(path, SOURCE)} & set(FLOORS)
 
 
 def circle_in(folder: Path) -> list[str]:
@@ -55,7 +37,7 @@ def circle_in(folder: Path) -> list[str]:
         entry = path.relative_to(folder).with_suffix("").parts[0]
         if entry == "__init__":
             continue
-        for parts in modules_imported(path):
+        for parts in modules_imported(path, SOURCE):
             if parts[: len(inside)] == inside and len(parts) > len(inside):
                 imports[entry] |= {parts[len(inside)]} & entries - {entry}
     while leaves := {entry for entry, others in imports.items() if not others}:
@@ -68,19 +50,21 @@ def test_every_folder_is_a_floor_of_the_house():
     assert folders <= set(FLOORS)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_run_down_the_house_only(path):
-    own = FLOORS.index(floor_of(path))
-    above = [name for name in floors_imported(path) if FLOORS.index(name) < own]
-    assert not above, f"{path.name} on floor {FLOORS[own]} imports {above} from above it"
+def test_imports_run_down_the_house_only():
+    wrong = {}
+    for path in MODULES:
+        own = FLOORS.index(floor_of(path))
+        if above := [name for name in floors_imported(path) if FLOORS.index(name) < own]:
+            wrong[str(path.relative_to(SOURCE))] = above
+    assert not wrong, "modules that import from a floor above their own"
 
 
 FOLDERS = sorted({path.parent for path in SOURCE.rglob("*.py")})
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_no_circle_of_imports_in_a_folder(folder):
-    assert not circle_in(folder)
+def test_no_circle_of_imports_in_a_folder():
+    circles = {str(folder.relative_to(SOURCE)): circle_in(folder) for folder in FOLDERS}
+    assert not {folder: circle for folder, circle in circles.items() if circle}
 
 
 def test_the_checker_sees_a_circle(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from paceline.data.packing.export import converted
 
 pytestmark = pytest.mark.soak
 
-SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
+SEED = int(os.environ["PACELINE_SEED"])
 SECONDS, COUNT = 25, 40
 
 
@@ -79,7 +78,7 @@ def wrong(one):
 
 
 def test_what_is_damaged_is_told_or_whole(tmp_path):
-    print(f"PACELINE_SOAK_SEED={SEED}")
+    print(f"PACELINE_SEED={SEED}")
     folder = tmp_path / "whole"
     folder.mkdir()
     whole(folder, tmp_path)

@@ -7,14 +7,13 @@ import random
 import re
 import signal
 import threading
-import time
 
 import pytest
 import ranks
 import torch
 
 pytestmark = pytest.mark.soak
-SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
+SEED = int(os.environ["PACELINE_SEED"])
 FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 50))
 OF_HOSTS, OF_LAUNCHERS = FAULTS * 24 // 100, FAULTS * 16 // 100
 
@@ -146,7 +145,7 @@ def heal(hosts, host):
 
 
 def test_hosts_fail_and_come_back_in_a_row(hosts, shared_folder):
-    print(f"PACELINE_SOAK_SEED={SEED}")
+    print(f"PACELINE_SEED={SEED}")
     draw = random.Random(SEED)
     kinds = [(crash, power, cut, agent)[number % 4] for number in range(OF_HOSTS)]
     draw.shuffle(kinds)
@@ -174,7 +173,7 @@ def test_hosts_fail_and_come_back_in_a_row(hosts, shared_folder):
 
 def test_launchers_and_agents_are_killed_in_a_row(hosts, shared_folder):
     """The same command again goes on from the last checkpoint; nobody is left of the one before."""
-    print(f"PACELINE_SOAK_SEED={SEED}")
+    print(f"PACELINE_SEED={SEED}")
     draw = random.Random(SEED)
     ranks.write(shared_folder, TRAIN)
     for _ in range(OF_LAUNCHERS):

@@ -17,7 +17,7 @@ from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 
 pytestmark = pytest.mark.soak
-SEED = int(os.environ.get("PACELINE_SOAK_SEED", time.time()))
+SEED = int(os.environ["PACELINE_SEED"])
 
 RESTART = """
     import os, time, torch, torch.distributed as dist
@@ -125,7 +125,7 @@ def kill_at_random(folder, draw, whole, args, number):
 def test_fifty_kills_at_random_moments(tmp_path):
     """Whatever is killed, whenever: the run started again ends with the same bits. Two trainings
     at a time, as each mostly waits."""
-    print(f"PACELINE_SOAK_SEED={SEED}")
+    print(f"PACELINE_SEED={SEED}")
     script = ranks.write(tmp_path, TRAIN)
     args = ["--samples", 400, "--epochs", 3, "--dropout", 0.2, "--sleep", 0.02]
     ranks.run(script, tmp_path / "whole.pt", *args, ranks=2)
@@ -156,7 +156,7 @@ RECORDED = """
 def test_records_outlive_kills_at_random_moments(tmp_path):
     """A rank, the rank server or the launcher is killed: both ranks' records are whole."""
     draw = random.Random(SEED)
-    print(f"PACELINE_SOAK_SEED={SEED}")
+    print(f"PACELINE_SEED={SEED}")
     script = ranks.write(tmp_path, RECORDED)
     for turn in range(6):
         record = tmp_path / f"record-{turn}"

@@ -1,0 +1,78 @@
+"""The choice of slow tests for a CI run: select_slow.py."""
+
+import select_slow
+
+IDS = [f"tests/{f}/test_a.py::test_{i}" for f in ("launch", "record", "soak") for i in range(20)]
+
+
+def package(folder):
+    """A package in which launch imports record."""
+    for name, text in {
+        "record/ring.py": "SIZE = 1\n",
+        "record/layout.html": "",
+        "launch/start.py": "from ..record.ring import SIZE\n",
+        "cluster/hosts.py": "",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_change_touches_its_folder_and_those_that_import_it(tmp_path):
+    near = select_slow.touched(IDS, ["src/paceline/record/ring.py"], package(tmp_path))
+    assert {near[test] for test in IDS if "/record/" in test} == {0}
+    assert {near[test] for test in IDS if "/launch/" in test} == {1}
+    assert {near[test] for test in IDS if "/soak/" in test} == {select_slow.FAR}
+    near = select_slow.touched(IDS, ["src/paceline/launch/start.py"], package(tmp_path))
+    assert not [test for test in near if "/record/" in test]
+
+
+def test_a_template_touches_what_the_modules_beside_it_touch(tmp_path):
+    near = select_slow.touched(IDS, ["src/paceline/record/layout.html"], package(tmp_path))
+    assert {near[test] for test in IDS if "/launch/" in test} == {1}
+
+
+def test_a_changed_test_is_touched_and_a_page_touches_none(tmp_path):
+    near = select_slow.touched(IDS, ["tests/launch/test_a.py"], package(tmp_path))
+    assert set(near) == {test for test in IDS if "/launch/" in test}
+    assert not select_slow.touched(IDS, ["docs/faults.md"], package(tmp_path))
+
+
+def test_six_consecutive_runs_run_every_test_however_long():
+    durations = dict.fromkeys(IDS, 10000.0)
+    parts = [select_slow.choose(IDS, {}, durations, number)[1] for number in range(100, 106)]
+    assert sorted(test for part in parts for test in part) == sorted(IDS)
+
+
+def test_touched_tests_keep_to_the_budget_nearest_first():
+    durations = dict.fromkeys(IDS, 30.0)
+    near = {test: 0 if "/record/" in test else 1 for test in IDS}
+    first, rotation = select_slow.choose(IDS, near, durations, 1)
+    assert not set(first) & set(rotation)
+    assert 20 * len([*first, *rotation]) <= select_slow.BUDGET_S
+    inside = [test for test in IDS if "/record/" in test]
+    assert set(inside) <= {*first, *rotation}
+
+
+def test_the_run_number_counts_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PACELINE_CI_RUN", raising=False)
+    first = select_slow.run_number()
+    assert [select_slow.run_number() for _ in range(3)] == [first + 1, first + 2, first + 3]
+    monkeypatch.setenv("PACELINE_CI_RUN", "7")
+    assert select_slow.run_number() == 7
+
+
+def test_reports_become_durations(tmp_path, monkeypatch):
+    monkeypatch.setattr(select_slow, "DURATIONS", select_slow.ROOT / "tests" / "durations.json")
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuite><testcase classname="tests.test_select_slow" name="test_x[a b]" time="1.26"/>'
+        '<testcase classname="tests.test_select_slow" name="test_y" time="2"><skipped/></testcase>'
+        "</testsuite>"
+    )
+    written = []
+    monkeypatch.setattr(type(report), "write_text", lambda _, text: written.append(text))
+    select_slow.measure([report])
+    assert '"tests/test_select_slow.py::test_x[a b]": 1.3' in written[0]
+    assert "test_y" not in written[0]
