@@ -1,0 +1,232 @@
+"""The private interfaces of PyTorch that Paceline uses: one table, and a test for each row.
+
+Run this file first with a new version of PyTorch: a row that fails names what is gone, the module
+that uses it and what for. ``test_the_table_is_complete`` searches the source for private names, so
+that a new use has to be entered here.
+
+A row's name is a path from a module or from one of the objects in ``objects``: a DDP model, its
+reducer and logger, the iterator of a DataLoader, a process group, a profiler.
+"""
+
+import ast
+import importlib
+import inspect
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import paceline
+
+SOURCE = Path(paceline.__file__).parent
+
+C10D = "torch.distributed.distributed_c10d"
+BOUND = "torch._C._distributed_c10d"
+# name: what it is used for
+INTERFACES = {
+    # Process groups: the one seam for collectives (record/hooks, comm/backend.py)
+    f"{C10D}._new_process_group_helper": "wrapped: each new group is recorded, and gets knobs",
+    f"{C10D}._world.pg_map": "all groups of the process",
+    f"{C10D}._world.pg_names": "the name of a group",
+    f"{C10D}._get_default_store": "the store of the job",
+    f"{C10D}._coalescing_manager": "several collectives as one",
+    "group._get_backend": "the backend of a device",
+    "group._device_types": "devices that a group has backends for",
+    "group._set_default_backend": "a wrapped group has the backends of the group inside",
+    "group._register_backend": "a wrapped group has the backends of the group inside",
+    "group._set_group_name": "a wrapped group has the name of the group inside",
+    "group._set_group_desc": "a wrapped group has the description of the group inside",
+    "group._set_sequence_number_for_group": "gloo checks the order of collectives in debug mode",
+    f"{BOUND}._register_process_group": "functional collectives find the wrapped group",
+    f"{BOUND}._unregister_process_group": "functional collectives find the wrapped group",
+    f"{BOUND}.AllgatherOptions": "options of a collective that is called directly",
+    f"{BOUND}.FakeProcessGroup._create_internal": "experiments without communication",
+    f"{BOUND}._create_work_from_future": "a finished collective, in such experiments",
+    f"{BOUND}.GradBucket": "type of DDP's communication hooks",
+    f"{BOUND}.HashStore": "a store inside one process",
+    f"{BOUND}.PrefixStore": "a part of a store",
+    f"{BOUND}.TCPStore": "the store of ranks and nodes",
+    f"{BOUND}.Work._source_rank": "sender of a message that was received from any rank",
+    "torch.distributed.rendezvous._torchelastic_use_agent_store": "whose store env:// uses",
+    "torch.ops._c10d_functional": "functional collectives that are recorded",
+    # Autograd (record/hooks)
+    "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
+    "torch._C._current_graph_task_id": "whether a collective is called inside a backward pass",
+    "torch.autograd.Variable._execution_engine": "a callback at the end of a backward pass",
+    "torch.autograd._enable_record_function": "whether the profiler records functions",
+    "torch._C._autograd.DeviceType": "events of the profiler that are kernels",
+    "torch._C._autograd._profiler_enabled": "the user's own profiler is not disturbed",
+    "torch.autograd.profiler.profile._prepare_trace": "wrapped: the user profiles a run",
+    "torch.utils._python_dispatch.TorchDispatchMode": "counts the operators of a sampled step",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "whether another mode is active",
+    "torch.ops.aten.add.Tensor._overloadpacket": "FLOPs of an operator, in all its overloads",
+    "torch.ops.aten._cudnn_rnn": "FLOPs of an operator",
+    "torch.ops.aten._cudnn_rnn_backward": "FLOPs of an operator",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "FLOPs of an operator",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "FLOPs of an operator",
+    "sparse._indices": "bytes of a sparse tensor",
+    "sparse._values": "bytes of a sparse tensor",
+    "torch._foreach_norm": "norms of all gradients in one kernel",
+    # Modules and compilation
+    "torch.nn.Module._call_impl": "a hooked module that is not compiled",
+    "torch.nn.Module._compiled_call_impl": "whether a module is compiled",
+    "torch._dynamo.eval_frame.OptimizedModule": "what torch.compile returns: it has _orig_mod",
+    "compiled._orig_mod": "the module inside torch.compile",
+    "torch._dynamo.utils": "hooks that torch.compile may trace through",
+    "torch._dynamo.trace_rules.add": "torch.compile does not trace into Paceline",
+    "torch._dynamo.variables.nn_module": "hooks that torch.compile may trace through",
+    "torch.utils._pytree.tree_map": "tensors of nested batches",
+    "torch.utils._pytree.tree_leaves": "tensors of nested batches",
+    # DistributedDataParallel (parallel/data.py, comm/tune/buckets.py, knobs)
+    "ddp._ddp_init_helper": "other buckets for a model that has begun to train",
+    "ddp._build_params_for_reducer": "other buckets, and buckets in a fixed order",
+    "ddp._build_debug_param_to_name_mapping": "other buckets",
+    "ddp._bucket_config": "other buckets",
+    "ddp._comm_hooks": "the user's own communication hook is kept",
+    "ddp._delay_all_reduce_params": "other buckets are not possible with it",
+    "ddp._join_config": "other buckets are not possible inside join()",
+    "ddp._use_python_reducer": "other buckets are not possible with it",
+    "ddp._has_rebuilt_buckets": "whether DDP has its final buckets",
+    "ddp._sync_buffers": "broadcast of buffers",
+    "ddp._get_ddp_logging_data": "bytes of unused parameters",
+    "ddp._post_forward": "wrapped: search for unused parameters, timed",
+    "ddp.reducer._push_all_rebuilt_params": "final buckets before the first step",
+    "ddp.reducer._rebuild_buckets": "final buckets before the first step",
+    "ddp.reducer._remove_autograd_hooks": "the reducer of the buckets before",
+    "ddp.reducer._set_static_graph": "other buckets with a static graph",
+    "ddp.logger._set_static_graph": "other buckets with a static graph",
+    # DataLoader (data/loading/loader.py, record)
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "base of a Loader's iterator; wrapped",
+    "iterator._dataset": "the dataset of a loader that is cached in an experiment",
+    "iterator._num_yielded": "batches that a loader has returned",
+    "iterator._reset": "overridden in a Loader's iterator",
+    "iterator._next_data": "overridden in a Loader's iterator",
+}
+# Private names of others: Python, and the netCDF library.
+OTHERS = {
+    *("_current_frames", "_getframe", "_exit", "_run_exitfuncs", "_fields"),
+    *("_grp",),
+}
+# Set on a DDP model only by users and other libraries, or in a step with a static graph.
+OPTIONAL = {"_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"}
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """Objects that rows begin with."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    yield {
+        "group": dist.distributed_c10d._get_default_group(),
+        "ddp": ddp,
+        "iterator": iter(DataLoader([1, 2])),
+        "sparse": torch.eye(2).to_sparse(),
+        "compiled": torch.compile(torch.nn.Linear(2, 2)),
+    }
+    dist.destroy_process_group()
+
+
+def resolve(name, objects):
+    """The object with a row's name. AttributeError or ImportError where it does not exist."""
+    first, *rest = name.split(".")
+    if first in objects:
+        found = objects[first]
+    else:
+        at = len(rest) + 1
+        while True:
+            try:
+                found = importlib.import_module(".".join([first, *rest][:at]))
+                break
+            except ModuleNotFoundError:
+                at -= 1
+        rest = [first, *rest][at:]
+    for part in rest:
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_a_private_interface_exists(name, objects):
+    try:
+        resolve(name, objects)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"{name}: {error}; used for: {INTERFACES[name]}; by {users_of(name)}")
+
+
+def test_a_new_group_is_made_with_the_arguments_that_are_passed_on():
+    made = inspect.signature(dist.distributed_c10d._new_process_group_helper)
+    assert list(made.parameters)[:6] == [
+        *("group_size", "group_rank", "global_ranks_in_group"),
+        *("backend", "store", "group_name"),
+    ]
+
+
+def test_buckets_are_made_with_the_arguments_that_are_passed():
+    made = inspect.signature(DistributedDataParallel._ddp_init_helper)
+    assert list(made.parameters)[1:5] == [
+        *("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"),
+    ]
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names():
+    """Private names that the source uses and does not define itself: the last part of each, and
+    the files that use it."""
+    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    own = set()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("self", "cls")
+            ):
+                own.add(node.attr)
+    found = defaultdict(set)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            for name in names_in(node):
+                if name not in own and not name.startswith("_paceline"):
+                    found[name].add(str(path.relative_to(SOURCE)))
+    return found
+
+
+def names_in(node):
+    """Private names that a node of the source uses."""
+    if isinstance(node, ast.Attribute):
+        return [node.attr] if is_private(node.attr) else []
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        private = any(map(is_private, (node.module or "").split(".")))
+        return [alias.name for alias in node.names if private or is_private(alias.name)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        name = getattr(node.args[1], "value", None)
+        return [name] if isinstance(name, str) and is_private(name) else []
+    return []
+
+
+def users_of(name):
+    return ", ".join(sorted(private_names().get(name.rpartition(".")[2], ()))) or "a string"
+
+
+def test_the_table_is_complete():
+    listed = {part for name in INTERFACES for part in name.split(".")} | OTHERS | OPTIONAL
+    assert {n: files for n, files in private_names().items() if n not in listed} == {}
+
+
+def test_a_new_use_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    (tmp_path / "new.py").write_text("import torch\ntorch._C._a_new_one()\n")
+    assert "_a_new_one" in private_names()
