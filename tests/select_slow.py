@@ -5,10 +5,10 @@ one sixth of all.
     python tests/select_slow.py measure XML ...     write tests/durations.json from JUnit reports
 
 The sixth is ``crc32(salt and test id) % 6 == run number % 6``, so six consecutive run numbers run
-every test. The run number is PACELINE_CI_RUN (the run number of the CI service); without it, a counter in
-the user's cache directory that every CI run increments; it starts at the number of commits.
-Changed files are those since the commit PACELINE_CI_BASE, else of the last day (at most 20
-commits).
+every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it, it is
+a counter in the user's cache directory that every CI run increments and that starts at the number
+of commits. Changed files are those since the commit PACELINE_CI_BASE, else of the last day (at most
+20 commits).
 """
 
 import json

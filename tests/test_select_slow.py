@@ -45,7 +45,7 @@ def test_six_consecutive_runs_run_every_test_however_long():
 
 
 def test_touched_tests_keep_to_the_budget_nearest_first():
-    durations = dict.fromkeys(IDS, 30.0)
+    durations = dict.fromkeys(IDS, 20.0)
     near = {test: 0 if "/record/" in test else 1 for test in IDS}
     first, rotation = select_slow.choose(IDS, near, durations, 1)
     assert not set(first) & set(rotation)

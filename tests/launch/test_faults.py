@@ -122,12 +122,20 @@ def test_signals_end_all_ranks(running, number, code):
     assert ranks.in_memory() == set()
 
 
+def imports_torch(launcher):
+    """Whether a child of the launcher has begun to import torch: its library is mapped."""
+    with contextlib.suppress(OSError):  # the child has ended
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return any("libtorch" in Path(f"/proc/{child}/maps").read_text() for child in children)
+    return False
+
+
 def test_ctrl_c_before_the_ranks_start_is_quiet(tmp_path):
     script = ranks.write(tmp_path, "import time; time.sleep(100)")
     launcher = subprocess.Popen(
         ranks.command(script), env=ranks.environment(), stderr=subprocess.PIPE, text=True
     )
-    time.sleep(0.3)  # somewhere in the import of torch
+    ranks.wait_until(lambda: imports_torch(launcher.pid))
     launcher.send_signal(signal.SIGINT)
     _, said = launcher.communicate(timeout=20)
     assert launcher.returncode == 130

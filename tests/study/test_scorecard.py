@@ -13,24 +13,34 @@ pytestmark = pytest.mark.alone
 
 @pytest.mark.long
 def test_two_planted_faults_are_named_and_the_stronger_one_first(tmp_path):
-    (case,) = score(tmp_path, "slow-rank+input-small-files")
+    """Both faults have a strength in seconds, which does not depend on the machine."""
+    (case,) = score(tmp_path, "slow-rank+input-preprocessing")
     found = [name for name, _ in case["found"]]
     assert found[:1] == ["slow-rank"], case
-    assert "input-small-files" in found, case
+    assert "input-preprocessing" in found, case
 
 
 @pytest.mark.long
-def test_more_planted_faults_are_named_first(tmp_path):
-    kinds = ["exchange-latency", "binding"]
-    cases = score(tmp_path, ",".join(kinds))
-    assert [case["found"][:1] and case["found"][0][0] for case in cases] == kinds, cases
+@pytest.mark.parametrize("kind", ["exchange-latency", "binding", "input-small-files"])
+def test_more_planted_faults_are_named_first(tmp_path, kind):
+    """Two of three runs must name the fault first: noise can hide it in one. If the first run names
+    it, the other two are left out."""
+    cases = score(tmp_path, kind)
+    if first(cases[0]) != kind:
+        cases += score(tmp_path, kind) + score(tmp_path, kind)
+        assert [first(case) for case in cases[1:]] == [kind, kind], cases
 
 
 @pytest.mark.long
 def test_faults_beside_the_script_are_named_first(tmp_path):
     cases = score(tmp_path, "noisy-machine,slow-host,slow-network")
-    first = [case["found"][:1] and case["found"][0][0] for case in cases]
-    assert first == ["noisy-machine", "slow-host", "exchange-bandwidth"], cases
+    named = [first(case) for case in cases]
+    assert named == ["noisy-machine", "slow-host", "exchange-bandwidth"], cases
+
+
+def first(case):
+    """Return the name of the first finding, None if there is none."""
+    return case["found"][0][0] if case["found"] else None
 
 
 def score(folder, kinds):
