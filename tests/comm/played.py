@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from paceline.comm.hosts import c_wire
-from paceline.comm.hosts.c_wire import StepError, Wire, program
+from paceline.comm.hosts.c_wire import StepError, Wire, encode_program
 from paceline.comm.hosts.schedules import ALL_REDUCE, broadcast
-from paceline.comm.shared.collective_calls import HOWS, KINDS, OPS, Call
+from paceline.comm.shared.collective_calls import COLLECTIVES, DTYPES, REDUCTIONS, CollectiveCall
 
 TIMEOUT = 20.0
 SIZES = (0, 1, 1000, 300_001)  # numbers
@@ -61,7 +61,9 @@ class Together:
 
 
 def call(op, dtype="float32", how="sum", nbytes=0, root=0):
-    return Call(OPS.index(op), KINDS.index(dtype), HOWS.index(how), root, nbytes)
+    return CollectiveCall(
+        COLLECTIVES.index(op), DTYPES.index(dtype), REDUCTIONS.index(how), root, nbytes
+    )
 
 
 def reduced(name, hosts, count, how="sum", dtype="float32"):
@@ -71,7 +73,7 @@ def reduced(name, hosts, count, how="sum", dtype="float32"):
     found = [one.copy() for one in each]
 
     def what(me, wire):
-        steps = program(ALL_REDUCE[name](found[me].nbytes, me, hosts))
+        steps = encode_program(ALL_REDUCE[name](found[me].nbytes, me, hosts))
         said = call("all-reduce", dtype, how, found[me].nbytes)
         wire.run(steps, found[me].ctypes.data, said, TIMEOUT)
 
@@ -87,7 +89,7 @@ def spread(hosts, count, root):
     found = [np.full(count, float(me)) for me in range(hosts)]
 
     def what(me, wire):
-        steps = program(broadcast(found[me].nbytes, me, hosts, root))
+        steps = encode_program(broadcast(found[me].nbytes, me, hosts, root))
         said = call("broadcast", nbytes=found[me].nbytes, root=root)
         wire.run(steps, found[me].ctypes.data, said, TIMEOUT)
 
@@ -98,7 +100,7 @@ def spread(hosts, count, root):
 
 
 if __name__ == "__main__":
-    c_wire.LIBRARY = Path(sys.argv[1])
+    c_wire.LIBRARY_PATH = Path(sys.argv[1])
     for algorithm in ALL_REDUCE:
         for size in (2, 3, 5):
             for count in SIZES:

@@ -25,7 +25,7 @@ def test_every_collective_gives_what_it_should(tmp_path, count):
 WITHOUT_C = """
     from pathlib import Path
     from paceline.comm.shared import c_kernel
-    c_kernel.LIBRARY = Path("/nowhere")
+    c_kernel.LIBRARY_PATH = Path("/nowhere")
     """
 
 

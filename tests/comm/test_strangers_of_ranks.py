@@ -14,7 +14,7 @@ import sets
 
 from paceline.cluster.topology.network_interfaces import Link
 from paceline.comm import rendezvous as module
-from paceline.comm.hosts.connect import Door
+from paceline.comm.hosts.connect import PeerListener
 from paceline.comm.rendezvous import Appointment, meet
 from paceline.data import Shards, pack
 from paceline.data.staging import peer_transfer
@@ -123,15 +123,15 @@ def test_a_connection_that_is_reset_after_the_greeting_is_not_counted():
 
 
 def test_peers_connect_among_a_thousand_idle_connections(flooded):
-    doors = {host: Door(Link("lo", "127.0.0.1")) for host in (0, 1)}
+    doors = {host: PeerListener(Link("lo", "127.0.0.1")) for host in (0, 1)}
     names = {0: "host1", 1: "host2"}
     found = {}
 
     def connect(host):
-        others = {at: door.told for at, door in doors.items() if at != host}
-        found[host] = doors[host].meet(host, others, names)
+        others = {at: door.address for at, door in doors.items() if at != host}
+        found[host] = doors[host].connect_all(host, others, names)
 
-    _, port, *_ = doors[0].told.split()
+    _, port, *_ = doors[0].address.split()
     flooded("127.0.0.1", int(port))
     begun = time.monotonic()
     threads = [threading.Thread(target=connect, args=(host,)) for host in doors]
@@ -148,8 +148,8 @@ def test_peers_connect_among_a_thousand_idle_connections(flooded):
 @pytest.mark.parametrize("manner", ["closed", "reset"])
 def test_a_peer_that_is_dropped_knocks_again(manner, monkeypatch):
     """By a host that is busy with strangers."""
-    door, begun = Door(Link("lo", "127.0.0.1")), time.monotonic()
-    dropped, real = [], Door._greeting
+    door, begun = PeerListener(Link("lo", "127.0.0.1")), time.monotonic()
+    dropped, real = [], PeerListener._greeting
 
     def greeting(self):
         if len(dropped) < 3:
@@ -157,12 +157,14 @@ def test_a_peer_that_is_dropped_knocks_again(manner, monkeypatch):
             raise RefusedError("too many")
         return (yield from real(self))
 
-    monkeypatch.setattr(Door, "_greeting", greeting)
+    monkeypatch.setattr(PeerListener, "_greeting", greeting)
     names, found = {0: "host1", 1: "host2"}, []
-    other = Door(Link("lo", "127.0.0.1"))
-    peer = threading.Thread(target=lambda: found.append(other.meet(1, {0: door.told}, names)))
+    other = PeerListener(Link("lo", "127.0.0.1"))
+    peer = threading.Thread(
+        target=lambda: found.append(other.connect_all(1, {0: door.address}, names))
+    )
     peer.start()
-    met = door.meet(0, {1: other.told}, names)
+    met = door.connect_all(0, {1: other.address}, names)
     peer.join(10.0)
     assert len(dropped) == 3
     assert time.monotonic() - begun < 10.0

@@ -15,7 +15,7 @@ import ranks
 
 import paceline
 from paceline.comm.hosts import c_wire
-from paceline.comm.hosts.c_wire import program
+from paceline.comm.hosts.c_wire import encode_program
 from paceline.comm.hosts.schedules import ALL_REDUCE, Step
 
 WIRE = Path(paceline.__file__).parent / "comm" / "hosts" / "wire.c"
@@ -50,7 +50,7 @@ def test_a_broadcast_from_each_of_them():
 
 
 def both_ways(nbytes, to):
-    return program([Step(((to, 0, nbytes),), ((to, 0, nbytes),))])
+    return encode_program([Step(((to, 0, nbytes),), ((to, 0, nbytes),))])
 
 
 def fails(what, timeout=played.TIMEOUT):
@@ -72,14 +72,14 @@ def fails(what, timeout=played.TIMEOUT):
 def test_who_does_something_else_is_named_with_what_it_does():
     theirs = played.call("broadcast", nbytes=4000)
     errors = fails(lambda _: theirs)
-    assert (errors[0].why, errors[0].host, errors[0].theirs) == (c_wire.DIFFERS, 1, theirs)
-    assert errors[1].theirs == played.call("all-reduce", nbytes=4000)
+    assert (errors[0].reason, errors[0].host, errors[0].peer_call) == (c_wire.DIFFERS, 1, theirs)
+    assert errors[1].peer_call == played.call("all-reduce", nbytes=4000)
 
 
 def test_a_connection_that_is_closed_is_noticed_at_once():
     start = time.monotonic()
     errors = fails(lambda together: [one.close() for one in together.kept[1::2]] and None)
-    assert (errors[0].why, errors[0].host) == (c_wire.CLOSED, 1)
+    assert (errors[0].reason, errors[0].host) == (c_wire.CLOSED, 1)
     assert time.monotonic() - start < played.TIMEOUT / 2
 
 
@@ -99,7 +99,7 @@ def test_silence_ends_with_the_timeout():
 
     together.do(each)
     together.close()
-    assert (together.errors[0].why, together.errors[0].host) == (c_wire.SILENT, 1)
+    assert (together.errors[0].reason, together.errors[0].host) == (c_wire.SILENT, 1)
 
 
 def test_who_waits_hears_that_its_own_host_has_given_up():
@@ -109,7 +109,7 @@ def test_who_waits_hears_that_its_own_host_has_given_up():
         raise c_wire.StepError(c_wire.BROKEN, 0)
 
     start = time.monotonic()
-    assert fails(breaks)[0].why == c_wire.BROKEN
+    assert fails(breaks)[0].reason == c_wire.BROKEN
     assert time.monotonic() - start < played.TIMEOUT / 2
 
 

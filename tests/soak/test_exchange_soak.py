@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.shared.c_kernel import Kernel
+from paceline.comm.shared.c_kernel import CKernel
 from paceline.comm.shared.collective_calls import ExchangeError
 
 SEED = int(os.environ["PACELINE_SEED"])
@@ -24,7 +24,7 @@ def exchange(fd, rank, seed, ready, told):
     """What a rank does until it is told that another one is gone."""
     import ctypes
 
-    kernel = Kernel(fd, rank, SIZE, SLOT)
+    kernel = CKernel(fd, rank, SIZE, SLOT)
     os.write(ready, b".")
     draw = random.Random(seed)
     room = (ctypes.c_char * (1 << 20))()
@@ -54,7 +54,7 @@ def once(seed):
     the others said how long after."""
     draw = random.Random(seed)
     fd = os.memfd_create("soak")
-    os.posix_fallocate(fd, 0, Kernel.needs(SIZE, SLOT))
+    os.posix_fallocate(fd, 0, CKernel.needs(SIZE, SLOT))
     ready, go, said = os.pipe(), os.pipe(), os.pipe()
     children = []
     for rank in range(SIZE):

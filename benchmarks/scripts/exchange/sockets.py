@@ -37,7 +37,7 @@ groups: dict[str, Any] = {"at once": dist.group.WORLD, "by sockets": dist.new_gr
 for one in groups.values():
     assert isinstance(one, SharedGroup)
     assert one.kernel.sockets == len(lists)
-groups["by sockets"].kernel.by_socket(True)
+groups["by sockets"].kernel.use_socket_reduction(True)
 
 
 def slowest(seconds: float) -> float:

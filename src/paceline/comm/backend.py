@@ -18,8 +18,8 @@ from ..record.hooks.collectives import RecordedGroup, measure_wrapper_cost
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder, update_all_headers
 from . import replica_check
-from .hosts.open_hierarchy import over_hosts
-from .shared.open_group import BY_CHOICE, ELSEWHERE, opened
+from .hosts.open_hierarchy import open_hierarchy
+from .shared.open_group import DISABLED_BY_USER, ON_SEVERAL_HOSTS, open_kernel
 from .shared_group import SharedGroup
 
 NAME = "paceline"
@@ -55,7 +55,7 @@ def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
         return group
     store = PrefixStore("shared/", options.store)
     group, why = over_memory(group, store, options.timeout, options.global_ranks_in_group)
-    if why not in ("", BY_CHOICE) and not _said and group.rank() == 0:
+    if why not in ("", DISABLED_BY_USER) and not _said and group.rank() == 0:
         notify(f"paceline: ranks exchange through gloo: {why}\n")
         _said = True
     return group
@@ -68,10 +68,10 @@ def over_memory(
     it; where that can't be as it is, and why. names: its ranks' numbers in the job."""
     seconds = timeout.total_seconds()
     kernel: Any
-    kernel, why = opened(store, group.rank(), group.size(), seconds, names)
-    if why == ELSEWHERE:
+    kernel, why = open_kernel(store, group.rank(), group.size(), seconds, names)
+    if why == ON_SEVERAL_HOSTS:
         between = PrefixStore("hosts/", store)
-        kernel, why = over_hosts(between, group.rank(), group.size(), seconds, names)
+        kernel, why = open_hierarchy(between, group.rank(), group.size(), seconds, names)
     if kernel is None:
         return group, why
     update_all_headers(exchange=NAME)

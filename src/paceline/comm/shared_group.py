@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 
 from ..record.hooks.collectives import METHODS, share_backends
-from .hosts.hierarchy import Hierarchy
-from .shared.async_collectives import Done, Going, Worker
-from .shared.c_kernel import Kernel
-from .shared.collective_calls import HOWS, KINDS, ExchangeError
-from .shared.torch_kernel import InTorch
+from .hosts.hierarchy import HierarchicalKernel
+from .shared.async_collectives import CollectiveThread, CompletedWork, PendingWork
+from .shared.c_kernel import CKernel
+from .shared.collective_calls import DTYPES, REDUCTIONS, ExchangeError
+from .shared.torch_kernel import TorchKernel
 
-KIND_OF = {getattr(torch, name): at for at, name in enumerate(KINDS)}
+KIND_OF = {getattr(torch, name): at for at, name in enumerate(DTYPES)}
 _R = dist.ReduceOp.RedOpType
 HOW_OF = {
-    getattr(_R, name): HOWS.index(how)
+    getattr(_R, name): REDUCTIONS.index(how)
     for name, how in (
         *(("SUM", "sum"), ("AVG", "mean"), ("PRODUCT", "product")),
         *(("MIN", "min"), ("MAX", "max")),
     )
 }
-MEAN = HOWS.index("mean")
+MEAN = REDUCTIONS.index("mean")
 
 
 class SharedGroup(dist.ProcessGroup):
@@ -42,14 +42,14 @@ class SharedGroup(dist.ProcessGroup):
     def __init__(
         self,
         inner: dist.ProcessGroup,
-        kernel: Kernel | InTorch | Hierarchy,
+        kernel: CKernel | TorchKernel | HierarchicalKernel,
         timeout: float,
         where: Callable[[], str] = str,
     ) -> None:
         # The stub knows only the constructor with a store.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.kernel, self.timeout, self._where = inner, kernel, timeout, where
-        self._worker = Worker("paceline-exchange")
+        self._worker = CollectiveThread("paceline-exchange")
         self._one = threading.Lock()  # collective at a time, whichever threads ask
         self._pid = os.getpid()
         self.reduces_over_gloo = self.instead_of_gloo = False
@@ -61,7 +61,7 @@ class SharedGroup(dist.ProcessGroup):
 
     # What torch calls.
 
-    def getBackendName(self) -> str:  # noqa: N802  torch's
+    def getBackendName(self) -> str:  # noqa: N802  torch calls it by this name
         return "paceline"
 
     def allreduce(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
@@ -181,9 +181,9 @@ class SharedGroup(dist.ProcessGroup):
 
         if given and not getattr(given[0], "asyncOp", True) and self._worker.idle:
             named()
-            return Done(result)
-        work = Going(named, result)
-        self._worker.put(work)
+            return CompletedWork(result)
+        work = PendingWork(named, result)
+        self._worker.submit(work)
         return work
 
     def _reduce(self, tensor: torch.Tensor, how: int) -> None:

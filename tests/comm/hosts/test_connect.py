@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster.topology.network_interfaces import Link
 from paceline.comm.hosts import connect
-from paceline.comm.hosts.connect import Door
+from paceline.comm.hosts.connect import PeerListener
 
 HERE = Link("lo", "127.0.0.1")
 NAMES = {0: "host1", 1: "host2", 2: "host3"}
@@ -16,18 +16,18 @@ NAMES = {0: "host1", 1: "host2", 2: "host3"}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(connect, "CONNECT_S", 1.0)
-    monkeypatch.setattr(connect, "WORD_S", 0.2)
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connect, "GREETING_TIMEOUT_S", 0.2)
 
 
 def met(doors, disturb=None):
     """What each host has got, connections or an error."""
-    told, found = {host: door.told for host, door in doors.items()}, {}
+    told, found = {host: door.address for host, door in doors.items()}, {}
 
     def one(host, door):
         others = {at: word for at, word in told.items() if at != host}
         try:
-            found[host] = door.meet(host, others, NAMES)
+            found[host] = door.connect_all(host, others, NAMES)
         except OSError as error:
             found[host] = error.strerror
 
@@ -42,7 +42,7 @@ def met(doors, disturb=None):
 
 
 def test_every_two_hosts_have_a_connection():
-    found = met({host: Door(HERE) for host in NAMES})
+    found = met({host: PeerListener(HERE) for host in NAMES})
     for a in NAMES:
         for b in NAMES:
             if a != b:
@@ -62,12 +62,12 @@ def test_who_does_not_know_the_word_is_turned_away():
     strangers = []
 
     def disturb(told):
-        for word in (b"x" * connect._WORD.size, b"short", b""):  # the last two say no more
+        for word in (b"x" * connect._INTRODUCTION.size, b"short", b""):  # the last two say no more
             address, port, *_ = told[0].split()
             strangers.append(socket.create_connection((address, int(port))))
             strangers[-1].send(word)
 
-    found = met({host: Door(HERE) for host in (0, 1)}, disturb)
+    found = met({host: PeerListener(HERE) for host in (0, 1)}, disturb)
     assert list(found[0].sockets) == [1]
     for one in strangers:
         one.settimeout(5)
@@ -78,26 +78,26 @@ def test_who_does_not_know_the_word_is_turned_away():
 
 
 def test_who_can_not_be_reached_is_named_with_where_that_was_tried():
-    doors = {0: Door(HERE), 1: Door(HERE)}
+    doors = {0: PeerListener(HERE), 1: PeerListener(HERE)}
     doors[0].close()
-    told = {0: doors[0].told}
+    told = {0: doors[0].address}
     said = r"no connection to host1 \(lo 127\.0\.0\.1\): Connection refused$"
     with pytest.raises(OSError, match=said):
-        doors[1].meet(1, told, NAMES)
-    waits, start = Door(HERE), time.monotonic()
+        doors[1].connect_all(1, told, NAMES)
+    waits, start = PeerListener(HERE), time.monotonic()
     said = r"no connection from host2 \(lo 127\.0\.0\.1\), host3 \(lo 127\.0\.0\.1\)$"
     with pytest.raises(OSError, match=said):
-        waits.meet(0, {1: doors[1].told, 2: doors[1].told}, NAMES)
+        waits.connect_all(0, {1: doors[1].address, 2: doors[1].address}, NAMES)
     assert time.monotonic() - start < 10
 
 
 def test_interfaces_are_those_that_the_user_names(monkeypatch):
     monkeypatch.setattr(connect, "links", lambda: [Link("eth0", "10.0.0.1"), HERE])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
-    assert {link.interface for link in connect.links_here()} == {"lo", "eth0"}
+    assert {link.interface for link in connect.exchange_links()} == {"lo", "eth0"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(OSError, match=r"no interface is up that GLOO_SOCKET_IFNAME=ib0 names$"):
-        connect.links_here()
+        connect.exchange_links()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert connect.links_here() == [HERE]
+    assert connect.exchange_links() == [HERE]

@@ -9,7 +9,7 @@ import ranks
 import torch
 from collectives import ANY, FAILS, SAME, TRAINS
 
-from paceline.comm.hosts.rank_placement import places
+from paceline.comm.hosts.rank_placement import place_ranks
 
 UNEVEN = "host1:3,host2:1,host3:2"
 MORE = [
@@ -271,19 +271,28 @@ def test_links_that_differ_widely_are_named_once(hosts, shared_folder):
 
 
 def test_where_ranks_are_on_which_host():
-    blocks = places(["a", "a", "b", "b"], ["h1", "h1", "h2", "h2"], 3, 9)
-    assert (blocks.ranks, blocks.host, blocks.local, blocks.rails) == (((0, 1), (2, 3)), 1, 1, 2)
-    cyclic = places(["a", "b", "a", "b", "a"], ["h1", "h2", "h1", "h2", "h1"], 2, 1)
-    assert (cyclic.ranks, cyclic.local, cyclic.rails) == (((0, 2, 4), (1, 3)), 1, 1)
-    assert (blocks.even, cyclic.even) == (True, False)
-    assert (blocks.wired, cyclic.wired) == (2, 2)
+    blocks = place_ranks(["a", "a", "b", "b"], ["h1", "h1", "h2", "h2"], 3, 9)
+    assert (blocks.ranks_by_host, blocks.host_index, blocks.local_rank, blocks.num_rails) == (
+        ((0, 1), (2, 3)),
+        1,
+        1,
+        2,
+    )
+    cyclic = place_ranks(["a", "b", "a", "b", "a"], ["h1", "h2", "h1", "h2", "h1"], 2, 1)
+    assert (cyclic.ranks_by_host, cyclic.local_rank, cyclic.num_rails) == (
+        ((0, 2, 4), (1, 3)),
+        1,
+        1,
+    )
+    assert (blocks.is_uniform, cyclic.is_uniform) == (True, False)
+    assert (blocks.num_connected, cyclic.num_connected) == (2, 2)
 
 
 def test_hosts_of_a_rack_are_next_to_each_other():
     def of(*racks):
         hosts = ["a", "b", "c", "d"]
-        found = places(hosts, hosts, 0, 1, racks)
-        return "".join(found.names), found.in_rack
+        found = place_ranks(hosts, hosts, 0, 1, racks)
+        return "".join(found.host_names), found.hosts_per_rack
 
     assert of("x", "y", "x", "y") == ("acbd", 2)
     assert of("x", "y", "y", "y") == ("abcd", 0)  # of different sizes

@@ -6,7 +6,14 @@ from itertools import pairwise
 import pytest
 
 from paceline.comm.hosts import schedules
-from paceline.comm.hosts.schedules import ALL_REDUCE, Link, Step, best, cost, cut
+from paceline.comm.hosts.schedules import (
+    ALL_REDUCE,
+    LinkModel,
+    Step,
+    cheapest_algorithm,
+    cost,
+    cut_parts,
+)
 
 HOSTS = (2, 3, 4, 5, 6, 7, 8, 13)
 NBYTES = 1000
@@ -89,7 +96,7 @@ def test_over_racks_as_well_and_no_more_leaves_one_than_must(count, each):
 @pytest.mark.parametrize("size", HOSTS)
 @pytest.mark.parametrize("name", ["ring", "direct"])
 def test_the_halves_end_at_the_part_s_own_host(name, size):
-    cuts = cut(NBYTES, size)
+    cuts = cut_parts(NBYTES, size)
     scatter, gather = (getattr(schedules, f"{name}_{half}") for half in ("scatter", "gather"))
     hosts = [Host(me, list(scatter(cuts, me, size))) for me in range(size)]
     play(hosts)
@@ -115,23 +122,23 @@ def test_a_broadcast_reaches_all_from_any_root(size):
 def test_parts_cover_the_vector_and_begin_at_a_line():
     for nbytes in (0, 1, 63, 64, 65, 1000, 4096):
         for parts in (1, 2, 3, 7):
-            cuts = cut(nbytes, parts)
+            cuts = cut_parts(nbytes, parts)
             assert (cuts[0], cuts[-1], len(cuts)) == (0, nbytes, parts + 1)
             assert all(a <= b and (a % 64 == 0 or a == nbytes) for a, b in pairwise(cuts))
 
 
 def test_what_costs_least_is_taken():
     """As the formulas in the module's docstring say."""
-    link = Link(latency=50e-6, rate=1e8)
-    assert best(8, 16, link) == "doubling"
-    assert best(8, 13, link) == "doubling"
-    assert best(100_000_000, 128, link) == "halving"  # 14 steps, not 254
-    assert best(100_000_000, 16, link) == "ring"  # whose connections are never idle
-    assert best(100_000_000, 13, link) == "ring"
-    assert best(1_000_000, 2, link) == "doubling"
-    assert best(30_000, 4, link) == "direct"
-    assert best(8, 8, link, each=4) == "doubling"
-    assert best(300_000, 64, link, each=8) == "racks"
-    assert best(100_000_000, 16, link, each=4) == "ring"
+    link = LinkModel(latency_s=50e-6, bytes_per_s=1e8)
+    assert cheapest_algorithm(8, 16, link) == "doubling"
+    assert cheapest_algorithm(8, 13, link) == "doubling"
+    assert cheapest_algorithm(100_000_000, 128, link) == "halving"  # 14 steps, not 254
+    assert cheapest_algorithm(100_000_000, 16, link) == "ring"  # whose connections are never idle
+    assert cheapest_algorithm(100_000_000, 13, link) == "ring"
+    assert cheapest_algorithm(1_000_000, 2, link) == "doubling"
+    assert cheapest_algorithm(30_000, 4, link) == "direct"
+    assert cheapest_algorithm(8, 8, link, hosts_per_rack=4) == "doubling"
+    assert cheapest_algorithm(300_000, 64, link, hosts_per_rack=8) == "racks"
+    assert cheapest_algorithm(100_000_000, 16, link, hosts_per_rack=4) == "ring"
     ring = ALL_REDUCE["ring"](16_000_000, 0, 16)
     assert cost(ring, link) == pytest.approx(30 * (50e-6 + 1e6 / 1e8))

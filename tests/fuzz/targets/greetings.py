@@ -38,7 +38,7 @@ GREETINGS: list[Callable[[], Greeting[Any]]] = [
     lambda: knocking(WHEN),
     waiting_for_store,
     _with_token(peer_transfer.Server).greeting,
-    _with_token(connect.Door)._greeting,
+    _with_token(connect.PeerListener)._greeting,
     lambda: connect.introduction(TOKEN, 3),
 ]
 
@@ -73,8 +73,8 @@ def seeds() -> Iterator[bytes]:
         WHEN.tag.encode() + b"\n",
         b'{"store": ["10.0.0.1", 29500]}\n',
         peer_transfer._WORD.pack(TOKEN.encode(), 3),
-        connect._WORD.pack(TOKEN.encode(), 3),
-        connect._WELCOME,
+        connect._INTRODUCTION.pack(TOKEN.encode(), 3),
+        connect._CONFIRMATION,
     )
     for number, data in enumerate(valid):
         yield bytes([number, number]) + data

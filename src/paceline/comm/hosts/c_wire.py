@@ -1,5 +1,4 @@
-"""Steps over a rank's connections, in C (wire.c), by ctypes: a call of it holds no lock of the
-interpreter's."""
+"""Steps over a rank's connections in C (wire.c), called through ctypes, which releases the GIL."""
 
 import ctypes
 from collections.abc import Iterable
@@ -8,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..shared.collective_calls import Call
+from ..shared.collective_calls import CollectiveCall
 from .schedules import Step
 
-LIBRARY = Path(__file__).parent / "wire.so"
+LIBRARY_PATH = Path(__file__).parent / "wire.so"
 CLOSED, SILENT, DIFFERS, BROKEN, NO_MEMORY = 1, 2, 3, 4, 5
 
 Program = Any  # an array of c_int64
@@ -19,30 +18,37 @@ Program = Any  # an array of c_int64
 
 @cache
 def library() -> ctypes.CDLL:
-    """Raises OSError where it was not built (no compiler at the installation)."""
-    found = ctypes.CDLL(str(LIBRARY), use_errno=True)
-    words = {
+    """Load the compiled library and declare its functions.
+
+    Raises OSError where it was not built (no compiler at the installation).
+    """
+    loaded = ctypes.CDLL(str(LIBRARY_PATH), use_errno=True)
+    signatures = {
         "open": (c_void_p, c_int, c_int, POINTER(c_int), c_void_p),
         "close": (None, c_void_p),
         "said": (None, c_void_p, POINTER(c_uint64)),
         "run": (c_int, c_void_p, POINTER(c_int64), c_void_p, POINTER(c_uint64), c_double),
     }
-    for name, (result, *arguments) in words.items():
-        function = getattr(found, f"paceline_wire_{name}")
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(loaded, f"paceline_wire_{name}")
         function.restype, function.argtypes = result, arguments
-    return found
+    return loaded
 
 
 class StepError(Exception):
-    """why: of CLOSED and those after it. host: with which; theirs: what that one does."""
+    """A step over the connections failed.
 
-    def __init__(self, why: int, host: int, theirs: Call | None = None) -> None:
-        super().__init__(why, host)
-        self.why, self.host, self.theirs = why, host, theirs
+    reason: CLOSED or one of the codes after it. host: index of the host it failed with. peer_call:
+    the collective that the peer calls, for DIFFERS.
+    """
+
+    def __init__(self, reason: int, host: int, peer_call: CollectiveCall | None = None) -> None:
+        super().__init__(reason, host)
+        self.reason, self.host, self.peer_call = reason, host, peer_call
 
 
-def program(steps: Iterable[Step], base: int = 0) -> Program:
-    """As wire.c takes them. base: added to every place."""
+def encode_program(steps: Iterable[Step], base: int = 0) -> Program:
+    """Return the steps in the encoding of paceline_wire_run. base: added to every offset."""
     words: list[int] = []
     for step in steps:
         words += [len(step.sends), len(step.receives), int(step.fold)]
@@ -52,28 +58,34 @@ def program(steps: Iterable[Step], base: int = 0) -> Program:
 
 
 class Wire:
-    """fds: of the connections, by host. broken: address of the word that says that the ranks of
-    this host have given up."""
+    """Runs steps over one rank's connections to other hosts.
 
-    def __init__(self, hosts: int, me: int, fds: dict[int, int], broken: int) -> None:
+    fds: descriptors of the connections, by host. broken_address: of the word that is not 0 once the
+    ranks of this host have given up.
+    """
+
+    def __init__(self, hosts: int, me: int, fds: dict[int, int], broken_address: int) -> None:
         self._library, self._wire = library(), None
-        each = (c_int * hosts)(*(fds.get(host, -1) for host in range(hosts)))
-        self._wire = self._library.paceline_wire_open(hosts, me, each, broken)
+        descriptors = (c_int * hosts)(*(fds.get(host, -1) for host in range(hosts)))
+        self._wire = self._library.paceline_wire_open(hosts, me, descriptors, broken_address)
         if not self._wire:
             raise OSError(ctypes.get_errno(), "no memory for the connections")
 
-    def run(self, steps: Program, data: int, call: Call, timeout: float) -> None:
-        """data: the address that places count from. Raises StepError."""
-        said = (c_uint64 * 5)(call.op, call.kind, call.how, call.root, call.nbytes)
-        error = self._library.paceline_wire_run(self._wire, steps, data, said, timeout)
+    def run(self, steps: Program, address: int, call: CollectiveCall, timeout: float) -> None:
+        """Run a program. Offsets count from ``address``; timeout: seconds.
+
+        Raises StepError.
+        """
+        call_words = (c_uint64 * 5)(call.op, call.dtype, call.reduction, call.root, call.nbytes)
+        error = self._library.paceline_wire_run(self._wire, steps, address, call_words, timeout)
         if not error:
             return
-        why, host = error & 0xFF, error >> 8
-        if why == DIFFERS:
-            theirs = (c_uint64 * 5)()
-            self._library.paceline_wire_said(self._wire, theirs)
-            raise StepError(why, host, Call(*map(int, theirs)))
-        raise StepError(why, host)
+        reason, host = error & 0xFF, error >> 8
+        if reason == DIFFERS:
+            peer_words = (c_uint64 * 5)()
+            self._library.paceline_wire_said(self._wire, peer_words)
+            raise StepError(reason, host, CollectiveCall(*map(int, peer_words)))
+        raise StepError(reason, host)
 
     def close(self) -> None:
         wire, self._wire = self._wire, None

@@ -1,4 +1,4 @@
-"""A rank's connections to its peers on other hosts: TCP, and who knocks has to know a word."""
+"""A rank's TCP connections to its peers on other hosts; a peer has to know a secret token."""
 
 import contextlib
 import hmac
@@ -15,17 +15,18 @@ from ...cluster.topology.network_interfaces import Link, links
 from ...security.greeting import DROPPED, Acceptor, Greeting, RefusedError, Step, converse
 from ..reachable_address import asked, listen_on, of_names
 
-CONNECT_S = 30.0  # within which peers come, all of which are known to be there
-WORD_S = 1.0  # within which who has come has said its word
-# Pauses before a peer that was dropped knocks again; each is twice as long.
-RETRY_S, MAX_RETRY_S = 0.05, 1.0
-LOOKS_S = 5.0  # without a word: then it is looked whether the peer's host still answers
-PROBES = 100  # without an answer, before the connection counts as lost
-DARK_MS = 12_000  # without an answer to those looks: it is not the peer that is late
-_WORD = struct.Struct("!32si")
-_WELCOME = b"+"
-_LAST_ANSWER = (
-    56  # where tcp_info has the milliseconds since the last acknowledgement (linux/tcp.h)
+CONNECT_TIMEOUT_S = 30.0  # for peers that are all known to be running
+GREETING_TIMEOUT_S = 1.0  # for a visitor to send its introduction
+# Delay before the first retry to a peer that dropped the connection; it doubles each time.
+FIRST_RETRY_S, MAX_RETRY_S = 0.05, 1.0
+KEEPALIVE_INTERVAL_S = 5.0  # idle time of a connection before keepalive probes, and between them
+MAX_KEEPALIVE_PROBES = 100  # unanswered, before the connection counts as lost
+# without an acknowledgement: then the host is unreachable, not the rank late
+MAX_SILENCE_MS = 12_000
+_INTRODUCTION = struct.Struct("!32si")
+_CONFIRMATION = b"+"
+_LAST_ACK_OFFSET = (
+    56  # of tcpi_last_ack_recv in struct tcp_info (linux/tcp.h): ms since the last acknowledgement
 )
 
 _connections: "weakref.WeakSet[Connections]" = weakref.WeakSet()
@@ -33,10 +34,15 @@ _connections: "weakref.WeakSet[Connections]" = weakref.WeakSet()
 
 @dataclass(eq=False)
 class Connections:
-    """sockets: by host. of: what is said of them, by host: "host2 (10.0.0.2)"."""
+    """The connections of one rank, by host.
+
+    Attributes:
+        sockets: The connections.
+        descriptions: The hosts as messages name them: "host2 (10.0.0.2)".
+    """
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
-    of: dict[int, str] = field(default_factory=dict)
+    descriptions: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _connections.add(self)
@@ -45,36 +51,38 @@ class Connections:
         for one in self.sockets.values():
             one.close()
 
-    def dark(self, host: int) -> bool:
-        """Whether that host has not answered for a while, not even its kernel."""
+    def is_unreachable(self, host: int) -> bool:
+        """Return whether not even the kernel of that host has answered for MAX_SILENCE_MS."""
         try:
-            told = self.sockets[host].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            tcp_info = self.sockets[host].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
         except OSError:
             return False
-        return bool(struct.unpack_from("I", told, _LAST_ANSWER)[0] > DARK_MS)
+        return bool(struct.unpack_from("I", tcp_info, _LAST_ACK_OFFSET)[0] > MAX_SILENCE_MS)
 
 
-def _left_in_child() -> None:
+def _close_in_child() -> None:
     # A loader's worker that outlives its rank would keep the rank's connections open.
     for one in list(_connections):
         one.close()
 
 
-os.register_at_fork(after_in_child=_left_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
-def links_here() -> list[Link]:
-    """The network links by which this host exchanges, which its ranks take in turn: those that
-    GLOO_SOCKET_IFNAME names, else the one by which MASTER_ADDR is reached.
+def exchange_links() -> list[Link]:
+    """Return the network links for the exchange; the ranks of this host are spread over them.
 
-    Raises OSError where there is none."""
+    They are those that GLOO_SOCKET_IFNAME names, else the one by which MASTER_ADDR is reached.
+
+    Raises OSError where there is none.
+    """
     found = links()
-    only = asked()
-    if only:
-        named = of_names(found, only)
-        if not named:
-            raise OSError(None, f"no interface is up that GLOO_SOCKET_IFNAME={only} names")
-        return named
+    requested = asked()
+    if requested:
+        matching = of_names(found, requested)
+        if not matching:
+            raise OSError(None, f"no interface is up that GLOO_SOCKET_IFNAME={requested} names")
+        return matching
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", ""), 9))
         address = probe.getsockname()[0]
@@ -85,73 +93,90 @@ def links_here() -> list[Link]:
     return found[:1]
 
 
-class Door:
-    """Where peers knock. told: what they have to know."""
+class PeerListener:
+    """Listens for the connections of peers.
+
+    address: what peers have to know: IP address, port, token and interface.
+    """
 
     def __init__(self, link: Link) -> None:
         self._token = secrets.token_hex(16)
         self._listening = listen_on(link.address)
         port = self._listening.getsockname()[1]
-        self.told = f"{link.address} {port} {self._token} {link.interface}"
+        self.address = f"{link.address} {port} {self._token} {link.interface}"
 
     def close(self) -> None:
         self._listening.close()
 
-    def meet(self, me: int, doors: Mapping[int, str], names: Mapping[int, str]) -> Connections:
-        """One connection to every host of ``doors``: the later of two hosts goes to the earlier.
+    def connect_all(
+        self, own_host: int, addresses: Mapping[int, str], host_names: Mapping[int, str]
+    ) -> Connections:
+        """Open one connection to every host of ``addresses``; of two hosts the later one connects.
 
-        Raises OSError that names who could not be met, and where that was tried.
+        Raises OSError that names the host that could not be reached, and the address that was
+        tried.
         """
-        met, deadline = Connections(), time.monotonic() + CONNECT_S
+        connections, deadline = Connections(), time.monotonic() + CONNECT_TIMEOUT_S
         try:
-            for host, told in doors.items():
-                address, port, token, interface = told.split()
-                met.of[host] = f"{names[host]} ({interface} {address})"
-                if host < me:
-                    met.sockets[host] = _knock(
-                        address, int(port), token, me, met.of[host], deadline
+            for host, peer in addresses.items():
+                address, port, token, interface = peer.split()
+                connections.descriptions[host] = f"{host_names[host]} ({interface} {address})"
+                if host < own_host:
+                    connections.sockets[host] = _connect_with_retry(
+                        address,
+                        int(port),
+                        token,
+                        own_host,
+                        connections.descriptions[host],
+                        deadline,
                     )
-            self._admit(met, set(doors) - set(met.sockets), deadline)
-            for one in met.sockets.values():
-                _ready(one)
+            self._accept_peers(connections, set(addresses) - set(connections.sockets), deadline)
+            for connection in connections.sockets.values():
+                _configure(connection)
         except BaseException:
-            met.close()
+            connections.close()
             raise
         finally:
             self.close()
-        return met
+        return connections
 
-    def _admit(self, met: Connections, missing: set[int], deadline: float) -> None:
-        """Take the connections of the hosts that are missing.
+    def _accept_peers(self, connections: Connections, missing: set[int], deadline: float) -> None:
+        """Accept the connections of the missing hosts.
 
         Raises:
             OSError: Some have not come by the deadline.
         """
         if not missing:
             return
-        with Acceptor([self._listening], lambda _: self._greeting(), seconds=WORD_S) as acceptor:
+        with Acceptor(
+            [self._listening], lambda _: self._greeting(), seconds=GREETING_TIMEOUT_S
+        ) as acceptor:
             while missing:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    names = ", ".join(met.of[host] for host in sorted(missing))
-                    raise OSError(None, f"no connection from {names}{_note(acceptor)}")
+                    missing_names = ", ".join(
+                        connections.descriptions[host] for host in sorted(missing)
+                    )
+                    raise OSError(
+                        None, f"no connection from {missing_names}{_strangers_note(acceptor)}"
+                    )
                 for visitor, host in acceptor.wait(left):
                     if host in missing:
                         missing.discard(host)
-                        met.sockets[host] = visitor
+                        connections.sockets[host] = visitor
                     else:
                         visitor.close()
 
     def _greeting(self) -> Greeting[int]:
-        """Read the token and the number of a peer's host, and confirm them."""
-        token, host = _WORD.unpack((yield Step(read=_WORD.size)))
+        """Read the token and the index of a peer's host, and confirm them."""
+        token, host = _INTRODUCTION.unpack((yield Step(read=_INTRODUCTION.size)))
         if not hmac.compare_digest(token, self._token.encode()):
             raise RefusedError("the visitor does not know this rank's token")
-        yield Step(send=_WELCOME)
+        yield Step(send=_CONFIRMATION)
         return int(host)
 
 
-def _note(acceptor: Acceptor[int]) -> str:
+def _strangers_note(acceptor: Acceptor[int]) -> str:
     strangers = acceptor.strangers
     if not strangers.total:
         return ""
@@ -160,48 +185,48 @@ def _note(acceptor: Acceptor[int]) -> str:
     )
 
 
-def _knock(
-    address: str, port: int, token: str, me: int, named: str, deadline: float
+def _connect_with_retry(
+    address: str, port: int, token: str, own_host: int, description: str, deadline: float
 ) -> socket.socket:
-    """Connect to a peer, and again where it drops us: it may be busy with strangers.
+    """Connect to a peer; retry where it drops the connection, as it may be busy with strangers.
 
     Raises:
         OSError: It can't be reached, or has not confirmed the connection by the deadline.
     """
-    wait = RETRY_S
+    delay = FIRST_RETRY_S
     while True:
         try:
-            return _connected(address, port, introduction(token, me), deadline)
+            return _connect(address, port, introduction(token, own_host), deadline)
         except OSError as error:
             dropped = isinstance(error, DROPPED) and not isinstance(error, TimeoutError)
-            if not dropped or time.monotonic() + wait > deadline:
+            if not dropped or time.monotonic() + delay > deadline:
                 why = error.strerror or error
-                raise OSError(None, f"no connection to {named}: {why}") from None
-        time.sleep(wait)
-        wait = min(2 * wait, MAX_RETRY_S)
+                raise OSError(None, f"no connection to {description}: {why}") from None
+        time.sleep(delay)
+        delay = min(2 * delay, MAX_RETRY_S)
 
 
-def _connected(address: str, port: int, greeting: Greeting[None], deadline: float) -> socket.socket:
-    found = socket.create_connection((address, port), max(deadline - time.monotonic(), 0.001))
+def _connect(address: str, port: int, greeting: Greeting[None], deadline: float) -> socket.socket:
+    connection = socket.create_connection((address, port), max(deadline - time.monotonic(), 0.001))
     try:
-        converse(found, greeting, max(deadline - time.monotonic(), 0.001))
+        converse(connection, greeting, max(deadline - time.monotonic(), 0.001))
     except BaseException:
-        found.close()
+        connection.close()
         raise
-    return found
+    return connection
 
 
-def introduction(token: str, me: int) -> Greeting[None]:
-    """Say the peer's token and this host's number, and wait until the peer has confirmed them."""
-    said = yield Step(send=_WORD.pack(token.encode(), me), read=len(_WELCOME))
-    if said != _WELCOME:
+def introduction(token: str, own_host: int) -> Greeting[None]:
+    """Send the peer's token and this host's index, and wait until the peer has confirmed them."""
+    answer = yield Step(send=_INTRODUCTION.pack(token.encode(), own_host), read=len(_CONFIRMATION))
+    if answer != _CONFIRMATION:
         raise RefusedError("another program listens there")
 
 
-def _ready(one: socket.socket) -> None:
-    one.setblocking(False)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(LOOKS_S))
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(LOOKS_S))
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+def _configure(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(KEEPALIVE_INTERVAL_S))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(KEEPALIVE_INTERVAL_S))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_KEEPALIVE_PROBES)

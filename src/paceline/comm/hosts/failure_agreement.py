@@ -1,74 +1,96 @@
-"""What all ranks say where one of them can't go on: the first reason, whichever rank had it."""
+"""Agreement on why a group failed: all ranks report the first reason, whichever rank had it."""
 
 import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..shared.collective_calls import Call, ExchangeError, died, differ
+from ..shared.collective_calls import CollectiveCall, ExchangeError, mismatch_error, rank_died_error
 from .c_wire import BROKEN, CLOSED, DIFFERS, NO_MEMORY, SILENT, StepError
 from .connect import Connections
-from .rank_placement import Places
+from .rank_placement import RankPlacement
 
-WHY = "why"  # in the store
-ASK_S = 5.0  # at most: the store may be lost as well
+REASON_KEY = "why"  # in the store
+STORE_TIMEOUT_S = 5.0  # the store's host may be lost as well
 
 
-class Trouble:
-    """met: this rank's connections, which are closed so that peers hear of it. names: the numbers
-    of the group's ranks in the job."""
+class FailureAgreement:
+    """One rank's part of the agreement.
+
+    connections: of this rank; they are closed so that its peers notice the failure. names: numbers
+    of the group's ranks in the job.
+    """
 
     def __init__(
-        self, store: Any, places: Places, met: Connections, names: Sequence[int] = ()
+        self,
+        store: Any,
+        placement: RankPlacement,
+        connections: Connections,
+        names: Sequence[int] = (),
     ) -> None:
-        self._store, self._places, self._met = store, places, met
-        self._names = list(names) or list(range(sum(map(len, places.ranks))))
-        self._why = ""
+        self._store, self._placement, self._connections = store, placement, connections
+        self._global_ranks = list(names) or list(range(sum(map(len, placement.ranks_by_host))))
+        self._reason = ""
 
-    def look(self) -> None:
-        """Raises what was told, once the group is broken: its connections are closed then, and
-        their numbers may be those of other files."""
-        if self._why:
-            raise ExchangeError(self._why)
+    def raise_if_failed(self) -> None:
+        """Raise the agreed error again once the group is broken.
 
-    def told(self, error: ExchangeError | StepError, call: Call, timeout: float) -> ExchangeError:
-        """What this rank raises. Afterwards, not before, the others may hear that it gives up."""
-        if not self._why:
-            mine = (
-                str(error) if isinstance(error, ExchangeError) else self._said(error, call, timeout)
+        Its connections are closed then, and their descriptors may have been reused for other files.
+        """
+        if self._reason:
+            raise ExchangeError(self._reason)
+
+    def agree_on_error(
+        self, error: ExchangeError | StepError, call: CollectiveCall, timeout: float
+    ) -> ExchangeError:
+        """Return the error that this rank raises.
+
+        Only afterwards may the other ranks notice that this rank gives up.
+        """
+        if not self._reason:
+            own_reason = (
+                str(error)
+                if isinstance(error, ExchangeError)
+                else self._describe(error, call, timeout)
             )
-            self._why = self._first(mine)
-        return ExchangeError(self._why)
+            self._reason = self._agree_on_reason(own_reason)
+        return ExchangeError(self._reason)
 
     def close(self) -> None:
-        self._met.close()
+        self._connections.close()
 
-    def _first(self, mine: str) -> str:
-        """Of all ranks' reasons, the one that was there first."""
-        found = [mine]
+    def _agree_on_reason(self, own_reason: str) -> str:
+        """Return the reason that was stored first, of all ranks'."""
+        reasons = [own_reason]
 
-        def ask() -> None:
-            with contextlib.suppress(Exception):  # then the own reason is told
-                found.append(self._store.compare_set(WHY, "", mine).decode())
+        def ask_store() -> None:
+            with contextlib.suppress(Exception):  # then this rank reports its own reason
+                reasons.append(self._store.compare_set(REASON_KEY, "", own_reason).decode())
 
-        asking = threading.Thread(target=ask, daemon=True)
+        asking = threading.Thread(target=ask_store, daemon=True)
         asking.start()
-        asking.join(ASK_S)
-        return found[-1]
+        asking.join(STORE_TIMEOUT_S)
+        return reasons[-1]
 
-    def _said(self, error: StepError, call: Call, timeout: float) -> str:
-        if error.why == NO_MEMORY:
+    def _describe(self, error: StepError, call: CollectiveCall, timeout: float) -> str:
+        if error.reason == NO_MEMORY:
             return f"{call}: no memory for what comes from other hosts"
-        if error.why == BROKEN:
+        if error.reason == BROKEN:
             return f"{call}: another rank of this host lost other hosts"
-        ranks = [self._names[rank] for rank in self._places.ranks[error.host]]
-        peer = ranks[min(self._places.local, len(ranks) - 1)]
-        where = self._met.of.get(error.host, self._places.names[error.host])
-        if error.why == DIFFERS and error.theirs is not None:
-            return str(differ([(self._names[self._places.rank], call), (peer, error.theirs)]))
-        if error.why == CLOSED:
-            return f"{died(call, peer)}, or its connection was cut: {where}"
-        if error.why == SILENT and self._met.dark(error.host):
+        ranks = [self._global_ranks[rank] for rank in self._placement.ranks_by_host[error.host]]
+        peer = ranks[min(self._placement.local_rank, len(ranks) - 1)]
+        where = self._connections.descriptions.get(
+            error.host, self._placement.host_names[error.host]
+        )
+        if error.reason == DIFFERS and error.peer_call is not None:
+            return str(
+                mismatch_error(
+                    [(self._global_ranks[self._placement.rank], call), (peer, error.peer_call)]
+                )
+            )
+        if error.reason == CLOSED:
+            return f"{rank_died_error(call, peer)}, or its connection was cut: {where}"
+        if error.reason == SILENT and self._connections.is_unreachable(error.host):
             return (
                 f"{call}: the link to {where} carries nothing any more, for {timeout:g} s. HINT: "
                 "is that host up, and its network?"

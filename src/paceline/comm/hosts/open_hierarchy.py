@@ -1,5 +1,4 @@
-"""Whether ranks on several hosts exchange by the hierarchy, and what does it if they do: all of
-them, or none."""
+"""Choose whether ranks on several hosts use the hierarchical exchange: all of them, or none."""
 
 import json
 import os
@@ -9,187 +8,211 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ...cluster.topology.network_interfaces import Link as Interface
+from ...cluster.topology.network_interfaces import Link
 from ...cluster.topology.racks import RACKS, rack_of
 from ...record.ring.launcher_messages import notify
 from ..shared import memory
 from ..shared import open_group as shared
-from ..shared.c_kernel import Kernel
-from ..shared.open_group import ALGORITHM, BY_SOCKET
+from ..shared.c_kernel import CKernel
+from ..shared.open_group import ALGORITHM_VARIABLE, SOCKET_REDUCTION
 from . import schedules
 from .c_wire import Wire, library
-from .connect import Connections, Door, links_here
-from .failure_agreement import Trouble
-from .hierarchy import ANY, Hierarchy
-from .rank_placement import Places, places
-from .schedules import Link
+from .connect import Connections, PeerListener, exchange_links
+from .failure_agreement import FailureAgreement
+from .hierarchy import CHEAPEST, HierarchicalKernel
+from .rank_placement import RankPlacement, place_ranks
+from .schedules import LinkModel
 
-NO_KERNEL = "the kernel in C was not built at the installation"
-MBIT = "PACELINE_LINK_MBIT"  # of a link that does not know what it can do, or shares it
-SPEED = 1000.0  # Mbit/s, of one that does not say
-WIDELY = 2.0  # times as fast as another host's: links that differ so much are told
-RAIL = 2500  # Mbit/s that one connection keeps busy; more of them get into each other's way
+KERNEL_NOT_BUILT = "the kernel in C was not built at the installation"
+LINK_MBIT_VARIABLE = "PACELINE_LINK_MBIT"  # speed of links that report none, or share it
+DEFAULT_LINK_MBIT = 1000.0  # of links that report none
+UNEVEN_LINK_RATIO = 2.0  # between hosts; links that differ more are reported
+# one connection saturates so much; more connections than needed slow each other down
+MBIT_PER_RAIL = 2500
 
-_told = False  # that links differ
+_uneven_links_reported = False
 
 
-def over_hosts(
+def open_hierarchy(
     store: Any, rank: int, size: int, timeout: float, names: Sequence[int] = ()
-) -> tuple[Hierarchy | None, str]:
-    """What exchanges for a group of ``size`` ranks on several hosts, which meet in ``store``; None,
-    and why, where one of them can't take part. names: the ranks' numbers in the job.
+) -> tuple[HierarchicalKernel | None, str]:
+    """Return the kernel of a group of ``size`` ranks on several hosts, which meet in ``store``.
 
-    Raises ValueError on all ranks where they are told to use different algorithms, or something
-    that there is none of, or racks that one of the hosts is in none of; RuntimeError of torch's
-    store where a rank does not come.
+    Return None and the reason where one of the ranks can't take part. timeout: seconds. names: the
+    ranks' numbers in the job.
+
+    Raises ValueError on all ranks where they are told to use different algorithms, or one that does
+    not exist, or racks that do not contain one of the hosts; RuntimeError of torch's store where a
+    rank does not come.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    times = store.add(f"{attempt}/{rank}", 1)  # a store may outlive a group, and its successor's
+    times = store.add(f"{attempt}/{rank}", 1)  # a store may be used by several groups in succession
     store = PrefixStore(f"{attempt}/{times}", store)
-    here, no_link = _links()
-    rack, mistake = _rack()
-    mine = {
-        "host": memory.identity(),
+    own_links, no_link_reason = _own_links()
+    rack, mistake = _own_rack()
+    own = {
+        "host": memory.sharing_domain(),
         "name": socket.gethostname(),
         "rack": rack,
         "mistake": mistake,
-        "algorithm": os.environ.get(ALGORITHM, ANY),
-        "links": [one.interface for one in here],
-        "mbit": [os.environ.get(MBIT) or one.speed or SPEED for one in here],
+        "algorithm": os.environ.get(ALGORITHM_VARIABLE, CHEAPEST),
+        "links": [one.interface for one in own_links],
+        "mbit": [
+            os.environ.get(LINK_MBIT_VARIABLE) or one.speed or DEFAULT_LINK_MBIT
+            for one in own_links
+        ],
     }
-    each = _all_told(store, "who", rank, size, mine)
-    if mistakes := [one["mistake"] for one in each if one["mistake"]]:
+    all_ranks = _all_gather_json(store, "who", rank, size, own)
+    if mistakes := [one["mistake"] for one in all_ranks if one["mistake"]]:
         raise ValueError(mistakes[0])
-    speeds = [[_mbit(mbit) for mbit in one["mbit"]] or [SPEED] for one in each]
-    if rank == 0 and (not names or names[0] == 0):  # one rank of the job, whatever its groups
-        _differ(each, speeds)
-    most = min(sum(max(1, round(mbit / RAIL)) for mbit in links) for links in speeds)
-    said = {key: [one[key] for one in each] for key in ("host", "name", "rack", "algorithm")}
-    found = places(said["host"], said["name"], rank, most, said["rack"])
-    known = [*schedules.ALL_REDUCE, *[schedules.RACKS] * (found.in_rack > 0), BY_SOCKET]
-    algorithm = _same_algorithm(said["algorithm"], known, names)
-    sharing = -(-found.rails // min(map(len, speeds)))  # ranks a link
-    link = Link(rate=min(map(min, speeds)) * 1e6 / 8 / sharing)
+    speeds = [
+        [_parse_mbit(mbit) for mbit in one["mbit"]] or [DEFAULT_LINK_MBIT] for one in all_ranks
+    ]
+    # one rank of the job, whichever groups there are
+    if rank == 0 and (not names or names[0] == 0):
+        _warn_uneven_links(all_ranks, speeds)
+    max_rails = min(sum(max(1, round(mbit / MBIT_PER_RAIL)) for mbit in links) for links in speeds)
+    columns = {
+        key: [one[key] for one in all_ranks] for key in ("host", "name", "rack", "algorithm")
+    }
+    placement = place_ranks(columns["host"], columns["name"], rank, max_rails, columns["rack"])
+    algorithms = [
+        *schedules.ALL_REDUCE,
+        *[schedules.RACKS] * (placement.hosts_per_rack > 0),
+        SOCKET_REDUCTION,
+    ]
+    algorithm = _same_algorithm(columns["algorithm"], algorithms, names)
+    ranks_per_link = -(-placement.num_rails // min(map(len, speeds)))
+    link = LinkModel(bytes_per_s=min(map(min, speeds)) * 1e6 / 8 / ranks_per_link)
 
-    mates = found.ranks[found.host]
-    inside = [names[mate] if names else mate for mate in mates]
-    host_store = PrefixStore(f"host/{found.host}", store)
-    kernel, why = shared.opened(host_store, found.local, len(mates), timeout, inside)
-    if not why and not isinstance(kernel, Kernel):
-        why = NO_KERNEL
-    why = shared.agreed(store, "kernel", rank, size, why, "")
-    if why:
-        return None, _closed(kernel, why)
-    assert isinstance(kernel, Kernel)
-    met, why = _connected(store, found, size, here, no_link)
-    why = shared.agreed(store, "met", rank, size, why, "")
-    if why:
-        met.close()
-        return None, _closed(kernel, why)
+    host_ranks = placement.ranks_by_host[placement.host_index]
+    host_global_ranks = [names[mate] if names else mate for mate in host_ranks]
+    host_store = PrefixStore(f"host/{placement.host_index}", store)
+    kernel, reason = shared.open_kernel(
+        host_store, placement.local_rank, len(host_ranks), timeout, host_global_ranks
+    )
+    if not reason and not isinstance(kernel, CKernel):
+        reason = KERNEL_NOT_BUILT
+    reason = shared.agree(store, "kernel", rank, size, reason, "")
+    if reason:
+        return None, _close(kernel, reason)
+    assert isinstance(kernel, CKernel)
+    connections, reason = _connect_peers(store, placement, size, own_links, no_link_reason)
+    reason = shared.agree(store, "met", rank, size, reason, "")
+    if reason:
+        connections.close()
+        return None, _close(kernel, reason)
     wire = None
-    if found.local < found.wired:
-        fds = {host: one.fileno() for host, one in met.sockets.items()}
-        wire = Wire(len(found.ranks), found.host, fds, kernel.broken)
-    trouble = Trouble(store, found, met, names)
-    return Hierarchy(found, kernel, wire, link, trouble, algorithm), ""
+    if placement.local_rank < placement.num_connected:
+        fds = {host: one.fileno() for host, one in connections.sockets.items()}
+        wire = Wire(len(placement.ranks_by_host), placement.host_index, fds, kernel.broken_address)
+    failure = FailureAgreement(store, placement, connections, names)
+    return HierarchicalKernel(placement, kernel, wire, link, failure, algorithm), ""
 
 
-def _closed(kernel: Any, why: str) -> str:
+def _close(kernel: Any, reason: str) -> str:
     if kernel is not None:
         kernel.close()
-    return why
+    return reason
 
 
-def _links() -> tuple[list[Interface], str]:
-    """This host's, and why there are none."""
+def _own_links() -> tuple[list[Link], str]:
+    """Return the links of this host, and the reason where there are none."""
     try:
         library()
-        return links_here(), ""
+        return exchange_links(), ""
     except OSError as error:
         return [], f"{socket.gethostname()}: {error.strerror or error}"
 
 
-def _rack() -> tuple[str, str]:
-    """This host's, and what is wrong with what the user has said."""
+def _own_rack() -> tuple[str, str]:
+    """Return the rack of this host, and the mistake in the user's description of the racks."""
     try:
         return rack_of(socket.gethostname()), ""
     except ValueError as mistake:
         return "", str(mistake)
 
 
-def _mbit(said: str | float) -> float:
-    """What the user has said, or the link itself."""
+def _parse_mbit(value: str | float) -> float:
+    """Return the speed in Mbit/s that the user has set, or that the link reports."""
     try:
-        mbit = float(said)
+        mbit = float(value)
     except ValueError:
         mbit = 0.0
     if not 0 < mbit < float("inf"):
-        raise ValueError(f"{MBIT}={said}: a number of Mbit/s is expected")
+        raise ValueError(f"{LINK_MBIT_VARIABLE}={value}: a number of Mbit/s is expected")
     return mbit
 
 
-def _differ(each: list[dict[str, Any]], speeds: list[list[float]]) -> None:
-    """Links of which one is much slower than others are named, once."""
-    global _told
+def _warn_uneven_links(all_ranks: list[dict[str, Any]], speeds: list[list[float]]) -> None:
+    """Report once the links that are much slower than others."""
+    global _uneven_links_reported
     slowest, fastest = min(speeds, key=min), max(map(min, speeds))
-    if _told or fastest < WIDELY * min(slowest):
+    if _uneven_links_reported or fastest < UNEVEN_LINK_RATIO * min(slowest):
         return
-    _told = True
+    _uneven_links_reported = True
     slow = {
         f"{one['name']} ({', '.join(one['links'])}) {min(mbit):,.0f}"
-        for one, mbit in zip(each, speeds, strict=True)
-        if fastest >= WIDELY * min(mbit)
+        for one, mbit in zip(all_ranks, speeds, strict=True)
+        if fastest >= UNEVEN_LINK_RATIO * min(mbit)
     }
     notify(
         f"paceline: links between hosts differ, in Mbit/s: {'; '.join(sorted(slow))}; others up to "
         f"{fastest:,.0f}. The slowest one sets the pace of every exchange. HINT: "
-        f"GLOO_SOCKET_IFNAME names other interfaces, {MBIT} a rate that a link can't know, -H the "
-        "hosts without these\n"
+        f"GLOO_SOCKET_IFNAME names other interfaces, {LINK_MBIT_VARIABLE} a rate that a link "
+        "can't know, -H the hosts without these\n"
     )
 
 
-def _connected(
-    store: Any, found: Places, size: int, here: list[Interface], why: str
+def _connect_peers(
+    store: Any, placement: RankPlacement, size: int, own_links: list[Link], reason: str
 ) -> tuple[Connections, str]:
-    """This rank's connections, where it has some, and why not."""
-    door, told = None, ""
-    if found.local < found.wired and here:
+    """Return the connections of this rank, and the reason where it has none but should."""
+    listener, own_address = None, ""
+    if placement.local_rank < placement.num_connected and own_links:
         try:
-            door = Door(here[found.local % len(here)])
-            told = door.told
+            listener = PeerListener(own_links[placement.local_rank % len(own_links)])
+            own_address = listener.address
         except OSError as error:
-            why = f"{found.names[found.host]}: {error.strerror or error}"
-    each = _all_told(store, "door", found.rank, size, told)
-    if door is None:
-        return Connections(), why
-    like = {at: ranks[found.local] for at, ranks in enumerate(found.ranks) if at != found.host}
-    doors = {host: each[peer] for host, peer in like.items()}
-    if not all(doors.values()):
-        door.close()
-        return Connections(), why
+            reason = f"{placement.host_names[placement.host_index]}: {error.strerror or error}"
+    addresses = _all_gather_json(store, "door", placement.rank, size, own_address)
+    if listener is None:
+        return Connections(), reason
+    peers = {
+        host: ranks[placement.local_rank]
+        for host, ranks in enumerate(placement.ranks_by_host)
+        if host != placement.host_index
+    }
+    peer_addresses = {host: addresses[peer] for host, peer in peers.items()}
+    if not all(peer_addresses.values()):
+        listener.close()
+        return Connections(), reason
     try:
-        return door.meet(found.host, doors, dict(enumerate(found.names))), why
+        return listener.connect_all(
+            placement.host_index, peer_addresses, dict(enumerate(placement.host_names))
+        ), reason
     except OSError as error:
-        why = f"{found.names[found.host]}: {error.strerror or error}"
-    return Connections(), why
+        reason = f"{placement.host_names[placement.host_index]}: {error.strerror or error}"
+    return Connections(), reason
 
 
-def _all_told(store: Any, key: str, rank: int, size: int, mine: Any) -> list[Any]:
-    """What each rank has to say."""
-    store.set(f"{key}/{rank}", json.dumps(mine))
+def _all_gather_json(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Return the ``value`` of every rank."""
+    store.set(f"{key}/{rank}", json.dumps(value))
     return [json.loads(one) for one in store.multi_get([f"{key}/{r}" for r in range(size)])]
 
 
-def _same_algorithm(each: list[str], known: list[str], names: Sequence[int]) -> str:
-    for rank, one in enumerate(each):
-        if one != ANY and one not in known:
+def _same_algorithm(requested: list[str], known: list[str], names: Sequence[int]) -> str:
+    for rank, one in enumerate(requested):
+        if one != CHEAPEST and one not in known:
             racks = f", and {schedules.RACKS} where {RACKS} names racks of as many hosts each"
             hint = f"one of {', '.join(known)}{'' if schedules.RACKS in known else racks}"
-            raise ValueError(f"{ALGORITHM}={one}: no such algorithm here. HINT: {hint}")
-        if one != each[0]:
+            raise ValueError(f"{ALGORITHM_VARIABLE}={one}: no such algorithm here. HINT: {hint}")
+        if one != requested[0]:
             first, other = (names[0], names[rank]) if names else (0, rank)
             raise ValueError(
-                f"ranks are told to use different algorithms: rank {first} has {ALGORITHM}="
-                f"{each[0]}, and rank {other} {ALGORITHM}={one}. HINT: the same on all ranks"
+                f"ranks are told to use different algorithms: rank {first} has "
+                f"{ALGORITHM_VARIABLE}={requested[0]}, and rank {other} "
+                f"{ALGORITHM_VARIABLE}={one}. HINT: the same on all ranks"
             )
-    return each[0]
+    return requested[0]

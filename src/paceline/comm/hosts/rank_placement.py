@@ -5,54 +5,80 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Places:
-    """ranks: of each host, in their order; hosts in that of their first rank, those of a rack next
-    to each other. names: what hosts are called. rank: this one. most: so many ranks of a host are
-    enough for its links. in_rack: hosts of each rack; 0 where racks are not known, or differ."""
+class RankPlacement:
+    """The hosts of a group's ranks.
 
-    ranks: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
+    Attributes:
+        ranks_by_host: Ranks of each host in ascending order. Hosts are in the order of their first
+            rank, those of a rack next to each other.
+        host_names: Name of each host.
+        rank: This rank.
+        max_rails: Number of ranks of a host that suffice to saturate its links.
+        hosts_per_rack: Number of hosts of each rack; 0 where racks are unknown or differ in size.
+    """
+
+    ranks_by_host: tuple[tuple[int, ...], ...]
+    host_names: tuple[str, ...]
     rank: int
-    most: int
-    in_rack: int = 0
+    max_rails: int
+    hosts_per_rack: int = 0
 
     @property
-    def host(self) -> int:
-        return next(at for at, ranks in enumerate(self.ranks) if self.rank in ranks)
+    def host_index(self) -> int:
+        return next(index for index, ranks in enumerate(self.ranks_by_host) if self.rank in ranks)
 
     @property
-    def local(self) -> int:
-        """Of this rank, among those of its host."""
-        return self.ranks[self.host].index(self.rank)
+    def local_rank(self) -> int:
+        """Index of this rank among those of its host."""
+        return self.ranks_by_host[self.host_index].index(self.rank)
 
     @property
-    def wired(self) -> int:
-        """So many ranks of every host are connected with their like on the others."""
-        return min(map(len, self.ranks))
+    def num_connected(self) -> int:
+        """Number of ranks of every host that are connected to their peers on the other hosts."""
+        return min(map(len, self.ranks_by_host))
 
     @property
-    def rails(self) -> int:
-        """So many of these have a part of what all hosts sum up."""
-        return min(self.most, self.wired)
+    def num_rails(self) -> int:
+        """Number of ranks of every host that exchange a part of an all-reduce with other hosts."""
+        return min(self.max_rails, self.num_connected)
 
     @property
-    def even(self) -> bool:
-        """Whether all hosts have as many ranks."""
-        return len({len(ranks) for ranks in self.ranks}) == 1
+    def is_uniform(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len({len(ranks) for ranks in self.ranks_by_host}) == 1
 
 
-def places(
-    identities: Sequence[str], names: Sequence[str], rank: int, most: int, racks: Sequence[str] = ()
-) -> Places:
-    """identities: of each rank's host, the same where memory can be shared. racks: of each rank."""
+def place_ranks(
+    identities: Sequence[str],
+    names: Sequence[str],
+    rank: int,
+    max_rails: int,
+    racks: Sequence[str] = (),
+) -> RankPlacement:
+    """Return the placement of a group's ranks.
+
+    identities: of each rank's host, equal where ranks can share memory. names: of each rank's host.
+    racks: of each rank.
+    """
     hosts: dict[str, list[int]] = {}
-    for at, one in enumerate(identities):
-        hosts.setdefault(one, []).append(at)
-    members: dict[str, list[tuple[int, ...]]] = {}
+    for other_rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(other_rank)
+    hosts_by_rack: dict[str, list[tuple[int, ...]]] = {}
     for ranks in hosts.values():
-        members.setdefault(racks[ranks[0]] if racks else "", []).append(tuple(ranks))
-    found = tuple(ranks for rack in members.values() for ranks in rack)
-    sizes = {len(rack) for rack in members.values()}
-    alike = "" not in members and len(sizes) == 1 and sizes != {1} and len(members) > 1
-    each = sizes.pop() if alike else 0
-    return Places(found, tuple(names[ranks[0]] for ranks in found), rank, most, each)
+        hosts_by_rack.setdefault(racks[ranks[0]] if racks else "", []).append(tuple(ranks))
+    ranks_by_host = tuple(ranks for rack in hosts_by_rack.values() for ranks in rack)
+    rack_sizes = {len(rack) for rack in hosts_by_rack.values()}
+    racks_are_equal = (
+        "" not in hosts_by_rack
+        and len(rack_sizes) == 1
+        and rack_sizes != {1}
+        and len(hosts_by_rack) > 1
+    )
+    hosts_per_rack = rack_sizes.pop() if racks_are_equal else 0
+    return RankPlacement(
+        ranks_by_host,
+        tuple(names[ranks[0]] for ranks in ranks_by_host),
+        rank,
+        max_rails,
+        hosts_per_rack,
+    )

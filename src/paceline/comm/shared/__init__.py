@@ -1,1 +1,1 @@
-"""Exchange over memory that the ranks of one host share."""
+"""Collectives over memory that the ranks of one host share."""

@@ -1,4 +1,4 @@
-"""Collectives that go on beside the training: one thread a group, which keeps their order."""
+"""Asynchronous collectives: one thread for each process group executes them in their order."""
 
 import threading
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch.distributed as dist
 Run = Callable[[], None]
 
 
-class Done(dist.Work):
-    """Of a collective that was over when its call returned."""
+class CompletedWork(dist.Work):
+    """Work of a collective that had ended when its call returned."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
@@ -43,16 +43,18 @@ class Done(dist.Work):
         return future
 
 
-class Going(dist.Work):
-    """Of one that the worker carries out. Its future ends in any case, with the error if there
-    is one."""
+class PendingWork(dist.Work):
+    """Work of a collective that the thread executes.
+
+    Its future always completes: with the result, or with the exception that the collective raised.
+    """
 
     def __init__(self, run: Run, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._result, self._error = result, None
         self._start: torch.futures.Future[None] = torch.futures.Future()
 
-        def carried_out(_: Any) -> list[torch.Tensor]:
+        def run_collective(_: Any) -> list[torch.Tensor]:
             try:
                 run()
             except BaseException as error:
@@ -60,11 +62,11 @@ class Going(dist.Work):
                 raise
             return result
 
-        # What a callback raises is an error to those who wait in C++ as well (DDP's reducer); an
-        # exception that is set by hand would be a value there.
-        self._future = self._start.then(carried_out)
+        # An exception that a callback raises is an error for callers that wait in C++ as well
+        # (DDP's reducer). With set_exception it would be an ordinary value there.
+        self._future = self._start.then(run_collective)
 
-    def carry_out(self) -> None:
+    def execute(self) -> None:
         self._start.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -90,20 +92,20 @@ class Going(dist.Work):
         return self._future
 
 
-class Worker:
-    """Carries works out, one after another."""
+class CollectiveThread:
+    """Executes pending works in the order in which they were submitted."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: SimpleQueue[Going | None] = SimpleQueue()
+        self._queue: SimpleQueue[PendingWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Going | None = None
+        self._last: PendingWork | None = None
 
     @property
     def idle(self) -> bool:
         return self._last is None or self._last.is_completed()
 
-    def put(self, work: Going) -> None:
+    def submit(self, work: PendingWork) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -112,12 +114,12 @@ class Worker:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            work.carry_out()
-            del work  # and its tensors
+            work.execute()
+            del work  # frees its tensors as well
 
-    def close(self, seconds: float) -> None:
-        """After what was put, for so long at most."""
+    def close(self, timeout_s: float) -> None:
+        """Stop after the works that were submitted; wait at most ``timeout_s`` seconds."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(seconds)
+            self._thread.join(timeout_s)
             self._thread = self._last = None

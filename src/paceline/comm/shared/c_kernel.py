@@ -1,4 +1,4 @@
-"""The kernel in C (kernel.c), by ctypes: a call of it holds no lock of the interpreter's."""
+"""The shared-memory kernel in C (kernel.c), called through ctypes, which releases the GIL."""
 
 import ctypes
 import os
@@ -8,17 +8,27 @@ from ctypes import POINTER, c_double, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from .collective_calls import Call, ExchangeError, died, differ, silent
+from .collective_calls import (
+    CollectiveCall,
+    ExchangeError,
+    mismatch_error,
+    rank_died_error,
+    timeout_error,
+)
 
-LIBRARY = Path(__file__).parent / "kernel.so"
-DIED, SILENT, OUTSIDE = 1, 2, 4  # else ranks differ
+LIBRARY_PATH = Path(__file__).parent / "kernel.so"
+# other codes: ranks called different collectives
+RANK_DIED, RANK_TIMED_OUT, LOST_OTHER_HOSTS = 1, 2, 4
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Raises OSError where it was not built (no compiler at the installation)."""
-    found = ctypes.CDLL(str(LIBRARY), use_errno=True)
-    words = {
+    """Load the compiled kernel and declare its functions.
+
+    Raises OSError where it was not built (no compiler at the installation).
+    """
+    loaded = ctypes.CDLL(str(LIBRARY_PATH), use_errno=True)
+    signatures = {
         "open": (c_void_p, c_int, c_int, c_int, c_size_t, c_int),
         "close": (None, c_void_p),
         "needs": (c_size_t, c_int, c_size_t),
@@ -43,21 +53,23 @@ def library() -> ctypes.CDLL:
         "broadcast": (c_int, c_void_p, c_void_p, c_uint64, c_int, c_double),
         "barrier": (c_int, c_void_p, c_double),
     }
-    for name, (result, *arguments) in words.items():
-        function = getattr(found, f"paceline_{name}")
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(loaded, f"paceline_{name}")
         function.restype, function.argtypes = result, arguments
-    return found
+    return loaded
 
 
-class Kernel:
-    """One rank's side of a group, over the memory behind ``fd``, which is its own from now on and
-    goes with it. Vectors are given by address and bytes; kind and how are
-    positions in calls.KINDS and calls.HOWS; timeout: seconds. Raises ExchangeError. names: the
-    numbers that the group's ranks have in the job."""
+class CKernel:
+    """One rank's view of a group of ranks that share the memory behind ``fd``.
+
+    The kernel owns ``fd`` and closes it. Vectors are given by address and size in bytes; dtype and
+    reduction are positions in collective_calls.DTYPES and REDUCTIONS; timeouts are in seconds.
+    names: numbers of the group's ranks in the job. Collectives raise ExchangeError.
+    """
 
     @staticmethod
-    def needs(size: int, slot: int) -> int:
-        """Bytes of memory of a group."""
+    def required_bytes(size: int, slot: int) -> int:
+        """Return the bytes of shared memory that a group needs."""
         return int(library().paceline_needs(size, slot))
 
     def __init__(self, fd: int, rank: int, size: int, slot: int, names: Sequence[int] = ()) -> None:
@@ -71,83 +83,115 @@ class Kernel:
         self._names = list(names) or list(range(size))
         self._all_reduce = self._library.paceline_all_reduce
 
-    def all_reduce(self, data: int, nbytes: int, kind: int, how: int, timeout: float) -> None:
-        """The result is where the vector was."""
-        error = self._all_reduce(self._comm, data, nbytes, kind, how, timeout)
+    def all_reduce(
+        self, address: int, nbytes: int, dtype: int, reduction: int, timeout: float
+    ) -> None:
+        """Reduce the vector of all ranks in place."""
+        error = self._all_reduce(self._comm, address, nbytes, dtype, reduction, timeout)
         if error:
             self._raise(error, timeout)
 
     def reduce_scatter(
         self,
-        sources: Sequence[int],
-        to: int,
+        source_addresses: Sequence[int],
+        destination: int,
         nbytes: int,
-        kind: int,
-        how: int,
+        dtype: int,
+        reduction: int,
         timeout: float,
-        by: int = 0,
+        divisor: int = 0,
     ) -> None:
-        """sources: a vector of ``nbytes`` for each rank. by: what a mean is divided by, if not by
-        the number of ranks."""
-        each = (c_void_p * self.size)(*sources)
-        call = self._library.paceline_reduce_scatter
-        self._check(call(self._comm, each, to, nbytes, kind, how, by, timeout), timeout)
+        """Reduce this rank's vector over all ranks into ``destination``.
+
+        source_addresses: one vector of ``nbytes`` for each rank. divisor: of a mean; 0 for the
+        number of ranks.
+        """
+        sources = (c_void_p * self.size)(*source_addresses)
+        function = self._library.paceline_reduce_scatter
+        self._check(
+            function(self._comm, sources, destination, nbytes, dtype, reduction, divisor, timeout),
+            timeout,
+        )
 
     def reduce_parts(
-        self, data: int, nbytes: int, part: int, kind: int, how: int, by: int, timeout: float
+        self,
+        address: int,
+        nbytes: int,
+        part: int,
+        dtype: int,
+        reduction: int,
+        divisor: int,
+        timeout: float,
     ) -> None:
-        """Rank q's part, of ``part`` bytes from q * part on as far as the vector goes, becomes this
-        host's sum, on that rank alone. by: what a mean is divided by."""
-        call = self._library.paceline_reduce_parts
-        self._check(call(self._comm, data, nbytes, part, kind, how, by, timeout), timeout)
+        """Reduce each rank's part of the vector over the ranks of this host, on that rank only.
 
-    def gather_parts(self, data: int, nbytes: int, part: int, timeout: float) -> None:
-        """All ranks get all parts."""
-        call = self._library.paceline_gather_parts
-        self._check(call(self._comm, data, nbytes, part, timeout), timeout)
+        The part of rank q has ``part`` bytes and starts at byte q * part; the vector's end cuts it
+        short. divisor: of a mean.
+        """
+        function = self._library.paceline_reduce_parts
+        self._check(
+            function(self._comm, address, nbytes, part, dtype, reduction, divisor, timeout), timeout
+        )
 
-    def on_socket(self, socket: int, wanted: bool) -> None:
-        """Where this rank is, before all find_sockets(). wanted: whether it is told to sum up by
-        sockets."""
+    def gather_parts(self, address: int, nbytes: int, part: int, timeout: float) -> None:
+        """Copy every rank's part to all ranks of this host."""
+        function = self._library.paceline_gather_parts
+        self._check(function(self._comm, address, nbytes, part, timeout), timeout)
+
+    def set_socket(self, socket: int, wanted: bool) -> None:
+        """Publish the socket of this rank; call it before any rank calls detect_sockets().
+
+        wanted: whether this rank was told to reduce by sockets.
+        """
         self._library.paceline_on_socket(self._comm, socket, wanted)
 
-    def find_sockets(self) -> bool:
-        """How many sockets the ranks are on, as ``sockets``: 0 unless there are several, and some
-        with several ranks. Whether all ranks are told the same."""
-        found = self._library.paceline_sockets(self._comm)
-        self.sockets = max(found, 0)
-        return bool(found >= 0)
+    def detect_sockets(self) -> bool:
+        """Set ``sockets`` to the number of sockets that the ranks run on.
 
-    def by_socket(self, by: bool) -> None:
-        """Ranks of a socket sum up first, from the next collective on; on all ranks, while nothing
-        is under way. No effect where there are no sockets."""
-        self._library.paceline_by_socket(self._comm, by)
+        It is 0 unless there are several, at least one of them with several ranks. Return whether
+        all ranks were told the same about reducing by sockets.
+        """
+        count = self._library.paceline_sockets(self._comm)
+        self.sockets = max(count, 0)
+        return bool(count >= 0)
 
-    def give_up(self) -> None:
-        """This rank can't reach other hosts any more: every rank of this one is told."""
+    def use_socket_reduction(self, enabled: bool) -> None:
+        """Reduce within each socket first, from the next collective on.
+
+        Call it on all ranks while no collective is in progress. No effect without sockets.
+        """
+        self._library.paceline_by_socket(self._comm, enabled)
+
+    def break_group(self) -> None:
+        """Fail the group on every rank of this host: this rank has lost other hosts."""
         if self._comm:
             self._library.paceline_break(self._comm, self.rank)
 
     @property
-    def broken(self) -> int:
-        """The address of a word that is not 0 once the group is broken."""
+    def broken_address(self) -> int:
+        """The address of a 32-bit word that is not 0 once the group is broken."""
         return int(self._library.paceline_broken(self._comm))
 
-    def all_gather(self, source: int, to: Sequence[int], nbytes: int, timeout: float) -> None:
-        """to: room for ``nbytes`` of each rank."""
-        each = (c_void_p * self.size)(*to)
-        call = self._library.paceline_all_gather
-        self._check(call(self._comm, source, each, nbytes, timeout), timeout)
+    def all_gather(
+        self, source: int, destination_addresses: Sequence[int], nbytes: int, timeout: float
+    ) -> None:
+        """Gather a vector of ``nbytes`` from each rank.
 
-    def broadcast(self, data: int, nbytes: int, root: int, timeout: float) -> None:
-        call = self._library.paceline_broadcast
-        self._check(call(self._comm, data, nbytes, root, timeout), timeout)
+        destination_addresses: room for ``nbytes`` of each rank.
+        """
+        destinations = (c_void_p * self.size)(*destination_addresses)
+        function = self._library.paceline_all_gather
+        self._check(function(self._comm, source, destinations, nbytes, timeout), timeout)
+
+    def broadcast(self, address: int, nbytes: int, root: int, timeout: float) -> None:
+        function = self._library.paceline_broadcast
+        self._check(function(self._comm, address, nbytes, root, timeout), timeout)
 
     def barrier(self, timeout: float) -> None:
         self._check(self._library.paceline_barrier(self._comm, timeout), timeout)
 
     def close(self) -> None:
-        """Of a group that is not used any more: to the others, this rank has gone."""
+        """Release the memory and this rank's lock; the other ranks then see this rank as ended."""
         comm, self._comm = self._comm, None
         fd, self._fd = self._fd, -1
         if comm:
@@ -156,7 +200,8 @@ class Kernel:
             os.close(fd)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # else modules are gone already, and the kernel of the system closes all
+        # At the interpreter's end modules are gone already, and the operating system closes all.
+        if not ending():
             self.close()
 
     def _check(self, error: int, timeout: float) -> None:
@@ -164,14 +209,18 @@ class Kernel:
             self._raise(error, timeout)
 
     def _raise(self, error: int, timeout: float) -> None:
-        why, rank = error & 0xFF, error >> 8
-        said = (c_uint64 * 18)()
-        self._library.paceline_said(self._comm, said)
-        (_, mine), *two = [(int(said[at]), Call(*said[at + 1 : at + 6])) for at in (0, 6, 12)]
-        if why == DIED:
-            raise died(mine, self._names[rank])
-        if why == SILENT:
-            raise silent(mine, self._names[rank], timeout)
-        if why == OUTSIDE:
-            raise ExchangeError(f"{mine} can't go on: rank {self._names[rank]} lost other hosts")
-        raise differ([(self._names[rank], call) for rank, call in two])
+        reason, rank = error & 0xFF, error >> 8
+        words = (c_uint64 * 18)()
+        self._library.paceline_said(self._comm, words)
+        (_, own_call), *mismatch = [
+            (int(words[at]), CollectiveCall(*words[at + 1 : at + 6])) for at in (0, 6, 12)
+        ]
+        if reason == RANK_DIED:
+            raise rank_died_error(own_call, self._names[rank])
+        if reason == RANK_TIMED_OUT:
+            raise timeout_error(own_call, self._names[rank], timeout)
+        if reason == LOST_OTHER_HOSTS:
+            raise ExchangeError(
+                f"{own_call} can't go on: rank {self._names[rank]} lost other hosts"
+            )
+        raise mismatch_error([(self._names[rank], call) for rank, call in mismatch])

@@ -1,51 +1,65 @@
-"""What ranks do together, and how it is said where one of them does not."""
+"""Descriptions of collectives, and the errors of ranks that fail in them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...record.hooks.error_messages import NAMED_PEER_GONE
 
-# As in combine.h and kernel.c.
-KINDS = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
-HOWS = ("sum", "mean", "product", "min", "max")
-OPS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "barrier")
+# In the order of the enums in combine.h and kernel.c.
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
+REDUCTIONS = ("sum", "mean", "product", "min", "max")
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "barrier")
 
 
 class ExchangeError(RuntimeError):
-    """Another rank has died, was silent for too long, or does something else than this one."""
+    """Another rank died, timed out, or called a different collective."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """op, kind, how: positions in OPS, KINDS and HOWS."""
+class CollectiveCall:
+    """A collective and its arguments, as ranks compare them.
+
+    Attributes:
+        op: Position in COLLECTIVES.
+        dtype: Position in DTYPES.
+        reduction: Position in REDUCTIONS.
+        root: Source rank of a broadcast.
+        nbytes: Size of the vector in bytes.
+    """
 
     op: int
-    kind: int = 0
-    how: int = 0
+    dtype: int = 0
+    reduction: int = 0
     root: int = 0
     nbytes: int = 0
 
     def __str__(self) -> str:
-        said = f"{OPS[self.op]} of {self.nbytes:,} bytes"
-        if OPS[self.op] in ("all-reduce", "reduce-scatter"):
-            said += f" as {KINDS[self.kind]} ({HOWS[self.how]})"
-        return said + (f" from rank {self.root}" if OPS[self.op] == "broadcast" else "")
+        text = f"{COLLECTIVES[self.op]} of {self.nbytes:,} bytes"
+        if COLLECTIVES[self.op] in ("all-reduce", "reduce-scatter"):
+            text += f" as {DTYPES[self.dtype]} ({REDUCTIONS[self.reduction]})"
+        return text + (f" from rank {self.root}" if COLLECTIVES[self.op] == "broadcast" else "")
 
 
-def died(mine: Call, rank: int) -> ExchangeError:
-    return ExchangeError(f"{mine} {NAMED_PEER_GONE} {rank} has died")
+def rank_died_error(call: CollectiveCall, rank: int) -> ExchangeError:
+    return ExchangeError(f"{call} {NAMED_PEER_GONE} {rank} has died")
 
 
-def silent(mine: Call, rank: int, timeout: float) -> ExchangeError:
+def timeout_error(call: CollectiveCall, rank: int, timeout: float) -> ExchangeError:
     return ExchangeError(
-        f"{mine}: rank {rank} did not come within {timeout:g} s. HINT: is it stopped, or does it "
+        f"{call}: rank {rank} did not come within {timeout:g} s. HINT: is it stopped, or does it "
         "compute for longer? A larger timeout= in init_process_group"
     )
 
 
-def differ(two: Sequence[tuple[int, Call]]) -> ExchangeError:
-    """Ranks, and what each of them has."""
-    (one, its), (other, theirs) = sorted(two, key=lambda each: each[0])
+def mismatch_error(rank_calls: Sequence[tuple[int, CollectiveCall]]) -> ExchangeError:
+    """Return the error for two ranks that called different collectives.
+
+    rank_calls: the two ranks, each with its call.
+    """
+    (first, first_call), (second, second_call) = sorted(
+        rank_calls, key=lambda rank_call: rank_call[0]
+    )
     return ExchangeError(
-        f"ranks do not exchange the same: rank {one} has {its}, and rank {other} has {theirs}"
+        f"ranks do not exchange the same: rank {first} has {first_call}, and rank "
+        f"{second} has {second_call}"
     )

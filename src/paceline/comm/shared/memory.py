@@ -1,7 +1,9 @@
-"""The memory that ranks of one host share: a file without a name, handed on over a socket.
+"""The memory that the ranks of one host share: a file without a name, passed over a socket.
 
-It has no place in /dev/shm: it needs no room there, and nothing of it is left behind, however
-ranks end. Rank 0 makes it and hands it to the others over a socket of the abstract namespace."""
+It is not in /dev/shm: it needs no space there, and nothing is left behind, however the ranks end.
+Rank 0 creates the file and sends its descriptor to the other ranks over a socket of the abstract
+namespace.
+"""
 
 import contextlib
 import os
@@ -11,11 +13,14 @@ import struct
 import time
 from typing import Any
 
-WHERE = "where"  # in the store
+SOCKET_NAME_KEY = "where"  # in the store
 
 
-def identity() -> str:
-    """Of what shares memory this way: one kernel, and one network namespace on it."""
+def sharing_domain() -> str:
+    """Return a text that is equal for processes that can share memory this way.
+
+    They run on the same kernel, in the same network namespace, as the same user.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -24,64 +29,66 @@ def identity() -> str:
         return f"unknown: {error.strerror} {socket.gethostname()} {os.getpid()}"
 
 
-def shared(store: Any, rank: int, size: int, nbytes: int, timeout: float) -> int:
-    """A descriptor of ``nbytes`` of memory, the same on all ranks of ``store``'s group.
+def open_shared_memory(store: Any, rank: int, size: int, nbytes: int, timeout: float) -> int:
+    """Return a descriptor of ``nbytes`` of memory that all ranks of ``store``'s group share.
 
-    Raises OSError where there is not so much memory, or a rank does not come within ``timeout``
+    Raises OSError where there is not enough memory, or a rank does not come within ``timeout``
     seconds.
     """
     deadline = time.monotonic() + timeout
-    return _made(store, size, nbytes, deadline) if rank == 0 else _taken(store, deadline)
+    return (
+        _create_and_send(store, size, nbytes, deadline) if rank == 0 else _receive(store, deadline)
+    )
 
 
-def _made(store: Any, size: int, nbytes: int, deadline: float) -> int:
+def _create_and_send(store: Any, size: int, nbytes: int, deadline: float) -> int:
     name = f"paceline-{secrets.token_hex(16)}"
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as cleanup:
         try:
             fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
-            opened.callback(os.close, fd)
-            os.posix_fallocate(fd, 0, nbytes)  # so that no rank finds out when it writes
-            door = opened.enter_context(socket.socket(socket.AF_UNIX))
-            door.bind(f"\0{name}")
-            door.listen(max(size, 1024))  # others of the host may knock as well
+            cleanup.callback(os.close, fd)
+            os.posix_fallocate(fd, 0, nbytes)  # fails here, not with a SIGBUS in a rank that writes
+            listener = cleanup.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"\0{name}")
+            listener.listen(max(size, 1024))  # other processes of the host may connect as well
         except OSError as error:
-            store.set(WHERE, f"!{error.strerror}")
+            store.set(SOCKET_NAME_KEY, f"!{error.strerror}")
             raise
-        store.set(WHERE, name)
+        store.set(SOCKET_NAME_KEY, name)
         missing = size - 1
         while missing:
-            door.settimeout(max(deadline - time.monotonic(), 0.001))
-            visitor, _ = door.accept()
-            with visitor:
-                if _user(visitor) == os.getuid():
-                    socket.send_fds(visitor, [b"."], [fd])
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            peer, _ = listener.accept()
+            with peer:
+                if _peer_uid(peer) == os.getuid():
+                    socket.send_fds(peer, [b"."], [fd])
                     missing -= 1
-        door.close()
-        opened.pop_all()
+        listener.close()
+        cleanup.pop_all()
     return fd
 
 
-def _taken(store: Any, deadline: float) -> int:
-    name = store.get(WHERE).decode()
+def _receive(store: Any, deadline: float) -> int:
+    name = store.get(SOCKET_NAME_KEY).decode()
     if name.startswith("!"):
         raise OSError(None, name[1:])
-    with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(max(deadline - time.monotonic(), 0.001))
-        _connect(door, f"\0{name}", deadline)
-        if _user(door) != os.getuid():
-            raise OSError(None, f"the memory offered is of user {_user(door)}")
-        _, fds, _, _ = socket.recv_fds(door, 1, 1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        _connect(connection, f"\0{name}", deadline)
+        if _peer_uid(connection) != os.getuid():
+            raise OSError(None, f"the memory offered is of user {_peer_uid(connection)}")
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
     if not fds:
         raise OSError(None, "rank 0 has handed on no memory")
     os.set_inheritable(fds[0], False)
     return fds[0]
 
 
-def _connect(door: socket.socket, address: str, deadline: float) -> None:
-    """Connect; where the queue is full, of strangers say, again until the deadline."""
+def _connect(connection: socket.socket, address: str, deadline: float) -> None:
+    """Connect; retry until the deadline while the queue is full, for instance of strangers."""
     while True:
         try:
-            door.connect(address)
+            connection.connect(address)
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -89,7 +96,9 @@ def _connect(door: socket.socket, address: str, deadline: float) -> None:
             time.sleep(0.01)
 
 
-def _user(visitor: socket.socket) -> int:
-    """Of the process at the other end."""
-    told = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", told)[1])
+def _peer_uid(connection: socket.socket) -> int:
+    """Return the user ID of the process at the other end."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    return int(struct.unpack("3i", credentials)[1])

@@ -1,4 +1,7 @@
-"""Whether a group's ranks share memory, and the kernel over it if they do: all of them, or none."""
+"""Choose the shared-memory kernel of a process group.
+
+Either all ranks of the group use the same kernel, or none uses any.
+"""
 
 import itertools
 import os
@@ -12,116 +15,140 @@ from torch._C._distributed_c10d import PrefixStore
 from ...cluster.topology.sockets import SOCKETS, socket_of
 from ...record.ring.launcher_messages import notify
 from . import memory
-from .c_kernel import Kernel, library
-from .torch_kernel import InTorch
+from .c_kernel import CKernel, library
+from .torch_kernel import TorchKernel
 
-X86 = ("x86_64", "AMD64", "i686")
-SLOT = 1 << 20  # bytes: of each rank's slots
-RING = 3  # of these a rank has, as in kernel.c
-MOST = 16 << 20  # bytes of all slots of a host together
-LEAST_SLOT = 16 << 10
-ALGORITHM = "PACELINE_ALGORITHM"  # of an all-reduce between hosts, or by sockets:
-BY_SOCKET = "sockets"
-ELSEWHERE = "its ranks are on several hosts"
-BY_CHOICE = "PACELINE_EXCHANGE=gloo"
+X86_MACHINES = ("x86_64", "AMD64", "i686")
+MAX_SLOT_BYTES = 1 << 20
+SLOTS_PER_RANK = 3  # as RING in kernel.c
+MAX_HOST_SLOT_BYTES = 16 << 20  # of all ranks of a host together
+MIN_SLOT_BYTES = 16 << 10
+# Algorithm of all-reduces between hosts, or SOCKET_REDUCTION.
+ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
+SOCKET_REDUCTION = "sockets"
+ON_SEVERAL_HOSTS = "its ranks are on several hosts"
+DISABLED_BY_USER = "PACELINE_EXCHANGE=gloo"
 
-_groups = itertools.count()
+_socket_groups = itertools.count()
 
 
-def slot_of(size: int) -> int:
-    """Bytes of a slot where so many ranks share MOST."""
+def slot_bytes(size: int) -> int:
+    """Return the bytes of one slot for ``size`` ranks, so that all fit MAX_HOST_SLOT_BYTES."""
     if size == 1:
-        return LEAST_SLOT  # nothing to exchange
-    return max(min(SLOT, MOST // (RING * size) // 4096 * 4096), LEAST_SLOT)
+        return MIN_SLOT_BYTES  # nothing is exchanged
+    return max(
+        min(MAX_SLOT_BYTES, MAX_HOST_SLOT_BYTES // (SLOTS_PER_RANK * size) // 4096 * 4096),
+        MIN_SLOT_BYTES,
+    )
 
 
-def opened(
+def open_kernel(
     store: Any, rank: int, size: int, timeout: float, names: Sequence[int] = ()
-) -> tuple[Kernel | InTorch | None, str]:
-    """The kernel of a group of ``size`` ranks, which meet in ``store``; None, and why, where one
-    of them can't take part, or is elsewhere. names: the ranks' numbers in the job.
+) -> tuple[CKernel | TorchKernel | None, str]:
+    """Return the kernel of a group of ``size`` ranks that meet in ``store``.
 
-    Raises RuntimeError of torch's store where a rank does not come; ValueError where sockets are
-    not said in words that can be read, or only some ranks are told to sum up by them.
+    Return None and the reason where one of the ranks can't take part, or is on another host.
+    timeout: seconds. names: numbers of the group's ranks in the job.
+
+    Raises RuntimeError of torch's store where a rank does not come; ValueError where the sockets
+    the user described can't be parsed, or only some ranks are told to reduce by them.
     """
-    socket = _socket_here()
+    socket = _own_socket()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    times = store.add(f"{attempt}/{rank}", 1)  # a store may outlive a group, and its successor's
+    times = store.add(f"{attempt}/{rank}", 1)  # a store may be used by several groups in succession
     store = PrefixStore(f"{attempt}/{times}", store)
-    how, why_not = _can()
-    why = agreed(store, "may", rank, size, why_not, f"{memory.identity()} {how.__name__}")
-    if why:
-        return None, why
-    kernel, failed = None, ""
+    kernel_class, own_reason = _available_kernel()
+    reason = agree(
+        store, "may", rank, size, own_reason, f"{memory.sharing_domain()} {kernel_class.__name__}"
+    )
+    if reason:
+        return None, reason
+    kernel, own_error = None, ""
     try:
-        slot = slot_of(size)
-        fd = memory.shared(store, rank, size, how.needs(size, slot), timeout)
-        kernel = how(fd, rank, size, slot, names)
-        if isinstance(kernel, Kernel):
-            kernel.on_socket(socket, os.environ.get(ALGORITHM) == BY_SOCKET)
+        slot = slot_bytes(size)
+        fd = memory.open_shared_memory(
+            store, rank, size, kernel_class.required_bytes(size, slot), timeout
+        )
+        kernel = kernel_class(fd, rank, size, slot, names)
+        if isinstance(kernel, CKernel):
+            kernel.set_socket(socket, os.environ.get(ALGORITHM_VARIABLE) == SOCKET_REDUCTION)
     except (OSError, ValueError) as error:
-        failed = f"rank {rank}: {error}"
-    # Only now does every rank hold the lock by which the others see that it is alive.
-    why = agreed(store, "has", rank, size, failed, "")
-    if why and kernel is not None:
+        own_error = f"rank {rank}: {error}"
+    # From here on every rank holds the lock by which the others see that it is alive.
+    reason = agree(store, "has", rank, size, own_error, "")
+    if reason and kernel is not None:
         kernel.close()
-    elif how is InTorch and rank == 0:
-        _slower()
-    if not why and isinstance(kernel, Kernel):
-        _by_socket(kernel)
-    return (None if why else kernel), why
+    elif kernel_class is TorchKernel and rank == 0:
+        _warn_torch_kernel()
+    if not reason and isinstance(kernel, CKernel):
+        _enable_socket_reduction(kernel)
+    return (None if reason else kernel), reason
 
 
 @cache
-def _socket_here() -> int:
+def _own_socket() -> int:
     return socket_of(os.sched_getaffinity(0))
 
 
-def _by_socket(kernel: Kernel) -> None:
-    """Once all ranks have said where they are, and what they are told."""
-    if not kernel.find_sockets():
+def _enable_socket_reduction(kernel: CKernel) -> None:
+    """Detect sockets, once all ranks have published theirs, and use them where asked to."""
+    if not kernel.detect_sockets():
         raise ValueError(
-            f"only some ranks of a host have {ALGORITHM}={BY_SOCKET}. HINT: the same on all ranks"
+            f"only some ranks of a host have {ALGORITHM_VARIABLE}={SOCKET_REDUCTION}. HINT: "
+            "the same on all ranks"
         )
-    if os.environ.get(ALGORITHM) == BY_SOCKET:
-        kernel.by_socket(True)
-        first = next(_groups) == 0  # a part of its ranks may well be on one
-        if first and not kernel.sockets and kernel.size > 1 and kernel.rank == 0:
+    if os.environ.get(ALGORITHM_VARIABLE) == SOCKET_REDUCTION:
+        kernel.use_socket_reduction(True)
+        # a later group may well have all its ranks on one socket
+        is_first = next(_socket_groups) == 0
+        if is_first and not kernel.sockets and kernel.size > 1 and kernel.rank == 0:
             notify(
-                f"paceline: {ALGORITHM}={BY_SOCKET} has no effect: ranks of this host are not "
-                "bound to several sockets, or to one each. HINT: paceline run --bind core, or "
-                f"{SOCKETS} where the host itself does not say\n"
+                f"paceline: {ALGORITHM_VARIABLE}={SOCKET_REDUCTION} has no effect: ranks of this "
+                "host are not bound to several sockets, or to one each. HINT: paceline run --bind "
+                f"core, or {SOCKETS} where the host itself does not say\n"
             )
 
 
 @cache
-def _slower() -> None:
+def _warn_torch_kernel() -> None:
     notify(
         "paceline: ranks of this host exchange through torch's own operations over shared memory, "
         "as the kernel in C was not built. HINT: a C compiler, and install Paceline again\n"
     )
 
 
-def _can() -> tuple[type[Kernel] | type[InTorch], str]:
-    """What this process can use, and why it can't, or ""."""
+def _available_kernel() -> tuple[type[CKernel] | type[TorchKernel], str]:
+    """Return the kernel class of this process, and the reason why none is usable, or ""."""
     if os.environ.get("PACELINE_EXCHANGE") == "gloo":
-        return Kernel, BY_CHOICE
+        return CKernel, DISABLED_BY_USER
     try:
         library()
     except OSError as error:
-        here = platform.machine()
-        why = f"the kernel in C was not built at the installation ({error})"
-        return InTorch, "" if here in X86 else f"{why}, and on {here} torch alone can't do it"
-    return Kernel, ""
+        machine = platform.machine()
+        reason = f"the kernel in C was not built at the installation ({error})"
+        return (
+            TorchKernel,
+            ""
+            if machine in X86_MACHINES
+            else f"{reason}, and on {machine} torch alone can't do it",
+        )
+    return CKernel, ""
 
 
-def agreed(store: Any, key: str, rank: int, size: int, why: str, same: str) -> str:
-    """The first reason of any rank not to, the same on all; also where ``same`` is not."""
-    store.set(f"{key}/{rank}", f"{why}\n{same}")
+def agree(store: Any, key: str, rank: int, size: int, reason: str, must_match: str) -> str:
+    """Return the first reason of any rank not to take part, the same on all ranks, or "".
+
+    reason: of this rank. must_match: text that has to be equal on all ranks.
+    """
+    store.set(f"{key}/{rank}", f"{reason}\n{must_match}")
     if rank == 0:
-        told = [one.decode() for one in store.multi_get([f"{key}/{r}" for r in range(size)])]
-        reasons = [one.partition("\n")[0] for one in told]
-        others = {one.partition("\n")[2] for one in told}
-        first = next((one for one in reasons if one), ELSEWHERE if len(others) > 1 else "")
-        store.set(f"{key}/all", first)
+        answers = [
+            answer.decode() for answer in store.multi_get([f"{key}/{r}" for r in range(size)])
+        ]
+        reasons = [answer.partition("\n")[0] for answer in answers]
+        values = {answer.partition("\n")[2] for answer in answers}
+        agreed_reason = next(
+            (answer for answer in reasons if answer), ON_SEVERAL_HOSTS if len(values) > 1 else ""
+        )
+        store.set(f"{key}/all", agreed_reason)
     return str(store.get(f"{key}/all").decode())

@@ -1,5 +1,7 @@
-"""The same phases in torch, where the kernel in C was not built. On x86 alone, whose processors
-show stores to each other in their order: Python has no fences."""
+"""The shared-memory kernel in torch operations, for hosts where the kernel in C was not built.
+
+It needs x86, whose processors make stores visible in program order: Python has no fences.
+"""
 
 import ctypes
 import fcntl
@@ -13,90 +15,124 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .collective_calls import HOWS, KINDS, OPS, Call, died, differ, silent
+from .collective_calls import (
+    COLLECTIVES,
+    DTYPES,
+    REDUCTIONS,
+    CollectiveCall,
+    mismatch_error,
+    rank_died_error,
+    timeout_error,
+)
 
-LINE = 64
-FIELDS = 5  # of a call, as 64 bits each
-SPINS, NAP = 200, 0.0005  # looks at a late rank's counter before sleeping, and seconds of a sleep
-DTYPES = [getattr(torch, name) for name in KINDS]
-_FLOCK = "hhqqi"
+CACHE_LINE_BYTES = 64
+CALL_FIELDS = 5  # 64-bit words of a published call
+# polls of a late rank's counter before it sleeps between polls
+SPINS_BEFORE_SLEEP = 200
+SLEEP_S = 0.0005
+TORCH_DTYPES = [getattr(torch, name) for name in DTYPES]
+_FLOCK_FORMAT = "hhqqi"
 
 
-class InTorch:
-    """As native.Kernel, without its level of sockets. A rank has two slots, which take turns."""
+class TorchKernel:
+    """One rank's view of a group of ranks that share memory, with the interface of CKernel.
+
+    It does not reduce by sockets. Each rank has two slots, used alternately.
+    """
 
     sockets = 0
 
     @staticmethod
-    def needs(size: int, slot: int) -> int:
-        """Bytes of memory of a group."""
-        return size * (2 * LINE + 2 * LINE + 2 * slot)
+    def required_bytes(size: int, slot: int) -> int:
+        """Return the bytes of shared memory that a group needs."""
+        return size * (2 * CACHE_LINE_BYTES + 2 * CACHE_LINE_BYTES + 2 * slot)
 
     def __init__(self, fd: int, rank: int, size: int, slot: int, names: Sequence[int] = ()) -> None:
         self.rank, self.size, self._slot, self._fd = rank, size, slot, fd
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)  # as long as this process lives
+        # held as long as this process lives
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._names = list(names) or list(range(size))
-        self._memory = mmap.mmap(fd, self.needs(size, slot))
+        self._memory = mmap.mmap(fd, self.required_bytes(size, slot))
         words = np.frombuffer(self._memory, np.uint64)
-        each = 2 * LINE // 8
-        self._posted = words[: size * each : each]
-        calls = words[size * each : 2 * size * each].reshape(size, 2, LINE // 8)
-        self._calls = calls[:, :, :FIELDS]
+        each = 2 * CACHE_LINE_BYTES // 8
+        self._ended_phases = words[: size * each : each]
+        calls = words[size * each : 2 * size * each].reshape(size, 2, CACHE_LINE_BYTES // 8)
+        self._calls = calls[:, :, :CALL_FIELDS]
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._slots = whole[4 * LINE * size :].view(2, size, slot)
+        self._slots = whole[4 * CACHE_LINE_BYTES * size :].view(2, size, slot)
         self._phase = self._chunk = 0
-        self._call = Call(0)
+        self._call = CollectiveCall(0)
 
-    def all_reduce(self, data: int, nbytes: int, kind: int, how: int, timeout: float) -> None:
-        mine = _bytes(data, nbytes)
-        self._begin(Call(OPS.index("all-reduce"), kind, how, 0, nbytes), timeout)
+    def all_reduce(
+        self, address: int, nbytes: int, dtype: int, reduction: int, timeout: float
+    ) -> None:
+        vector = _bytes_at(address, nbytes)
+        self._start_call(
+            CollectiveCall(COLLECTIVES.index("all-reduce"), dtype, reduction, 0, nbytes), timeout
+        )
         for part in _chunks(nbytes, self._slot):
-            slots = self._filled([mine[part]])[:, : part.stop - part.start]
-            own = self._own(slots.shape[1])
-            slots[self.rank, own] = _combined(slots[:, own], kind, how)
-            self._post()
+            slots = self._fill_slots([vector[part]])[:, : part.stop - part.start]
+            own_part = self._part_of(slots.shape[1])
+            slots[self.rank, own_part] = _reduce_rows(slots[:, own_part], dtype, reduction)
+            self._end_phase()
             for rank in range(self.size):
-                theirs = self._own(slots.shape[1], rank)
-                mine[part][theirs] = slots[rank, theirs]
-            self._post()
+                rank_part = self._part_of(slots.shape[1], rank)
+                vector[part][rank_part] = slots[rank, rank_part]
+            self._end_phase()
 
     def reduce_scatter(
-        self, sources: Sequence[int], to: int, nbytes: int, kind: int, how: int, timeout: float
+        self,
+        sources: Sequence[int],
+        destination: int,
+        nbytes: int,
+        dtype: int,
+        reduction: int,
+        timeout: float,
     ) -> None:
-        mine, into = [_bytes(one, nbytes) for one in sources], _bytes(to, nbytes)
-        self._begin(Call(OPS.index("reduce-scatter"), kind, how, 0, nbytes), timeout)
-        most = self._slot // self.size // LINE * LINE
-        for part in _chunks(nbytes, most):
-            slots, count = self._filled([one[part] for one in mine]), part.stop - part.start
-            theirs = slots[:, count * self.rank : count * (self.rank + 1)]
-            into[part] = _combined(theirs, kind, how)
-            self._post()
+        own, result = [_bytes_at(one, nbytes) for one in sources], _bytes_at(destination, nbytes)
+        self._start_call(
+            CollectiveCall(COLLECTIVES.index("reduce-scatter"), dtype, reduction, 0, nbytes),
+            timeout,
+        )
+        chunk_bytes = self._slot // self.size // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+        for part in _chunks(nbytes, chunk_bytes):
+            slots, count = self._fill_slots([one[part] for one in own]), part.stop - part.start
+            rank_part = slots[:, count * self.rank : count * (self.rank + 1)]
+            result[part] = _reduce_rows(rank_part, dtype, reduction)
+            self._end_phase()
 
-    def all_gather(self, source: int, to: Sequence[int], nbytes: int, timeout: float) -> None:
-        mine, places = _bytes(source, nbytes), [_bytes(one, nbytes) for one in to]
-        self._begin(Call(OPS.index("all-gather"), nbytes=nbytes), timeout)
+    def all_gather(
+        self, source: int, destinations: Sequence[int], nbytes: int, timeout: float
+    ) -> None:
+        own, outputs = _bytes_at(source, nbytes), [_bytes_at(one, nbytes) for one in destinations]
+        self._start_call(CollectiveCall(COLLECTIVES.index("all-gather"), nbytes=nbytes), timeout)
         for part in _chunks(nbytes, self._slot):
-            slots = self._filled([mine[part]])
-            for rank, place in enumerate(places):
-                place[part] = slots[rank, : part.stop - part.start]
-            self._post()
+            slots = self._fill_slots([own[part]])
+            for rank, output in enumerate(outputs):
+                output[part] = slots[rank, : part.stop - part.start]
+            self._end_phase()
 
-    def broadcast(self, data: int, nbytes: int, root: int, timeout: float) -> None:
-        mine = _bytes(data, nbytes)
-        self._begin(Call(OPS.index("broadcast"), root=root, nbytes=nbytes), timeout)
+    def broadcast(self, address: int, nbytes: int, root: int, timeout: float) -> None:
+        own = _bytes_at(address, nbytes)
+        self._start_call(
+            CollectiveCall(COLLECTIVES.index("broadcast"), root=root, nbytes=nbytes), timeout
+        )
         for part in _chunks(nbytes, self._slot):
-            slots = self._filled([mine[part]] if self.rank == root else [])
+            slots = self._fill_slots([own[part]] if self.rank == root else [])
             if self.rank != root:
-                mine[part] = slots[root, : part.stop - part.start]
-            self._post()
+                own[part] = slots[root, : part.stop - part.start]
+            self._end_phase()
 
     def barrier(self, timeout: float) -> None:
-        self._begin(Call(OPS.index("barrier")), timeout)
-        self._filled([])
-        self._post()
+        self._start_call(CollectiveCall(COLLECTIVES.index("barrier")), timeout)
+        self._fill_slots([])
+        self._end_phase()
 
     def close(self) -> None:
-        """To the others, this rank has gone; the memory goes with the last tensor over it."""
+        """Release this rank's lock, so that the others see it as ended.
+
+        The memory is unmapped with the last tensor over it.
+        """
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -107,83 +143,95 @@ class InTorch:
 
     # phases
 
-    def _begin(self, call: Call, timeout: float) -> None:
+    def _start_call(self, call: CollectiveCall, timeout: float) -> None:
         self._call, self._timeout = call, timeout
 
-    def _filled(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """All ranks' slots of the next chunk, once each is filled (this one's with ``pieces``) and
-        all do the same. Every rank has ended its chunk before: its other slot is free by then."""
-        turn, self._chunk = self._chunk % 2, self._chunk + 1
-        slots, at = self._slots[turn], 0
-        for piece in pieces:
-            slots[self.rank, at : at + len(piece)] = piece
-            at += len(piece)
+    def _fill_slots(self, sources: list[torch.Tensor]) -> torch.Tensor:
+        """Copy ``sources`` into this rank's slot of the next chunk; return the slots of all ranks.
+
+        Waits until all ranks have filled theirs, and raises ExchangeError where one calls a
+        different collective. Every rank has ended the chunk before the previous one, so its slot is
+        free.
+        """
+        slot_index, self._chunk = self._chunk % 2, self._chunk + 1
+        slots, at = self._slots[slot_index], 0
+        for source in sources:
+            slots[self.rank, at : at + len(source)] = source
+            at += len(source)
         call = self._call
-        self._calls[self.rank, turn] = (call.op, call.kind, call.how, call.root, call.nbytes)
-        self._post()
+        self._calls[self.rank, slot_index] = (
+            call.op,
+            call.dtype,
+            call.reduction,
+            call.root,
+            call.nbytes,
+        )
+        self._end_phase()
         for rank in range(self.size):
-            other = Call(*map(int, self._calls[rank, turn]))
+            other = CollectiveCall(*map(int, self._calls[rank, slot_index]))
             if other != call:
                 names = self._names
-                raise differ([(names[self.rank], call), (names[rank], other)])
+                raise mismatch_error([(names[self.rank], call), (names[rank], other)])
         return slots
 
-    def _own(self, count: int, rank: int | None = None) -> slice:
-        """The part of a chunk that a rank sums up."""
+    def _part_of(self, count: int, rank: int | None = None) -> slice:
+        """Return the slice of a chunk that a rank reduces; by default this rank."""
         rank = self.rank if rank is None else rank
-        each = -(-count // self.size // LINE) * LINE
+        each = -(-count // self.size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         return slice(min(each * rank, count), min(each * (rank + 1), count))
 
-    def _post(self) -> None:
-        """This rank has ended a phase, and waits until all have."""
+    def _end_phase(self) -> None:
+        """Publish that this rank has ended a phase, and wait until all ranks have."""
         self._phase += 1
-        self._posted[self.rank] = self._phase
-        begun = time.monotonic()
+        self._ended_phases[self.rank] = self._phase
+        start = time.monotonic()
         for rank in range(self.size):
-            looks = 0
-            while self._posted[rank] < self._phase:
-                looks += 1
-                time.sleep(0 if looks < SPINS else NAP)
-                if looks % SPINS:
+            checks = 0
+            while self._ended_phases[rank] < self._phase:
+                checks += 1
+                time.sleep(0 if checks < SPINS_BEFORE_SLEEP else SLEEP_S)
+                if checks % SPINS_BEFORE_SLEEP:
                     continue
-                if not self._alive(rank) and self._posted[rank] < self._phase:
-                    raise died(self._call, self._names[rank])
-                if self._timeout and time.monotonic() - begun > self._timeout:
-                    raise silent(self._call, self._names[rank], self._timeout)
+                if not self._is_alive(rank) and self._ended_phases[rank] < self._phase:
+                    raise rank_died_error(self._call, self._names[rank])
+                if self._timeout and time.monotonic() - start > self._timeout:
+                    raise timeout_error(self._call, self._names[rank], self._timeout)
 
-    def _alive(self, rank: int) -> bool:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, rank, 1, 0)
-        told = struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
-        return rank == self.rank or told[0] != fcntl.F_UNLCK
-
-
-def _chunks(nbytes: int, most: int) -> list[slice]:
-    """At least one, so that all come together."""
-    return [slice(at, min(at + most, nbytes)) for at in range(0, max(nbytes, 1), most)]
+    def _is_alive(self, rank: int) -> bool:
+        request = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, 0, rank, 1, 0)
+        answer = struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(self._fd, fcntl.F_GETLK, request))
+        return rank == self.rank or answer[0] != fcntl.F_UNLCK
 
 
-def _bytes(address: int, nbytes: int) -> torch.Tensor:
-    """The memory there."""
+def _chunks(nbytes: int, chunk_bytes: int) -> list[slice]:
+    """Return the slices of the chunks; at least one, so that all ranks synchronize."""
+    return [
+        slice(at, min(at + chunk_bytes, nbytes)) for at in range(0, max(nbytes, 1), chunk_bytes)
+    ]
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """Return the memory at an address as a tensor of uint8."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    room = (ctypes.c_char * nbytes).from_address(address)
-    return torch.frombuffer(room, dtype=torch.uint8)
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _combined(rows: torch.Tensor, kind: int, how: int) -> torch.Tensor:
-    """rows: uint8, one for each rank. In the order of ranks; 16 bits as float32."""
-    dtype, name = DTYPES[kind], HOWS[how]
-    each = [row.contiguous().view(dtype) for row in rows]
+def _reduce_rows(rows: torch.Tensor, dtype_index: int, reduction_index: int) -> torch.Tensor:
+    """Reduce rows of uint8, one for each rank, in rank order; 16-bit types as float32."""
+    dtype, name = TORCH_DTYPES[dtype_index], REDUCTIONS[reduction_index]
+    vectors = [row.contiguous().view(dtype) for row in rows]
     if dtype in (torch.float16, torch.bfloat16):
-        each = [row.float() for row in each]
-    found: torch.Tensor = each[0].clone()
-    for row in each[1:]:
+        vectors = [row.float() for row in vectors]
+    result: torch.Tensor = vectors[0].clone()
+    for row in vectors[1:]:
         if name in ("sum", "mean"):
-            found += row
+            result += row
         elif name == "product":
-            found *= row
+            result *= row
         else:
-            found = torch.minimum(found, row) if name == "min" else torch.maximum(found, row)
+            result = torch.minimum(result, row) if name == "min" else torch.maximum(result, row)
     if name == "mean":
-        found /= len(each)
-    return found.to(dtype).view(torch.uint8)
+        result /= len(vectors)
+    return result.to(dtype).view(torch.uint8)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ...record.hooks.collectives import RecordedGroup
-from ..hosts.hierarchy import ANY, Hierarchy
-from ..hosts.schedules import Step, all_reduce, names
-from ..shared.c_kernel import Kernel
-from ..shared.open_group import ALGORITHM, BY_SOCKET
+from ..hosts.hierarchy import CHEAPEST, HierarchicalKernel
+from ..hosts.schedules import Step, algorithm_names, all_reduce
+from ..shared.c_kernel import CKernel
+from ..shared.open_group import ALGORITHM_VARIABLE, SOCKET_REDUCTION
 from ..shared_group import SharedGroup
 from .choice import AS_IT_IS, GLOO, PACELINE
 
@@ -34,13 +34,13 @@ class Ways:
         if self._shared is not None:
             self.default = GLOO if self._shared.instead_of_gloo else PACELINE
             self.sockets = has_sockets(group)
-            by_socket = [BY_SOCKET] * self.sockets
-            self.all = [PACELINE, *by_socket, *_algorithms(self._shared.kernel), GLOO]
+            use_socket_reduction = [SOCKET_REDUCTION] * self.sockets
+            self.all = [PACELINE, *use_socket_reduction, *_algorithms(self._shared.kernel), GLOO]
 
     @property
     def hosts(self) -> int:
         kernel = self._shared.kernel if self._shared is not None else None
-        return len(kernel.places.ranks) if isinstance(kernel, Hierarchy) else 1
+        return len(kernel.placement.ranks_by_host) if isinstance(kernel, HierarchicalKernel) else 1
 
     def set(self, way: str) -> None:
         """On all ranks, while nothing is under way."""
@@ -48,10 +48,10 @@ class Ways:
             return
         self._shared.reduces_over_gloo = way == GLOO
         kernel = self._shared.kernel
-        if isinstance(kernel, Hierarchy) and not kernel.told:
-            kernel.algorithm = ANY if way in (PACELINE, BY_SOCKET, GLOO) else way
-        if self.sockets and isinstance(kernel, Kernel | Hierarchy):
-            kernel.by_socket(way == BY_SOCKET)
+        if isinstance(kernel, HierarchicalKernel) and not kernel.requested_algorithm:
+            kernel.algorithm = CHEAPEST if way in (PACELINE, SOCKET_REDUCTION, GLOO) else way
+        if self.sockets and isinstance(kernel, CKernel | HierarchicalKernel):
+            kernel.use_socket_reduction(way == SOCKET_REDUCTION)
 
     def measured(self, largest: int, device: torch.device) -> dict[str, dict[int, float]]:
         """Seconds of an all-reduce by its bytes, of each way; up to ``largest`` bytes. The same on
@@ -84,17 +84,17 @@ def has_sockets(group: Any) -> bool:
     """Whether ranks of any host of a SharedGroup may sum up by sockets; not where the user has said
     how. All of its ranks ask."""
     inner: Any = group.inner if isinstance(group, RecordedGroup) else group
-    may = inner.kernel.sockets > 0 and not os.environ.get(ALGORITHM)
+    may = inner.kernel.sockets > 0 and not os.environ.get(ALGORITHM_VARIABLE)
     return slowest(float(may), group, torch.device("cpu")) > 0
 
 
 def _algorithms(kernel: Any) -> list[str]:
     """Between hosts; of those that do the same steps the first, none where the user has set one."""
-    if not isinstance(kernel, Hierarchy) or kernel.told:
+    if not isinstance(kernel, HierarchicalKernel) or kernel.requested_algorithm:
         return []
-    hosts, each = len(kernel.places.ranks), kernel.places.in_rack
+    hosts, each = len(kernel.placement.ranks_by_host), kernel.placement.hosts_per_rack
     found: dict[tuple[Step, ...], str] = {}
-    for name in names(hosts, each):
+    for name in algorithm_names(hosts, each):
         if name != "tree":  # doubling has fewer steps
             found.setdefault(tuple(all_reduce(name, PROBE, 0, hosts, each)), name)
     return list(found.values())
