@@ -6,7 +6,7 @@ import pytest
 from records import MS, Rank, report_of
 
 from paceline.analyze.figures import ideal_network
-from paceline.analyze.figures.pop import busy
+from paceline.analyze.figures.pop import busy_ns
 from paceline.analyze.records.match_collectives import match_collectives
 from paceline.analyze.records.state_timeline import build_timeline, find_window
 from paceline.record.ring.states import Op, State
@@ -23,10 +23,10 @@ def replayed(ranks):
     found = []
     for few in (0, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ideal_network, "FEW", few)
+            patch.setattr(ideal_network, "MAX_SMALL_GROUP", few)
             found.append(ideal_network.ideal_length(matched, lines, within))
     assert found[0] == found[1]
-    return found[0], [busy(line.states) for line in lines], within
+    return found[0], [busy_ns(line.states) for line in lines], within
 
 
 def test_only_transfers_are_taken_away(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 from records import Rank, report_of
 
-from paceline.analyze.figures.report import examine
+from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
 from paceline.report.page.wording import largest
@@ -146,7 +146,7 @@ def test_of_many_three_are_told_and_the_rest_counted(tmp_path):
 
 def test_the_timeline_shows_when_a_rank_stood_still(tmp_path):
     records = [rank.record() for rank in job(tmp_path, {7: (5000, [2])})]
-    timeline.write(examine(Run("test", records, missing=[])), tmp_path / "run.json")
+    timeline.write(analyse_with_window(Run("test", records, missing=[])), tmp_path / "run.json")
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     (one,) = [event for event in events if event["name"] == "stood still"]
     assert (one["pid"], one["dur"]) == (2, 5_000_000)

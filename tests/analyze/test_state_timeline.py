@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from records import MS, Rank, report_of
 
-from paceline.analyze.figures.pop import LOSSES, busy, efficiencies
+from paceline.analyze.figures.pop import LOSSES, busy_ns, efficiencies
 from paceline.analyze.records.match_collectives import match_collectives
 from paceline.analyze.records.state_timeline import (
     STATES,
@@ -106,7 +106,7 @@ def test_the_states_of_a_rank_add_up_to_its_window(tmp_path, seed):
     useful = sum(rank["useful"] for rank in all_states) / 3 / within.length
     assert product == pytest.approx(useful)
     assert e.useful == pytest.approx(useful)
-    assert e.parallel == pytest.approx(sum(map(busy, all_states)) / 3 / within.length)
+    assert e.parallel == pytest.approx(sum(map(busy_ns, all_states)) / 3 / within.length)
 
 
 def test_an_exchange_covered_by_the_backward_costs_nothing(tmp_path):

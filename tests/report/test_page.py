@@ -13,7 +13,7 @@ import ranks
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import Rank, made
 
-from paceline.analyze.figures.report import examine
+from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import load_run
 from paceline.cost.machine.machine_file import (
     Arithmetic,
@@ -299,7 +299,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
 
 
 def test_a_run_beside_itself_has_not_changed(tmp_path):
-    run = examine(load_run(made(tmp_path / "run", size=4)))
+    run = analyse_with_window(load_run(made(tmp_path / "run", size=4)))
     assert "No change beyond noise" in before_and_after(run, run)
 
 
@@ -322,7 +322,7 @@ def test_a_late_ranks_own_loss_and_the_waiting_for_it_are_one(tmp_path):
             rank.was(State.FORWARD, begin + (15 if i == 0 else 0), begin + (35 if i == 0 else 20))
             rank.collective(*([begin + (35 if i == 0 else 20)] * 2), begin + 40)
             rank.step(begin, begin + 40, samples=8, number=step + 1)
-    report = examine(load_run(folder)).report
+    report = analyse_with_window(load_run(folder)).report
     own = next(one for one in largest(report) if one.what.startswith("Waiting for the next batch"))
     assert own.share == pytest.approx(15 / 80, rel=0.01)
     assert own.together == pytest.approx(30 / 80, rel=0.01)

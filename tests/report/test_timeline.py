@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 from records import MS, Rank
 
-from paceline.analyze.figures.report import examine
+from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import Op, State
 from paceline.report.trace import timeline
@@ -41,7 +41,7 @@ def run_of(folder, size=2, steps=10, host="node{}", group="0", **meta):
 
 def examined(ranks, command=(), steps=None):
     records = [rank.record() for rank in ranks]
-    return examine(Run("test", records, missing=[], command=list(command)), steps)
+    return analyse_with_window(Run("test", records, missing=[], command=list(command)), steps)
 
 
 def trace(path):
@@ -150,7 +150,7 @@ def test_arrows_go_from_the_late_rank_to_those_it_held_up(tmp_path):
 
 def test_nobody_is_blamed_within_the_clocks_residual(tmp_path):
     whole = examined(run_of(tmp_path))
-    whole.measured.residual = 5 * MS
+    whole.measured.residual_ns = 5 * MS
     timeline.write(whole, tmp_path / "run.json")
     data = trace(tmp_path / "run.json")
     assert not [event for event in data["traceEvents"] if event["ph"] in ("s", "f")]
@@ -243,7 +243,7 @@ def test_lines_of_the_script_are_instants_or_said_to_be_left_out(tmp_path, monke
         ranks[0].was(State.SAMPLE, at, at, amount=7)
     records = [rank.record() for rank in ranks]
     records[0].lines[7] = {"number": 7, "file": f"/a/{HOSTILE}", "line": 3, "code": HOSTILE}
-    whole = examine(Run("test", records, missing=[]))
+    whole = analyse_with_window(Run("test", records, missing=[]))
     assert "Left out" not in timeline.write(whole, tmp_path / "run.json")
     instants = [e for e in trace(tmp_path / "run.json")["traceEvents"] if e["ph"] == "i"]
     assert [event["ts"] for event in instants] == [20000, 21000]

@@ -11,8 +11,8 @@ import pytest
 from records import MS, Rank, made
 from typer.testing import CliRunner
 
-from paceline.analyze.figures.report import analyse, examine
-from paceline.analyze.figures.steps import MAX_LOST_STEPS, steps_of
+from paceline.analyze.figures.report import analyse, analyse_with_window
+from paceline.analyze.figures.steps import MAX_LOST_STEPS, find_steps
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.clock_alignment import align_clocks
 from paceline.analyze.records.load_run import Run, load_run
@@ -222,18 +222,18 @@ def test_step_numbers_do_not_size_arrays(tmp_path):
         for at, step in enumerate([0, 1, 2, (1 << 32) - 2, (1 << 32) - 1]):
             rank.ring.write(at * 10, at * 10 + 10, State.STEP, step=step)
     tracemalloc.start()
-    examined = examine(Run("x", [rank.record() for rank in ranks], []))
+    examined = analyse_with_window(Run("x", [rank.record() for rank in ranks], []))
     assert tracemalloc.get_traced_memory()[1] < 50 << 20
     tracemalloc.stop()
     assert examined.measured is not None
-    assert steps_of(examined.measured) is None
+    assert find_steps(examined.measured) is None
 
 
 def test_a_few_lost_steps_still_have_a_place(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     for at, step in enumerate([0, 1, 2, MAX_LOST_STEPS]):
         rank.ring.write(at * 10, at * 10 + 10, State.STEP, step=step)
-    found = examine(Run("x", [rank.record()], [])).report.step_times
+    found = analyse_with_window(Run("x", [rank.record()], [])).report.step_times
     assert (found.first, found.last) == (1, MAX_LOST_STEPS)
 
 
@@ -297,7 +297,7 @@ def test_kernels_of_unknown_collectives_are_nobodys(tmp_path):
             rank.ring.write(at, at + 50, State.KERNEL)
             rank.ring.write(at + 50, at + 90, State.COMMUNICATION_KERNEL, seq=step + 1)
             rank.ring.write(at, at + 100, State.STEP, step=step)
-    examined = examine(Run("x", [rank.record() for rank in ranks], []))
+    examined = analyse_with_window(Run("x", [rank.record() for rank in ranks], []))
     assert {loss.group for loss in examined.report.losses if loss.kind == "transfer"} == {"unknown"}
     timeline.write(examined, tmp_path / "trace.json")
 
@@ -313,7 +313,9 @@ def test_slices_that_overlap_without_end_are_left_out_and_said(tmp_path):
     rank.step(1, 2, number=1)
     for at in range(1000):
         rank.ring.write(MS + at, MS * 2 - 1000 + at, State.FORWARD)
-    told = timeline.write(examine(Run("x", [rank.record()], [])), tmp_path / "trace.json.gz")
+    told = timeline.write(
+        analyse_with_window(Run("x", [rank.record()], [])), tmp_path / "trace.json.gz"
+    )
     assert "744 slices that over 256 others overlap" in told
     json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
 
@@ -323,7 +325,7 @@ def test_ranks_without_a_record_are_not_listed_one_by_one(tmp_path):
     rank.step(0, 10)
     rank.step(10, 20, number=1)
     run = Run("x", [rank.record()], list(range(1, 1 << 20)))
-    told = timeline.write(examine(run), tmp_path / "trace.json")
+    told = timeline.write(analyse_with_window(run), tmp_path / "trace.json")
     assert "rank 1-1048575: no record" in told
     assert (tmp_path / "trace.json").stat().st_size < 10_000
 

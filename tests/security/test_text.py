@@ -11,7 +11,7 @@ import typer
 from records import Rank, made
 from typer.testing import CliRunner
 
-from paceline.analyze.figures.report import examine
+from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.load_run import Run, load_run
 from paceline.analyze.records.stacks import Frame, innermost_user_frame, main_thread_frames
@@ -229,7 +229,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_holds_hostile_names_as_text(folder):
-    examined = examine(load_run(folder))
+    examined = analyse_with_window(load_run(folder))
     for text in (single(examined), before_and_after(examined, examined)):
         text.encode()
         page = Page()

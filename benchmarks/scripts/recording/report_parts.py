@@ -18,16 +18,16 @@ from paceline.launch.monitor import partial_record  # noqa: E402
 PARTS = {
     "read": [(partial_record, "load_run")],
     "match": [(report, "match_collectives"), (report, "align_clocks")],
-    "window": [(report, "find_window"), (losses, "ranges")],
+    "window": [(report, "find_window"), (losses, "split_into_ranges")],
     "timelines": [
         (measured_window, "build_timeline"),
         (report.MatchedCommunication, "latest_arrivals"),
     ],
     "replay": [(measured_window, "ideal_length")],
-    "losses": [(losses, "own"), (losses, "waits"), (losses, "transfers")],
-    "groups": [(report, "groups"), (report, "hidden")],
-    "ranges": [(report, "_ranges")],
-    "steps": [(report, "steps_of"), (report, "step_times"), (report, "pairs")],
+    "losses": [(losses, "own_losses"), (losses, "wait_losses"), (losses, "transfer_losses")],
+    "groups": [(report, "group_figures"), (report, "overlapped_ns")],
+    "ranges": [(report, "_range_efficiencies")],
+    "steps": [(report, "find_steps"), (report, "measure_steps"), (report, "longest_waits")],
 }
 seconds: dict[str, float] = defaultdict(float)
 

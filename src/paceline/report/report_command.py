@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from ..analyze.figures.compare_runs import compare, scaling
-from ..analyze.figures.report import Examined, Report, examine
+from ..analyze.figures.report import Report, RunAnalysis, analyse_with_window
 from ..analyze.records.load_run import Run, load_run
 from ..cost.machine.machine_file import load as load_machine
 from .console import PlainConsole
@@ -38,7 +38,7 @@ def told(
     if timeline is not None and len(folders) > 1:
         raise ValueError(f"--timeline takes one record, not {len(folders)}. HINT: one at a time")
     checked = load_machine(machine) if machine is not None else None
-    examined = [examine(load(folder), chosen, checked) for folder in folders]
+    examined = [analyse_with_window(load(folder), chosen, checked) for folder in folders]
     if checked is not None and not any(one.report.work for one in examined):
         raise ValueError(
             f"--machine {machine}: no step of {folders[0]} was counted. HINT: paceline run "
@@ -78,7 +78,7 @@ def _before_and_after(reports: list[Report]) -> bool:
     return len(reports) == 2 and reports[0].size == reports[1].size
 
 
-def _page(examined: list[Examined], path: Path) -> str:
+def _page(examined: list[RunAnalysis], path: Path) -> str:
     """Write the page; imported here, because templates take their time."""
     from .page.comparison import before_and_after, scales
     from .page.run_page import single

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..analyze.figures.losses import Loss
 from ..analyze.figures.report import Report
-from ..analyze.figures.stalls import STALLED, STILL, Stall, Still
+from ..analyze.figures.stalls import STALLED, STILL, Stall, Standstill
 from ..analyze.figures.steps import Outlier
 from .numbers import duration
 
@@ -100,17 +100,18 @@ def _lines(loss: Loss) -> str:
 def troubles(report: Report) -> list[str]:
     """Each standstill and stall in a sentence, the longest first; of many the rest is counted."""
     several = len(set(report.hosts)) > 1
-    every: list[Still | Stall] = [*report.stood_still, *report.stalled]
+    every: list[Standstill | Stall] = [*report.stood_still, *report.stalled]
     every.sort(key=lambda one: -one.seconds)
     told = [
-        _still(one, several) if isinstance(one, Still) else _stall(one) for one in every[:TROUBLES]
+        _still(one, several) if isinstance(one, Standstill) else _stall(one)
+        for one in every[:TROUBLES]
     ]
     more = every[TROUBLES:]
     if more:
         kinds = [
             f"{count} more {what}{'s' if count > 1 else ''}"
             for count, what in (
-                (sum(isinstance(one, Still) for one in more), "standstill"),
+                (sum(isinstance(one, Standstill) for one in more), "standstill"),
                 (sum(isinstance(one, Stall) for one in more), "stall"),
             )
             if count
@@ -120,7 +121,7 @@ def troubles(report: Report) -> list[str]:
     return told
 
 
-def _still(one: Still, several: bool) -> str:
+def _still(one: Standstill, several: bool) -> str:
     ranks = ", ".join(map(str, one.ranks[:8])) + (" ..." if len(one.ranks) > 8 else "")
     who = f"Rank{'s' if len(one.ranks) > 1 else ''} {ranks}"
     who += f" ({one.host})" if several else ""

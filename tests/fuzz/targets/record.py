@@ -14,7 +14,7 @@ from typing import Any
 
 from fuzz.scratch import new_folder
 from paceline.analyze.figures.compare_runs import compare
-from paceline.analyze.figures.report import examine
+from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.load_run import Run, load_run
 from paceline.analyze.records.read_record import Record, parse_record
@@ -164,7 +164,7 @@ def on_disk(found: list[bytes]) -> None:
         except ValueError:
             pass
     try:
-        examine(load_run(FOLDER))
+        analyse_with_window(load_run(FOLDER))
     finally:
         shutil.rmtree(FOLDER)
         FOLDER.mkdir()
@@ -172,7 +172,7 @@ def on_disk(found: list[bytes]) -> None:
 
 def told(whole: Run, draw: bool) -> None:
     """Everything that paceline report makes of a record; the page is the target "report"."""
-    examined = examine(whole)
+    examined = analyse_with_window(whole)
     report = examined.report
     json.loads(report.to_json(), parse_constant=_refused)
     for rank in report.states:

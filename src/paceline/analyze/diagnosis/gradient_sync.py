@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...record.ring.states import Op, State
-from ..figures.measured_window import Measured
+from ..figures.measured_window import MeasuredWindow
 from ..records.state_timeline import total
 
 REDUCES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
@@ -30,7 +30,7 @@ class Gradients:
         return self.bytes / self.calls if self.calls else 0.0
 
 
-def gradients(m: Measured) -> Gradients | None:
+def gradients(m: MeasuredWindow) -> Gradients | None:
     """Of the window; None where it has no whole step."""
     sums, steps = np.zeros(6), 0
     for record in m.records:

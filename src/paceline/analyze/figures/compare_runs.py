@@ -1,4 +1,4 @@
-"""Two runs figure by figure, and one script on more and more ranks."""
+"""Compare two runs figure by figure, and one script on different numbers of ranks."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,14 +10,18 @@ FIGURES = (
     *("samples_per_s", "step_ms", "useful", "parallel", "load_balance", "communication"),
     *("checkpoint", "validation", "input", "other"),
 )
-_SURE = 2.0  # standard errors that a difference must exceed to be more than noise
+_NOISE_STANDARD_ERRORS = 2.0  # a larger difference is more than noise
 
 
 @dataclass(frozen=True)
-class Change:
-    """One figure before and after. noise: the standard error of the difference, from how much
-    the figure varies between ranges of steps; None where there are too few. real: whether the
-    difference is more than noise."""
+class FigureChange:
+    """One figure before and after.
+
+    Attributes:
+        noise: Standard error of the difference, from the spread between ranges of steps. None where
+            there are too few ranges.
+        real: Whether the difference is more than noise.
+    """
 
     figure: str
     before: float
@@ -26,24 +30,24 @@ class Change:
     real: bool | None
 
 
-def compare(before: Report, after: Report) -> list[Change]:
-    """Figure by figure; those that one of the runs lacks are left out."""
+def compare(before: Report, after: Report) -> list[FigureChange]:
+    """Compare the figures of two runs; those that one of the runs lacks are left out."""
     result = []
     for figure in FIGURES:
-        values = [_value(figure, report) for report in (before, after)]
+        values = [_figure_value(figure, report) for report in (before, after)]
         first, second = values
         if first is None or second is None:
             continue
-        errors = [_error(figure, report) for report in (before, after)]
+        errors = [_standard_error(figure, report) for report in (before, after)]
         noise = None
         if errors[0] is not None and errors[1] is not None:
             noise = float(np.hypot(errors[0], errors[1]))
-        real = None if noise is None else abs(second - first) > _SURE * noise
-        result.append(Change(figure, first, second, noise, real))
+        real = None if noise is None else abs(second - first) > _NOISE_STANDARD_ERRORS * noise
+        result.append(FigureChange(figure, first, second, noise, real))
     return result
 
 
-def _value(figure: str, report: Report) -> float | None:
+def _figure_value(figure: str, report: Report) -> float | None:
     if figure == "samples_per_s":
         return report.samples_per_s
     if report.efficiencies is None or report.window_s is None:
@@ -55,9 +59,8 @@ def _value(figure: str, report: Report) -> float | None:
     return None if value is None else float(value)
 
 
-def _error(figure: str, report: Report) -> float | None:
-    """The figure's standard error: its spread between ranges of steps over the root of their
-    number."""
+def _standard_error(figure: str, report: Report) -> float | None:
+    """Return a figure's standard error: its spread over ranges of steps / sqrt(their number)."""
     values = []
     for part in report.ranges:
         steps = part.last - part.first + 1
@@ -75,10 +78,14 @@ def _error(figure: str, report: Report) -> float | None:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """One row of a scaling table, against the run with the fewest ranks. global_efficiency =
-    useful share x computation_scalability; speedup = samples/s over the reference's;
-    scaling_efficiency = speedup / (ranks / reference's ranks)."""
+class ScalingRow:
+    """One row of a scaling table, relative to the run with the fewest ranks.
+
+    Attributes:
+        speedup: samples/s over the reference's.
+        scaling_efficiency: speedup / (ranks / reference's ranks).
+        global_efficiency: Useful share x computation_scalability.
+    """
 
     ranks: int
     samples_per_s: float | None
@@ -98,12 +105,14 @@ class Scale:
     global_efficiency: float | None
 
 
-def scaling(reports: list[Report]) -> list[Scale]:
-    """The scaling table of one script's runs, by number of ranks.
+def scaling(reports: list[Report]) -> list[ScalingRow]:
+    """Return the scaling table of one script's runs, by number of ranks.
 
-    CS = (sum(u_ref)/samples_ref) / (sum(u)/samples); GE = mean(u)/T x CS. What needs samples is
-    None where a run has none. Raises ValueError for a run that can't be measured, or two of the
-    same size.
+    CS = (sum(u_ref)/samples_ref) / (sum(u)/samples); GE = mean(u)/T x CS. Figures that need samples
+    are None where a run has none.
+
+    Raises:
+        ValueError: A run has no measured window, or two runs have the same size.
     """
     reports = sorted(reports, key=lambda report: report.size)
     for report in reports:
@@ -119,18 +128,18 @@ def scaling(reports: list[Report]) -> list[Scale]:
             f"{' and '.join(names)} both have {twice[0]} ranks. HINT: a scaling table takes one "
             "run a number of ranks; paceline report A B compares two of the same size"
         )
-    return [_scale(report, reports[0]) for report in reports]
+    return [_scaling_row(report, reports[0]) for report in reports]
 
 
-def _scale(report: Report, reference: Report) -> Scale:
+def _scaling_row(report: Report, reference: Report) -> ScalingRow:
     e = report.efficiencies
     assert e is not None
-    each, first = _cost(report), _cost(reference)
+    each, first = _useful_s_per_sample(report), _useful_s_per_sample(reference)
     computation = first / each if each and first else None
     speedup = None
     if report.samples_per_s and reference.samples_per_s:
         speedup = report.samples_per_s / reference.samples_per_s
-    return Scale(
+    return ScalingRow(
         ranks=report.size,
         samples_per_s=report.samples_per_s,
         speedup=speedup,
@@ -141,8 +150,8 @@ def _scale(report: Report, reference: Report) -> Scale:
     )
 
 
-def _cost(report: Report) -> float | None:
-    """Useful seconds of all ranks per sample."""
+def _useful_s_per_sample(report: Report) -> float | None:
+    """Return useful seconds per sample, summed over all ranks."""
     assert report.window_s is not None
     useful = sum(rank["useful"] for rank in report.states) * report.window_s
     return useful / report.samples if report.samples else None

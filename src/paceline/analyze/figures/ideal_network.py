@@ -1,8 +1,8 @@
-"""The run replayed on an ideal network: every transfer takes no time.
+"""Replay the run on an ideal network, in which every transfer takes no time.
 
 The computing between communications, the points where collectives are launched and waited for,
-and the offsets at the window's start are kept; waits are computed anew. What remains longer than
-the longest rank's own time is serialisation: ranks that wait for each other in turns.
+and the offsets at the window's start are kept; waits are recomputed. What is still longer than the
+longest rank's own time is serialisation: ranks that wait for each other alternately.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ import numpy as np
 from ..records.match_collectives import MatchedCommunication
 from ..records.state_timeline import Ints, Timeline, Window
 
-FEW = 16  # launches of a node
+MAX_SMALL_GROUP = 16  # mean launches per node, up to which scalars are faster than arrays
 
 
 def ideal_length(matched: MatchedCommunication, timelines: list[Timeline], within: Window) -> int:
-    """T_id in ns: the window's length with every transfer = 0.
+    """Return T_id: the window's length in ns with every transfer = 0.
 
     With B(t) a rank's time outside communication up to t and D its delay so far, a launch
-    happens at B + D, and a wait for a launch at M lifts D to M - B where that is more.
+    happens at B + D, and a wait for a launch at M raises D to M - B where that is more.
     """
     busy = np.array([int(t.cumulative_busy([within.end])[0]) for t in timelines])
     waits, launches = matched.waits, matched.launches
@@ -37,12 +37,12 @@ def ideal_length(matched: MatchedCommunication, timelines: list[Timeline], withi
     counts = np.bincount(launches["record"], minlength=ranks)
     first = np.concatenate(([0], np.cumsum(counts)))  # of each rank's launches
     for rank, line in enumerate(timelines):
-        mine = slice(base[rank], base[rank] + count[rank])
-        before[mine] = line.cumulative_busy(end[mine])
-        own = slice(first[rank], first[rank + 1])
-        start = np.maximum(launches["start"][own], within.start)
-        at_launch[own] = line.cumulative_busy(start)
-        waits_before[own] = np.searchsorted(end[mine], start, "right")
+        waits_of_rank = slice(base[rank], base[rank] + count[rank])
+        before[waits_of_rank] = line.cumulative_busy(end[waits_of_rank])
+        launches_of_rank = slice(first[rank], first[rank + 1])
+        start = np.maximum(launches["start"][launches_of_rank], within.start)
+        at_launch[launches_of_rank] = line.cumulative_busy(start)
+        waits_before[launches_of_rank] = np.searchsorted(end[waits_of_rank], start, "right")
     delays = _delays(matched, node_of, before, at_launch, waits_before, base, slots, count)
     return int((busy + delays).max())
 
@@ -57,8 +57,11 @@ def _delays(
     slots: Ints,
     count: Ints,
 ) -> Ints:
-    """Every rank's delay at the end. Nodes go in the order in which their last launch was: all
-    waits that a launch comes after are for nodes that were complete before it."""
+    """Return every rank's delay at the end of the window (ns).
+
+    Nodes are processed in the order of their last launch: all waits that precede a launch are for
+    nodes that were complete before it.
+    """
     rows, order, owner = matched.node_rows, matched.node_launches, matched.launches["record"]
     used = np.unique(node_of[node_of >= 0])
     last = np.maximum.reduceat(matched.launches["start"][order], rows[:-1])[used]
@@ -80,17 +83,17 @@ def _delays(
             done[who] += 1
 
     in_turn = used[np.argsort(last, kind="stable")]
-    if len(order) < FEW * len(rows):  # small groups: numbers one by one are faster than arrays
+    if len(order) < MAX_SMALL_GROUP * len(rows):
         return _delays_one_by_one(
             matched, node_of, before, at_launch, waits_before, base, count, in_turn
         )
     for node in in_turn.tolist():
         launch = order[rows[node] : rows[node + 1]]
-        who, goal = owner[launch], waits_before[launch]
-        advance(who, goal)
-        complete[node] = (at_launch[launch] + delay[slots[who] + goal]).max()
-    everybody = np.arange(len(count))
-    advance(everybody, count)
+        rank, goal = owner[launch], waits_before[launch]
+        advance(rank, goal)
+        complete[node] = (at_launch[launch] + delay[slots[rank] + goal]).max()
+    all_ranks = np.arange(len(count))
+    advance(all_ranks, count)
     return np.asarray(delay[slots + count], np.int64)
 
 
@@ -104,7 +107,7 @@ def _delays_one_by_one(
     count: Ints,
     in_turn: Ints,
 ) -> Ints:
-    """The same, number by number."""
+    """Return the same delays as ``_delays``, computed with scalars."""
     rows, order = matched.node_rows.data, matched.node_launches
     owner = matched.launches["record"][order].data
     goals, launched = waits_before[order].data, at_launch[order].data

@@ -1,4 +1,4 @@
-"""What the ranks' loaders (paceline.data.Loader) did beside the training."""
+"""Sum up the work of the ranks' loaders (paceline.data.Loader)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +7,15 @@ from ..records.read_record import Record
 
 
 @dataclass(frozen=True)
-class Loading:
-    """workers: of a rank. cores: that they kept busy while it was trained from them, in the mean of
-    the ranks; most: of the rank where it was most. left_out: samples that could not be read."""
+class LoaderTotals:
+    """Totals of the loaders.
+
+    Attributes:
+        workers: Of one rank.
+        cores: Cores kept busy while training read from the loader, mean of the ranks.
+        most: The same, of the rank where it is largest.
+        left_out: Samples that could not be read.
+    """
 
     workers: int
     processes: bool
@@ -19,20 +25,22 @@ class Loading:
     left_out: int
 
 
-def loading(records: list[Record]) -> Loading | None:
-    """None where no loader has told."""
-    told: list[tuple[int, dict[str, Any]]] = [
+def loader_totals(records: list[Record]) -> LoaderTotals | None:
+    """Return the totals, or None where no rank has a loader."""
+    loaders: list[tuple[int, dict[str, Any]]] = [
         (record.rank, record.meta["loader"]) for record in records if "loader" in record.meta
     ]
-    if not told:
+    if not loaders:
         return None
-    each = [(one["busy_s"] / max(one["seconds"], 1e-9), rank) for rank, one in told]
-    most, rank = max(each)
-    return Loading(
-        workers=max(int(one["workers"]) for _, one in told),
-        processes=any(one["processes"] for _, one in told),
-        cores=sum(cores for cores, _ in each) / len(each),
+    busy_cores = [
+        (loader["busy_s"] / max(loader["seconds"], 1e-9), rank) for rank, loader in loaders
+    ]
+    most, rank = max(busy_cores)
+    return LoaderTotals(
+        workers=max(int(loader["workers"]) for _, loader in loaders),
+        processes=any(loader["processes"] for _, loader in loaders),
+        cores=sum(cores for cores, _ in busy_cores) / len(busy_cores),
         most=most,
         rank=rank,
-        left_out=sum(int(one["left_out"]) for _, one in told),
+        left_out=sum(int(loader["left_out"]) for _, loader in loaders),
     )

@@ -1,7 +1,8 @@
-"""Where the time that is not useful went, by cause: whom each wait was for and what that rank
-was doing, transfers by group and collective, and the ranks' own losses.
+"""Attribute the time that is not useful to causes.
 
-All shares are of the ranks' time together (P x T), so they add up to 1 - useful.
+Waits are booked to the rank that arrived last and to what it was doing, transfers to the group and
+collective, and the other losses to the ranks. All shares are of the ranks' time together (P x T),
+so they add up to 1 - useful.
 """
 
 from collections.abc import Iterable
@@ -17,20 +18,24 @@ from ..records.read_record import Record
 from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, total
 from .pop import LOSSES
 
-BINS = 10  # ranges of steps that losses are located in
-AT_ONCE = 200_000  # ns between two waits with no work to speak of between them
-PART = 1 << 16  # rows that are looked at together, which bounds the memory
-MOST = 0.8  # of a loss lies in the range of steps that is named
+RANGE_COUNT = 10  # ranges of steps in which losses are located
+MAX_GAP_NS = 200_000  # between two waits that count as one: no work in between
+CHUNK_ROWS = 1 << 16  # rows processed at once, which bounds the memory
+MIN_SHARE_IN_RANGE = 0.8  # of a loss, in the range of steps that the report names
 
 
 @dataclass(frozen=True)
 class Loss:
     """One cause's share of all ranks' time in the window.
 
-    kind: wait, transfer, checkpoint, validation, input or other. For a wait, ``rank`` is whom
-    it was for and ``doing`` the state that rank was longer in; None where it was for nobody in
-    particular (below the clocks' residual, or without a record). For the others ``rank`` is the
-    one where it is largest, and ``most`` its share of that rank's time.
+    Attributes:
+        kind: wait, transfer, checkpoint, validation, input or other.
+        rank: For a wait, the rank that it was for; None where the culprit is unknown (below the
+            clocks'
+            residual, or without a record). For the other kinds, the rank with the largest loss.
+        doing: For a wait, the state in which ``rank`` was longer than the waiting rank.
+        steps: First and last step of the range with most of the loss.
+        most: Share of the time of ``rank``, not for waits.
     """
 
     kind: str
@@ -46,14 +51,14 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Ranges:
+class StepRanges:
     """Ranges of steps: edges in time (ns), and the number of the first step in each."""
 
     edges: Ints
     steps: list[int]
 
     def narrow(self, weights: npt.NDArray[np.float64]) -> tuple[int, int] | None:
-        """First and last step of the shortest run of ranges with MOST of ``weights``."""
+        """Return the first and last step of the shortest run of ranges with most of ``weights``."""
         total = float(weights.sum())
         if total <= 0:
             return None
@@ -61,15 +66,17 @@ class Ranges:
         sums = np.concatenate(([0.0], np.cumsum(weights)))
         for length in range(1, count + 1):
             inside = sums[length:] - sums[:-length]
-            if inside.max() >= MOST * total:
+            if inside.max() >= MIN_SHARE_IN_RANGE * total:
                 first = int(inside.argmax())
                 return self.steps[first], self.steps[first + length] - 1
         return self.steps[0], self.steps[-1] - 1
 
 
-def ranges(records: list[Record], within: Window, bins: int = BINS) -> Ranges:
-    """The window's steps in ``bins`` ranges of the same number of steps, each as all ranks have
-    done them."""
+def split_into_ranges(records: list[Record], within: Window, bins: int = RANGE_COUNT) -> StepRanges:
+    """Split the window's steps into ``bins`` ranges of equally many steps.
+
+    The edge of a range is the time at which all ranks have completed its last step.
+    """
     steps = [record.events_in(State.STEP)[["step", "end"]] for record in records]
     steps = [s[(s["end"] > within.start) & (s["end"] <= within.end)] for s in steps]
     first = min((int(s["step"].min()) for s in steps if len(s)), default=0)
@@ -79,85 +86,99 @@ def ranges(records: list[Record], within: Window, bins: int = BINS) -> Ranges:
     for bound in bounds[1:-1]:
         done = [int(s["end"][s["step"] < bound].max()) for s in steps if (s["step"] < bound).any()]
         edges.append(max([*done, edges[-1]]))
-    return Ranges(np.array([*edges, within.end], np.int64), bounds.tolist())
+    return StepRanges(np.array([*edges, within.end], np.int64), bounds.tolist())
 
 
-def waits(
+def wait_losses(
     records: list[Record],
     timelines: list[Timeline],
     matched: MatchedCommunication,
     within: Window,
-    where: Ranges,
+    ranges: StepRanges,
     residual: int,
 ) -> list[Loss]:
-    """Every wait booked to whom it was for, and to what that rank had done more than the one
-    that waits since both were last together (at the end of the group's previous wait).
+    """Book every wait to the rank that it was for, and to what that rank had done.
 
-    What it does during the wait itself says less: a rank whose batch came late is computing
-    by the time the others wait for it.
+    What counts is what it had done more than the waiting rank since both were last together (at the
+    end of the group's previous wait). What it does during the wait says less: a rank whose batch
+    came late already computes while the others wait for it.
     """
     rows = matched.waits
     start = np.clip(rows["start"], within.start, within.end)
-    turn = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
-    length = turn - start
-    whole = len(records) * within.length
+    last_arrival = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
+    length = last_arrival - start
+    total_ns = len(records) * within.length
     known = np.flatnonzero((rows["culprit"] != NO_INDEX) & (length > residual))
     unknown = total(length[(length > 0)]) - total(length[known])
-    together = np.clip(_together(rows), within.start, start)[known]
-    rows, start, turn, length = rows[known], start[known], turn[known], length[known]
-    own = np.zeros((len(rows), len(STATES)), np.float32)
-    for number, mine in apart(rows["record"]):
+    together = np.clip(_last_together(rows), within.start, start)[known]
+    rows, start, last_arrival, length = (
+        rows[known],
+        start[known],
+        last_arrival[known],
+        length[known],
+    )
+    own_states = np.zeros((len(rows), len(STATES)), np.float32)
+    for number, of_value in rows_by_value(rows["record"]):
         line = timelines[number]
-        own[mine] = line.cumulative_by_state(turn[mine]) - line.cumulative_by_state(together[mine])
+        own_states[of_value] = line.cumulative_by_state(
+            last_arrival[of_value]
+        ) - line.cumulative_by_state(together[of_value])
     result = []
-    for culprit, mine in apart(rows["culprit"]):
+    for culprit, of_value in rows_by_value(rows["culprit"]):
         line, record = timelines[culprit], records[culprit]
-        more = np.empty((len(mine), len(STATES)))
-        for part in range(0, len(mine), PART):
-            some = mine[part : part + PART]
-            by = np.clip(
-                line.cumulative_by_state(turn[some])
-                - line.cumulative_by_state(together[some])
-                - own[some],
+        excess_shares = np.empty((len(of_value), len(STATES)))
+        for part in range(0, len(of_value), CHUNK_ROWS):
+            chunk = of_value[part : part + CHUNK_ROWS]
+            excess = np.clip(
+                line.cumulative_by_state(last_arrival[chunk])
+                - line.cumulative_by_state(together[chunk])
+                - own_states[chunk],
                 0,
                 None,
             )
-            each = by.sum(axis=1, keepdims=True)
-            by = np.where(each > 0, by / np.maximum(each, 1), _one(line.state_at(turn[some] - 1)))
-            more[part : part + PART] = by
+            excess_sum = excess.sum(axis=1, keepdims=True)
+            excess = np.where(
+                excess_sum > 0,
+                excess / np.maximum(excess_sum, 1),
+                _one_hot(line.state_at(last_arrival[chunk] - 1)),
+            )
+            excess_shares[part : part + CHUNK_ROWS] = excess
         for state in range(len(STATES)):
-            weights = more[:, state] * length[mine]
+            weights = excess_shares[:, state] * length[of_value]
             if weights.sum() <= 0:
                 continue
-            group, op = _most(rows["group"][mine], rows["op"][mine], weights)
+            group, op = _largest_kind(rows["group"][of_value], rows["op"][of_value], weights)
             result.append(
                 Loss(
                     "wait",
-                    float(weights.sum()) / whole,
+                    float(weights.sum()) / total_ns,
                     record.rank,
                     record.host,
                     STATES[state],
                     matched.groups[group],
-                    name_of(op),
-                    where.narrow(_binned(start[mine], weights, where)),
+                    collective_name(op),
+                    ranges.narrow(_sum_by_range(start[of_value], weights, ranges)),
                 )
             )
     if unknown > 0:
-        result.append(Loss("wait", float(unknown) / whole))
+        result.append(Loss("wait", float(unknown) / total_ns))
     return result
 
 
-def apart(values: Ints) -> Iterable[tuple[int, Ints]]:
-    """Each value, and the rows that have it."""
+def rows_by_value(values: Ints) -> Iterable[tuple[int, Ints]]:
+    """Return each distinct value with the indices of its rows."""
     order = np.argsort(values, kind="stable")
     unique, first = np.unique(values[order], return_index=True)
     return zip(unique.tolist(), np.split(order, first[1:]), strict=False)
 
 
-def _together(rows: npt.NDArray[Any]) -> Ints:
-    """For each wait, when the rank was last together with its group: the end of the last wait
-    before the rank went to work again. Waits that follow each other at once (the buckets of one
-    backward) are one. Far back for the first."""
+def _last_together(rows: npt.NDArray[Any]) -> Ints:
+    """Return for each wait when its rank was last together with its group (ns).
+
+    That is the end of the last wait before the rank went to work again. Consecutive waits without
+    work between them (the buckets of one backward) count as one. For the first wait it is the int64
+    minimum.
+    """
     order = np.lexsort((rows["end"], rows["group"], rows["record"]))
     start, end = rows["start"][order], rows["end"][order]
     same = np.zeros(len(rows), bool)
@@ -165,7 +186,7 @@ def _together(rows: npt.NDArray[Any]) -> Ints:
         same[1:] |= rows[name][order][1:] != rows[name][order][:-1]
     same = ~same
     before = np.concatenate(([np.iinfo(np.int64).min], end[:-1])) if len(rows) else end
-    begins = ~same | (start - before > AT_ONCE)
+    begins = ~same | (start - before > MAX_GAP_NS)
     begins[:1] = True
     first = np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))
     result = np.empty(len(rows), np.int64)
@@ -173,57 +194,63 @@ def _together(rows: npt.NDArray[Any]) -> Ints:
     return result
 
 
-def _one(state: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """1 for each row's state, 0 for all others."""
+def _one_hot(state: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return rows that are 1 in the column of the row's state and 0 elsewhere."""
     return np.asarray(np.eye(len(STATES))[state], np.float64)
 
 
-def transfers(
-    matched: MatchedCommunication, ranks: int, within: Window, where: Ranges
+def transfer_losses(
+    matched: MatchedCommunication, ranks: int, within: Window, ranges: StepRanges
 ) -> list[Loss]:
-    """Blocked time after the last member has arrived, by group and collective."""
+    """Return the blocked time after the last member arrived, by group and collective."""
     rows = matched.waits
-    turn = np.clip(rows["latest"], rows["start"], rows["end"])
-    start = np.clip(turn, within.start, within.end)
+    last_arrival = np.clip(rows["latest"], rows["start"], rows["end"])
+    start = np.clip(last_arrival, within.start, within.end)
     length = np.clip(rows["end"], within.start, within.end) - start
     result = []
-    real = np.flatnonzero(length > 0)
-    kind = rows["group"][real].astype(np.int64) << 8 | rows["op"][real]
-    for one, at in apart(kind):
-        group, op, mine = one >> 8, one & 0xFF, real[at]
-        weights = length[mine].astype(np.float64)
+    nonzero = np.flatnonzero(length > 0)
+    kind = rows["group"][nonzero].astype(np.int64) << 8 | rows["op"][nonzero]
+    for kind_key, rows_of_kind in rows_by_value(kind):
+        group, op, rows_of_loss = kind_key >> 8, kind_key & 0xFF, nonzero[rows_of_kind]
+        weights = length[rows_of_loss].astype(np.float64)
         share = float(weights.sum()) / (ranks * within.length)
-        steps = where.narrow(_binned(start[mine], weights, where))
+        steps = ranges.narrow(_sum_by_range(start[rows_of_loss], weights, ranges))
         result.append(
             Loss(
-                "transfer", share, group=matched.groups[group], collective=name_of(op), steps=steps
+                "transfer",
+                share,
+                group=matched.groups[group],
+                collective=collective_name(op),
+                steps=steps,
             )
         )
     return result
 
 
-def own(records: list[Record], timelines: list[Timeline], where: Ranges) -> list[Loss]:
-    """What ranks lose by themselves: checkpoint, validation, input, other."""
-    length = int(where.edges[-1] - where.edges[0])
-    spent = np.stack([line.cumulative_by_state(where.edges) for line in timelines]).astype(
+def own_losses(records: list[Record], timelines: list[Timeline], ranges: StepRanges) -> list[Loss]:
+    """Return the losses of the ranks outside communication: checkpoint, validation, input,
+    other.
+    """
+    length = int(ranges.edges[-1] - ranges.edges[0])
+    cumulative = np.stack([line.cumulative_by_state(ranges.edges) for line in timelines]).astype(
         np.float64
     )
-    per_range = np.diff(spent, axis=1)  # (ranks, ranges, states)
+    per_range = np.diff(cumulative, axis=1)  # (ranks, ranges, states)
     result = []
     for kind in LOSSES:
         times = per_range[:, :, STATES.index(kind)]
         if not times.any():
             continue
         by_rank = times.sum(axis=1)
-        most = int(by_rank.argmax())
+        worst = int(by_rank.argmax())
         result.append(
             Loss(
                 kind,
                 float(by_rank.mean()) / length,
-                records[most].rank,
-                records[most].host,
-                steps=where.narrow(times.sum(axis=0)),
-                most=float(by_rank[most]) / length,
+                records[worst].rank,
+                records[worst].host,
+                steps=ranges.narrow(times.sum(axis=0)),
+                most=float(by_rank[worst]) / length,
                 lines=lines_in(records, timelines, STATES.index(kind)),
             )
         )
@@ -255,18 +282,20 @@ def lines_in(
     ]
 
 
-def name_of(op: int) -> str:
-    """all-reduce, broadcast ..."""
+def collective_name(op: int) -> str:
+    """Return the name of a collective as in the report: all-reduce, broadcast, ..."""
     return Op(op).name.lower().replace("_", "-") if op in set(Op) else f"operation {op}"
 
 
-def _binned(times: Ints, weights: npt.NDArray[np.float64], where: Ranges) -> np.ndarray:
-    at = np.clip(np.searchsorted(where.edges, times, "right") - 1, 0, len(where.edges) - 2)
-    return np.bincount(at, weights, minlength=len(where.edges) - 1)
+def _sum_by_range(times: Ints, weights: npt.NDArray[np.float64], ranges: StepRanges) -> np.ndarray:
+    range_index = np.clip(
+        np.searchsorted(ranges.edges, times, "right") - 1, 0, len(ranges.edges) - 2
+    )
+    return np.bincount(range_index, weights, minlength=len(ranges.edges) - 1)
 
 
-def _most(group: Ints, op: Ints, weights: npt.NDArray[np.float64]) -> tuple[int, int]:
-    """The group and collective with the most weight."""
+def _largest_kind(group: Ints, op: Ints, weights: npt.NDArray[np.float64]) -> tuple[int, int]:
+    """Return the group and the collective with the largest sum of weights."""
     key = group.astype(np.int64) << 8 | op
     kinds, at = np.unique(key, return_inverse=True)
     best = int(kinds[np.bincount(at, weights).argmax()])

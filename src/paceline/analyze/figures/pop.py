@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-# The losses outside communication, in the order in which they are taken away.
+# The losses outside communication, in the order in which they are subtracted.
 LOSSES = ("checkpoint", "validation", "input", "other")
 
 
@@ -24,21 +24,23 @@ class Efficiencies:
     useful: float
 
 
-def busy(states: dict[str, int]) -> int:
-    """b = T - wait - transfer: all time outside communication (what POP calls useful)."""
+def busy_ns(states: dict[str, int]) -> int:
+    """Return b = T - wait - transfer: the time outside communication (POP's useful time)."""
     return sum(time for name, time in states.items() if name not in ("wait", "transfer"))
 
 
 def efficiencies(
     states: list[dict[str, int]], length: int, ideal: int | None = None
 ) -> Efficiencies:
-    """LB = mean(b)/max(b), CommE = max(b)/T, PE = LB x CommE = mean(b)/T, SerE = max(b)/T_id,
-    TE = T_id/T, and the losses in b.
+    """Compute the efficiencies and the losses in b.
 
-    states: nanoseconds of each state, one dict a rank; length: the window's, T, in ns; ideal:
-    T_id, the window's length on a network that takes no time.
+    LB = mean(b)/max(b), CommE = max(b)/T, PE = LB x CommE = mean(b)/T, SerE = max(b)/T_id, TE =
+    T_id/T.
+
+    states: Nanoseconds of each state, one dict per rank. length: T, the window's length in ns.
+    ideal: T_id, the window's length in ns on a network on which transfers take no time.
     """
-    times = [busy(rank) for rank in states]
+    times = [busy_ns(rank) for rank in states]
     mean, most = sum(times) / len(times), max(times)
     factors, left = {}, mean
     for name in LOSSES:
@@ -56,7 +58,7 @@ def efficiencies(
     )
 
 
-def check(e: Efficiencies) -> None:
+def check_identities(e: Efficiencies) -> None:
     """Assert the identities of docs/reference/measures.md."""
     product = e.parallel
     for name in LOSSES:

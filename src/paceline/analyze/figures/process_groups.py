@@ -1,4 +1,4 @@
-"""Figures of each process group by itself: data, tensor and pipeline groups are never mixed."""
+"""Compute the figures of each process group separately: data, tensor and pipeline groups differ."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from ...record.ring.states import POINT_TO_POINT_OPS, Op
 from ..records.match_collectives import MatchedCommunication, split_by_record
 from ..records.read_record import Record
 from ..records.state_timeline import Timeline, Window, merge_intervals, total
-from .losses import name_of
-from .pop import busy
+from .losses import collective_name
+from .pop import busy_ns
 
 # Bytes that cross a link, per byte of the whole vector, for p ranks (as in nccl-tests).
-_BUS: dict[int, Callable[[int], float]] = {
+_BUS_FACTOR: dict[int, Callable[[int], float]] = {
     Op.ALL_REDUCE: lambda p: 2 * (p - 1) / p,
     Op.REDUCE_SCATTER: lambda p: (p - 1) / p,
     Op.ALL_GATHER: lambda p: (p - 1) / p,
@@ -25,9 +25,13 @@ _BUS: dict[int, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective in one group. wait, transfer and hidden as in Group. algbw = bytes /
-    time from the last start to the last end, in GB/s, medians over those of at least 64 KiB; busbw
-    as in nccl-tests."""
+    """One kind of collective in one group; wait, transfer and hidden as in Group.
+
+    Attributes:
+        bytes: Sum over all calls, of the whole vector each.
+        algbw: Median of bytes / (last end - last start) in GB/s, over calls of at least 64 KiB.
+        busbw: algbw x the bus factor of nccl-tests, in GB/s.
+    """
 
     name: str
     count: int
@@ -41,8 +45,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Group:
-    """One process group. Shares are of its members' time: wait and transfer blocked in it,
-    hidden in flight without blocking. load_balance = mean(b)/max(b) over its members."""
+    """One process group. Shares are of its members' time.
+
+    Attributes:
+        wait, transfer: Blocked in communication of the group.
+        hidden: Communication of the group in flight while the rank was not blocked (overlap).
+        load_balance: mean(b) / max(b) over the members.
+    """
 
     name: str
     size: int
@@ -54,10 +63,10 @@ class Group:
     collectives: list[Collective]
 
 
-def groups(
+def group_figures(
     records: list[Record], matched: MatchedCommunication, timelines: list[Timeline], within: Window
 ) -> list[Group]:
-    """Every group of more than one rank in which something happened in the window."""
+    """Return the figures of each group of more than one rank that communicated in the window."""
     result = []
     states = [line.states for line in timelines]
     members_of: dict[str, dict[int, dict[str, Any]]] = {}
@@ -65,13 +74,15 @@ def groups(
         for group in record.meta.get("groups", {}).values():
             members_of.setdefault(group["name"], {})[i] = group
     count = len(matched.groups)
-    each = zip(_by_group(matched.launches, count), _by_group(matched.waits, count), strict=True)
+    each = zip(
+        _split_by_group(matched.launches, count), _split_by_group(matched.waits, count), strict=True
+    )
     for (name, members), (launches, waits) in zip(sorted(members_of.items()), each, strict=False):
         size = max(int(group["size"]) for group in members.values())
         inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
         if size < 2 or not inside.any():
             continue
-        times = [busy(states[i]) for i in members]
+        times = [busy_ns(states[i]) for i in members]
 
         shares = functools.partial(
             _shares, timelines=timelines, within=within, members=len(members)
@@ -84,7 +95,7 @@ def groups(
                 [records[i].rank for i in members],
                 *whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
-                _collectives(launches, waits, inside, size, whole, shares),
+                _collective_figures(launches, waits, inside, size, whole, shares),
             )
         )
     return result
@@ -93,18 +104,17 @@ def groups(
 def _shares(
     launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window, members: int
 ) -> tuple[float, float, float]:
-    """Wait, transfer and hidden of some communication, as shares of the members' time."""
+    """Return wait, transfer and hidden of some communication, as shares of the members' time."""
     start = np.clip(waits["start"], within.start, within.end)
     end = np.clip(waits["end"], within.start, within.end)
     turn = np.clip(waits["latest"], start, end)
-    covered = sum(_hidden(launches, waits, timelines, within))
+    covered = sum(_overlapped_ns(launches, waits, timelines, within))
     whole = members * within.length
     return total(turn - start) / whole, total(end - turn) / whole, covered / whole
 
 
-def _by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    """The rows of each group, still in the order of their records; not copied where there is
-    one group only."""
+def _split_by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """Yield the rows of each group, in the order of records; not copied if there is one group."""
     if count <= 1:
         yield from [rows] * count
         return
@@ -114,12 +124,14 @@ def _by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
         yield rows[mine]
 
 
-def hidden(matched: MatchedCommunication, timelines: list[Timeline], within: Window) -> list[int]:
-    """For how long each rank did something else while something of it was in flight (ns)."""
-    return _hidden(matched.launches, matched.waits, timelines, within)
+def overlapped_ns(
+    matched: MatchedCommunication, timelines: list[Timeline], within: Window
+) -> list[int]:
+    """Return for how long each rank had communication in flight without being blocked (ns)."""
+    return _overlapped_ns(matched.launches, matched.waits, timelines, within)
 
 
-def _hidden(
+def _overlapped_ns(
     launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window
 ) -> list[int]:
     result, count = [], len(timelines)
@@ -137,7 +149,7 @@ def _hidden(
     return result
 
 
-def _collectives(
+def _collective_figures(
     launches: np.ndarray,
     waits: np.ndarray,
     inside: np.ndarray,
@@ -145,7 +157,10 @@ def _collectives(
     whole: tuple[float, float, float],
     shares: Callable[[np.ndarray, np.ndarray], tuple[float, float, float]],
 ) -> list[Collective]:
-    """Each kind by itself. whole: the group's shares; shares: of some of its communication."""
+    """Return the figures of each kind of collective.
+
+    whole: The group's shares. shares: Computes the shares of some of its communication.
+    """
     result = []
     for op in np.flatnonzero(np.bincount(launches["op"][inside])).tolist():
         of_op = launches["op"] == op
@@ -155,7 +170,7 @@ def _collectives(
         share = whole if alone else shares(launches[of_op], waits[waits["op"] == op])
         if op in POINT_TO_POINT_OPS:
             count = len(amount)
-            result.append(Collective(name_of(op), count, total(amount), *share, None, None))
+            result.append(Collective(collective_name(op), count, total(amount), *share, None, None))
             continue
         at = launches["node"][mine]
         at -= at.min()  # a group's nodes have numbers in a row
@@ -169,8 +184,8 @@ def _collectives(
         large = (amount_of >= 1 << 16) & (end > last)
         speed = amount_of[large] / (end[large] - last[large])  # bytes/ns = GB/s
         algbw = float(np.median(speed)) if large.any() else None
-        factor = _BUS.get(op)
+        factor = _BUS_FACTOR.get(op)
         busbw = algbw * factor(size) if algbw is not None and factor is not None else None
         whole_bytes = total(amount_of)
-        result.append(Collective(name_of(op), count, whole_bytes, *share, algbw, busbw))
+        result.append(Collective(collective_name(op), count, whole_bytes, *share, algbw, busbw))
     return result

@@ -1,4 +1,4 @@
-"""Where each rank ran: host, cores, threads, device and versions, as its record says."""
+"""Report where each rank ran, from its record: host, cores, threads, device and versions."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,8 +10,8 @@ VERSIONS = ("paceline", "torch", "python")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Ranks that ran alike on one host. None: the record does not say (before version 3)."""
+class RankPlacement:
+    """Ranks with the same placement on one host. None: not in the record (before version 3)."""
 
     host: str
     ranks: str  # as "0-3,8"
@@ -23,8 +23,8 @@ class Place:
     python: str | None
 
 
-def places(records: list[Record]) -> list[Place]:
-    """One entry for the ranks of a host that have everything in common."""
+def rank_placements(records: list[Record]) -> list[RankPlacement]:
+    """Return one entry for all ranks of a host that agree in every field."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for record in records:
         meta = record.meta
@@ -38,12 +38,13 @@ def places(records: list[Record]) -> list[Place]:
         key += tuple(meta.get(name) for name in VERSIONS)
         alike.setdefault(key, []).append(record.rank)
     return [
-        Place(str(host), spans(ranks), *cast(Any, rest)) for (host, *rest), ranks in alike.items()
+        RankPlacement(str(host), spans(ranks), *cast(Any, rest))
+        for (host, *rest), ranks in alike.items()
     ]
 
 
 def _cores(mask: object) -> str | None:
-    """The kernel's bits in hexadecimal as "0-3,8"; None for anything else."""
+    """Return the hexadecimal mask of the kernel as "0-3,8"; None if it is no mask."""
     try:
         bits = int(str(mask), 16)
     except ValueError:

@@ -15,21 +15,21 @@ from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
 from ..records.state_timeline import STATES, Window, find_window, total
-from .loader_totals import Loading, loading
+from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss
-from .measured_window import Measured
-from .pop import Efficiencies, busy, efficiencies
-from .process_groups import Group, groups, hidden
-from .rank_placement import Place, places
-from .stalls import Stall, Still, explained, stalls, standstills
-from .step_work import Roofline, Work, on_roofline, work
-from .steps import StepTimes, step_times, steps_of
-from .wait_matrix import Pair, pairs
+from .measured_window import MeasuredWindow
+from .pop import Efficiencies, busy_ns, efficiencies
+from .process_groups import Group, group_figures, overlapped_ns
+from .rank_placement import RankPlacement, rank_placements
+from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
+from .step_work import Roofline, StepWork, on_roofline, sum_work
+from .steps import StepTimes, find_steps, measure_steps
+from .wait_matrix import WaitPair, longest_waits
 
 
 @dataclass(frozen=True)
-class Range:
-    """A range of steps: its length (s) and efficiencies, without a replay."""
+class StepRange:
+    """A range of steps: its length (s) and its efficiencies, without replay."""
 
     first: int
     last: int
@@ -41,9 +41,9 @@ class Range:
 class Report:
     """Figures of one run; times in seconds, shares of the window in [0, 1].
 
-    ``states`` and ``hidden`` have an entry a rank, in the order of ``ranks``. Where fewer than
-    two steps were recorded there is no window, and what is measured in it is None or empty.
-    What needs two ranks is None for one.
+    ``states`` and ``hidden`` have one entry per rank, in the order of ``ranks``. With fewer than
+    two recorded steps there is no window, and what is measured in it is None or empty. Figures that
+    need two ranks are None for one.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Report:
     slowest_rank: int | None
     slowest_excess: float | None  # its time outside communication over the mean's, minus 1
     groups: list[Group]
-    ranges: list[Range]
+    ranges: list[StepRange]
     losses: list[Loss]  # the largest first; they add up to 1 - useful
     step_times: StepTimes | None
-    stood_still: list[Still]  # the longest first, as what follows
+    stood_still: list[Standstill]  # the longest first, as what follows
     stalled: list[Stall]
-    waited_for: list[Pair]  # the largest shares first, of a rank's time
+    waited_for: list[WaitPair]  # the largest shares first, of a rank's time
     recording_cost: float  # share of the time after start-up, the rank where it is largest
     events: int
     missing_ranks: list[int]
@@ -81,36 +81,40 @@ class Report:
     clocks: list[dict[str, object]]
     confidence: float
     doubts: list[str] = field(default_factory=list)  # what lowers the confidence
-    places: list[Place] = field(default_factory=list)
-    work: Work | None = None  # of one step, where it was counted
+    places: list[RankPlacement] = field(default_factory=list)
+    work: StepWork | None = None  # of one step, where it was counted
     roofline: Roofline | None = None  # with a machine file
-    loading: Loading | None = None  # by paceline.data.Loader
+    loading: LoaderTotals | None = None  # by paceline.data.Loader
 
     def to_json(self) -> str:
         return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
 
 
 @dataclass(frozen=True)
-class Examined:
-    """A run's report, and what it was made from: None where there is no window."""
+class RunAnalysis:
+    """A run's report, and the measured window that it was computed from (None: no window)."""
 
     report: Report
-    measured: Measured | None
+    measured: MeasuredWindow | None
 
 
 def analyse(run: Run, steps: tuple[int, int] | None = None) -> Report:
-    """The report of one run. steps: only those from the first number up to the second.
+    """Return the report of one run. steps: (first, last), from ``first`` up to, not including,
+    ``last``.
 
-    Raises ValueError where these steps were not recorded.
+    Raises:
+        ValueError: These steps were not recorded on all ranks.
     """
-    return examine(run, steps).report
+    return analyse_with_window(run, steps).report
 
 
-def examine(
+def analyse_with_window(
     run: Run, steps: tuple[int, int] | None = None, machine: Machine | None = None
-) -> Examined:
-    """``analyse``, with what pictures are made from. machine: whose roofline the step is placed
-    on."""
+) -> RunAnalysis:
+    """Return the report of one run, and the measured window that plots are made from.
+
+    machine: The machine file on whose roofline the step is placed.
+    """
     records = sorted(run.records, key=lambda record: record.rank)
     matched = match_collectives(records)
     records, clocks = align_clocks(records, matched)
@@ -123,7 +127,7 @@ def examine(
             f"{run.name}: steps {steps[0]}:{steps[1]} were not recorded on all ranks. "
             f"HINT: two numbers between 1 and {done}"
         )
-    measured = Measured(records, matched, clocks, within) if within is not None else None
+    measured = MeasuredWindow(records, matched, clocks, within) if within is not None else None
     started = min(int(record.meta["started_ns"]) for record in records)
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
@@ -132,7 +136,7 @@ def examine(
     stepped = [record.events_in(State.STEP) for record in records]
     cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
-    figures = _figures(measured)
+    figures = _window_figures(measured)
     report = Report(
         name=run.name,
         command=run.command,
@@ -155,12 +159,12 @@ def examine(
         clocks=[asdict(clock) for clock in clocks.clocks],
         confidence=confidence,
         doubts=doubts,
-        places=places(records),
-        work=work(records),
+        places=rank_placements(records),
+        work=sum_work(records),
         roofline=_roofline(records, machine, figures) if machine is not None else None,
-        loading=loading(records),
+        loading=loader_totals(records),
     )
-    return Examined(report, measured)
+    return RunAnalysis(report, measured)
 
 
 def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) -> Roofline | None:
@@ -168,8 +172,8 @@ def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) 
     return on_roofline(records, machine, times and times.median_s, found and found.useful)
 
 
-def _figures(m: Measured | None) -> dict[str, Any]:
-    """The part of a Report that needs a window."""
+def _window_figures(m: MeasuredWindow | None) -> dict[str, Any]:
+    """Return the fields of a Report that need a window."""
     if m is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
@@ -180,35 +184,35 @@ def _figures(m: Measured | None) -> dict[str, Any]:
     rows = [record.events_in(State.STEP) for record in m.records]
     inside = [s[(s["end"] > m.within.start) & (s["end"] <= m.within.end)] for s in rows]
     samples = sum(total(s["amount"]) for s in inside)
-    times = [busy(rank) for rank in m.states]
+    times = [busy_ns(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
-    steps, still = steps_of(m), standstills(m)
-    stalled = stalls(m, still)
-    took = step_times(m, steps) if steps is not None else None
+    steps, still = find_steps(m), find_standstills(m)
+    stalled = find_stalls(m, still)
+    took = measure_steps(m, steps) if steps is not None else None
     if steps is not None and took is not None:
-        took = explained(m, steps, took, still, stalled)
+        took = explain_outliers(m, steps, took, still, stalled)
     return {
         "window_s": length / 1e9,
         "samples": samples,
         "samples_per_s": samples / (length / 1e9) if samples else None,
         "states": [{name: rank[name] / length for name in STATES} for rank in m.states],
-        "hidden": [time / length for time in hidden(m.matched, m.timelines, m.within)],
+        "hidden": [time / length for time in overlapped_ns(m.matched, m.timelines, m.within)],
         "efficiencies": m.efficiencies,
         "slowest_rank": m.records[slowest].rank if slowest is not None else None,
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
-        "groups": groups(m.records, m.matched, m.timelines, m.within),
-        "ranges": _ranges(m),
+        "groups": group_figures(m.records, m.matched, m.timelines, m.within),
+        "ranges": _range_efficiencies(m),
         "losses": m.losses,
         "step_times": took,
         "stood_still": still,
         "stalled": stalled,
-        "waited_for": pairs(m),
+        "waited_for": longest_waits(m),
     }
 
 
-def _ranges(m: Measured) -> list[Range]:
-    """The efficiencies of each range of steps."""
+def _range_efficiencies(m: MeasuredWindow) -> list[StepRange]:
+    """Return the efficiencies of each range of steps."""
     edges, steps = m.ranges.edges, m.ranges.steps
     spent = [np.diff(line.cumulative_by_state(edges), axis=0) for line in m.timelines]
     result = []
@@ -217,7 +221,9 @@ def _ranges(m: Measured) -> list[Range]:
         if length <= 0:
             continue
         states = [dict(zip(STATES, rank[i].tolist(), strict=True)) for rank in spent]
-        result.append(Range(steps[i], steps[i + 1] - 1, length / 1e9, efficiencies(states, length)))
+        result.append(
+            StepRange(steps[i], steps[i + 1] - 1, length / 1e9, efficiencies(states, length))
+        )
     return result
 
 
@@ -226,10 +232,13 @@ def _doubts(
     records: list[Record],
     matched: MatchedCommunication,
     clocks: Clocks,
-    m: Measured | None,
+    m: MeasuredWindow | None,
 ) -> tuple[list[str], float]:
-    """What could not be read, matched or told apart, and the confidence that is left: the share
-    of ranks that is there x of blocked time that is matched x of waits above the residual."""
+    """Return the reasons that lower the confidence, and the confidence.
+
+    It is the share of ranks with a record x the share of blocked time that is matched x the share
+    of waits above the clocks' residual.
+    """
     doubts, confidence = [], 1.0
     if run.running:
         doubts.append("the job still runs: the figures are of what it has recorded so far")
@@ -258,13 +267,13 @@ def _doubts(
             "the clocks of some hosts could not be aligned (they never communicate): waits and "
             "transfers are not told apart"
         )
-    if m is not None and m.contradicts:
+    if m is not None and m.replay_contradicts:
         doubts.append(
             "the replay on an ideal network takes longer than the run: some ends lie before the "
             "starts that they need, and serialisation and transfer are not told apart"
         )
     if m is not None and clocks.residual_ns and blocked:
-        unsure = _below(m, clocks.residual_ns) / blocked
+        unsure = _wait_below_residual(m, clocks.residual_ns) / blocked
         confidence *= 1 - unsure
         doubts.append(
             f"clocks of hosts are aligned to {clocks.residual_ns / 1e3:.0f} µs: "
@@ -279,8 +288,8 @@ def _unmatched(matched: MatchedCommunication, within: Window | None) -> tuple[in
     )
 
 
-def _below(m: Measured, residual: int) -> int:
-    """Blocked time in waits that are not longer than the clocks' residual."""
+def _wait_below_residual(m: MeasuredWindow, residual: int) -> int:
+    """Return the blocked time in waits that are not longer than the clocks' residual (ns)."""
     rows = m.matched.waits
     wait = np.clip(rows["latest"], rows["start"], rows["end"]) - rows["start"]
     short = (wait > 0) & (wait <= residual)

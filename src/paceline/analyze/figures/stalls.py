@@ -1,7 +1,8 @@
-"""Brief trouble that a run survived: ranks that stood still, and exchanges that stalled.
+"""Find short disturbances that a run survived: ranks that stood still, exchanges that stalled.
 
-A rank stood still where its sampler could not run and nothing else of it did. An exchange stalled
-where all its ranks had come, none of them stood still, and it took many times what is usual.
+A rank stood still where its stack sampler could not run and its other threads did nothing. An
+exchange stalled where all its ranks had arrived, none of them stood still, and it took many times
+longer than usual.
 """
 
 from collections.abc import Iterator
@@ -13,25 +14,33 @@ import numpy as np
 from ...record.ring.states import POINT_TO_POINT_OPS, State
 from ..records.match_collectives import split_by_record
 from ..records.state_timeline import Ints, Window, blocking_states
-from .losses import apart, name_of
-from .measured_window import Measured
+from .losses import collective_name, rows_by_value
+from .measured_window import MeasuredWindow
 from .steps import Steps, StepTimes
 
-Span = tuple[int, int, int]  # start, end, and whose: the number of the record
-Slow = tuple[int, int, int, int, float]  # the same, the row among its waits, its usual time
-STILL, STALLED = "still", "stalled"  # in the place of the state that explains an outlier
-MOST = 1000  # of each that are told one by one
-_STALL = int(1e9)  # ns: what is over earlier is no stall
-_TIMES = 10.0  # times its usual time
-_KNOWN = 5  # exchanges alike of one rank that make a time the usual one
-_EXPLAINS = 0.5  # of the time that a step, or an exchange, took longer
+RankInterval = tuple[int, int, int]  # start, end (ns), index of the record
+# Start, end (ns), index of the record, row among its waits, usual time (ns).
+SlowExchange = tuple[int, int, int, int, float]
+STILL, STALLED = "still", "stalled"  # used as the state that explains an outlier
+MAX_LISTED = 1000  # standstills, and stalls
+_MIN_STALL_NS = int(1e9)
+_MIN_SLOWDOWN = 10.0  # times its usual time
+_MIN_SIMILAR = 5  # similar exchanges of one rank, for a usual time
+_MIN_EXPLAINED = 0.5  # of the time that a step, or an exchange, took longer
 
 
 @dataclass(frozen=True)
-class Still:
-    """No thread of ``ranks``, which are on one host, ran for ``seconds``. whole: these are
-    several, and all that are there. at_s: since the job's start. waited_s: how long another rank
-    waited for them meanwhile, at most; None where there is none, or no common clock."""
+class Standstill:
+    """Ranks of one host of which no thread ran.
+
+    Attributes:
+        whole: Whether these are several ranks, and all of the host.
+        at_s: Seconds since the job's start.
+        seconds: How long they stood still.
+        waited_s: Longest time that another rank waited for them meanwhile. None where there is no
+            other
+            rank, or no common clock.
+    """
 
     ranks: list[int]
     host: str
@@ -44,9 +53,16 @@ class Still:
 
 @dataclass(frozen=True)
 class Stall:
-    """An exchange that took ``seconds`` from when all had come until ``rank``, which was in it,
-    could go on; usual_s is the median of its others alike. number: None for a message. hosts: on
-    how many its members are."""
+    """A collective or message that took much longer than usual.
+
+    Attributes:
+        number: None for a message.
+        rank: A rank that was blocked in it.
+        hosts: Number of hosts that the group's members are on.
+        at_s: Seconds since the job's start, when all members had arrived.
+        seconds: From the arrival of the last member until ``rank`` could go on.
+        usual_s: Median of this rank's exchanges of the same kind, group and size.
+    """
 
     collective: str
     group: str
@@ -59,22 +75,26 @@ class Stall:
     usual_s: float
 
 
-def standstills(m: Measured) -> list[Still]:
-    """The longest first; ranks of one host that stood still together are one."""
-    by_host: dict[str, list[Span]] = {}
+def find_standstills(m: MeasuredWindow) -> list[Standstill]:
+    """Return the standstills, longest first; ranks of one host that stood still together are
+    one.
+    """
+    by_host: dict[str, list[RankInterval]] = {}
     scope = _scope(m)
     for i, record in enumerate(m.records):
         rows = record.events_in(State.STILL)
         rows = rows[(rows["end"] > scope.start) & (rows["start"] < scope.end)]
         for start, end in zip(rows["start"].tolist(), rows["end"].tolist(), strict=True):
             by_host.setdefault(record.host, []).append((start, end, i))
-    waits = m.matched.waits[_long(m)] if by_host else m.matched.waits[:0]
-    parts = [(host, part) for host in by_host for part in _together(sorted(by_host[host]))]
+    waits = m.matched.waits[_is_long_wait(m)] if by_host else m.matched.waits[:0]
+    parts = [
+        (host, part) for host in by_host for part in _group_simultaneous(sorted(by_host[host]))
+    ]
     parts.sort(key=lambda both: -max(end - start for start, end, _ in both[1]))
-    return [_still(m, host, part, waits) for host, part in parts[:MOST]]
+    return [_make_standstill(m, host, part, waits) for host, part in parts[:MAX_LISTED]]
 
 
-def _scope(m: Measured) -> Window:
+def _scope(m: MeasuredWindow) -> Window:
     """The window; where that is a GPU's sampled steps, all after the first step."""
     if not all(record.on_gpu for record in m.records):
         return m.within
@@ -83,15 +103,19 @@ def _scope(m: Measured) -> Window:
     return Window(start, max(int(record.events["end"].max()) for record in m.records))
 
 
-def _long(m: Measured) -> Any:
-    """Waits that may be for one that stood still: few, so that each standstill can look."""
-    return m.matched.waits["end"] - m.matched.waits["start"] > _STALL // 10
+def _is_long_wait(m: MeasuredWindow) -> Any:
+    """Select the waits that may be for a rank that stood still: few, as each standstill scans
+    them.
+    """
+    return m.matched.waits["end"] - m.matched.waits["start"] > _MIN_STALL_NS // 10
 
 
-def _together(spans: list[Span]) -> Iterator[list[Span]]:
-    """Spans in the order of their starts, apart by time: those of ranks that stood still together
-    begin before the first of them is half over."""
-    part: list[Span] = []
+def _group_simultaneous(spans: list[RankInterval]) -> Iterator[list[RankInterval]]:
+    """Group intervals, ordered by start, that overlap in time.
+
+    Ranks stood still together if each began before half of the first one's interval was over.
+    """
+    part: list[RankInterval] = []
     for span in spans:
         if part and span[0] >= (part[0][0] + part[0][1]) / 2:
             yield part
@@ -101,68 +125,74 @@ def _together(spans: list[Span]) -> Iterator[list[Span]]:
         yield part
 
 
-def _still(m: Measured, host: str, part: list[Span], waits: Any) -> Still:
+def _make_standstill(
+    m: MeasuredWindow, host: str, part: list[RankInterval], waits: Any
+) -> Standstill:
     who = {i for _, _, i in part}
     there = {i for i, record in enumerate(m.records) if record.host == host}
     start, end, i = max(part, key=lambda span: span[1] - span[0])
     waited = None
-    if not m.apart and len(who) < len(m.records):
+    if not m.clocks_unaligned and len(who) < len(m.records):
         rows = waits[np.isin(waits["culprit"], list(who)) & ~np.isin(waits["record"], list(who))]
         until = np.minimum(np.minimum(rows["latest"], rows["end"]), end)
         held = (until - np.maximum(rows["start"], start)).clip(min=0)
         waited = float(np.bincount(rows["record"], held, minlength=1).max()) / 1e9
-    return Still(
+    return Standstill(
         ranks=sorted(m.records[one].rank for one in who),
         host=host,
         whole=who == there and len(who) > 1,
-        step=_step(m, i, start),
-        at_s=(start - _started(m)) / 1e9,
+        step=_step_at(m, i, start),
+        at_s=(start - _job_start_ns(m)) / 1e9,
         seconds=(end - start) / 1e9,
         waited_s=waited,
     )
 
 
-def _step(m: Measured, i: int, at: int) -> int:
-    """The number of the step that a record's rank was in."""
+def _step_at(m: MeasuredWindow, i: int, at: int) -> int:
+    """Return the number of the step in which a record's rank was at a time (ns)."""
     rows = m.records[i].events_in(State.STEP)
     after = rows["step"][rows["end"] > at]
     return int(after[0]) if len(after) else int(rows["step"].max(initial=0)) + 1
 
 
-def _started(m: Measured) -> int:
+def _job_start_ns(m: MeasuredWindow) -> int:
     return min(int(record.meta["started_ns"]) for record in m.records)
 
 
-def stalls(m: Measured, still: list[Still]) -> list[Stall]:
-    """The longest first; of those at the same time the longest only."""
+def find_stalls(m: MeasuredWindow, still: list[Standstill]) -> list[Stall]:
+    """Return the stalls, longest first; of simultaneous ones only the longest."""
     waits = m.matched.waits
-    if m.apart or not len(waits):
+    if m.clocks_unaligned or not len(waits):
         return []
     blocked = waits["end"] - np.maximum(waits["start"], waits["latest"])
-    slow = (blocked >= _STALL + m.residual) & waits["whole"] & ~waits["call"]
-    slow &= (waits["end"] > m.within.start) & (waits["start"] < m.within.end)
-    found: list[Slow] = []
+    is_slow = (blocked >= _MIN_STALL_NS + m.residual_ns) & waits["whole"] & ~waits["call"]
+    is_slow &= (waits["end"] > m.within.start) & (waits["start"] < m.within.end)
+    slow_exchanges: list[SlowExchange] = []
     rows = split_by_record(waits, len(m.records))
-    for i in np.unique(waits["record"][slow]).tolist():
+    for i in np.unique(waits["record"][is_slow]).tolist():
         record = m.records[i]
         if record.meta.get("device") == "cuda" and not record.on_gpu:
             continue  # who has launched it may still compute
         first = int(np.searchsorted(waits["record"], i))
-        found += _of_record(m, i, rows[i], np.flatnonzero(slow[first : first + len(rows[i])]))
-    longest = sorted(_longest(found), key=lambda one: one[0] - one[1])[:MOST]
-    told = [_stall(m, i, row, rows[i][row], usual) for _, _, i, row, usual in longest]
+        slow_exchanges += _slow_exchanges(
+            m, i, rows[i], np.flatnonzero(is_slow[first : first + len(rows[i])])
+        )
+    longest = sorted(_longest_of_overlapping(slow_exchanges), key=lambda one: one[0] - one[1])[
+        :MAX_LISTED
+    ]
+    found_stalls = [_make_stall(m, i, row, rows[i][row], usual) for _, _, i, row, usual in longest]
     return [
         one
-        for one in told
+        for one in found_stalls
         if not any(
-            _overlap(each, one.at_s, one.at_s + one.seconds) >= _EXPLAINS * one.seconds
+            _overlap(each, one.at_s, one.at_s + one.seconds) >= _MIN_EXPLAINED * one.seconds
             for each in still
         )
     ]
 
 
-def _longest(found: list[Slow]) -> Iterator[Slow]:
-    """Of those that overlap the longest."""
+def _longest_of_overlapping(found: list[SlowExchange]) -> Iterator[SlowExchange]:
+    """Return of overlapping exchanges only the longest."""
     best, until = None, 0
     for one in sorted(found):
         if best is not None and one[0] >= until:
@@ -174,9 +204,10 @@ def _longest(found: list[Slow]) -> Iterator[Slow]:
         yield best
 
 
-def _of_record(m: Measured, i: int, rows: Any, which: Ints) -> list[Slow]:
-    """Those of one record's slow exchanges that took many times what is usual for their kind
-    and size in their group."""
+def _slow_exchanges(m: MeasuredWindow, i: int, rows: Any, which: Ints) -> list[SlowExchange]:
+    """Return one record's slow exchanges that took many times the usual time of their kind,
+    group and size.
+    """
     amount = m.records[i].events_in(*blocking_states(m.records[i]))["amount"]
     size = np.frexp(amount.astype(np.float64))[1].astype(np.int64)
     kind = (rows["group"].astype(np.int64) << 16) | (rows["op"].astype(np.int64) << 8) | size
@@ -186,55 +217,61 @@ def _of_record(m: Measured, i: int, rows: Any, which: Ints) -> list[Slow]:
     is_slow = np.zeros(len(rows), bool)
     is_slow[which] = True
     wanted = np.flatnonzero(np.isin(kind, kind[which]))
-    for _, at in apart(kind[wanted]):
+    for _, at in rows_by_value(kind[wanted]):
         alike = wanted[at]
         usual = float(np.median(took[alike]))
-        if len(alike) >= _KNOWN:
-            mine = alike[is_slow[alike] & (took[alike] >= _TIMES * usual)]
+        if len(alike) >= _MIN_SIMILAR:
+            mine = alike[is_slow[alike] & (took[alike] >= _MIN_SLOWDOWN * usual)]
             spans = zip(rows["latest"][mine].tolist(), rows["end"][mine].tolist(), strict=True)
             found += [(*span, i, row, usual) for span, row in zip(spans, mine, strict=True)]
     return found
 
 
-def _stall(m: Measured, i: int, row: int, wait: Any, usual: float) -> Stall:
-    record, began = m.records[i], _started(m)
+def _make_stall(m: MeasuredWindow, i: int, row: int, wait: Any, usual: float) -> Stall:
+    record, began = m.records[i], _job_start_ns(m)
     message = int(wait["op"]) in POINT_TO_POINT_OPS
     name = m.matched.groups[int(wait["group"])]
     groups = ((one, one.meta.get("groups", {}).values()) for one in m.records)
     hosts = {one.host for one, mine in groups if any(group["name"] == name for group in mine)}
     return Stall(
-        collective=name_of(int(wait["op"])),
+        collective=collective_name(int(wait["op"])),
         group=name,
         number=None if message else int(record.events_in(*blocking_states(record))["seq"][row]),
         rank=record.rank,
         hosts=len(hosts),
-        step=_step(m, i, int(wait["end"]) - 1),
+        step=_step_at(m, i, int(wait["end"]) - 1),
         at_s=(int(wait["latest"]) - began) / 1e9,
         seconds=(int(wait["end"]) - int(wait["latest"])) / 1e9,
         usual_s=usual / 1e9,
     )
 
 
-def explained(
-    m: Measured, steps: Steps, times: StepTimes, still: list[Still], stalled: list[Stall]
+def explain_outliers(
+    m: MeasuredWindow, steps: Steps, times: StepTimes, still: list[Standstill], stalled: list[Stall]
 ) -> StepTimes:
-    """The step times, with what made a step stand out where it was one of these."""
-    ends, began = steps.bounds.max(axis=0), _started(m)
-    troubles: list[Still | Stall] = [*still, *stalled]
+    """Return the step times, with outliers explained by standstills and stalls where they are
+    the cause.
+    """
+    step_ends, began = steps.bounds.max(axis=0), _job_start_ns(m)
+    disturbances: list[Standstill | Stall] = [*still, *stalled]
     outliers = []
-    for one in times.outliers:
-        begin, end = ((int(ends[one.step - steps.first + n]) - began) / 1e9 for n in (0, 1))
-        longer = one.seconds - times.median_s
-        shares = [_overlap(each, begin, end) for each in troubles]
-        if shares and max(shares) >= _EXPLAINS * longer:
-            cause = troubles[int(np.argmax(shares))]
-            state = STILL if isinstance(cause, Still) else STALLED
-            alone = cause.ranks[0] if isinstance(cause, Still) and len(cause.ranks) == 1 else None
-            one = replace(one, state=state, rank=alone, longer_s=longer)
-        outliers.append(one)
+    for outlier in times.outliers:
+        begin, end = (
+            (int(step_ends[outlier.step - steps.first + n]) - began) / 1e9 for n in (0, 1)
+        )
+        longer_s = outlier.seconds - times.median_s
+        shares = [_overlap(disturbance, begin, end) for disturbance in disturbances]
+        if shares and max(shares) >= _MIN_EXPLAINED * longer_s:
+            cause = disturbances[int(np.argmax(shares))]
+            state = STILL if isinstance(cause, Standstill) else STALLED
+            single_rank = (
+                cause.ranks[0] if isinstance(cause, Standstill) and len(cause.ranks) == 1 else None
+            )
+            outlier = replace(outlier, state=state, rank=single_rank, longer_s=longer_s)
+        outliers.append(outlier)
     return replace(times, outliers=outliers)
 
 
-def _overlap(trouble: Still | Stall, start: float, end: float) -> float:
-    """How much of a time (s since the job's start) it takes up."""
-    return min(end, trouble.at_s + trouble.seconds) - max(start, trouble.at_s)
+def _overlap(disturbance: Standstill | Stall, start: float, end: float) -> float:
+    """Return for how many seconds a disturbance overlaps an interval (s since the job's start)."""
+    return min(end, disturbance.at_s + disturbance.seconds) - max(start, disturbance.at_s)

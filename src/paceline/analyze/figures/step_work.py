@@ -1,5 +1,4 @@
-"""What a step computes, as one sampled step was counted (``--count-flops``), and where that stands
-on the roofline of a machine file. See docs/reference/measures.md."""
+"""Count the work of one sampled step (``--count-flops``) and place it on a machine's roofline."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,13 +7,15 @@ from ...cost.machine.machine_file import HostFacts, Machine
 from ...cost.roofline import Placed, Roof, place, roofs
 from ..records.read_record import Record
 
-SHOWN = 3  # operators that are placed by themselves
+MAX_PLACED_OPERATORS = 3  # on the roofline
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kind of operator in the step, all ranks together; seconds: the mean rank's in it, None
-    where the device computes on while the call returns."""
+    """One kind of operator in the step, all ranks together.
+
+    seconds: Mean over ranks; None on a device that computes asynchronously.
+    """
 
     name: str
     calls: int
@@ -24,8 +25,8 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Work:
-    """FLOPs and bytes of memory traffic of one step, of all ranks that were counted."""
+class StepWork:
+    """FLOPs and memory traffic (bytes) of one step, of all ranks that counted it."""
 
     step: int
     ranks: list[int]
@@ -34,12 +35,12 @@ class Work:
     device: str  # "cpu", "cuda:0": of the first rank
     precision: str  # of most FLOPs, as the machine file names it
     operators: list[Operator]  # those with most FLOPs first
-    uncounted: list[str]  # whose FLOPs nobody knows
+    uncounted: list[str]  # operators with unknown FLOPs
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Work of one device (a host's cores, or one GPU) on the roofs that were measured there."""
+    """Work of one device (a host's cores, or one GPU) on the roofs measured there."""
 
     host: str  # whose roofs they are
     device: str
@@ -48,13 +49,13 @@ class Roofline:
     assumed: bool = False  # whether the work's own host is not in the machine file
 
 
-def work(records: list[Record]) -> Work | None:
-    """The sum of what the ranks counted; None where none did."""
+def sum_work(records: list[Record]) -> StepWork | None:
+    """Return the sum of what the ranks counted, or None where none did."""
     counted = [record for record in records if record.meta.get("work")]
     found = [record.meta["work"] for record in counted]
     if not found:
         return None
-    return Work(
+    return StepWork(
         step=found[0]["step"],
         ranks=[record.rank for record in counted],
         flops=sum(one["flops"] for one in found),
@@ -81,10 +82,13 @@ def _operators(ranks: list[list[list[float]]], timed: bool) -> list[Operator]:
 def on_roofline(
     records: list[Record], machine: Machine, median_s: float | None, useful: float | None
 ) -> Roofline | None:
-    """A step of the records' first counted device on the roofs of its host; None where nothing
-    was counted. median_s: of a step. useful: that share of it is computing.
+    """Place a step of the first counted device on the roofs of its host.
 
-    Raises ValueError where the machine file has no roofs of such a device.
+    Returns None where nothing was counted. median_s: Duration of a step. useful: Share of it that
+    is computing.
+
+    Raises:
+        ValueError: The machine file has no roofs of such a device.
     """
     counted = [record for record in records if record.meta.get("work")]
     if not counted:
@@ -93,39 +97,39 @@ def on_roofline(
     device = str(first.meta["work"]["device"]) or "cpu"
     on_cpu = device == "cpu"
     together = [r for r in counted if r.host == first.host] if on_cpu else [first]
-    host, assumed = _host(machine, first.host)
+    host, assumed = _find_host(machine, first.host)
     found = roofs(host, device)
     if not found:
         raise ValueError(
             f"the machine file has no matrix product and triad of {device} on {host.name}. "
             "HINT: paceline check there"
         )
-    whole = work(together)
+    whole = sum_work(together)
     assert whole is not None
     roof = found.get(whole.precision) or next(iter(found.values()))
     points = {
         name: place(flops, size, seconds, peak=roof.peak, bandwidth=roof.bandwidth)
-        for name, flops, size, seconds in _pieces(whole, median_s, useful)
+        for name, flops, size, seconds in _roofline_points(whole, median_s, useful)
         if flops and size and seconds
     }
     return Roofline(host.name, device, found, points, assumed)
 
 
-def _pieces(
-    whole: Work, median_s: float | None, useful: float | None
+def _roofline_points(
+    whole: StepWork, median_s: float | None, useful: float | None
 ) -> Iterator[tuple[str, float, float, float]]:
-    """Name, FLOPs, bytes and seconds."""
+    """Yield the name, FLOPs, bytes and seconds of each point."""
     if median_s:
         yield "a step", whole.flops, whole.bytes, median_s
         if useful:
             yield "its useful time", whole.flops, whole.bytes, median_s * useful
-    for op in whole.operators[:SHOWN]:
+    for op in whole.operators[:MAX_PLACED_OPERATORS]:
         if op.seconds is not None:
             yield op.name, op.flops, op.bytes, op.seconds
 
 
-def _host(machine: Machine, name: str) -> tuple[HostFacts, bool]:
-    """The host of that name, or the file's first for hosts of its kind."""
+def _find_host(machine: Machine, name: str) -> tuple[HostFacts, bool]:
+    """Return the host of that name, or the file's first one; and whether it had to be assumed."""
     short = name.partition(".")[0]
     for host in machine.hosts:
         if host.name.partition(".")[0] == short:

@@ -1,7 +1,8 @@
-"""How long the steps took, which of them stand out, and what was longer in those.
+"""Measure the job's steps: how long they took, which are outliers, and why.
 
-A job's step ends when its last rank's does; a validation or a save between two steps belongs to
-the later one. What a rank did more in a step than in its median step explains an outlier.
+A step of the job ends when the last rank ends it; a validation or a checkpoint between two steps
+belongs to the later one. An outlier is explained by the state in which a rank spent more time than
+in its median step.
 """
 
 from dataclasses import dataclass, field
@@ -11,23 +12,28 @@ import numpy.typing as npt
 
 from ...record.ring.states import State
 from ..records.state_timeline import COMMUNICATION, STATES, Ints
-from .measured_window import Measured
+from .measured_window import MeasuredWindow
 
 Floats = npt.NDArray[np.float64]
-_MADS = 5.0  # an outlier is so many (scaled) median deviations above the median ...
-_LEAST = 1.5  # ... and at least so many times the median
-_EXPLAINS = 0.5  # of the time that a step took longer: less than that is no explanation
-_ALIKE = 0.5  # of the largest excess: a rank with that much has it too
-MAX_LOST_STEPS = 1 << 16  # without an event on any rank; each takes a column of the steps' table
-MOST = 1000  # outliers that are told one by one
-_SCALE = 1.4826  # of the median deviation, to a normal distribution's standard deviation
+_OUTLIER_MADS = 5.0  # an outlier exceeds the median by this many scaled deviations, and
+_OUTLIER_MIN_RATIO = 1.5  # is at least this many times the median
+_MIN_EXPLAINED = 0.5  # of a step's excess time, for a cause to be named
+_MIN_SIMILAR_EXCESS = 0.5  # of the largest excess: then another rank has it too
+MAX_LOST_STEPS = 1 << 16  # steps without an event on any rank; each takes a column of memory
+MAX_LISTED_OUTLIERS = 1000
+_MAD_SCALE = 1.4826  # from the MAD to a normal distribution's standard deviation
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A step that took longer than others. state: what ranks spent the time in, None where no
-    state explains it ("still" and "stalled": see trouble.py); rank: whose that was, None for most
-    of them; longer_s: by how much."""
+    """A step that took longer than others.
+
+    Attributes:
+        state: The state that explains it, or "still" or "stalled" (see stalls.py). None: no
+            explanation.
+        rank: The rank in that state; None where it was most of them.
+        longer_s: Seconds of the step that the cause explains.
+    """
 
     step: int
     seconds: float
@@ -38,9 +44,16 @@ class Outlier:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of the job's steps in seconds; typical (the one nearest to the median), best and
-    worst are numbers of steps. Outliers in the order of steps: those above the median by 5 scaled
-    median absolute deviations, and by half of it; the ``MOST`` longest of ``outlier_count``."""
+    """Times of the job's steps.
+
+    Attributes:
+        typical: Number of the step whose time is nearest to the median.
+        best: Number of the shortest step.
+        worst: Number of the longest step.
+        outlier_count: Steps above the median by 5 scaled median absolute deviations, and by half of
+            it.
+        outliers: The ``MAX_LISTED_OUTLIERS`` longest of them, in the order of steps.
+    """
 
     first: int
     last: int
@@ -56,8 +69,13 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that all ranks have done in the window. bounds[r, s] to bounds[r, s + 1] is step
-    ``first + s`` of the r-th record; seconds[s] its time for the job."""
+    """The steps that all ranks completed in the window.
+
+    Attributes:
+        first: Number of the first step.
+        bounds: (records, steps + 1), ns: bounds[r, s] to bounds[r, s + 1] is step ``first + s``.
+        seconds: Duration of each step for the job.
+    """
 
     first: int
     bounds: Ints
@@ -67,13 +85,13 @@ class Steps:
         return len(self.seconds)
 
     def span(self, step: int) -> tuple[int, int]:
-        """From the first rank's start of a step to the last one's end (ns)."""
+        """Return the first rank's start and the last rank's end of a step (ns)."""
         at = step - self.first
         return int(self.bounds[:, at].min()), int(self.bounds[:, at + 1].max())
 
 
-def steps_of(m: Measured) -> Steps | None:
-    """The window's steps; None where ranks have none in common."""
+def find_steps(m: MeasuredWindow) -> Steps | None:
+    """Return the window's steps, or None where the ranks have none in common."""
     rows = [record.events_in(State.STEP)[["step", "end"]] for record in m.records]
     rows = [row[(row["end"] >= m.within.start) & (row["end"] <= m.within.end)] for row in rows]
     if not all(len(row) for row in rows):
@@ -100,41 +118,45 @@ def steps_of(m: Measured) -> Steps | None:
     return Steps(first, bounds, np.diff(ends) / 1e9)
 
 
-def spent(m: Measured, steps: Steps, rank: int) -> Ints:
-    """Nanoseconds of one record in each state, in each step: (steps, states)."""
+def states_by_step(m: MeasuredWindow, steps: Steps, rank: int) -> Ints:
+    """Return nanoseconds of one record in each state, in each step: (steps, states)."""
     return np.diff(m.timelines[rank].cumulative_by_state(steps.bounds[rank]), axis=0)
 
 
-def step_times(m: Measured, steps: Steps) -> StepTimes:
-    """The steps' times, and what made the outliers longer."""
+def measure_steps(m: MeasuredWindow, steps: Steps) -> StepTimes:
+    """Return the distribution of the steps' times, and the cause of each outlier."""
     seconds = steps.seconds
-    middle = float(np.median(seconds))
-    deviation = _SCALE * float(np.median(np.abs(seconds - middle)))
-    out = np.flatnonzero(seconds > max(middle + _MADS * deviation, _LEAST * middle))
-    told = np.sort(out[np.argsort(-seconds[out], kind="stable")][:MOST])
+    median = float(np.median(seconds))
+    deviation = _MAD_SCALE * float(np.median(np.abs(seconds - median)))
+    outliers = np.flatnonzero(
+        seconds > max(median + _OUTLIER_MADS * deviation, _OUTLIER_MIN_RATIO * median)
+    )
+    listed = np.sort(outliers[np.argsort(-seconds[outliers], kind="stable")][:MAX_LISTED_OUTLIERS])
     return StepTimes(
         first=steps.first,
         last=steps.first + len(steps) - 1,
-        median_s=middle,
+        median_s=median,
         p5_s=float(np.percentile(seconds, 5)),
         p95_s=float(np.percentile(seconds, 95)),
-        typical=steps.first + int(np.abs(seconds - middle).argmin()),
+        typical=steps.first + int(np.abs(seconds - median).argmin()),
         best=steps.first + int(seconds.argmin()),
         worst=steps.first + int(seconds.argmax()),
-        outlier_count=len(out),
-        outliers=_explained(m, steps, told, middle) if len(told) else [],
+        outlier_count=len(outliers),
+        outliers=_explain_outliers(m, steps, listed, median) if len(listed) else [],
     )
 
 
-def _explained(m: Measured, steps: Steps, which: Ints, middle: float) -> list[Outlier]:
-    longer = np.empty((len(m.records), len(which), len(STATES)))
+def _explain_outliers(
+    m: MeasuredWindow, steps: Steps, outliers: Ints, median: float
+) -> list[Outlier]:
+    longer = np.empty((len(m.records), len(outliers), len(STATES)))
     for i in range(len(m.records)):
-        times = spent(m, steps, i)
-        longer[i] = (times[which] - np.median(times, axis=0)) / 1e9
+        times = states_by_step(m, steps, i)
+        longer[i] = (times[outliers] - np.median(times, axis=0)) / 1e9
     result = []
-    for at, step in enumerate(which.tolist()):
+    for at, step in enumerate(outliers.tolist()):
         seconds = float(steps.seconds[step])
-        state, rank, excess = _cause(longer[:, at], seconds - middle)
+        state, rank, excess = _find_cause(longer[:, at], seconds - median)
         result.append(
             Outlier(
                 steps.first + step,
@@ -147,17 +169,19 @@ def _explained(m: Measured, steps: Steps, which: Ints, middle: float) -> list[Ou
     return result
 
 
-def _cause(longer: Floats, excess: float) -> tuple[str | None, int | None, float]:
-    """The state, the record's number and the seconds that explain a step. What a rank did itself
-    comes before what it waited for."""
+def _find_cause(longer: Floats, excess: float) -> tuple[str | None, int | None, float]:
+    """Return the state, the index of the record and the seconds that explain a step.
+
+    A rank's own states come before its waiting, whose cause is another rank.
+    """
     own = longer.copy()
     own[:, list(COMMUNICATION)] = 0.0
     rank, state = np.unravel_index(int(own.argmax()), own.shape)
-    if own[rank, state] >= _EXPLAINS * excess:
-        alike = own[:, state] >= _ALIKE * own[rank, state]
-        several = len(own) > 1 and alike.mean() > 0.5
-        return STATES[state], None if several else int(rank), float(own[rank, state])
-    exchange = float(np.median(longer[:, COMMUNICATION[1]]))
-    if exchange >= _EXPLAINS * excess:
-        return STATES[COMMUNICATION[1]], None, exchange
+    if own[rank, state] >= _MIN_EXPLAINED * excess:
+        similar = own[:, state] >= _MIN_SIMILAR_EXCESS * own[rank, state]
+        is_majority = len(own) > 1 and similar.mean() > 0.5
+        return STATES[state], None if is_majority else int(rank), float(own[rank, state])
+    transfer_s = float(np.median(longer[:, COMMUNICATION[1]]))
+    if transfer_s >= _MIN_EXPLAINED * excess:
+        return STATES[COMMUNICATION[1]], None, transfer_s
     return None, None, excess

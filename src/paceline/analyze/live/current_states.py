@@ -12,7 +12,7 @@ import numpy as np
 
 from ...record.ring.states import POINT_TO_POINT_OPS, SAMPLER_STATES, Op, State
 from ...record.ring.tail import Tail
-from ..figures.losses import name_of
+from ..figures.losses import collective_name
 from ..records.read_record import Record
 
 _IN_FLIGHT = (State.COLLECTIVE, State.BLOCKED)
@@ -78,7 +78,7 @@ def _begun(found: Now, record: Record, clock: int) -> Now:
     return replace(
         found,
         doing="exchange" if begun.state == State.BLOCKED else "flight",
-        collective=name_of(begun.op),
+        collective=collective_name(begun.op),
         group=str(group["name"]),
         number=begun.seq if begun.op not in POINT_TO_POINT_OPS else None,
     )
@@ -115,7 +115,7 @@ def _last(event: Any, step: int) -> str:
         return f"optimizer step {step}"
     if event["op"]:
         number = "" if event["op"] in POINT_TO_POINT_OPS else f" {int(event['seq'])}"
-        return f"{name_of(int(event['op']))}{number}"
+        return f"{collective_name(int(event['op']))}{number}"
     return _ENDED.get(state, "its own work")
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...record.ring.states import SAMPLER_STATES, State
 from ...record.ring.tail import Tail
-from ..figures.report import examine
-from ..figures.steps import steps_of
-from ..figures.wait_matrix import Pair, matrix, pairs
+from ..figures.report import analyse_with_window
+from ..figures.steps import find_steps
+from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
 from ..records.load_run import Run
 from ..records.read_record import Record, parse_record
 from ..records.script_lines import command_words
@@ -52,7 +52,7 @@ class View:
     caused: list[float]
     slowest_rank: int | None
     slowest_excess: float | None
-    waited_for: list[Pair]
+    waited_for: list[WaitPair]
     now: list[Now]
     standing: list[Standing]
     missing_ranks: list[int]
@@ -149,15 +149,15 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
     )
     nothing |= {"slowest_excess": None, "states": [], "caused": [], "waited_for": []}
     try:
-        examined = examine(replace(run, records=_recent(run.records)))
+        examined = analyse_with_window(replace(run, records=_recent(run.records)))
     except AssertionError:  # an event that was torn and looks whole: the next view is another
         return nothing, 0.0
     m, report = examined.measured, examined.report
-    steps = steps_of(m) if m is not None else None
+    steps = find_steps(m) if m is not None else None
     if m is None or steps is None:
         return nothing, 0.0
     seconds = float(steps.seconds.sum())
-    caused = np.zeros(len(run.records)) if m.apart else matrix(m).sum(axis=0)
+    caused = np.zeros(len(run.records)) if m.clocks_unaligned else wait_matrix(m).sum(axis=0)
     found = {
         "first_step": steps.first,
         "last_step": steps.first + len(steps) - 1,
@@ -168,6 +168,6 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
         "caused": caused.tolist(),
         "slowest_rank": report.slowest_rank,
         "slowest_excess": report.slowest_excess,
-        "waited_for": pairs(m, PAIRS),
+        "waited_for": longest_waits(m, PAIRS),
     }
     return found, float(np.median(steps.seconds))

@@ -3,10 +3,10 @@
 import itertools
 from typing import Any
 
-from ...analyze.figures.compare_runs import Change, Scale, compare, scaling
+from ...analyze.figures.compare_runs import FigureChange, ScalingRow, compare, scaling
 from ...analyze.figures.losses import Loss
-from ...analyze.figures.report import Examined, Report
-from ...analyze.figures.steps import steps_of
+from ...analyze.figures.report import Report, RunAnalysis
+from ...analyze.figures.steps import find_steps
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted
 from ..sentences import sentence
@@ -31,7 +31,7 @@ _DEFINED = {  # figures whose definition has another name
 }
 
 
-def before_and_after(before: Examined, after: Examined) -> str:
+def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
     """The page of two runs with the same number of ranks."""
     both = [before, after]
     reports = [one.report for one in both]
@@ -55,7 +55,7 @@ def before_and_after(before: Examined, after: Examined) -> str:
     return page("compare.html", _data(both, ["before", "after"]), context)
 
 
-def scales(runs: list[Examined]) -> str:
+def scales(runs: list[RunAnalysis]) -> str:
     """The page of one script's runs on different numbers of ranks."""
     runs = sorted(runs, key=lambda one: one.report.size)
     reports = [one.report for one in runs]
@@ -88,7 +88,7 @@ def _defined(figure: str) -> str:
     return _DEFINED.get(figure, figure)
 
 
-def _data(runs: list[Examined], labels: list[str]) -> dict[str, Any]:
+def _data(runs: list[RunAnalysis], labels: list[str]) -> dict[str, Any]:
     """Time a step in each state, and the steps' times."""
     shares: dict[str, list[float]] = {state: [] for state in STATES}
     courses = []
@@ -97,7 +97,7 @@ def _data(runs: list[Examined], labels: list[str]) -> dict[str, Any]:
         for state in STATES:
             mean = sum(rank[state] for rank in report.states) / max(len(report.states), 1)
             shares[state].append(mean * step_s(report))
-        if m is not None and (steps := steps_of(m)) is not None:
+        if m is not None and (steps := find_steps(m)) is not None:
             courses.append({"name": label, **times(steps)})
     return {
         "states": list(STATES),
@@ -113,7 +113,7 @@ def step_s(report: Report) -> float:
     return report.window_s / (report.ranges[-1].last - report.ranges[0].first + 1)
 
 
-def _lead(changes: list[Change]) -> str:
+def _lead(changes: list[FigureChange]) -> str:
     """What changed, in a sentence."""
     rate = next((one for one in changes if one.figure == "samples_per_s"), None)
     rate = rate or next((one for one in changes if one.figure == "step_ms"), None)
@@ -188,7 +188,7 @@ def _command(report: Report) -> str:
     return " ".join(report.command) or report.name
 
 
-def _scaling_lead(found: list[Scale]) -> str:
+def _scaling_lead(found: list[ScalingRow]) -> str:
     first, last = found[0], found[-1]
     if last.speedup is None or last.scaling_efficiency is None:
         return f"From {first.ranks} to {last.ranks} ranks; the runs do not say how many samples."
@@ -204,7 +204,7 @@ def _scaling_lead(found: list[Scale]) -> str:
     )
 
 
-def _stage(first: Scale, then: Scale) -> str:
+def _stage(first: ScalingRow, then: ScalingRow) -> str:
     """What the next size costs, and which factor that is."""
     what = f"From {first.ranks} to {then.ranks} ranks"
     if first.samples_per_s and then.samples_per_s:
@@ -222,7 +222,7 @@ def _stage(first: Scale, then: Scale) -> str:
     return f"{what}. What falls most is {NAMES[worst].strip()}: {old:.2f} to {new:.2f}."
 
 
-def _curves(found: list[Scale]) -> dict[str, Any]:
+def _curves(found: list[ScalingRow]) -> dict[str, Any]:
     ranks = [scale.ranks for scale in found]
     named = {
         "scaling efficiency": "scaling_efficiency",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...analyze.figures.report import Examined, Report
+from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
@@ -45,7 +45,7 @@ _PARTS = (
 )
 
 
-def single(examined: Examined) -> str:
+def single(examined: RunAnalysis) -> str:
     """The page of one run, as HTML."""
     report = examined.report
     charts = series(examined)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...analyze.figures.measured_window import Measured
-from ...analyze.figures.report import Examined
-from ...analyze.figures.steps import Steps, spent, steps_of
-from ...analyze.figures.wait_matrix import matrix
+from ...analyze.figures.measured_window import MeasuredWindow
+from ...analyze.figures.report import RunAnalysis
+from ...analyze.figures.steps import Steps, find_steps, states_by_step
+from ...analyze.figures.wait_matrix import wait_matrix
 from ...analyze.records.state_timeline import STATES
 
 COLUMNS = 400  # of a map: steps, or parts of one step
@@ -47,17 +47,17 @@ class Blocks:
         return [f"{first}" if first == last else f"{first}-{last}" for first, last in ends]
 
 
-def series(examined: Examined) -> dict[str, Any]:
+def series(examined: RunAnalysis) -> dict[str, Any]:
     """Everything that charts.js draws; empty where the run has no window."""
     m = examined.measured
     if m is None:
         return {}
-    steps = steps_of(m)
+    steps = find_steps(m)
     found: dict[str, Any] = {"states": list(STATES), "ranks": examined.report.ranks}
     if steps is not None:
         found |= {"steps": times(steps), "moments": moments(m, steps, examined)}
         found |= {"waiting": waiting(m, steps)} if len(m.records) > 1 else {}
-    if len(m.records) > 1 and not m.apart:
+    if len(m.records) > 1 and not m.clocks_unaligned:
         found |= {"pairs": who(m), "late": late(examined)}
     return found
 
@@ -78,12 +78,12 @@ def times(steps: Steps) -> dict[str, Any]:
     }
 
 
-def waiting(m: Measured, steps: Steps) -> dict[str, Any]:
+def waiting(m: MeasuredWindow, steps: Steps) -> dict[str, Any]:
     """The map of waiting: shares of each rank's step, the mean of neighbours and their worst."""
     columns, rows = Blocks.of(len(steps), COLUMNS), Blocks.of(len(m.records), ROWS)
     mean, worst = np.zeros((2, len(m.records), len(columns)))
     for i in range(len(m.records)):
-        wait = spent(m, steps, i)[:, STATES.index("wait")]
+        wait = states_by_step(m, steps, i)[:, STATES.index("wait")]
         length = np.maximum(np.diff(steps.bounds[i]), 1)
         starts = columns.edges[:-1]
         mean[i] = np.add.reduceat(wait, starts) / np.add.reduceat(length, starts)
@@ -99,10 +99,10 @@ def waiting(m: Measured, steps: Steps) -> dict[str, Any]:
     }
 
 
-def who(m: Measured) -> dict[str, Any]:
+def who(m: MeasuredWindow) -> dict[str, Any]:
     """Who waited (rows) for whom (columns), as shares of the waiting rank's time; for blocks of
     ranks the mean over those that waited."""
-    shares = matrix(m)
+    shares = wait_matrix(m)
     blocks = Blocks.of(len(shares), PAIRS)
     starts = blocks.edges[:-1]
     summed = np.add.reduceat(np.add.reduceat(shares, starts, axis=0), starts, axis=1)
@@ -116,7 +116,7 @@ def who(m: Measured) -> dict[str, Any]:
     }
 
 
-def late(examined: Examined) -> dict[str, Any]:
+def late(examined: RunAnalysis) -> dict[str, Any]:
     """Waiting that each rank caused, of all ranks' time, by what it did longer."""
     shares: dict[int, dict[str, float]] = {}
     for loss in examined.report.losses:
@@ -135,7 +135,7 @@ def late(examined: Examined) -> dict[str, Any]:
     }
 
 
-def moments(m: Measured, steps: Steps, examined: Examined) -> list[dict[str, Any]]:
+def moments(m: MeasuredWindow, steps: Steps, examined: RunAnalysis) -> list[dict[str, Any]]:
     """The typical, the best and the worst step, all ranks beside each other."""
     found = examined.report.step_times
     assert found is not None

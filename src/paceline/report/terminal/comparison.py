@@ -5,7 +5,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.figures.compare_runs import Change, Scale
+from ...analyze.figures.compare_runs import FigureChange, ScalingRow
 from ...analyze.figures.report import Report
 from ..numbers import figure
 from .run_report import GOOD
@@ -35,7 +35,7 @@ FACTORS = (
 )
 
 
-def compared(before: Report, after: Report, changes: list[Change]) -> Panel:
+def compared(before: Report, after: Report, changes: list[FigureChange]) -> Panel:
     """Before and after, with what is noise said."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "before", "after", "change"):
@@ -58,7 +58,7 @@ def compared(before: Report, after: Report, changes: list[Change]) -> Panel:
 _STYLES = {"better": "bold green", "worse": "bold red", "none": "bright_black"}
 
 
-def verdict(change: Change) -> tuple[str, str]:
+def verdict(change: FigureChange) -> tuple[str, str]:
     """Whether it is a change, in words, and better, worse or none."""
     if change.real is None:
         return "too few steps to tell it from noise", "none"
@@ -68,7 +68,7 @@ def verdict(change: Change) -> tuple[str, str]:
     return ("better", "better") if better else ("worse", "worse")
 
 
-def scaled(scales: list[Scale], reports: list[Report]) -> Panel:
+def scaled(scales: list[ScalingRow], reports: list[Report]) -> Panel:
     """Efficiencies per number of ranks; the first is the reference."""
     table = Table(box=None, pad_edge=False)
     table.add_column("ranks")

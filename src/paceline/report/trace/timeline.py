@@ -12,9 +12,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from ...analyze.figures.measured_window import Measured
-from ...analyze.figures.report import Examined, Report
-from ...analyze.figures.steps import steps_of
+from ...analyze.figures.measured_window import MeasuredWindow
+from ...analyze.figures.report import Report, RunAnalysis
+from ...analyze.figures.steps import find_steps
 from ...analyze.records.state_timeline import Ints, Window
 from ...record.ring.states import State
 from ...security.error_reason import reason_of
@@ -38,7 +38,7 @@ class Part:
     of: str | None = None
 
 
-def write(examined: Examined, path: Path, steps: tuple[int, int] | None = None) -> str:
+def write(examined: RunAnalysis, path: Path, steps: tuple[int, int] | None = None) -> str:
     """Write the run's timeline, compressed if the name ends with .gz. Returns what to tell.
 
     steps: only those from the first number up to the second. Raises ValueError where there is no
@@ -60,9 +60,11 @@ def write(examined: Examined, path: Path, steps: tuple[int, int] | None = None) 
     return _told(path, part, len(m.records), events, left_out)
 
 
-def chosen(m: Measured, tracks: Tracks, report: Report, steps: tuple[int, int] | None) -> Part:
+def chosen(
+    m: MeasuredWindow, tracks: Tracks, report: Report, steps: tuple[int, int] | None
+) -> Part:
     """The whole steps around the typical one that fit, all of the window if it does."""
-    found = steps_of(m)
+    found = find_steps(m)
     if found is None or report.step_times is None:
         if steps is not None:
             raise ValueError(f"{report.name}: no step is whole on all ranks. HINT: no --steps")
@@ -88,7 +90,7 @@ def chosen(m: Measured, tracks: Tracks, report: Report, steps: tuple[int, int] |
     return Part(within, words, None if all_of_it else f"{a} to {b}")
 
 
-def _by_time(m: Measured, tracks: Tracks) -> Part:
+def _by_time(m: MeasuredWindow, tracks: Tracks) -> Part:
     """Where no step is whole on all ranks: the middle of the window, as much as fits."""
     edges = np.linspace(m.within.start, m.within.end, _PARTS + 1).astype(np.int64)
     i, j = _fitting(*tracks.count_until(edges), _PARTS // 2, (0, _PARTS))
@@ -109,13 +111,13 @@ def _fitting(begun: Ints, over: Ints, middle: int, allowed: tuple[int, int]) -> 
         i, j = min(fits, key=lambda both: max(middle - both[0], both[1] - 1 - middle))
 
 
-def _left_out(report: Report, m: Measured, samples: int) -> list[str]:
+def _left_out(report: Report, m: MeasuredWindow, samples: int) -> list[str]:
     left_out = []
     if report.missing_ranks:
         left_out.append(f"rank {numbered(report.missing_ranks)}: no record")
     if samples > MOST_SAMPLES:
         left_out.append(f"the script's lines ({samples:,} samples of them)")
-    if m.apart:
+    if m.clocks_unaligned:
         left_out.append("arrows to who waited: the clocks of some hosts could not be aligned")
     if any(record.on_gpu for record in m.records):
         left_out.append("the host's calls of collectives: their kernels are there")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...analyze.figures.losses import name_of
-from ...analyze.figures.measured_window import Measured
+from ...analyze.figures.losses import collective_name
+from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.records.match_collectives import NO_INDEX, MatchedCommunication, split_by_record
 from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
@@ -31,7 +31,7 @@ NAMED = 16  # ranks that are named one by one
 class Tracks:
     """All that can be drawn of a window, rank by rank."""
 
-    def __init__(self, m: Measured, samples: bool) -> None:
+    def __init__(self, m: MeasuredWindow, samples: bool) -> None:
         self.m, self.samples = m, samples
         self.dropped = 0  # slices that too many others overlap
         count = len(m.records)
@@ -61,7 +61,7 @@ class Tracks:
         rows = record.events_in(*kinds)
         yield rows["start"], rows["end"]
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
-        if self.m.apart:
+        if self.m.clocks_unaligned:
             turn = waits["start"]
         for start, end in ((waits["start"], turn), (turn, waits["end"])):
             yield start[end > start], end[end > start]
@@ -80,7 +80,7 @@ class Tracks:
         process = Process(record.rank, within, put)
         process.named(f"rank {record.rank} ({record.host})", record.host, order)
         line = self.m.timelines[i]
-        names = _state_names(self.m.apart)
+        names = _state_names(self.m.clocks_unaligned)
         process.slices(
             *("states", line.edges[:-1], line.edges[1:]),
             lambda at: [names[label] for label in line.label[at].tolist()],
@@ -132,7 +132,7 @@ class Tracks:
             record.events_in(*blocking_states(record)),
         )
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
-        if self.m.apart:
+        if self.m.clocks_unaligned:
             turn = waits["start"]
         real, after = np.flatnonzero(turn > waits["start"]), np.flatnonzero(waits["end"] > turn)
         rows = np.concatenate([flying, standing[real], standing[after]])
@@ -144,7 +144,7 @@ class Tracks:
         whom[len(flying) : len(flying) + len(real)] = waits["culprit"][real]
         rate = np.full(len(rows), np.nan)
         rate[: len(flying)][flying["seq"] > 0] = self.rates[i]
-        labels = Labels(record, [r.rank for r in self.m.records], self.m.apart)
+        labels = Labels(record, [r.rank for r in self.m.records], self.m.clocks_unaligned)
         tids = process.slices(
             *("communication", start, end),
             lambda at: labels.names(rows[at], kind[at]),
@@ -174,7 +174,7 @@ class Tracks:
         def args(at: Ints) -> list[str]:
             return [
                 f'"by":"{_ranks([ranks[r] for r in np.unique(waiting[n]).tolist()])}",'
-                f'"collective":"{name_of(op[n])}","group":{groups[group[n]]}'
+                f'"collective":"{collective_name(op[n])}","group":{groups[group[n]]}'
                 for n in at.tolist()
             ]
 
@@ -235,7 +235,7 @@ class Labels:
     def _in_flight(self, op: int, peer: int) -> str:
         if (op, peer) not in self.known:
             ways: dict[int, str] = {Op.SEND: f" to {peer}", Op.RECV: f" from {peer}"}
-            self.known[op, peer] = labelled(name_of(op) + ways.get(op, ""))
+            self.known[op, peer] = labelled(collective_name(op) + ways.get(op, ""))
         return self.known[op, peer]
 
     def args(self, rows: Any, kinds: Ints, whom: Ints, rates: Any) -> list[str]:
@@ -247,7 +247,7 @@ class Labels:
         )
         result = []
         for op, group, seq, step, amount, kind, who, rate in columns:
-            text = f'"collective":"{name_of(op)}","group":{self.groups.get(group, "null")}'
+            text = f'"collective":"{collective_name(op)}","group":{self.groups.get(group, "null")}'
             text += f',"number":{seq}'
             if kind == 0:
                 text += f',"step":{step},"bytes":{amount}'
@@ -288,14 +288,14 @@ _HELD += [("end", "i8"), ("node", "i8"), ("group", "i8"), ("op", "i8"), ("own", 
 _HELD += [("number", "i8")]
 
 
-def _held(m: Measured) -> Any:
+def _held(m: MeasuredWindow) -> Any:
     """The waits that were for somebody, and longer than the clocks' residual. own: the wait's
     number among those of its record."""
     waits = m.matched.waits
     turn = np.minimum(waits["latest"], waits["end"])
-    real = (waits["culprit"] != NO_INDEX) & (turn - waits["start"] > m.residual)
+    real = (waits["culprit"] != NO_INDEX) & (turn - waits["start"] > m.residual_ns)
     real &= waits["end"] - waits["start"] > 1  # room for both ends of an arrow
-    at = np.flatnonzero(real) if not m.apart else np.empty(0, np.int64)
+    at = np.flatnonzero(real) if not m.clocks_unaligned else np.empty(0, np.int64)
     held = np.zeros(len(at), _HELD)
     for name in ("record", "culprit", "start", "latest", "end", "node", "group", "op"):
         held[name] = waits[name][at]

@@ -12,8 +12,8 @@ from ...analyze.diagnosis.gradient_sync import gradients
 from ...analyze.diagnosis.ladder import Climb, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import lateness
 from ...analyze.figures.losses import lines_in
-from ...analyze.figures.measured_window import Measured
-from ...analyze.figures.report import Report, examine
+from ...analyze.figures.measured_window import MeasuredWindow
+from ...analyze.figures.report import Report, analyse_with_window
 from ...analyze.figures.step_work import Roofline, on_roofline
 from ...analyze.records.state_timeline import STATES
 from ...cost.machine.machine_file import Machine
@@ -55,7 +55,7 @@ def diagnosed(
 ) -> Diagnosis:
     """Climb and judge. Raises ValueError where the script can't be measured."""
     ladder = climbed(replace(asked, count=machine is not None), say)
-    examined = examine(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
+    examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
     report = examined.report
     climbs = ladder.climbs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(climbs), *_drifting(climbs)]
@@ -159,7 +159,7 @@ def _roofline(ladder: Ladder, report: Report, machine: Machine) -> Roofline | No
 
 
 def _evidence(
-    ladder: Ladder, report: Report, measured: Measured | None, found: Waterfall
+    ladder: Ladder, report: Report, measured: MeasuredWindow | None, found: Waterfall
 ) -> Evidence:
     facts = ladder.facts
     lines: dict[str, list[dict[str, object]]] = {}
