@@ -46,6 +46,12 @@ def opened(browser, tmp_path):
         yield open_
 
 
+def test_a_page_is_small(tmp_path):
+    path = tmp_path / "page.html"
+    told([made(tmp_path / "run", size=4)], html=path)
+    assert path.stat().st_size < 1.5e6
+
+
 def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened):
     folder = made(tmp_path / "run", size=4)
     page = opened(folder)
