@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--script", type=float, default=0.0, help="s a step, outside of all else")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    plain = workers.made
+    plain = workers.make_piece
 
     def slowly(*task: object) -> object:
         time.sleep(args.load_sleep)
@@ -47,7 +47,7 @@ def main() -> None:
         return plain(*task)
 
     if args.load_sleep or args.load_work:
-        workers.made = slowly  # the examples' loaders have no threads: a batch is one piece
+        workers.make_piece = slowly  # the examples' loaders have no threads: a batch is one piece
     mine = int(os.environ["RANK"]) == args.slow_rank
 
     def before_step(*_: object) -> None:

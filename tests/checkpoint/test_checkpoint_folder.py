@@ -12,11 +12,18 @@ import pytest
 import torch
 
 from paceline.checkpoint import checkpoint_folder, manifest, state_tree
-from paceline.checkpoint.saver import KEPT, Saver, load, newest
+from paceline.checkpoint.saver import (
+    KEPT_CHECKPOINTS,
+    CheckpointSaver,
+    find_newest_valid,
+    load_checkpoint,
+)
 
 
 def saver(folder, warned=None, rank=0, size=1, store=None):
-    return Saver(folder, rank, size, store, (warned if warned is not None else []).append, 5.0)
+    return CheckpointSaver(
+        folder, rank, size, store, (warned if warned is not None else []).append, 5.0
+    )
 
 
 def save(folder, step, value=1.0):
@@ -38,9 +45,9 @@ def test_a_state_comes_back_as_it_was(tmp_path):
     one = saver(tmp_path)
     one.save(12, state, {"own": torch.ones(2)}, {"epoch": 3})
     one.wait()
-    folder = newest(tmp_path, print)
+    folder = find_newest_valid(tmp_path, print)
     assert folder.name == "step-00000012"
-    shared, own, manifest = load(folder)
+    shared, own, manifest = load_checkpoint(folder)
     assert torch.equal(shared["model"]["weight"], state["model"]["weight"])
     assert torch.equal(shared["half"], state["half"])
     assert shared["optimizer"]["betas"] == (0.9, 0.999)
@@ -60,7 +67,7 @@ def test_what_changes_after_the_save_is_not_in_it(tmp_path):
     one.save(1, {"weight": weight}, {}, {})
     weight += 1
     one.wait()
-    assert load(newest(tmp_path, print))[0]["weight"].sum() == 0
+    assert load_checkpoint(find_newest_valid(tmp_path, print))[0]["weight"].sum() == 0
 
 
 def test_saving_stops_training_for_the_copy_only(tmp_path, monkeypatch):
@@ -75,10 +82,10 @@ def test_saving_stops_training_for_the_copy_only(tmp_path, monkeypatch):
     one = saver(tmp_path)
     one.save(1, {"weight": torch.ones(10)}, {}, {})  # returns while nothing is written yet
     assert one.busy
-    assert checkpoint_folder.found(tmp_path) == []
+    assert checkpoint_folder.list_checkpoints(tmp_path) == []
     may_write.set()
     one.wait()
-    assert newest(tmp_path, print).name == "step-00000001"
+    assert find_newest_valid(tmp_path, print).name == "step-00000001"
 
 
 @pytest.mark.parametrize("value", [lambda: 0, object(), {"deep": [{"f": print}]}])
@@ -91,15 +98,18 @@ def test_what_a_checkpoint_cannot_hold_is_named_before_anything_is_written(tmp_p
 def test_the_newest_two_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    assert [p.name for p in checkpoint_folder.found(tmp_path)] == ["step-00000004", "step-00000003"]
-    assert KEPT == 2
+    assert [p.name for p in checkpoint_folder.list_checkpoints(tmp_path)] == [
+        "step-00000004",
+        "step-00000003",
+    ]
+    assert KEPT_CHECKPOINTS == 2
 
 
 def test_the_same_step_again_replaces_it(tmp_path):
     save(tmp_path, 5, 1.0)
     save(tmp_path, 5, 2.0)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
-    assert load(newest(tmp_path, print))[0]["weight"][0] == 2.0
+    assert load_checkpoint(find_newest_valid(tmp_path, print))[0]["weight"][0] == 2.0
 
 
 def flip(path):
@@ -127,7 +137,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken(tmp_path, dama
     save(tmp_path, 2)
     DAMAGES[damage](tmp_path / "step-00000002")
     warned = []
-    assert newest(tmp_path, warned.append).name == "step-00000001"
+    assert find_newest_valid(tmp_path, warned.append).name == "step-00000001"
     (line,) = warned
     assert "step-00000002/rank-00000.pt" in line or "step-00000002/manifest.json" in line
 
@@ -140,7 +150,7 @@ def test_the_checker_reads_every_byte(tmp_path):
         data = bytearray(whole)
         data[at] ^= 1 << (at % 8)
         (folder / "rank-00000.pt").write_bytes(data)
-        with pytest.raises(checkpoint_folder.DamagedError, match=r"rank-00000\.pt"):
+        with pytest.raises(checkpoint_folder.DamagedCheckpointError, match=r"rank-00000\.pt"):
             checkpoint_folder.verify(folder)
 
 
@@ -148,7 +158,7 @@ def test_where_all_are_damaged_nothing_is_overwritten(tmp_path):
     save(tmp_path, 1)
     DAMAGES["a flipped bit"](tmp_path / "step-00000001")
     with pytest.raises(ValueError, match=r"no whole checkpoint is left.*HINT"):
-        newest(tmp_path, lambda _: None)
+        find_newest_valid(tmp_path, lambda _: None)
 
 
 def test_loading_runs_nothing_of_a_hostile_file(tmp_path):
@@ -168,9 +178,9 @@ def test_loading_runs_nothing_of_a_hostile_file(tmp_path):
         (folder / "manifest.json").write_text(json.dumps(body))
         checkpoint_folder.verify(folder)  # its checksums are right: whoever wrote it made them so
         with pytest.raises(
-            checkpoint_folder.DamagedError, match=r"rank-00000\.pt: can't be loaded"
+            checkpoint_folder.DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded"
         ):
-            load(folder)
+            load_checkpoint(folder)
         assert not (tmp_path / "ran").exists()
 
 
@@ -205,12 +215,12 @@ def test_an_unwritable_folder_is_refused(tmp_path):
 
 def test_the_replicated_tensors_are_shared_out_evenly():
     tensors = [torch.zeros(n) for n in (1000, 10, 500, 490, 7, 0)]
-    owner = state_tree.owners(tensors, 2)
+    owner = state_tree.assign_owners(tensors, 2)
     load_of = [
         sum(t.numel() for t, o in zip(tensors, owner, strict=True) if o == r) for r in (0, 1)
     ]
     assert abs(load_of[0] - load_of[1]) <= 10
-    assert state_tree.owners(tensors, 1) == [0] * 6
+    assert state_tree.assign_owners(tensors, 1) == [0] * 6
 
 
 class Keys:
@@ -237,17 +247,17 @@ def test_ranks_write_a_share_each_and_any_number_can_read(tmp_path):
         one.save(4, shared, {"rank": rank}, {})
     for one in savers:
         one.wait()
-    folder = newest(tmp_path, print)
+    folder = find_newest_valid(tmp_path, print)
     sizes = [(folder / f"rank-0000{rank}.pt").stat().st_size for rank in range(3)]
     assert max(sizes) < 1.5 * min(sizes)
-    state, own, _ = load(folder)
+    state, own, _ = load_checkpoint(folder)
     assert [state[name].mean().item() for name in "abc"] == [1.0, 2.0, 3.0]
     assert [part["rank"] for part in own] == [0, 1, 2]
 
 
 def test_a_rank_that_never_writes_leaves_the_previous_checkpoint(tmp_path):
     warned = []
-    one = Saver(tmp_path, 0, 2, Keys(), warned.append, timeout=0.1)
+    one = CheckpointSaver(tmp_path, 0, 2, Keys(), warned.append, timeout=0.1)
     one.save(4, {}, {}, {})
     one.wait()
     assert "not every rank wrote" in warned[0]

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from paceline.checkpoint import checkpoint_folder, state_tree
-from paceline.checkpoint.manifest import DamagedError, checksum
-from paceline.checkpoint.saver import Saver, load, newest
+from paceline.checkpoint.manifest import DamagedCheckpointError, checksum
+from paceline.checkpoint.saver import CheckpointSaver, find_newest_valid, load_checkpoint
 from paceline.security.files import InvalidFileError
 
 
 @pytest.fixture
 def folder(tmp_path):
-    saver = Saver(tmp_path, 0, 1, None, print, 5.0)
+    saver = CheckpointSaver(tmp_path, 0, 1, None, print, 5.0)
     saver.save(1, {"weight": torch.ones(100)}, {"rank": 0}, {"epoch": 0})
     saver.wait()
     return tmp_path / "step-00000001"
@@ -65,7 +65,7 @@ def stored(folder, content):
 )
 def test_a_signed_manifest_of_wrong_types_is_refused_by_name(folder, changes):
     signed(folder, **changes)
-    with pytest.raises(DamagedError, match=r"manifest\.json: ") as refused:
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json: ") as refused:
         checkpoint_folder.verify(folder)
     assert isinstance(refused.value, InvalidFileError)
 
@@ -83,19 +83,21 @@ def test_only_shards_in_the_folder_are_read(folder, how):
         "control": "\x1b[2J",
     }[how]
     signed(folder, files=[entry(outside, name)])
-    with pytest.raises(DamagedError, match=r"manifest\.json: .*files\[0\]\.name"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json: .*files\[0\]\.name"):
         checkpoint_folder.verify(folder)
 
 
 def test_a_shard_that_is_a_link_or_named_twice_is_refused(folder):
     shard = folder / "rank-00000.pt"
     signed(folder, files=[entry(shard, shard.name)] * 2)
-    with pytest.raises(DamagedError, match="names a shard twice"):
+    with pytest.raises(DamagedCheckpointError, match="names a shard twice"):
         checkpoint_folder.verify(folder)
     shard.rename(folder.parent / "elsewhere")
     shard.symlink_to(folder.parent / "elsewhere")
     signed(folder, files=[entry(shard, shard.name)])
-    with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be read \(is a symbolic link\)"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"rank-00000\.pt: can't be read \(is a symbolic link\)"
+    ):
         checkpoint_folder.verify(folder)
 
 
@@ -103,10 +105,10 @@ def test_a_shard_that_is_a_link_or_named_twice_is_refused(folder):
 def test_a_pipe_in_place_of_a_file_does_not_hang(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(DamagedError, match=name):
+    with pytest.raises(DamagedCheckpointError, match=name):
         checkpoint_folder.verify(folder)
     if name == "rank-00000.pt":
-        with pytest.raises(DamagedError, match="no regular file"):
+        with pytest.raises(DamagedCheckpointError, match="no regular file"):
             checkpoint_folder.read_shard(folder, name)
 
 
@@ -116,7 +118,9 @@ def test_a_shard_that_would_unpack_to_more_than_its_bytes_is_not_loaded(folder):
     with zipfile.ZipFile(shard, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, data in members.items():
             packed.writestr(name, data)
-    with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be loaded \(its parts are comp"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded \(its parts are comp"
+    ):
         checkpoint_folder.read_shard(folder, shard.name)
 
 
@@ -142,15 +146,15 @@ WHOLE = {"shared": {}, "count": 0, "tensors": {}, "own": {}, "own_tensors": []}
 def test_a_shard_of_another_content_is_refused_by_name(folder, content):
     stored(folder, content)
     checkpoint_folder.verify(folder)
-    with pytest.raises(DamagedError, match="step-00000001"):
-        load(folder)
+    with pytest.raises(DamagedCheckpointError, match="step-00000001"):
+        load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("dtype", ["O", "object", "S8", "float64", "int32"])
 def test_an_array_is_viewed_as_a_number_of_the_same_size_only(folder, dtype):
     array = {"__paceline_array__": (dtype, {"__paceline_tensor__": 0})}
     with pytest.raises(state_tree.SkeletonError, match="an array of type"):
-        state_tree.join(array, [torch.ones(3, dtype=torch.bfloat16)])
+        state_tree.unflatten(array, [torch.ones(3, dtype=torch.bfloat16)])
 
 
 def test_a_state_that_holds_itself_many_times_is_not_unfolded(monkeypatch):
@@ -163,14 +167,14 @@ def test_a_state_that_holds_itself_many_times_is_not_unfolded(monkeypatch):
         deep = [deep]
     for state in (many, deep):
         with pytest.raises(state_tree.SkeletonError, match="levels or"):
-            state_tree.join(state, [])
+            state_tree.unflatten(state, [])
 
 
 def test_folders_of_other_names_are_no_checkpoints(folder):
     for name in ("step-x", "step-1", "step-00000001.bak", "step-0000000000000000000000002"):
         (folder.parent / name).mkdir()
-    assert checkpoint_folder.found(folder.parent) == [folder]
-    assert newest(folder.parent, print) == folder
+    assert checkpoint_folder.list_checkpoints(folder.parent) == [folder]
+    assert find_newest_valid(folder.parent, print) == folder
 
 
 def full(*_, **__):
@@ -196,7 +200,7 @@ class Store(dict):
 
 
 def test_a_full_disk_is_said_once_for_all_ranks_and_not_in_torchs_words(tmp_path, monkeypatch):
-    class Full(checkpoint_folder._Checked):
+    class Full(checkpoint_folder._ChecksummingFile):
         def write(self, data):
             try:
                 full()
@@ -204,9 +208,9 @@ def test_a_full_disk_is_said_once_for_all_ranks_and_not_in_torchs_words(tmp_path
                 self.error = error
                 raise
 
-    monkeypatch.setattr(checkpoint_folder, "_Checked", Full)
+    monkeypatch.setattr(checkpoint_folder, "_ChecksummingFile", Full)
     said, store = [], Store()
-    savers = [Saver(tmp_path, rank, 3, store, said.append, 5.0) for rank in range(3)]
+    savers = [CheckpointSaver(tmp_path, rank, 3, store, said.append, 5.0) for rank in range(3)]
     for saver in savers:
         saver.save(7, {"weight": torch.ones(10000)}, {}, {})
     for saver in savers:

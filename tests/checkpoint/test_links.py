@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import checkpoint_folder
-from paceline.checkpoint.saver import Saver, load
+from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
 from paceline.checkpoint.unfinished_folder import UnfinishedFolder
 
 NOBODY = 65534
@@ -32,7 +32,7 @@ def save(directory, step=7, ranks=1):
     """Save one checkpoint from ``ranks`` ranks; return the warnings."""
     warnings, store = [], Store()
     savers = [
-        Saver(directory, rank, ranks, store if ranks > 1 else None, warnings.append, 5.0)
+        CheckpointSaver(directory, rank, ranks, store if ranks > 1 else None, warnings.append, 5.0)
         for rank in range(ranks)
     ]
     for saver in savers:
@@ -61,7 +61,7 @@ def test_a_link_in_the_temporary_folder_is_replaced(directory, victim, name):
     assert save(directory) == []
     assert victim.read_text() == "precious"
     assert not (directory / "step-00000007" / name).is_symlink()
-    assert torch.equal(load(directory / "step-00000007")[0]["weight"], torch.ones(3))
+    assert torch.equal(load_checkpoint(directory / "step-00000007")[0]["weight"], torch.ones(3))
 
 
 def test_a_hard_link_in_the_temporary_folder_is_replaced(directory, victim):
@@ -80,7 +80,7 @@ def test_a_link_in_place_of_the_temporary_folder_is_refused_once(directory, tmp_
     (warning,) = save(directory, ranks=ranks)
     assert ".step-00000007.1.tmp is a symbolic link and no folder" in warning
     assert list(elsewhere.iterdir()) == []
-    assert checkpoint_folder.found(directory) == []
+    assert checkpoint_folder.list_checkpoints(directory) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

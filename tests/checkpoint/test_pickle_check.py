@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paceline.checkpoint import checkpoint_folder, manifest, pickle_check
-from paceline.checkpoint.manifest import DamagedError
+from paceline.checkpoint.manifest import DamagedCheckpointError
 from paceline.checkpoint.pickle_check import PickleError, check_pickle
-from paceline.checkpoint.saver import Saver, load
+from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
 
 WHOLE_BYTES = re.compile(r"torch\.(?!q|u?int[1-7]$)")
 DTYPES = sorted(
@@ -52,7 +52,7 @@ VALUES = {
 
 
 def saved(directory, own):
-    saver = Saver(directory, 0, 1, None, lambda line: pytest.fail(line))
+    saver = CheckpointSaver(directory, 0, 1, None, lambda line: pytest.fail(line))
     saver.save(1, {}, {"own": own}, {})
     saver.wait()
     return directory / "step-00000001"
@@ -61,7 +61,7 @@ def saved(directory, own):
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", VALUES)
 def test_each_type_of_a_state_is_loaded_again(tmp_path, kind):
-    found = load(saved(tmp_path, VALUES[kind]))[1][0]["own"]
+    found = load_checkpoint(saved(tmp_path, VALUES[kind]))[1][0]["own"]
     if kind in ("numbers", "texts", "bytes", "containers", "keys", "subclasses", "torch"):
         assert found == VALUES[kind]
 
@@ -72,7 +72,7 @@ def test_tensors_of_each_dtype_are_loaded_again(tmp_path, dtype):
         tensor = torch.zeros(16, dtype=torch.uint8).view(dtype)
     except (RuntimeError, TypeError):
         pytest.skip("no tensors of this dtype")
-    found = load(saved(tmp_path, tensor))[1][0]["own"]
+    found = load_checkpoint(saved(tmp_path, tensor))[1][0]["own"]
     assert (found.dtype, found.shape) == (dtype, tensor.shape)
 
 
@@ -81,7 +81,7 @@ def test_quantized_and_nested_tensors_are_loaded_again(tmp_path):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     quantized_one = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     folder = saved(tmp_path, [quantized_one, nested])
-    quantized, found = load(folder)[1][0]["own"]
+    quantized, found = load_checkpoint(folder)[1][0]["own"]
     assert quantized.dtype == torch.qint8
     assert found.is_nested
 
@@ -146,7 +146,7 @@ def test_a_pickle_that_the_saver_does_not_write_is_not_given_to_torch(tmp_path, 
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
     data = BOMBS[bomb] if bomb == "later protocol" else b"\x80\x02" + BOMBS[bomb]
     shard(tmp_path / "rank-00000.pt", data)
-    with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be loaded \("):
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded \("):
         checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
@@ -158,7 +158,7 @@ def test_the_limits_of_size_and_opcodes(tmp_path, monkeypatch):
         check_pickle(data, {})
     monkeypatch.setattr(manifest, "MAX_PICKLE_BYTES", 1000)
     shard(tmp_path / "rank-00000.pt", data)
-    with pytest.raises(DamagedError, match="at most 1,000 bytes"):
+    with pytest.raises(DamagedCheckpointError, match="at most 1,000 bytes"):
         checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
@@ -166,7 +166,7 @@ def test_a_state_that_would_not_be_loaded_again_is_not_saved(tmp_path, monkeypat
     monkeypatch.setattr(pickle_check, "MAX_OPCODES", 1000)
     monkeypatch.setattr(manifest, "MAX_OPCODES", 1000)
     said = []
-    saver = Saver(tmp_path, 0, 1, None, said.append)
+    saver = CheckpointSaver(tmp_path, 0, 1, None, said.append)
     saver.save(1, {}, {"own": list(range(2000))}, {})
     saver.wait()
     assert "can't be loaded again: its data.pkl has more than 1,000 opcodes" in said[0]
@@ -204,7 +204,7 @@ ARCHIVES = {
 def test_an_archive_that_torch_may_read_otherwise_is_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
     (tmp_path / "rank-00000.pt").write_bytes(ARCHIVES[kind])
-    with pytest.raises(DamagedError, match=r"rank-00000\.pt: can't be loaded \("):
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded \("):
         checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 

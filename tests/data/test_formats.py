@@ -21,7 +21,7 @@ import paceline
 from paceline.data import Loader, Shards, pack
 from paceline.data.packing import export
 from paceline.data.packing.export import WRITES, converted
-from paceline.data.shards import Scratch
+from paceline.data.shards import ScratchBuffer
 
 
 def samples(folder):
@@ -29,7 +29,7 @@ def samples(folder):
     shards = Shards(folder)
     found = []
     for i in range(len(shards)):
-        row, data, label = shards.raw(i, Scratch())
+        row, data, label = shards.read_raw(i, ScratchBuffer())
         told = label.tobytes() if isinstance(label, np.ndarray) else label
         found.append((bytes(data), row.encoding, row.shape, row.dtype, told, shards.name(i)))
     return sorted(found, key=repr)

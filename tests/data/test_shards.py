@@ -17,7 +17,7 @@ from crc32c import crc32c
 from torch.utils.data import DataLoader
 
 from paceline.data import DataError, Shards, pack
-from paceline.data.format.shard_format import ROW, load
+from paceline.data.format.shard_format import ROW_STRUCT, load_meta
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def arrays(tmp_path_factory):
 
 
 def test_a_row_is_48_bytes(images):
-    assert ROW.size == 48
+    assert ROW_STRUCT.size == 48
     assert (images / "index.bin").stat().st_size == 30 * 48
 
 
@@ -77,7 +77,7 @@ def test_a_changed_label_is_noticed(tmp_path, images):
     shutil.copytree(images, tmp_path / "copy")
     index = tmp_path / "copy" / "index.bin"
     data = bytearray(index.read_bytes())
-    data[5 * ROW.size] ^= 1
+    data[5 * ROW_STRUCT.size] ^= 1
     index.write_bytes(data)
     with pytest.raises(DataError, match=r"sample 5 at byte .* a byte has changed"):
         Shards(tmp_path / "copy")[5]
@@ -103,7 +103,7 @@ def test_other_formats_are_named(tmp_path, arrays):
     ):
         (copy / "paceline.json").write_text(json.dumps(told))
         with pytest.raises(DataError, match=re.escape(message)):
-            load(copy)
+            load_meta(copy)
 
 
 def test_a_damaged_row_takes_no_memory(tmp_path, arrays):
@@ -133,4 +133,4 @@ def test_a_meta_file_that_somebody_made_up_is_no_set(tmp_path, arrays):
         sealed = text.replace(b"........", f"{crc32c(text):08x}".encode(), 1)
         (copy / "paceline.json").write_bytes(sealed)
         with pytest.raises(DataError, match="says what its format does not allow"):
-            load(copy)
+            load_meta(copy)

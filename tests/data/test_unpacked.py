@@ -15,7 +15,7 @@ def test_a_folder_of_images_is_loaded_as_it_is(tmp_path):
     files = Files(sets.images(tmp_path, 30))
     assert (len(files), files.classes, files.images) == (30, 3, True)
     for i in range(30):
-        path, offset, size = files.place(i)
+        path, offset, size = files.location(i)
         array, label = files[i]
         assert (offset, size) == (0, path.stat().st_size)
         assert sets.CLASSES[label] == path.parent.name
@@ -42,7 +42,7 @@ def test_arrays_and_their_table_of_labels(tmp_path):
 def test_what_is_wrong_with_a_file_is_told_by_its_name(tmp_path):
     folder = sets.images(tmp_path, 30)
     files = Files(folder)
-    gone, cut = files.place(3)[0], files.place(4)[0]
+    gone, cut = files.location(3)[0], files.location(4)[0]
     gone.unlink()
     cut.write_bytes(cut.read_bytes()[:40])
     with pytest.raises(DataError, match=f"{gone.name}: can't be read: No such file"):
@@ -51,7 +51,7 @@ def test_what_is_wrong_with_a_file_is_told_by_its_name(tmp_path):
         files[4]
     with pytest.warns(UserWarning, match=gone.name):
         assert sum(len(y) for _, y in Loader(files, 10, on_error="skip")) == 28
-    Image.new("RGB", (9, 7)).save(files.place(5)[0])
+    Image.new("RGB", (9, 7)).save(files.location(5)[0])
     with pytest.raises(ValueError, match=r"sample 5 is uint8 of \(7, 9, 3\)"):
         files.read_into(5, np.empty((1, 20, 24, 3), np.uint8), None, 0, None)
 

@@ -13,7 +13,16 @@ import sets
 import zstandard
 
 from paceline.data import DataError, Loader, Shards, pack
-from paceline.data.format.shard_format import IMAGE, INDEX, JPEG, META, NAMES, ZSTD, identity, load
+from paceline.data.format.shard_format import (
+    IMAGE,
+    INDEX_FILE,
+    JPEG,
+    META_FILE,
+    NAMES_FILE,
+    ZSTD,
+    load_meta,
+    read_meta_checksum,
+)
 from paceline.data.verify import verify
 from paceline.security.files import InvalidFileError
 
@@ -84,33 +93,33 @@ WRONG = [
 def test_paceline_json_with_a_right_checksum_and_wrong_values(copy, change):
     hostile.resealed(copy, **change)
     with pytest.raises(DataError, match=r"paceline\.json: (says what its|contradicts itself)") as e:
-        load(copy)
+        load_meta(copy)
     assert isinstance(e.value, InvalidFileError)
     assert str(e.value).isprintable()
 
 
 def test_texts_of_paceline_json_are_printable(copy):
     hostile.resealed(copy, classes=["\x1b]0;owned\x07", "bee", "cat"])
-    assert load(copy).classes[0] == r"\x1b]0;owned\x07"
+    assert load_meta(copy).classes[0] == r"\x1b]0;owned\x07"
 
 
 def test_a_checksum_that_is_no_checksum_names_no_folder(copy):
-    tree = json.loads((copy / META).read_bytes())
-    (copy / META).write_text(json.dumps(tree | {"checksum": "../../../../home"}))
-    for read in (load, identity):
+    tree = json.loads((copy / META_FILE).read_bytes())
+    (copy / META_FILE).write_text(json.dumps(tree | {"checksum": "../../../../home"}))
+    for read in (load_meta, read_meta_checksum):
         with pytest.raises(DataError, match="its checksum is no checksum"):
             read(copy)
 
 
 def test_an_old_set_without_checksums_of_its_files_is_read(copy):
-    tree = json.loads((copy / META).read_bytes())
+    tree = json.loads((copy / META_FILE).read_bytes())
     del tree["files"]
-    (copy / META).write_bytes(hostile.sealed(tree))
+    (copy / META_FILE).write_bytes(hostile.sealed(tree))
     assert len({Shards(copy).name(i) for i in range(30)}) == 30
     assert verify(copy, 1) == []
 
 
-@pytest.mark.parametrize("name", [META, INDEX, NAMES, "shard-00000.bin"])
+@pytest.mark.parametrize("name", [META_FILE, INDEX_FILE, NAMES_FILE, "shard-00000.bin"])
 def test_a_file_that_is_a_fifo_is_refused_at_once(copy, name):
     (copy / name).unlink()
     os.mkfifo(copy / name)
@@ -210,9 +219,9 @@ def test_a_jpeg_of_too_many_scans_is_refused(copy):
 
 
 def test_changed_names_are_noticed(copy):
-    data = bytearray((copy / NAMES).read_bytes())
+    data = bytearray((copy / NAMES_FILE).read_bytes())
     data[5] ^= 1
-    (copy / NAMES).write_bytes(data)
+    (copy / NAMES_FILE).write_bytes(data)
     (said,) = verify(copy, 1)
     assert "names.txt: a byte has changed" in str(said)
     with pytest.raises(DataError, match=r"names\.txt: a byte has changed"):
@@ -222,30 +231,30 @@ def test_changed_names_are_noticed(copy):
 
 
 def test_rows_that_have_changed_places_are_noticed_by_check(copy):
-    rows = (copy / INDEX).read_bytes()
-    (copy / INDEX).write_bytes(rows[48:96] + rows[:48] + rows[96:])
+    rows = (copy / INDEX_FILE).read_bytes()
+    (copy / INDEX_FILE).write_bytes(rows[48:96] + rows[:48] + rows[96:])
     (said,) = verify(copy, 1)
     assert "index.bin: has changed" in str(said)
 
 
 def test_names_of_old_sets_have_a_line_a_sample(copy):
-    tree = json.loads((copy / META).read_bytes())
+    tree = json.loads((copy / META_FILE).read_bytes())
     del tree["files"]
-    (copy / META).write_bytes(hostile.sealed(tree))
-    whole = (copy / NAMES).read_bytes()
+    (copy / META_FILE).write_bytes(hostile.sealed(tree))
+    whole = (copy / NAMES_FILE).read_bytes()
     for data in (whole + b"more\n", whole[:-1], whole.replace(b"\n", b"", 1), b"\0" * (1 << 20)):
-        (copy / NAMES).write_bytes(data)
+        (copy / NAMES_FILE).write_bytes(data)
         with pytest.raises(DataError, match=r"names\.txt: does not have one line for each of 30"):
             Shards(copy).name(0)
 
 
 def test_an_error_shows_no_control_character_of_a_name(copy):
-    tree = json.loads((copy / META).read_bytes())
+    tree = json.loads((copy / META_FILE).read_bytes())
     del tree["files"]
-    (copy / META).write_bytes(hostile.sealed(tree))
-    (copy / NAMES).write_bytes(b"\x1b[2J\x07\n" * 30)
+    (copy / META_FILE).write_bytes(hostile.sealed(tree))
+    (copy / NAMES_FILE).write_bytes(b"\x1b[2J\x07\n" * 30)
     row = Shards(copy).row(0)
-    with (copy / load(copy).shards[row.shard].file).open("r+b") as file:
+    with (copy / load_meta(copy).shards[row.shard].file).open("r+b") as file:
         file.seek(row.offset)
         file.write(b"\0")
     with pytest.raises(DataError, match="a byte has changed") as error:
@@ -281,7 +290,7 @@ def test_the_command_tells_a_hostile_set_in_a_line(copy):
             text=True,
         )
         assert done.returncode == 2
-        assert done.stderr.startswith(f"paceline: {copy / META}: says what its format")
+        assert done.stderr.startswith(f"paceline: {copy / META_FILE}: says what its format")
         assert done.stderr.count("\n") == 1
 
 

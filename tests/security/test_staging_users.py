@@ -226,7 +226,7 @@ def test_a_shard_that_a_member_replaced_by_a_fifo_is_read_where_it_lies(place, m
     monkeypatch.setenv(staging.VARIABLE, str(place / "near"))
     one = Shards(place / "set")
     assert len([one[i] for i in range(60)]) == 60
-    assert [one.file(shard).parent == folder for shard in range(3)] == [False, False, True]
+    assert [one.shard_path(shard).parent == folder for shard in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from paceline.cli import main as command
 from paceline.cli.common import guarded_process
-from paceline.data.format.shard_format import META, load
+from paceline.data.format.shard_format import META_FILE, load_meta
 from paceline.data.sources.formats import FORMATS
 from paceline.data.verify import verify
 
@@ -129,8 +129,8 @@ def main() -> None:
             found = {"source": source.name, "damage": done, "ended": ended}
             found["said"] = (work / "told.2").read_text(errors="replace")
             found["samples"] = found["bad"] = None
-            if (dest / META).exists():
-                found["samples"] = load(dest).samples
+            if (dest / META_FILE).exists():
+                found["samples"] = load_meta(dest).samples
                 found["bad"] = len(verify(dest, workers=1))
                 found["notes"] = json.loads((work / "told.1").read_text())["notes"]
             sys.stdout.write(json.dumps(found) + "\n")

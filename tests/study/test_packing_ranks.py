@@ -15,7 +15,7 @@ import ranks
 import sets
 
 from paceline.data import Shards, pack
-from paceline.data.shards import Scratch
+from paceline.data.shards import ScratchBuffer
 
 # What is applied notes whose it is and of which sample, and waits until the file "go" is there.
 MINE = """
@@ -88,7 +88,7 @@ def content(folder):
     shards = Shards(folder)
     samples = []
     for i in range(len(shards)):
-        row, data, label = shards.raw(i, Scratch())
+        row, data, label = shards.read_raw(i, ScratchBuffer())
         name = shards.name(i) if shards.meta.names else ""
         samples.append((bytes(data), np.asarray(label).tolist(), name, row.encoding, row.shape))
     meta = json.loads((folder / "paceline.json").read_text())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from paceline.data.format.shard_format import INDEX, META, ROW, checksum, row_packed
+from paceline.data.format.shard_format import INDEX_FILE, META_FILE, ROW_STRUCT, checksum, pack_row
 
 
 def sealed(tree: dict) -> bytes:
@@ -16,22 +16,22 @@ def sealed(tree: dict) -> bytes:
 
 def resealed(folder: Path, **changes: object) -> None:
     """Change values of paceline.json."""
-    tree = json.loads((folder / META).read_bytes())
-    (folder / META).write_bytes(sealed(tree | changes))
+    tree = json.loads((folder / META_FILE).read_bytes())
+    (folder / META_FILE).write_bytes(sealed(tree | changes))
 
 
 def sample_replaced(folder: Path, i: int, data: bytes, shape, dtype="uint8", encoding=0, **meta):
     """Give sample ``i`` other bytes, at the end of the first shard, and the row that is said."""
-    tree = json.loads((folder / META).read_bytes())
+    tree = json.loads((folder / META_FILE).read_bytes())
     shard = folder / tree["shards"][0]["file"]
     whole = shard.read_bytes()
     shard.write_bytes(whole + data)
     tree["shards"][0]["bytes"] += len(data)
     tree["shards"][0]["crc"] = crc32c(data, crc32c(whole))
-    row = row_packed(0, len(whole), len(data), 0, tuple(shape), dtype, encoding)
+    row = pack_row(0, len(whole), len(data), 0, tuple(shape), dtype, encoding)
     row += checksum(row, data).to_bytes(4, "little")
-    index = bytearray((folder / INDEX).read_bytes())
-    index[i * ROW.size : (i + 1) * ROW.size] = row
-    (folder / INDEX).write_bytes(index)
+    index = bytearray((folder / INDEX_FILE).read_bytes())
+    index[i * ROW_STRUCT.size : (i + 1) * ROW_STRUCT.size] = row
+    (folder / INDEX_FILE).write_bytes(index)
     tree.pop("files", None)
-    (folder / META).write_bytes(sealed(tree | meta))
+    (folder / META_FILE).write_bytes(sealed(tree | meta))

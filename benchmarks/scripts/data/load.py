@@ -30,11 +30,13 @@ def alone(kind: str, folder: Path) -> Epoch:
     and those of a batch are there at a time."""
     import simplejpeg
 
-    from paceline.data.shards import Scratch, Shards
+    from paceline.data.shards import ScratchBuffer, Shards
 
-    shards, scratch = Shards(folder / kind), Scratch()
+    shards, scratch = Shards(folder / kind), ScratchBuffer()
     blobs = (
-        [bytes(shards.raw(i, scratch)[1]) for i in range(len(shards))] if kind == "images" else []
+        [bytes(shards.read_raw(i, scratch)[1]) for i in range(len(shards))]
+        if kind == "images"
+        else []
     )
     rows = np.load(folder / "arrays.npy", mmap_mode="r") if kind == "arrays" else None
     order = np.random.default_rng(0).permutation(len(shards)).tolist()
@@ -128,13 +130,13 @@ def spdl(kind: str, folder: Path) -> Epoch:
     """spdl's pipeline of threads, over the same shards."""
     from spdl.pipeline import PipelineBuilder
 
-    from paceline.data.shards import Scratch, Shards
+    from paceline.data.shards import ScratchBuffer, Shards
 
     shards, decode, own = Shards(folder / kind), decoder(kind), threading.local()
 
     def load(i: int) -> Any:
-        own.scratch = own.__dict__.get("scratch") or Scratch()
-        array = decode(shards.raw(i, own.scratch)[1])
+        own.scratch = own.__dict__.get("scratch") or ScratchBuffer()
+        array = decode(shards.read_raw(i, own.scratch)[1])
         return array.copy() if kind == "arrays" else array  # it is in the scratch
 
     def epoch() -> Iterator[Any]:
@@ -176,10 +178,12 @@ def dali(kind: str, folder: Path) -> Epoch:
     from nvidia.dali import fn, types
     from nvidia.dali.pipeline import Pipeline
 
-    from paceline.data.shards import Scratch, Shards
+    from paceline.data.shards import ScratchBuffer, Shards
 
-    shards, scratch, batch = Shards(folder / kind), Scratch(), BATCH[kind]
-    blobs = [np.frombuffer(bytes(shards.raw(i, scratch)[1]), np.uint8) for i in range(len(shards))]
+    shards, scratch, batch = Shards(folder / kind), ScratchBuffer(), BATCH[kind]
+    blobs = [
+        np.frombuffer(bytes(shards.read_raw(i, scratch)[1]), np.uint8) for i in range(len(shards))
+    ]
     if kind == "arrays":
         blobs = [blob.view(np.float32).reshape(12, 120, 120) for blob in blobs]
     order = np.random.default_rng(0).permutation(len(shards)).tolist()

@@ -24,7 +24,7 @@ from ..security.files import kind_of_file
 from .manifest import (
     MANIFEST,
     VERSION,
-    DamagedError,
+    DamagedCheckpointError,
     Manifest,
     check_readable,
     checksum,
@@ -34,12 +34,19 @@ from .manifest import (
 )
 from .unfinished_folder import UnfinishedFolder, remove
 
-__all__ = ["MANIFEST", "DamagedError", "found", "read_manifest", "read_shard", "verify"]
+__all__ = [
+    "MANIFEST",
+    "DamagedCheckpointError",
+    "list_checkpoints",
+    "read_manifest",
+    "read_shard",
+    "verify",
+]
 
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # as the saver names them
 
 
-class _Checked:
+class _ChecksummingFile:
     """A file that counts and checksums what is written through it."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -72,7 +79,7 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
     name = f"rank-{rank:05}.pt"
     with folder.new_file(name) as new:
         with open(new.fd, "wb", closefd=False) as file:
-            checked = _Checked(file)
+            checked = _ChecksummingFile(file)
             try:
                 torch.save(state, cast(Any, checked))
             except RuntimeError:
@@ -130,7 +137,7 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def found(directory: Path) -> list[Path]:
+def list_checkpoints(directory: Path) -> list[Path]:
     """Checkpoints in ``directory``, the newest first; not yet verified."""
     if not directory.is_dir():
         return []
@@ -140,7 +147,7 @@ def found(directory: Path) -> list[Path]:
 
 def remove_old(directory: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints."""
-    for path in found(directory)[keep:]:
+    for path in list_checkpoints(directory)[keep:]:
         remove(path)
 
 

@@ -32,7 +32,7 @@ MEMBER = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")  # names in an archiv
 ShardName = Annotated[str, Meta(pattern=r"^rank-[0-9]{5,7}\.pt$")]
 
 
-class DamagedError(InvalidFileError):
+class DamagedCheckpointError(InvalidFileError):
     """A checkpoint that can't be used; the message names the file."""
 
 
@@ -71,26 +71,26 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads(read_regular(path, MAX_MANIFEST_BYTES, follow_links=False))
     except FileNotFoundError:
-        raise DamagedError(path, "is missing") from None
+        raise DamagedCheckpointError(path, "is missing") from None
     except RecursionError:
-        raise DamagedError(path, "is not a checkpoint's manifest") from None
+        raise DamagedCheckpointError(path, "is not a checkpoint's manifest") from None
     except (OSError, ValueError) as error:
         reason = f"is not a checkpoint's manifest ({reason_of(error)})"
-        raise DamagedError(path, reason) from None
+        raise DamagedCheckpointError(path, reason) from None
     if not isinstance(body, dict) or body.get("format") != "paceline-checkpoint":
-        raise DamagedError(path, "is not a manifest of Paceline")
+        raise DamagedCheckpointError(path, "is not a manifest of Paceline")
     version, expected = body.get("version"), body.pop("check", None)
     if isinstance(version, int) and version > VERSION:
         reason = f"has version {str(version)[:20]}, newer than this Paceline's ({VERSION})"
-        raise DamagedError(path, reason)
+        raise DamagedCheckpointError(path, reason)
     if expected != checksum(body):
-        raise DamagedError(path, "is damaged (its checksum does not fit)")
+        raise DamagedCheckpointError(path, "is damaged (its checksum does not fit)")
     try:
         manifest = check(body, Manifest, path)
     except InvalidFileError as error:
-        raise DamagedError(path, error.reason) from None
+        raise DamagedCheckpointError(path, error.reason) from None
     if len({entry["name"] for entry in manifest["files"]}) < len(manifest["files"]):
-        raise DamagedError(path, "names a shard twice")
+        raise DamagedCheckpointError(path, "names a shard twice")
     return manifest
 
 
@@ -106,11 +106,11 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
                     crc = zlib.crc32(block, crc)
                     left -= len(block)
     except OSError as error:
-        raise DamagedError(path, f"can't be read ({reason_of(error)})") from None
+        raise DamagedCheckpointError(path, f"can't be read ({reason_of(error)})") from None
     if size != entry["bytes"]:
-        raise DamagedError(path, f"has {size} bytes instead of {entry['bytes']}")
+        raise DamagedCheckpointError(path, f"has {size} bytes instead of {entry['bytes']}")
     if crc != entry["crc32"]:
-        raise DamagedError(path, "is damaged (its checksum does not fit)")
+        raise DamagedCheckpointError(path, "is damaged (its checksum does not fit)")
 
 
 def read_shard(folder: Path, name: str) -> Any:
@@ -122,11 +122,11 @@ def read_shard(folder: Path, name: str) -> Any:
             # b"" is pickled as a call of bytes; the check above allows no argument of it.
             with torch.serialization.safe_globals([bytes]):
                 return torch.load(file, map_location="cpu", weights_only=True)
-    except DamagedError:
+    except DamagedCheckpointError:
         raise
     except Exception as error:  # whatever torch makes of a file that isn't its own
         first = str(error).strip().splitlines()[:1]
-        raise DamagedError(path, f"can't be loaded ({' '.join(first)})") from None
+        raise DamagedCheckpointError(path, f"can't be loaded ({' '.join(first)})") from None
 
 
 def check_readable(path: Path, folder_fd: int) -> None:
@@ -173,19 +173,19 @@ def _check_archive(file: BinaryIO, path: Path) -> None:
     size = os.fstat(file.fileno()).st_size
     # Without it torch takes the file for a plain pickle, whatever archive follows.
     if file.read(len(ARCHIVE_START)) != ARCHIVE_START:
-        raise DamagedError(path, "can't be loaded (it is no archive)")
+        raise DamagedCheckpointError(path, "can't be loaded (it is no archive)")
     try:
         archive = zipfile.ZipFile(file)
         members = archive.infolist()
         stored = all(one.compress_type == zipfile.ZIP_STORED for one in members)
         if not stored or sum(one.file_size for one in members) > size:
             reason = "can't be loaded (its parts are compressed, or larger than it)"
-            raise DamagedError(path, reason)
+            raise DamagedCheckpointError(path, reason)
         check_pickle(_pickle_of(archive, members), _records(members))
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
-        if isinstance(error, DamagedError):
+        if isinstance(error, DamagedCheckpointError):
             raise
-        raise DamagedError(path, f"can't be loaded ({error})") from None
+        raise DamagedCheckpointError(path, f"can't be loaded ({error})") from None
     file.seek(0)
 
 

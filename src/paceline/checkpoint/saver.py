@@ -17,10 +17,10 @@ from ..cluster.topology.local_resources import spans
 from ..security.error_reason import reason_of
 from ..security.files import UnsafeFileError
 from . import checkpoint_folder, state_tree
-from .manifest import DamagedError, Manifest
+from .manifest import DamagedCheckpointError, Manifest
 from .unfinished_folder import UnfinishedFolder, remove
 
-KEPT = 2  # the newest, and the one before it
+KEPT_CHECKPOINTS = 2  # the newest, and the one before it
 
 
 class Store(Protocol):
@@ -31,7 +31,7 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-class Saver:
+class CheckpointSaver:
     """Writes checkpoints of one job into ``directory``, one at a time, from a thread."""
 
     def __init__(
@@ -57,8 +57,8 @@ class Saver:
 
     def check(self, shared: Any, own: Any) -> None:
         """Raise ValueError where the state holds what a checkpoint can't."""
-        state_tree.cut(shared)
-        state_tree.cut(own, "this rank's state")
+        state_tree.flatten(shared)
+        state_tree.flatten(own, "this rank's state")
 
     def save(
         self,
@@ -75,17 +75,19 @@ class Saver:
         ``own``: this rank's tree. ``about`` goes into the manifest. Collective.
         """
         self.wait()
-        skeleton, tensors = state_tree.cut(shared)
-        owner = state_tree.owners(tensors, self.size)
+        skeleton, tensors = state_tree.flatten(shared)
+        owner = state_tree.assign_owners(tensors, self.size)
         owner = [0 if t.data_ptr() in leading else r for t, r in zip(tensors, owner, strict=True)]
-        mine = {i: state_tree.copied(t) for i, t in enumerate(tensors) if owner[i] == self.rank}
-        own_skeleton, own_tensors = state_tree.cut(own, "this rank's state")
+        tensors_to_write = {
+            i: state_tree.copy_to_cpu(t) for i, t in enumerate(tensors) if owner[i] == self.rank
+        }
+        own_skeleton, own_tensors = state_tree.flatten(own, "this rank's state")
         state = {
             "shared": skeleton if self.rank == 0 else None,
             "count": len(tensors),
-            "tensors": mine,
+            "tensors": tensors_to_write,
             "own": own_skeleton,
-            "own_tensors": [state_tree.copied(tensor) for tensor in own_tensors],
+            "own_tensors": [state_tree.copy_to_cpu(tensor) for tensor in own_tensors],
         }
         self._saves += 1
         self._thread = threading.Thread(
@@ -121,7 +123,7 @@ class Saver:
             checkpoint_folder.commit(
                 folder, self.directory / name, {**about, "step": step, "files": entries}
             )
-            checkpoint_folder.remove_old(self.directory, KEPT)
+            checkpoint_folder.remove_old(self.directory, KEPT_CHECKPOINTS)
         except Exception as error:
             if trusted and not isinstance(error, UnsafeFileError):
                 remove(path)
@@ -159,18 +161,18 @@ def _problems(entries: list[dict[str, Any]]) -> str:
     return "; ".join(f"rank {spans(of)}: {reason}" for reason, of in ranks.items())
 
 
-def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
+def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint. Each damaged one gets a line that names the file.
 
     Raises ValueError where there are checkpoints and none of them is whole: starting from
     the beginning would overwrite what might still be saved by hand.
     """
-    candidates = checkpoint_folder.found(directory)
+    candidates = checkpoint_folder.list_checkpoints(directory)
     for folder in candidates:
         try:
             checkpoint_folder.verify(folder)
             return folder
-        except checkpoint_folder.DamagedError as problem:
+        except checkpoint_folder.DamagedCheckpointError as problem:
             warn(f"checkpoint {folder.name} is left out: {problem}")
     if candidates:
         raise ValueError(
@@ -180,7 +182,7 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
     return None
 
 
-def load(folder: Path) -> tuple[Any, list[Any], Manifest]:
+def load_checkpoint(folder: Path) -> tuple[Any, list[Any], Manifest]:
     """``(shared, own, manifest)`` of a verified checkpoint; ``own`` has a tree a rank.
 
     Raises:
@@ -195,7 +197,7 @@ def load(folder: Path) -> tuple[Any, list[Any], Manifest]:
         tensors.update(shard["tensors"])
         own.append(_joined(shard["own"], shard["own_tensors"], path))
     if tensors.keys() != set(range(len(tensors))):
-        raise DamagedError(folder, "lacks tensors that its shards should have")
+        raise DamagedCheckpointError(folder, "lacks tensors that its shards should have")
     ordered: list[torch.Tensor] = [tensors[i] for i in range(len(tensors))]
     return _joined(skeleton, ordered, folder), own, manifest
 
@@ -209,11 +211,11 @@ def _checked(shard: Any, path: Path) -> dict[str, Any]:
         each = [*(tensors or {}).values(), *(own or ())]
         if all(isinstance(tensor, torch.Tensor) for tensor in each):
             return parts
-    raise DamagedError(path, "is no shard of a checkpoint")
+    raise DamagedCheckpointError(path, "is no shard of a checkpoint")
 
 
 def _joined(skeleton: Any, tensors: list[torch.Tensor], path: Path) -> Any:
     try:
-        return state_tree.join(skeleton, tensors)
+        return state_tree.unflatten(skeleton, tensors)
     except state_tree.SkeletonError as error:
-        raise DamagedError(path, str(error)) from None
+        raise DamagedCheckpointError(path, str(error)) from None

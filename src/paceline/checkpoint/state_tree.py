@@ -29,7 +29,7 @@ _DTYPES = {
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def cut(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
+def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
     """``(skeleton, tensors)`` of a tree; the tensors are the tree's own, not copies.
 
     Raises ValueError that names the place of a value that can't be saved.
@@ -84,7 +84,7 @@ class SkeletonError(ValueError):
     """A skeleton that ``cut`` has not made."""
 
 
-def join(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unflatten(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the tree again, from what ``cut`` gave.
 
     Raises:
@@ -141,7 +141,7 @@ class _Joining:
         return tensor.numpy().view(dtype)
 
 
-def owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
+def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
     """Which rank writes which replicated tensor: the largest first, to the least loaded rank.
 
     A function of the sizes alone, so every rank finds the same answer.
@@ -156,6 +156,6 @@ def owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
     return owner
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the CPU's memory that training can't change any more."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()

@@ -179,13 +179,13 @@ def _is_set(data: str) -> bool:
     """Whether there are samples in it: what packing or others wrote, or images and arrays."""
     from itertools import islice
 
-    from ..data.format.shard_format import META
+    from ..data.format.shard_format import META_FILE
     from ..data.sources import formats
     from ..data.sources.folder_source import files_below
     from ..data.sources.source import ARRAYS, IMAGES
 
     path, _ = formats.split(data)
-    if (path / META).exists() or formats.known(path) is not None:
+    if (path / META_FILE).exists() or formats.known(path) is not None:
         return True
     some = list(islice(files_below(path), 100)) if path.is_dir() else []
     return len(some) > 1 and all(name.lower().endswith((*IMAGES, *ARRAYS)) for name in some)

@@ -250,10 +250,10 @@ def _all_of_it() -> None:
 
 
 def _check(folder: Path, workers: int | None, json: bool) -> int:
-    from ..data.format.shard_format import load
+    from ..data.format.shard_format import load_meta
     from ..data.verify import verify
 
-    meta, began = load(folder), time.monotonic()
+    meta, began = load_meta(folder), time.monotonic()
     with progress("read back", meta.samples) as step:
         bad = verify(folder, workers, step)
     lines = [str(one) for one in bad]

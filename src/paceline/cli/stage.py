@@ -78,7 +78,7 @@ def stage(
     unused first. Killed, the same command goes on. Exit code 1 where a host could not do its part.
     """
     with mistakes_told():
-        from ..data.format.shard_format import load
+        from ..data.format.shard_format import load_meta
         from ..data.staging.stage import VARIABLE
         from ..study.stage import Wish, over_hosts, summed
 
@@ -89,7 +89,7 @@ def stage(
         wish = Wish(hosts, hostfile, launcher, tuple(env or []))
         where = None if beside else wish.target()
         if where is not None:
-            load(source)
+            load_meta(source)
             code, told = over_hosts(
                 wish, where, source, str(Path(given).absolute()), most, _say, shared
             )

@@ -14,14 +14,24 @@ import numpy as np
 from ..security.files import InvalidFileError, open_regular
 from .format import shard_format
 from .format.decode import decode
-from .format.row_check import row_check
-from .format.sample_names import Names
-from .format.shard_format import FILE, INDEX, NAMES, RAW, DataError, Field, Meta, Row
+from .format.row_check import make_row_check
+from .format.sample_names import SampleNames
+from .format.shard_format import (
+    FILE,
+    INDEX_FILE,
+    NAMES_FILE,
+    RAW,
+    ArraySpec,
+    DataError,
+    DatasetMeta,
+    IndexRow,
+)
 from .staging import stage
 from .staging.fetch_shards import whole
 
 PIECE_BYTES = 1 << 20  # of a file that is read as a whole
 MAX_CLASSES = 1 << 24
+ROW_BYTES = shard_format.ROW_STRUCT.size
 LOOK_S = 5.0  # between two looks whether a shard has been staged
 
 
@@ -39,13 +49,13 @@ class Shards:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.meta: Meta = shard_format.load(self.folder)
+        self.meta: DatasetMeta = shard_format.load_meta(self.folder)
         self._whole = self.meta.array.shape if self.meta.array else ()
-        self._check_row = row_check(self.meta)
-        self._names: Names | None = None
+        self._check_row = make_row_check(self.meta)
+        self._names: SampleNames | None = None
         if self.meta.names:
-            told = self.meta.files.get(NAMES)
-            self._names = Names(self.folder / NAMES, self.meta.samples, told)
+            told = self.meta.files.get(NAMES_FILE)
+            self._names = SampleNames(self.folder / NAMES_FILE, self.meta.samples, told)
         self._opening = threading.Lock()
         self._staged = stage.here(self.folder)
         self._index = self._open_index()
@@ -58,7 +68,7 @@ class Shards:
     def __getitem__(self, i: int) -> Any:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        array, label = self.read(i, Scratch())
+        array, label = self.read(i, ScratchBuffer())
         return array if self.meta.label is None else (array, label)
 
     def __repr__(self) -> str:
@@ -77,7 +87,7 @@ class Shards:
         """Whether samples are images, (height, width, channels)."""
         return self.meta.packed.get("kind") == "images"
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> IndexRow:
         """Return a sample's row of the index; not yet compared with its checksum. The sample lies
         in its shard, and its array is one that the set may have.
 
@@ -85,23 +95,23 @@ class Shards:
             DataError: The row is damaged or hostile: no memory has been taken for its sample.
         """
         try:
-            packed = os.pread(self._index, shard_format.ROW.size, i * shard_format.ROW.size)
-            if len(packed) < shard_format.ROW.size:
+            packed = os.pread(self._index, shard_format.ROW_STRUCT.size, i * ROW_BYTES)
+            if len(packed) < shard_format.ROW_STRUCT.size:
                 raise ValueError("the index is truncated")
-            row = shard_format.row_of(packed, self._whole)
+            row = shard_format.unpack_row(packed, self._whole)
             self._check_row(row)  # before any memory is taken for it
             return row
         except OSError as error:
             reason = f"can't be read: {error.strerror}"
-            raise self._bad(INDEX, i, i * shard_format.ROW.size, reason) from None
+            raise self._bad(INDEX_FILE, i, i * ROW_BYTES, reason) from None
         except ValueError as error:
-            raise self._bad(INDEX, i, i * shard_format.ROW.size, error) from None
+            raise self._bad(INDEX_FILE, i, i * ROW_BYTES, error) from None
 
     def rows(self) -> np.ndarray[Any, Any]:
         """The whole index, 48 bytes a sample: "label", "offset", "length", "shard" ..."""
         kinds: list[Any] = [("label", "<i8"), ("offset", "<u8"), ("length", "<u4")]
         kinds += [("shard", "<u4"), ("shape", "<u4", 4), ("kind", "u1", 4), ("crc", "<u4")]
-        path = self.folder / INDEX
+        path = self.folder / INDEX_FILE
         with open(_open(path), "rb") as file:
             found = np.fromfile(file, np.dtype(kinds), len(self))
         if len(found) < len(self):
@@ -122,7 +132,7 @@ class Shards:
         count = int(self.labels().max(initial=-1)) + 1
         if count > MAX_CLASSES:
             reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
-            raise DataError(self.folder / INDEX, -1, 0, reason)
+            raise DataError(self.folder / INDEX_FILE, -1, 0, reason)
         return count
 
     def name(self, i: int) -> str:
@@ -141,7 +151,7 @@ class Shards:
                 self._names.check()
         except InvalidFileError as error:
             found.append(DataError(error.file, -1, 0, error.reason))
-        told, path = self.meta.files.get(INDEX), self.folder / INDEX
+        told, path = self.meta.files.get(INDEX_FILE), self.folder / INDEX_FILE
         if told is not None:
             with open(_open(path), "rb") as file:
                 crc = 0
@@ -152,18 +162,18 @@ class Shards:
                     found.append(DataError(path, -1, 0, reason))
         return found
 
-    def place(self, i: int) -> tuple[Path, int, int]:
+    def location(self, i: int) -> tuple[Path, int, int]:
         """File, offset and bytes of a sample, where it is read from."""
         row = self.row(i)
-        return self.file(row.shard), row.offset, row.length
+        return self.shard_path(row.shard), row.offset, row.length
 
-    def file(self, shard: int) -> Path:
+    def shard_path(self, shard: int) -> Path:
         """Return where a shard is read from."""
         staged, one = self._staged, self.meta.shards[shard]
         near = staged.path if staged is not None and whole(staged, one) else self.folder
         return near / one.file
 
-    def outline(self, i: int) -> tuple[Field, Field | None]:
+    def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
         """What a sample and its label are, without reading it."""
         row = self.row(i)
         if row.encoding == FILE:
@@ -171,25 +181,25 @@ class Shards:
                 f"{self.folder}: sample {i} is a file of a kind that is not known. "
                 "HINT: Loader(..., transform=...) that makes an array of its bytes"
             )
-        return Field(row.dtype, row.shape), self.label
+        return ArraySpec(row.dtype, row.shape), self.label
 
     @property
-    def label(self) -> Field | None:
+    def label(self) -> ArraySpec | None:
         """What a label is; None where there are none."""
         told = self.meta.label
-        return told if isinstance(told, Field) else Field("int64", ()) if told else None
+        return told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
 
     # one sample
 
-    def read(self, i: int, scratch: "Scratch") -> tuple[Any, Any]:
+    def read(self, i: int, scratch: "ScratchBuffer") -> tuple[Any, Any]:
         """(array or bytes, label); arrays of their own. scratch: memory that is used again."""
-        row, data, label = self.raw(i, scratch)
-        array = self.decoded(i, row, data, None)
+        row, data, label = self.read_raw(i, scratch)
+        array = self.decode_sample(i, row, data, None)
         if isinstance(array, np.ndarray) and not (array.flags.owndata and array.flags.writeable):
             array = array.copy()
         return array, label
 
-    def raw(self, i: int, scratch: "Scratch") -> tuple[Row, memoryview, Any]:
+    def read_raw(self, i: int, scratch: "ScratchBuffer") -> tuple[IndexRow, memoryview, Any]:
         """A sample's row, its bytes as they are packed (without a label's), and its label."""
         row = self.row(i)
         data = self._bytes(i, row, scratch)
@@ -198,32 +208,32 @@ class Shards:
             label = self._tail(data)
         return row, data[: len(data) - self.meta.tail], label
 
-    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: "Scratch") -> None:
+    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: "ScratchBuffer") -> None:
         """A sample to ``arrays[k]``, and its label to ``labels[k]`` (both C order, of what
         ``outline`` says). Raises RaggedError where the sample is something else."""
         row = self.row(i)
         if row.shape != arrays.shape[1:] or row.dtype != arrays.dtype:
-            raise RaggedError(i, Field(row.dtype, row.shape))
+            raise RaggedError(i, ArraySpec(row.dtype, row.shape))
         if row.encoding == RAW and arrays[0].nbytes + self.meta.tail == row.length:
             parts = [_flat(arrays[k : k + 1])]
             self._fill(i, row, parts if not self.meta.tail else [*parts, _flat(labels[k : k + 1])])
         else:
             data = self._bytes(i, row, scratch)
             into = arrays[k : k + 1].reshape(row.shape)
-            self.decoded(i, row, data[: len(data) - self.meta.tail], into)
+            self.decode_sample(i, row, data[: len(data) - self.meta.tail], into)
             if self.meta.tail:
                 labels[k] = self._tail(data)
         if self.meta.label == "class":
             labels[k] = row.label
 
-    def decoded(self, i: int, row: Row, data: memoryview, into: Any = None) -> Any:
+    def decode_sample(self, i: int, row: IndexRow, data: memoryview, into: Any = None) -> Any:
         """Its array, of its bytes."""
         try:
             return decode(row, data, into)
         except (ValueError, ArithmeticError, MemoryError) as error:
             raise self._bad_sample(i, row, error) from None
 
-    def will_need(self, shard: int, block: int, length: int) -> None:
+    def prefetch_block(self, shard: int, block: int, length: int) -> None:
         """Tell the kernel that a block of a shard is needed soon."""
         try:
             file = self._file(shard)
@@ -231,12 +241,12 @@ class Shards:
         except (OSError, DataError):  # who reads the sample says so
             pass
 
-    def _bytes(self, i: int, row: Row, scratch: "Scratch") -> memoryview:
+    def _bytes(self, i: int, row: IndexRow, scratch: "ScratchBuffer") -> memoryview:
         data = scratch.take(row.length)
         self._fill(i, row, [data])
         return data
 
-    def _fill(self, i: int, row: Row, parts: list[Any]) -> None:
+    def _fill(self, i: int, row: IndexRow, parts: list[Any]) -> None:
         """Read, and compare the checksum."""
         file, at, left = self._file(row.shard), row.offset, [one for one in parts if len(one)]
         try:
@@ -256,7 +266,7 @@ class Shards:
 
     def _tail(self, data: memoryview) -> Any:
         label = self.meta.label
-        assert isinstance(label, Field)
+        assert isinstance(label, ArraySpec)
         tail = data[len(data) - label.nbytes :]
         return np.frombuffer(tail, label.dtype).reshape(label.shape).copy()
 
@@ -289,12 +299,12 @@ class Shards:
         """Open the staged index, or else the origin's. A group's folder is never trusted for it:
         who can change a sample there could change the checksum it is compared with."""
         staged = self._staged
-        if staged is not None and staged.group is None and staged.status(shard_format.META):
+        if staged is not None and staged.group is None and staged.status(shard_format.META_FILE):
             try:
-                return staged.open_file(shard_format.INDEX)
+                return staged.open_file(shard_format.INDEX_FILE)
             except OSError:
                 pass
-        return _open(self.folder / shard_format.INDEX)
+        return _open(self.folder / shard_format.INDEX_FILE)
 
     def _near(self, shard: int) -> int | None:
         """The staged one, if it is there and whole."""
@@ -312,7 +322,7 @@ class Shards:
         self._far[shard] = time.monotonic() + LOOK_S
         return None
 
-    def _bad_sample(self, i: int, row: Row, reason: object) -> DataError:
+    def _bad_sample(self, i: int, row: IndexRow, reason: object) -> DataError:
         file = self.meta.shards[row.shard].file
         near = self._staged is not None and row.shard not in self._far
         return self._bad(
@@ -330,7 +340,7 @@ class Shards:
         )
 
 
-class Scratch:
+class ScratchBuffer:
     """Memory for one sample's bytes at a time. Where it grows it is another piece, as somebody may
     still look at the old one."""
 
@@ -346,7 +356,7 @@ class Scratch:
 class RaggedError(ValueError):
     """A sample is not what the batch is made of. what: dtype and shape that it has."""
 
-    def __init__(self, sample: int, what: Field) -> None:
+    def __init__(self, sample: int, what: ArraySpec) -> None:
         self.sample, self.what = sample, what
         super().__init__(f"sample {sample} is {what.dtype} of {what.shape}")
 

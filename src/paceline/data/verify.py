@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from .format.shard_format import FILE, DataError
-from .shards import Scratch, Shards
+from .shards import ScratchBuffer, Shards
 
 CHUNK = 64
 
@@ -42,13 +42,13 @@ def verify(
 
 
 def _chunk(shards: Shards, chosen: range) -> tuple[int, list[DataError]]:
-    scratch, size, bad = Scratch(), 0, []
+    scratch, size, bad = ScratchBuffer(), 0, []
     for i in chosen:
         try:
-            row, data, _ = shards.raw(i, scratch)
+            row, data, _ = shards.read_raw(i, scratch)
             size += row.length
             if row.encoding != FILE:
-                shards.decoded(i, row, data)
+                shards.decode_sample(i, row, data)
         except DataError as error:
             bad.append(error.with_traceback(None))
     return size, bad

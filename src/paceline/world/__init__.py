@@ -12,9 +12,9 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
-from ..checkpoint.saver import Saver
+from ..checkpoint.saver import CheckpointSaver
 from ..cluster.rank_identity import place
-from ..data.sampling.sample_order import mix, seed_everything
+from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import Autocast, data_parallel
@@ -98,7 +98,7 @@ class World:
         self._recorder = release_recorder() or Recorder(self.rank, self.size, enabled=record)
         joined = join(who, self._recorder, timeout)
         self._store = _own_store()
-        seed_everything(seed if self.rank == 0 else mix(seed, self.rank))
+        seed_everything(seed if self.rank == 0 else derive_seed(seed, self.rank))
         self._progress = Progress(self.rank, progress)
         if joined:
             self._progress.say(joined)
@@ -255,7 +255,7 @@ class World:
             checkpoint = self._recorder.experiment.place(checkpoint)
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
-        saver = Saver(Path(checkpoint), self.rank, self.size, store, self._warn)
+        saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._warn)
         saves = Saves(
             saver,
             Every.parse(every),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint import checkpoint_folder
-from ..checkpoint.saver import Saver, load, newest
+from ..checkpoint.saver import CheckpointSaver, find_newest_valid, load_checkpoint
 from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
@@ -32,7 +32,7 @@ class Saves:
 
     def __init__(
         self,
-        saver: Saver,
+        saver: CheckpointSaver,
         every: Every,
         everything: Everything,
         recorder: Recorder,
@@ -77,7 +77,7 @@ class Saves:
         if self.saver.rank == 0:
             checkpoint_folder.remove_unfinished(self.saver.directory)
             try:
-                chosen = newest(self.saver.directory, self.saver.warn)
+                chosen = find_newest_valid(self.saver.directory, self.saver.warn)
             except ValueError as error:
                 problem = error
         if self.any_rank(problem is not None):
@@ -90,7 +90,7 @@ class Saves:
 
     def lay(self, folder: Path) -> Callable[[], Position]:
         """Read a checkpoint; a function that lays its state, as often as it is called."""
-        shared, own, manifest = load(folder)
+        shared, own, manifest = load_checkpoint(folder)
         self._saved_step = manifest["step"]
         rank, size = self.saver.rank, self.saver.size
         return lambda: self.everything.lay(shared, own, rank, size)

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.saver import Saver
+from ..checkpoint.saver import CheckpointSaver
 from ..record.ring.launcher_messages import notify, send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..security.outputs import write_output
@@ -22,7 +22,7 @@ class Finish:
     def __init__(self, rank: int, size: int, store: Any, recorder: Recorder) -> None:
         self.rank, self.size, self.store = rank, size, store
         self.recorder = recorder
-        self.saver: Saver | None = None
+        self.saver: CheckpointSaver | None = None
 
     def run(self) -> None:
         failed = getattr(sys, "last_value", None) is not None  # an uncaught exception

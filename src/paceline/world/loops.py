@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.sampling.sample_order import Share
+from ..data.sampling.sample_order import BatchShare
 from ..data.sampling.shard_loader import ShardedLoader, ShardedStream
 from ..parallel.data import set_buffer_exchange
 from ..record.hooks.batch_size import samples_in
@@ -116,7 +116,7 @@ class Loops:
                 count = samples_in(batch)
                 if torch.is_grad_enabled():
                     total = count * training.size
-                    training.begin(Share(i, count, total), total * training.accumulate, total)
+                    training.begin(BatchShare(i, count, total), total * training.accumulate, total)
                 yield batch
                 training.end()
         finally:

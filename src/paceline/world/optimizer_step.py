@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..data.sampling.sample_order import Share
+from ..data.sampling.sample_order import BatchShare
 from ..parallel.data import set_exchange
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
@@ -36,7 +36,7 @@ class Training:
         self.warmups: list[LRScheduler] = []
         self.accumulate = 1
         self.scaler = torch.amp.GradScaler(device.type) if precision is torch.float16 else None
-        self.share: Share | None = None  # of the batch that is in the loop's body now
+        self.share: BatchShare | None = None  # of the batch that is in the loop's body now
         self.weight = 1.0  # of its loss
         self.exchanges = True  # whether this micro-batch is the last of its step
         self.backwards = 0  # since the batch began
@@ -52,7 +52,7 @@ class Training:
 
     # one batch
 
-    def begin(self, share: Share, group_total: int | None, nominal: int) -> None:
+    def begin(self, share: BatchShare, group_total: int | None, nominal: int) -> None:
         """A batch enters the loop's body. ``group_total``: samples accumulated with it over all
         ranks, None where not known yet (``nominal`` samples a batch are assumed until then)."""
         self.share = share
@@ -148,6 +148,6 @@ class Training:
         self._finite.settle()
 
 
-def weightless(share: Share | None) -> bool:
+def weightless(share: BatchShare | None) -> bool:
     """Whether the batch is there only to keep step: a repeated sample of weight zero."""
     return share is not None and share.filler

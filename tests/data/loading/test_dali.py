@@ -180,7 +180,7 @@ def test_arrays_files_and_several_sets(images, fn, tmp_path):
 
 def changed(folder, sample):
     """Another byte in the middle of a sample."""
-    path, offset, length = Shards(folder).place(sample)
+    path, offset, length = Shards(folder).location(sample)
     data = bytearray(path.read_bytes())
     data[offset + length // 2] ^= 1
     path.write_bytes(data)

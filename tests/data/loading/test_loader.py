@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from paceline.data import DataError, Loader, Shards, pack
 from paceline.data.loading import loader as loader_module
 from paceline.data.loading import read_ahead
-from paceline.data.sampling.samplers import InBlocks, Weighted
+from paceline.data.sampling.samplers import BlockShuffled, Weighted
 from paceline.data.sampling.shard_loader import shard
 
 
@@ -98,7 +98,7 @@ def test_the_order_depends_on_seed_and_epoch(arrays, shuffle):
 
 
 def test_blocks_are_read_together():
-    order = InBlocks(1000, 10, window=4).order(0, 0)
+    order = BlockShuffled(1000, 10, window=4).order(0, 0)
     assert sorted(order.tolist()) == list(range(1000))
     for first in range(0, 960, 40):
         blocks = {int(i) // 10 for i in order[first : first + 40]}
@@ -166,11 +166,11 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(arrays, workers, pr
     assert all(torch.equal(x, copy) for x, copy in zip(part, copies, strict=True))
     del kept, part
     gc.collect()
-    made = loader._recipe.ring.made
+    made = loader._pipeline.buffer_pool.allocated
     for _ in range(5):
         for _ in loader:
             pass
-    assert loader._recipe.ring.made == made
+    assert loader._pipeline.buffer_pool.allocated == made
 
 
 def test_memory_stays_flat_over_epochs(arrays):
@@ -179,7 +179,7 @@ def test_memory_stays_flat_over_epochs(arrays):
         for _ in loader:
             pass
     # of samples and of labels: two batches ahead, one in use, one that a thread lets go of
-    assert loader._recipe.ring.made <= 2 * 4
+    assert loader._pipeline.buffer_pool.allocated <= 2 * 4
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
@@ -399,7 +399,7 @@ def test_blocks_are_asked_for_before_they_are_needed(arrays, monkeypatch, ranks)
     monkeypatch.setattr(read_ahead, "WINDOW", 4)
     said = []
     monkeypatch.setattr(
-        Shards, "will_need", lambda _, shard, block, size: said.append((shard, block))
+        Shards, "prefetch_block", lambda _, shard, block, size: said.append((shard, block))
     )
     read = Shards.read_into
 

@@ -6,7 +6,7 @@ import sets
 import torch
 
 from paceline.data import Loader, Shards, pack
-from paceline.data.loading.mixup import Mixing
+from paceline.data.loading.mixup import MixUp
 from paceline.data.sampling.shard_loader import shard
 
 
@@ -18,7 +18,7 @@ def batches(loader):
 def test_samples_and_labels_are_mixed_by_one_share():
     x, y = sets.arrays(40)
     mixed, labels = batches(Loader((x, y), 8, mix_up=0.4, seed=3))
-    mixing = Mixing(Loader((x, y)).dataset, 0.4)
+    mixing = MixUp(Loader((x, y)).dataset, 0.4)
     assert labels.shape == (40, 7)
     assert labels.dtype == torch.float32
     assert labels.sum(1).tolist() == pytest.approx([1] * 40)
@@ -59,7 +59,7 @@ def test_several_classes_of_a_packed_sample_are_mixed_as_shares(tmp_path):
     _, labels = batches(Loader(source, 10, mix_up=0.4, seed=3))
     assert labels.dtype == torch.float32
     assert labels[:, 6].tolist() == pytest.approx([1] * 30)
-    mixing = Mixing(source, 0.4)
+    mixing = MixUp(source, 0.4)
     for i in range(30):
         other, share = mixing.partner(3, 0, i)
         mixed = share * source[i][1] + (1 - share) * source[other][1]

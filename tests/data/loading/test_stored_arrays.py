@@ -11,7 +11,7 @@ import zarr
 
 from paceline.data import DataError, Loader
 from paceline.data.loading import stored_arrays
-from paceline.data.loading.stored_arrays import Stored
+from paceline.data.loading.stored_arrays import StoredArrays
 
 X, Y = sets.arrays(100, (2, 8, 8))
 
@@ -48,12 +48,12 @@ def test_in_blocks_each_chunk_is_unpacked_once(place, monkeypatch):
     monkeypatch.setattr(rows, "read", lambda *ends: read.append(ends) or plain(*ends))
     seen = torch.cat([y for _, y in loader])
     assert sorted(seen.tolist()) == sorted(Y.tolist())
-    assert len(read) == -(-100 // loader.dataset.chunk)
+    assert len(read) == -(-100 // loader.dataset.chunk_samples)
 
 
 def test_chunks_that_fight_the_order_are_told(place, monkeypatch):
     monkeypatch.setattr(stored_arrays, "CACHE_BYTES", 20_000)
-    if Stored(place).chunk == 1:
+    if StoredArrays(place).chunk_samples == 1:
         with warnings.catch_warnings(action="error"):
             Loader(place, 10, shuffle=True)
         return

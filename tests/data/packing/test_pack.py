@@ -13,7 +13,7 @@ import sets
 from PIL import Image
 
 from paceline.data import DataError, Loader, Shards, pack
-from paceline.data.format.decode import jpeg_package
+from paceline.data.format.decode import import_simplejpeg
 from paceline.data.packing import encoder_threads, statistics
 from paceline.data.sources import folder_source as folder_source
 
@@ -56,7 +56,7 @@ def test_class_folders_of_images_come_out_as_they_went_in(tmp_path):
         assert image.shape == (20, 24, 3)
         data = path.read_bytes()
         if path.suffix == ".jpg":
-            assert np.array_equal(image, jpeg_package().decode_jpeg(data))
+            assert np.array_equal(image, import_simplejpeg().decode_jpeg(data))
         assert np.abs(image.astype(int) - np.asarray(Image.open(path))).mean() < 2
         pixels.append(image.reshape(-1, 3))
     mean = np.concatenate(pixels).mean(0)

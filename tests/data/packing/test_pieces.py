@@ -10,7 +10,7 @@ import pytest
 import sets
 
 from paceline.data import Shards, pack
-from paceline.data.format.shard_format import moved
+from paceline.data.format.shard_format import renumber_shard
 from paceline.data.packing.encode import Encoding, Packed
 from paceline.data.packing.pack import Wish, packing
 from paceline.data.packing.pieces import Claims, Cut, Pieces, name
@@ -53,7 +53,7 @@ def test_rows_of_one_shard_become_those_of_another():
     for one, other in ((0, 1), (5, 70_000), (9, 9)):
         rows = b"".join(packed.row(one, offset) for offset in (0, 6, 1 << 40))
         wanted = b"".join(packed.row(other, offset) for offset in (0, 6, 1 << 40))
-        assert moved(rows, one, other) == wanted
+        assert renumber_shard(rows, one, other) == wanted
 
 
 @pytest.mark.parametrize(

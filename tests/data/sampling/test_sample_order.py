@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from paceline.data.sampling.sample_order import Split, mix, shuffled
+from paceline.data.sampling.sample_order import BatchSplit, derive_seed, shuffled
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("samples", [24, 100, 101, 103, 1000])
 def test_ranks_together_get_every_sample_of_every_batch_once(samples, ranks, drop_last):
-    split = Split(samples, batch=24, ranks=ranks, drop_last=drop_last)
+    split = BatchSplit(samples, batch=24, ranks=ranks, drop_last=drop_last)
     seen = []
     for position in range(len(split)):
         bounds = [split.bounds(position, rank) for rank in range(ranks)]
@@ -23,7 +23,7 @@ def test_ranks_together_get_every_sample_of_every_batch_once(samples, ranks, dro
 
 
 def test_a_batch_smaller_than_the_ranks_has_fillers():
-    split = Split(samples=10, batch=4, ranks=4)
+    split = BatchSplit(samples=10, batch=4, ranks=4)
     shares = [split.share(2, rank) for rank in range(4)]
     assert [share.count for share in shares] == [1, 1, 0, 0]
     assert [share.filler for share in shares] == [False, False, True, True]
@@ -31,7 +31,7 @@ def test_a_batch_smaller_than_the_ranks_has_fillers():
 
 
 def test_accumulated_batches_are_summed_up_to_the_epochs_end():
-    split = Split(samples=100, batch=16, ranks=2)  # 6 full batches and one of 4
+    split = BatchSplit(samples=100, batch=16, ranks=2)  # 6 full batches and one of 4
     assert [split.group_total(p, 3) for p in range(7)] == [48, 48, 48, 48, 48, 48, 4]
 
 
@@ -43,7 +43,7 @@ def test_the_shuffle_depends_on_seed_and_epoch():
 
 
 def test_mixed_seeds_of_neighbours_are_unrelated():
-    seeds = {mix(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
+    seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert mix(1, 2) != mix(2, 1)
+    assert derive_seed(1, 2) != derive_seed(2, 1)

@@ -12,8 +12,8 @@ from crc32c import crc32c
 from fuzz.scratch import new_folder
 from paceline.data import pack
 from paceline.data.format import meta_schema, row_check
-from paceline.data.format.shard_format import INDEX, META, NAMES, ROW
-from paceline.data.shards import Scratch, Shards
+from paceline.data.format.shard_format import INDEX_FILE, META_FILE, NAMES_FILE, ROW_STRUCT
+from paceline.data.shards import ScratchBuffer, Shards
 
 MAX_BYTES = 1 << 20
 meta_schema.MAX_SAMPLE_BYTES = row_check.MAX_SAMPLE_BYTES = MAX_BYTES
@@ -30,15 +30,15 @@ def _files(folder: Path) -> None:
 
 _files(FOLDER)
 SET = FOLDER / "set"
-WHOLE = {name: (SET / name).read_bytes() for name in (META, INDEX, NAMES)}
+WHOLE = {name: (SET / name).read_bytes() for name in (META_FILE, INDEX_FILE, NAMES_FILE)}
 SHARDS = [path.read_bytes() for path in sorted(SET.glob("shard-*.bin"))]
-ORDER = (META, INDEX, NAMES)
+ORDER = (META_FILE, INDEX_FILE, NAMES_FILE)
 
 
 def seeds() -> Iterator[bytes]:
     for number, name in enumerate(ORDER):
         yield bytes([number]) + WHOLE[name]
-    tree = json.loads(WHOLE[META])
+    tree = json.loads(WHOLE[META_FILE])
     tree.pop("files")
     yield b"\0" + json.dumps(tree).encode()
     yield b"\0" + json.dumps(tree | {"array": None, "label": None, "statistics": {}}).encode()
@@ -50,22 +50,22 @@ def run(data: bytes) -> None:
     for name, whole in WHOLE.items():
         (SET / name).write_bytes(whole)
     name, content = ORDER[data[0] % len(ORDER)], data[1:]
-    if name == META:
+    if name == META_FILE:
         content = _sealed(content)
-    elif name == INDEX:
+    elif name == INDEX_FILE:
         content = _rows(content)
     (SET / name).write_bytes(content)
-    if name != META:
-        tree = json.loads(WHOLE[META])
+    if name != META_FILE:
+        tree = json.loads(WHOLE[META_FILE])
         tree["files"][name] = {"bytes": len(content), "crc": crc32c(content)}
-        (SET / META).write_bytes(_sealed(json.dumps(tree).encode()))
+        (SET / META_FILE).write_bytes(_sealed(json.dumps(tree).encode()))
     shards, found = Shards(SET), 0
     try:
         shards.check_files()
         for i in range(min(len(shards), 10)):
             said = ""
             try:
-                shards.read(i, Scratch())
+                shards.read(i, ScratchBuffer())
                 found += len(shards.name(i))
             except ValueError as error:
                 said = str(error)
@@ -88,11 +88,11 @@ def _sealed(content: bytes) -> bytes:
 
 def _rows(content: bytes) -> bytes:
     """Rows whose checksums are right, and as many as there were."""
-    size = len(WHOLE[INDEX])
+    size = len(WHOLE[INDEX_FILE])
     content = content[:size].ljust(size, b"\0")
     made = b""
-    for at in range(0, size, ROW.size):
-        covered = content[at : at + ROW.size - 4]
+    for at in range(0, size, ROW_STRUCT.size):
+        covered = content[at : at + ROW_STRUCT.size - 4]
         offset, length, shard = struct.unpack_from("<QII", covered, 8)
         data = SHARDS[shard][offset : offset + length] if shard < len(SHARDS) else b""
         made += covered + crc32c(covered, crc32c(data)).to_bytes(4, "little")

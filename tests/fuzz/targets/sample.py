@@ -11,12 +11,12 @@ from PIL import Image
 from paceline.data.format import decode as decoding
 from paceline.data.format import meta_schema
 from paceline.data.format.meta_schema import DTYPES, nbytes
-from paceline.data.format.shard_format import IMAGE, JPEG, RAW, ZSTD, Row
+from paceline.data.format.shard_format import IMAGE, JPEG, RAW, ZSTD, IndexRow
 from paceline.data.packing.encode import Encoding, encoded
 from paceline.data.sources.source import Loaded
 
-decoding.MOST_PIXELS = 1 << 16
-decoding.MANY = 1 << 20
+decoding.MAX_IMAGE_PIXELS = 1 << 16
+decoding.MAX_UNCHECKED_SCAN_WORK = 1 << 20
 MAX_BYTES = meta_schema.MAX_SAMPLE_BYTES = decoding.MAX_SAMPLE_BYTES = 1 << 20
 KINDS = (RAW, ZSTD, JPEG, IMAGE)
 ENDS = (".jpg", ".png", ".npy", ".tif")
@@ -48,7 +48,7 @@ def run(data: bytes) -> None:
     dtype = "uint8" if images else DTYPES[data[3] % len(DTYPES)]
     shape = (height, width, 3 if data[3] < 128 else 1)
     content = memoryview(data)[5:]
-    row = Row(0, 0, len(content), 0, shape, dtype, kind, 0, b"")
+    row = IndexRow(0, 0, len(content), 0, shape, dtype, kind, 0, b"")
     array = _tried(decoding.decode, row, content)
     if array is not None:
         assert (array.shape, array.dtype) == (shape, dtype)

@@ -16,7 +16,7 @@ from paceline.data.sources.folder_source import FolderSource
 from paceline.data.sources.formats import classic, tfrecord, webdataset
 from paceline.data.sources.source import ArraySource
 
-decode.MOST_PIXELS = 1 << 16
+decode.MAX_IMAGE_PIXELS = 1 << 16
 meta_schema.MAX_SAMPLE_BYTES = 1 << 20
 SAMPLES = 8
 FOLDER = new_folder()
@@ -132,5 +132,5 @@ def _npy() -> bytes:
     return made.getvalue()
 
 
-assert npy_files.array_of(_npy()).shape == (4,)
+assert npy_files.array_from_npy(_npy()).shape == (4,)
 assert os.path.isdir(FOLDER)

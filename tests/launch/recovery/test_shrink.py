@@ -9,7 +9,7 @@ import pytest
 import ranks
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.sampling.shard_loader import ShardedStream, global_batch_of
+from paceline.data.sampling.shard_loader import ShardedStream, global_batch_size
 
 # Global batches of 12 samples, 17 an epoch. In the first attempt the ranks on the host of the
 # argument stop in the second epoch, one step after a checkpoint; the others wait for them.
@@ -264,6 +264,6 @@ def test_a_streams_global_batch_stays_as_well():
 
 def test_a_global_batch_that_fewer_ranks_do_not_divide_is_refused_at_full_size_only():
     loader = DataLoader(range(100), batch_size=1)
-    assert global_batch_of(loader, 4, 32) == 32  # on 3 of 4 ranks: 11, 11 and 10
+    assert global_batch_size(loader, 4, 32) == 32  # on 3 of 4 ranks: 11, 11 and 10
     with pytest.raises(ValueError, match="32 can't be divided by 3 ranks"):
-        global_batch_of(loader, 3, 32)
+        global_batch_size(loader, 3, 32)

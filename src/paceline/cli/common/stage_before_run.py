@@ -38,7 +38,7 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: Where) -> list[st
 
     Raises ValueError for what is no packed set, or has nowhere to go, and where packing fails.
     """
-    from ...data.format.shard_format import META, load
+    from ...data.format.shard_format import META_FILE, load_meta
     from ...data.staging.stage import VARIABLE
 
     if len(pack) > len(stage):
@@ -52,10 +52,10 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: Where) -> list[st
             "a disk, or /dev/shm)"
         )
     for one, words in zip(stage, pack, strict=False):
-        if not (one / META).exists():
+        if not (one / META_FILE).exists():
             _packed(shlex.split(words), one, where)
     for one in stage:
-        load(one)
+        load_meta(one)
     return [str(one.resolve()) for one in stage]
 
 

@@ -12,20 +12,25 @@ import numpy as np
 
 from . import npy as npy_files
 from .meta_schema import MAX_SAMPLE_BYTES, nbytes
-from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Row
+from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, IndexRow
 
 Bytes = Any  # what supports the buffer protocol
-COLOURS = {1: "GRAY", 3: "RGB"}
-MODES = {"1": "L", "L": "L", "I;16": "I;16", "I": "I", "F": "F"}  # as they stay; others: RGB
-MOST_PIXELS = 1 << 28  # of an image: what claims more is no image to train with
+JPEG_COLOUR_SPACES = {1: "GRAY", 3: "RGB"}
+PILLOW_MODES = {"1": "L", "L": "L", "I;16": "I;16", "I": "I", "F": "F"}  # as they stay; others: RGB
+MAX_IMAGE_PIXELS = 1 << 28  # of an image: what claims more is no image to train with
 # Others of Pillow's formats run programs (EPS), or are never meant by a name in sources.IMAGES.
-PLUGINS = ("Jpeg", "Png", "Bmp", "Tiff", "WebP", "Gif", "Ppm", "Jpeg2K")
-FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "PPM", "JPEG2000")
-SCAN, MAX_SCANS = b"\xff\xda", 100  # progressive JPEGs have some ten; each decodes all pixels anew
-MANY = 10_000_000_000  # bytes x pixels, from which on scans may take more than a second
+PILLOW_PLUGINS = ("Jpeg", "Png", "Bmp", "Tiff", "WebP", "Gif", "Ppm", "Jpeg2K")
+PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "PPM", "JPEG2000")
+JPEG_SCAN_MARKER, MAX_SCANS = (
+    b"\xff\xda",
+    100,
+)  # progressive JPEGs have some ten; each decodes all pixels anew
+MAX_UNCHECKED_SCAN_WORK = (
+    10_000_000_000  # bytes x pixels, from which on scans may take more than a second
+)
 
 
-def decode(row: Row, data: Bytes, into: np.ndarray[Any, Any] | None = None) -> Any:
+def decode(row: IndexRow, data: Bytes, into: np.ndarray[Any, Any] | None = None) -> Any:
     """The array of a sample, in ``into`` where it is given (of the row's shape and dtype, C order).
 
     data: its bytes, without a label's. Images are (height, width, channels). A file of another
@@ -45,16 +50,16 @@ def decode(row: Row, data: Bytes, into: np.ndarray[Any, Any] | None = None) -> A
     return into
 
 
-def _raw(row: Row, data: Bytes, into: Any) -> Any:
+def _raw(row: IndexRow, data: Bytes, into: Any) -> Any:
     count = math.prod(row.shape)
     if count * np.dtype(row.dtype).itemsize != len(data):
         raise ValueError(f"has {len(data)} bytes, not those of {row.dtype} of {row.shape}")
     return np.frombuffer(data, row.dtype, count).reshape(row.shape)
 
 
-def _zstd(row: Row, data: Bytes, into: Any) -> Any:
+def _zstd(row: IndexRow, data: Bytes, into: Any) -> Any:
     size = nbytes(row.dtype, row.shape)
-    zstandard = optional("zstandard")
+    zstandard = import_optional("zstandard")
     try:
         told = zstandard.frame_content_size(data)
         if told not in (size, -1):  # -1: the frame does not say; then at most ``size`` are unpacked
@@ -67,40 +72,40 @@ def _zstd(row: Row, data: Bytes, into: Any) -> Any:
     return _raw(row, whole, into)
 
 
-def _jpeg(row: Row, data: Bytes, into: Any) -> Any:
-    fast = jpeg_package()
+def _jpeg(row: IndexRow, data: Bytes, into: Any) -> Any:
+    fast = import_simplejpeg()
     if fast is None:
         return _image(row, data, into)
     height, width, channels = row.shape
-    if len(data) * height * width > MANY:
+    if len(data) * height * width > MAX_UNCHECKED_SCAN_WORK:
         _check_scans(data)
     if into is None:  # else a picture that is larger than ``into`` is refused by the decoder
         _same_sides(row, *fast.decode_jpeg_header(data)[:2])
     buffer = None if into is None else into.reshape(-1)
-    return fast.decode_jpeg(data, COLOURS[channels], buffer=buffer)
+    return fast.decode_jpeg(data, JPEG_COLOUR_SPACES[channels], buffer=buffer)
 
 
-def _image(row: Row, data: Bytes, into: Any) -> Any:
-    picture = opened(data)
+def _image(row: IndexRow, data: Bytes, into: Any) -> Any:
+    picture = open_image(data)
     _same_sides(row, picture.height, picture.width)
-    return as_array(picture)
+    return image_to_array(picture)
 
 
-def _same_sides(row: Row, height: int, width: int) -> None:
+def _same_sides(row: IndexRow, height: int, width: int) -> None:
     """Compare an image's head with its row, before memory is taken for all pixels."""
     if (height, width) != row.shape[:2]:
         raise ValueError(f"is an image of {(height, width)}, and its row says {row.shape}")
 
 
 def _check_scans(data: Bytes) -> None:
-    scans = bytes(data).count(SCAN)
+    scans = bytes(data).count(JPEG_SCAN_MARKER)
     if scans > MAX_SCANS:
         raise ValueError(f"is a JPEG of {scans:,} scans, and at most {MAX_SCANS} are decoded")
 
 
-def as_array(picture: Any) -> np.ndarray[Any, Any]:
+def image_to_array(picture: Any) -> np.ndarray[Any, Any]:
     """A picture of PIL's as (height, width, channels)."""
-    mode = MODES.get(picture.mode, "RGB")
+    mode = PILLOW_MODES.get(picture.mode, "RGB")
     try:
         array = np.asarray(picture if picture.mode == mode else picture.convert(mode))
     except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
@@ -108,7 +113,7 @@ def as_array(picture: Any) -> np.ndarray[Any, Any]:
     return array if array.ndim == 3 else array[:, :, None]
 
 
-def opened(data: Bytes) -> Any:
+def open_image(data: Bytes) -> Any:
     """PIL's picture, of which only the head has been read."""
     package, formats = _pillow()
     try:
@@ -116,9 +121,9 @@ def opened(data: Bytes) -> Any:
     except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
         raise ValueError(f"is no image that can be opened: {_words(error)}") from None
     pixels = picture.width * picture.height
-    if pixels > MOST_PIXELS:
+    if pixels > MAX_IMAGE_PIXELS:
         raise ValueError(f"claims {picture.width} x {picture.height} pixels")
-    if len(data) * pixels > MANY and picture.format in ("JPEG", "MPO"):
+    if len(data) * pixels > MAX_UNCHECKED_SCAN_WORK and picture.format in ("JPEG", "MPO"):
         _check_scans(data)
     return picture
 
@@ -126,38 +131,38 @@ def opened(data: Bytes) -> Any:
 @functools.cache
 def _pillow() -> tuple[Any, tuple[str, ...]]:
     """Return PIL.Image and those of FORMATS that it was built with."""
-    package = optional("PIL.Image", "pillow")
-    for name in PLUGINS:
+    package = import_optional("PIL.Image", "pillow")
+    for name in PILLOW_PLUGINS:
         importlib.import_module(f"PIL.{name}ImagePlugin")
-    return package, tuple(name for name in FORMATS if name in package.OPEN)
+    return package, tuple(name for name in PILLOW_FORMATS if name in package.OPEN)
 
 
 def _words(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def npy(data: Bytes) -> np.ndarray[Any, Any]:
+def parse_npy(data: Bytes) -> np.ndarray[Any, Any]:
     """The array of a .npy file's bytes, a view of them. Raises ValueError for any other."""
-    return npy_files.array_of(data)
+    return npy_files.array_from_npy(data)
 
 
-def described(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:
+def read_image_header(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:
     """Encoding, shape and dtype of an image file, from its head."""
-    fast = jpeg_package() if jpeg else None
+    fast = import_simplejpeg() if jpeg else None
     if fast is not None:
         height, width, colours, _ = fast.decode_jpeg_header(data)
-        if height * width > MOST_PIXELS:
+        if height * width > MAX_IMAGE_PIXELS:
             raise ValueError(f"claims {width} x {height} pixels")
         if colours in ("Gray", "GRAY", "YCbCr", "RGB"):
             return JPEG, (height, width, 1 if colours.upper() == "GRAY" else 3), "uint8"
-    picture = opened(data)
-    mode = MODES.get(picture.mode, "RGB")
+    picture = open_image(data)
+    mode = PILLOW_MODES.get(picture.mode, "RGB")
     dtype = {"I;16": "uint16", "I": "int32", "F": "float32"}.get(mode, "uint8")
     return IMAGE, (picture.height, picture.width, 3 if mode == "RGB" else 1), dtype
 
 
 @functools.cache
-def jpeg_package() -> Any:
+def import_simplejpeg() -> Any:
     """simplejpeg, the fastest decoder; None where it is not installed, and PIL does it."""
     try:
         return importlib.import_module("simplejpeg")
@@ -165,7 +170,7 @@ def jpeg_package() -> Any:
         return None
 
 
-def optional(module: str, name: str = "", extra: str = "data") -> Any:
+def import_optional(module: str, name: str = "", extra: str = "data") -> Any:
     """A package that is optional."""
     try:
         return importlib.import_module(module)
@@ -175,13 +180,13 @@ def optional(module: str, name: str = "", extra: str = "data") -> Any:
         ) from None
 
 
-def compressed(array: np.ndarray[Any, Any], level: int = 3) -> bytes:
+def compress_zstd(array: np.ndarray[Any, Any], level: int = 3) -> bytes:
     """A C-ordered array's bytes, with zstd."""
-    made: bytes = optional("zstandard").ZstdCompressor(level).compress(array.tobytes())
+    made: bytes = import_optional("zstandard").ZstdCompressor(level).compress(array.tobytes())
     return made
 
 
-_DECODERS: dict[int, Callable[[Row, Bytes, Any], Any]] = {
+_DECODERS: dict[int, Callable[[IndexRow, Bytes, Any], Any]] = {
     RAW: _raw,
     ZSTD: _zstd,
     JPEG: _jpeg,

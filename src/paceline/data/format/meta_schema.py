@@ -48,7 +48,7 @@ class ShardSchema:
 
 
 @dataclass
-class FileSum:
+class FileChecksum:
     """Size and CRC-32C of a whole file."""
 
     bytes: Count
@@ -88,7 +88,7 @@ class MetaSchema:
     names: bool
     statistics: StatisticsSchema
     packed: PackedSchema
-    files: dict[Literal["index.bin", "names.txt"], FileSum] = field(default_factory=dict)
+    files: dict[Literal["index.bin", "names.txt"], FileChecksum] = field(default_factory=dict)
 
 
 def checked(tree: Any, file: Path) -> MetaSchema:

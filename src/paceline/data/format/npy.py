@@ -48,7 +48,7 @@ def read_header(file: BinaryIO) -> Header:
     return Header(tuple(int(side) for side in shape), bool(fortran), dtype, file.tell())
 
 
-def array_of(data: Any) -> np.ndarray[Any, Any]:
+def array_from_npy(data: Any) -> np.ndarray[Any, Any]:
     """Return the array of a .npy file's bytes: a view of them. Raises ValueError for others."""
     header = read_header(BytesIO(data[: 1 << 16]))
     left = len(data) - header.start

@@ -6,10 +6,10 @@ A row's checksum finds damage. It does not prove who wrote the row.
 from collections.abc import Callable
 
 from .meta_schema import MAX_SAMPLE_BYTES, nbytes
-from .shard_format import IMAGE, JPEG, META, RAW, Meta, Row
+from .shard_format import IMAGE, JPEG, META_FILE, RAW, DatasetMeta, IndexRow
 
 
-def row_check(meta: Meta) -> Callable[[Row], None]:
+def make_row_check(meta: DatasetMeta) -> Callable[[IndexRow], None]:
     """Return the check of a set's rows, a function that raises ValueError for a row that
     contradicts paceline.json or the length of its own sample."""
     alike, tail = meta.array, meta.tail
@@ -18,7 +18,7 @@ def row_check(meta: Meta) -> Callable[[Row], None]:
     shape, dtype = (alike.shape, alike.dtype) if alike else ((), "")
     raw_bytes = alike.nbytes + tail if alike else -1
 
-    def check(row: Row) -> None:
+    def check(row: IndexRow) -> None:
         _, offset, length, shard, own_shape, own_dtype, encoding, _, _ = row  # faster than names
         if shard >= count or offset + length > sizes[shard]:
             raise ValueError("its row is damaged")
@@ -26,13 +26,13 @@ def row_check(meta: Meta) -> Callable[[Row], None]:
             return
         if alike is not None and (own_shape != shape or own_dtype != dtype):
             told = f"its row says {own_dtype} of {own_shape}"
-            raise ValueError(f"{told}, and {META} {dtype} of {shape}")
+            raise ValueError(f"{told}, and {META_FILE} {dtype} of {shape}")
         _check_sizes(row, tail)
 
     return check
 
 
-def _check_sizes(row: Row, tail: int) -> None:
+def _check_sizes(row: IndexRow, tail: int) -> None:
     """Compare the array of a row with the length of its sample and with the limits. tail: bytes of
     its label."""
     shape, size = row.shape, nbytes(row.dtype, row.shape)

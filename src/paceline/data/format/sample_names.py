@@ -10,14 +10,14 @@ from crc32c import crc32c
 
 from ...security.files import InvalidFileError, check_regular, open_regular
 from ...security.text import printable
-from .meta_schema import FileSum
+from .meta_schema import FileChecksum
 
 MAX_NAME_BYTES = 1 << 16
 PIECE_BYTES = 1 << 20
 NEWLINE = 10
 
 
-class Names:
+class SampleNames:
     """The names of a packed set. The file is read once, by the first call, which compares its
     checksum and its number of lines; after that a name is one read. Threads may share it.
 
@@ -27,7 +27,7 @@ class Names:
         told: Size and checksum of the file; None for sets of older Paceline.
     """
 
-    def __init__(self, path: Path, samples: int, told: FileSum | None) -> None:
+    def __init__(self, path: Path, samples: int, told: FileChecksum | None) -> None:
         self.path, self.samples, self.told = path, samples, told
         self._lock = threading.Lock()
         self._fd = -1
@@ -90,7 +90,7 @@ class Names:
         return InvalidFileError(self.path, reason)
 
 
-def as_line(name: str) -> str:
+def to_name_line(name: str) -> str:
     """Return a name as it can be written to a line: one line, encodable, of limited length."""
     if "\n" in name:
         name = printable(name)

@@ -29,20 +29,22 @@ from ...security.files import InvalidFileError, kind_of_file, read_regular
 from ...security.text import printable
 from . import meta_schema
 from .meta_schema import DTYPES as DTYPES
-from .meta_schema import MAX_META_BYTES, FileSum
+from .meta_schema import MAX_META_BYTES, FileChecksum
 
 FORMAT, VERSION = "paceline-shards", 1
-META, INDEX, NAMES = "paceline.json", "index.bin", "names.txt"
-UNKNOWN = "........"  # in the place of the checksum, while it is taken of all of paceline.json
-ROW = struct.Struct("<qQII4IBBBxI")
-COVERED = ROW.size - 4  # bytes of a row that its checksum is over
-_SHARD = 20  # where the number of the shard is in it
-_PARTS = np.dtype([("a", "V20"), ("shard", "<u4"), ("b", "V20"), ("crc", "<u4")])
-DIMS = 4  # that a row has room for; a set whose shape has more says it once, in its meta
-AS_THE_SET = 255  # in the place of the number of dims
+META_FILE, INDEX_FILE, NAMES_FILE = "paceline.json", "index.bin", "names.txt"
+CHECKSUM_PLACEHOLDER = (
+    "........"  # in the place of the checksum, while it is taken of all of paceline.json
+)
+ROW_STRUCT = struct.Struct("<qQII4IBBBxI")
+CHECKSUMMED_ROW_BYTES = ROW_STRUCT.size - 4  # bytes of a row that its checksum is over
+_SHARD_FIELD_OFFSET = 20  # where the number of the shard is in it
+_ROW_PARTS_DTYPE = np.dtype([("a", "V20"), ("shard", "<u4"), ("b", "V20"), ("crc", "<u4")])
+MAX_ROW_DIMS = 4  # that a row has room for; a set whose shape has more says it once, in its meta
+NDIM_IN_META = 255  # in the place of the number of dims
 
 RAW, ZSTD, JPEG, IMAGE, FILE = range(5)  # encodings
-ENCODINGS = ("array", "array, zstd", "JPEG", "image", "file")
+ENCODING_NAMES = ("array", "array, zstd", "JPEG", "image", "file")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
@@ -58,7 +60,7 @@ class DataError(InvalidFileError):
         return type(self), (self.file, self.sample, self.offset, self.reason)
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     """One sample's place and kind. length: bytes, with a label that is an array."""
 
     label: int
@@ -73,7 +75,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Field:
+class ArraySpec:
     """Arrays of one shape and dtype."""
 
     dtype: str
@@ -95,7 +97,7 @@ class Shard:
 
 
 @dataclass
-class Meta:
+class DatasetMeta:
     """What a set says of itself.
 
     array: what all its samples are, None where they differ. label: None, "class" or the arrays
@@ -105,18 +107,18 @@ class Meta:
 
     samples: int
     shards: list[Shard]
-    array: Field | None = None
-    label: Field | str | None = None
+    array: ArraySpec | None = None
+    label: ArraySpec | str | None = None
     classes: list[str] = field(default_factory=list)
     names: bool = False
     statistics: dict[str, Any] = field(default_factory=dict)
     packed: dict[str, Any] = field(default_factory=dict)  # from what, how, when
-    files: dict[str, FileSum] = field(default_factory=dict)
+    files: dict[str, FileChecksum] = field(default_factory=dict)
 
     @property
     def tail(self) -> int:
         """Bytes of a label behind its sample."""
-        return self.label.nbytes if isinstance(self.label, Field) else 0
+        return self.label.nbytes if isinstance(self.label, ArraySpec) else 0
 
     @property
     def bytes(self) -> int:
@@ -124,18 +126,19 @@ class Meta:
 
     def save(self, folder: Path) -> None:
         """Written beside under another name, whole or not at all."""
-        head = {"format": FORMAT, "version": VERSION, "checksum": UNKNOWN}
+        head = {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM_PLACEHOLDER}
         text = json.dumps({**head, **asdict(self)}, indent=1).encode() + b"\n"
         if len(text) > MAX_META_BYTES:
             raise ValueError(
-                f"{folder}: {META} would have {len(text):,} bytes, and at most {MAX_META_BYTES:,} "
-                "are read. HINT: larger shards (--shard-size), fewer or shorter class names"
+                f"{folder}: {META_FILE} would have {len(text):,} bytes, and at most "
+                f"{MAX_META_BYTES:,} are read. "
+                "HINT: larger shards (--shard-size), fewer or shorter class names"
             )
-        sealed = text.replace(UNKNOWN.encode(), f"{crc32c(text):08x}".encode(), 1)
-        written_whole(folder / META, sealed)
+        sealed = text.replace(CHECKSUM_PLACEHOLDER.encode(), f"{crc32c(text):08x}".encode(), 1)
+        write_atomically(folder / META_FILE, sealed)
 
 
-def created(path: Path, buffering: int = -1) -> BinaryIO:
+def create_new_file(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a new file to write to. What lies there under its name, a link say, is removed and
     never written through."""
     path.unlink(missing_ok=True)
@@ -143,11 +146,11 @@ def created(path: Path, buffering: int = -1) -> BinaryIO:
     return open(fd, "wb", buffering)
 
 
-def written_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file, whole or not at all: where the disk is full, nothing of it is left."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with created(part) as file:
+        with create_new_file(part) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -158,20 +161,20 @@ def written_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def load(folder: Path) -> Meta:
+def load_meta(folder: Path) -> DatasetMeta:
     """Return what the folder's paceline.json says of the set.
 
     Raises:
         DataError: It is of another format or a newer one, a byte has changed, a value is none that
             the format allows, or a file is missing, not regular or of another size.
     """
-    path = folder / META
-    tree = _sealed(folder)
+    path = folder / META_FILE
+    tree = _read_verified(folder)
     try:
         found = meta_schema.checked(tree, path)
     except InvalidFileError as error:
         raise DataError(path, -1, 0, error.reason) from None
-    meta = Meta(
+    meta = DatasetMeta(
         found.samples,
         [Shard(one.file, one.samples, one.bytes, one.crc) for one in found.shards],
         _field(found.array),
@@ -183,35 +186,35 @@ def load(folder: Path) -> Meta:
         {str(name): one for name, one in found.files.items()},
     )
     for shard in meta.shards:
-        _same_size(folder / shard.file, shard.bytes)
-    _same_size(folder / INDEX, meta.samples * ROW.size)
+        _check_file_size(folder / shard.file, shard.bytes)
+    _check_file_size(folder / INDEX_FILE, meta.samples * ROW_STRUCT.size)
     return meta
 
 
-def identity(folder: Path) -> str:
+def read_meta_checksum(folder: Path) -> str:
     """Return the checksum in a set's paceline.json: eight hexadecimal digits. Raises DataError."""
     tree, _ = _read(folder)
     return str(tree["checksum"])
 
 
-def _sealed(folder: Path) -> dict[str, Any]:
+def _read_verified(folder: Path) -> dict[str, Any]:
     """Return the parsed paceline.json, whose checksum is right."""
     tree, text = _read(folder)
     told = tree["checksum"]
-    if f"{crc32c(text.replace(told.encode(), UNKNOWN.encode(), 1)):08x}" != told:
-        raise DataError(folder / META, -1, 0, "a byte has changed (its checksum is another)")
+    if f"{crc32c(text.replace(told.encode(), CHECKSUM_PLACEHOLDER.encode(), 1)):08x}" != told:
+        raise DataError(folder / META_FILE, -1, 0, "a byte has changed (its checksum is another)")
     return tree
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
     """Return paceline.json, parsed and as it is. Its format and version are known, and its
     checksum is eight digits."""
-    path = folder / META
+    path = folder / META_FILE
     try:
         text = read_regular(path, MAX_META_BYTES)
         tree = json.loads(text)
     except FileNotFoundError:
-        raise _no_set(folder) from None
+        raise _missing_dataset_error(folder) from None
     except InvalidFileError as error:
         raise DataError(path, -1, 0, error.reason) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -230,17 +233,17 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
     return tree, text
 
 
-def _field(found: meta_schema.FieldSchema | None) -> Field | None:
-    return None if found is None else Field(found.dtype, tuple(found.shape))
+def _field(found: meta_schema.FieldSchema | None) -> ArraySpec | None:
+    return None if found is None else ArraySpec(found.dtype, tuple(found.shape))
 
 
-def row_bytes(row: Row) -> bytes:
+def pack_checksummed_part(row: IndexRow) -> bytes:
     """The first 44 bytes of a row, which its checksum is over."""
     place = (row.label, row.offset, row.length, row.shard)
-    return row_packed(*place, row.shape, row.dtype, row.encoding)
+    return pack_row(*place, row.shape, row.dtype, row.encoding)
 
 
-def row_packed(
+def pack_row(
     label: int,
     offset: int,
     length: int,
@@ -251,32 +254,38 @@ def row_packed(
 ) -> bytes:
     """``row_bytes`` of what a row says."""
     ndim = len(shape)
-    if ndim > DIMS:
-        ndim, shape = AS_THE_SET, ()
-    sides = (*shape, *(0,) * (DIMS - len(shape)))
+    if ndim > MAX_ROW_DIMS:
+        ndim, shape = NDIM_IN_META, ()
+    sides = (*shape, *(0,) * (MAX_ROW_DIMS - len(shape)))
     kind = DTYPES.index(dtype)
-    packed = ROW.pack(label, offset, length, shard, *sides, kind, ndim, encoding, 0)
-    return packed[:COVERED]
+    packed = ROW_STRUCT.pack(label, offset, length, shard, *sides, kind, ndim, encoding, 0)
+    return packed[:CHECKSUMMED_ROW_BYTES]
 
 
-def row_of(packed: bytes, whole: tuple[int, ...]) -> Row:
+def unpack_row(packed: bytes, whole: tuple[int, ...]) -> IndexRow:
     """A row of the index. whole: the shape of a set whose samples have many dims. Raises
     ValueError where it can't be one; whether it is the one that was written, its checksum says."""
-    label, offset, length, shard, a, b, c, d, kind, ndim, encoding, crc = ROW.unpack(packed)
-    if kind >= len(DTYPES) or encoding >= len(ENCODINGS) or (ndim > DIMS and ndim != AS_THE_SET):
+    label, offset, length, shard, a, b, c, d, kind, ndim, encoding, crc = ROW_STRUCT.unpack(packed)
+    if (
+        kind >= len(DTYPES)
+        or encoding >= len(ENCODING_NAMES)
+        or (ndim > MAX_ROW_DIMS and ndim != NDIM_IN_META)
+    ):
         raise ValueError("its row in the index is damaged")
-    shape = whole if ndim == AS_THE_SET else (a, b, c, d)[:ndim]
-    covered = packed[:COVERED]
-    return Row(label, offset, length, shard, shape, DTYPES[kind], encoding, crc, covered)
+    shape = whole if ndim == NDIM_IN_META else (a, b, c, d)[:ndim]
+    covered = packed[:CHECKSUMMED_ROW_BYTES]
+    return IndexRow(label, offset, length, shard, shape, DTYPES[kind], encoding, crc, covered)
 
 
-def moved(rows: bytes, shard: int, other: int) -> bytes:
+def renumber_shard(rows: bytes, shard: int, other: int) -> bytes:
     """Rows of one shard as rows of another one, whose bytes are the same. A CRC is linear: what the
     number changes in it is the same for all of them, whatever the samples are."""
-    table = np.frombuffer(rows, _PARTS).copy()
-    changed = bytes(_SHARD) + (shard ^ other).to_bytes(4, "little")
+    table = np.frombuffer(rows, _ROW_PARTS_DTYPE).copy()
+    changed = bytes(_SHARD_FIELD_OFFSET) + (shard ^ other).to_bytes(4, "little")
     table["shard"] = other
-    table["crc"] ^= crc32c(changed.ljust(COVERED, b"\0")) ^ crc32c(bytes(COVERED))
+    table["crc"] ^= crc32c(changed.ljust(CHECKSUMMED_ROW_BYTES, b"\0")) ^ crc32c(
+        bytes(CHECKSUMMED_ROW_BYTES)
+    )
     return table.tobytes()
 
 
@@ -289,7 +298,7 @@ def checksum(covered: bytes, *parts: Any, start: int = 0) -> int:
     return int(crc32c(covered, value)) if covered else value
 
 
-def _same_size(path: Path, wanted: int) -> None:
+def _check_file_size(path: Path, wanted: int) -> None:
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -307,11 +316,11 @@ def _same_size(path: Path, wanted: int) -> None:
         )
 
 
-def _no_set(folder: Path) -> DataError:
+def _missing_dataset_error(folder: Path) -> DataError:
     if (folder / ".packing").exists():
         why = "is not packed whole. HINT: the same paceline pack once more goes on with it"
     elif folder.is_dir():
-        why = f"has no {META}. HINT: paceline pack SOURCE {folder}"
+        why = f"has no {META_FILE}. HINT: paceline pack SOURCE {folder}"
     else:
         why = "no such folder"
     return DataError(folder, -1, 0, why)

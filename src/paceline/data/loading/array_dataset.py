@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..format.shard_format import Field
+from ..format.shard_format import ArraySpec
 from ..shards import RaggedError
 
 
-class Arrays:
+class ArrayDataset:
     """``x`` and, where there is one, ``y``: arrays or CPU tensors whose first dim is the sample.
     Raises ValueError where their lengths differ."""
 
@@ -33,8 +33,8 @@ class Arrays:
         return self.x[i] if self.y is None else (self.x[i], self.y[i])
 
     @property
-    def label(self) -> Field | None:
-        return None if self.y is None else Field(self.y.dtype.name, self.y.shape[1:])
+    def label(self) -> ArraySpec | None:
+        return None if self.y is None else ArraySpec(self.y.dtype.name, self.y.shape[1:])
 
     @property
     def classes(self) -> int:
@@ -42,9 +42,9 @@ class Arrays:
         assert self.y is not None
         return int(self.y.max()) + 1
 
-    def outline(self, i: int) -> tuple[Field, Field | None]:
+    def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
         """What each sample and label is."""
-        return Field(self.x.dtype.name, self.x.shape[1:]), self.label
+        return ArraySpec(self.x.dtype.name, self.x.shape[1:]), self.label
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
         """(array, label), copies."""
@@ -53,7 +53,7 @@ class Arrays:
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
         """A sample to ``arrays[k]``, its label to ``labels[k]``."""
         if self.x.shape[1:] != arrays.shape[1:] or self.x.dtype != arrays.dtype:
-            raise RaggedError(i, self.outline(i)[0])
+            raise RaggedError(i, self.spec_of(i)[0])
         arrays[k] = self.x[i]
         if self.y is not None:
             labels[k] = self.y[i]

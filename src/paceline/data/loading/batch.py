@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..format.shard_format import DataError, Field
-from ..sampling.sample_order import kept_random_states, mix, seed_everything
-from ..shards import RaggedError, Scratch
-from .buffer_pool import Ring
-from .mixup import Mixing
+from ..format.shard_format import ArraySpec, DataError
+from ..sampling.sample_order import derive_seed, preserve_random_states, seed_everything
+from ..shards import RaggedError, ScratchBuffer
+from .buffer_pool import BufferPool
+from .mixup import MixUp
 
+Array = np.ndarray[Any, Any]
 Key = tuple[int, int]  # epoch, sample
-# (recipe, keys, arrays, first): a Piece, some time
-Submit = Callable[..., "Future[Piece]"]
+# Called with (pipeline, keys, arrays, first).
+Submit = Callable[..., "Future[BatchPiece]"]
 _local = threading.local()
 
 
-class Recipe:
+class SamplePipeline:
     """How a loader's samples are made, and of what memory its batches.
 
     skips: whether samples that can't be read are left out; ``skipped`` has them. shared: whether
@@ -42,23 +43,23 @@ class Recipe:
         seed: int,
         skips: bool,
         shared: bool,
-        mixing: Mixing | None = None,
+        mixing: MixUp | None = None,
     ) -> None:
         self.source, self.transform, self.collate, self.seed = source, transform, collate, seed
         self.skips, self.mixing = skips, mixing
         self.skipped: list[DataError] = []
         self.busy_s = 0.0  # that all pieces took of processors
-        self.ring = Ring(shared)
-        self.array: Field | None = None
+        self.buffer_pool = BufferPool(shared)
+        self.array: ArraySpec | None = None
         self.channels_last = False  # as they are made; they are given with channels first
         self.seeds_all = False  # the global generators too: in a process that has them for itself
-        self._draws = transform is not None and takes_two(transform)
+        self._draws = transform is not None and accepts_rng(transform)
         self._tensors = False  # whether the transform gives them
 
-    def seeded(self, seed: int) -> "Recipe":
+    def seeded(self, seed: int) -> "SamplePipeline":
         """The same with another seed, and memory of its own."""
         other = copy.copy(self)
-        other.seed, other.ring, other.busy_s = seed, Ring(self.ring.shared), 0.0
+        other.seed, other.buffer_pool, other.busy_s = seed, BufferPool(self.buffer_pool.shared), 0.0
         return other
 
     @property
@@ -67,12 +68,12 @@ class Recipe:
         return self.transform is None and self.mixing is None
 
     @property
-    def label(self) -> Field | None:
+    def label(self) -> ArraySpec | None:
         """What labels are."""
-        label: Field | None = (self.mixing or self.source).label
+        label: ArraySpec | None = (self.mixing or self.source).label
         return label
 
-    def outline(self, keys: list[Key]) -> Field:
+    def resolve_spec(self, keys: list[Key]) -> ArraySpec:
         """What samples are: as the first of the keys that can be read."""
         if self.array is None:
             for key in keys:
@@ -85,12 +86,12 @@ class Recipe:
         assert self.array is not None
         return self.array
 
-    def _first(self, key: Key) -> Field:
+    def _first(self, key: Key) -> ArraySpec:
         source = self.source
         if self.plain:
-            array: Field = source.outline(key[1])[0]
+            array: ArraySpec = source.spec_of(key[1])[0]
         else:
-            with kept_random_states():  # the training's, if the transform draws from them
+            with preserve_random_states():  # the training's, if the transform draws from them
                 sample, _ = self.sample(key)
             array = _outline(sample)
         self.channels_last = source.images and len(array.shape) == 3 and not self._tensors
@@ -110,7 +111,7 @@ class Recipe:
         epoch, i = key
         array, label = self.source.read(i, _scratch())
         if self.transform is not None:
-            seed = mix(self.seed, epoch, i)
+            seed = derive_seed(self.seed, epoch, i)
             if self.seeds_all:
                 seed_everything(seed)
             # Philox: a counter, whose seeding costs next to nothing
@@ -132,27 +133,27 @@ class Recipe:
             weakref.finalize(owner, _told, self.skipped, repr(self.source))
 
 
-class Batch:
+class PendingBatch:
     """``keys``' samples. pinned: in memory that a GPU copies from by itself."""
 
     def __init__(
-        self, recipe: Recipe, keys: list[Key], submit: Submit, pieces: int, pinned: bool
+        self, pipeline: SamplePipeline, keys: list[Key], submit: Submit, pieces: int, pinned: bool
     ) -> None:
-        self.recipe, self.keys, self._pinned = recipe, keys, pinned
+        self.pipeline, self.keys, self._pinned = pipeline, keys, pinned
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray[Any, Any]] = []
-        if recipe.collate is None:
-            label = recipe.label
-            fields = [recipe.outline(keys), *([] if label is None else [label])]
+        if pipeline.collate is None:
+            label = pipeline.label
+            fields = [pipeline.resolve_spec(keys), *([] if label is None else [label])]
             self._arrays = [self._memory(field) for field in fields]
         count = max(min(pieces, len(keys)), 1)
         ends = [len(keys) * (k + 1) // count for k in range(count)]
         self._pieces = [
-            submit(recipe, keys[first:end], self._arrays, first)
+            submit(pipeline, keys[first:end], self._arrays, first)
             for first, end in zip([0, *ends[:-1]], ends, strict=True)
         ]
 
-    def _memory(self, what: Field) -> np.ndarray[Any, Any]:
+    def _memory(self, what: ArraySpec) -> np.ndarray[Any, Any]:
         shape = (len(self.keys), *what.shape)
         if self._pinned:
             # torch's own store of pinned memory, which knows what is still being copied
@@ -161,7 +162,7 @@ class Batch:
             self._tensors.append(tensor)
             return tensor.numpy()
         try:
-            return self.recipe.ring.take(shape, what.dtype)
+            return self.pipeline.buffer_pool.take(shape, what.dtype)
         except (MemoryError, OSError, OverflowError) as error:
             size = len(self.keys) * what.nbytes / 2**30
             raise ValueError(
@@ -171,30 +172,30 @@ class Batch:
 
     def whole(self, owner: Any) -> Any:
         """The batch, once all its pieces are there. owner: the loader."""
-        recipe, samples, bad = self.recipe, list[Any](), dict[int, DataError]()
+        pipeline, samples, bad = self.pipeline, list[Any](), dict[int, DataError]()
         for piece in self._pieces:
             done = piece.result()
             samples += done.samples
             bad |= done.bad
-            recipe.busy_s += done.busy_s
+            pipeline.busy_s += done.busy_s
         for k in sorted(bad):
-            recipe.leaves_out(bad[k], owner)
+            pipeline.leaves_out(bad[k], owner)
         if len(bad) == len(self.keys):
             raise bad[0]
-        if recipe.collate is not None:
-            labelled = recipe.label is not None
-            return recipe.collate([_given(array, label, labelled) for array, label in samples])
+        if pipeline.collate is not None:
+            labelled = pipeline.label is not None
+            return pipeline.collate([_given(array, label, labelled) for array, label in samples])
         tensors = self._tensors or [torch.from_numpy(array) for array in self._arrays]
         self._arrays = []
         if bad:
             kept = [k for k in range(len(self.keys)) if k not in bad]
             tensors = [tensor[kept] for tensor in tensors]
-        if recipe.channels_last:
+        if pipeline.channels_last:
             tensors[0] = tensors[0].permute(0, 3, 1, 2)
         return tensors if len(tensors) > 1 else tensors[0]
 
 
-class Piece:
+class BatchPiece:
     """What a thread, or a process, has made of a batch. samples: those that collate_fn wants.
     busy_s: of a processor that it took."""
 
@@ -204,32 +205,38 @@ class Piece:
         self.bad: dict[int, DataError] = {}
 
 
-def made(recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], first: int) -> Piece:
+def make_piece(
+    pipeline: SamplePipeline, keys: list[Key], arrays: list[np.ndarray[Any, Any]], first: int
+) -> BatchPiece:
     """Make the samples of ``keys``, into ``arrays`` (of samples and labels) from ``first`` on.
 
     Raises ValueError where one has another shape than those before it.
     """
-    piece, began = Piece(), time.thread_time()
-    if arrays and recipe.plain and hasattr(recipe.source, "take"):
+    piece, began = BatchPiece(), time.thread_time()
+    if arrays and pipeline.plain and hasattr(pipeline.source, "take"):
         labels = arrays[1] if len(arrays) > 1 else None
-        recipe.source.take([i for _, i in keys], arrays[0], labels, first)
+        pipeline.source.take([i for _, i in keys], arrays[0], labels, first)
     else:
-        _each(recipe, keys, arrays, first, piece)
+        _each(pipeline, keys, arrays, first, piece)
     piece.busy_s = time.thread_time() - began
     return piece
 
 
 def _each(
-    recipe: Recipe, keys: list[Key], arrays: list[np.ndarray[Any, Any]], first: int, piece: Piece
+    pipeline: SamplePipeline,
+    keys: list[Key],
+    arrays: list[np.ndarray[Any, Any]],
+    first: int,
+    piece: BatchPiece,
 ) -> None:
-    one = _collected if not arrays else _read if recipe.plain else _transformed
+    one = _collected if not arrays else _read if pipeline.plain else _transformed
     for k, key in enumerate(keys, first):
         try:
-            one(recipe, key, arrays, k, piece)
+            one(pipeline, key, arrays, k, piece)
         except RaggedError as error:
-            raise _ragged(recipe, key[1], error.what) from None
+            raise _ragged(pipeline, key[1], error.what) from None
         except DataError as error:
-            if not recipe.skips:
+            if not pipeline.skips:
                 raise
             piece.bad[k] = error.with_traceback(None)
 
@@ -240,39 +247,45 @@ def _given(array: Any, label: Any, labelled: bool) -> Any:
     return (data, label) if labelled else data
 
 
-def _read(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> None:
+def _read(pipeline: SamplePipeline, key: Key, arrays: list[Any], k: int, piece: BatchPiece) -> None:
     labels = arrays[1] if len(arrays) > 1 else None
-    recipe.source.read_into(key[1], arrays[0], labels, k, _scratch())
+    pipeline.source.read_into(key[1], arrays[0], labels, k, _scratch())
 
 
-def _transformed(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> None:
-    array, label = recipe.sample(key)
+def _transformed(
+    pipeline: SamplePipeline, key: Key, arrays: list[Any], k: int, piece: BatchPiece
+) -> None:
+    array, label = pipeline.sample(key)
     if array.shape != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
-        raise _ragged(recipe, key[1], _outline(array))
+        raise _ragged(pipeline, key[1], _outline(array))
     arrays[0][k] = array
     if len(arrays) > 1:
         arrays[1][k] = label
 
 
-def _collected(recipe: Recipe, key: Key, arrays: list[Any], k: int, piece: Piece) -> None:
-    piece.samples.append(recipe.sample(key))
+def _collected(
+    pipeline: SamplePipeline, key: Key, arrays: list[Any], k: int, piece: BatchPiece
+) -> None:
+    piece.samples.append(pipeline.sample(key))
 
 
-def _outline(array: Any) -> Field:
-    return Field(array.dtype.name, array.shape)
+def _outline(array: Any) -> ArraySpec:
+    return ArraySpec(array.dtype.name, array.shape)
 
 
-def _ragged(recipe: Recipe, i: int, what: Field, usual: Field | None = None) -> ValueError:
-    usual = usual or recipe.array
+def _ragged(
+    pipeline: SamplePipeline, i: int, what: ArraySpec, usual: ArraySpec | None = None
+) -> ValueError:
+    usual = usual or pipeline.array
     assert usual is not None
     return ValueError(
-        f"Loader: {recipe.source!r}: sample {i} is {what.dtype} of {what.shape}, and the "
+        f"Loader: {pipeline.source!r}: sample {i} is {what.dtype} of {what.shape}, and the "
         f"samples before it are {usual.dtype} of {usual.shape}. HINT: a transform that crops or "
         "resizes, or collate_fn=... for samples of different shapes"
     )
 
 
-def takes_two(transform: Callable[..., Any]) -> bool:
+def accepts_rng(transform: Callable[..., Any]) -> bool:
     """Whether it takes a generator beside the sample."""
     try:
         inspect.signature(transform).bind(None, None)
@@ -281,11 +294,11 @@ def takes_two(transform: Callable[..., Any]) -> bool:
     return True
 
 
-def _scratch() -> Scratch:
+def _scratch() -> ScratchBuffer:
     """This thread's own."""
     if not hasattr(_local, "scratch"):
-        _local.scratch = Scratch()
-    mine: Scratch = _local.scratch
+        _local.scratch = ScratchBuffer()
+    mine: ScratchBuffer = _local.scratch
     return mine
 
 

@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 _numbers = count()
 
 
-class Ring:
+class BufferPool:
     """``take`` gives an array. When the last reference to it goes (a tensor made of it, a view of
     that, what autograd keeps), its memory is given to the next one of the same size.
 
@@ -23,7 +23,7 @@ class Ring:
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
-        self.made = 0  # pieces of memory, ever
+        self.allocated = 0  # pieces of memory, ever
         self._free: dict[int, list[Array]] = {}  # by size
         self._waiting: dict[int, weakref.ref[Any]] = {}  # a dead reference calls nobody
         self._files: dict[int, tuple[int, int]] = {}  # by the address of a piece
@@ -51,17 +51,17 @@ class Ring:
         return self._files[array.ctypes.data]
 
     def _new(self, size: int) -> Array:
-        self.made += 1
+        self.allocated += 1
         if not self.shared:
             return np.empty(size, np.uint8)
         file = os.memfd_create("paceline-batch", os.MFD_CLOEXEC)
         os.ftruncate(file, size)
-        memory = mapped(file, size)
+        memory = map_file(file, size)
         self._files[memory.ctypes.data] = (next(_numbers), file)
         weakref.finalize(memory, os.close, file)
         return memory
 
 
-def mapped(file: int, size: int) -> Array:
+def map_file(file: int, size: int) -> Array:
     """A file's bytes, shared with whoever else has mapped it."""
     return np.frombuffer(mmap.mmap(file, size), np.uint8)

@@ -4,10 +4,10 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Any
 
-from ..format.shard_format import Field
+from ..format.shard_format import ArraySpec
 
 
-class Several:
+class ConcatDataset:
     """sets: of one kind, with labels of one kind. How often each is drawn is a sampler's matter
     (samplers.Weighted.mixed). Raises ValueError where the sets don't go together."""
 
@@ -22,7 +22,7 @@ class Several:
                     f"the other {_told(other)}. HINT: sets of one kind, with labels of one kind"
                 )
         self.images: bool = first.images
-        self.label: Field | None = first.label
+        self.label: ArraySpec | None = first.label
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -31,7 +31,7 @@ class Several:
         return f"{len(self.sets)} sets: {len(self):,} samples"
 
     def __getitem__(self, i: int) -> Any:
-        own, j = self.place(i)
+        own, j = self.location(i)
         return own[j]
 
     @property
@@ -39,21 +39,21 @@ class Several:
         """As many as the set with the most has."""
         return int(max(one.classes for one in self.sets))
 
-    def outline(self, i: int) -> tuple[Field, Field | None]:
-        own, j = self.place(i)
-        found: tuple[Field, Field | None] = own.outline(j)
+    def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
+        own, j = self.location(i)
+        found: tuple[ArraySpec, ArraySpec | None] = own.spec_of(j)
         return found
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        own, j = self.place(i)
+        own, j = self.location(i)
         found: tuple[Any, Any] = own.read(j, scratch)
         return found
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        own, j = self.place(i)
+        own, j = self.location(i)
         own.read_into(j, arrays, labels, k, scratch)
 
-    def place(self, i: int) -> tuple[Any, int]:
+    def location(self, i: int) -> tuple[Any, int]:
         """The set that a sample is in, and its number there."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..format.decode import optional
+from ..format.decode import import_optional
 from ..format.shard_format import RAW, ZSTD, DataError
-from ..sampling.sample_order import mix
-from ..shards import Scratch, Shards
-from .batch import Key, Recipe, takes_two
-from .concat_dataset import Several
+from ..sampling.sample_order import derive_seed
+from ..shards import ScratchBuffer, Shards
+from .batch import Key, SamplePipeline, accepts_rng
+from .concat_dataset import ConcatDataset
 from .file_dataset import Files
 
 DRAWS, STATES = 0x64616C69, 0x73746174  # set these draws apart from a transform's
@@ -54,7 +54,7 @@ class Draws:
         return fn.cast(self.uniform() < share, dtype=types.INT32)
 
 
-class Undecoded(Recipe):
+class Undecoded(SamplePipeline):
     """Samples as they are stored; a batch is a list of Raw, or of (Raw, label). draws: how many
     random numbers each has."""
 
@@ -67,7 +67,7 @@ class Undecoded(Recipe):
         array, label = stored(self.source, key[1])
         drawn = None
         if self.draws:
-            rng = np.random.Generator(np.random.Philox(key=mix(self.seed, *key, DRAWS)))
+            rng = np.random.Generator(np.random.Philox(key=derive_seed(self.seed, *key, DRAWS)))
             drawn = rng.random(self.draws, np.float32)
         return Raw(key, np.asarray(array), drawn), label
 
@@ -75,12 +75,12 @@ class Undecoded(Recipe):
 def stored(source: Any, i: int) -> tuple[Any, Any]:
     """(array, label) of a sample: a file's bytes as uint8, or what is stored as an array. Raises
     DataError."""
-    if isinstance(source, Several):
-        return stored(*source.place(i))
+    if isinstance(source, ConcatDataset):
+        return stored(*source.location(i))
     if isinstance(source, Shards):
-        row, data, label = source.raw(i, Scratch())
+        row, data, label = source.read_raw(i, ScratchBuffer())
         if row.encoding in (RAW, ZSTD):
-            return source.decoded(i, row, data), label
+            return source.decode_sample(i, row, data), label
         return np.frombuffer(data, np.uint8), label
     if isinstance(source, Files):
         return source.stored(i)
@@ -96,9 +96,9 @@ class Graph:
     """
 
     def __init__(
-        self, function: Callable[..., Any], recipe: Undecoded, size: int, threads: int, ahead: int
+        self, function: Callable[..., Any], pipeline: Undecoded, size: int, threads: int, ahead: int
     ) -> None:
-        self._recipe, self._coming = recipe, deque[tuple[int, list[Key], list[Any]]]()
+        self._pipeline, self._coming = pipeline, deque[tuple[int, list[Key], list[Any]]]()
         self._inputs: list[_Input] = []
         self._pull: Pull = lambda: None
         self._begun = self._ended = False  # whether it was given batches, and all of them
@@ -111,7 +111,7 @@ class Graph:
         with self._pipe:
             samples = self._input(lambda raws: [raw.array for raw in raws])
             drawn = Draws(lambda: self._input(lambda raws: np.stack([raw.draws for raw in raws])))
-            made = function(samples, drawn) if takes_two(function) else function(samples)
+            made = function(samples, drawn) if accepts_rng(function) else function(samples)
             outputs = list(made) if isinstance(made, (tuple, list)) else [made]
             _check(function, outputs, samples)
             operators = list(_operators(outputs))
@@ -119,7 +119,7 @@ class Graph:
             self._pipe.set_outputs(*outputs)
         # DALI asks for no others
         self._inputs = [one for one in self._inputs if one.node.source in operators]
-        recipe.draws = drawn.count
+        pipeline.draws = drawn.count
         try:
             self._pipe.build()
         except RuntimeError as error:
@@ -161,7 +161,7 @@ class Graph:
             raise self._failed from error
         done, keys, labels = self._coming.popleft()
         tensors = [self._tensor(one, len(keys)) for one in outputs]
-        if (label := self._recipe.label) is not None:
+        if (label := self._pipeline.label) is not None:
             tensors.append(torch.from_numpy(np.asarray(labels, label.dtype)))
         return done, tensors if len(tensors) > 1 else tensors[0]
 
@@ -212,7 +212,7 @@ class Graph:
             self._ended = True
             raise StopIteration
         done, samples = pulled
-        labelled = self._recipe.label is not None
+        labelled = self._pipeline.label is not None
         raws = [one[0] for one in samples] if labelled else samples
         labels = [one[1] for one in samples] if labelled else []
         self._coming.append((done, [raw.key for raw in raws], labels))
@@ -236,7 +236,7 @@ class Graph:
         """(samples, count, words); DALI takes those of the first sample."""
         states = np.zeros((len(raws), count, STATE_WORDS), np.uint32)
         for number in range(count):
-            seed = mix(self._recipe.seed, *raws[0].key, STATES, number)
+            seed = derive_seed(self._pipeline.seed, *raws[0].key, STATES, number)
             states[:, number, 0], states[:, number, 1] = seed & 0xFFFFFFFF, seed >> 32
         return states
 
@@ -245,10 +245,10 @@ class Graph:
         for _, keys, _ in self._coming:
             for _, i in keys:
                 try:
-                    self._recipe.source.read(i, Scratch())
+                    self._pipeline.source.read(i, ScratchBuffer())
                 except DataError as found:
                     return found
-        return ValueError(f"Loader: dali, of {self._recipe.source!r}: {_said(error)}")
+        return ValueError(f"Loader: dali, of {self._pipeline.source!r}: {_said(error)}")
 
 
 class _Input:
@@ -304,7 +304,7 @@ def _schema(operator: Any) -> Any:
 
 def _package(module: str) -> Any:
     try:
-        return optional(f"nvidia.dali.{module}".rstrip("."))
+        return import_optional(f"nvidia.dali.{module}".rstrip("."))
     except ValueError:
         raise ValueError(f"Loader: dali: NVIDIA DALI is not installed. HINT: {HINT}") from None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def plugged(transform: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def adapt_transform(transform: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """What a Loader calls: the transform itself, but of albumentations."""
     if transform is None or not type(transform).__module__.startswith("albumentations"):
         return transform
@@ -15,10 +15,10 @@ def plugged(transform: Callable[..., Any] | None) -> Callable[..., Any] | None:
             "Loader: this albumentations can't be seeded for each sample. "
             "HINT: pip install 'albumentations>=2'"
         )
-    return Albumentations(transform)
+    return AlbumentationsTransform(transform)
 
 
-class Albumentations:
+class AlbumentationsTransform:
     """An augmentation of albumentations, ``A.Compose([...])``, seeded for each sample. It has a
     generator inside, so each thread has one of its own."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..format.shard_format import DataError, Field
+from ..format.shard_format import ArraySpec, DataError
 from ..packing.encode import array_of
 from ..shards import RaggedError
 from ..sources.folder_source import FolderSource
@@ -37,7 +37,9 @@ class Files:
             self._source = FolderSource(self.folder, table, Path(work))
         self.images, self.arrays = (self._source.kind == kind for kind in ("images", "arrays"))
         told = self._source.label
-        self.label = told if isinstance(told, Field) else Field("int64", ()) if told else None
+        self.label = (
+            told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
+        )
 
     def __len__(self) -> int:
         return len(self._source)
@@ -59,7 +61,7 @@ class Files:
         """How many there are."""
         return len(self._source.classes)
 
-    def place(self, i: int) -> Place:
+    def location(self, i: int) -> Place:
         """Where a sample lies. Raises DataError where it is gone."""
         path = self.folder / self._source.name(i)
         try:
@@ -67,7 +69,7 @@ class Files:
         except OSError as error:
             raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None
 
-    def outline(self, i: int) -> tuple[Field, Field | None]:
+    def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
         """What a sample and its label are."""
         array, _ = self.read(i, None)
         if isinstance(array, bytes):
@@ -75,7 +77,7 @@ class Files:
                 f"{self.folder}: sample {i} is a file of a kind that is not known. "
                 "HINT: Loader(..., transform=...) that makes an array of its bytes"
             )
-        return Field(array.dtype.name, array.shape), self.label
+        return ArraySpec(array.dtype.name, array.shape), self.label
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
         """(array or bytes, label); arrays that can be written to."""
@@ -105,7 +107,7 @@ class Files:
         """A sample to ``arrays[k]``, its label to ``labels[k]``."""
         array, label = self._decoded(i)
         if array.shape != arrays.shape[1:] or array.dtype != arrays.dtype:
-            raise RaggedError(i, Field(array.dtype.name, array.shape))
+            raise RaggedError(i, ArraySpec(array.dtype.name, array.shape))
         arrays[k] = array
         if label is not None:
             labels[k] = label

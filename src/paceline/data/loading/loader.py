@@ -16,17 +16,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ...record.ring.recorder import update_all_headers
 from ..format.shard_format import DataError
-from ..sampling.samplers import BLOCK_BYTES, InBlocks, Ordered, Shuffled
+from ..sampling.samplers import BLOCK_BYTES, BlockShuffled, Ordered, Shuffled
 from ..shards import Shards
-from .array_dataset import Arrays
-from .batch import Batch, Recipe
-from .concat_dataset import Several
-from .external_transforms import plugged
+from .array_dataset import ArrayDataset
+from .batch import PendingBatch, SamplePipeline
+from .concat_dataset import ConcatDataset
+from .external_transforms import adapt_transform
 from .file_dataset import Files
-from .mixup import Mixing
-from .read_ahead import ReadAhead, samples_ahead
-from .stored_arrays import Stored, is_store
-from .workers import AtOnce, Processes, Threads
+from .mixup import MixUp
+from .read_ahead import ReadAhead, read_ahead_samples
+from .stored_arrays import StoredArrays, is_stored_array
+from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
 Pull = Callable[[], tuple[int, Any] | None]  # a batch: samples of the epoch, and what is made of it
 
@@ -120,25 +120,25 @@ class Loader(DataLoader[Any]):
             drop_last=drop_last,
         )
         skips, self._processes = on_error == "skip", processes
-        mixing = None if mix_up is None else Mixing(dataset, mix_up)
-        self._recipe = Recipe(
-            dataset, plugged(transform), collate_fn, seed, skips, processes, mixing
+        mixing = None if mix_up is None else MixUp(dataset, mix_up)
+        self._pipeline = SamplePipeline(
+            dataset, adapt_transform(transform), collate_fn, seed, skips, processes, mixing
         )
         self._dali, self._most = dali, batch_size
         self._graph: tuple[tuple[int, int], Any] | None = None
         if dali is not None:
             from .dali import Undecoded
 
-            self._recipe = Undecoded(dataset, seed, skips)
+            self._pipeline = Undecoded(dataset, seed, skips)
         self._epoch, self._start = 0, 0
         self._given = 0  # samples of the running epoch
         self._ranks, self._skipped_before = 1, 0
-        self._pool: tuple[int, Threads | Processes] | None = None
+        self._pool: tuple[int, ThreadWorkers | ProcessWorkers] | None = None
 
     @property
     def skipped(self) -> list[DataError]:
         """What was left out so far (on_error="skip")."""
-        return self._recipe.skipped
+        return self._pipeline.skipped
 
     def check_worker_number_rationality(self) -> None:
         """DataLoader's warning that so many processes are too many: threads are none."""
@@ -146,7 +146,7 @@ class Loader(DataLoader[Any]):
     def over(self, batches: Any, seed: int, ranks: int) -> "Loader":
         """The same with a rank's batches, of keys (epoch, sample): for ``world.shard``."""
         other = Loader.__new__(Loader)
-        changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._recipe.seeded(seed)}
+        changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._pipeline.seeded(seed)}
         changed["_ranks"] = ranks
         changed["_most"], changed["_graph"] = -(-batches.split.batch // ranks), None
         # a base seed of torch's is drawn from here, not from the training's generator
@@ -179,7 +179,7 @@ class Loader(DataLoader[Any]):
             self.sampler.set_epoch(self._epoch)
         self._workers()  # processes are forked by the thread that trains
         start, self._start = self._start, 0
-        self._given, self._recipe.busy_s = start, 0.0
+        self._given, self._pipeline.busy_s = start, 0.0
         return start
 
     def gave(self, samples: int) -> None:
@@ -189,7 +189,7 @@ class Loader(DataLoader[Any]):
     def ends(self, seconds: float) -> None:
         """The pass is at its end; how long it took."""
         self._epoch, self._given = self._epoch + 1, 0
-        busy, self._recipe.busy_s = self._recipe.busy_s, 0.0
+        busy, self._pipeline.busy_s = self._pipeline.busy_s, 0.0
         _told["seconds"] += seconds
         _told["busy_s"] += busy if self.num_workers else 0.0
         _told["workers"] = max(_told["workers"], self.num_workers)
@@ -198,13 +198,13 @@ class Loader(DataLoader[Any]):
         self._skipped_before = len(self.skipped)
         update_all_headers(loader=dict(_told))
 
-    def batch(self, keys: list[Any]) -> Batch:
+    def batch(self, keys: list[Any]) -> PendingBatch:
         """Begin to make a batch. keys: (epoch, sample), or samples of the running epoch."""
         if not isinstance(keys[0], tuple):
             keys = [(self._epoch, int(i)) for i in keys]
         workers = self._workers()
         pinned = self.pin_memory and not self._processes and torch.cuda.is_available()
-        return Batch(self._recipe, keys, workers.submit, self.num_workers, pinned)
+        return PendingBatch(self._pipeline, keys, workers.submit, self.num_workers, pinned)
 
     def through(self, pull: Pull) -> Pull:
         """What gives a pass's batches: DALI's graph of those that ``pull`` gives, or ``pull``."""
@@ -214,25 +214,27 @@ class Loader(DataLoader[Any]):
 
         how = max(self.num_workers, 1), max(self.prefetch_factor or 1, 1)
         if self._graph is None or self._graph[0] != how or not self._graph[1].begins(pull):
-            assert isinstance(self._recipe, Undecoded)
-            self._graph = how, Graph(self._dali, self._recipe, self._most, *how)
+            assert isinstance(self._pipeline, Undecoded)
+            self._graph = how, Graph(self._dali, self._pipeline, self._most, *how)
             self._graph[1].begins(pull)
         graph: Graph = self._graph[1]
         return graph.next
 
     def reads_ahead(self, batches: Any) -> ReadAhead:
         """The same batches, whose blocks are asked for before they are needed."""
-        count = samples_ahead(self._recipe.source) // self._ranks
-        return ReadAhead(self._recipe.source, batches, count, self._workers().call)
+        count = read_ahead_samples(self._pipeline.source) // self._ranks
+        return ReadAhead(self._pipeline.source, batches, count, self._workers().call)
 
-    def _workers(self) -> AtOnce | Threads | Processes:
+    def _workers(self) -> InlineWorker | ThreadWorkers | ProcessWorkers:
         if not self.num_workers:
-            return AtOnce()
+            return InlineWorker()
         if self._pool is None or self._pool[0] != self.num_workers:
             if self._pool is not None:
                 self._pool[1].close()
             count = self.num_workers
-            workers = Processes(self._recipe, count) if self._processes else Threads(count)
+            workers = (
+                ProcessWorkers(self._pipeline, count) if self._processes else ThreadWorkers(count)
+            )
             self._pool = (count, workers)
             weakref.finalize(self, workers.close)
         return self._pool[1]
@@ -252,11 +254,11 @@ class _Pass(_BaseDataLoaderIter):
         self._begin(loader, start)
 
     def _begin(self, loader: Loader, start: int) -> None:
-        self._loader, self._ahead, self._began = loader, deque[Batch](), time.monotonic()
+        self._loader, self._ahead, self._began = loader, deque[PendingBatch](), time.monotonic()
         if start:
             rest = list(islice(iter(loader.sampler), start, None))
             self._sampler_iter = iter(BatchSampler(rest, loader.batch_size or 1, loader.drop_last))
-        if isinstance(loader.sampler, InBlocks) and isinstance(loader.dataset, Shards):
+        if isinstance(loader.sampler, BlockShuffled) and isinstance(loader.dataset, Shards):
             self._sampler_iter = loader.reads_ahead(self._sampler_iter)
         self._next_batch = loader.through(self._made)
 
@@ -282,22 +284,22 @@ class _Pass(_BaseDataLoaderIter):
 
 
 def _dataset(source: Any) -> Any:
-    if is_store(source):
-        return Stored(source)
+    if is_stored_array(source):
+        return StoredArrays(source)
     if isinstance(source, (str, os.PathLike)):
         return Shards(source)
-    if isinstance(source, tuple) and len(source) == 2 and is_store(source[0]):
-        return Stored(*source)
-    if isinstance(source, (Shards, Arrays, Several, Stored, Files)):
+    if isinstance(source, tuple) and len(source) == 2 and is_stored_array(source[0]):
+        return StoredArrays(*source)
+    if isinstance(source, (Shards, ArrayDataset, ConcatDataset, StoredArrays, Files)):
         return source
     if isinstance(source, list) and source:
-        return Several([_dataset(one) for one in source])
+        return ConcatDataset([_dataset(one) for one in source])
     if isinstance(source, TensorDataset):
         source = source.tensors
     if isinstance(source, tuple) and len(source) in (1, 2):
-        return Arrays(*source)
+        return ArrayDataset(*source)
     if isinstance(source, (np.ndarray, torch.Tensor)):
-        return Arrays(source)
+        return ArrayDataset(source)
     raise ValueError(
         f"Loader: {type(source).__name__} is no source. HINT: a folder that paceline pack has "
         "written, HDF5, netCDF or zarr, arrays x or (x, y); for other datasets torch's DataLoader"
@@ -319,9 +321,9 @@ def _order(dataset: Any, shuffle: bool | str, seed: int) -> Ordered:
         raise ValueError(f"Loader: shuffle={shuffle!r}. HINT: True, False or 'blocks'")
     if shuffle == "blocks" and isinstance(dataset, Shards):
         each = max(dataset.meta.bytes / len(dataset), 1)
-        return InBlocks(len(dataset), int(BLOCK_BYTES / each), seed)
-    if shuffle == "blocks" and isinstance(dataset, Stored):
+        return BlockShuffled(len(dataset), int(BLOCK_BYTES / each), seed)
+    if shuffle == "blocks" and isinstance(dataset, StoredArrays):
         return dataset.in_blocks(seed)
-    if shuffle and isinstance(dataset, Stored):
+    if shuffle and isinstance(dataset, StoredArrays):
         dataset.fights()
     return (Shuffled if shuffle else Ordered)(len(dataset), seed)

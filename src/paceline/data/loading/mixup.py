@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ..format.shard_format import Field
-from ..sampling.sample_order import mix
+from ..format.shard_format import ArraySpec
+from ..sampling.sample_order import derive_seed
 
 Array = np.ndarray[Any, Any]
 PARTNER = 0x6D69787570  # sets these draws apart from the transform's
 
 
-class Mixing:
+class MixUp:
     """alpha: shares are drawn from Beta(alpha, alpha); the larger one is the sample's own, so that
     each is seen once an epoch. label: what labels are then, float32: a share of each class, or
     mixed numbers; None where there are none.
@@ -28,14 +28,14 @@ class Mixing:
         self.classes, kind = 0, source.label
         if kind is not None and not kind.shape and np.dtype(kind.dtype).kind in "iu":
             self.classes = source.classes
-            kind = Field("float32", (self.classes,))
+            kind = ArraySpec("float32", (self.classes,))
         elif kind is not None:
-            kind = Field("float32", kind.shape)
-        self.label: Field | None = kind
+            kind = ArraySpec("float32", kind.shape)
+        self.label: ArraySpec | None = kind
 
     def partner(self, seed: int, epoch: int, i: int) -> tuple[int, float]:
         """The other sample, and the share of the own one: 0.5 .. 1."""
-        rng = np.random.Generator(np.random.Philox(key=mix(seed, epoch, i, PARTNER)))
+        rng = np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch, i, PARTNER)))
         share = float(rng.beta(self.alpha, self.alpha))
         return int(rng.integers(self.samples)), max(share, 1 - share)
 

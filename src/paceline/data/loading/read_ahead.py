@@ -50,10 +50,10 @@ class ReadAhead:
                     self._asked[place] = None
                     if len(self._asked) > 4 * WINDOW:
                         self._asked.popitem(last=False)
-                    self._shards.will_need(*place, BLOCK_BYTES)
+                    self._shards.prefetch_block(*place, BLOCK_BYTES)
 
 
-def samples_ahead(shards: Shards) -> int:
+def read_ahead_samples(shards: Shards) -> int:
     """Half of a window: the next one is asked for while there is still as much of this one."""
     each = max(shards.meta.bytes / len(shards), 1)
     return max(int(WINDOW * BLOCK_BYTES / each / 2), 1)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..format.shard_format import DataError, Field
-from ..sampling.samplers import BLOCK_BYTES, WINDOW, InBlocks
+from ..format.shard_format import ArraySpec, DataError
+from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
 from ..shards import MAX_CLASSES, RaggedError
 from ..sources import formats
 from ..sources.formats.stores import Rows, StoreSource
@@ -21,14 +21,14 @@ CACHE_BYTES = 256 << 20  # of chunks that are kept unpacked
 STORES = ("hdf5", "netcdf", "zarr")
 
 
-def is_store(source: Any) -> bool:
+def is_stored_array(source: Any) -> bool:
     """Whether it is the name of such a file, or of an array in it."""
     if not isinstance(source, (str, os.PathLike)):
         return False
     return formats.known(formats.split(os.fspath(source))[0]) in STORES
 
 
-class Stored:
+class StoredArrays:
     """x: "FILE:ARRAY", or the file's name where it is clear which array is meant. y: labels, an
     array's name in the same file, "FILE:ARRAY" or a .npy file.
 
@@ -47,10 +47,12 @@ class Stored:
             raise ValueError(
                 f"Loader: {found.told} holds samples of any length. HINT: paceline pack {x} DEST"
             )
-        self.field = Field(found.dtype, tuple(found.shape))
-        self.images = pictures(found.dtype, self.field.shape)
+        self.array_spec = ArraySpec(found.dtype, tuple(found.shape))
+        self.images = pictures(found.dtype, self.array_spec.shape)
         told = self._source.label
-        self.label = told if isinstance(told, Field) else Field("int64", ()) if told else None
+        self.label = (
+            told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
+        )
 
     def __len__(self) -> int:
         return len(self._source)
@@ -68,14 +70,14 @@ class Stored:
         return array if self.label is None else (array, label)
 
     @property
-    def chunk(self) -> int:
+    def chunk_samples(self) -> int:
         """Samples that are unpacked together."""
-        return int(self._source.x.chunk)
+        return int(self._source.x.chunk_samples)
 
     @property
     def kept(self) -> bool:
         """Whether all of it stays unpacked, once it has been read."""
-        return self.chunk > 1 and len(self) * self.field.nbytes <= CACHE_BYTES
+        return self.chunk_samples > 1 and len(self) * self.array_spec.nbytes <= CACHE_BYTES
 
     @property
     def path(self) -> Path:
@@ -94,9 +96,9 @@ class Stored:
             raise DataError(self._told[0], -1, 0, reason)
         return count
 
-    def outline(self, i: int) -> tuple[Field, Field | None]:
+    def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
         """What each sample and label is."""
-        return self.field, self.label
+        return self.array_spec, self.label
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
         """(array, label), copies."""
@@ -104,27 +106,27 @@ class Stored:
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
         """A sample to ``arrays[k]``, its label to ``labels[k]``."""
-        if self.field.shape != arrays.shape[1:] or self.field.dtype != arrays.dtype:
-            raise RaggedError(i, self.field)
+        if self.array_spec.shape != arrays.shape[1:] or self.array_spec.dtype != arrays.dtype:
+            raise RaggedError(i, self.array_spec)
         arrays[k] = self._row(i)
         if self.label is not None:
             labels[k] = self._label(i)
 
-    def in_blocks(self, seed: int) -> InBlocks:
+    def in_blocks(self, seed: int) -> BlockShuffled:
         """An order in which each chunk is unpacked once, or nearly."""
-        each = max(self.field.nbytes, 1)
-        block = max(BLOCK_BYTES // each // self.chunk, 1) * self.chunk
+        each = max(self.array_spec.nbytes, 1)
+        block = max(BLOCK_BYTES // each // self.chunk_samples, 1) * self.chunk_samples
         window = min(max(CACHE_BYTES // 2 // (block * each), 1), WINDOW)
-        return InBlocks(len(self), block, seed, window)
+        return BlockShuffled(len(self), block, seed, window)
 
     def fights(self) -> None:
         """Says where an order of single samples unpacks chunks again and again."""
-        size = self.chunk * self.field.nbytes
-        if self.chunk > 1 and not self.kept:
+        size = self.chunk_samples * self.array_spec.nbytes
+        if self.chunk_samples > 1 and not self.kept:
             warnings.warn(
-                f"Loader: {self._told[0]} has chunks of {self.chunk} samples ({size:,} bytes): in "
-                "random order each is read and unpacked for one of them. HINT: shuffle='blocks', "
-                "or paceline pack",
+                f"Loader: {self._told[0]} has chunks of {self.chunk_samples} samples "
+                f"({size:,} bytes): in random order each is read and unpacked for one of them. "
+                "HINT: shuffle='blocks', or paceline pack",
                 stacklevel=4,
             )
 
@@ -135,7 +137,7 @@ class Stored:
         self._source, self._process = source, os.getpid()
         labels: Any = source.y
         if isinstance(labels, Rows):
-            size = Field(labels.dtype, labels.shape).nbytes * len(labels)
+            size = ArraySpec(labels.dtype, labels.shape).nbytes * len(labels)
             if size <= CACHE_BYTES:  # once: a chunk of labels is not unpacked for each sample
                 labels = labels.read(0, len(labels))
         self._labels = labels
@@ -145,7 +147,7 @@ class Stored:
     def _row(self, i: int) -> Any:
         if self._process != os.getpid():  # forked: a file's handle is not for two
             self._open()
-        rows, size = self._source.x, self.chunk
+        rows, size = self._source.x, self.chunk_samples
         try:
             return rows.row(i) if size == 1 else self._unpacked(rows, i // size)[i % size]
         except (OSError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
@@ -159,14 +161,14 @@ class Stored:
             mine = done is None
             if done is None:
                 done = self._chunks[number] = Future()
-                most = max(CACHE_BYTES // (self.chunk * max(self.field.nbytes, 1)), 1)
+                most = max(CACHE_BYTES // (self.chunk_samples * max(self.array_spec.nbytes, 1)), 1)
                 while len(self._chunks) > most:
                     self._chunks.popitem(last=False)
             self._chunks.move_to_end(number)
         if mine:
-            first = number * self.chunk
+            first = number * self.chunk_samples
             try:
-                done.set_result(rows.read(first, min(first + self.chunk, len(self))))
+                done.set_result(rows.read(first, min(first + self.chunk_samples, len(self))))
             except BaseException as error:
                 done.set_exception(error)
                 with self._lock:

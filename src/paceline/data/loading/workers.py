@@ -18,22 +18,22 @@ import torch
 
 from ..format.shard_format import DataError
 from ..shards import RaggedError
-from .batch import Key, Piece, Recipe, made
-from .buffer_pool import mapped
+from .batch import BatchPiece, Key, SamplePipeline, make_piece
+from .buffer_pool import map_file
 
 Array = np.ndarray[Any, Any]
 LOOK_S = 2.0
 _lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # our ends, of all loaders
 
 
-class Threads:
+class ThreadWorkers:
     """``count`` of them."""
 
     def __init__(self, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, "paceline-loader")
 
-    def submit(self, *task: Any) -> "Future[Piece]":
-        return self._pool.submit(made, *task)
+    def submit(self, *task: Any) -> "Future[BatchPiece]":
+        return self._pool.submit(make_piece, *task)
 
     def call(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
         return self._pool.submit(function, *args)
@@ -42,11 +42,11 @@ class Threads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class AtOnce:
+class InlineWorker:
     """In the place of threads."""
 
-    def submit(self, *task: Any) -> "Future[Piece]":
-        return self.call(made, *task)
+    def submit(self, *task: Any) -> "Future[BatchPiece]":
+        return self.call(make_piece, *task)
 
     def call(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
         done: Future[Any] = Future()
@@ -57,24 +57,24 @@ class AtOnce:
         return done
 
 
-class Processes:
+class ProcessWorkers:
     """``count`` of them, forked as a DataLoader's are; ``submit`` as a pool of threads has it.
 
     A process that dies ends the loop with an error that says of what.
     """
 
-    def __init__(self, recipe: Recipe, count: int) -> None:
+    def __init__(self, pipeline: SamplePipeline, count: int) -> None:
         self._free: SimpleQueue[_Worker] = SimpleQueue()
         self._workers: list[_Worker] = []
         for _ in range(count):  # before there are threads
-            self._workers.append(_Worker(recipe))
+            self._workers.append(_Worker(pipeline))
             self._free.put(self._workers[-1])
         self._threads = ThreadPoolExecutor(count, "paceline-loader")
 
     def submit(
-        self, recipe: Recipe, keys: list[Key], arrays: list[Array], first: int
-    ) -> "Future[Piece]":
-        return self._threads.submit(self._asked, recipe, keys, arrays, first)
+        self, pipeline: SamplePipeline, keys: list[Key], arrays: list[Array], first: int
+    ) -> "Future[BatchPiece]":
+        return self._threads.submit(self._asked, pipeline, keys, arrays, first)
 
     def call(self, function: Any, *args: Any) -> "Future[Any]":
         """A function of this process, beside what it does."""
@@ -85,7 +85,7 @@ class Processes:
         for worker in self._workers:
             worker.ours.close()  # which ends it
 
-    def _asked(self, *task: Any) -> Piece:
+    def _asked(self, *task: Any) -> BatchPiece:
         worker = self._free.get()
         try:
             return worker.ask(*task)
@@ -96,29 +96,31 @@ class Processes:
 class _Worker:
     """One process, and our end of the line to it."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, pipeline: SamplePipeline) -> None:
         context = get_context("fork")
         self.ours, theirs = context.Pipe()
         _lines.add(self.ours)
-        words = (recipe, theirs, os.getpid())
+        words = (pipeline, theirs, os.getpid())
         self._process = context.Process(target=_serve, args=words, daemon=True)
         self._process.start()
         theirs.close()
         self._known: set[int] = set()
 
-    def ask(self, recipe: Recipe, keys: list[Key], arrays: list[Array], first: int) -> Piece:
-        handles = [recipe.ring.handle(array) for array in arrays]
+    def ask(
+        self, pipeline: SamplePipeline, keys: list[Key], arrays: list[Array], first: int
+    ) -> BatchPiece:
+        handles = [pipeline.buffer_pool.handle(array) for array in arrays]
         fields = [
             (number, number not in self._known, array.shape, array.dtype.str)
             for (number, _), array in zip(handles, arrays, strict=True)
         ]
         try:
-            self.ours.send((keys, first, recipe.array, fields))
+            self.ours.send((keys, first, pipeline.array, fields))
             for (number, file), (_, fresh, *_) in zip(handles, fields, strict=True):
                 if fresh:
                     send_handle(self.ours, file, self._process.pid)
                     self._known.add(number)
-            answer: Piece | Exception = self.ours.recv()
+            answer: BatchPiece | Exception = self.ours.recv()
         except (EOFError, OSError):
             self._process.join(5)
             raise RuntimeError(
@@ -139,26 +141,26 @@ def _death(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _serve(recipe: Recipe, line: Connection, parent: int) -> None:
+def _serve(pipeline: SamplePipeline, line: Connection, parent: int) -> None:
     """What such a process does, until nobody is at the other end. Children of other loaders may
     hold that end open as well: so it looks after its parent now and then."""
     for other in list(_lines):
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
     torch.set_num_threads(1)
-    recipe.seeds_all = True
+    pipeline.seeds_all = True
     memories: dict[int, Array] = {}
     while True:
         try:
             while not line.poll(LOOK_S):
                 if os.getppid() != parent:
                     os._exit(0)
-            keys, first, recipe.array, fields = line.recv()
+            keys, first, pipeline.array, fields = line.recv()
             arrays = [_array(line, memories, *field) for field in fields]
         except (EOFError, OSError):
             os._exit(0)
         try:
-            answer: Any = made(recipe, keys, arrays, first)
+            answer: Any = make_piece(pipeline, keys, arrays, first)
         except (DataError, RaggedError) as error:
             answer = error
         except Exception as error:
@@ -183,7 +185,7 @@ def _array(
     """The memory of a batch, mapped once."""
     if fresh:
         file = recv_handle(line)
-        memories[number] = mapped(file, os.fstat(file).st_size)
+        memories[number] = map_file(file, os.fstat(file).st_size)
         os.close(file)
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize
     array: Array = memories[number][:size].view(kind).reshape(shape)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..format.shard_format import checksum, created
+from ..format.shard_format import checksum, create_new_file
 
 PIECE = 1 << 20  # bytes that are handed to the thread at a time, about
 PIECES = 4  # that wait for it, at most
@@ -20,7 +20,7 @@ class Beside:
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
         self._path = path
-        self._file: BinaryIO = created(path, buffering=0)
+        self._file: BinaryIO = create_new_file(path, buffering=0)
         self._pool, self._crc = pool, 0
         self._held: list[Any] = []
         self._size = 0

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..format.decode import compressed, decode, described, npy, opened
+from ..format.decode import compress_zstd, decode, open_image, parse_npy, read_image_header
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
-from ..format.sample_names import as_line
-from ..format.shard_format import FILE, RAW, ZSTD, Field, Row, checksum, row_packed
+from ..format.sample_names import to_name_line
+from ..format.shard_format import FILE, RAW, ZSTD, ArraySpec, IndexRow, checksum, pack_row
 from ..sources.source import ARRAYS, IMAGES, JPEGS, Loaded
 from .statistics import Statistics
 
@@ -69,15 +69,15 @@ class Packed:
     def row(self, shard: int, offset: int) -> bytes:
         """Its row at a place."""
         place = (self.label, offset, self.length, shard)
-        covered = row_packed(*place, self.shape, self.dtype, self.encoding)
+        covered = pack_row(*place, self.shape, self.dtype, self.encoding)
         return covered + checksum(covered, start=self.crc).to_bytes(4, "little")
 
 
-def encoded(loaded: Loaded, how: Encoding, label: Field | str | None) -> Packed:
+def encoded(loaded: Loaded, how: Encoding, label: ArraySpec | str | None) -> Packed:
     """Raises ValueError where a sample, or its label, is not what it is said to be."""
     encoding, shape, dtype, data = _encoded(loaded, how)
     parts, number, length = [data], 0, len(data)
-    if isinstance(label, Field):
+    if isinstance(label, ArraySpec):
         array = np.asarray(loaded.label, label.dtype, order="C")
         if array.shape != label.shape:
             raise ValueError(f"its label is {array.shape}, and others are {label.shape}")
@@ -90,7 +90,7 @@ def encoded(loaded: Loaded, how: Encoding, label: Field | str | None) -> Packed:
     if length >= MAX_SAMPLE_BYTES:
         raise ValueError("has 4 GiB or more. HINT: cut it into patches")
     crc = checksum(b"", *parts)
-    return Packed(encoding, shape, dtype, parts, length, number, crc, as_line(loaded.name))
+    return Packed(encoding, shape, dtype, parts, length, number, crc, to_name_line(loaded.name))
 
 
 def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
@@ -100,17 +100,17 @@ def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, 
     if isinstance(data, np.ndarray):
         return _of_array(data, how)
     if loaded.end in ARRAYS:
-        return _of_array(npy(data), how)
+        return _of_array(parse_npy(data), how)
     if loaded.end not in IMAGES:
         if not data:
             raise ValueError("is empty: no byte of it is there")
         return FILE, (), "uint8", data
-    encoding, shape, dtype = described(data, loaded.end in JPEGS)
+    encoding, shape, dtype = read_image_header(data, loaded.end in JPEGS)
     if how.resize is not None and min(shape[:2]) > how.resize:
         data = _smaller(data, how.resize, how.quality)
-        encoding, shape, dtype = described(data, True)
+        encoding, shape, dtype = read_image_header(data, True)
     if how.decode:
-        row = Row(0, 0, len(data), 0, shape, dtype, encoding, 0, b"")
+        row = IndexRow(0, 0, len(data), 0, shape, dtype, encoding, 0, b"")
         return _of_array(decode(row, data), how)
     return encoding, shape, dtype, data
 
@@ -118,13 +118,13 @@ def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, 
 def array_of(loaded: Loaded) -> Any:
     """Return a sample's array, decoded and writable; bytes of a file of another kind. Raises
     ValueError."""
-    data = npy(loaded.data) if loaded.end in ARRAYS and _is_file(loaded) else loaded.data
+    data = parse_npy(loaded.data) if loaded.end in ARRAYS and _is_file(loaded) else loaded.data
     if isinstance(data, np.ndarray):
         return data if data.flags.writeable else data.copy()
     if loaded.end not in IMAGES:
         return data
-    encoding, shape, dtype = described(data, loaded.end in JPEGS)
-    return decode(Row(0, 0, len(data), 0, shape, dtype, encoding, 0, b""), data)
+    encoding, shape, dtype = read_image_header(data, loaded.end in JPEGS)
+    return decode(IndexRow(0, 0, len(data), 0, shape, dtype, encoding, 0, b""), data)
 
 
 def _is_file(loaded: Loaded) -> bool:
@@ -160,7 +160,7 @@ def _of_array(array: np.ndarray[Any, Any], how: Encoding) -> tuple[int, tuple[in
         _fits(array, kind)
     array = np.asarray(array, kind, order="C")
     if how.compress:
-        return ZSTD, array.shape, kind.name, compressed(array)
+        return ZSTD, array.shape, kind.name, compress_zstd(array)
     return RAW, array.shape, kind.name, _bytes(array)
 
 
@@ -185,7 +185,7 @@ def _fits(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:
 
 
 def _smaller(data: Any, side: int, quality: int) -> bytes:
-    picture = opened(data)
+    picture = open_image(data)
     picture.draft(picture.mode, (side, side))  # a JPEG is decoded at a fraction of its size
     width, height = picture.size
     scale = side / min(width, height)
@@ -204,5 +204,5 @@ def values(packed: Packed) -> Any:
     """The array of a packed sample, as a reader will have it; None of a file of another kind."""
     if packed.encoding == FILE:
         return None
-    row = Row(0, 0, packed.length, 0, packed.shape, packed.dtype, packed.encoding, 0, b"")
+    row = IndexRow(0, 0, packed.length, 0, packed.shape, packed.dtype, packed.encoding, 0, b"")
     return decode(row, packed.parts[0])

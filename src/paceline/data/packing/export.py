@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...security.files import InvalidFileError, read_regular
-from ..format.shard_format import META, RAW, ZSTD
-from ..shards import Scratch, Shards
+from ..format.shard_format import META_FILE, RAW, ZSTD
+from ..shards import ScratchBuffer, Shards
 from ..sources import formats
 from ..sources.formats import FORMATS, About, Sample
 from ..sources.source import ENDS, by_magic
@@ -79,12 +79,12 @@ def converted(
     usual = inspect.signature(pack).parameters
     changed = any(options.get(name, usual[name].default) != usual[name].default for name in HOW)
     packed = Path(source) if isinstance(source, (str, os.PathLike)) else folder
-    own = changed or not (packed / META).exists()
+    own = changed or not (packed / META_FILE).exists()
     if own:
         packed = folder.with_name(f".{folder.name}.packed")
         how = options | {"apply": named(options.get("apply"))}
         _meant(packed, repr((told(source), told(labels), sorted(how.items()))), fresh)
-        if not (packed / META).exists():
+        if not (packed / META_FILE).exists():
             report = pack(source, packed, labels, step=step, **options)
     report = report or Report(Shards(packed).meta, 0.0)
     shard_bytes = options.get("shard_bytes", usual["shard_bytes"].default)
@@ -118,12 +118,12 @@ def check(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
 
 
 def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sample]:
-    scratch, size = Scratch(), 0
+    scratch, size = ScratchBuffer(), 0
     for i in range(len(shards)):
-        row, data, label = shards.raw(i, scratch)
+        row, data, label = shards.read_raw(i, scratch)
         name = shards.name(i)
         if row.encoding in (RAW, ZSTD):
-            array: Any = np.array(shards.decoded(i, row, data))
+            array: Any = np.array(shards.decode_sample(i, row, data))
             sample = Sample(array, label, name, ".npy")
         else:
             content = bytes(data)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..format import shard_format
-from ..format.shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, Meta
+from ..format.shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, DatasetMeta
 from ..sources.open_source import find
 from ..sources.source import ShardSource, Source, pictures
 from .encode import Encoding, Packed, encoded
@@ -44,7 +44,7 @@ Step = Callable[[int, int], None]  # samples that are done, and bytes
 class Report:
     """What was packed. left_out: samples that could not be read, with the reason."""
 
-    meta: Meta
+    meta: DatasetMeta
     seconds: float
     went_on_at: int = 0
     left_out: list[str] = field(default_factory=list)
@@ -244,9 +244,9 @@ class Packing:
         self.writer.finish(meta, self.source.named)
         return Report(meta, 0.0, start, self.writer.left_out, self.source.notes)
 
-    def _meta(self) -> Meta:
+    def _meta(self) -> DatasetMeta:
         writer = self.writer
-        return Meta(
+        return DatasetMeta(
             samples=writer.samples,
             shards=writer.shards,
             array=writer.alike,
@@ -283,7 +283,7 @@ def _kind(source: Source, how: Encoding) -> str:
 def _spooled(stream: Source, work: Path, step: Step) -> Source:
     """What has to be read in its order, written down so that it can be read in random order."""
     spool = work / SPOOL
-    if not (spool / shard_format.META).exists():
+    if not (spool / shard_format.META_FILE).exists():
         shutil.rmtree(spool, ignore_errors=True)
         (spool / WORK).mkdir(parents=True)
         writer = Writer(spool, spool / WORK, SPOOL_BYTES, images=False)
@@ -303,7 +303,7 @@ def _spooled(stream: Source, work: Path, step: Step) -> Source:
         finally:
             writer.abort()
         packed_as = {"kind": kinds.pop()}
-        meta = Meta(
+        meta = DatasetMeta(
             count,
             writer.shards,
             writer.alike,

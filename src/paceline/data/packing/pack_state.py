@@ -11,7 +11,7 @@ import msgspec
 from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.schema import Count, Size, parse_json
 from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, Numbers, ShardSchema
-from ..format.shard_format import ROW, Field, Shard, created
+from ..format.shard_format import ROW_STRUCT, ArraySpec, Shard, create_new_file
 
 MAX_STATE_BYTES = 1 << 28  # samples that were left out are in it, with the reason
 MAX_CUT_BYTES = 1 << 16
@@ -83,7 +83,7 @@ def whole_state(path: Path) -> WholeState:
 def cut_state(path: Path) -> CutState:
     """Read how the order was cut. Raises as ``shard_state``."""
     found = parse_json(read_regular(path, MAX_CUT_BYTES), CutState, path)
-    if found.channels and Field("float64", tuple(found.channels)).nbytes > MAX_SAMPLE_BYTES:
+    if found.channels and ArraySpec("float64", tuple(found.channels)).nbytes > MAX_SAMPLE_BYTES:
         raise InvalidFileError(path, f"says {found.channels} channels")
     return found
 
@@ -96,15 +96,15 @@ def shard_of(found: ShardSchema) -> Shard:
 def rows_of(folder: Path, number: int, samples: int) -> bytes:
     """Read the rows of a shard. Raises InvalidFileError where they are not as many as samples."""
     path = folder / f"rows-{number:05}"
-    rows = read_regular(path, samples * ROW.size)
-    if len(rows) != samples * ROW.size:
+    rows = read_regular(path, samples * ROW_STRUCT.size)
+    if len(rows) != samples * ROW_STRUCT.size:
         raise InvalidFileError(path, f"has {len(rows):,} bytes, and {samples:,} samples have more")
     return rows
 
 
 def copy_file(source: Path, dest: Path) -> None:
     """Copy a regular file."""
-    with open(open_regular(source), "rb") as read, created(dest) as written:
+    with open(open_regular(source), "rb") as read, create_new_file(dest) as written:
         while piece := read.read(1 << 20):
             written.write(piece)
 

@@ -22,7 +22,7 @@ import msgspec
 from ...security.files import InvalidFileError
 from ...security.schema import Count, Size
 from ..format.meta_schema import MAX_DIMS
-from ..format.shard_format import ROW, written_whole
+from ..format.shard_format import ROW_STRUCT, write_atomically
 from . import pack_state
 from .encode import Packed
 from .encoder_threads import AHEAD_BYTES, CHUNK, Encoder, Span
@@ -73,7 +73,7 @@ class Cut:
         return cls(found.first, found.each, found.samples, channels)
 
     def save(self, work: Path) -> None:
-        written_whole(work / CUT, pack_state.as_json(asdict(self)))
+        write_atomically(work / CUT, pack_state.as_json(asdict(self)))
 
     def __len__(self) -> int:
         return -(-(self.samples - self.first) // self.each)
@@ -196,7 +196,7 @@ def done(cut: Cut, work: Path, folder: Path, shards: int) -> dict[int, tuple[int
         sizes = [_size(a) or _size(b) for a, b in zip(here, last, strict=True)]
         rows = [_size(place / f"rows-{number:05}") for number in range(len(told))]
         whole = sizes == [one.bytes for one in told]
-        if not whole or rows != [ROW.size * one.samples for one in told]:
+        if not whole or rows != [ROW_STRUCT.size * one.samples for one in told]:
             discard(place)
             continue
         start, stop = cut.span(piece)

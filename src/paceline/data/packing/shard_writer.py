@@ -8,8 +8,8 @@ from typing import Any
 
 from ...security.files import read_regular
 from ..format import shard_format
-from ..format.meta_schema import FileSum
-from ..format.shard_format import Field, Meta, Shard, checksum, created
+from ..format.meta_schema import FileChecksum
+from ..format.shard_format import ArraySpec, DatasetMeta, Shard, checksum, create_new_file
 from . import pack_state
 from .background_file import Beside
 from .encode import Packed
@@ -33,7 +33,7 @@ class Writer:
         self.left_out: list[str] = []
         self.statistics = Statistics(images)
         self.next = 0
-        self._alike: list[Field] = []  # of all samples so far; two where they differ
+        self._alike: list[ArraySpec] = []  # of all samples so far; two where they differ
         self._names: list[str] = []
         self._rows: list[bytes] = []
         self._file: Beside | None = None
@@ -55,7 +55,7 @@ class Writer:
         return self._whole + self._at
 
     @property
-    def alike(self) -> Field | None:
+    def alike(self) -> ArraySpec | None:
         """What all samples are; None where they differ."""
         return self._alike[0] if len(self._alike) == 1 else None
 
@@ -119,16 +119,18 @@ class Writer:
     ) -> None:
         shard.crc = file.kept()
         (self.work / f"shard-{number:05}.part").replace(self.folder / shard.file)
-        shard_format.written_whole(self.work / f"rows-{number:05}", b"".join(rows))
+        shard_format.write_atomically(self.work / f"rows-{number:05}", b"".join(rows))
         named = "".join(f"{name}\n" for name in names)
-        shard_format.written_whole(self.work / f"names-{number:05}", os.fsencode(named))
-        shard_format.written_whole(self.work / f"shard-{number:05}.json", pack_state.as_json(told))
+        shard_format.write_atomically(self.work / f"names-{number:05}", os.fsencode(named))
+        shard_format.write_atomically(
+            self.work / f"shard-{number:05}.json", pack_state.as_json(told)
+        )
 
     def whole(self, place: int) -> None:
         """Its part of the set is complete: as ``adopt`` of the set's own writer takes it."""
         self.close(place)
         told = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
-        shard_format.written_whole(self.work / WHOLE, pack_state.as_json(told))
+        shard_format.write_atomically(self.work / WHOLE, pack_state.as_json(told))
 
     def adopt(self, part: Path) -> None:
         """Behind what there is, the shards of a folder whose writer was ``whole``. Killed in it,
@@ -139,8 +141,10 @@ class Writer:
             shard = Shard(f"shard-{here:05}.bin", was.samples, was.bytes, was.crc)
             with suppress(FileNotFoundError):  # done before the kill
                 (part / was.file).replace(self.folder / shard.file)
-            rows = shard_format.moved(pack_state.rows_of(part, there, was.samples), there, here)
-            with created(self.work / f"rows-{here:05}") as file:
+            rows = shard_format.renumber_shard(
+                pack_state.rows_of(part, there, was.samples), there, here
+            )
+            with create_new_file(self.work / f"rows-{here:05}") as file:
                 file.write(rows)
             pack_state.copy_file(part / f"names-{there:05}", self.work / f"names-{here:05}")
             self.shards.append(shard)
@@ -160,18 +164,18 @@ class Writer:
             with suppress(OSError):  # of a full disk, say
                 (self.work / f"shard-{self._kept_number:05}.part").unlink(missing_ok=True)
 
-    def finish(self, meta: Meta, named: bool) -> None:
+    def finish(self, meta: DatasetMeta, named: bool) -> None:
         """The index, the names, and last of all what says that the set is whole."""
-        meta.files = {shard_format.INDEX: self._joined("rows", shard_format.INDEX)}
+        meta.files = {shard_format.INDEX_FILE: self._joined("rows", shard_format.INDEX_FILE)}
         if named:
-            meta.files[shard_format.NAMES] = self._joined("names", shard_format.NAMES)
+            meta.files[shard_format.NAMES_FILE] = self._joined("names", shard_format.NAMES_FILE)
         meta.save(self.folder)
 
-    def _joined(self, kind: str, name: str) -> FileSum:
+    def _joined(self, kind: str, name: str) -> FileChecksum:
         """Write the index or the names, of those of all shards."""
         part, size, crc = self.work / f"{kind}.part", 0, 0
         try:
-            with created(part) as file:
+            with create_new_file(part) as file:
                 for number in range(len(self.shards)):
                     path = self.work / f"{kind}-{number:05}"
                     data = read_regular(path, path.stat().st_size)
@@ -183,7 +187,7 @@ class Writer:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        return FileSum(size, crc)
+        return FileChecksum(size, crc)
 
     def _kept(self) -> bool:
         """Whether there is one more whole shard of an earlier writer."""
@@ -193,7 +197,7 @@ class Writer:
             shard = pack_state.shard_of(found.shard)
             rows = (self.work / f"rows-{number:05}").stat().st_size
             sizes = ((self.folder / shard.file).stat().st_size, rows)
-            if sizes != (shard.bytes, shard.samples * shard_format.ROW.size):
+            if sizes != (shard.bytes, shard.samples * shard_format.ROW_STRUCT.size):
                 return False
         except (OSError, ValueError):
             return False
@@ -203,13 +207,13 @@ class Writer:
         self.left_out += found.left_out
         self._out = len(self.left_out)
         self.statistics = Statistics.of_state(self.images, {**found.statistics})
-        self._alike = [Field(dtype, tuple(shape)) for dtype, shape in found.alike]
+        self._alike = [ArraySpec(dtype, tuple(shape)) for dtype, shape in found.alike]
         return True
 
     def _as_well(self, kind: tuple[str, tuple[int, ...]]) -> None:
         """A sample is this, too: its dtype and shape."""
         if len(self._alike) < 2 and all(kind != (one.dtype, one.shape) for one in self._alike):
-            self._alike.append(Field(*kind))
+            self._alike.append(ArraySpec(*kind))
 
     def _state(self, out: int) -> dict[str, Any]:
         """What is known of the samples so far. out: how many of those that were left out are

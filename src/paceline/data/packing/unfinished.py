@@ -16,7 +16,7 @@ from ...security.schema import read_json
 from ...security.text import printable_tree
 from ..format import shard_format
 from ..format.meta_schema import SHARD_NAME
-from ..format.shard_format import written_whole
+from ..format.shard_format import write_atomically
 
 WORK, PLAN, SPOOL = ".packing", "plan.json", "spool"
 MAX_PLAN_BYTES = 1 << 20
@@ -27,7 +27,7 @@ RUN, PIECE, GONE = "run-", "piece-", "gone-"  # names below: of a job of ranks, 
 def working(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterator[Path]:
     """The folder of what is not whole yet, this process's alone."""
     work, owner, plan = folder / WORK, os.getpid(), printable_tree(plan)
-    if (folder / shard_format.META).exists() and not fresh:
+    if (folder / shard_format.META_FILE).exists() and not fresh:
         raise ValueError(
             f"{folder}: holds a packed set. HINT: another folder, or fresh=True (--fresh), which "
             "packs it anew"
@@ -49,7 +49,7 @@ def working(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterator[Path]:
             )
         try:
             with full_told(folder):
-                written_whole(work / PLAN, json.dumps(plan).encode())
+                write_atomically(work / PLAN, json.dumps(plan).encode())
             yield work
         except BaseException:
             # A mistake, mostly: nothing of it is left. A process that was forked from this one to
@@ -99,7 +99,7 @@ def _prepared(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
 def kept(work: Path) -> bool:
     """Whether there is something that a call can go on with."""
     whole = any(work.glob("shard-*.json")) or any(work.glob(f"{PIECE}*"))
-    return whole or (work / SPOOL / shard_format.META).exists()
+    return whole or (work / SPOOL / shard_format.META_FILE).exists()
 
 
 def discard(folder: Path) -> None:
@@ -128,8 +128,12 @@ def _plan(work: Path) -> dict[str, Any]:
 def _cleared(folder: Path, work: Path) -> None:
     """Of what Paceline has written, nothing is left; of other files, all."""
     shards = (one for one in folder.glob("shard-*.bin") if SHARD_NAME.fullmatch(one.name))
-    ours: Iterable[Path] = (*shards, folder / shard_format.INDEX, folder / shard_format.NAMES)
-    for path in (folder / shard_format.META, *ours):
+    ours: Iterable[Path] = (
+        *shards,
+        folder / shard_format.INDEX_FILE,
+        folder / shard_format.NAMES_FILE,
+    )
+    for path in (folder / shard_format.META_FILE, *ours):
         path.unlink(missing_ok=True)
     for path in work.iterdir():
         if path.name != "lock":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """A 63-bit seed from several numbers, spread so that neighbours are unrelated."""
     value = 0x9E3779B97F4A7C15
     for number in numbers:
@@ -35,7 +35,7 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def kept_random_states() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Give the CPU's global generators back as they were found."""
     states = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
@@ -50,7 +50,7 @@ def kept_random_states() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """One rank's part of one global batch.
 
     ``count`` samples of ``total``; ``filler`` where there were fewer samples than ranks and
@@ -65,7 +65,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """``samples`` in global batches of ``batch``, cut for ``ranks`` ranks."""
 
     samples: int
@@ -88,9 +88,9 @@ class Split:
         first = position * self.batch + rank * each + min(rank, more)
         return first, first + each + (rank < more)
 
-    def share(self, position: int, rank: int) -> Share:
+    def share(self, position: int, rank: int) -> BatchShare:
         first, end = self.bounds(position, rank)
-        return Share(
+        return BatchShare(
             position,
             count=end - first,
             total=self.total(position),
@@ -108,7 +108,7 @@ class Split:
 
 def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """A permutation of ``samples`` numbers (int64) that depends on seed and epoch alone."""
-    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     return torch.randperm(samples, generator=generator)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from .sample_order import mix, shuffled
+from .sample_order import derive_seed, shuffled
 
 WINDOW = 64  # blocks whose samples are mixed
 BLOCK_BYTES = 4 << 20
@@ -40,7 +40,7 @@ class Shuffled(Ordered):
         return shuffled(self.samples, seed, epoch)
 
 
-class InBlocks(Ordered):
+class BlockShuffled(Ordered):
     """Shuffled for storage that reads large pieces fast and small ones slowly: blocks of
     neighbours in a random order, and the samples of each ``window`` of blocks mixed.
 
@@ -54,9 +54,9 @@ class InBlocks(Ordered):
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
         blocks = -(-self.samples // self.block)
-        chosen = shuffled(blocks, mix(seed, 1), epoch)
+        chosen = shuffled(blocks, derive_seed(seed, 1), epoch)
         inside = torch.arange(self.block)
-        generator = torch.Generator().manual_seed(mix(seed, 2, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(seed, 2, epoch))
         parts = []
         for first in range(0, blocks, self.window):
             some = chosen[first : first + self.window, None] * self.block + inside
@@ -104,6 +104,6 @@ class Weighted(Ordered):
         return cls(torch.cat(parts), samples, seed)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(mix(seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
         drawn = torch.rand(self.samples, dtype=torch.float64, generator=generator)
         return torch.searchsorted(self._sums, drawn, right=True).clamp_(max=len(self._sums) - 1)

@@ -18,7 +18,15 @@ from torch.utils.data import (
 )
 
 from ...record.hooks.batch_size import samples_in
-from .sample_order import Share, Split, checksum, kept_random_states, mix, seed_everything, shuffled
+from .sample_order import (
+    BatchShare,
+    BatchSplit,
+    checksum,
+    derive_seed,
+    preserve_random_states,
+    seed_everything,
+    shuffled,
+)
 from .samplers import Ordered
 
 _COPIED = (  # what the sharded loader takes over from the user's
@@ -40,11 +48,11 @@ class _SeededSamples(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
         if not self.draws:
             return [self.dataset[index] for _, index in keys]
-        with kept_random_states():
+        with preserve_random_states():
             return [self._sample(epoch, index) for epoch, index in keys]
 
     def _sample(self, epoch: int, index: int) -> Any:
-        seed = mix(self.seed, epoch, index)
+        seed = derive_seed(self.seed, epoch, index)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
@@ -55,7 +63,7 @@ class _SeededSamples(Dataset[Any]):
 class _Batches:
     """The batch sampler of one rank: keys (epoch, sample) from a position on."""
 
-    def __init__(self, split: Split, rank: int) -> None:
+    def __init__(self, split: BatchSplit, rank: int) -> None:
         self.split = split
         self.rank = rank
         self.epoch = 0
@@ -109,8 +117,8 @@ class ShardedLoader:
                 f"world.shard: {self.name} has {samples} samples for {ranks} ranks, so some "
                 f"would have none. HINT: start at most {max(samples, 1)} ranks"
             )
-        batch = global_batch_of(loader, full_ranks or ranks, global_batch)
-        self.split = Split(samples, batch, ranks, loader.drop_last)
+        batch = global_batch_size(loader, full_ranks or ranks, global_batch)
+        self.split = BatchSplit(samples, batch, ranks, loader.drop_last)
         if not len(self.split):
             raise ValueError(
                 f"world.shard: {self.name} has {samples} samples, fewer than one global batch "
@@ -125,7 +133,7 @@ class ShardedLoader:
         """Global batches an epoch: the steps that every rank makes."""
         return len(self.split)
 
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
         """Batches of this rank from position ``start`` of ``epoch`` on."""
         self._batches.epoch, self._batches.start = epoch, start
         self._batches.order = self._order(epoch)
@@ -138,21 +146,21 @@ class ShardedLoader:
         epoch, self._epoch = self._epoch, self._epoch + 1
         return (batch for batch, _ in self.iterate(epoch))
 
-    def group_total(self, share: Share, accumulate: int) -> int:
+    def group_total(self, share: BatchShare, accumulate: int) -> int:
         return self.split.group_total(share.position, accumulate)
 
     def _order(self, epoch: int) -> torch.Tensor:
         if isinstance(self._sampler, SequentialSampler):
             return torch.arange(self.split.samples)
         if isinstance(self._sampler, Ordered):
-            return self._sampler.order(mix(self.seed, self._sampler.seed), epoch)
+            return self._sampler.order(derive_seed(self.seed, self._sampler.seed), epoch)
         if _is_plain_shuffle(self._sampler):
             return shuffled(self.split.samples, self.seed, epoch)
         # Any other sampler draws from seeded generators, alike on every rank.
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        with kept_random_states():
-            seed = mix(self.seed, epoch)
+        with preserve_random_states():
+            seed = derive_seed(self.seed, epoch)
             seed_everything(seed)
             own = getattr(self._sampler, "generator", None)
             if own is not None:
@@ -215,7 +223,7 @@ class ShardedStream:
         self._count_all = count_all
         self._epoch = 0
         self.name = f"DataLoader({type(loader.dataset).__name__})"
-        self.batch = global_batch_of(loader, full_ranks or ranks, global_batch)
+        self.batch = global_batch_size(loader, full_ranks or ranks, global_batch)
         each, more = divmod(self.batch, ranks)
         self.loader: DataLoader[Any] = DataLoader(
             _own_part(loader.dataset, rank, ranks, split, self.name),
@@ -225,7 +233,7 @@ class ShardedStream:
             **_options(loader),
         )
 
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
         set_epoch = getattr(self.loader.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -243,7 +251,7 @@ class ShardedStream:
                     "HINT: fewer ranks, or a dataset whose shard() gives each rank some"
                 )
             if position >= start:
-                yield batch, Share(position, count, total, count == 0, not ahead[2])
+                yield batch, BatchShare(position, count, total, count == 0, not ahead[2])
             position += 1
 
     def _next(self, source: Iterator[Any]) -> tuple[Any, int, int]:
@@ -255,7 +263,7 @@ class ShardedStream:
         epoch, self._epoch = self._epoch, self._epoch + 1
         return (batch for batch, _ in self.iterate(epoch))
 
-    def group_total(self, share: Share, accumulate: int) -> int | None:
+    def group_total(self, share: BatchShare, accumulate: int) -> int | None:
         """None: batches to come may be uneven, so the sum is not known yet."""
         return share.total if accumulate == 1 else None
 
@@ -291,7 +299,7 @@ def _own_part(dataset: Any, rank: int, ranks: int, split: str | None, name: str)
     return dataset.shard(num_shards=ranks, index=rank)
 
 
-def global_batch_of(loader: DataLoader[Any], ranks: int, global_batch: int | None) -> int:
+def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | None) -> int:
     """The global batch: as given, or the loader's batch size on each rank. ranks: as many as the
     job has at its full size."""
     if global_batch is None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
-from ..format.shard_format import Field, created, written_whole
+from ..format.shard_format import ArraySpec, create_new_file, write_atomically
 from .bounded_read import OpenFile, read_sample_file
 from .source import ARRAYS, IMAGES, Loaded, Source
 
@@ -64,7 +64,7 @@ class FolderSource(Source):
         data = read_sample_file(name if name.startswith("/") else self._below + name)
         if not data:
             raise ValueError("the file is empty")
-        if isinstance(self.label, Field):
+        if isinstance(self.label, ArraySpec):
             label = np.asarray(label, np.float32).reshape(self.label.shape)
         return Loaded(data, label, name)
 
@@ -81,7 +81,7 @@ class FolderSource(Source):
         else:
             line = self._lines[start:end]
         told, _, name = os.fsdecode(line).rstrip("\n").partition("\t")
-        if isinstance(self.label, Field):
+        if isinstance(self.label, ArraySpec):
             return [float(one) for one in told.split(",")], name
         return (int(told) if told else None), name
 
@@ -112,7 +112,7 @@ class _Classes:
             self.classes = sorted(
                 entry.name for entry in found if entry.is_dir() and not entry.name.startswith(".")
             )
-        self.label: Field | str | None = "class" if self.classes else None
+        self.label: ArraySpec | str | None = "class" if self.classes else None
 
     def each(self) -> Iterator[tuple[str, str]]:
         """(label, name below the folder)."""
@@ -148,7 +148,9 @@ class _Table:
         if not self._lines:
             raise ValueError(f"{table}: names no files. HINT: a file and its label in each line")
         self.classes: list[str] = []
-        self.label: Field | str = Field("float32", (self._columns,) if self._columns > 1 else ())
+        self.label: ArraySpec | str = ArraySpec(
+            "float32", (self._columns,) if self._columns > 1 else ()
+        )
         if self._columns == 1 and "float" not in kinds:
             self.label = "class"
             if "text" in kinds:
@@ -265,7 +267,7 @@ def _list(entries: "_Classes | _Table", work: Path) -> None:
     at, ends = 0, array("q")
     part = work / f"{LISTED}.part"
     try:
-        with created(part) as file:
+        with create_new_file(part) as file:
             for told, name in entries.each():
                 if "\n" in name or "\n" in told:
                     raise ValueError(f"{name!r}: a file's name with a line break can't be packed")
@@ -275,7 +277,7 @@ def _list(entries: "_Classes | _Table", work: Path) -> None:
                 ends.append(at)
         (work / ENDS).unlink(missing_ok=True)  # of an older listing
         part.replace(work / LISTED)
-        written_whole(work / ENDS, ends.tobytes())
+        write_atomically(work / ENDS, ends.tobytes())
     except BaseException:
         with suppress(OSError):
             part.unlink(missing_ok=True)

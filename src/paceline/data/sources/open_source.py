@@ -52,7 +52,7 @@ def find(source: Any, labels: Any, work: Path) -> Source:
     path = Path(source)
     if path.suffix in ARRAYS:
         return ArraySource(path, labels)
-    if (path / shard_format.META).exists():
+    if (path / shard_format.META_FILE).exists():
         return ShardSource(path)
     if path.is_dir():
         return FolderSource(path, None if labels is None else Path(labels), work)

@@ -12,8 +12,8 @@ import numpy as np
 from ...security.text import printable
 from ..format import npy
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
-from ..format.shard_format import FILE, IMAGE, JPEG, Field
-from ..shards import Scratch, Shards
+from ..format.shard_format import FILE, IMAGE, JPEG, ArraySpec
+from ..shards import ScratchBuffer, Shards
 from .bounded_read import OpenFile, read_at
 
 JPEGS = (".jpg", ".jpeg", ".jpe")
@@ -43,7 +43,7 @@ class Source(ABC):
     by ``each``. told: what it is, for people."""
 
     kind = "arrays"
-    label: Field | str | None = None
+    label: ArraySpec | str | None = None
     named = in_order = False
     told = ""
 
@@ -102,14 +102,14 @@ class ArraySource(Source):
                 rows.close()
 
 
-def label_field(dtype: str, shape: tuple[int, ...], told: str) -> Field:
+def label_field(dtype: str, shape: tuple[int, ...], told: str) -> ArraySpec:
     """Return what labels that are arrays are. Raises ValueError for arrays a set can't hold."""
     if dtype not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(
             f"{printable(told)}: labels that are {dtype} of {shape}, and no numbers of a usual "
             "kind. HINT: classes as 0, 1, 2 ..., or float32"
         )
-    field = Field(dtype, shape)
+    field = ArraySpec(dtype, shape)
     if field.nbytes > MAX_SAMPLE_BYTES:
         raise ValueError(f"{printable(told)}: labels of {dtype} {shape}: more than 4 GiB each")
     return field
@@ -220,10 +220,10 @@ class ShardSource(Source):
         return len(self.shards)
 
     def load(self, i: int) -> Loaded:
-        row, data, label = self.shards.raw(i, Scratch())
+        row, data, label = self.shards.read_raw(i, ScratchBuffer())
         if row.encoding in ENDS:
             return Loaded(bytes(data), label, self.name(i), ENDS[row.encoding])
-        return Loaded(np.array(self.shards.decoded(i, row, data)), label, self.name(i))
+        return Loaded(np.array(self.shards.decode_sample(i, row, data)), label, self.name(i))
 
     def name(self, i: int) -> str:
         return self.shards.name(i)
@@ -234,12 +234,12 @@ class _Stream:
     """Labels of a stream as they come: classes by name, numbers or arrays."""
 
     classes: dict[str, int] = field(default_factory=dict)
-    label: Field | str | None = None
+    label: ArraySpec | str | None = None
     seen: bool = False
 
     def taken(self, given: Any, number: int) -> Any:
         if isinstance(given, str):
-            kind: Field | str | None = "class"
+            kind: ArraySpec | str | None = "class"
             made: Any = self.classes.setdefault(given, len(self.classes))
         elif given is None:
             kind = made = None
@@ -296,7 +296,7 @@ def by_magic(data: bytes | bytearray) -> str:
     return next((end for start, end in MAGIC.items() if data.startswith(start)), ".bin")
 
 
-def _named(kind: Field | str | None) -> str:
-    if isinstance(kind, Field):
+def _named(kind: ArraySpec | str | None) -> str:
+    if isinstance(kind, ArraySpec):
         return f"{kind.dtype} of {kind.shape}"
     return "a class" if kind else "none"

@@ -242,7 +242,7 @@ class Bringing:
 
     def _say_what_it_is(self) -> None:
         """paceline.json, as soon as the index is there: a set is then read from here."""
-        meta, small = shard_format.META, (self._files[at] for at in self._small)
+        meta, small = shard_format.META_FILE, (self._files[at] for at in self._small)
         if all(whole(self._folder, one) for one in small) and self._folder.status(meta) is None:
             with open(self._origin.open(meta), "rb") as file:
                 data = file.read(MAX_META_BYTES)

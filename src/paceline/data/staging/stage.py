@@ -35,7 +35,7 @@ from ...security.files import UnsafeFileError
 from ...security.folders import Folder, own_group
 from ...security.text import printable
 from ..format import shard_format
-from ..format.shard_format import DataError, Meta, Shard
+from ..format.shard_format import DataError, DatasetMeta, Shard
 from .fetch_shards import Bringing, Staged, Step, whole
 from .free_space import free
 from .origin import Origin, check_entered
@@ -79,7 +79,7 @@ def stage(
     was packed.
     """
     began, path = time.monotonic(), Path(source)
-    meta = shard_format.load(path)
+    meta = shard_format.load_meta(path)
     files, origin = _files(path, meta), Origin(path, shared)
     if shared:
         _may_share(origin, files, Path(root))
@@ -156,7 +156,7 @@ def _same(own: Folder, folder: Folder) -> bool:
 def _may_share(origin: Origin, files: list[Shard], root: Path) -> None:
     """Raises ValueError where members of the group can't read all of a set where it lies, can't
     enter the folder that it is staged to, or where a file has no checksum to be compared with."""
-    for name in (shard_format.META, *(one.file for one in files)):
+    for name in (shard_format.META_FILE, *(one.file for one in files)):
         try:
             os.close(origin.open(name))
         except OSError as error:
@@ -177,10 +177,10 @@ def _may_share(origin: Origin, files: list[Shard], root: Path) -> None:
         check_entered(folder, origin.group, f"HINT: chmod g+x, or another ROOT than {root}")
 
 
-def _files(origin: Path, meta: Meta) -> list[Shard]:
+def _files(origin: Path, meta: DatasetMeta) -> list[Shard]:
     """All of a set but for paceline.json: what has no samples first, as it is small. Sets of an
     older Paceline have no checksums of these files."""
-    names = [shard_format.INDEX, *([shard_format.NAMES] if meta.names else [])]
+    names = [shard_format.INDEX_FILE, *([shard_format.NAMES_FILE] if meta.names else [])]
     small = []
     for name in names:
         said = meta.files.get(name)
@@ -204,7 +204,7 @@ def _plain(found: Staged) -> dict[str, Any]:
 
 def place(origin: Path, root: Path, group: int | None = None) -> Path:
     """Return the folder where a set is, or would be: this user's, or a group's."""
-    told = shard_format.identity(origin)
+    told = shard_format.read_meta_checksum(origin)
     whose = f"{os.geteuid()}" if group is None else f"group-{group}"
     return root / f"{PLACE}-{whose}" / f"{origin.resolve().name}-{told}"
 
@@ -306,7 +306,7 @@ def _made_room(
     found: Staged,
 ) -> int:
     """Bytes that may come: other sets go until what is missing fits, the longest unused first."""
-    meta = shard_format.META
+    meta = shard_format.META_FILE
     beside = 0 if folder.status(meta) is not None else (origin.path / meta).stat().st_size
     wanted = sum(one.bytes for one in missing) + beside
     sets = dict(_sets(own))

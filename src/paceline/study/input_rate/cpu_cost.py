@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ...data.loading.batch import Recipe, made
-from ...data.loading.external_transforms import plugged
+from ...data.loading.batch import SamplePipeline, make_piece
+from ...data.loading.external_transforms import adapt_transform
 from ...data.loading.file_dataset import Files
-from ...data.loading.stored_arrays import Stored
-from ...data.shards import Scratch, Shards
+from ...data.loading.stored_arrays import StoredArrays
+from ...data.shards import ScratchBuffer, Shards
 from ...data.sources.open_source import imported
 from ...predict.input_rate import Terms
 from .load_rank import Feed, listed
@@ -43,12 +43,12 @@ def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
         stored_s=scale * first_s,
         kind=_kind(data),
         chunk=together(data),
-        decoded=data.field.nbytes if isinstance(data, Stored) else 0.0,
+        decoded=data.array_spec.nbytes if isinstance(data, StoredArrays) else 0.0,
     )
 
 
 def _kind(data: Any) -> str:
-    kinds = {Files: "files", Stored: "store", Shards: "packed"}
+    kinds = {Files: "files", StoredArrays: "store", Shards: "packed"}
     return kinds[type(data)]
 
 
@@ -60,21 +60,21 @@ def _parts(feed: Feed, data: Any) -> tuple[float, float, float, float]:
     first = plain = _timed(lambda i: data.read(i, _scratch), order, budget)
     read = plain
     if isinstance(data, Shards):
-        read = _timed(lambda i: data.raw(i, _scratch), order, budget)
+        read = _timed(lambda i: data.read_raw(i, _scratch), order, budget)
     elif isinstance(data, Files):
-        read = _timed(lambda i: data.place(i)[0].read_bytes(), order, budget)
+        read = _timed(lambda i: data.location(i)[0].read_bytes(), order, budget)
     else:
         read = _timed(lambda i: data.read(i, _scratch), order[:1] * MANY, budget)
         if data.kept:  # from the second pass on
             plain = read
     whole = plain
     if change is not None:
-        recipe = Recipe(data, plugged(change), listed, 0, False, False)
-        whole = max(_timed(lambda i: made(recipe, [(0, i)], [], 0), order, budget), plain)
+        recipe = SamplePipeline(data, adapt_transform(change), listed, 0, False, False)
+        whole = max(_timed(lambda i: make_piece(recipe, [(0, i)], [], 0), order, budget), plain)
     return min(read, plain), plain, whole, first - plain
 
 
-_scratch = Scratch()
+_scratch = ScratchBuffer()
 
 
 def _timed(call: Callable[[int], Any], order: list[int], seconds: float) -> float:

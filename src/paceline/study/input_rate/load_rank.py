@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ...data.format.shard_format import META
-from ...data.loading.batch import Recipe
-from ...data.loading.external_transforms import plugged
+from ...data.format.shard_format import META_FILE
+from ...data.loading.batch import SamplePipeline
+from ...data.loading.external_transforms import adapt_transform
 from ...data.loading.file_dataset import Files
 from ...data.loading.loader import Loader
-from ...data.loading.stored_arrays import Stored, is_store
+from ...data.loading.stored_arrays import StoredArrays, is_stored_array
 from ...data.shards import Shards
 from ...data.sources import formats
 from ...data.sources.open_source import imported
@@ -54,9 +54,9 @@ class Feed:
 def dataset(feed: Feed) -> Any:
     """Raises ValueError for what a Loader can't read as it is."""
     path, _ = formats.split(feed.source)
-    if is_store(feed.source):
-        return Stored(feed.source, feed.labels)
-    if (path / META).exists():
+    if is_stored_array(feed.source):
+        return StoredArrays(feed.source, feed.labels)
+    if (path / META_FILE).exists():
         return Shards(path)
     if formats.known(path):
         raise ValueError(
@@ -88,13 +88,13 @@ def loader(feed: Feed, data: Any) -> Loader:
 
 
 def in_blocks(data: Any) -> bool:
-    return isinstance(data, Stored) and data.chunk > 1
+    return isinstance(data, StoredArrays) and data.chunk_samples > 1
 
 
 def _outlines(data: Any, change: Any) -> tuple[int, int]:
     """How large a sample is, once decoded, and how many shapes some of them have."""
     step = max(len(data) // LOOKS, 1)
-    recipe = Recipe(data, plugged(change), None, 0, False, False)
+    recipe = SamplePipeline(data, adapt_transform(change), None, 0, False, False)
     try:
         looked = [recipe.sample((0, i))[0] for i in range(0, len(data), step)]
     except ValueError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.loading.file_dataset import Files
-from ...data.loading.stored_arrays import CACHE_BYTES, Stored
+from ...data.loading.stored_arrays import CACHE_BYTES, StoredArrays
 from ...data.shards import Shards
 from .load_rank import Feed, loader
 
@@ -24,7 +24,7 @@ def root_of(data: Any) -> Path:
 def files_of(data: Any) -> list[Path]:
     """All, but those of ``Files``, of which there may be millions."""
     if isinstance(data, Shards):
-        return [data.file(number) for number in range(len(data.meta.shards))]
+        return [data.shard_path(number) for number in range(len(data.meta.shards))]
     path: Path = data.path
     return [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
 
@@ -33,7 +33,7 @@ def size_of(data: Any) -> int:
     """Bytes of the whole set, by some of it."""
     if isinstance(data, Files):
         step = max(len(data) // LEAST, 1)
-        looked = [data.place(i)[2] for i in range(0, len(data), step)]
+        looked = [data.location(i)[2] for i in range(0, len(data), step)]
         return round(sum(looked) / len(looked) * len(data))
     return sum(path.stat().st_size for path in files_of(data))
 
@@ -41,18 +41,18 @@ def size_of(data: Any) -> int:
 def most_of(data: Any) -> int:
     """Samples that memory holds, in a time that one waits; of a store whose chunks are kept
     unpacked, more than that keeps."""
-    if isinstance(data, Stored):
-        return min(len(data), 2 * CACHE_BYTES // max(data.field.nbytes, 1) + 1)
+    if isinstance(data, StoredArrays):
+        return min(len(data), 2 * CACHE_BYTES // max(data.array_spec.nbytes, 1) + 1)
     return min(len(data), max(MOST_BYTES * len(data) // max(size_of(data), 1), LEAST), MOST)
 
 
 def places(data: Any, feed: Feed) -> list[Place]:
     """Of the samples that are looked at, in their order. A store's files are taken for chunks one
     after the other, of which any may be next."""
-    if not isinstance(data, Stored):
-        return [data.place(i) for i in order_of(data, feed)]
+    if not isinstance(data, StoredArrays):
+        return [data.location(i) for i in order_of(data, feed)]
     files = [(path, path.stat().st_size) for path in files_of(data)]
-    each = max(sum(size for _, size in files) * data.chunk // len(data), 1)
+    each = max(sum(size for _, size in files) * data.chunk_samples // len(data), 1)
     found = [
         (path, start, min(each, size - start))
         for path, size in files
@@ -64,7 +64,7 @@ def places(data: Any, feed: Feed) -> list[Place]:
 
 def together(data: Any) -> int:
     """Samples that lie at one place."""
-    return data.chunk if isinstance(data, Stored) else 1
+    return data.chunk_samples if isinstance(data, StoredArrays) else 1
 
 
 def order_of(data: Any, feed: Feed) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.loading.file_dataset import Files
-from ...data.shards import Scratch
+from ...data.shards import ScratchBuffer
 from ...data.sources.bounded_read import FLAGS
 from ..probe.measure import page_cache
 from ..probe.measure.storage import storage
@@ -59,7 +59,7 @@ def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple
     end = time.perf_counter() + seconds
 
     def read(mine: list[Place]) -> int:
-        buffer, done = Scratch(), 0
+        buffer, done = ScratchBuffer(), 0
         for path, offset, length in mine:
             file = os.open(path, FLAGS) if opens else handles[path]
             os.preadv(file, [buffer.take(length)], offset)

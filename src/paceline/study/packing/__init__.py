@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ...data.format.shard_format import written_whole
+from ...data.format.shard_format import write_atomically
 from ...data.packing.encode import Encoding
 from ...data.packing.pack import Packing, Report, Step, Wish, packing
 from ...data.packing.pieces import Cut
@@ -90,7 +90,7 @@ class Task:
     classes: bool  # whether labels are
 
     def save(self, run: Path) -> None:
-        written_whole(run / TASK, json.dumps(asdict(self)).encode())
+        write_atomically(run / TASK, json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, run: Path) -> "Task":

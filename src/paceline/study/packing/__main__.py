@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from ...cluster.rank_identity import Place, place
-from ...data.format.shard_format import written_whole
+from ...data.format.shard_format import write_atomically
 from ...data.packing.encoder_threads import AHEAD_BYTES, Encoder, in_order
 from ...data.packing.pack import encoder
 from ...data.packing.pieces import Claims, Pieces
@@ -64,7 +64,7 @@ def main() -> int:
 
 def _fail(run: Path, rank: int, mistake: ValueError) -> None:
     """Write down why this rank can't go on: the launcher tells it, and the other ranks end."""
-    written_whole(run / f"failing-{rank}", str(mistake).encode(errors="replace"))
+    write_atomically(run / f"failing-{rank}", str(mistake).encode(errors="replace"))
     (run / f"failing-{rank}").replace(run / FAILED)
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from ....security.files import InvalidFileError, UnsafeFileError, kind_of_file, read_regular
 from ....security.text import printable
-from ...format.decode import optional
-from ...format.shard_format import Field, Meta
+from ...format.decode import import_optional
+from ...format.shard_format import ArraySpec, DatasetMeta
 from ..source import Source
 
 
@@ -68,8 +68,8 @@ class About:
     """What is written. array: what all samples are, where they are arrays of one shape and not
     files' bytes. shard_bytes: of each file, where there are several."""
 
-    meta: Meta
-    array: Field | None
+    meta: DatasetMeta
+    array: ArraySpec | None
     shard_bytes: int
 
 
@@ -183,4 +183,4 @@ def write_classes(folder: Path, about: About) -> None:
 
 def needed(module: str, name: str = "") -> Any:
     """A package that is optional."""
-    return optional(module, name, "formats")
+    return import_optional(module, name, "formats")

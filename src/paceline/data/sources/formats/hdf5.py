@@ -10,7 +10,7 @@ import numpy as np
 
 from ....security.files import open_regular
 from ....security.text import printable
-from ...format.shard_format import Field
+from ...format.shard_format import ArraySpec
 from . import About, Sample, damage_told, needed
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
@@ -145,7 +145,7 @@ def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
             x = file.create_dataset("x", whole, about.array.dtype, chunks=(1, *whole[1:]), **more)
         y = names = None
         if label is not None:
-            field = label if isinstance(label, Field) else Field("int64", ())
+            field = label if isinstance(label, ArraySpec) else ArraySpec("int64", ())
             y = file.create_dataset("y", (count, *field.shape), field.dtype)
         if about.meta.classes:
             file.attrs[CLASSES] = about.meta.classes

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ....security.text import printable
-from ...format.decode import npy
-from ...format.shard_format import Field
+from ...format.decode import parse_npy
+from ...format.shard_format import ArraySpec
 from ..source import ARRAYS, IMAGES, Loaded, Source, by_magic, label_field
 from . import Sample
 
@@ -85,7 +85,7 @@ class Members(Source):
         end = f".{self._ends[i].rpartition('.')[2].lower()}" if self._ends[i] else ""
         loaded = Loaded(content, told, self.name(i), end or by_magic(content))
         if loaded.end in ARRAYS:
-            loaded.data = npy(content)
+            loaded.data = parse_npy(content)
         return loaded
 
     def name(self, i: int) -> str:
@@ -98,7 +98,7 @@ class Members(Source):
         if where is None:
             return
         if self._label_end.endswith("npy"):
-            first = npy(self.content(where))
+            first = parse_npy(self.content(where))
             self.label = label_field(first.dtype.name, first.shape, self.told)
             return
         self.label = "class"
@@ -108,8 +108,8 @@ class Members(Source):
         self._numbers = {name: number for number, name in enumerate(self.classes)}
 
     def _label(self, content: bytes) -> Any:
-        if isinstance(self.label, Field):
-            return npy(content)
+        if isinstance(self.label, ArraySpec):
+            return parse_npy(content)
         text = _text(content)
         if not self._numbers:
             return int(text[:MAX_CLASS_BYTES])

@@ -9,7 +9,7 @@ import numpy as np
 
 from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
-from ...format.shard_format import Field
+from ...format.shard_format import ArraySpec
 from ..source import ArraySource, Loaded, by_magic
 from . import source as formats_source
 from . import split
@@ -185,14 +185,14 @@ def native(array: Any, told: str) -> Array:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-def field_of(dtype: Any, shape: tuple[int, ...]) -> Field:
+def field_of(dtype: Any, shape: tuple[int, ...]) -> ArraySpec:
     """Return dtype and shape of a row. Raises ValueError for what is no array of numbers."""
     name = np.dtype(dtype).newbyteorder("=").name
     if name not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(
             f"{printable(str(dtype))[:80]} of {shape[:MAX_DIMS]} is no array of numbers"
         )
-    return Field(name, tuple(int(side) for side in shape[1:]))
+    return ArraySpec(name, tuple(int(side) for side in shape[1:]))
 
 
 def check_sizes(rows: "Rows") -> None:
@@ -203,7 +203,7 @@ def check_sizes(rows: "Rows") -> None:
     """
     if rows.dtype == "bytes" or getattr(rows, "flat", False):
         return
-    row = Field(rows.dtype, tuple(rows.shape)).nbytes
+    row = ArraySpec(rows.dtype, tuple(rows.shape)).nbytes
     at_once = row * max(min(rows.chunk, len(rows)), 1)
     if at_once > MAX_SAMPLE_BYTES:
         raise ValueError(

@@ -18,7 +18,7 @@ from crc32c import crc32c
 
 from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
-from ...format.shard_format import Field
+from ...format.shard_format import ArraySpec
 from ..bounded_read import OpenFile, read_at
 from ..source import Loaded, Source, by_magic, label_field
 from . import About, Sample, classes_beside, needed, write_classes
@@ -172,7 +172,7 @@ class Records(Source):
         return np.frombuffer(values[0], dtype).reshape(shape)
 
 
-def _field(label: Any, path: Path) -> Field:
+def _field(label: Any, path: Path) -> ArraySpec:
     if isinstance(label, bytes):
         raise ValueError(f"{path}: labels are bytes. HINT: --labels FEATURE of numbers")
     return label_field(label.dtype.name, label.shape, str(path))
