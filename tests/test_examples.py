@@ -80,6 +80,7 @@ def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs
     assert {c.name for group in report.groups for c in group.collectives} >= {"all-reduce"}
 
 
+@pytest.mark.long  # tests/launch has a killed rank and a restart in short scripts
 def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
     done = run(sys.executable, "examples/demo.py")
     assert done.returncode == 0, done.stderr
@@ -163,7 +164,8 @@ def test_patches_are_the_same_from_files_and_packed(patches, monkeypatch):
         assert torch.equal(y, same_y)
 
 
-@pytest.mark.parametrize("source", [pytest.param("files", marks=pytest.mark.long), "upsampled"])
+@pytest.mark.long
+@pytest.mark.parametrize("source", ["files", "upsampled"])
 def test_patches_train_from_files_and_packed(patches, source):
     way = ("--input", "files" if source == "files" else "packed")
     short = ("--steps", "24", "--batch", "12", *way)
@@ -179,9 +181,9 @@ def test_patches_train_from_files_and_packed(patches, source):
     ("name", "samples", "shape", "kinds"),
     [
         ("digits", 1797, [8, 8, 1], 10),
-        ("cancer", 569, [30], 2),
-        ("wine", 178, [13], 3),
-        ("motions", 80, [6, 100], 4),
+        pytest.param("cancer", 569, [30], 2, marks=pytest.mark.long),
+        pytest.param("wine", 178, [13], 3, marks=pytest.mark.long),
+        pytest.param("motions", 80, [6, 100], 4, marks=pytest.mark.long),
         ("diabetes", 442, [10], None),
         pytest.param("molecules", 28860, None, None, marks=pytest.mark.long),
         pytest.param("words", 126_052, [32], 38, marks=pytest.mark.long),

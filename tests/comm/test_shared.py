@@ -115,7 +115,7 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_models_train_over_it_as_over_gloo(tmp_path, kind):
     script = ranks.write(tmp_path, TRAINS)
     found = []

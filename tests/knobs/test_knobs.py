@@ -149,7 +149,7 @@ def test_a_script_that_does_so_by_itself_is_left_alone(tmp_path):
     assert said.count("accumulate-locally has no effect: the script has a no_sync of its own") == 1
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_compressed_gradients_are_rounded_and_no_more(tmp_path, kind):
     _, expected, _ = results(tmp_path, ACCUMULATES, "plain", {}, "1,1,1")
     _, found, _ = results(tmp_path, ACCUMULATES, "short", {f"compress-{kind}": True}, "1,1,1")

@@ -48,7 +48,9 @@ def close(one, other, **bounds):
     return all(torch.allclose(one[name], other[name], **bounds) for name in one)
 
 
-@pytest.mark.parametrize("knobs", [{"compress-topk": 1.0}, {"average-every": 1}])
+@pytest.mark.parametrize(
+    "knobs", [{"compress-topk": 1.0}, pytest.param({"average-every": 1}, marks=pytest.mark.long)]
+)
 def test_where_nothing_is_left_out_the_training_is_the_same(tmp_path, knobs):
     (expected, _), _ = trained(tmp_path, 12, {})
     (found, other), _ = trained(tmp_path, 12, knobs)

@@ -34,7 +34,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"fewer samples than ranks at the end", "clipping"}
+CHOSEN = [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in CASES]
+
+
+@pytest.mark.parametrize("case", CHOSEN)
 def test_ranks_equal_one_process(tmp_path, case):
     alone = train(tmp_path, 1, *CASES[case], launcher="python")
     assert alone["figures"][0][1] == CASES[case][1]

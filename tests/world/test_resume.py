@@ -52,6 +52,7 @@ def test_restarts_by_the_launcher_go_on_by_themselves(tmp_path):
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [2])
 def test_accumulation_and_batch_norm_resume_too(tmp_path, accumulate):
     args = ["--accumulate", accumulate, "--batch-norm", "--samples", 200]

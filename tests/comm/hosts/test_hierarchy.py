@@ -69,6 +69,7 @@ CYCLIC = """
     """
 
 
+@pytest.mark.long
 def test_ranks_that_alternate_between_hosts(hosts, shared_folder):
     ranks.write(shared_folder, ANY, "any.py")
     words = ["any.py", 7, 40, 3]
