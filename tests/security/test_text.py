@@ -18,8 +18,8 @@ from paceline.analyze.records.stacks import Frame, innermost_user_frame, main_th
 from paceline.cli import app
 from paceline.cli.common.base import mistakes_told
 from paceline.knobs.settings import taken
-from paceline.launch.monitor.failures import Watched, describe
-from paceline.launch.monitor.output import ERR, MAX_MESSAGE_BYTES, STATUS, Output
+from paceline.launch.monitor.failures import RankStatus, describe_failure
+from paceline.launch.monitor.output import ERR, MAX_MESSAGE_BYTES, STATUS, RankOutput
 from paceline.record.ring.launcher_messages import notify
 from paceline.record.ring.states import State
 from paceline.record.ring.tail import Tail
@@ -119,8 +119,8 @@ def test_a_stack_is_printable_and_opens_regular_files_only(tmp_path):
 
 
 def test_the_last_lines_of_a_rank_are_quoted_printable():
-    dead = Watched(0, host=HOSTILE, exit_code=1, exception=f"ValueError: {HOSTILE}")
-    text = describe(dead, [f"line {HOSTILE}"], 3)
+    dead = RankStatus(0, host=HOSTILE, exit_code=1, exception=f"ValueError: {HOSTILE}")
+    text = describe_failure(dead, [f"line {HOSTILE}"], 3)
     assert clean(text)
     assert text.count("\n") == 4
 
@@ -152,7 +152,7 @@ def test_what_paceline_says_keeps_its_own_colours_only(capsys):
 
 def output(heard):
     out, err = io.BytesIO(), io.BytesIO()
-    return Output(2, out, err, lambda rank, message: heard.append((rank, message))), err
+    return RankOutput(2, out, err, lambda rank, message: heard.append((rank, message))), err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The command line: one file a command; parse, call, print."""
 
-from ..launch.ranks.local_host import InServer
-from ..launch.single_node import serve
+from ..launch.ranks.local_host import ForkedRankServer
+from ..launch.single_node import run_rank_server
 from .common.base import app
 
 # In the order in which --help lists them.
@@ -29,6 +29,6 @@ def main() -> None:
     """The ``paceline`` command."""
     try:
         app()
-    except InServer as forked:
+    except ForkedRankServer as forked:
         job = forked
-    serve(job)  # not in the handler: a rank's exceptions have no context of ours
+    run_rank_server(job)  # not in the handler: a rank's exceptions have no context of ours

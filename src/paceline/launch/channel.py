@@ -20,17 +20,17 @@ from typing import Any
 
 from ..security.greeting import Greeting, RefusedError, Step, converse
 
-HEAD = struct.Struct(">II")  # bytes of JSON, raw bytes
-MOST_JSON, MOST_RAW = 16 << 20, 16 << 20
+FRAME_HEADER = struct.Struct(">II")  # bytes of JSON, raw bytes
+MAX_JSON_BYTES, MAX_RAW_BYTES = 16 << 20, 16 << 20
 MAC_BYTES = 32
 NONCE_BYTES = 32
 GREETING_SECONDS = 5.0  # from a connection until both sides have proved that they know the secret
 MAX_LOGIN_BYTES = 1 << 20  # that login scripts print before BEGIN
 # Over ssh, what login scripts print comes first; the channel begins behind this line.
-BEGIN = b"\n--paceline-channel-1--\n"
+START_MARKER = b"\n--paceline-channel-1--\n"
 
 
-class BrokenError(Exception):
+class InvalidMessageError(Exception):
     """What came is no message: the peer is not Paceline, or somebody changed it."""
 
 
@@ -38,79 +38,81 @@ class Channel:
     """Messages over two file descriptors, or one socket. Not for several threads at once, but
     one may send while another receives."""
 
-    def __init__(self, inlet: int, outlet: int, keys: tuple[bytes, bytes] | None = None) -> None:
-        self._inlet, self._outlet = inlet, outlet
+    def __init__(
+        self, read_fd: int, write_fd: int, keys: tuple[bytes, bytes] | None = None
+    ) -> None:
+        self._read_fd, self._write_fd = read_fd, write_fd
         self._key = keys[0] if keys is not None else None
         self._peer_key = keys[1] if keys is not None else None
         self._sent = self._received = 0
         self._buffer = bytearray()
 
     def fileno(self) -> int:
-        return self._inlet
+        return self._read_fd
 
     @property
     def descriptors(self) -> set[int]:
-        return {self._inlet, self._outlet}
+        return {self._read_fd, self._write_fd}
 
     def send(self, message: dict[str, Any], raw: bytes = b"") -> None:
         """Raises OSError where the other side has gone."""
         text = json.dumps(message).encode()
-        frame = HEAD.pack(len(text), len(raw)) + text + raw
+        frame = FRAME_HEADER.pack(len(text), len(raw)) + text + raw
         if self._key is not None:
             frame += _mac(self._key, b"%d" % self._sent, frame)
             self._sent += 1
         view = memoryview(frame)
         while view:
-            view = view[os.write(self._outlet, view) :]
+            view = view[os.write(self._write_fd, view) :]
 
     def has_room(self) -> bool:
         """Whether a short message can be sent without waiting for the reader."""
         poll = select.poll()
-        poll.register(self._outlet, select.POLLOUT)
+        poll.register(self._write_fd, select.POLLOUT)
         return bool(poll.poll(0))
 
-    def take(self) -> list[tuple[dict[str, Any], bytes]] | None:
+    def receive(self) -> list[tuple[dict[str, Any], bytes]] | None:
         """The messages that are there once the descriptor is readable; None at the end.
 
         Raises BrokenError for what is no message.
         """
         messages = []
-        while (message := self._next()) is not None:  # some came with the greeting
+        while (message := self._next_message()) is not None:  # some came with the greeting
             messages.append(message)
         if messages:
             return messages
         try:
-            data = os.read(self._inlet, 1 << 18)
+            data = os.read(self._read_fd, 1 << 18)
         except OSError:
             data = b""
         if not data:
             return None
         self._buffer += data
-        while (message := self._next()) is not None:
+        while (message := self._next_message()) is not None:
             messages.append(message)
         return messages
 
-    def skip_greeting(self, seconds: float) -> bytes | None:
+    def skip_login_output(self, seconds: float) -> bytes | None:
         """Read up to ``BEGIN``; what stood before it, or None where it did not come."""
         deadline = time.monotonic() + seconds
         poll = select.poll()  # select takes no descriptors above 1023
-        poll.register(self._inlet, select.POLLIN)
-        while BEGIN not in self._buffer:
+        poll.register(self._read_fd, select.POLLIN)
+        while START_MARKER not in self._buffer:
             left = deadline - time.monotonic()
             ready = poll.poll(max(0.0, left) * 1000)
-            data = os.read(self._inlet, 1 << 16) if ready else b""
+            data = os.read(self._read_fd, 1 << 16) if ready else b""
             if not data or len(self._buffer) > MAX_LOGIN_BYTES:
                 return None
             self._buffer += data
-        before, _, rest = bytes(self._buffer).partition(BEGIN)
+        before, _, rest = bytes(self._buffer).partition(START_MARKER)
         self._buffer = bytearray(rest)
         return before
 
     def close(self) -> None:
         """The other side sees the end at once, also while a thread reads here."""
-        if self._inlet == self._outlet:
+        if self._read_fd == self._write_fd:
             try:
-                with socket.socket(fileno=os.dup(self._inlet)) as connection:
+                with socket.socket(fileno=os.dup(self._read_fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
@@ -120,13 +122,13 @@ class Channel:
             except OSError:
                 pass
 
-    def _next(self) -> tuple[dict[str, Any], bytes] | None:
-        if len(self._buffer) < HEAD.size:
+    def _next_message(self) -> tuple[dict[str, Any], bytes] | None:
+        if len(self._buffer) < FRAME_HEADER.size:
             return None
-        json_bytes, raw_bytes = HEAD.unpack_from(self._buffer)
-        if json_bytes > MOST_JSON or raw_bytes > MOST_RAW:
-            raise BrokenError(f"a message of {json_bytes + raw_bytes} bytes")
-        end = HEAD.size + json_bytes + raw_bytes
+        json_bytes, raw_bytes = FRAME_HEADER.unpack_from(self._buffer)
+        if json_bytes > MAX_JSON_BYTES or raw_bytes > MAX_RAW_BYTES:
+            raise InvalidMessageError(f"a message of {json_bytes + raw_bytes} bytes")
+        end = FRAME_HEADER.size + json_bytes + raw_bytes
         whole = end + (MAC_BYTES if self._peer_key is not None else 0)
         if len(self._buffer) < whole:
             return None
@@ -134,16 +136,16 @@ class Channel:
         if self._peer_key is not None:
             mac = bytes(self._buffer[end:whole])
             if not hmac.compare_digest(mac, _mac(self._peer_key, b"%d" % self._received, frame)):
-                raise BrokenError("a message whose keyed hash is wrong")
+                raise InvalidMessageError("a message whose keyed hash is wrong")
             self._received += 1
         del self._buffer[:whole]
         try:
-            message = json.loads(frame[HEAD.size : HEAD.size + json_bytes])
+            message = json.loads(frame[FRAME_HEADER.size : FRAME_HEADER.size + json_bytes])
         except (ValueError, RecursionError):
-            raise BrokenError("a message that is no JSON") from None
+            raise InvalidMessageError("a message that is no JSON") from None
         if not isinstance(message, dict):
-            raise BrokenError("a message that is no object")
-        return message, frame[HEAD.size + json_bytes :]
+            raise InvalidMessageError("a message that is no object")
+        return message, frame[FRAME_HEADER.size + json_bytes :]
 
 
 def new_secret() -> str:
@@ -189,10 +191,10 @@ def visitor_greeting(secret: str, host: str) -> Greeting[bytes]:
 
 def channel_of_visitor(visitor: socket.socket, secret: str, nonces: bytes) -> Channel:
     """Return the listening side's channel, after ``host_greeting``. Raises OSError."""
-    return _over(visitor, secret, nonces, b"host", b"visitor")
+    return _authenticated_channel(visitor, secret, nonces, b"host", b"visitor")
 
 
-def welcome(visitor: socket.socket, secret: str) -> Channel | None:
+def accept_channel(visitor: socket.socket, secret: str) -> Channel | None:
     """Greet one visitor and wait for it: a channel if it knows the secret, else None (and
     closed)."""
     try:
@@ -203,20 +205,20 @@ def welcome(visitor: socket.socket, secret: str) -> Channel | None:
         return None
 
 
-def visit(address: str, port: int, secret: str, seconds: float) -> Channel:
+def connect_channel(address: str, port: int, secret: str, seconds: float) -> Channel:
     """The connecting side. Raises OSError where nobody answers, or where whoever answers does
     not know the secret."""
     host = socket.create_connection((address, port), timeout=seconds)
     try:
         greeting = visitor_greeting(secret, f"{address} port {port}")
         nonces = converse(host, greeting, GREETING_SECONDS)
-        return _over(host, secret, nonces, b"visitor", b"host")
+        return _authenticated_channel(host, secret, nonces, b"visitor", b"host")
     except OSError:
         host.close()
         raise
 
 
-def _over(
+def _authenticated_channel(
     connection: socket.socket, secret: str, nonces: bytes, own: bytes, peer: bytes
 ) -> Channel:
     connection.settimeout(None)

@@ -23,108 +23,110 @@ from ..comm.reachable_address import Listener, try_all, variables
 from ..record.ring.tail import MAX_RECORD_BYTES
 from ..security.files import read_regular
 from .affinity import bind_ranks
-from .channel import BEGIN, BrokenError, Channel
+from .channel import START_MARKER, Channel, InvalidMessageError
 from .job import Job, check, preloads
 from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
-from .monitor.interrupt import Patience
+from .monitor.interrupt import DeferredTermination
 from .ranks.fork_server import end_children
 from .ranks.framework_variables import free_ports
-from .ranks.local_host import Here, InServer, Server, start_server
+from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .records import job_folder
 from .remote.agent_lock import claim
 from .remote.connect_back import LauncherNotFoundError, dial
-from .remote.handshake import hello
+from .remote.handshake import describe_host
 
 # Without a word from the launcher: it or the network is gone. Longer than a launcher that is
 # stopped for a while (Ctrl-Z).
-SILENCE = 900.0  # seconds
-PIECE = 4 << 20  # bytes of a record's file in one message
+LAUNCHER_TIMEOUT_S = 900.0  # seconds
+RECORD_CHUNK_BYTES = 4 << 20  # bytes of a record's file in one message
 
 
-class GoneError(Exception):
+class LauncherLostError(Exception):
     """The launcher has gone, or a signal (its number) asks this agent to end."""
 
-    def __init__(self, told: str, number: int = signal.SIGKILL) -> None:
-        super().__init__(told)
-        self.told, self.number = told, int(number)
+    def __init__(self, reason: str, signal_number: int = signal.SIGKILL) -> None:
+        super().__init__(reason)
+        self.reason, self.signal_number = reason, int(signal_number)
 
 
-class OnHost:
+class HostAgent:
     """One agent. Each message of the launcher is a method: ``do_`` and the message's first key."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.job: Job | None = None
-        self.here: Here | None = None
-        self.server: Server | None = None
+        self.local_host: LocalHost | None = None
+        self.server: RankServer | None = None
         self.listener: Listener | None = None
-        self.claimed: socket.socket | None = None
+        self.agent_lock: socket.socket | None = None
         self.folder: Path | None = None
-        self.sends = False  # the records are not in a folder that the launcher sees, too
+        self.sends_records = False  # the records are not in a folder that the launcher sees, too
         self.pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
-        self.heard = time.monotonic()
-        self.over = False
-        self.patience = Patience()
+        self.last_message_at = time.monotonic()
+        self.finished = False
+        self.termination = DeferredTermination()
 
-    def serve(self, place: int) -> None:
+    def serve(self, agent_number: int) -> None:
         """Until the launcher says that it is over. Raises GoneError without that.
 
         place: which of the agents this is, as the tool that has started them numbers them.
         """
-        self.say(place=place)
-        self.say(hello=hello())
-        while not self.over:
+        self.send(place=agent_number)
+        self.send(hello=describe_host())
+        while not self.finished:
             for key, _ in self.selector.select(1.0):
-                self._ready(key.fileobj)
-            if self.patience.news():
-                self.say(ending=True)
-            if self.patience.over:
-                _ended(signal.SIGTERM, None)
-            if time.monotonic() - self.heard > SILENCE:
-                raise GoneError(f"the launcher has said nothing for {SILENCE:.0f} s")
+                self._handle_input(key.fileobj)
+            if self.termination.take_new():
+                self.send(ending=True)
+            if self.termination.expired:
+                _raise_on_signal(signal.SIGTERM, None)
+            if time.monotonic() - self.last_message_at > LAUNCHER_TIMEOUT_S:
+                raise LauncherLostError(
+                    f"the launcher has said nothing for {LAUNCHER_TIMEOUT_S:.0f} s"
+                )
 
-    def _ready(self, source: Any) -> None:
+    def _handle_input(self, source: Any) -> None:
         if source is self.channel:
             try:
-                messages = self.channel.take()
-            except BrokenError as error:
-                raise GoneError(f"the launcher sent {error}") from None
+                messages = self.channel.receive()
+            except InvalidMessageError as error:
+                raise LauncherLostError(f"the launcher sent {error}") from None
             if messages is None:
-                raise GoneError("the connection to the launcher has ended")
-            self.heard = time.monotonic()
+                raise LauncherLostError("the connection to the launcher has ended")
+            self.last_message_at = time.monotonic()
             for message, _ in messages:
-                self._do(message)
-        elif source is self.here:
-            self._tell_deaths()
+                self._dispatch(message)
+        elif source is self.local_host:
+            self._report_exits()
         elif source in self.pipes:
-            self._pass_on(source)
+            self._forward_output(source)
         elif self.listener is not None:
             self.listener.answer(source)
 
-    def _do(self, message: dict[str, Any]) -> None:
+    def _dispatch(self, message: dict[str, Any]) -> None:
         try:
             getattr(self, "do_" + next(iter(message)))(**message)
         except ValueError as mistake:
-            self.say(mistake=str(mistake))
-        except GoneError:
+            self.send(mistake=str(mistake))
+        except LauncherLostError:
             raise
         except Exception as error:  # a torch that can't be imported, say: the launcher tells it
-            self.say(mistake=f"{type(error).__name__}: {error}")
+            self.send(mistake=f"{type(error).__name__}: {error}")
 
-    def say(self, raw: bytes = b"", **message: Any) -> None:
+    def send(self, raw: bytes = b"", **message: Any) -> None:
         try:
             self.channel.send(message, raw)
         except OSError:
-            raise GoneError("the connection to the launcher has ended") from None
+            raise LauncherLostError("the connection to the launcher has ended") from None
 
     # what the launcher asks
 
     def do_ping(self, ping: float) -> None:
-        moved = asdict(self.here.progress()) if self.here is not None else None
-        self.say(pong=ping, at=time.monotonic(), progress=moved)
+        progress = asdict(self.local_host.progress()) if self.local_host is not None else None
+        self.send(pong=ping, at=time.monotonic(), progress=progress)
 
     def do_check(self, check: dict[str, Any], environment: dict[str, str], folder: str) -> None:
         """Whether the job can run here. ``check``: of the Job, its ranks those of this host."""
@@ -138,19 +140,19 @@ class OnHost:
             ) from None
         self.job = Job(**{**check, "record": None, "summary": None})
         self.source, self.places = check_job(self.job), bind_ranks.places(self.job)
-        self.say(fits=True)
+        self.send(fits=True)
 
     def do_listen(self, listen: str | None) -> None:
         """Listen where other hosts may reach this one."""
         self.listener = Listener(listen)
         for listening in self.listener.sockets.values():
             self.selector.register(listening, selectors.EVENT_READ)
-        self.say(listening=self.listener.offer())
+        self.send(listening=self.listener.offer())
 
     def do_reach(self, reach: dict[str, dict[str, Any]]) -> None:
         """Try to reach other hosts by each of their addresses."""
         offers = {int(host): offer for host, offer in reach.items()}
-        self.say(reached=try_all(offers, self.listener))
+        self.send(reached=try_all(offers, self.listener))
 
     def do_begin(
         self, begin: dict[str, str], place: int, interface: str, address: str, record: str | None
@@ -159,77 +161,82 @@ class OnHost:
         host among the job's. "ready" is said once the server has imported what the ranks need."""
         assert self.job is not None
         self._stop_listening()
-        self.claimed = claim(begin["PACELINE_RUN"], place)
-        own = bind_ranks.variables_of_all(self.job, self.places)
+        self.agent_lock = claim(begin["PACELINE_RUN"], place)
+        variables_by_rank = bind_ranks.variables_of_all(self.job, self.places)
         self.folder = job_folder.job_folder()
         job_folder.introduce(self.folder, [self.job.name, *self.job.args], begin["PACELINE_RUN"])
         if record is not None:
-            self._promise(Path(record), begin["PACELINE_RUN"])
+            self._choose_record_target(Path(record), begin["PACELINE_RUN"])
         environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}
         environment.pop("PACELINE_SECRET", None)
         environment = {**variables(interface), **environment}
-        ours = [*self.channel.descriptors, *([self.claimed.fileno()] if self.claimed else [])]
-        self.server = start_server(self.folder, preloads(self.job, self.source), ours)
-        self.here = Here(self.server, environment, self.places, own, address, self.job.smt)
-        self.here.show(self)
-        self.selector.register(self.here, selectors.EVENT_READ)  # which says when it is ready
+        own_descriptors = [
+            *self.channel.descriptors,
+            *([self.agent_lock.fileno()] if self.agent_lock else []),
+        ]
+        self.server = start_server(self.folder, preloads(self.job, self.source), own_descriptors)
+        self.local_host = LocalHost(
+            self.server, environment, self.places, variables_by_rank, address, self.job.smt
+        )
+        self.local_host.set_output(self)
+        self.selector.register(self.local_host, selectors.EVENT_READ)  # which says when it is ready
 
     def do_store(self, store: int | None) -> None:
-        assert self.here is not None
+        assert self.local_host is not None
         if store is None:
-            self.here.close_store()
+            self.local_host.close_store()
             return
-        address, port = self.here.open_store(store)
-        self.say(store=port, address=address)
+        address, port = self.local_host.open_store(store)
+        self.send(store=port, address=address)
 
     def do_ports(self, ports: int) -> None:
-        self.say(ports=free_ports(ports))
+        self.send(ports=free_ports(ports))
 
     def do_start(self, start: int, local_rank: int, variables: dict[str, str]) -> None:
-        assert self.here is not None
+        assert self.local_host is not None
         try:
-            self.here.start(start, local_rank, variables)
+            self.local_host.start(start, local_rank, variables)
         except (ValueError, OSError, RuntimeError) as error:
-            self.say(died=start, status=1, at=time.monotonic(), why=f"was not started: {error}")
+            self.send(died=start, status=1, at=time.monotonic(), why=f"was not started: {error}")
 
     def do_bindings(self, bindings: bool) -> None:
-        assert self.here is not None
-        self.say(bindings=self.here.bindings())
+        assert self.local_host is not None
+        self.send(bindings=self.local_host.bindings())
 
     def do_tails(self, tails: int, most: int, stacks: bool) -> None:
-        for message, raw in live_records.answers(self.folder, most, stacks):
-            self.say(raw, tails=tails, **message)
+        for message, raw in live_records.tail_messages(self.folder, most, stacks):
+            self.send(raw, tails=tails, **message)
 
     def do_signal(self, signal: int, kind: int) -> None:
-        assert self.here is not None
-        self.here.signal(signal, kind)
+        assert self.local_host is not None
+        self.local_host.signal(signal, kind)
 
     def do_leaves(self, leaves: bool) -> None:
-        self.patience.granted = leaves
+        self.termination.allowed = leaves
 
     def do_end(self, end: float) -> None:
         """All is over: end what is left, keep the records, and say so."""
-        self.finish(end)
-        self.send_kept()
-        self.say(ended=True)
-        self.over = True
+        self.end_ranks(end)
+        self.send_records()
+        self.send(ended=True)
+        self.finished = True
 
     # inside
 
-    def finish(self, grace: float) -> None:
+    def end_ranks(self, grace: float) -> None:
         """End the ranks, and the rank server with all that they left."""
         self._stop_listening()
-        here, server = self.here, self.server
-        self.here = self.server = None  # a signal meanwhile comes here again
-        if here is not None and server is not None:
+        local_host, server = self.local_host, self.server
+        self.local_host = self.server = None  # a signal meanwhile comes here again
+        if local_host is not None and server is not None:
             with contextlib.suppress(KeyError):
-                self.selector.unregister(here)
+                self.selector.unregister(local_host)
             server.end(grace)
         end_children(0.0)  # nobody, unless the rank server itself was killed
         if self.folder is not None:
             job_folder.clear(self.folder)
 
-    def _promise(self, record: Path, run: str) -> None:
+    def _choose_record_target(self, record: Path, run: str) -> None:
         """Keep the records in the launcher's folder if it is the same here, else send them."""
         assert self.folder is not None
         try:
@@ -238,25 +245,25 @@ class OnHost:
                 pass  # here it can be written, too
         except OSError:
             shared = False
-        self.sends = not shared
-        if self.sends:
+        self.sends_records = not shared
+        if self.sends_records:
             job_folder.promise_to_send(self.folder)
         else:
             job_folder.promise_to(self.folder, record)
 
-    def send_kept(self) -> None:
+    def send_records(self) -> None:
         """Send the records that lie here only, and remove them, also where nobody takes them."""
-        if not self.sends or self.folder is None:
+        if not self.sends_records or self.folder is None:
             return
-        self.sends, kept = False, self.folder / job_folder.TO_SEND
+        self.sends_records, folder_to_send = False, self.folder / job_folder.TO_SEND
         try:
-            for path in sorted(kept.rglob("rank-*")):
-                name = str(path.relative_to(kept))
+            for path in sorted(folder_to_send.rglob("rank-*")):
+                name = str(path.relative_to(folder_to_send))
                 data = read_regular(path, MAX_RECORD_BYTES, follow_links=False)
-                for start in range(0, len(data), PIECE):
-                    piece = data[start : start + PIECE]
-                    last = start + PIECE >= len(data)
-                    self.say(piece, file=name, start=start, last=last)
+                for start in range(0, len(data), RECORD_CHUNK_BYTES):
+                    piece = data[start : start + RECORD_CHUNK_BYTES]
+                    last = start + RECORD_CHUNK_BYTES >= len(data)
+                    self.send(piece, file=name, start=start, last=last)
         finally:
             job_folder.remove(self.folder)
 
@@ -267,14 +274,14 @@ class OnHost:
             self.listener.close()
             self.listener = None
 
-    def adopt(self, rank: int, pipes: tuple[int, int, int]) -> None:
+    def add_rank(self, rank: int, pipes: tuple[int, int, int]) -> None:
         """Read what a rank writes."""
-        for stream, outlet in enumerate(pipes, start=1):
-            os.set_blocking(outlet, False)
-            self.pipes[outlet] = (rank, stream)
-            self.selector.register(outlet, selectors.EVENT_READ)
+        for stream, pipe in enumerate(pipes, start=1):
+            os.set_blocking(pipe, False)
+            self.pipes[pipe] = (rank, stream)
+            self.selector.register(pipe, selectors.EVENT_READ)
 
-    def _pass_on(self, pipe: int) -> bool:
+    def _forward_output(self, pipe: int) -> bool:
         """What a rank has written; whether there may be more."""
         rank, stream = self.pipes[pipe]
         try:
@@ -283,52 +290,52 @@ class OnHost:
             return False
         except OSError:
             data = b""
-        self.say(data, out=rank, stream=stream)
+        self.send(data, out=rank, stream=stream)
         if not data:
             self.selector.unregister(pipe)
             os.close(pipe)
             del self.pipes[pipe]
         return bool(data)
 
-    def _tell_deaths(self) -> None:
+    def _report_exits(self) -> None:
         """A rank's last words come before its death."""
-        assert self.here is not None
-        was_ready = self.here.ready
-        for rank, status, at in self.here.deaths():
+        assert self.local_host is not None
+        was_ready = self.local_host.ready
+        for rank, status, at in self.local_host.take_exits():
             for pipe in [p for p, (writer, _) in self.pipes.items() if writer == rank]:
                 for _ in range(256):  # a process that it left may go on writing for ever
-                    if not self._pass_on(pipe):
+                    if not self._forward_output(pipe):
                         break
-            self.say(died=rank, status=status, at=at, why=self.here.why(rank))
-        if self.here.ready and not was_ready:
-            self.say(ready=True)
-        if self.here.gone:
-            self.selector.unregister(self.here)
-            self.say(mistake="the process that ranks are forked from has ended")
+            self.send(died=rank, status=status, at=at, why=self.local_host.exit_reason(rank))
+        if self.local_host.ready and not was_ready:
+            self.send(ready=True)
+        if self.local_host.server_ended:
+            self.selector.unregister(self.local_host)
+            self.send(mistake="the process that ranks are forked from has ended")
 
 
 check_job = check  # a message's name too
 
 
-def _channel() -> Channel:
+def _open_channel() -> Channel:
     """To the launcher: over TCP where it has given addresses, else standard input and output."""
     parser = argparse.ArgumentParser(prog="paceline.launch.host_agent", description=__doc__)
     parser.add_argument("--connect", help="addresses of the launcher: ADDRESS,PORT;...")
-    wanted = parser.parse_args().connect
-    null = os.open(os.devnull, os.O_RDWR)
-    if wanted is None:
-        inlet, outlet = os.dup(0), os.dup(1)
-        os.dup2(null, 0)
+    addresses = parser.parse_args().connect
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    if addresses is None:
+        read_fd, write_fd = os.dup(0), os.dup(1)
+        os.dup2(null_fd, 0)
         os.dup2(2, 1)
-        channel = Channel(inlet, outlet)
-        os.write(outlet, BEGIN)
+        channel = Channel(read_fd, write_fd)
+        os.write(write_fd, START_MARKER)
         return channel
-    os.dup2(null, 0)
+    os.dup2(null_fd, 0)
     secret = os.environ.pop("PACELINE_SECRET", "")
     if not secret:
         sys.exit("paceline: the job's secret (PACELINE_SECRET) did not come to this host")
     try:
-        return dial(wanted, secret)
+        return dial(addresses, secret)
     except LauncherNotFoundError as error:
         hint = "do other programs flood the launcher's port? --launcher ssh needs no port"
         if not error.dropped:
@@ -339,51 +346,56 @@ def _channel() -> Channel:
         sys.exit(f"paceline: {host} can't reach the launcher. Tried {error}. HINT: {hint}")
 
 
-def _ended(number: int, _: Any) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)
-    name = signal.Signals(number).name
-    raise GoneError(f"was ended with its host's agent, by {name} (a cancelled job, say)", number)
+def _raise_on_signal(signal_number: int, _: Any) -> NoReturn:
+    signal.signal(signal_number, signal.SIG_IGN)
+    name = signal.Signals(signal_number).name
+    raise LauncherLostError(
+        f"was ended with its host's agent, by {name} (a cancelled job, say)", signal_number
+    )
 
 
-def _work() -> int:
+def _run_agent() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signal_number, signal.SIG_IGN)
     prctl(SUBREAPER, 1)
     started = launched_by(dict(os.environ))
-    place = started.rank if started is not None else 0
-    agent = OnHost(_channel())
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda kind, _: agent.patience.take(kind) or _ended(kind, _))
+    agent_number = started.rank if started is not None else 0
+    agent = HostAgent(_open_channel())
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            signal_number,
+            lambda kind, _: agent.termination.defer(kind) or _raise_on_signal(kind, _),
+        )
     try:
-        agent.serve(place)
+        agent.serve(agent_number)
         return 0
-    except GoneError as end:
-        with contextlib.suppress(GoneError):
-            agent.say(leaving=end.told, signal=end.number)
-        agent.finish(2.0)
-        with contextlib.suppress(GoneError):
-            agent.send_kept()
+    except LauncherLostError as end:
+        with contextlib.suppress(LauncherLostError):
+            agent.send(leaving=end.reason, signal=end.signal_number)
+        agent.end_ranks(2.0)
+        with contextlib.suppress(LauncherLostError):
+            agent.send_records()
         return 1
-    except InServer:
+    except ForkedRankServer:
         raise
     except BaseException:
-        agent.finish(2.0)
+        agent.end_ranks(2.0)
         raise
 
 
 def main() -> None:
     """The agent, and in processes forked from it the rank server and the ranks."""
-    from .single_node import serve
+    from .single_node import run_rank_server
 
     try:
-        code = _work()
-    except InServer as forked:
+        code = _run_agent()
+    except ForkedRankServer as forked:
         job = forked
     else:
         sys.stderr.flush()
         os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
-    serve(job)  # not in the handler: a rank's exceptions have no context of ours
+    run_rank_server(job)  # not in the handler: a rank's exceptions have no context of ours
 
 
 if __name__ == "__main__":

@@ -14,36 +14,40 @@ from ..comm.reachable_address import asked, choose, others_of
 from .job import Job, check
 from .layout import counts, seats, told
 from .linux_prctl import SUBREAPER, prctl
-from .monitor.interrupt import Interrupt, TerminatedError, no_longer_end, raise_on_end
-from .monitor.live_records import Live
+from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
+from .monitor.live_records import LiveRecordServer
 from .ranks.fork_server import end_children
-from .recovery.rejoin import Returning
-from .recovery.shrink import Remaining, sort_out
-from .recovery.shrink import check as enough
-from .remote.forwarded_env import travelling
-from .remote.handshake import Terms, begin, label, other_versions
-from .remote.handshake import check as check_there
-from .remote.remote_host import SilentError, There
-from .remote.start_agents import Contact
-from .remote.start_commands import Tool
-from .requeue import put_back
-from .single_node import tell
+from .recovery.rejoin import LostHostWatcher
+from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
+from .remote.forwarded_env import forwarded_variables
+from .remote.handshake import (
+    LaunchSpec,
+    check_hosts,
+    label_record_folder,
+    start_rank_servers,
+    version_mismatch,
+)
+from .remote.remote_host import HostTimeoutError, RemoteHost
+from .remote.start_agents import AgentConnections
+from .remote.start_commands import LaunchTool
+from .requeue import requeue
+from .single_node import print_summary
 
-REACH_SECONDS = 30.0
-END_SECONDS = 600.0  # records travel, or go to a slow file system
-SAY_SECONDS = 10.0
+REACHABILITY_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 600.0  # records travel, or go to a slow file system
+NOTICE_INTERVAL_S = 10.0
 
 
 def run(
     job: Job,
     hosts: list[Host],
-    tool: Tool,
+    tool: LaunchTool,
     *,
     ranks: int | None,
     explicit: bool,
     environment: dict[str, str],
-    least: int = 1,
-    without: dict[str, str] | None = None,
+    min_ranks_per_host: int = 1,
+    excluded_hosts: dict[str, str] | None = None,
 ) -> int:
     """Run the job on ``hosts``; its exit code, as ``local.run``.
 
@@ -54,201 +58,245 @@ def run(
     each other: before any rank starts.
     """
     check(replace(job, ranks=1))
-    enough(job.min_hosts, len(hosts))
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each host
+    check_min_hosts(job.min_hosts, len(hosts))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # some for each host
     prctl(SUBREAPER, 1)
     interrupt = Interrupt()
-    raise_on_end(interrupt.remember)
+    raise_on_termination(interrupt.remember_termination)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # until there are ranks to pass them on to
         signal.signal(number, signal.SIG_IGN)
     started = time.monotonic_ns()
     if job.min_hosts is not None:
         os.environ.setdefault("SLURM_NO_KILL", "set")  # or srun ends all agents with one host's
-    contact = Contact(tool, [host.name for host in hosts], without=without)
+    connections = AgentConnections(
+        tool, [host.name for host in hosts], excluded_hosts=excluded_hosts
+    )
     try:
         if not tool.passes_environment:
-            environment = {**travelling(), **environment}
-        terms = Terms(job, environment, secrets.token_hex(6))
-        layout = Layout(hosts, ranks, explicit, least)
-        there, on_each, interfaces, cores = _ready(terms, contact, layout, without)
+            environment = {**forwarded_variables(), **environment}
+        spec = LaunchSpec(job, environment, secrets.token_hex(6))
+        layout = RankLayout(hosts, ranks, explicit, min_ranks_per_host)
+        remote_hosts, ranks_per_host, interfaces, cores = _prepare_hosts(
+            spec, connections, layout, excluded_hosts
+        )
         from .supervise import watch
 
-        about = _about(job, there, on_each)
-        live = Live(terms.run, there, about)
-        remaining = Remaining(there, on_each, job.min_hosts, about, live.replace)
-        returning = _returning(terms, tool, there, on_each, interfaces, cores)
-        remaining.returning = returning if job.min_hosts is not None else None
-        look, run_id = remaining.only(live.look), terms.run
+        job_description = _describe_job(job, remote_hosts, ranks_per_host)
+        record_server = LiveRecordServer(spec.run_id, remote_hosts, job_description)
+        remaining = RemainingHosts(
+            remote_hosts, ranks_per_host, job.min_hosts, job_description, record_server.replace
+        )
+        lost_host_watcher = _watch_lost_hosts(
+            spec, tool, remote_hosts, ranks_per_host, interfaces, cores
+        )
+        remaining.lost_host_watcher = lost_host_watcher if job.min_hosts is not None else None
+        fetch_records, run_id = remaining.hide_excluded(record_server.snapshot), spec.run_id
         try:
-            code = watch(job, there, seats(on_each), run_id, started, interrupt, look, remaining)
+            code = watch(
+                job,
+                remote_hosts,
+                seats(ranks_per_host),
+                run_id,
+                started,
+                interrupt,
+                fetch_records,
+                remaining,
+            )
         finally:
-            live.ending = True
+            record_server.ending = True
             if job.record is not None and remaining.changed:  # before others write theirs
-                sort_out(job.record, remaining.attempt)
-            _end([*there, *remaining.came_back, *returning.close()])
-            returning.disconnect()
-            live.close()
+                move_earlier_attempts(job.record, remaining.attempt)
+            _end_agents([*remote_hosts, *remaining.returned_hosts, *lost_host_watcher.close()])
+            lost_host_watcher.disconnect()
+            record_server.close()
     except TerminatedError as end:
         name = signal.Signals(end.number).name
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
         return 128 + end.number
     finally:
-        no_longer_end()
-        contact.close()
+        ignore_termination()
+        connections.close()
         end_children(0.0)
     if job.record is not None:
         if remaining.changed:
-            sort_out(job.record, remaining.attempt)
-        lost = any(host.record_error for host in there)  # which was said
+            move_earlier_attempts(job.record, remaining.attempt)
+        lost = any(host.record_error for host in remote_hosts)  # which was said
         if not lost or any(job.record.glob("*.ring")):
-            tell(job, job.record, code)
-    if interrupt.go_on_later:
-        put_back()
+            print_summary(job, job.record, code)
+    if interrupt.stopped_early:
+        requeue()
     return code
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """What is wanted of how many ranks, as ``run`` takes it."""
 
     hosts: list[Host]
     ranks: int | None
     explicit: bool
-    least: int
+    min_ranks_per_host: int
 
-    def of(self, found: list[There]) -> tuple[list[int], dict[str, int | None]]:
+    def count_ranks(self, found: list[RemoteHost]) -> tuple[list[int], dict[str, int | None]]:
         """How many ranks each of these hosts gets, and which cores the scheduler gives there: from
         what the user, the scheduler and the hosts themselves say."""
         by_name = {host.name: host for host in self.hosts}
         if len(found) == len(self.hosts):  # a tool may know them by other names
             hosts = self.hosts
         else:
-            hosts = [by_name.get(there.name, Host(there.name)) for there in found]
+            hosts = [by_name.get(host.name, Host(host.name)) for host in found]
         known = [
-            replace(host, name=there.name, devices=there.hello["devices"], numa=there.hello["numa"])
-            for host, there in zip(hosts, found, strict=True)
+            replace(
+                host, name=remote.name, devices=remote.hello["devices"], numa=remote.hello["numa"]
+            )
+            for host, remote in zip(hosts, found, strict=True)
         ]
-        on_each = counts(known, self.ranks, self.explicit)
+        ranks_per_host = counts(known, self.ranks, self.explicit)
         if self.ranks is None and any(host.slots is None for host in hosts):
-            on_each = [max(self.least, count) for count in on_each]
-        return on_each, {host.name: host.cpus for host in known}
+            ranks_per_host = [max(self.min_ranks_per_host, count) for count in ranks_per_host]
+        return ranks_per_host, {host.name: host.cpus for host in known}
 
 
-def _ready(
-    terms: Terms, contact: Contact, layout: Layout, without: dict[str, str] | None
-) -> tuple[list[There], list[int], list[tuple[str, str]], dict[str, int | None]]:
+def _prepare_hosts(
+    spec: LaunchSpec,
+    connections: AgentConnections,
+    layout: RankLayout,
+    excluded_hosts: dict[str, str] | None,
+) -> tuple[list[RemoteHost], list[int], list[tuple[str, str]], dict[str, int | None]]:
     """The hosts that get ranks, ready to start them, how many each, by which interface and address
     they reach each other, and their cores."""
-    found = contact.make()
-    found = _able(found, {host.name: other_versions(host) for host in found}, without)
-    on_each, cores = layout.of(found)
-    mistakes = check_there(terms, *_used(found, on_each), cores)
+    found = connections.start()
+    found = _exclude_hosts(
+        found, {host.name: version_mismatch(host) for host in found}, excluded_hosts
+    )
+    ranks_per_host, cores = layout.count_ranks(found)
+    mistakes = check_hosts(spec, *_hosts_with_ranks(found, ranks_per_host), cores)
     if mistakes:
-        found = _able(found, mistakes, without)
-        on_each, cores = layout.of(found)  # other numbers, perhaps: to be told once more
-        _able(found, check_there(terms, *_used(found, on_each), cores), None)
-    there, on_each = _used(found, on_each)
-    interfaces = _reach(there)
-    label(terms)
-    begin(terms, dict(enumerate(there)), interfaces)
-    _say(there, on_each, interfaces, contact.tool)
-    return there, on_each, interfaces, cores
+        found = _exclude_hosts(found, mistakes, excluded_hosts)
+        # The numbers of ranks may be different: check once more.
+        ranks_per_host, cores = layout.count_ranks(found)
+        _exclude_hosts(
+            found, check_hosts(spec, *_hosts_with_ranks(found, ranks_per_host), cores), None
+        )
+    remote_hosts, ranks_per_host = _hosts_with_ranks(found, ranks_per_host)
+    interfaces = _choose_addresses(remote_hosts)
+    label_record_folder(spec)
+    start_rank_servers(spec, dict(enumerate(remote_hosts)), interfaces)
+    _print_layout(remote_hosts, ranks_per_host, interfaces, connections.tool)
+    return remote_hosts, ranks_per_host, interfaces, cores
 
 
-def _used(hosts: list[There], on_each: list[int]) -> tuple[list[There], list[int]]:
+def _hosts_with_ranks(
+    hosts: list[RemoteHost], ranks_per_host: list[int]
+) -> tuple[list[RemoteHost], list[int]]:
     """Those that get ranks."""
-    used = [host for host, count in zip(hosts, on_each, strict=True) if count]
-    return used, [count for count in on_each if count]
+    used = [host for host, count in zip(hosts, ranks_per_host, strict=True) if count]
+    return used, [count for count in ranks_per_host if count]
 
 
-def _able(
-    hosts: list[There], mistakes: dict[str, str], without: dict[str, str] | None
-) -> list[There]:
+def _exclude_hosts(
+    hosts: list[RemoteHost], mistakes: dict[str, str], excluded_hosts: dict[str, str] | None
+) -> list[RemoteHost]:
     """Without the hosts that can't take part; ValueError where all are needed, or none is left."""
     told = {name: why for name, why in mistakes.items() if why}
     left = [host for host in hosts if host.name not in told]
-    if told and (without is None or not left):
+    if told and (excluded_hosts is None or not left):
         raise ValueError("\n".join(list(told.values())[:4]))
-    if without is not None:
-        without.update(told)
+    if excluded_hosts is not None:
+        excluded_hosts.update(told)
     return left
 
 
-def _returning(
-    terms: Terms,
-    tool: Tool,
-    hosts: list[There],
-    on_each: list[int],
+def _watch_lost_hosts(
+    spec: LaunchSpec,
+    tool: LaunchTool,
+    hosts: list[RemoteHost],
+    ranks_per_host: list[int],
     interfaces: list[tuple[str, str]],
     cores: dict[str, int | None],
-) -> Returning:
+) -> LostHostWatcher:
     """Who looks for hosts that were lost, and makes them ready once more. They reach the others
     as they did before."""
     names = [host.name for host in hosts]
 
-    def prepare(place: int, host: There) -> None:
-        host.name = names[place]
-        _able([host], {host.name: other_versions(host)}, None)
-        _able([host], check_there(terms, [host], [on_each[place]], cores), None)
-        begin(terms, {place: host}, interfaces)
+    def prepare(host_index: int, host: RemoteHost) -> None:
+        host.name = names[host_index]
+        _exclude_hosts([host], {host.name: version_mismatch(host)}, None)
+        _exclude_hosts([host], check_hosts(spec, [host], [ranks_per_host[host_index]], cores), None)
+        start_rank_servers(spec, {host_index: host}, interfaces)
 
-    return Returning(lambda place: Contact(tool, [names[place]], quiet=True), prepare)
+    return LostHostWatcher(
+        lambda host_index: AgentConnections(tool, [names[host_index]], quiet=True), prepare
+    )
 
 
-def _reach(hosts: list[There]) -> list[tuple[str, str]]:
+def _choose_addresses(hosts: list[RemoteHost]) -> list[tuple[str, str]]:
     """(interface, address) of each host, by which the others reach it: tried."""
     if len(hosts) == 1:
         return [("lo", "127.0.0.1")]
     for host in hosts:
         host.send(listen=asked())
-    offers = [host.answer("listening", REACH_SECONDS)["listening"] for host in hosts]
+    offers = [
+        host.wait_for_answer("listening", REACHABILITY_TIMEOUT_S)["listening"] for host in hosts
+    ]
     for me, host in enumerate(hosts):
         others = others_of(me, len(hosts))
         host.send(reach={str(other): offers[other] for other in others})
     tried = {
-        me: {int(k): v for k, v in host.answer("reached", REACH_SECONDS)["reached"].items()}
+        me: {
+            int(k): v
+            for k, v in host.wait_for_answer("reached", REACHABILITY_TIMEOUT_S)["reached"].items()
+        }
         for me, host in enumerate(hosts)
     }
     return choose([host.name for host in hosts], offers, tried)
 
 
-def _about(job: Job, hosts: list[There], on_each: list[int]) -> dict[str, Any]:
+def _describe_job(job: Job, hosts: list[RemoteHost], ranks_per_host: list[int]) -> dict[str, Any]:
     """What a live view is told of the job."""
     record = str(job.record.absolute()) if job.record is not None else None
     names = [host.name for host in hosts]
-    return {"command": [job.name, *job.args], "record": record, "hosts": names, "on_each": on_each}
+    return {
+        "command": [job.name, *job.args],
+        "record": record,
+        "hosts": names,
+        "on_each": ranks_per_host,
+    }
 
 
-def _say(
-    hosts: list[There], on_each: list[int], interfaces: list[tuple[str, str]], tool: Tool
+def _print_layout(
+    hosts: list[RemoteHost],
+    ranks_per_host: list[int],
+    interfaces: list[tuple[str, str]],
+    tool: LaunchTool,
 ) -> None:
     """One line: which rank sits where, and how they reach each other."""
     if len(hosts) > 1:
         names = [host.name for host in hosts]
         network = "/".join(sorted({interface for interface, _ in interfaces}))
         sys.stderr.write(
-            f"paceline: {sum(on_each)} ranks on {len(hosts)} hosts over {tool.name}, network "
-            f"{network} ({told(names, on_each)}; ranks meet at {interfaces[0][1]})\n"
+            f"paceline: {sum(ranks_per_host)} ranks on {len(hosts)} hosts over {tool.name}, "
+            f"network {network} ({told(names, ranks_per_host)}; ranks meet at {interfaces[0][1]})\n"
         )
         sys.stderr.flush()
 
 
-def _end(hosts: list[There]) -> None:
+def _end_agents(hosts: list[RemoteHost]) -> None:
     """Have every agent end what is left, keep or send its records, and go."""
     for host in hosts:
         host.send(end=2.0)
     for host in hosts:
-        if host.trouble:
-            host.last_words(SAY_SECONDS)
+        if host.failure:
+            host.wait_until_closed(NOTICE_INTERVAL_S)
         waited = 0.0
-        while not host.trouble and waited < END_SECONDS:
+        while not host.failure and waited < END_TIMEOUT_S:
             try:
-                host.answer("ended", SAY_SECONDS)
+                host.wait_for_answer("ended", NOTICE_INTERVAL_S)
                 break
-            except SilentError:
-                waited += SAY_SECONDS
+            except HostTimeoutError:
+                waited += NOTICE_INTERVAL_S
                 sys.stderr.write(f"paceline: waiting for {host.name} to end ...\n")
             except ValueError as mistake:
-                if not host.trouble:  # that has been told where its ranks were lost
+                if not host.failure:  # that has been told where its ranks were lost
                     sys.stderr.write(f"paceline: {mistake}\n")

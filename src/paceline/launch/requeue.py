@@ -10,15 +10,17 @@ import time
 from ..cluster.schedulers import time_limit
 from ..cluster.schedulers.env_numbers import Environment
 
-LEFT = 75  # the exit code of ranks that have left early (world.early); EX_TEMPFAIL
-ASK_SECONDS = 10.0
+STOPPED_EARLY_EXIT_CODE = (
+    75  # the exit code of ranks that have left early (world.early); EX_TEMPFAIL
+)
+QUERY_TIMEOUT_S = 10.0
 
 
 def end_time() -> str | None:
     """When the scheduler ends this job, as PACELINE_END_TIME tells it to the ranks."""
-    told = time_limit.end_time(os.environ)
-    if told is not None:
-        return str(told)
+    answer = time_limit.end_time(os.environ)
+    if answer is not None:
+        return str(answer)
     left = _seconds_left(os.environ)
     return None if left is None else f"{time.time() + left:.0f}"
 
@@ -26,8 +28,8 @@ def end_time() -> str | None:
 def _seconds_left(environment: Environment) -> float | None:
     """Slurm has the variable from 23.02 on; asked once, at the start."""
     job = environment.get("SLURM_JOB_ID")
-    told = _slurm("squeue", "-h", "-o", "%L", "-j", job) if job else None
-    said = told.stdout.strip() if told is not None else ""
+    answer = _run_slurm("squeue", "-h", "-o", "%L", "-j", job) if job else None
+    said = answer.stdout.strip() if answer is not None else ""
     clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", said)
     if clock is None:  # UNLIMITED, or a job of long ago
         return None
@@ -35,7 +37,7 @@ def _seconds_left(environment: Environment) -> float | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def put_back() -> None:
+def requeue() -> None:
     """Put this job back in its queue, where that was asked for (paceline submit --requeue).
 
     Not after SIGTERM: while Slurm ends a job it does not let us know whether it was cancelled,
@@ -54,14 +56,14 @@ def put_back() -> None:
         return
     sys.stderr.write(f"paceline: job {job} is put back in the queue (scontrol requeue)\n")
     sys.stderr.flush()  # before Slurm ends this script for it
-    told = _slurm("scontrol", "requeue", job)
-    if told is None or told.returncode:
-        why = told.stderr.strip() if told is not None else "no answer"
+    answer = _run_slurm("scontrol", "requeue", job)
+    if answer is None or answer.returncode:
+        why = answer.stderr.strip() if answer is not None else "no answer"
         sys.stderr.write(f"paceline: that failed: {why}. HINT: submit it again\n")
 
 
-def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
+def _run_slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS)
+        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -16,11 +16,11 @@ from .job import Job, check, preloads, variables
 from .layout import seats
 from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
-from .monitor.interrupt import ENDING, Interrupt, TerminatedError, raise_on_end
+from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, raise_on_termination
 from .ranks.fork_server import end_children
-from .ranks.local_host import Here, InServer, Server, start_server
+from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .records import job_folder
-from .requeue import LEFT, put_back
+from .requeue import STOPPED_EARLY_EXIT_CODE, requeue
 
 
 def run(job: Job) -> int:
@@ -30,7 +30,7 @@ def run(job: Job) -> int:
     Raises ValueError for the user's mistakes, before any rank starts.
     """
     interrupt = Interrupt()
-    raise_on_end(interrupt.remember)
+    raise_on_termination(interrupt.remember_termination)
     try:
         code, kept = _run(job, interrupt)
     except TerminatedError as end:
@@ -38,9 +38,9 @@ def run(job: Job) -> int:
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
         return 128 + end.number
     if job.record is not None and kept:
-        tell(job, job.record, code)
-    if interrupt.go_on_later:
-        put_back()
+        print_summary(job, job.record, code)
+    if interrupt.stopped_early:
+        requeue()
     return code
 
 
@@ -50,10 +50,10 @@ def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
 
     source, places = check(job), bind_ranks.places(job)
     prctl(SUBREAPER, 1)
-    started = time.monotonic_ns()
-    own = bind_ranks.variables_of_all(job, places)
+    started_ns = time.monotonic_ns()
+    variables_by_rank = bind_ranks.variables_of_all(job, places)
     folder, command = job_folder.job_folder(), [job.name, *job.args]
-    server: Server | None = None
+    server: RankServer | None = None
     try:
         if job.record is not None:
             job_folder.promise(folder, job.record, command, folder.name)
@@ -63,20 +63,22 @@ def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
         interrupt.check()
         from .supervise import watch
 
-        of_job = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
-        environment = {**interface_variables("lo"), **os.environ, **of_job}
-        here = Here(server, environment, places, own, smt=job.smt)
-        look = functools.partial(live_records.look_here, folder)
-        code = watch(job, [here], seats([job.ranks]), folder.name, started, interrupt, look)
-    except InServer:  # this process is the server, and all is its own
+        job_variables = {**variables(job, folder.name), "PACELINE_RECORD": str(folder)}
+        environment = {**interface_variables("lo"), **os.environ, **job_variables}
+        local_host = LocalHost(server, environment, places, variables_by_rank, smt=job.smt)
+        fetch_records = functools.partial(live_records.local_snapshot, folder)
+        code = watch(
+            job, [local_host], seats([job.ranks]), folder.name, started_ns, interrupt, fetch_records
+        )
+    except ForkedRankServer:  # this process is the server, and all is its own
         raise
     except BaseException:
-        _end(server, folder)
+        _clean_up(server, folder)
         raise
-    return code, _end(server, folder)
+    return code, _clean_up(server, folder)
 
 
-def _end(server: Server | None, folder: Path) -> bool:
+def _clean_up(server: RankServer | None, folder: Path) -> bool:
     """Leave nothing of the job but its record; whether that was kept."""
     if server is not None:
         server.end(2.0)
@@ -84,7 +86,7 @@ def _end(server: Server | None, folder: Path) -> bool:
     return job_folder.clear(folder)
 
 
-def tell(job: Job, folder: Path, code: int) -> None:
+def print_summary(job: Job, folder: Path, code: int) -> None:
     """What a recorded run ends with: its figures, unless it failed, and where the record is."""
     from ..analyze.figures.report import analyse
     from ..analyze.records.load_run import load_run
@@ -95,18 +97,18 @@ def tell(job: Job, folder: Path, code: int) -> None:
     except ValueError as error:
         sys.stderr.write(f"paceline: {error}\n")
         return
-    if code in (0, LEFT) and report.window_s is not None:
+    if code in (0, STOPPED_EARLY_EXIT_CODE) and report.window_s is not None:
         sys.stderr.write(drawn(report))
     sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
     if job.summary is not None:
         write_output(job.summary, report.to_json())
 
 
-def serve(job: InServer) -> NoReturn:
+def run_rank_server(job: ForkedRankServer) -> NoReturn:
     """Be the rank server, and then each rank that is forked from it."""
     from .ranks import fork_server, rank_process
 
-    for number in ENDING:  # they are the launcher's to handle
+    for number in TERMINATION_SIGNALS:  # they are the launcher's to handle
         signal.signal(number, signal.SIG_IGN)
     for name in job.preloads:
         try:

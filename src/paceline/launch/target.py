@@ -16,8 +16,7 @@ from ..cluster.topology.local_resources import devices, numa_domains
 from ..cluster.topology.network_interfaces import is_here
 from .job import Job
 from .layout import counts, told
-from .remote.start_commands import Tool
-from .remote.start_commands import tool as tool_of
+from .remote.start_commands import LaunchTool, find_tool
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Target:
     are the user's own words. why: where the hosts come from, for people."""
 
     hosts: list[Host]
-    tool: Tool | None
+    tool: LaunchTool | None
     explicit: bool
     why: str
 
@@ -44,8 +43,8 @@ def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Ta
     _once(environment)
     if hosts is not None or hostfile is not None:
         named = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile or "")
-        chosen = tool_of(launcher or "ssh")
-        if not chosen.takes_hosts:
+        chosen = find_tool(launcher or "ssh")
+        if not chosen.accepts_host_names:
             raise ValueError(
                 f"--launcher {chosen.name} takes all hosts of its allocation, and no names. HINT: "
                 "without -H and --hostfile, or --launcher ssh"
@@ -64,7 +63,7 @@ def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Ta
     if len(found) == 1 and launcher is None and is_here(found[0].name):
         slots = found[0].slots
         return Target([Host(found[0].name, slots, here.devices, numa=here.numa)], None, False, why)
-    return Target(found, tool_of(launcher or allocation.tool), False, why)
+    return Target(found, find_tool(launcher or allocation.tool), False, why)
 
 
 def _once(environment: dict[str, str]) -> None:
@@ -110,7 +109,7 @@ def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> s
         lines.append(f"  {sum(counted)} ranks: {told([h.name for h in where.hosts], counted)}")
     if where.tool is not None:
         names = [host.name for host in where.hosts]
-        alone = where.tool.one_call_a_host
+        alone = where.tool.one_call_per_host
         calls = [[name] for name in names] if alone else [names]
         for call in calls[:4]:
             agent = agent_command(where.tool) + ([] if alone else ["--connect", "ADDRESS,PORT"])

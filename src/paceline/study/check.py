@@ -62,8 +62,8 @@ def check(wish: Wish) -> Checked:
             wish.hostfile,
             wish.launcher,
             list(wish.variables),
-            least=RANKS,
-            without=without,
+            min_ranks_per_host=RANKS,
+            excluded_hosts=without,
         )
 
     code, found = summary_of(job, begin)

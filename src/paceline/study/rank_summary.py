@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..launch.job import Job
-from ..launch.ranks.local_host import InServer
+from ..launch.ranks.local_host import ForkedRankServer
 
 
 def summary_of(job: Job, begin: Callable[[Job], int]) -> tuple[int, Any]:
@@ -19,7 +19,7 @@ def summary_of(job: Job, begin: Callable[[Job], int]) -> tuple[int, Any]:
     try:
         code = begin(replace(job, summary=summary))
         found = json.loads(summary.read_text()) if summary.exists() else None
-    except InServer:  # this process is the one that ranks are forked from, and all is another's
+    except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
         raise
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -8,8 +8,8 @@ import time
 import pytest
 import ranks
 
-from paceline.launch.monitor.hang_detector import Silence
-from paceline.launch.monitor.progress import Progress
+from paceline.launch.monitor.hang_detector import HangDetector
+from paceline.launch.monitor.progress import ProgressReport
 
 # A training loop in which something goes wrong at step 5 of 12.
 LOOP = """
@@ -217,10 +217,10 @@ def test_a_link_that_is_cut_for_seconds_is_survived_and_reported(hosts, shared_f
 
 def test_a_timeout_shorter_than_a_step_is_told_once_and_adapts():
     said = []
-    silence = Silence(0.04, lambda most: pytest.fail("nothing hangs"))
+    silence = HangDetector(0.04, lambda most: pytest.fail("nothing hangs"))
     for _ in range(3):
         time.sleep(0.02)
-        assert silence.check(lambda: [Progress(0.2, longest_s=5.0)], said.append) is None
+        assert silence.check(lambda: [ProgressReport(0.2, longest_idle_s=5.0)], said.append) is None
     (line,) = said
     assert line.startswith("paceline: --hang-timeout 0.04: ranks are silent for 5.0 s here")
     assert "a hang is told after 15.0 s" in line

@@ -352,7 +352,7 @@ def test_sockets_whose_names_are_no_text_are_passed_over():
     for one, name in zip(held, names, strict=True):
         one.bind(b"\0" + name.removeprefix(b"\0"))
     try:
-        found = live_records.listening()
+        found = live_records.running_launchers()
         assert "a-Job_1" in found
         assert all(re.fullmatch("[0-9a-zA-Z_-]+", name) for name in found)
     finally:

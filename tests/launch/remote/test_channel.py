@@ -12,9 +12,17 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import channel
-from paceline.launch.channel import BEGIN, HEAD, BrokenError, Channel, new_secret, visit, welcome
-from paceline.launch.remote.start_agents import Contact
-from paceline.launch.remote.start_commands import Tool
+from paceline.launch.channel import (
+    FRAME_HEADER,
+    START_MARKER,
+    Channel,
+    InvalidMessageError,
+    accept_channel,
+    connect_channel,
+    new_secret,
+)
+from paceline.launch.remote.start_agents import AgentConnections
+from paceline.launch.remote.start_commands import LaunchTool
 
 SECRET = new_secret()
 # Messages of every kind: words, numbers, output that is no text, nothing at all.
@@ -49,12 +57,12 @@ class Between:
     def __init__(self, closing, visitors_secret=SECRET):
         self.seen = b""
         door, false_door = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
-        visitor = _in_thread(visit, *false_door.getsockname(), visitors_secret, 10.0)
+        visitor = _in_thread(connect_channel, *false_door.getsockname(), visitors_secret, 10.0)
         self.to_visitor, _ = false_door.accept()
         self.to_host = socket.create_connection(door.getsockname())
         for end in (door, false_door, self.to_visitor, self.to_host):
             closing.callback(end.close)
-        host = _in_thread(welcome, door.accept()[0], SECRET)
+        host = _in_thread(accept_channel, door.accept()[0], SECRET)
         for source, target, count in (
             (self.to_host, self.to_visitor, 32),
             (self.to_visitor, self.to_host, 64),
@@ -102,13 +110,13 @@ def _in_thread(function, *args):
 def all_of(receiver, count):
     found = []
     while len(found) < count:
-        found += receiver.take()
+        found += receiver.receive()
     return found
 
 
 def to_the_end(receiver):
     found = []
-    while (messages := receiver.take()) is not None:
+    while (messages := receiver.receive()) is not None:
         found += messages
     return found
 
@@ -124,80 +132,85 @@ def exchange(left, right):
 def test_messages_and_raw_bytes_arrive_over_pipes(pipes):
     exchange(*pipes)
     pipes[0].close()
-    assert pipes[1].take() is None
+    assert pipes[1].receive() is None
 
 
 def test_messages_and_raw_bytes_arrive_over_tcp(closing):
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
-    visitor = _in_thread(visit, *door.getsockname(), SECRET, 10.0)
-    host = welcome(door.accept()[0], SECRET)
+    visitor = _in_thread(connect_channel, *door.getsockname(), SECRET, 10.0)
+    host = accept_channel(door.accept()[0], SECRET)
     closing.callback(host.close)
     exchange(host, visitor())
     visitor().close()
-    assert host.take() is None
+    assert host.receive() is None
 
 
 def test_several_messages_in_one_piece_and_one_in_many(pipes):
     left, right = pipes
     for number in range(3):
         left.send({"n": number})
-    assert [message["n"] for message, _ in right.take()] == [0, 1, 2]
-    text = HEAD.pack(8, 2) + b'{"n": 3}' + b"ab"
+    assert [message["n"] for message, _ in right.receive()] == [0, 1, 2]
+    text = FRAME_HEADER.pack(8, 2) + b'{"n": 3}' + b"ab"
     for byte in text[:-1]:
-        os.write(left._outlet, bytes([byte]))
-        assert right.take() == []
-    os.write(left._outlet, text[-1:])
-    assert right.take() == [({"n": 3}, b"ab")]
+        os.write(left._write_fd, bytes([byte]))
+        assert right.receive() == []
+    os.write(left._write_fd, text[-1:])
+    assert right.receive() == [({"n": 3}, b"ab")]
 
 
 def test_what_login_scripts_print_is_skipped(pipes):
     left, right = pipes
-    for piece in (b"Welcome to host1!\n", b"\x00\x01{}--paceline\n", BEGIN[:7], BEGIN[7:]):
-        os.write(left._outlet, piece)
-    greeting = right.skip_greeting(5.0)
+    for piece in (
+        b"Welcome to host1!\n",
+        b"\x00\x01{}--paceline\n",
+        START_MARKER[:7],
+        START_MARKER[7:],
+    ):
+        os.write(left._write_fd, piece)
+    greeting = right.skip_login_output(5.0)
     assert greeting == b"Welcome to host1!\n\x00\x01{}--paceline\n"
     left.send({"place": 0})
-    assert right.take() == [({"place": 0}, b"")]
+    assert right.receive() == [({"place": 0}, b"")]
 
 
 def test_a_message_that_came_together_with_the_greeting_is_not_lost(pipes):
     left, right = pipes
-    os.write(left._outlet, b"hello\n" + BEGIN)
+    os.write(left._write_fd, b"hello\n" + START_MARKER)
     left.send({"leaving": "no room"})
     left.close()
-    assert right.skip_greeting(5.0) == b"hello\n"
-    assert right.take() == [({"leaving": "no room"}, b"")]
+    assert right.skip_login_output(5.0) == b"hello\n"
+    assert right.receive() == [({"leaving": "no room"}, b"")]
 
 
 def test_a_greeting_without_end_is_no_channel(pipes):
     left, right = pipes
-    os.write(left._outlet, b"Password: ")
+    os.write(left._write_fd, b"Password: ")
     begun = time.monotonic()
-    assert right.skip_greeting(0.2) is None
+    assert right.skip_login_output(0.2) is None
     assert time.monotonic() - begun < 2.0
     left.close()
-    assert right.skip_greeting(5.0) is None
+    assert right.skip_login_output(5.0) is None
 
 
 @pytest.mark.parametrize(
     ("frame", "said"),
     [
-        (HEAD.pack((16 << 20) + 1, 0), "bytes"),
-        (HEAD.pack(2, 0xFFFFFFFF) + b"{}", "bytes"),
+        (FRAME_HEADER.pack((16 << 20) + 1, 0), "bytes"),
+        (FRAME_HEADER.pack(2, 0xFFFFFFFF) + b"{}", "bytes"),
         (b"bash: no such command\n", "bytes"),
-        (HEAD.pack(5, 0) + b"[1,2]", "no object"),
-        (HEAD.pack(4, 0) + b"null", "no object"),
-        (HEAD.pack(3, 0) + b"{a}", "no JSON"),
-        (HEAD.pack(2, 0) + b"\xff\xfe", "no JSON"),
-        (HEAD.pack(0, 3) + b"abc", "no JSON"),
-        (HEAD.pack(200_000, 0) + b"[" * 200_000, "no"),
+        (FRAME_HEADER.pack(5, 0) + b"[1,2]", "no object"),
+        (FRAME_HEADER.pack(4, 0) + b"null", "no object"),
+        (FRAME_HEADER.pack(3, 0) + b"{a}", "no JSON"),
+        (FRAME_HEADER.pack(2, 0) + b"\xff\xfe", "no JSON"),
+        (FRAME_HEADER.pack(0, 3) + b"abc", "no JSON"),
+        (FRAME_HEADER.pack(200_000, 0) + b"[" * 200_000, "no"),
     ],
     ids=["long JSON", "long raw", "words", "list", "null", "no JSON", "no text", "none", "deep"],
 )
 def test_what_is_no_message_is_broken(pipes, frame, said):
     left, right = pipes
-    _in_thread(os.write, left._outlet, frame)
-    with pytest.raises(BrokenError, match=said):
+    _in_thread(os.write, left._write_fd, frame)
+    with pytest.raises(InvalidMessageError, match=said):
         to_the_end(right)
 
 
@@ -213,10 +226,10 @@ def test_a_pickle_is_never_loaded(pipes, tmp_path):
     left, right = pipes
     bomb = pickle.dumps(Bomb(str(tmp_path / "loaded")))
     left.send({"out": 0}, bomb)
-    assert right.take() == [({"out": 0}, bomb)]
-    os.write(left._outlet, HEAD.pack(len(bomb), 0) + bomb)
-    with pytest.raises(BrokenError):
-        right.take()
+    assert right.receive() == [({"out": 0}, bomb)]
+    os.write(left._write_fd, FRAME_HEADER.pack(len(bomb), 0) + bomb)
+    with pytest.raises(InvalidMessageError):
+        right.receive()
     assert not (tmp_path / "loaded").exists()
     with pickle.loads(bomb):  # it is a live one
         assert (tmp_path / "loaded").exists()
@@ -232,7 +245,7 @@ def test_who_does_not_know_the_secret_is_refused_by_both_sides(closing):
 def test_a_false_host_is_found_out(closing):
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     address, port = door.getsockname()
-    visitor = _in_thread(visit, address, port, SECRET, 10.0)
+    visitor = _in_thread(connect_channel, address, port, SECRET, 10.0)
     host, _ = door.accept()
     closing.callback(host.close)
     host.sendall(bytes(32))
@@ -246,7 +259,7 @@ def test_a_visitor_that_says_nothing_is_dropped(monkeypatch):
     monkeypatch.setattr(channel, "GREETING_SECONDS", 0.3)
     ours, theirs = socket.socketpair()
     begun = time.monotonic()
-    assert welcome(ours, SECRET) is None
+    assert accept_channel(ours, SECRET) is None
     assert time.monotonic() - begun < 3.0
     assert len(theirs.recv(1000)) == 32
     assert theirs.recv(1000) == b""
@@ -256,7 +269,7 @@ def test_a_visitor_that_says_nothing_is_dropped(monkeypatch):
 def test_a_visitor_that_takes_its_time_for_each_byte_is_dropped_too(monkeypatch):
     monkeypatch.setattr(channel, "GREETING_SECONDS", 0.3)
     ours, theirs = socket.socketpair()
-    outcome = _in_thread(welcome, ours, SECRET)
+    outcome = _in_thread(accept_channel, ours, SECRET)
     begun = time.monotonic()
     try:
         while time.monotonic() - begun < 5.0:
@@ -275,7 +288,7 @@ def test_a_message_that_was_changed_on_the_way_is_broken(closing):
         frame = bytearray(between.catch(start=1))
         frame[place] = (frame[place] + change) % 256
         between.to_host.sendall(frame)
-        with pytest.raises(BrokenError):
+        with pytest.raises(InvalidMessageError):
             to_the_end(between.host)
 
 
@@ -292,24 +305,24 @@ def test_a_message_that_comes_twice_or_back_or_too_early_is_broken(closing):
     between = Between(closing)
     first, second = between.catch(signal=1), between.catch(signal=2)
     between.to_host.sendall(first)
-    assert between.host.take() == [({"signal": 1}, b"")]
+    assert between.host.receive() == [({"signal": 1}, b"")]
     between.to_host.sendall(first)  # again
-    with pytest.raises(BrokenError, match="keyed hash is wrong"):
-        between.host.take()
+    with pytest.raises(InvalidMessageError, match="keyed hash is wrong"):
+        between.host.receive()
     between.to_visitor.sendall(first)  # to whom it came from
-    with pytest.raises(BrokenError, match="keyed hash is wrong"):
-        between.visitor.take()
+    with pytest.raises(InvalidMessageError, match="keyed hash is wrong"):
+        between.visitor.receive()
     other = Between(closing)
     other.catch(signal=1)
     other.to_host.sendall(second)  # of another connection, with the same secret
-    with pytest.raises(BrokenError, match="keyed hash is wrong"):
-        other.host.take()
+    with pytest.raises(InvalidMessageError, match="keyed hash is wrong"):
+        other.host.receive()
 
 
 def test_the_secret_is_never_sent(closing):
     between = Between(closing)
     between.to_host.sendall(between.catch(begin={"A": "b"}))
-    assert between.host.take() == [({"begin": {"A": "b"}}, b"")]
+    assert between.host.receive() == [({"begin": {"A": "b"}}, b"")]
     assert len(between.seen) > 128
     for form in (SECRET.encode(), bytes.fromhex(SECRET), SECRET[:16].encode()):
         assert form not in between.seen
@@ -329,10 +342,10 @@ def test_the_secret_reaches_agents_but_no_command_line(tmp_path, closing):
     old = os.getcwd()
     os.chdir(tmp_path)
     closing.callback(os.chdir, old)
-    start = Tool("tool", lambda hosts, agent: [sys.executable, str(tool), *agent])
-    contact = Contact(start, ["host1"])
+    start = LaunchTool("tool", lambda hosts, agent: [sys.executable, str(tool), *agent])
+    contact = AgentConnections(start, ["host1"])
     closing.callback(contact.close)
-    (host,) = contact.make()
+    (host,) = contact.start()
     assert host.name == socket.gethostname()  # its own: host1 is no name of this machine
     secret = Path("secret").read_text()
     assert len(secret) == 64

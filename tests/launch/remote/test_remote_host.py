@@ -7,7 +7,7 @@ import pytest
 import ranks
 
 from paceline.launch.channel import Channel
-from paceline.launch.remote.remote_host import There
+from paceline.launch.remote.remote_host import RemoteHost
 
 STARTED = {"PACELINE_STARTED_NS": "0"}
 
@@ -26,10 +26,15 @@ class Agent:
                 message = self.heard.pop(0)
                 if about in message:
                     return message
-            self.heard = [message for message, _ in self.channel.take()]
+            self.heard = [message for message, _ in self.channel.receive()]
 
-    def answers(self, ping, still_s):
-        progress = {"still_s": still_s, "longest_s": 0.0, "stepped": True, "busy": []}
+    def answers(self, ping, idle_s):
+        progress = {
+            "idle_s": idle_s,
+            "longest_idle_s": 0.0,
+            "has_stepped": True,
+            "busy_ranks": [],
+        }
         self.channel.send({"pong": ping["ping"], "at": time.monotonic(), "progress": progress})
 
 
@@ -37,7 +42,7 @@ class Agent:
 def both():
     ours, others = socket.socketpair()
     agent = Agent(others)
-    there = There("host1", Channel(ours.fileno(), ours.fileno()), lambda: None)
+    there = RemoteHost("host1", Channel(ours.fileno(), ours.fileno()), lambda: None)
     yield there, agent
     there.close()
     agent.channel.close()
@@ -48,14 +53,14 @@ def both():
 def test_the_silence_of_an_attempt_that_hung_is_not_that_of_the_next(both):
     there, agent = both
     agent.answers(agent.hears("ping"), 30.0)
-    ranks.wait_until(lambda: there.progress().still_s >= 30.0, 10)
+    ranks.wait_until(lambda: there.progress().idle_s >= 30.0, 10)
     old = agent.hears("ping")
     there.start(0, 0, STARTED)
-    assert there.progress().still_s < 20.0
+    assert there.progress().idle_s < 20.0
     agent.hears("start")
     agent.answers(old, 31.0)  # it was on its way when the attempt began
     agent.channel.send({"fits": True})
-    there.answer("fits", 10)  # heard, and so was the one before
-    assert there.progress().still_s < 20.0
+    there.wait_for_answer("fits", 10)  # heard, and so was the one before
+    assert there.progress().idle_s < 20.0
     agent.answers(agent.hears("ping"), 25.0)
-    ranks.wait_until(lambda: there.progress().still_s >= 25.0, 10)
+    ranks.wait_until(lambda: there.progress().idle_s >= 25.0, 10)

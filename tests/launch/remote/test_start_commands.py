@@ -13,7 +13,7 @@ import pytest
 import ranks
 
 from paceline.cluster.topology.network_interfaces import links
-from paceline.launch.remote.start_commands import tool
+from paceline.launch.remote.start_commands import find_tool
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
 PYTHON = [sys.executable, "-P", "-m", "paceline.launch.host_agent"]
@@ -325,7 +325,7 @@ def test_a_launcher_that_is_not_known_is_an_error(tmp_path, job):
 def test_mpirun_is_asked_of_which_mpi_it_is(tmp_path, monkeypatch, says, first):
     install(tmp_path, "mpiexec", f"print('{says}')")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
-    program, *words = tool("mpiexec").command(["a", "b"], ["agent"])
+    program, *words = find_tool("mpiexec").command(["a", "b"], ["agent"])
     assert program == "mpiexec"
     assert words[:2] == ["-n", "2"]
     assert words[2:6] == first

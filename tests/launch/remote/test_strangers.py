@@ -12,12 +12,12 @@ import ranks
 
 import bed
 from paceline.cluster.topology.network_interfaces import Link, links
-from paceline.launch.channel import new_secret, visit, welcome
+from paceline.launch.channel import accept_channel, connect_channel, new_secret
 from paceline.launch.remote import agent_listener, connect_back, start_agents
 from paceline.launch.remote.agent_listener import AgentListener, addresses_towards
 from paceline.launch.remote.connect_back import LauncherNotFoundError
-from paceline.launch.remote.start_agents import Contact
-from paceline.launch.remote.start_commands import Tool
+from paceline.launch.remote.start_agents import AgentConnections
+from paceline.launch.remote.start_commands import LaunchTool
 
 FLOOD = flood.__file__
 SECRET = new_secret()
@@ -119,14 +119,14 @@ def test_an_agent_that_says_no_sensible_number_is_dropped(closing):
 
 
 def said(address, port, secret, place):
-    channel = visit(address, port, secret, 5.0)
+    channel = connect_channel(address, port, secret, 5.0)
     channel.send({"place": place})
     time.sleep(0.1)
     channel.close()
 
 
 def test_the_timeout_says_how_many_strangers_came_and_from_where(tmp_path, monkeypatch, closing):
-    monkeypatch.setattr(start_agents, "START_SECONDS", 1.0)
+    monkeypatch.setattr(start_agents, "START_TIMEOUT_S", 1.0)
     tool = ranks.write(
         tmp_path,
         """
@@ -138,11 +138,11 @@ def test_the_timeout_says_how_many_strangers_came_and_from_where(tmp_path, monke
         time.sleep(3)
         """,
     )
-    start = Tool("tool", lambda hosts, agent: [sys.executable, str(tool), *agent])
-    made = Contact(start, ["localhost"])
+    start = LaunchTool("tool", lambda hosts, agent: [sys.executable, str(tool), *agent])
+    made = AgentConnections(start, ["localhost"])
     closing.callback(made.close)
     with pytest.raises(ValueError, match="no agent came from localhost within 1 s") as raised:
-        made.make()
+        made.start()
     strangers = r"12 connections that don't know the job's secret came from 127.0.0.1 (12)"
     assert f"HINT: {strangers}; end these, or use --launcher ssh" in str(raised.value)
     assert "firewall" not in str(raised.value)
@@ -158,7 +158,7 @@ def test_an_agent_that_is_dropped_tries_again(closing):
     for said in (b"", bytes(32), bytes(64)):
         with door.accept()[0] as visitor:
             visitor.sendall(said)
-    host = welcome(door.accept()[0], SECRET)
+    host = accept_channel(door.accept()[0], SECRET)
     agent.join(10.0)
     result[0].send({"place": 0})
     assert host.take() == [({"place": 0}, b"")]

@@ -13,7 +13,7 @@ from ...cluster.topology.local_resources import cores, unspanned
 from ...cluster.topology.pci_devices import cards
 from ...cluster.topology.topology import topology
 from ..layout import Seat
-from ..monitor.progress import Progress
+from ..monitor.progress import ProgressReport
 from .bind_ranks import visible
 
 UNRECORDED_SECONDS = 10.0  # after a start: nothing is known of the steps of some scripts
@@ -25,7 +25,7 @@ class Host(Protocol):
 
     name: str
 
-    def progress(self) -> Progress: ...
+    def progress(self) -> ProgressReport: ...
     def bindings(self) -> dict[str, Any]: ...
 
 
@@ -90,7 +90,7 @@ def _gpu(place: Place, names: Sequence[str]) -> str:
     return names[number] if 0 <= number < len(names) else ""
 
 
-class Report:
+class BindingsReport:
     """Tells it once, when the ranks have begun to train."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -105,7 +105,7 @@ class Report:
         if self._told or now - self._looked < EVERY_SECONDS:
             return
         self._looked = now
-        if self._stepped is None and all(host.progress().stepped for host in hosts):
+        if self._stepped is None and all(host.progress().has_stepped for host in hosts):
             self._stepped = now
         waited = self._stepped is not None and now - self._stepped >= EVERY_SECONDS
         if not (waited or now - self._begun > UNRECORDED_SECONDS):

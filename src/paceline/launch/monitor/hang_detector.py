@@ -10,83 +10,97 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .live_records import Seen, rank_of
-from .progress import Progress
+from .live_records import JobSnapshot, rank_of
+from .progress import ProgressReport
 
-EVENTS = 512  # of each rank, that the report is made from
-CODE = 124  # the exit code of a job that was ended because it hung, as timeout's
-_USUAL = 3.0  # times the longest silence so far: no more than that is not slow
-_SLOW = 4.0  # times the limit: a rank that computes so long without a word is not waited for
-_EVERY = 1.0  # s between two looks
+MAX_EVENTS_PER_RANK = 512  # of each rank, that the report is made from
+HANG_EXIT_CODE = 124  # the exit code of a job that was ended because it hung, as timeout's
+_LONGEST_IDLE_FACTOR = 3.0  # times the longest silence so far: no more than that is not slow
+_BUSY_LIMIT_FACTOR = (
+    4.0  # times the limit: a rank that computes so long without a word is not waited for
+)
+_CHECK_INTERVAL_S = 1.0  # s between two looks
 
 
 @dataclass(frozen=True)
-class Hang:
+class HangReport:
     """Why the job is ended, the rank that the others wait for, where one is known, and hosts that
     do not answer."""
 
-    told: str
-    rank: int | None
-    silent: list[str]
+    text: str
+    awaited_rank: int | None
+    silent_hosts: list[str]
 
 
-class Silence:
+class HangDetector:
     """Asks the hosts again and again. look: fetches the ends of the records, with stacks."""
 
-    def __init__(self, timeout: float, look: Callable[[int], Seen | None]) -> None:
-        self._timeout, self._look = timeout, look
-        self._looked = time.monotonic()
-        self._adapted = False  # it was told that the timeout is too short
-        self._warned = 0.0  # at which limit it was told that the job may be slow
+    def __init__(self, timeout: float, fetch_records: Callable[[int], JobSnapshot | None]) -> None:
+        self._timeout, self._fetch_records = timeout, fetch_records
+        self._last_check = time.monotonic()
+        self._announced_longer_limit = False  # it was told that the timeout is too short
+        self._warned_limit_s = 0.0  # at which limit it was told that the job may be slow
 
     def check(
-        self, hosts: Callable[[], Sequence[Progress]], say: Callable[[str], None]
-    ) -> Hang | None:
+        self,
+        poll_hosts: Callable[[], Sequence[ProgressReport]],
+        write_message: Callable[[str], None],
+    ) -> HangReport | None:
         """A Hang if the job is to be ended; ``say`` gets what else is to be told."""
         now = time.monotonic()
-        if not self._timeout or now - self._looked < min(_EVERY, self._timeout / 4):
+        if not self._timeout or now - self._last_check < min(_CHECK_INTERVAL_S, self._timeout / 4):
             return None
-        self._looked = now
-        seen = hosts()
-        still = min(host.still_s for host in seen)
-        longest = max(host.longest_s for host in seen)
-        limit = max(self._timeout, _USUAL * longest)
-        if longest > self._timeout and not self._adapted:
-            self._adapted = True
-            say(
-                f"paceline: --hang-timeout {self._timeout:g}: ranks are silent for {longest:.1f} s "
-                f"here and go on, so a hang is told after {limit:.1f} s\n"
+        self._last_check = now
+        reports = poll_hosts()
+        idle_s = min(report.idle_s for report in reports)
+        longest_idle_s = max(report.longest_idle_s for report in reports)
+        limit = max(self._timeout, _LONGEST_IDLE_FACTOR * longest_idle_s)
+        if longest_idle_s > self._timeout and not self._announced_longer_limit:
+            self._announced_longer_limit = True
+            write_message(
+                f"paceline: --hang-timeout {self._timeout:g}: ranks are silent for "
+                f"{longest_idle_s:.1f} s here and go on, so a hang is told after {limit:.1f} s\n"
             )
-        if still < limit or (self._warned and still < _SLOW * self._warned):
-            self._warned = self._warned if still >= limit else 0.0
+        if idle_s < limit or (
+            self._warned_limit_s and idle_s < _BUSY_LIMIT_FACTOR * self._warned_limit_s
+        ):
+            self._warned_limit_s = self._warned_limit_s if idle_s >= limit else 0.0
             return None
-        return self._judge(still, limit, {rank for host in seen for rank in host.busy}, say)
+        return self._judge(
+            idle_s, limit, {rank for report in reports for rank in report.busy_ranks}, write_message
+        )
 
     def _judge(
-        self, still: float, limit: float, busy: set[int], say: Callable[[str], None]
-    ) -> Hang | None:
+        self,
+        idle_s: float,
+        limit: float,
+        busy_ranks: set[int],
+        write_message: Callable[[str], None],
+    ) -> HangReport | None:
         from ...analyze.live.live_view import view
         from ...report.terminal.hang import computing, suspect, told
 
-        looked = self._look(EVENTS)
-        if looked is None or looked.ending:
+        snapshot = self._fetch_records(MAX_EVENTS_PER_RANK)
+        if snapshot is None or snapshot.ending:
             return None
-        shown = view([tail for tail in looked.tails if tail.data], [], None, looked.silent)
-        if shown is not None and any(
-            now.last_s is not None and now.last_s < limit / 2 for now in shown.now
+        current_view = view(
+            [tail for tail in snapshot.tails if tail.data], [], None, snapshot.silent_hosts
+        )
+        if current_view is not None and any(
+            now.last_s is not None and now.last_s < limit / 2 for now in current_view.now
         ):
             return None  # it has moved meanwhile
-        slow = computing(shown, busy)
-        over = bool(self._warned) or not slow
-        stacks = {rank_of(tail): tail.stack for tail in looked.tails if tail.stack}
-        text = told(shown, stacks, busy, still, looked.silent)
-        if not over:
-            self._warned = limit
-            more = _SLOW * limit - still
-            ranks = ", ".join(map(str, slow))
-            say(
+        computing_ranks = computing(current_view, busy_ranks)
+        is_hang = bool(self._warned_limit_s) or not computing_ranks
+        stacks = {rank_of(tail): tail.stack for tail in snapshot.tails if tail.stack}
+        text = told(current_view, stacks, busy_ranks, idle_s, snapshot.silent_hosts)
+        if not is_hang:
+            self._warned_limit_s = limit
+            extra_s = _BUSY_LIMIT_FACTOR * limit - idle_s
+            ranks = ", ".join(map(str, computing_ranks))
+            write_message(
                 f"{text}  Rank {ranks} computes, so it may be slow and not stuck: it has "
-                f"{more:.0f} s more. HINT: a longer --hang-timeout, or 0 for none\n"
+                f"{extra_s:.0f} s more. HINT: a longer --hang-timeout, or 0 for none\n"
             )
             return None
-        return Hang(text, suspect(shown), looked.silent)
+        return HangReport(text, suspect(current_view), snapshot.silent_hosts)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 # For ranks to write a checkpoint and leave, once the scheduler asks the job to end: Slurm kills
 # after 30 s (KillWait) unless told otherwise.
-LEAVE_SECONDS = 25.0
+EARLY_STOP_TIMEOUT_S = 25.0
 
 
 class TerminatedError(Exception):
@@ -24,23 +24,23 @@ class TerminatedError(Exception):
         self.number = number
 
 
-def raise_on_end(take: Callable[[int], bool] = lambda number: False) -> None:
+def raise_on_termination(take: Callable[[int], bool] = lambda number: False) -> None:
     """From now on SIGTERM and SIGHUP raise TerminatedError, the first time. take: is asked
     before; whether it sees to the end itself."""
-    for number in ENDING:
+    for number in TERMINATION_SIGNALS:
         signal.signal(number, functools.partial(_terminate, take))
 
 
-def no_longer_end() -> None:
+def ignore_termination() -> None:
     """What is left to do takes little: no signal breaks it off."""
-    for number in ENDING:
+    for number in TERMINATION_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _terminate(take: Callable[[int], bool], number: int, _: FrameType | None) -> None:
     if take(number):
         return
-    no_longer_end()
+    ignore_termination()
     raise TerminatedError(number)
 
 
@@ -50,7 +50,7 @@ class Interrupt:
     def __init__(self) -> None:
         self._pressed = False
         self._ended: int | None = None
-        self.go_on_later = False  # the ranks have left early, and nobody has ended the job
+        self.stopped_early = False  # the ranks have left early, and nobody has ended the job
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
 
@@ -65,13 +65,13 @@ class Interrupt:
         if self._ended is not None:
             raise TerminatedError(self._ended)
 
-    def remember(self, number: int) -> bool:
+    def remember_termination(self, number: int) -> bool:
         """For ``raise_on_end``."""
         self._ended = number
         return False
 
 
-class Patience:
+class DeferredTermination:
     """SIGTERM of an agent's own scheduler, where the ranks can leave by themselves: it is put off,
     and the launcher, which ends them or lets them leave, is told.
 
@@ -79,22 +79,22 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self.granted = False
-        self._until: float | None = None
-        self._told = False
+        self.allowed = False
+        self._deadline: float | None = None
+        self._reported = False
 
-    def take(self, number: int) -> bool:
+    def defer(self, number: int) -> bool:
         """Whether this signal is put off: the first SIGTERM."""
-        if number != signal.SIGTERM or not self.granted or self._until is not None:
+        if number != signal.SIGTERM or not self.allowed or self._deadline is not None:
             return False
-        self._until = time.monotonic() + LEAVE_SECONDS + 3
+        self._deadline = time.monotonic() + EARLY_STOP_TIMEOUT_S + 3
         return True
 
-    def news(self) -> bool:
+    def take_new(self) -> bool:
         """Whether one has come since the last call."""
-        told, self._told = self._told, self._until is not None
-        return self._told and not told
+        reported_before, self._reported = self._reported, self._deadline is not None
+        return self._reported and not reported_before
 
     @property
-    def over(self) -> bool:
-        return self._until is not None and time.monotonic() > self._until
+    def expired(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline

@@ -6,7 +6,7 @@ from pathlib import Path
 from ...cluster.topology.local_resources import memory_limits
 
 
-class Memory:
+class OomKillCounter:
     """Counts the kernel's kills on this host since it was made."""
 
     def __init__(self) -> None:

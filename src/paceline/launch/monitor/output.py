@@ -25,7 +25,7 @@ TAIL = 20  # last lines kept of each rank, for when it dies
 ERASE = b"\r\x1b[2K"
 
 
-class Output:
+class RankOutput:
     """Reads the ranks' pipes in a thread and writes to ``out`` and ``err``.
 
     ``heard(rank, message)`` gets what a rank says to the launcher itself; it is called from
@@ -56,7 +56,7 @@ class Output:
             self._selector.register(fd, selectors.EVENT_READ, (rank, stream))
         os.write(self._woken, b"+")
 
-    def adopt(self, rank: int, pipes: tuple[int, int, int]) -> None:
+    def add_rank(self, rank: int, pipes: tuple[int, int, int]) -> None:
         """Read a rank's stdout, stderr and status pipes."""
         for stream, fd in zip((OUT, ERR, STATUS), pipes, strict=True):
             self.add(rank, stream, fd)

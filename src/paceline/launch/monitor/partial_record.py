@@ -20,7 +20,7 @@ def load_so_far(folder: Path) -> Run:
     about = job_folder.about(folder)
     try:
         job = running_jobs.find(folder, None)
-        seen = job.look(FROM_HOSTS if job.over else DEFAULT_CAPACITY)
+        seen = job.snapshot(FROM_HOSTS if job.over else DEFAULT_CAPACITY)
     except ValueError:
         seen = None
     ranks, notes = last_attempt(seen.tails) if seen is not None else ([], [])

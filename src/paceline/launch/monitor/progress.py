@@ -9,80 +9,94 @@ from pathlib import Path
 from ...record.ring.tail import read_progress
 from . import rank_stacks
 
-BUSY = 0.5  # of a core: a rank that takes that much computes
-STARTING = 0.2  # of a core, before the first step: imports, compilation
-_TICK = os.sysconf("SC_CLK_TCK")
+BUSY_CPU_SHARE = 0.5  # of a core: a rank that takes that much computes
+STARTUP_CPU_SHARE = 0.2  # of a core, before the first step: imports, compilation
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
-class Progress:
+class ProgressReport:
     """still_s: for how long no rank has begun or ended anything. longest_s: the longest such
     time that came to an end, since the first step. busy: ranks that compute meanwhile."""
 
-    still_s: float = 0.0
-    longest_s: float = 0.0
-    stepped: bool = False
-    busy: list[int] = field(default_factory=list)
+    idle_s: float = 0.0
+    longest_idle_s: float = 0.0
+    has_stepped: bool = False
+    busy_ranks: list[int] = field(default_factory=list)
 
 
-class Observer:
+class ProgressMonitor:
     """Looks at one host's ranks, again and again."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._marks: dict[str, tuple[bytes, int]] = {}
-        self._moved = self._looked = time.monotonic()
-        self._then: dict[int, float] = {}  # processor time of each rank when it last moved
-        self._before: dict[int, float] = {}  # ... and at the last look
-        self._longest, self._stepped = 0.0, False
+    def __init__(self, job_folder: Path) -> None:
+        self._job_folder = job_folder
+        self._last_events: dict[str, tuple[bytes, int]] = {}
+        self._last_progress = self._last_poll = time.monotonic()
+        self._cpu_seconds_at_progress: dict[
+            int, float
+        ] = {}  # processor time of each rank when it last moved
+        self._cpu_seconds_at_poll: dict[int, float] = {}  # ... and at the last look
+        self._longest_idle_s, self._has_stepped = 0.0, False
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """A new attempt begins."""
-        self._marks, self._moved = {}, time.monotonic()
-        self._longest, self._stepped = 0.0, False
+        self._last_events, self._last_progress = {}, time.monotonic()
+        self._longest_idle_s, self._has_stepped = 0.0, False
 
-    def look(self) -> Progress:
+    def poll(self) -> ProgressReport:
         """What has happened since the last look."""
-        now, used = time.monotonic(), self._used()
-        moved = self._changed()
-        since = max(now - self._looked, 1e-3)
-        if not self._stepped:
-            took = [used[rank] - self._before.get(rank, used[rank]) for rank in used]
-            moved = moved or any(each / since >= STARTING for each in took)
-        if moved:
-            if self._stepped:  # what is sure of it: that it lasted until the last look
-                self._longest = max(self._longest, self._looked - self._moved)
-            self._moved, self._then = now, used
-        self._looked, self._before = now, used
-        still = now - self._moved
-        busy = [
+        now, cpu_seconds = time.monotonic(), self._cpu_seconds_by_rank()
+        progressed = self._records_changed()
+        elapsed_s = max(now - self._last_poll, 1e-3)
+        if not self._has_stepped:
+            cpu_seconds_used = [
+                cpu_seconds[rank] - self._cpu_seconds_at_poll.get(rank, cpu_seconds[rank])
+                for rank in cpu_seconds
+            ]
+            progressed = progressed or any(
+                used / elapsed_s >= STARTUP_CPU_SHARE for used in cpu_seconds_used
+            )
+        if progressed:
+            if self._has_stepped:  # what is sure of it: that it lasted until the last look
+                self._longest_idle_s = max(
+                    self._longest_idle_s, self._last_poll - self._last_progress
+                )
+            self._last_progress, self._cpu_seconds_at_progress = now, cpu_seconds
+        self._last_poll, self._cpu_seconds_at_poll = now, cpu_seconds
+        idle_s = now - self._last_progress
+        busy_ranks = [
             rank
-            for rank, time_used in used.items()
-            if still > 0 and time_used - self._then.get(rank, time_used) >= BUSY * still
+            for rank, seconds in cpu_seconds.items()
+            if idle_s > 0
+            and seconds - self._cpu_seconds_at_progress.get(rank, seconds)
+            >= BUSY_CPU_SHARE * idle_s
         ]
-        return Progress(still, self._longest, self._stepped, sorted(busy))
+        return ProgressReport(idle_s, self._longest_idle_s, self._has_stepped, sorted(busy_ranks))
 
-    def _changed(self) -> bool:
-        marks = {}
-        for path in self._folder.glob("rank-*.ring"):
+    def _records_changed(self) -> bool:
+        events = {}
+        for path in self._job_folder.glob("rank-*.ring"):
             try:
-                begun, ended, step = read_progress(path)
+                last_begun, last_ended, step = read_progress(path)
             except (OSError, ValueError):
                 continue
             # Where all that is read are samples of the stack, nothing of note has ended.
-            ended = ended or self._marks.get(path.name, (b"", 0))[1]
-            marks[path.name] = (begun, ended)
-            self._stepped = self._stepped or step > 0
-        changed = marks != self._marks
-        self._marks = marks
+            last_ended = last_ended or self._last_events.get(path.name, (b"", 0))[1]
+            events[path.name] = (last_begun, last_ended)
+            self._has_stepped = self._has_stepped or step > 0
+        changed = events != self._last_events
+        self._last_events = events
         return changed
 
-    def _used(self) -> dict[int, float]:
+    def _cpu_seconds_by_rank(self) -> dict[int, float]:
         """Seconds of processor time of each rank, its children included."""
-        return {rank: _seconds(pid) for rank, pid in rank_stacks.pids(self._folder).items()}
+        return {
+            rank: _process_cpu_seconds(pid)
+            for rank, pid in rank_stacks.pids(self._job_folder).items()
+        }
 
 
-def _seconds(pid: int) -> float:
+def _process_cpu_seconds(pid: int) -> float:
     """Processor time of a process and of its children (a loader's workers, a compiler)."""
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -90,5 +104,5 @@ def _seconds(pid: int) -> float:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return 0.0
-    own = sum(int(ticks) for ticks in fields[11:15]) / _TICK
-    return own + sum(_seconds(int(child)) for child in children)
+    own_seconds = sum(int(ticks) for ticks in fields[11:15]) / _CLOCK_TICKS_PER_S
+    return own_seconds + sum(_process_cpu_seconds(int(child)) for child in children)

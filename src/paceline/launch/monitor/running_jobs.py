@@ -15,7 +15,7 @@ from . import live_records
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningJob:
     """A job that runs. name: what --job takes. over: whether its launcher is asked; else
     ``folders`` are its jobs' folders on this host."""
 
@@ -26,16 +26,16 @@ class Running:
     over: bool
     home: str = ""  # another host, where it was started
 
-    def look(self, most: int) -> live_records.Seen | None:
+    def snapshot(self, most: int) -> live_records.JobSnapshot | None:
         """What is to be seen of it now; None once it has ended."""
         if self.over:
-            return live_records.ask(self.name, most)
+            return live_records.query_launcher(self.name, most)
         folders = [folder for folder in job_folder.running() if _name(folder) == self.name]
-        found = [tail for folder in folders for tail in live_records.here(folder, most)]
-        return live_records.Seen(found, [], False, {}) if folders else None
+        found = [tail for folder in folders for tail in live_records.local_tails(folder, most)]
+        return live_records.JobSnapshot(found, [], False, {}) if folders else None
 
 
-def find(folder: Path | None, name: str | None) -> Running:
+def find(folder: Path | None, name: str | None) -> RunningJob:
     """The job that records into ``folder``, or is called ``name``, or is the only one here.
 
     Raises ValueError where there is no such job, or there are several.
@@ -58,7 +58,7 @@ def find(folder: Path | None, name: str | None) -> Running:
     raise ValueError(f"{len(jobs)} jobs of yours run on this host.{_listed(jobs)}")
 
 
-def _of_folder(folder: Path, jobs: list[Running]) -> Running:
+def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
     about = job_folder.about(folder)
     run, target = about.run, folder.resolve()
     for job in jobs:  # those whose launcher can be asked come first
@@ -91,12 +91,12 @@ MAX_NAMED = 8  # sockets that are left out
 _reported: set[str] = set()  # launchers' sockets that were left out, named once
 
 
-def _running() -> list[Running]:
+def _running() -> list[RunningJob]:
     """This user's jobs that can be seen from this host: those with several hosts first."""
-    found: dict[str, Running] = {}
-    for run in live_records.listening():
+    found: dict[str, RunningJob] = {}
+    for run in live_records.running_launchers():
         try:
-            seen = live_records.ask(run, 0)
+            seen = live_records.query_launcher(run, 0)
         except live_records.UnreachableError:
             if run not in _reported and len(_reported) < MAX_NAMED:
                 _reported.add(run)
@@ -106,12 +106,12 @@ def _running() -> list[Running]:
                 )
             continue
         except ValueError:
-            seen = live_records.Seen([], [], False, {})  # stopped, and there
+            seen = live_records.JobSnapshot([], [], False, {})  # stopped, and there
         if seen is None:
             continue
-        record = seen.about.get("record")
+        record = seen.job.get("record")
         target = Path(record) if record else None
-        found[run] = Running(run, seen.about.get("command", []), None, target, over=True)
+        found[run] = RunningJob(run, seen.job.get("command", []), None, target, over=True)
     for folder in job_folder.running():
         about = job_folder.about(folder)
         name = _name(folder)
@@ -119,7 +119,9 @@ def _running() -> list[Running]:
             target = job_folder.promised(folder)
             home = job_folder.about(target).host if target is not None else ""
             home = "" if home == socket.gethostname() else home
-            found[name] = Running(name, about.command, about.started, target, over=False, home=home)
+            found[name] = RunningJob(
+                name, about.command, about.started, target, over=False, home=home
+            )
     return list(found.values())
 
 
@@ -132,7 +134,7 @@ def _name(folder: Path) -> str:
     return f"{run}:{target}" if run else str(target)
 
 
-def _listed(jobs: list[Running]) -> str:
+def _listed(jobs: list[RunningJob]) -> str:
     if not jobs:
         return " HINT: without --job and DIR the only job on this host is shown"
     lines = [

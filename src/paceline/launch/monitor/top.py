@@ -25,7 +25,7 @@ from ...report.terminal.top import EACH, drawn
 from ...report.terminal.top import MOST as MOST_RANKS
 from ...security.text import printable
 from . import live_records
-from .running_jobs import Running, find
+from .running_jobs import RunningJob, find
 
 EVENTS = 200_000  # of all ranks together, that a view is made from
 LEAST, MOST = 512, 8192  # ... and of one rank
@@ -55,26 +55,26 @@ def top(folder: Path | None, name: str | None, every: float, once: bool, as_json
 
 
 @dataclass(frozen=True)
-class Picture:
+class Snapshot:
     """One view of the job, and what is to be said beside it."""
 
     view: View | None
     said: str
 
 
-def _pictures(job: Running) -> Iterator[Picture]:
+def _pictures(job: RunningJob) -> Iterator[Snapshot]:
     """One after the other, as quickly as they are asked for, until the job has ended."""
     shown, most = None, LEAST
     while True:
         try:
-            seen = job.look(most)
+            seen = job.snapshot(most)
         except ValueError as mistake:  # the launcher is stopped: it may go on
-            yield Picture(shown, str(mistake))
+            yield Snapshot(shown, str(mistake))
             continue
         if seen is None:
             return
         if seen.ending:
-            yield Picture(shown, "the job is ending: its records are being kept")
+            yield Snapshot(shown, "the job is ending: its records are being kept")
             continue
         fresh = _view(job, seen)
         if fresh is not None and fresh.size and most != (wanted := _events(fresh.size)):
@@ -83,25 +83,25 @@ def _pictures(job: Running) -> Iterator[Picture]:
                 shown = fresh
                 continue
         shown = fresh
-        yield Picture(shown, _silence(seen) or _elsewhere(job, shown))
+        yield Snapshot(shown, _silence(seen) or _elsewhere(job, shown))
 
 
 def _events(size: int) -> int:
     return min(MOST, max(LEAST, EVENTS // size))
 
 
-def _view(job: Running, seen: live_records.Seen) -> View | None:
-    command = seen.about.get("command") or job.command
-    size = sum(seen.about.get("on_each", []))
-    return view(seen.tails, command, size, seen.silent)
+def _view(job: RunningJob, seen: live_records.JobSnapshot) -> View | None:
+    command = seen.job.get("command") or job.command
+    size = sum(seen.job.get("on_each", []))
+    return view(seen.tails, command, size, seen.silent_hosts)
 
 
-def _silence(seen: live_records.Seen) -> str:
+def _silence(seen: live_records.JobSnapshot) -> str:
     """Which hosts have not answered, with their ranks."""
     told, first = [], 0
-    hosts, on_each = seen.about.get("hosts", []), seen.about.get("on_each", [])
+    hosts, on_each = seen.job.get("hosts", []), seen.job.get("on_each", [])
     for host, count in zip(hosts, on_each, strict=True):
-        if host in seen.silent:
+        if host in seen.silent_hosts:
             last = first + count - 1
             ranks = f"ranks {first}-{last} are" if count > 1 else f"rank {first} is"
             told.append(f"{host} does not answer: its {ranks} not shown")
@@ -109,7 +109,7 @@ def _silence(seen: live_records.Seen) -> str:
     return "; ".join(told)
 
 
-def _elsewhere(job: Running, shown: View | None) -> str:
+def _elsewhere(job: RunningJob, shown: View | None) -> str:
     if not job.home or shown is None or not shown.missing_ranks:
         return ""
     hint = f"HINT: ssh {job.home} paceline top {job.target}"
@@ -117,7 +117,7 @@ def _elsewhere(job: Running, shown: View | None) -> str:
 
 
 def _renderable(
-    job: Running, picture: Picture, width: int, height: int | None = None
+    job: RunningJob, picture: Snapshot, width: int, height: int | None = None
 ) -> RenderableType:
     parts: list[RenderableType] = []
     if picture.view is not None:
@@ -130,7 +130,7 @@ def _renderable(
     return Group(*parts)
 
 
-def _nothing_yet(job: Running) -> str:
+def _nothing_yet(job: RunningJob) -> str:
     since = f" {elapsed(time.time() - job.started)} after its start" if job.started else ""
     hint = "" if job.target else ". HINT: a script that does not call paceline.init() has one "
     hint += "" if job.target else "with paceline run --record DIR"
@@ -141,7 +141,7 @@ def _nothing_yet(job: Running) -> str:
 
 
 def _lines(
-    job: Running, pictures: Iterator[Picture], every: float, once: bool, as_json: bool
+    job: RunningJob, pictures: Iterator[Snapshot], every: float, once: bool, as_json: bool
 ) -> int:
     """As JSON, or once. Raises ValueError where the one view can't be had."""
     for picture in pictures:
@@ -159,7 +159,7 @@ def _lines(
     return 0
 
 
-def _as_json(job: Running, picture: Picture) -> dict[str, Any]:
+def _as_json(job: RunningJob, picture: Snapshot) -> dict[str, Any]:
     if picture.view is None:
         empty = {"format": "paceline-live", "version": 1, "command": job.command, "step": 0}
         return {**empty, "ranks": [], "now": [], "notes": [picture.said or _nothing_yet(job)]}
@@ -167,7 +167,7 @@ def _as_json(job: Running, picture: Picture) -> dict[str, Any]:
     return found | {"notes": [*found["notes"], *([picture.said] if picture.said else [])]}
 
 
-def _plainly(job: Running, pictures: Iterator[Picture], every: float) -> int:
+def _plainly(job: RunningJob, pictures: Iterator[Snapshot], every: float) -> int:
     """Into a file or a pipe: view after view."""
     for picture in pictures:
         _print(_renderable(job, picture, _width()))
@@ -178,7 +178,7 @@ def _plainly(job: Running, pictures: Iterator[Picture], every: float) -> int:
 
 
 def _on_screen(
-    job: Running, pictures: Iterator[Picture], every: float, console: PlainConsole
+    job: RunningJob, pictures: Iterator[Snapshot], every: float, console: PlainConsole
 ) -> int:
     last: View | None = None
     with _ended_by_signals(), Live(console=console, screen=True, auto_refresh=False) as screen:
@@ -187,7 +187,7 @@ def _on_screen(
             screen.update(_renderable(job, picture, *console.size), refresh=True)
             time.sleep(every)
     if last is not None:
-        console.print(_renderable(job, Picture(last, ""), console.width))
+        console.print(_renderable(job, Snapshot(last, ""), console.width))
     console.print(f"the job has ended{_hint(job)}", style="bold", highlight=False)
     return 0
 
@@ -207,7 +207,7 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _hint(job: Running) -> str:
+def _hint(job: RunningJob) -> str:
     return "" if job.target is None else printable(f". HINT: paceline report {job.target}")
 
 

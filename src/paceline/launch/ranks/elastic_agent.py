@@ -24,21 +24,21 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from ...security.outputs import write_output
-from ..affinity.report_bindings import Report
+from ..affinity.report_bindings import BindingsReport
 from ..layout import Seat, seats
-from ..monitor.failures import Watched, describe, first
-from ..monitor.hang_detector import CODE, Hang, Silence
-from ..monitor.interrupt import LEAVE_SECONDS, Interrupt, TerminatedError
-from ..monitor.output import Output
-from ..monitor.progress import Progress
-from ..recovery.shrink import Remaining
+from ..monitor.failures import RankStatus, describe_failure, first_failure
+from ..monitor.hang_detector import HANG_EXIT_CODE, HangDetector, HangReport
+from ..monitor.interrupt import EARLY_STOP_TIMEOUT_S, Interrupt, TerminatedError
+from ..monitor.output import RankOutput
+from ..monitor.progress import ProgressReport
+from ..recovery.shrink import RemainingHosts
 from . import framework_variables
 from .rendezvous import Rendezvous
 
-GRACE = 3.0  # seconds between asking a rank to end and killing it
-SETTLE = 0.3  # after a first failure: time for an earlier one to become known
-FOLLOWS = 3.0  # the same, where that one only says that another rank has gone
-EXIT_SECONDS = 10.0  # for a rank that has finished to leave its interpreter
+END_GRACE_S = 3.0  # seconds between asking a rank to end and killing it
+SETTLE_S = 0.3  # after a first failure: time for an earlier one to become known
+CONSEQUENCE_SETTLE_S = 3.0  # the same, where that one only says that another rank has gone
+EXIT_TIMEOUT_S = 10.0  # for a rank that has finished to leave its interpreter
 
 
 class Host(Protocol):
@@ -46,32 +46,36 @@ class Host(Protocol):
 
     name: str
     address: str  # by which the other hosts reach it
-    ending: bool  # whether the scheduler asks it to end
+    termination_requested: bool  # whether the scheduler asks it to end
 
-    def show(self, output: Output) -> None: ...
+    def set_output(self, output: RankOutput) -> None: ...
     def open_store(self, port: int) -> tuple[str, int]: ...
     def close_store(self) -> None: ...
     def free_ports(self, count: int) -> list[int]: ...
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None: ...
-    def deaths(self) -> Iterator[tuple[int, int, float]]: ...
+    def take_exits(self) -> Iterator[tuple[int, int, float]]: ...
     def signal(self, rank: int, kind: int) -> None: ...
-    def why(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
-    def can_leave(self, can: bool) -> None: ...  # the ranks are given time, where it is to end
-    def progress(self) -> Progress: ...
+    def exit_reason(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
+    def set_can_stop_early(
+        self, can_stop_early: bool
+    ) -> None: ...  # the ranks are given time, where it is to end
+    def progress(self) -> ProgressReport: ...
     def bindings(self) -> dict[str, Any]: ...  # where its ranks really are
     def give_up(self) -> None: ...  # it is silent: not waited for any more
-    def ours(self, at: float) -> float: ...  # a time of its monotonic clock, on this host's
+    def to_local_time(
+        self, at: float
+    ) -> float: ...  # a time of its monotonic clock, on this host's
 
 
-class Agent(SimpleElasticAgent):
+class ElasticAgent(SimpleElasticAgent):
     """Starts, watches and ends the ranks of all hosts."""
 
     # Set before it runs: what tells this agent what ranks say, and whether Ctrl-C was pressed.
-    output: Output
+    output: RankOutput
     interrupt: Interrupt
-    silence: Silence
-    remaining: Remaining | None = None  # where there are several hosts: the job may lose some
-    bindings: Report | None = None  # tells where the ranks are, if wanted
+    hang_detector: HangDetector
+    remaining: RemainingHosts | None = None  # where there are several hosts: the job may lose some
+    bindings: BindingsReport | None = None  # tells where the ranks are, if wanted
     summary: Path | None = None  # where to write the figures that rank 0 sends
 
     def __init__(
@@ -81,16 +85,20 @@ class Agent(SimpleElasticAgent):
         host's monotonic clock."""
         super().__init__(spec, exit_barrier_timeout=60)
         self._hosts, self._seats = hosts, seats
-        self._places: tuple[list[framework_variables.Worker], int] = [], 0
-        self._started = started
-        self.ranks: list[Watched] = []
-        self.cause: Watched | None = None  # of the last attempt's failure
-        self.hang: Hang | None = None  # where that is why it was ended
-        self.signals: list[int] = []  # to be passed on
-        self.leave_by: float | None = None  # the ranks were asked to leave; until then they may
-        self._told_hosts = False  # that the ranks can leave
+        self._rank_addresses: tuple[list[framework_variables.Worker], int] = [], 0
+        self._started_ns = started
+        self.ranks: list[RankStatus] = []
+        self.cause: RankStatus | None = None  # of the last attempt's failure
+        self.hang_report: HangReport | None = None  # where that is why it was ended
+        self.pending_signals: list[int] = []  # to be passed on
+        self.early_stop_deadline: float | None = (
+            None  # the ranks were asked to leave; until then they may
+        )
+        self._announced_can_stop_early = False  # that the ranks can leave
         self._attempt = -1
-        self._back: list[str] = []  # hosts that are to take part again, once the ranks have left
+        self._returned_hosts: list[
+            str
+        ] = []  # hosts that are to take part again, once the ranks have left
 
     # what SimpleElasticAgent asks for
 
@@ -101,24 +109,24 @@ class Agent(SimpleElasticAgent):
         remaining = self.remaining if self._attempt else None
         if remaining is not None:
             remaining.attempt = self._attempt
-            changed = remaining.take_back() | remaining.drop_lost()
-            if changed | remaining.blame(None if self.hang else self.cause):
-                self._go_on_with(remaining, spec)
+            changed = remaining.readmit_returned() | remaining.drop_lost()
+            if changed | remaining.exclude_repeat_failure(None if self.hang_report else self.cause):
+                self._use_remaining_hosts(remaining, spec)
         while True:
             try:
                 super()._rendezvous(worker_group)
-                self._places = framework_variables.places(self._seats, self._hosts)
+                self._rank_addresses = framework_variables.places(self._seats, self._hosts)
                 return
             except ValueError:  # a host of which that was not known
                 if remaining is None or not remaining.drop_lost():
                     raise
-                self._go_on_with(remaining, spec)
+                self._use_remaining_hosts(remaining, spec)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._attempt:
-            self._say_again(worker_group.spec)
-        self.ranks, self.cause, self.hang, self._back = [], None, None, []
-        workers, coordinator = self._places
+            self._announce_restart(worker_group.spec)
+        self.ranks, self.cause, self.hang_report, self._returned_hosts = [], None, None, []
+        workers, coordinator = self._rank_addresses
         environment = dict(os.environ)
         for worker in worker_group.workers:
             self.output.tails[worker.global_rank].clear()
@@ -130,54 +138,56 @@ class Agent(SimpleElasticAgent):
             }
             seat = self._seats[worker.global_rank]
             # Watched from before it starts: what it says at once is not lost.
-            self.ranks.append(Watched(worker.global_rank, self._where(seat)))
+            self.ranks.append(RankStatus(worker.global_rank, self._host_name_if_several(seat)))
             self._hosts[seat.host].start(worker.global_rank, seat.local_rank, variables)
         return {rank.rank: None for rank in self.ranks}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.interrupt.check()
-        self._listen()
-        self._look_at_hosts()
-        self._welcome_back()
+        self._collect_exits()
+        self._poll_hosts()
+        self._readmit_hosts()
         self._forward()
-        if first(self.ranks) is not None or any(not rank.running for rank in self.ranks):
+        if first_failure(self.ranks) is not None or any(not rank.running for rank in self.ranks):
             self.output.drain()  # a rank's last words come before its death
-        if first(self.ranks) is not None:
+        if first_failure(self.ranks) is not None:
             self._settle()
-            self.cause = first(self.ranks)
+            self.cause = first_failure(self.ranks)
             assert self.cause is not None
-            if self.leave_by is not None:  # the scheduler ends the job: no further attempt
+            if (
+                self.early_stop_deadline is not None
+            ):  # the scheduler ends the job: no further attempt
                 self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
         if self.bindings is not None:
             self.bindings.check(self._hosts, self._seats)
-        self._end_stuck()
-        if any(rank.running and rank.finished is None for rank in self.ranks):
-            self.hang = self.silence.check(self._progress, self.output.say)
-        if self.hang is not None:
+        self._end_unexited_ranks()
+        if any(rank.running and rank.finished_code is None for rank in self.ranks):
+            self.hang_report = self.hang_detector.check(self._progress, self.output.say)
+        if self.hang_report is not None:
             for host in self._hosts:
-                if host.name in self.hang.silent:
+                if host.name in self.hang_report.silent_hosts:
                     host.give_up()
-            self.cause = Watched(self.hang.rank or 0, exit_code=CODE)
+            self.cause = RankStatus(self.hang_report.awaited_rank or 0, exit_code=HANG_EXIT_CODE)
             return RunResult(state=WorkerState.FAILED)
         if any(rank.running for rank in self.ranks):
             return RunResult(state=WorkerState.HEALTHY)
-        if self._back and self.left is not None:
+        if self._returned_hosts and self.stopped_at_step is not None:
             handler = worker_group.spec.rdzv_handler
             assert isinstance(handler, Rendezvous)
-            handler.waiting = len(self._back)  # a start again that counts for none
+            handler.waiting = len(self._returned_hosts)  # a start again that counts for none
             return RunResult(state=WorkerState.HEALTHY)
         results = {rank.rank: None for rank in self.ranks}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
-        if self.hang is not None:  # told before anybody is ended
-            self.output.say(f"{self.hang.told}  The job hangs: its ranks are ended.\n")
+        if self.hang_report is not None:  # told before anybody is ended
+            self.output.say(f"{self.hang_report.text}  The job hangs: its ranks are ended.\n")
         self.end_ranks()
         self.output.drain()
-        if self.cause is not None and self.hang is None:
+        if self.cause is not None and self.hang_report is None:
             tail = list(self.output.tails[self.cause.rank])
-            self.output.say(describe(self.cause, tail, len(self.ranks) - 1))
+            self.output.say(describe_failure(self.cause, tail, len(self.ranks) - 1))
 
     def _shutdown(self, death_sig: Any = signal.SIGTERM, timeout: int = 30) -> None:
         self.end_ranks()
@@ -187,7 +197,7 @@ class Agent(SimpleElasticAgent):
 
     # our part
 
-    def end_ranks(self, grace: float = GRACE) -> None:
+    def end_ranks(self, grace: float = END_GRACE_S) -> None:
         """End every rank that runs: asked first, killed after ``grace`` seconds. A second
         Ctrl-C meanwhile kills at once."""
         deadline = time.monotonic() + grace
@@ -195,11 +205,11 @@ class Agent(SimpleElasticAgent):
             for rank in self.ranks:
                 if rank.running:
                     # to a rank that leaves on a warning SIGTERM is one
-                    self._signal(rank, signal.SIGHUP if rank.leaves else signal.SIGTERM)
+                    self._signal(rank, signal.SIGHUP if rank.stops_on_warning else signal.SIGTERM)
                     self._signal(rank, signal.SIGCONT)  # who is stopped could not hear it
             while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
                 time.sleep(0.01)
-                self._listen()
+                self._collect_exits()
         except KeyboardInterrupt:
             pass
         for rank in self.ranks:  # those whose leader has ended may have left others behind
@@ -207,11 +217,11 @@ class Agent(SimpleElasticAgent):
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
             time.sleep(0.005)
-            self._listen()
+            self._collect_exits()
 
     def _variables(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         spec, seat = group.spec, self._seats[worker.global_rank]
-        started = self._started if self._attempt == 0 else time.monotonic_ns()
+        started = self._started_ns if self._attempt == 0 else time.monotonic_ns()
         return {
             "PACELINE_STARTED_NS": str(started),
             "LOCAL_RANK": str(seat.local_rank),
@@ -236,50 +246,52 @@ class Agent(SimpleElasticAgent):
             **(self.remaining.variables() if self.remaining is not None else {}),
         }
 
-    def _say_again(self, spec: WorkerSpec) -> None:
+    def _announce_restart(self, spec: WorkerSpec) -> None:
         """What the next attempt begins with, and which of those that are allowed it is."""
-        news = self.remaining.news() if self.remaining is not None else ""
+        changes = self.remaining.take_changes() if self.remaining is not None else ""
         used = f" ({spec.max_restarts - self._remaining_restarts} of {spec.max_restarts})"
         self.output.say(
-            f"paceline: {news or 'starting again'} from the last checkpoint"
+            f"paceline: {changes or 'starting again'} from the last checkpoint"
             f"{used if self.cause is not None else ''}\n"
         )
 
-    def _welcome_back(self) -> None:
+    def _readmit_hosts(self) -> None:
         """Have the ranks leave for hosts that could take part again; those that can't leave go
         on without them until the next attempt."""
-        if self.remaining is None or self._back or self.leave_by is not None:
+        if self.remaining is None or self._returned_hosts or self.early_stop_deadline is not None:
             return
-        self._back = self.remaining.back(self.can_leave, self.output.say)
+        self._returned_hosts = self.remaining.announce_returned(
+            self.can_stop_early, self.output.say
+        )
         for rank in self.ranks:
-            if rank.running and self._back:
+            if rank.running and self._returned_hosts:
                 self._signal(rank, signal.SIGUSR1)
 
-    def _go_on_with(self, remaining: Remaining, spec: WorkerSpec) -> None:
+    def _use_remaining_hosts(self, remaining: RemainingHosts, spec: WorkerSpec) -> None:
         """Other hosts and seats for the next attempt; ranks are numbered anew."""
-        self.ranks, self._hosts, self._seats = [], remaining.hosts, seats(remaining.on_each)
+        self.ranks, self._hosts, self._seats = [], remaining.hosts, seats(remaining.ranks_per_host)
         spec.local_world_size = len(self._seats)
         handler = spec.rdzv_handler
         assert isinstance(handler, Rendezvous)
         handler.shutdown()  # the store may lie on a host that is left out
         handler.host = self._hosts[0]
         self.output.close()
-        self.show()
+        self.start_output()
 
-    def show(self) -> None:
+    def start_output(self) -> None:
         """From now on what the ranks say is read and shown, of as many as there are now."""
         out, err = sys.stdout.buffer, sys.stderr.buffer
-        self.output = Output(len(self._seats), out, err, self.hear)
+        self.output = RankOutput(len(self._seats), out, err, self.handle_rank_message)
         for host in self._hosts:
-            host.show(self.output)
+            host.set_output(self.output)
 
     def _forward(self) -> None:
         """Pass the user's signals (a scheduler's warning, say) on to the ranks."""
-        while self.signals:
-            kind = self.signals.pop(0)
-            self._back = []  # who leaves now does so for good
+        while self.pending_signals:
+            kind = self.pending_signals.pop(0)
+            self._returned_hosts = []  # who leaves now does so for good
             if kind == signal.SIGTERM:
-                self._ask_to_leave()
+                self._request_early_stop()
                 continue
             self.output.say(f"paceline: {signal.Signals(kind).name} is passed on to the ranks\n")
             for rank in self.ranks:
@@ -287,103 +299,107 @@ class Agent(SimpleElasticAgent):
                     self._signal(rank, kind)
 
     @property
-    def can_leave(self) -> bool:
+    def can_stop_early(self) -> bool:
         """Whether a warning makes all ranks write a checkpoint and leave."""
-        return bool(self.ranks) and all(rank.leaves for rank in self.ranks)
+        return bool(self.ranks) and all(rank.stops_on_warning for rank in self.ranks)
 
     @property
-    def left(self) -> int | None:
+    def stopped_at_step(self) -> int | None:
         """The step of the checkpoint with which all ranks have left before the end."""
-        steps = [rank.left for rank in self.ranks]
+        steps = [rank.stopped_at_step for rank in self.ranks]
         return steps[0] if steps and None not in steps else None
 
-    def take_end(self, number: int) -> bool:
+    def defer_termination(self, number: int) -> bool:
         """Whether SIGTERM is passed on as a warning: the first, where all ranks can leave."""
-        if number != signal.SIGTERM or self.leave_by is not None or not self.can_leave:
+        if (
+            number != signal.SIGTERM
+            or self.early_stop_deadline is not None
+            or not self.can_stop_early
+        ):
             return False
-        self.leave_by = time.monotonic() + LEAVE_SECONDS
-        self.signals.append(number)
+        self.early_stop_deadline = time.monotonic() + EARLY_STOP_TIMEOUT_S
+        self.pending_signals.append(number)
         return True
 
-    def _ask_to_leave(self) -> None:
+    def _request_early_stop(self) -> None:
         self.output.say(
             "paceline: SIGTERM: the ranks write a checkpoint and leave, within "
-            f"{LEAVE_SECONDS:.0f} s. A second one ends them at once.\n"
+            f"{EARLY_STOP_TIMEOUT_S:.0f} s. A second one ends them at once.\n"
         )
         for rank in self.ranks:
             if rank.running:
                 self._signal(rank, signal.SIGUSR1)
 
-    def _look_at_hosts(self) -> None:
+    def _poll_hosts(self) -> None:
         """Tell them whether the ranks can leave; hear from them that the job is to end."""
-        if self.can_leave != self._told_hosts:
-            self._told_hosts = self.can_leave
+        if self.can_stop_early != self._announced_can_stop_early:
+            self._announced_can_stop_early = self.can_stop_early
             for host in self._hosts:
-                host.can_leave(self._told_hosts)
-        if any(host.ending for host in self._hosts):
-            self.take_end(signal.SIGTERM)
-        if self.leave_by is not None and time.monotonic() > self.leave_by:
+                host.set_can_stop_early(self._announced_can_stop_early)
+        if any(host.termination_requested for host in self._hosts):
+            self.defer_termination(signal.SIGTERM)
+        if self.early_stop_deadline is not None and time.monotonic() > self.early_stop_deadline:
             raise TerminatedError(signal.SIGTERM)
 
-    def _signal(self, rank: Watched, kind: int) -> None:
+    def _signal(self, rank: RankStatus, kind: int) -> None:
         self._hosts[self._seats[rank.rank].host].signal(rank.rank, kind)
 
-    def _where(self, seat: Seat) -> str:
-        several = len(self._hosts) > 1 or (self.remaining is not None and self.remaining.fewer)
+    def _host_name_if_several(self, seat: Seat) -> str:
+        several = len(self._hosts) > 1 or (self.remaining is not None and self.remaining.is_reduced)
         return self._hosts[seat.host].name if several else ""
 
-    def _listen(self) -> None:
+    def _collect_exits(self) -> None:
         """Take in which ranks have ended."""
         for host in self._hosts:
-            for number, status, at in host.deaths():
+            for number, status, at in host.take_exits():
                 rank = self.ranks[number] if number < len(self.ranks) else None
                 if rank is not None and rank.running:
                     rank.exit_code, rank.ended_at = status, at
-                    rank.lost = host.why(number)
+                    rank.host_failure = host.exit_reason(number)
 
-    def hear(self, number: int, message: dict[str, Any]) -> None:
+    def handle_rank_message(self, number: int, message: dict[str, Any]) -> None:
         """What a rank tells the launcher; called from the output's thread."""
         rank = self.ranks[number] if number < len(self.ranks) else None
         if rank is not None and "exception" in message:
             host = self._hosts[self._seats[number].host]
-            rank.exception, rank.raised_at = message["exception"], host.ours(message["at"])
-            rank.ends_with = message["code"]
+            rank.exception, rank.raised_at = message["exception"], host.to_local_time(message["at"])
+            rank.exception_exit_code = message["code"]
         elif rank is not None and "finished" in message:
-            rank.finished, rank.finished_at = message["finished"], time.monotonic()
+            rank.finished_code, rank.finished_at = message["finished"], time.monotonic()
         elif rank is not None and "leaves" in message:
-            rank.leaves = bool(message["leaves"])
+            rank.stops_on_warning = bool(message["leaves"])
         elif "ending" in message:
-            self.take_end(signal.SIGTERM)
+            self.defer_termination(signal.SIGTERM)
         elif rank is not None and "left" in message:
-            rank.left = int(message["left"])
+            rank.stopped_at_step = int(message["left"])
         elif "summary" in message and self.summary is not None:
             try:
                 write_output(self.summary, message["summary"])
             except OSError as error:
                 self.output.say(f"paceline: --json {self.summary}: {error.strerror}\n")
 
-    def _progress(self) -> list[Progress]:
+    def _progress(self) -> list[ProgressReport]:
         return [host.progress() for host in self._hosts]
 
     def _settle(self) -> None:
         """A failure is known; give an earlier one a moment to become known as well."""
         began = time.monotonic()
-        while (waited := time.monotonic() - began) < FOLLOWS:
-            cause = first(self.ranks)
-            if waited >= SETTLE and (cause is None or not cause.follows):
+        while (waited := time.monotonic() - began) < CONSEQUENCE_SETTLE_S:
+            cause = first_failure(self.ranks)
+            if waited >= SETTLE_S and (cause is None or not cause.is_consequence):
                 return
             time.sleep(0.01)
-            self._listen()
+            self._collect_exits()
 
-    def _end_stuck(self) -> None:
+    def _end_unexited_ranks(self) -> None:
         """Kill ranks that finished but do not exit, once all others have."""
         running = [rank for rank in self.ranks if rank.running]
         if not running or any(rank.finished_at is None for rank in running):
             return
-        if time.monotonic() - max(r.finished_at or 0.0 for r in running) > EXIT_SECONDS:
+        if time.monotonic() - max(r.finished_at or 0.0 for r in running) > EXIT_TIMEOUT_S:
             for rank in running:
                 self.output.say(
                     f"paceline: rank {rank.rank} finished its script but did not exit within "
-                    f"{EXIT_SECONDS:.0f} s; it was ended (its work is done)\n"
+                    f"{EXIT_TIMEOUT_S:.0f} s; it was ended (its work is done)\n"
                 )
                 self._signal(rank, signal.SIGKILL)

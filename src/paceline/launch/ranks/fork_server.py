@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..linux_prctl import SUBREAPER, prctl
-from ..monitor.out_of_memory import Memory
+from ..monitor.out_of_memory import OomKillCounter
 from ..records import job_folder
 
 MESSAGE_BYTES = 180_000  # the kernel takes no longer one unless told to
 
 
 @dataclass(frozen=True)
-class Start:
+class RankStart:
     """What the agent wants started: a rank's environment, its pipes, its cores, and the NUMA node
     that its memory is to come from."""
 
@@ -34,7 +34,7 @@ class Start:
     pipes: tuple[int, int, int]  # stdout, stderr, status
 
 
-def serve(channel: socket.socket, folder: Path) -> Start:
+def serve(channel: socket.socket, folder: Path) -> RankStart:
     """Serve the agent until it goes away. Returns only in a forked rank, with its Start."""
     prctl(SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
@@ -45,7 +45,7 @@ def serve(channel: socket.socket, folder: Path) -> Start:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
     ranks: set[int] = set()
-    memory = Memory()
+    memory = OomKillCounter()
     _send(channel, {"ready": True})
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
@@ -62,7 +62,7 @@ def serve(channel: socket.socket, folder: Path) -> Start:
         if "end" in message:
             _end(folder, float(message["end"]), "orphan" in message)
         pipes = (fds[0], fds[1], fds[2])
-        start = Start(message["environment"], message["cpus"], message["memory"], pipes)
+        start = RankStart(message["environment"], message["cpus"], message["memory"], pipes)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -76,7 +76,7 @@ def serve(channel: socket.socket, folder: Path) -> Start:
         _send(channel, {"pid": pid})
 
 
-def _reap(channel: socket.socket, ranks: set[int], memory: Memory) -> None:
+def _reap(channel: socket.socket, ranks: set[int], memory: OomKillCounter) -> None:
     """Tell the agent of each rank that ended, and why if memory ran out; forget processes that
     ranks had left."""
     while True:

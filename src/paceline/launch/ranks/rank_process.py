@@ -28,11 +28,11 @@ from ..affinity.memory_policy import prefer
 from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ..monitor import rank_stacks
 from ..records import job_folder
-from .fork_server import Start
+from .fork_server import RankStart
 from .framework_variables import introduce_to_jax
 
 
-def become(start: Start) -> None:
+def become(start: RankStart) -> None:
     """Turn the forked process into a rank: session, pipes, environment, cores, threads."""
     os.setsid()
     prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -61,7 +61,7 @@ def become(start: Start) -> None:
         prefer(start.memory)  # or not, in a container that forbids it: --report-bindings shows it
 
 
-def run_forked(start: Start) -> NoReturn:
+def run_forked(start: RankStart) -> NoReturn:
     """What a forked rank does from its fork to its end."""
     become(start)
     command = json.loads(os.environ["PACELINE_COMMAND"])
@@ -73,7 +73,7 @@ def run_forked(start: Start) -> NoReturn:
     finish(execute(command))
 
 
-def exec_fresh(start: Start) -> NoReturn:
+def exec_fresh(start: RankStart) -> NoReturn:
     """Replace the forked process by a new interpreter that runs the same command."""
     become(start)
     os.set_inheritable(start.pipes[2], True)

@@ -4,14 +4,14 @@ to have ranks."""
 import threading
 from collections.abc import Callable
 
-from ..remote.remote_host import There
-from ..remote.start_agents import Contact
+from ..remote.remote_host import RemoteHost
+from ..remote.start_agents import AgentConnections
 
-FIRST_SECONDS, MOST_SECONDS = 2.0, 30.0  # between two tries; each waits twice as long
-LEAVE_SECONDS = 5.0  # for the threads, once the job is over
+FIRST_RETRY_S, MAX_RETRY_S = 2.0, 30.0  # between two tries; each waits twice as long
+JOIN_TIMEOUT_S = 5.0  # for the threads, once the job is over
 
 
-class Returning:
+class LostHostWatcher:
     """Reaches for hosts that are waited for, a thread for each.
 
     contact: a new way to a host, by its place among the job's. prepare: makes it ready for ranks;
@@ -19,76 +19,78 @@ class Returning:
     """
 
     def __init__(
-        self, contact: Callable[[int], Contact], prepare: Callable[[int, There], None]
+        self, connect: Callable[[int], AgentConnections], prepare: Callable[[int, RemoteHost], None]
     ) -> None:
-        self._contact, self._prepare = contact, prepare
+        self._connect, self._prepare = connect, prepare
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._contacts: list[Contact] = []
-        self._preparing: dict[int, There] = {}
-        self._ready: dict[int, There] = {}
+        self._closing = threading.Event()
+        self._connections: list[AgentConnections] = []
+        self._preparing: dict[int, RemoteHost] = {}
+        self._ready: dict[int, RemoteHost] = {}
         self._threads: dict[int, threading.Thread] = {}
 
-    def wait_for(self, place: int) -> None:
+    def wait_for(self, host_index: int) -> None:
         """From now on until it is there."""
-        if place in self._threads and self._threads[place].is_alive():
+        if host_index in self._threads and self._threads[host_index].is_alive():
             return
-        thread = threading.Thread(target=self._wait_for, args=(place,), daemon=True)
-        self._threads[place] = thread
+        thread = threading.Thread(target=self._wait_for, args=(host_index,), daemon=True)
+        self._threads[host_index] = thread
         thread.start()
 
     def ready(self) -> list[int]:
         """The places of those that could have ranks now."""
         with self._lock:
-            return sorted(place for place, host in self._ready.items() if not host.trouble)
+            return sorted(
+                host_index for host_index, host in self._ready.items() if not host.failure
+            )
 
-    def take(self) -> dict[int, There]:
+    def take_ready(self) -> dict[int, RemoteHost]:
         """Those that could have ranks now, to keep. One that was lost again is tried again."""
         with self._lock:
-            found, self._ready = self._ready, {}
-        for place in [place for place, host in found.items() if host.trouble]:
-            del found[place]
-            self.wait_for(place)
-        return found
+            ready_hosts, self._ready = self._ready, {}
+        for host_index in [host_index for host_index, host in ready_hosts.items() if host.failure]:
+            del ready_hosts[host_index]
+            self.wait_for(host_index)
+        return ready_hosts
 
-    def close(self) -> list[There]:
+    def close(self) -> list[RemoteHost]:
         """Nobody is waited for any more; the hosts that are ready and were not taken."""
-        self._over.set()
+        self._closing.set()
         with self._lock:
-            left, self._ready = list(self._ready.values()), {}
+            ready_hosts, self._ready = list(self._ready.values()), {}
             for host in self._preparing.values():
                 host.give_up()
-            reaching = [contact for contact in self._contacts if not contact.hosts]
-        for contact in reaching:
-            contact.close()
+            unconnected = [connection for connection in self._connections if not connection.hosts]
+        for connection in unconnected:
+            connection.close()
         for thread in self._threads.values():
-            thread.join(LEAVE_SECONDS)
-        return left
+            thread.join(JOIN_TIMEOUT_S)
+        return ready_hosts
 
     def disconnect(self) -> None:
         """Once the agents that were reached have been told to end."""
-        for contact in self._contacts:
-            contact.close()
+        for connection in self._connections:
+            connection.close()
 
-    def _wait_for(self, place: int) -> None:
-        wait = FIRST_SECONDS
-        while not self._over.wait(wait):
-            contact = self._contact(place)
+    def _wait_for(self, host_index: int) -> None:
+        wait = FIRST_RETRY_S
+        while not self._closing.wait(wait):
+            connection = self._connect(host_index)
             with self._lock:
-                self._contacts.append(contact)
+                self._connections.append(connection)
             try:
-                (host,) = contact.make()
+                (host,) = connection.start()
                 with self._lock:
-                    if self._over.is_set():
+                    if self._closing.is_set():
                         raise ValueError("the job is over")
-                    self._preparing[place] = host
-                self._prepare(place, host)
+                    self._preparing[host_index] = host
+                self._prepare(host_index, host)
                 with self._lock:
-                    self._ready[place] = self._preparing.pop(place)
+                    self._ready[host_index] = self._preparing.pop(host_index)
                 return
             except (ValueError, OSError):
-                contact.close()
+                connection.close()
                 with self._lock:
-                    self._preparing.pop(place, None)
-                    self._contacts.remove(contact)
-            wait = min(2 * wait, MOST_SECONDS)
+                    self._preparing.pop(host_index, None)
+                    self._connections.remove(connection)
+            wait = min(2 * wait, MAX_RETRY_S)

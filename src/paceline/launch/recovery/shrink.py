@@ -11,179 +11,189 @@ from pathlib import Path
 from typing import Any
 
 from ...report.numbers import counted
-from ..monitor.failures import Watched
-from ..monitor.live_records import Seen
-from ..remote.remote_host import There
-from .rejoin import Returning
+from ..monitor.failures import RankStatus
+from ..monitor.live_records import JobSnapshot
+from ..remote.remote_host import RemoteHost
+from .rejoin import LostHostWatcher
 
-END_SECONDS = 2.0  # for what still runs on a host that is left out
+END_GRACE_S = 2.0  # for what still runs on a host that is left out
 
 
-def check(least: int | None, hosts: int) -> None:
+def check_min_hosts(min_hosts: int | None, hosts: int) -> None:
     """Raises ValueError where --min-hosts asks for more hosts than the job has."""
-    if least is not None and least > hosts:
+    if min_hosts is not None and min_hosts > hosts:
         raise ValueError(
-            f"--min-hosts {least}: the job has {counted(hosts, 'host')}. "
-            f"HINT: --min-hosts {hosts}{' or fewer' if hosts > 1 else ''}"
+            f"--min-hosts {min_hosts}: the job has {counted(hosts, 'host')}. "
+            f"HINT: --min-hosts {hosts}{' or is_reduced' if hosts > 1 else ''}"
         )
 
 
-class Remaining:
+class RemainingHosts:
     """The hosts that are left of a job, and how many ranks each has."""
 
-    returning: Returning | None = None  # to be set: who looks for hosts that are lost
+    lost_host_watcher: LostHostWatcher | None = None  # to be set: who looks for hosts that are lost
 
     def __init__(
         self,
-        hosts: list[There],
-        on_each: list[int],
-        least: int | None,
-        about: dict[str, Any],
-        replace: Callable[[int, There], None] = lambda place, host: None,
+        hosts: list[RemoteHost],
+        ranks_per_host: list[int],
+        min_hosts: int | None,
+        job_description: dict[str, Any],
+        replace: Callable[[int, RemoteHost], None] = lambda host_index, host: None,
     ) -> None:
         """least: hosts that an attempt needs; None: all. about: what live views are told of
         the job, kept right. replace: is told of another agent on a host, by its place."""
-        check(least, len(hosts))
-        self._every, self._on_every = list(hosts), list(on_each)  # by place
-        self._left = list(range(len(hosts)))  # the places of those that are left
-        self._least = least
-        self.full_ranks = sum(on_each)
-        self._about, self._replace = about, replace
+        check_min_hosts(min_hosts, len(hosts))
+        self._all_hosts, self._all_ranks_per_host = list(hosts), list(ranks_per_host)  # by place
+        self._remaining = list(range(len(hosts)))  # the places of those that are left
+        self._min_hosts = min_hosts
+        self.full_ranks = sum(ranks_per_host)
+        self._job_description, self._on_replaced = job_description, replace
         self.attempt = 0  # that runs now
         self.changed = False  # whether a host was ever left out
-        self.came_back: list[There] = []
-        self._told: set[str] = set()  # hosts that are back and wait for the next attempt
-        self._news = ""
-        self._blamed = ""  # the host whose rank was killed first in the last attempt
+        self.returned_hosts: list[RemoteHost] = []
+        self._announced: set[str] = set()  # hosts that are back and wait for the next attempt
+        self._changes = ""
+        self._last_killed_host = ""  # the host whose rank was killed first in the last attempt
 
     @property
-    def hosts(self) -> list[There]:
-        return [self._every[place] for place in self._left]
+    def hosts(self) -> list[RemoteHost]:
+        return [self._all_hosts[host_index] for host_index in self._remaining]
 
     @property
-    def on_each(self) -> list[int]:
-        return [self._on_every[place] for place in self._left]
+    def ranks_per_host(self) -> list[int]:
+        return [self._all_ranks_per_host[host_index] for host_index in self._remaining]
 
     @property
-    def fewer(self) -> bool:
+    def is_reduced(self) -> bool:
         """Whether there were more."""
-        return len(self._left) < len(self._every)
+        return len(self._remaining) < len(self._all_hosts)
 
     def variables(self) -> dict[str, str]:
         """What ranks are told: how many there would be, for the global batch to stay the same."""
-        return {"PACELINE_FULL_RANKS": str(self.full_ranks)} if self.fewer else {}
+        return {"PACELINE_FULL_RANKS": str(self.full_ranks)} if self.is_reduced else {}
 
-    def back(self, can_leave: bool, say: Callable[[str], None]) -> list[str]:
+    def announce_returned(self, can_leave: bool, say: Callable[[str], None]) -> list[str]:
         """Names of hosts that were lost and could have ranks again, where the ranks can leave for
         them. What becomes of these hosts is said once."""
-        ready = self.returning.ready() if self.returning is not None else []
-        names = [self._every[place].name for place in ready]
+        ready = self.lost_host_watcher.ready() if self.lost_host_watcher is not None else []
+        names = [self._all_hosts[host_index].name for host_index in ready]
         if names and can_leave:
             say(
                 f"paceline: {_names(names)} {_are(len(names))} back: the ranks write a checkpoint, "
                 "and the job goes on at its full size\n"
             )
-        elif any(name not in self._told for name in names):
-            self._told.update(names)
+        elif any(name not in self._announced for name in names):
+            self._announced.update(names)
             say(
                 f"paceline: {_names(names)} {_are(len(names))} back; it takes part in the next "
                 "attempt, or once the ranks can leave (world.epochs with checkpoint=)\n"
             )
         return names if can_leave else []
 
-    def take_back(self) -> bool:
+    def readmit_returned(self) -> bool:
         """Those are left as well from now on; whether there are any."""
-        found = self.returning.take() if self.returning is not None else {}
-        for place, host in found.items():
-            self._every[place] = host
-            self.came_back.append(host)
-            self._replace(place, host)
-        if found:
-            self._left = sorted({*self._left, *found})
-            names = _names([host.name for host in found.values()])
-            self._told.difference_update(host.name for host in found.values())
-            self._now(f"{names} {_are(len(found))} back")
-        return bool(found)
+        returned = self.lost_host_watcher.take_ready() if self.lost_host_watcher is not None else {}
+        for host_index, host in returned.items():
+            self._all_hosts[host_index] = host
+            self.returned_hosts.append(host)
+            self._on_replaced(host_index, host)
+        if returned:
+            self._remaining = sorted({*self._remaining, *returned})
+            names = _names([host.name for host in returned.values()])
+            self._announced.difference_update(host.name for host in returned.values())
+            self._note_change(f"{names} {_are(len(returned))} back")
+        return bool(returned)
 
     def drop_lost(self) -> bool:
         """Leave the lost hosts out; whether there are any. Raises ValueError where too few are
         left."""
-        lost = [place for place in self._left if self._every[place].trouble]
+        lost = [host_index for host_index in self._remaining if self._all_hosts[host_index].failure]
         if not lost:
             return False
-        told = f"{_names([self._every[place].name for place in lost])} {_are(len(lost))} lost"
-        left = len(self._left) - len(lost)
-        needed = len(self._every) if self._least is None else self._least
+        names = _names([self._all_hosts[host_index].name for host_index in lost])
+        reason = f"{names} {_are(len(lost))} lost"
+        left = len(self._remaining) - len(lost)
+        needed = len(self._all_hosts) if self._min_hosts is None else self._min_hosts
         if left < needed:
-            raise ValueError(self._too_few(told, left))
-        self._leave_out(lost, told)
-        if self.returning is not None:
-            for place in lost:
-                self.returning.wait_for(place)
+            raise ValueError(self._too_few(reason, left))
+        self._exclude(lost, reason)
+        if self.lost_host_watcher is not None:
+            for host_index in lost:
+                self.lost_host_watcher.wait_for(host_index)
         return True
 
-    def blame(self, cause: Watched | None) -> bool:
+    def exclude_repeat_failure(self, cause: RankStatus | None) -> bool:
         """Take in why an attempt has failed; whether its host is left out for that: its ranks
         were the first to be killed twice in a row. What a script raises, all hosts may have."""
-        before, self._blamed = self._blamed, ""
+        previous, self._last_killed_host = self._last_killed_host, ""
         if cause is None or not cause.killed:
             return False
-        self._blamed = cause.host
-        found = [
-            place
-            for place in self._left
-            if self._every[place].name == cause.host and not self._every[place].trouble
+        self._last_killed_host = cause.host
+        returned = [
+            host_index
+            for host_index in self._remaining
+            if self._all_hosts[host_index].name == cause.host
+            and not self._all_hosts[host_index].failure
         ]
-        enough = self._least is not None and self._least < len(self._left)
-        if before != cause.host or not found or not enough:
+        enough = self._min_hosts is not None and self._min_hosts < len(self._remaining)
+        if previous != cause.host or not returned or not enough:
             return False
-        self._every[found[0]].send(end=END_SECONDS)
-        self._leave_out(
-            found[:1],
+        self._all_hosts[returned[0]].send(end=END_GRACE_S)
+        self._exclude(
+            returned[:1],
             f"{cause.host} is left out: in two attempts in a row a rank on it was the first to "
             "be killed",
         )
         return True
 
-    def only(self, look: Callable[[int], Seen]) -> Callable[[int], Seen]:
+    def hide_excluded(
+        self, fetch_records: Callable[[int], JobSnapshot]
+    ) -> Callable[[int], JobSnapshot]:
         """What ``look`` sees, without a word of hosts that are left out."""
 
-        def looked(most: int) -> Seen:
-            seen, names = look(most), [host.name for host in self.hosts]
-            return dataclasses.replace(seen, silent=[name for name in seen.silent if name in names])
+        def fetch_remaining(max_events: int) -> JobSnapshot:
+            snapshot, names = fetch_records(max_events), [host.name for host in self.hosts]
+            return dataclasses.replace(
+                snapshot, silent_hosts=[name for name in snapshot.silent_hosts if name in names]
+            )
 
-        return looked
+        return fetch_remaining
 
-    def news(self) -> str:
+    def take_changes(self) -> str:
         """What is to be said of the hosts that have gone or come since the last call."""
-        news, self._news = self._news, ""
-        if not news:
+        changes, self._changes = self._changes, ""
+        if not changes:
             return ""
         return (
-            f"{news}; going on with {len(self._left)} of {len(self._every)} hosts, "
-            f"{sum(self.on_each)} of {self.full_ranks} ranks,"
+            f"{changes}; going on with {len(self._remaining)} of {len(self._all_hosts)} hosts, "
+            f"{sum(self.ranks_per_host)} of {self.full_ranks} ranks,"
         )
 
-    def _leave_out(self, places: list[int], told: str) -> None:
+    def _exclude(self, host_indices: list[int], reason: str) -> None:
         self.changed = True
-        self._left = [place for place in self._left if place not in places]
-        self._now(told)
+        self._remaining = [
+            host_index for host_index in self._remaining if host_index not in host_indices
+        ]
+        self._note_change(reason)
 
-    def _now(self, told: str) -> None:
-        self._about.update(hosts=[host.name for host in self.hosts], on_each=self.on_each)
-        self._news += f"; {told}" if self._news else told
+    def _note_change(self, reason: str) -> None:
+        self._job_description.update(
+            hosts=[host.name for host in self.hosts], on_each=self.ranks_per_host
+        )
+        self._changes += f"; {reason}" if self._changes else reason
 
-    def _too_few(self, told: str, left: int) -> str:
-        again = "start it again when all are back, and it goes on from the last checkpoint"
+    def _too_few(self, reason: str, left: int) -> str:
+        hint = "start it again when all are back, and it goes on from the last checkpoint"
         if not left:
-            return f"{told}, and no other is left. HINT: {again}"
-        some = f"{left} of {counted(len(self._every), 'host')} {_are(left)} left"
-        if self._least is None:
-            return f"{told}; {some}. HINT: --min-hosts {left} goes on with those, or {again}"
-        return f"{told}; {some}, fewer than --min-hosts {self._least}. HINT: {again}"
+            return f"{reason}, and no other is left. HINT: {hint}"
+        count_left = f"{left} of {counted(len(self._all_hosts), 'host')} {_are(left)} left"
+        if self._min_hosts is None:
+            return f"{reason}; {count_left}. HINT: --min-hosts {left} goes on with those, or {hint}"
+        return f"{reason}; {count_left}, fewer than --min-hosts {self._min_hosts}. HINT: {hint}"
 
 
-def sort_out(record: Path, last: int) -> None:
+def move_earlier_attempts(record: Path, last_attempt: int) -> None:
     """In the folder of a run's records: those of hosts that were left out lie where the last
     attempt's belong; they go to the earlier attempts'. Never raises."""
     from ...analyze.records.load_run import load_record
@@ -191,13 +201,13 @@ def sort_out(record: Path, last: int) -> None:
     for path in record.glob("rank-*.ring"):
         try:
             attempt = load_record(path).meta.get("attempt", 0)
-            if attempt >= last:
+            if attempt >= last_attempt:
                 continue
-            place = record / f"attempt-{attempt}"
-            place.mkdir(exist_ok=True)
+            attempt_folder = record / f"attempt-{attempt}"
+            attempt_folder.mkdir(exist_ok=True)
             for file in (path, path.with_suffix(".lines")):
                 if file.exists():
-                    file.replace(place / file.name)
+                    file.replace(attempt_folder / file.name)
         except (OSError, ValueError):
             continue
 

@@ -10,7 +10,7 @@ from ...cluster.topology.network_interfaces import is_here, links
 from ...comm.reachable_address import asked, listen_on, of_names
 from ...security.greeting import Acceptor
 from ..channel import channel_of_visitor, host_greeting, new_secret
-from .remote_host import There
+from .remote_host import RemoteHost
 
 PLACE_SECONDS = 120.0  # from an agent's greeting until it has said which agent it is
 POLL_SECONDS = 0.02  # between two looks for that message
@@ -40,10 +40,10 @@ class AgentListener:
         sockets, self.where = _listen(addresses_towards(names))
         self._acceptor = Acceptor(sockets, lambda _: host_greeting(self.secret))
         self._number = len(names)
-        self.found: dict[int, There] = {}
-        self.visitors: list[There] = []
+        self.found: dict[int, RemoteHost] = {}
+        self.visitors: list[RemoteHost] = []
         self.twice: int | None = None
-        self._unplaced: dict[There, float] = {}  # until when they are waited for
+        self._unplaced: dict[RemoteHost, float] = {}  # until when they are waited for
 
     def __enter__(self) -> "AgentListener":
         return self
@@ -87,7 +87,7 @@ class AgentListener:
         except OSError:
             visitor.close()
             return
-        host = There("", channel, channel.close)
+        host = RemoteHost("", channel, channel.close)
         self.visitors.append(host)
         self._unplaced[host] = time.monotonic() + PLACE_SECONDS
         if len(self._unplaced) > 2 * self._number + 16:
@@ -95,7 +95,7 @@ class AgentListener:
             del self._unplaced[oldest]
             oldest.close()
 
-    def _place(self, host: There, answer: dict[str, object] | None) -> None:
+    def _place(self, host: RemoteHost, answer: dict[str, object] | None) -> None:
         place = answer.get("place") if answer is not None else None
         if not isinstance(place, int) or place < 0:
             raise ValueError(f"an agent says that its number is {place!r}")

@@ -4,7 +4,7 @@ import random
 import time
 
 from ...security.greeting import DROPPED
-from ..channel import Channel, visit
+from ..channel import Channel, connect_channel
 
 CONNECT_SECONDS = 5.0  # to each address of the launcher
 PATIENCE_SECONDS = (
@@ -44,7 +44,7 @@ def dial(where: str, secret: str) -> Channel:
         for pair in where.split(";"):
             address, _, port = pair.rpartition(",")
             try:
-                return visit(address, int(port), secret, CONNECT_SECONDS)
+                return connect_channel(address, int(port), secret, CONNECT_SECONDS)
             except OSError as error:
                 tried[address] = error.strerror or str(error)
                 dropped = dropped or isinstance(error, DROPPED)

@@ -2,33 +2,45 @@
 
 import os
 
-NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PACELINE_TRIAL", "LANG", "TZ", "NO_COLOR")
-PREFIXES = (
+FORWARDED_NAMES = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PACELINE_TRIAL",
+    "LANG",
+    "TZ",
+    "NO_COLOR",
+)
+FORWARDED_PREFIXES = (
     *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "NCCL_"),
     *("GLOO_", "UCX_", "FI_", "CONDA_", "LC_", "HF_", "TF_", "JAX_", "XLA_", "PBS_"),
 )
 # What the loader and Python read before any program of ours runs.
-EARLY = ("LD_LIBRARY_PATH", "PYTHON")
+INTERPRETER_PREFIXES = ("LD_LIBRARY_PATH", "PYTHON")
 # Of a login on the host itself.
-LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
+LOGIN_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
 
 
-def travelling() -> dict[str, str]:
+def forwarded_variables() -> dict[str, str]:
     """By name, of this process."""
-    return {k: v for k, v in os.environ.items() if k in NAMES or k.startswith(PREFIXES)}
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k in FORWARDED_NAMES or k.startswith(FORWARDED_PREFIXES)
+    }
 
 
-def early() -> dict[str, str]:
+def interpreter_variables() -> dict[str, str]:
     """Those that must be there when the agent's Python starts."""
-    return {k: v for k, v in os.environ.items() if k.startswith(EARLY)}
+    return {k: v for k, v in os.environ.items() if k.startswith(INTERPRETER_PREFIXES)}
 
 
-def as_after_login() -> dict[str, str]:
+def login_variables() -> dict[str, str]:
     """What an agent on this host gets, so that it is like those on other hosts."""
-    return {k: v for k, v in os.environ.items() if k in LOGIN} | travelling()
+    return {k: v for k, v in os.environ.items() if k in LOGIN_NAMES} | forwarded_variables()
 
 
-def named(wanted: list[str]) -> dict[str, str]:
+def parse_env_options(wanted: list[str]) -> dict[str, str]:
     """``--env NAME`` and ``--env NAME=VALUE`` as variables.
 
     Raises ValueError for a name without a value here.

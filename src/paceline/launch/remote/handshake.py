@@ -13,33 +13,33 @@ from ... import __version__
 from ...cluster.topology.local_resources import devices, numa_domains
 from ..job import Job, variables
 from ..records import job_folder
-from .remote_host import PULSE, There
+from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
 
-CHECK_SECONDS = 60.0
-BEGIN_SECONDS = 300.0  # importing torch from a file system that all hosts read at once
+CHECK_TIMEOUT_S = 60.0
+RANK_SERVER_TIMEOUT_S = 300.0  # importing torch from a file system that all hosts read at once
 
 
 @dataclass(frozen=True)
-class Terms:
+class LaunchSpec:
     """What all hosts of a job are told. environment: variables of their ranks; run: the job's
     name."""
 
     job: Job
     environment: dict[str, str]
-    run: str
+    run_id: str
 
 
-def hello() -> dict[str, Any]:
+def describe_host() -> dict[str, Any]:
     """On a host: what the launcher compares between hosts, and lays the ranks out by."""
     return {
         "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        "versions": versions(),
+        "versions": software_versions(),
         "devices": devices(),
         "numa": numa_domains(),
     }
 
 
-def versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """What must be the same on all hosts."""
     found = {"Paceline": __version__, "Python": platform.python_version()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -47,58 +47,69 @@ def versions() -> dict[str, str]:
     return found
 
 
-def other_versions(host: There) -> str:
+def version_mismatch(host: RemoteHost) -> str:
     """What a host has and the launcher has not, in words, or ""."""
-    for what, version in versions().items():
-        theirs = host.hello["versions"].get(what, "none")
+    for package, version in software_versions().items():
+        theirs = host.hello["versions"].get(package, "none")
         if theirs != version:
             return (
-                f"{host.name} has {what} {theirs}, the launcher has {version}. HINT: the same "
+                f"{host.name} has {package} {theirs}, the launcher has {version}. HINT: the same "
                 "virtual environment on all hosts"
             )
     return ""
 
 
-def check(
-    terms: Terms, hosts: list[There], on_each: list[int], granted: dict[str, int | None]
+def check_hosts(
+    spec: LaunchSpec,
+    hosts: list[RemoteHost],
+    ranks_per_host: list[int],
+    granted_cores: dict[str, int | None],
 ) -> dict[str, str]:
     """Each host looks whether the job can run there; why not, by the name of each where it can't.
     granted: cores of each host that the scheduler says are the job's."""
-    wanted = asdict(replace(terms.job, summary=None, record=None))
-    for host, count in zip(hosts, on_each, strict=True):
-        told = {**wanted, "ranks": count, "granted": granted.get(host.name)}
-        host.send(check=told, environment=terms.environment, folder=os.getcwd())
+    wanted = asdict(replace(spec.job, summary=None, record=None))
+    for host, count in zip(hosts, ranks_per_host, strict=True):
+        check_message = {**wanted, "ranks": count, "granted": granted_cores.get(host.name)}
+        host.send(check=check_message, environment=spec.environment, folder=os.getcwd())
     mistakes = {}
     for host in hosts:
         try:
-            host.answer("fits", CHECK_SECONDS)
+            host.wait_for_answer("fits", CHECK_TIMEOUT_S)
         except ValueError as mistake:
             mistakes[host.name] = str(mistake)
     return mistakes
 
 
-def begin(terms: Terms, hosts: dict[int, There], interfaces: list[tuple[str, str]]) -> None:
+def start_rank_servers(
+    spec: LaunchSpec, hosts: dict[int, RemoteHost], interfaces: list[tuple[str, str]]
+) -> None:
     """Import torch on hosts, and here meanwhile. hosts: by their place among all of the job;
     interfaces: (interface, address) of all by which they reach each other."""
-    job, record = terms.job, None
+    job, record = spec.job, None
     if job.record is not None:
         record = str(job.record.absolute())
-    common = variables(job, terms.run)
-    for place, host in hosts.items():
-        interface, address = interfaces[place]
-        host.address, host.record, host.run = address, job.record, terms.run
-        host.send(begin=common, place=place, interface=interface, address=address, record=record)
+    rank_variables = variables(job, spec.run_id)
+    for host_index, host in hosts.items():
+        interface, address = interfaces[host_index]
+        host.address, host.record_folder, host.run_id = address, job.record, spec.run_id
+        host.send(
+            begin=rank_variables,
+            place=host_index,
+            interface=interface,
+            address=address,
+            record=record,
+        )
     importlib.import_module("torch.distributed.elastic.agent.server")
     for host in hosts.values():
-        host.answer("ready", BEGIN_SECONDS)
-        host.watched = True
+        host.wait_for_answer("ready", RANK_SERVER_TIMEOUT_S)
+        host.expects_heartbeats = True
         if job.hang_timeout:
-            host.every = min(PULSE, max(0.5, job.hang_timeout / 4))
+            host.heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, max(0.5, job.hang_timeout / 4))
         if job.report_bindings:  # how far the ranks are is asked for that often
-            host.every = 0.25
+            host.heartbeat_interval_s = 0.25
 
 
-def label(terms: Terms) -> None:
+def label_record_folder(spec: LaunchSpec) -> None:
     """Say in the folder of the records whose they are."""
-    if terms.job.record is not None:
-        job_folder.label(terms.job.record, [terms.job.name, *terms.job.args], terms.run)
+    if spec.job.record is not None:
+        job_folder.label(spec.job.record, [spec.job.name, *spec.job.args], spec.run_id)

@@ -14,15 +14,15 @@ from ...cluster.schedulers.hostlist import numbers
 from ...cluster.topology.network_interfaces import is_here
 from ..channel import Channel
 from .agent_listener import AgentListener
-from .forwarded_env import as_after_login, early
-from .remote_host import There
-from .start_commands import Tool
+from .forwarded_env import interpreter_variables, login_variables
+from .remote_host import RemoteHost
+from .start_commands import LaunchTool
 
-START_SECONDS = 120.0  # for an agent's first word; a Python from a slow file system takes long
-SAY_SECONDS = 10.0  # between two lines about who is still waited for
+START_TIMEOUT_S = 120.0  # for an agent's first word; a Python from a slow file system takes long
+NOTICE_INTERVAL_S = 10.0  # between two lines about who is still waited for
 
 # What ssh and the shells behind it say, and what helps.
-EXPLAINED = (
+KNOWN_FAILURES = (
     ("resolve hostname|Name or service not known", "no such host. HINT: getent hosts {host}"),
     (
         "Host key verification failed|host key .* (has changed|is not known)|REMOTE HOST IDENT",
@@ -52,110 +52,121 @@ EXPLAINED = (
 )
 
 
-class Contact:
+class AgentConnections:
     """The started tools and the channels to the agents. To be closed in the end."""
 
     def __init__(
         self,
-        tool: Tool,
+        tool: LaunchTool,
         names: list[str],
         quiet: bool = False,
-        without: dict[str, str] | None = None,
+        excluded_hosts: dict[str, str] | None = None,
     ) -> None:
         """quiet: nothing is said of hosts that do not answer, or have not yet. without: takes why
         hosts do not answer, and the others are enough; None: all are needed."""
-        self.tool, self.names, self._quiet, self._without = tool, names, quiet, without
-        self.hosts: list[There] = []
-        self._visitors: list[There] = []
-        self._started: list[_Started] = []
-        self._made = self._closing = False
+        self.tool, self.names, self._quiet, self._excluded_hosts = (
+            tool,
+            names,
+            quiet,
+            excluded_hosts,
+        )
+        self.hosts: list[RemoteHost] = []
+        self._visitors: list[RemoteHost] = []
+        self._processes: list[_ToolProcess] = []
+        self._is_started = self._closing = False
 
-    def make(self) -> list[There]:
+    def start(self) -> list[RemoteHost]:
         """Start an agent on every host; the hosts in their order.
 
         Raises ValueError where one does not answer: in the tool's own words where it has some.
         """
-        if self.tool.one_call_a_host:
-            self._each_alone()
+        if self.tool.one_call_per_host:
+            self._start_each()
         else:
-            self._together()
+            self._start_all()
         for host in self.hosts:
-            host.hello = host.answer("hello", START_SECONDS)["hello"]
-        if not self.tool.one_call_a_host:
-            here = [name for name in self.names if name not in (self._without or {})]
-            self.hosts = in_order(self.hosts, here)
-        self._made = True
+            host.hello = host.wait_for_answer("hello", START_TIMEOUT_S)["hello"]
+        if not self.tool.one_call_per_host:
+            expected = [name for name in self.names if name not in (self._excluded_hosts or {})]
+            self.hosts = sort_hosts(self.hosts, expected)
+        self._is_started = True
         return self.hosts
 
     def close(self) -> None:
         """Close the channels, whereupon agents end, and end the tools."""
         self._closing = True
-        if not self._made:
-            self._show_words()  # from here on they are of agents that find nobody any more
+        if not self._is_started:
+            self._show_output()  # from here on they are of agents that find nobody any more
         for host in (*self.hosts, *self._visitors):
             host.close()
         deadline = time.monotonic() + 5.0  # they end by themselves when their agents do
-        for started in self._started:
+        for started in self._processes:
             started.wait_until(deadline)
         for ask in ("terminate", "kill"):
-            left = [started for started in self._started if started.process.poll() is None]
+            left = [started for started in self._processes if started.process.poll() is None]
             for started in left:
                 getattr(started.process, ask)()
             for started in left:
                 started.wait_until(time.monotonic() + 5.0)
-        if self._made:
-            self._show_words()
+        if self._is_started:
+            self._show_output()
 
-    def _show_words(self) -> None:
+    def _show_output(self) -> None:
         """What agents had to say to people, and where a host was lost all that was said."""
         if self._quiet and not self.hosts:
             return
-        lost = any(host.trouble for host in self.hosts)
-        for started in self._started:
-            lines = [line for line in started.new_words() if lost or line.startswith("paceline:")]
+        lost = any(host.failure for host in self.hosts)
+        for started in self._processes:
+            lines = [
+                line for line in started.take_new_lines() if lost or line.startswith("paceline:")
+            ]
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 
-    def _each_alone(self) -> None:
+    def _start_each(self) -> None:
         """A call for each host, many at the same time."""
         pool = ThreadPoolExecutor(64)
-        calls = {pool.submit(self._alone, name): name for name in self.names}
+        calls = {pool.submit(self._start_one, name): name for name in self.names}
         try:
             waiting = set(calls)
             while waiting:
-                done, waiting = wait(waiting, SAY_SECONDS, FIRST_COMPLETED)
+                done, waiting = wait(waiting, NOTICE_INTERVAL_S, FIRST_COMPLETED)
                 if not done and not self._quiet:
                     some = sorted(calls[call] for call in waiting)
                     more = f" and {len(some) - 8} more" if len(some) > 8 else ""
                     sys.stderr.write(f"paceline: waiting for {', '.join(some[:8])}{more} ...\n")
         except BaseException:  # Ctrl-C: nobody is waited for
             self._closing = True
-            for started in self._started:
+            for started in self._processes:
                 started.process.kill()
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         answers = [call.result() for call in calls]
-        self.hosts = [answer for answer in answers if isinstance(answer, There)]
+        self.hosts = [
+            wait_for_answer
+            for wait_for_answer in answers
+            if isinstance(wait_for_answer, RemoteHost)
+        ]
         mistakes = {
-            calls[call]: str(answer)
-            for call, answer in zip(calls, answers, strict=True)
-            if isinstance(answer, ValueError)
+            calls[call]: str(wait_for_answer)
+            for call, wait_for_answer in zip(calls, answers, strict=True)
+            if isinstance(wait_for_answer, ValueError)
         }
-        if mistakes and (self._without is None or not self.hosts):
+        if mistakes and (self._excluded_hosts is None or not self.hosts):
             raise ValueError("\n".join(list(dict.fromkeys(mistakes.values()))[:8]))
-        if self._without is not None:
-            self._without.update(mistakes)
+        if self._excluded_hosts is not None:
+            self._excluded_hosts.update(mistakes)
 
-    def _alone(self, name: str) -> There | ValueError:
+    def _start_one(self, name: str) -> RemoteHost | ValueError:
         """The agent of one host, over the standard input and output of a call."""
         if self._closing:
             return ValueError("interrupted")
         agent = agent_command(self.tool)
         if is_here(name):
-            started = _Started(agent, as_after_login(), piped=True)
+            started = _ToolProcess(agent, login_variables(), piped=True)
         else:
-            started = _Started(self.tool.command([name], agent), None, piped=True)
-        self._started.append(started)
+            started = _ToolProcess(self.tool.command([name], agent), None, piped=True)
+        self._processes.append(started)
         process = started.process
         if self._closing:  # meanwhile: nobody else ends it
             process.kill()
@@ -164,27 +175,29 @@ class Contact:
         channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
         process.stdin.close()
         process.stdout.close()
-        if channel.skip_greeting(START_SECONDS) is None:
+        if channel.skip_login_output(START_TIMEOUT_S) is None:
             channel.close()
-            return ValueError(f"{name}: {explained(name, started.last_words())}")
-        return There(name, channel, process.kill)
+            return ValueError(f"{name}: {explain_failure(name, started.wait_for_output())}")
+        return RemoteHost(name, channel, process.kill)
 
-    def _together(self) -> None:
+    def _start_all(self) -> None:
         """The agents that one call starts: they connect to us."""
         with AgentListener(self.names) as listener:
             self._visitors = listener.visitors
-            variables = {k: v for k, v in os.environ.items() if k not in self.tool.without}
+            variables = {
+                k: v for k, v in os.environ.items() if k not in self.tool.removed_variables
+            }
             variables["PACELINE_SECRET"] = listener.secret
             agent = [*agent_command(self.tool), "--connect", listener.where]
-            started = _Started(self.tool.command(self.names, agent), variables)
-            self._started.append(started)
+            started = _ToolProcess(self.tool.command(self.names, agent), variables)
+            self._processes.append(started)
             try:
                 self._accept(listener, started)
             except ValueError as mistake:
-                if self._without is None or not listener.found:
+                if self._excluded_hosts is None or not listener.found:
                     raise
                 missing = self._missing(listener)
-                self._without.update(dict.fromkeys(missing, str(mistake)))
+                self._excluded_hosts.update(dict.fromkeys(missing, str(mistake)))
             finally:
                 for place, host in listener.found.items():
                     host.name = self.names[place]
@@ -195,33 +208,33 @@ class Contact:
     def _missing(self, listener: AgentListener) -> list[str]:
         return [name for place, name in enumerate(self.names) if place not in listener.found]
 
-    def _accept(self, listener: AgentListener, started: "_Started") -> None:
+    def _accept(self, listener: AgentListener, started: "_ToolProcess") -> None:
         """Wait for the agents of all hosts.
 
         Raises:
             ValueError: Some can't come any more, or did not within START_SECONDS.
         """
-        begun = said = time.monotonic()
+        begun = last_notice = time.monotonic()
         while len(listener.found) < len(self.names):
             listener.wait(0.2)
             self._check(listener, started)
             now = time.monotonic()
             missing = ", ".join(self._missing(listener)[:8])
-            if now - begun > START_SECONDS:
+            if now - begun > START_TIMEOUT_S:
                 hint = "can these hosts reach this one? --launcher ssh needs no way back"
                 if strangers := listener.strangers():
                     hint = f"{strangers}; end these, or use --launcher ssh, which opens no port"
                 raise ValueError(
-                    f"no agent came from {missing} within {START_SECONDS:.0f} s to "
-                    f"{listener.where}. {self.tool.name} says: {started.last_words() or 'nothing'}."
-                    f" HINT: {hint}"
+                    f"no agent came from {missing} within {START_TIMEOUT_S:.0f} s to "
+                    f"{listener.where}. {self.tool.name} says: "
+                    f"{started.wait_for_output() or 'nothing'}. HINT: {hint}"
                 )
-            if now - said > SAY_SECONDS and not self._quiet:
-                said = now
+            if now - last_notice > NOTICE_INTERVAL_S and not self._quiet:
+                last_notice = now
                 sys.stderr.write(f"paceline: waiting for {missing} ...\n")
-                sys.stderr.write("".join(f"  {line}\n" for line in started.new_words()))
+                sys.stderr.write("".join(f"  {line}\n" for line in started.take_new_lines()))
 
-    def _check(self, listener: AgentListener, started: "_Started") -> None:
+    def _check(self, listener: AgentListener, started: "_ToolProcess") -> None:
         """Raise ValueError where agents can't come any more."""
         if self._closing:  # by another thread, which has not seen the latest visitors
             for visitor in listener.visitors:
@@ -237,26 +250,28 @@ class Contact:
             return
         strangers = listener.strangers()
         if started.process.poll() is not None:
-            words = started.last_words() or "without a word"
+            lines = started.wait_for_output() or "without a word"
             note = f" ({strangers})" if strangers else ""
-            raise ValueError(f"{self.tool.name} has ended: {words}{note}")
-        ended = started.ended(self.tool) - listener.found.keys()
-        if ended and (self._without is None or len(ended) == len(self.names) - len(listener.found)):
+            raise ValueError(f"{self.tool.name} has ended: {lines}{note}")
+        ended = started.ended_numbers(self.tool) - listener.found.keys()
+        if ended and (
+            self._excluded_hosts is None or len(ended) == len(self.names) - len(listener.found)
+        ):
             names = ", ".join([self.names[place] for place in sorted(ended)][:8])
-            said = [*started.said()[-8:], *([strangers] if strangers else [])]
+            last_lines = [*started.output_lines()[-8:], *([strangers] if strangers else [])]
             raise ValueError(
-                f"the agent of {names} has ended before it said a word: " + "\n".join(said)
+                f"the agent of {names} has ended before it said a word: " + "\n".join(last_lines)
             )
 
 
-class _Started:
+class _ToolProcess:
     """A tool's process, in a session of its own: Ctrl-C is ours to handle."""
 
     def __init__(
         self, command: list[str], variables: dict[str, str] | None, piped: bool = False
     ) -> None:
-        self.words: deque[str] = deque(maxlen=50)
-        self.unshown: deque[str] = deque(maxlen=50)
+        self.lines: deque[str] = deque(maxlen=50)
+        self.new_lines: deque[str] = deque(maxlen=50)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
@@ -265,38 +280,42 @@ class _Started:
             env=variables,
             start_new_session=True,
         )
-        self._words = self.process.stderr if piped else self.process.stdout
+        self._stream = self.process.stderr if piped else self.process.stdout
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._words is not None
-        for line in self._words:
+        assert self._stream is not None
+        for line in self._stream:
             text = line.decode(errors="replace").rstrip()
-            self.words.append(text)
-            self.unshown.append(text)
+            self.lines.append(text)
+            self.new_lines.append(text)
 
-    def last_words(self) -> str:
+    def wait_for_output(self) -> str:
         """What it said on stderr; complete where it has ended."""
         try:
             self.process.wait(2.0)
             self._reader.join(1.0)
         except subprocess.TimeoutExpired:
             pass
-        return "\n".join(self.said())
+        return "\n".join(self.output_lines())
 
-    def said(self) -> list[str]:
+    def output_lines(self) -> list[str]:
         """Its last lines, so far."""
-        return [line for line in list(self.words) if line]
+        return [line for line in list(self.lines) if line]
 
-    def ended(self, tool: Tool) -> set[int]:
+    def ended_numbers(self, tool: LaunchTool) -> set[int]:
         """The numbers of its processes that have ended, as far as it says so."""
-        told = [re.match(tool.ended, line) for line in self.said()] if tool.ended else []
-        return {int(n) for match in told if match for n in numbers(match["tasks"])}
+        matches = (
+            [re.match(tool.exit_pattern, line) for line in self.output_lines()]
+            if tool.exit_pattern
+            else []
+        )
+        return {int(n) for match in matches if match for n in numbers(match["tasks"])}
 
-    def new_words(self) -> list[str]:
+    def take_new_lines(self) -> list[str]:
         """Its lines since the last call."""
-        return [self.unshown.popleft() for _ in range(len(self.unshown))]
+        return [self.new_lines.popleft() for _ in range(len(self.new_lines))]
 
     def wait_until(self, deadline: float) -> None:
         try:
@@ -306,16 +325,16 @@ class _Started:
             pass
 
 
-def in_order(hosts: list[There], names: list[str]) -> list[There]:
+def sort_hosts(hosts: list[RemoteHost], names: list[str]) -> list[RemoteHost]:
     """The agents in the order of the hosts' names, where these are what the hosts call
     themselves: tools order hosts as they like. Else in the tool's order, under their own names,
     unless all have the same."""
-    own = [_short(host.hello["name"]) for host in hosts]
+    own_names = [_short(host.hello["name"]) for host in hosts]
     wanted = [_short(name) for name in names]
-    if len(set(own)) < len(own):
+    if len(set(own_names)) < len(own_names):
         return hosts
-    if set(own) == set(wanted):
-        by_name = dict(zip(own, hosts, strict=True))
+    if set(own_names) == set(wanted):
+        by_name = dict(zip(own_names, hosts, strict=True))
         hosts = [by_name[name] for name in wanted]
         for host, name in zip(hosts, names, strict=True):
             host.name = name
@@ -329,20 +348,22 @@ def _short(name: str) -> str:
     return name.rpartition("@")[2].partition(".")[0]
 
 
-def agent_command(tool: Tool) -> list[str]:
+def agent_command(tool: LaunchTool) -> list[str]:
     """This Python; with what it reads from the environment before anything else, where the tool
     does not pass that on."""
     command = [sys.executable, "-P", "-m", "paceline.launch.host_agent"]
-    passed = {} if tool.passes_environment else early()
+    passed = {} if tool.passes_environment else interpreter_variables()
     variables = [f"{name}={value}" for name, value in passed.items()]
     return ["env", *variables, *command] if variables else command
 
 
-def explained(host: str, said: str) -> str:
+def explain_failure(host: str, output: str) -> str:
     """A failed call's words, with what helps."""
-    for known, told in EXPLAINED:
-        pattern = known.replace("{python}", re.escape(sys.executable))
-        if re.search(pattern, said):
-            line = next((x for x in said.splitlines() if re.search(pattern, x)), said)
-            return told.format(host=host, python=shlex.quote(sys.executable), said=line.strip())
-    return said or "its agent ended without a word. HINT: ssh to it and start paceline there"
+    for template, explanation in KNOWN_FAILURES:
+        pattern = template.replace("{python}", re.escape(sys.executable))
+        if re.search(pattern, output):
+            line = next((x for x in output.splitlines() if re.search(pattern, x)), output)
+            return explanation.format(
+                host=host, python=shlex.quote(sys.executable), said=line.strip()
+            )
+    return output or "its agent ended without a word. HINT: ssh to it and start paceline there"

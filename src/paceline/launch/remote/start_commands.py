@@ -19,18 +19,18 @@ SSH = (
 
 
 @dataclass(frozen=True)
-class Tool:
+class LaunchTool:
     """How to start agents. command: given the hosts' names and the agent's own command."""
 
     name: str
     command: Callable[[list[str], list[str]], list[str]]
-    one_call_a_host: bool = False
+    one_call_per_host: bool = False
     passes_environment: bool = True
-    takes_hosts: bool = True  # else it is always all of the allocation
+    accepts_host_names: bool = True  # else it is always all of the allocation
     # Of the launcher's variables, those that would change what the tool does.
-    without: tuple[str, ...] = ()
+    removed_variables: tuple[str, ...] = ()
     # What it says of processes that have ended while others go on: "tasks" are their numbers.
-    ended: str = ""
+    exit_pattern: str = ""
 
 
 def _ssh(hosts: list[str], agent: list[str]) -> list[str]:
@@ -86,7 +86,7 @@ def _hydra(program: str) -> Callable[[list[str], list[str]], list[str]]:
 
 
 # What the batch script asked for its tasks must not shape the step of the agents.
-_OF_TASKS = (
+_SLURM_TASK_VARIABLES = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     *("SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU"),
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK"),
@@ -99,19 +99,22 @@ _OF_TASKS = (
 TOOLS = {
     tool.name: tool
     for tool in (
-        Tool("ssh", _ssh, one_call_a_host=True, passes_environment=False),
-        Tool("blaunch", _blaunch, one_call_a_host=True, passes_environment=False),
-        Tool(
-            "srun", _srun, without=_OF_TASKS, ended=r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): "
+        LaunchTool("ssh", _ssh, one_call_per_host=True, passes_environment=False),
+        LaunchTool("blaunch", _blaunch, one_call_per_host=True, passes_environment=False),
+        LaunchTool(
+            "srun",
+            _srun,
+            removed_variables=_SLURM_TASK_VARIABLES,
+            exit_pattern=r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): ",
         ),
-        Tool("jsrun", _jsrun, takes_hosts=False),
-        Tool("palsrun", _pals),
-        Tool("flux", _flux, takes_hosts=False),
+        LaunchTool("jsrun", _jsrun, accepts_host_names=False),
+        LaunchTool("palsrun", _pals),
+        LaunchTool("flux", _flux, accepts_host_names=False),
     )
 }
 
 
-def tool(name: str) -> Tool:
+def find_tool(name: str) -> LaunchTool:
     """By its name; mpirun and mpiexec (or a path to them) are asked which MPI they belong to.
 
     Raises ValueError for one that is not known or not there.
@@ -120,7 +123,7 @@ def tool(name: str) -> Tool:
         found = TOOLS[name]
         program = found.command(["host"], ["agent"])[0]
     elif name.rpartition("/")[2].startswith(("mpirun", "mpiexec")):
-        found, program = _of_mpi(name), name
+        found, program = _mpi_tool(name), name
     else:
         raise ValueError(
             f"--launcher {name} is not known. HINT: one of {', '.join(TOOLS)}, mpirun, mpiexec"
@@ -130,16 +133,16 @@ def tool(name: str) -> Tool:
     return found
 
 
-def _of_mpi(program: str) -> Tool:
+def _mpi_tool(program: str) -> LaunchTool:
     try:
         asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
         said = asked.stdout + asked.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"--launcher {program}: {error}") from None
     if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
-        return Tool(program, _open_mpi(program), passes_environment=False)
+        return LaunchTool(program, _open_mpi(program), passes_environment=False)
     if "HYDRA" in said.upper() or "Intel(R) MPI" in said:
-        return Tool(program, _hydra(program))
+        return LaunchTool(program, _hydra(program))
     if "PALS" in said.upper():
         return TOOLS["palsrun"]
     first = said.strip().splitlines()[:1]

@@ -1,6 +1,6 @@
 """LSF: bsub, and lines of #BSUB. Times are whole minutes; an array's numbers begin at 1."""
 
-from ..requeue import LEFT
+from ..requeue import STOPPED_EARLY_EXIT_CODE
 from .batch_options import Batch, filled
 from .scheduler import Scheduler
 
@@ -31,7 +31,9 @@ def _options(batch: Batch) -> list[str]:
         "-wa USR1": batch.warn or None,
         "-wt {}": (batch.warn and -(-batch.warn // 60)) or None,
         "-r": batch.requeue or None,
-        "-Q {}": LEFT if batch.requeue else None,  # what has left early is queued again
+        "-Q {}": STOPPED_EARLY_EXIT_CODE
+        if batch.requeue
+        else None,  # what has left early is queued again
     }
     return filled(table)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ...security.outputs import write_output
 from ..job import Job
 from ..job import check as check_script
-from ..recovery.shrink import check as enough
+from ..recovery.shrink import check_min_hosts
 from .batch_options import Batch, one_line
 from .lsf import LSF
 from .pbs import PBS, TORQUE
@@ -97,7 +97,7 @@ def written(
     """The batch script. ``more``: further options of paceline run."""
     _check(batch, setup)
     check_script(job)
-    enough(job.min_hosts, batch.want.hosts)
+    check_min_hosts(job.min_hosts, batch.want.hosts)
     run = _run_words(batch, job, record, more)
     lines = ["#!/bin/bash"]
     lines += [f"{kind.mark} {option}" for option in [*kind.options(batch), *batch.options]]

@@ -25,7 +25,7 @@ from ...data.packing.unfinished import RUN, SPOOL, discard
 from ...data.sources.open_source import imported
 from ...launch.job import Job
 from ...launch.layout import counts
-from ...launch.ranks.local_host import InServer
+from ...launch.ranks.local_host import ForkedRankServer
 from ...launch.start import start
 from ...launch.target import target
 from ...security.files import InvalidFileError, read_regular
@@ -164,10 +164,10 @@ def _packed(task: Task, where: Where, packing: Packing) -> None:
             where.hostfile,
             where.launcher,
             list(where.variables),
-            least=_cores(),
+            min_ranks_per_host=_cores(),
         )
         failed = _failure(run)
-    except InServer:  # this process is the one that ranks are forked from, and all is another's
+    except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
         raise
     except BaseException:
         discard(run)
