@@ -1,8 +1,9 @@
-"""The agent of one host of a job on several: ``python -m paceline.launch.host_agent``.
+"""Run the agent of one node of a job on several nodes: ``python -m paceline.launch.host_agent``.
 
-It does what the launcher tells it through a channel: checks that the job can run here, forks the
-rank server, starts and signals ranks, passes on what they write and how they end. When the
-channel ends, for whatever reason, it ends the ranks, keeps their records, and ends itself.
+The agent executes the launcher's messages, which arrive through a channel: it checks that the job
+can run on this node, forks the rank server, starts and signals ranks, and reports their output and
+exits. When the channel closes, for whatever reason, the agent ends the ranks, keeps their records,
+and exits.
 """
 
 import argparse
@@ -36,14 +37,14 @@ from .remote.agent_lock import claim
 from .remote.connect_back import LauncherNotFoundError, dial
 from .remote.handshake import describe_host
 
-# Without a word from the launcher: it or the network is gone. Longer than a launcher that is
-# stopped for a while (Ctrl-Z).
-LAUNCHER_TIMEOUT_S = 900.0  # seconds
-RECORD_CHUNK_BYTES = 4 << 20  # bytes of a record's file in one message
+# Without a message for this long, the launcher or the network is considered lost. Longer than a
+# launcher is usually suspended (Ctrl-Z).
+LAUNCHER_TIMEOUT_S = 900.0
+RECORD_CHUNK_BYTES = 4 << 20
 
 
 class LauncherLostError(Exception):
-    """The launcher has gone, or a signal (its number) asks this agent to end."""
+    """The launcher is gone, or a signal (``signal_number``) asks this agent to end."""
 
     def __init__(self, reason: str, signal_number: int = signal.SIGKILL) -> None:
         super().__init__(reason)
@@ -51,7 +52,7 @@ class LauncherLostError(Exception):
 
 
 class HostAgent:
-    """One agent. Each message of the launcher is a method: ``do_`` and the message's first key."""
+    """One agent. Each message of the launcher has a method: ``do_`` and the message's first key."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -61,7 +62,7 @@ class HostAgent:
         self.listener: Listener | None = None
         self.agent_lock: socket.socket | None = None
         self.folder: Path | None = None
-        self.sends_records = False  # the records are not in a folder that the launcher sees, too
+        self.sends_records = False  # whether the launcher does not see this node's record folder
         self.pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
@@ -70,9 +71,13 @@ class HostAgent:
         self.termination = DeferredTermination()
 
     def serve(self, agent_number: int) -> None:
-        """Until the launcher says that it is over. Raises GoneError without that.
+        """Handle messages until the launcher ends the job.
 
-        place: which of the agents this is, as the tool that has started them numbers them.
+        Args:
+            agent_number: This agent's number, as the tool that started the agents counts them.
+
+        Raises:
+            LauncherLostError: The launcher is gone, or a signal asks this agent to end.
         """
         self.send(place=agent_number)
         self.send(hello=describe_host())
@@ -113,7 +118,8 @@ class HostAgent:
             self.send(mistake=str(mistake))
         except LauncherLostError:
             raise
-        except Exception as error:  # a torch that can't be imported, say: the launcher tells it
+        # for example a torch that can't be imported: the launcher prints it
+        except Exception as error:
             self.send(mistake=f"{type(error).__name__}: {error}")
 
     def send(self, raw: bytes = b"", **message: Any) -> None:
@@ -122,14 +128,14 @@ class HostAgent:
         except OSError:
             raise LauncherLostError("the connection to the launcher has ended") from None
 
-    # what the launcher asks
+    # messages of the launcher
 
     def do_ping(self, ping: float) -> None:
         progress = asdict(self.local_host.progress()) if self.local_host is not None else None
         self.send(pong=ping, at=time.monotonic(), progress=progress)
 
     def do_check(self, check: dict[str, Any], environment: dict[str, str], folder: str) -> None:
-        """Whether the job can run here. ``check``: of the Job, its ranks those of this host."""
+        """Check that the job can run here. ``check``: fields of the Job, with this node's ranks."""
         os.environ.update(environment)
         try:
             os.chdir(folder)
@@ -143,22 +149,27 @@ class HostAgent:
         self.send(fits=True)
 
     def do_listen(self, listen: str | None) -> None:
-        """Listen where other hosts may reach this one."""
+        """Listen on the addresses by which other nodes may reach this one."""
         self.listener = Listener(listen)
         for listening in self.listener.sockets.values():
             self.selector.register(listening, selectors.EVENT_READ)
         self.send(listening=self.listener.offer())
 
     def do_reach(self, reach: dict[str, dict[str, Any]]) -> None:
-        """Try to reach other hosts by each of their addresses."""
+        """Try to connect to the other nodes by each of their addresses."""
         offers = {int(host): offer for host, offer in reach.items()}
         self.send(reached=try_all(offers, self.listener))
 
     def do_begin(
         self, begin: dict[str, str], place: int, interface: str, address: str, record: str | None
     ) -> None:
-        """Import torch and fork the rank server. begin: variables of every rank. place: of this
-        host among the job's. "ready" is said once the server has imported what the ranks need."""
+        """Import torch and fork the rank server. Send "ready" once the server has imported the
+        preloaded modules.
+
+        Args:
+            begin: Environment variables of every rank.
+            place: Index of this node among the nodes of the job.
+        """
         assert self.job is not None
         self._stop_listening()
         self.agent_lock = claim(begin["PACELINE_RUN"], place)
@@ -179,7 +190,8 @@ class HostAgent:
             self.server, environment, self.places, variables_by_rank, address, self.job.smt
         )
         self.local_host.set_output(self)
-        self.selector.register(self.local_host, selectors.EVENT_READ)  # which says when it is ready
+        # readable when the server is ready
+        self.selector.register(self.local_host, selectors.EVENT_READ)
 
     def do_store(self, store: int | None) -> None:
         assert self.local_host is not None
@@ -215,34 +227,36 @@ class HostAgent:
         self.termination.allowed = leaves
 
     def do_end(self, end: float) -> None:
-        """All is over: end what is left, keep the records, and say so."""
+        """End all remaining processes, keep the records, and acknowledge."""
         self.end_ranks(end)
         self.send_records()
         self.send(ended=True)
         self.finished = True
 
-    # inside
+    # implementation
 
     def end_ranks(self, grace: float) -> None:
-        """End the ranks, and the rank server with all that they left."""
+        """End the ranks, the rank server, and all processes that they left."""
         self._stop_listening()
         local_host, server = self.local_host, self.server
-        self.local_host = self.server = None  # a signal meanwhile comes here again
+        self.local_host = self.server = None  # a signal meanwhile calls this method again
         if local_host is not None and server is not None:
             with contextlib.suppress(KeyError):
                 self.selector.unregister(local_host)
             server.end(grace)
-        end_children(0.0)  # nobody, unless the rank server itself was killed
+        end_children(0.0)  # nothing, unless the rank server itself was killed
         if self.folder is not None:
             job_folder.clear(self.folder)
 
     def _choose_record_target(self, record: Path, run: str) -> None:
-        """Keep the records in the launcher's folder if it is the same here, else send them."""
+        """Keep the records in the launcher's folder if this node sees the same folder, else send
+        them.
+        """
         assert self.folder is not None
         try:
             shared = job_folder.about(record).run == run
             with tempfile.TemporaryFile(dir=record):
-                pass  # here it can be written, too
+                pass  # this node can write to it too
         except OSError:
             shared = False
         self.sends_records = not shared
@@ -252,7 +266,7 @@ class HostAgent:
             job_folder.promise_to(self.folder, record)
 
     def send_records(self) -> None:
-        """Send the records that lie here only, and remove them, also where nobody takes them."""
+        """Send the records that exist only on this node, and remove them even if sending fails."""
         if not self.sends_records or self.folder is None:
             return
         self.sends_records, folder_to_send = False, self.folder / job_folder.TO_SEND
@@ -275,14 +289,14 @@ class HostAgent:
             self.listener = None
 
     def add_rank(self, rank: int, pipes: tuple[int, int, int]) -> None:
-        """Read what a rank writes."""
+        """Read a rank's stdout, stderr and status pipes."""
         for stream, pipe in enumerate(pipes, start=1):
             os.set_blocking(pipe, False)
             self.pipes[pipe] = (rank, stream)
             self.selector.register(pipe, selectors.EVENT_READ)
 
     def _forward_output(self, pipe: int) -> bool:
-        """What a rank has written; whether there may be more."""
+        """Send the launcher a rank's output. Return whether there may be more."""
         rank, stream = self.pipes[pipe]
         try:
             data = os.read(pipe, 1 << 16)
@@ -298,12 +312,12 @@ class HostAgent:
         return bool(data)
 
     def _report_exits(self) -> None:
-        """A rank's last words come before its death."""
+        """Report ranks that ended, after their last output."""
         assert self.local_host is not None
         was_ready = self.local_host.ready
         for rank, status, at in self.local_host.take_exits():
             for pipe in [p for p, (writer, _) in self.pipes.items() if writer == rank]:
-                for _ in range(256):  # a process that it left may go on writing for ever
+                for _ in range(256):  # a process that the rank left may write forever
                     if not self._forward_output(pipe):
                         break
             self.send(died=rank, status=status, at=at, why=self.local_host.exit_reason(rank))
@@ -314,11 +328,13 @@ class HostAgent:
             self.send(mistake="the process that ranks are forked from has ended")
 
 
-check_job = check  # a message's name too
+check_job = check  # ``check`` is a parameter name in do_check
 
 
 def _open_channel() -> Channel:
-    """To the launcher: over TCP where it has given addresses, else standard input and output."""
+    """Connect to the launcher: over TCP if it has given addresses, else by standard input and
+    output.
+    """
     parser = argparse.ArgumentParser(prog="paceline.launch.host_agent", description=__doc__)
     parser.add_argument("--connect", help="addresses of the launcher: ADDRESS,PORT;...")
     addresses = parser.parse_args().connect
@@ -385,7 +401,7 @@ def _run_agent() -> int:
 
 
 def main() -> None:
-    """The agent, and in processes forked from it the rank server and the ranks."""
+    """Run the agent, and in processes forked from it the rank server and the ranks."""
     from .single_node import run_rank_server
 
     try:
@@ -394,8 +410,9 @@ def main() -> None:
         job = forked
     else:
         sys.stderr.flush()
-        os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
-    run_rank_server(job)  # not in the handler: a rank's exceptions have no context of ours
+        os._exit(code)  # nothing to tear down; torch would take half a second
+    # not in the handler: else a rank's exceptions would have this one as their context
+    run_rank_server(job)
 
 
 if __name__ == "__main__":

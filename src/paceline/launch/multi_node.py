@@ -1,4 +1,4 @@
-"""``paceline run`` on several hosts: an agent on each, one launcher that knows them all."""
+"""Run a job on several nodes: one agent on each, controlled by this launcher."""
 
 import os
 import resource
@@ -34,7 +34,7 @@ from .requeue import requeue
 from .single_node import print_summary
 
 REACHABILITY_TIMEOUT_S = 30.0
-END_TIMEOUT_S = 600.0  # records travel, or go to a slow file system
+END_TIMEOUT_S = 600.0  # records are sent, or written to a slow file system
 NOTICE_INTERVAL_S = 10.0
 
 
@@ -49,26 +49,33 @@ def run(
     min_ranks_per_host: int = 1,
     excluded_hosts: dict[str, str] | None = None,
 ) -> int:
-    """Run the job on ``hosts``; its exit code, as ``local.run``.
+    """Run the job on ``hosts`` and return its exit code, same as ``single_node.run``.
 
-    ranks: in all, or None for each host's own number, which is ``least`` at least. explicit: slots
-    are the user's words. environment: variables that he wants on all hosts. without: takes, by
-    name, why hosts can't take part, and the others are enough; None: all are needed. Raises
-    ValueError for his mistakes, for hosts that can't be reached, and for hosts that can't reach
-    each other: before any rank starts.
+    Args:
+        ranks: World size, or None for each host's own number of ranks.
+        explicit: Whether the slots were given by the user.
+        environment: Environment variables that the user sets on all hosts.
+        min_ranks_per_host: Lower bound of each host's own number of ranks.
+        excluded_hosts: Filled with the reason, by name, why hosts can't take part; the job then
+            runs on the others. None: all hosts are needed.
+
+    Raises:
+        ValueError: A mistake of the user, a host that can't be reached, or hosts that can't reach
+            each other; before any rank starts.
     """
     check(replace(job, ranks=1))
     check_min_hosts(job.min_hosts, len(hosts))
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # some for each host
+    # each host takes several descriptors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     prctl(SUBREAPER, 1)
     interrupt = Interrupt()
     raise_on_termination(interrupt.remember_termination)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # until there are ranks to pass them on to
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # until there are ranks to forward them to
         signal.signal(number, signal.SIG_IGN)
     started = time.monotonic_ns()
     if job.min_hosts is not None:
-        os.environ.setdefault("SLURM_NO_KILL", "set")  # or srun ends all agents with one host's
+        os.environ.setdefault("SLURM_NO_KILL", "set")  # or srun ends all agents when one host fails
     connections = AgentConnections(
         tool, [host.name for host in hosts], excluded_hosts=excluded_hosts
     )
@@ -105,7 +112,8 @@ def run(
             )
         finally:
             record_server.ending = True
-            if job.record is not None and remaining.changed:  # before others write theirs
+            # before agents write the records of the last attempt
+            if job.record is not None and remaining.changed:
                 move_earlier_attempts(job.record, remaining.attempt)
             _end_agents([*remote_hosts, *remaining.returned_hosts, *lost_host_watcher.close()])
             lost_host_watcher.disconnect()
@@ -121,7 +129,7 @@ def run(
     if job.record is not None:
         if remaining.changed:
             move_earlier_attempts(job.record, remaining.attempt)
-        lost = any(host.record_error for host in remote_hosts)  # which was said
+        lost = any(host.record_error for host in remote_hosts)  # this was reported
         if not lost or any(job.record.glob("*.ring")):
             print_summary(job, job.record, code)
     if interrupt.stopped_early:
@@ -131,7 +139,7 @@ def run(
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What is wanted of how many ranks, as ``run`` takes it."""
+    """How many ranks are wanted on which hosts, with the arguments of ``run``."""
 
     hosts: list[Host]
     ranks: int | None
@@ -139,10 +147,11 @@ class RankLayout:
     min_ranks_per_host: int
 
     def count_ranks(self, found: list[RemoteHost]) -> tuple[list[int], dict[str, int | None]]:
-        """How many ranks each of these hosts gets, and which cores the scheduler gives there: from
-        what the user, the scheduler and the hosts themselves say."""
+        """Return the number of ranks of each connected host, and by host name the cores that the
+        scheduler grants there.
+        """
         by_name = {host.name: host for host in self.hosts}
-        if len(found) == len(self.hosts):  # a tool may know them by other names
+        if len(found) == len(self.hosts):  # the tool may use other names
             hosts = self.hosts
         else:
             hosts = [by_name.get(host.name, Host(host.name)) for host in found]
@@ -164,8 +173,9 @@ def _prepare_hosts(
     layout: RankLayout,
     excluded_hosts: dict[str, str] | None,
 ) -> tuple[list[RemoteHost], list[int], list[tuple[str, str]], dict[str, int | None]]:
-    """The hosts that get ranks, ready to start them, how many each, by which interface and address
-    they reach each other, and their cores."""
+    """Make the hosts ready to start ranks. Return those that get ranks, the ranks per host, each
+    host's (interface, address), and its cores by name.
+    """
     found = connections.start()
     found = _exclude_hosts(
         found, {host.name: version_mismatch(host) for host in found}, excluded_hosts
@@ -190,7 +200,7 @@ def _prepare_hosts(
 def _hosts_with_ranks(
     hosts: list[RemoteHost], ranks_per_host: list[int]
 ) -> tuple[list[RemoteHost], list[int]]:
-    """Those that get ranks."""
+    """Return the hosts that get ranks, and the number of ranks of each."""
     used = [host for host, count in zip(hosts, ranks_per_host, strict=True) if count]
     return used, [count for count in ranks_per_host if count]
 
@@ -198,7 +208,11 @@ def _hosts_with_ranks(
 def _exclude_hosts(
     hosts: list[RemoteHost], mistakes: dict[str, str], excluded_hosts: dict[str, str] | None
 ) -> list[RemoteHost]:
-    """Without the hosts that can't take part; ValueError where all are needed, or none is left."""
+    """Return the hosts without those that can't take part.
+
+    Raises:
+        ValueError: All hosts are needed, or none is left.
+    """
     told = {name: why for name, why in mistakes.items() if why}
     left = [host for host in hosts if host.name not in told]
     if told and (excluded_hosts is None or not left):
@@ -216,8 +230,9 @@ def _watch_lost_hosts(
     interfaces: list[tuple[str, str]],
     cores: dict[str, int | None],
 ) -> LostHostWatcher:
-    """Who looks for hosts that were lost, and makes them ready once more. They reach the others
-    as they did before."""
+    """Return the watcher that reconnects to lost hosts and prepares them again. They use the same
+    interfaces as before.
+    """
     names = [host.name for host in hosts]
 
     def prepare(host_index: int, host: RemoteHost) -> None:
@@ -232,7 +247,7 @@ def _watch_lost_hosts(
 
 
 def _choose_addresses(hosts: list[RemoteHost]) -> list[tuple[str, str]]:
-    """(interface, address) of each host, by which the others reach it: tried."""
+    """Return each host's (interface, address) by which the others can connect to it, as tested."""
     if len(hosts) == 1:
         return [("lo", "127.0.0.1")]
     for host in hosts:
@@ -254,7 +269,7 @@ def _choose_addresses(hosts: list[RemoteHost]) -> list[tuple[str, str]]:
 
 
 def _describe_job(job: Job, hosts: list[RemoteHost], ranks_per_host: list[int]) -> dict[str, Any]:
-    """What a live view is told of the job."""
+    """Return the description of the job for live views."""
     record = str(job.record.absolute()) if job.record is not None else None
     names = [host.name for host in hosts]
     return {
@@ -271,7 +286,7 @@ def _print_layout(
     interfaces: list[tuple[str, str]],
     tool: LaunchTool,
 ) -> None:
-    """One line: which rank sits where, and how they reach each other."""
+    """Print the ranks of each host, the network and the store's address."""
     if len(hosts) > 1:
         names = [host.name for host in hosts]
         network = "/".join(sorted({interface for interface, _ in interfaces}))
@@ -283,7 +298,7 @@ def _print_layout(
 
 
 def _end_agents(hosts: list[RemoteHost]) -> None:
-    """Have every agent end what is left, keep or send its records, and go."""
+    """Have every agent end its processes, keep or send the records, and exit."""
     for host in hosts:
         host.send(end=2.0)
     for host in hosts:
@@ -298,5 +313,5 @@ def _end_agents(hosts: list[RemoteHost]) -> None:
                 waited += NOTICE_INTERVAL_S
                 sys.stderr.write(f"paceline: waiting for {host.name} to end ...\n")
             except ValueError as mistake:
-                if not host.failure:  # that has been told where its ranks were lost
+                if not host.failure:  # a lost host was reported with its ranks
                     sys.stderr.write(f"paceline: {mistake}\n")

@@ -1,4 +1,4 @@
-"""Which rank failed first, and telling it in plain words."""
+"""Find the rank that failed first, and describe its failure."""
 
 import signal
 from dataclasses import dataclass
@@ -9,21 +9,36 @@ from ...security.text import printable
 
 @dataclass
 class RankStatus:
-    """One rank of one attempt, as far as the launcher knows."""
+    """What the launcher knows about one rank of one attempt.
+
+    Attributes:
+        rank: Global rank.
+        host: Name of its host if the job has several, else "".
+        exit_code: Exit code of the process, or minus the signal that killed it; None while it runs.
+        ended_at: When it ended, on the launcher's monotonic clock.
+        exception: One-line text of an uncaught exception.
+        raised_at: When that exception was raised, on the launcher's monotonic clock.
+        exception_exit_code: Exit code that the rank announced with the exception.
+        finished_code: Exit code that the rank announced before the interpreter's shutdown.
+        finished_at: When it announced that.
+        host_failure: What happened to its host, if that can no longer be reached.
+        stops_on_warning: Whether the rank writes a checkpoint and stops when a signal warns it.
+        stopped_at_step: Step of its checkpoint, if it has stopped before the end.
+    """
 
     rank: int
-    host: str = ""  # its name, where the job has several
-    exit_code: int | None = None  # negative: the signal that killed it
+    host: str = ""
+    exit_code: int | None = None
     ended_at: float | None = None
     exception: str | None = None
     raised_at: float | None = None
     exception_exit_code: int | None = (
         None  # the code it was about to end with when it told its exception
     )
-    finished_code: int | None = None  # the code it announced before the interpreter's own end
+    finished_code: int | None = None
     finished_at: float | None = None
-    host_failure: str = ""  # what happened to its host, where it can no longer be asked
-    stops_on_warning: bool = False  # whether it leaves on a warning
+    host_failure: str = ""
+    stops_on_warning: bool = False
     stopped_at_step: int | None = (
         None  # the step of its checkpoint, where it has left before the end
     )
@@ -35,51 +50,54 @@ class RankStatus:
     @property
     def failed(self) -> bool:
         if self.stopped_at_step is not None:
-            return False  # whatever it died of then: its work so far is on the disk
+            return False  # its work so far is on the disk, whatever ended it later
         if self.raised_at is not None or self.finished_code:
             return True
         if self.exit_code is None or self.finished_code == 0:
-            return False  # what dies after a finished script has done its work
+            return False  # a process that dies after its script finished has done its work
         return self.exit_code != 0
 
     @property
     def killed(self) -> bool:
-        """Whether something outside of the script has ended it: a signal, memory, its host."""
+        """Whether something outside of the script ended the rank: a signal, out of memory, its
+        host.
+        """
         code = self.exit_code
         return self.exception is None and not self.finished_code and code is not None and code < 0
 
     @property
     def is_consequence(self) -> bool:
-        """Whether its own word is only that another rank has gone."""
+        """Whether the rank only reports that another rank is gone."""
         return find_peer_gone(self.exception or "") is not None
 
     @property
     def sort_key(self) -> tuple[bool, float]:
-        """To sort failures by: causes before what follows from them, then by time. A killed
-        rank's sockets close before its death is known, so time alone would mislead."""
+        """Key to sort failures by: causes before their consequences, then by time. Time alone would
+        mislead, because a killed rank's sockets close before its exit is known.
+        """
         times = [t for t in (self.raised_at, self.ended_at) if t is not None]
         return self.is_consequence, min(times, default=float("inf"))
 
     @property
     def shell_exit_code(self) -> int:
-        """As a shell would give it: 128 + n for a death by signal n."""
+        """Exit code as a shell would give it: 128 + n after signal n."""
         codes = (
             self.finished_code,
             self.exception_exit_code,
             self.exit_code,
-        )  # its own word before our signal
+        )  # the rank's own announcement comes before the signal of the launcher
         code = next((code for code in codes if code is not None), 1)
         return 128 - code if code < 0 else code
 
 
 def first_failure(ranks: list[RankStatus]) -> RankStatus | None:
-    """The rank whose failure came first; the others' may only follow from it."""
+    """Return the rank that failed first; other failures may be consequences of it."""
     failed = [rank for rank in ranks if rank.failed]
     return min(failed, key=lambda rank: rank.sort_key, default=None)
 
 
 def describe_failure(failed_rank: RankStatus, tail: list[str], others: int) -> str:
-    """What happened to the first rank that failed."""
+    """Describe what happened to the first rank that failed."""
     if failed_rank.exception is not None:
         what = f"failed: {printable(failed_rank.exception)}"
     elif failed_rank.host_failure:

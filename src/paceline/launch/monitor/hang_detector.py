@@ -1,9 +1,9 @@
-"""When a job that says nothing hangs, and what is told of it then.
+"""Detect a hung job, and describe the hang.
 
-For ``timeout`` seconds no rank has begun or ended anything, and for three times as long as it ever
-took before: then the ends of all records and every rank's stack are fetched, and told in words.
-Where a rank still computes the job may be merely slow: that is told as well, and it has three
-times as long again.
+The job hangs when no rank has begun or ended an operation for ``timeout`` seconds, and for three
+times the longest such interval so far. Then the tails of all records and every rank's stack are
+fetched and reported. If a rank still computes, the job may only be slow: that is reported as well,
+and the limit is extended by three times.
 """
 
 import time
@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from .live_records import JobSnapshot, rank_of
 from .progress import ProgressReport
 
-MAX_EVENTS_PER_RANK = 512  # of each rank, that the report is made from
-HANG_EXIT_CODE = 124  # the exit code of a job that was ended because it hung, as timeout's
-_LONGEST_IDLE_FACTOR = 3.0  # times the longest silence so far: no more than that is not slow
-_BUSY_LIMIT_FACTOR = (
-    4.0  # times the limit: a rank that computes so long without a word is not waited for
-)
-_CHECK_INTERVAL_S = 1.0  # s between two looks
+MAX_EVENTS_PER_RANK = 512
+HANG_EXIT_CODE = 124  # same exit code as timeout(1)
+_LONGEST_IDLE_FACTOR = 3.0  # times the longest idle interval so far: shorter intervals are normal
+_BUSY_LIMIT_FACTOR = 4.0  # times the limit: a computing rank is given no more time than this
+_CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Why the job is ended, the rank that the others wait for, where one is known, and hosts that
-    do not answer."""
+    """Why the job is ended.
+
+    Attributes:
+        text: Report for the user.
+        awaited_rank: Rank that the others wait for, or None if that is not known.
+        silent_hosts: Names of hosts that do not answer.
+    """
 
     text: str
     awaited_rank: int | None
@@ -33,20 +36,26 @@ class HangReport:
 
 
 class HangDetector:
-    """Asks the hosts again and again. look: fetches the ends of the records, with stacks."""
+    """Compare the progress of all hosts with the timeout.
+
+    Args:
+        timeout: ``--hang-timeout`` in seconds; 0 disables the detection.
+        fetch_records: Fetches the given number of events of each rank's record, and the ranks'
+            stacks.
+    """
 
     def __init__(self, timeout: float, fetch_records: Callable[[int], JobSnapshot | None]) -> None:
         self._timeout, self._fetch_records = timeout, fetch_records
         self._last_check = time.monotonic()
-        self._announced_longer_limit = False  # it was told that the timeout is too short
-        self._warned_limit_s = 0.0  # at which limit it was told that the job may be slow
+        self._announced_longer_limit = False
+        self._warned_limit_s = 0.0  # limit at which the job was reported as possibly slow
 
     def check(
         self,
         poll_hosts: Callable[[], Sequence[ProgressReport]],
         write_message: Callable[[str], None],
     ) -> HangReport | None:
-        """A Hang if the job is to be ended; ``say`` gets what else is to be told."""
+        """Return a HangReport if the job must end. ``write_message`` prints other messages."""
         now = time.monotonic()
         if not self._timeout or now - self._last_check < min(_CHECK_INTERVAL_S, self._timeout / 4):
             return None
@@ -89,7 +98,7 @@ class HangDetector:
         if current_view is not None and any(
             now.last_s is not None and now.last_s < limit / 2 for now in current_view.now
         ):
-            return None  # it has moved meanwhile
+            return None  # a rank has made progress meanwhile
         computing_ranks = computing(current_view, busy_ranks)
         is_hang = bool(self._warned_limit_s) or not computing_ranks
         stacks = {rank_of(tail): tail.stack for tail in snapshot.tails if tail.stack}

@@ -1,7 +1,7 @@
-"""Ctrl-C that cannot get lost, nor SIGTERM.
+"""Handle SIGINT and SIGTERM so that they can't get lost.
 
-Python raises KeyboardInterrupt wherever it happens to be, and in a destructor or a callback of
-the import system the exception is swallowed. So it is also remembered, and asked for later.
+Python raises KeyboardInterrupt at any point of the program; in a destructor or a callback of the
+import system the exception is swallowed. So the signal is also remembered and checked later.
 """
 
 import functools
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-# For ranks to write a checkpoint and leave, once the scheduler asks the job to end: Slurm kills
-# after 30 s (KillWait) unless told otherwise.
+# For ranks to write a checkpoint and stop, after the scheduler asks the job to end: Slurm kills
+# after 30 s (KillWait) by default.
 EARLY_STOP_TIMEOUT_S = 25.0
 
 
@@ -25,14 +25,17 @@ class TerminatedError(Exception):
 
 
 def raise_on_termination(take: Callable[[int], bool] = lambda number: False) -> None:
-    """From now on SIGTERM and SIGHUP raise TerminatedError, the first time. take: is asked
-    before; whether it sees to the end itself."""
+    """Make SIGTERM and SIGHUP raise TerminatedError, the first time.
+
+    Args:
+        take: Called first with the signal's number; returns whether it handles the signal itself.
+    """
     for number in TERMINATION_SIGNALS:
         signal.signal(number, functools.partial(_terminate, take))
 
 
 def ignore_termination() -> None:
-    """What is left to do takes little: no signal breaks it off."""
+    """Ignore SIGTERM and SIGHUP: the remaining work is short and must not be interrupted."""
     for number in TERMINATION_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -45,12 +48,12 @@ def _terminate(take: Callable[[int], bool], number: int, _: FrameType | None) ->
 
 
 class Interrupt:
-    """Handles SIGINT from its making on, unless the process was started to ignore it."""
+    """Handle SIGINT, unless the process was started to ignore it."""
 
     def __init__(self) -> None:
         self._pressed = False
         self._ended: int | None = None
-        self.stopped_early = False  # the ranks have left early, and nobody has ended the job
+        self.stopped_early = False  # the ranks stopped early, and no signal ended the job
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
 
@@ -59,23 +62,24 @@ class Interrupt:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt, or TerminatedError, where it was raised before and got lost."""
+        """Raise KeyboardInterrupt or TerminatedError if an earlier one got lost."""
         if self._pressed:
             raise KeyboardInterrupt
         if self._ended is not None:
             raise TerminatedError(self._ended)
 
     def remember_termination(self, number: int) -> bool:
-        """For ``raise_on_end``."""
+        """Remember a signal; argument of ``raise_on_termination``."""
         self._ended = number
         return False
 
 
 class DeferredTermination:
-    """SIGTERM of an agent's own scheduler, where the ranks can leave by themselves: it is put off,
-    and the launcher, which ends them or lets them leave, is told.
+    """Defer the SIGTERM of an agent's scheduler while the ranks can stop early with a checkpoint.
+    The launcher is informed, and ends the ranks or lets them stop.
 
-    granted: whether the ranks can leave.
+    Attributes:
+        allowed: Whether the ranks can stop early.
     """
 
     def __init__(self) -> None:
@@ -84,14 +88,14 @@ class DeferredTermination:
         self._reported = False
 
     def defer(self, number: int) -> bool:
-        """Whether this signal is put off: the first SIGTERM."""
+        """Return whether this signal is deferred: only the first SIGTERM."""
         if number != signal.SIGTERM or not self.allowed or self._deadline is not None:
             return False
         self._deadline = time.monotonic() + EARLY_STOP_TIMEOUT_S + 3
         return True
 
     def take_new(self) -> bool:
-        """Whether one has come since the last call."""
+        """Return whether a signal was deferred since the last call."""
         reported_before, self._reported = self._reported, self._deadline is not None
         return self._reported and not reported_before
 

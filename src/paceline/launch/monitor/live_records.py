@@ -1,10 +1,10 @@
-"""The rings of a job on several hosts, for whoever wants to see them while it runs.
+"""Serve the live records of a job on several hosts to processes that show them.
 
-The launcher listens on an abstract Unix socket (nothing lies in a file system, nothing is to be
-cleaned up) to processes of the same user on its host. For each question it asks every host's
-agent for the tails of its rings, and passes on what comes within a time: a host that is silent is
-named, and the others are shown. Each visitor has a thread of its own, so that a slow one holds up
-nobody; what reads the hosts' channels only puts their answers down here.
+The launcher listens on an abstract Unix socket (no file, so nothing needs cleaning up) for
+processes of the same user on its host. For each query it asks every host's agent for the tails of
+its ring files, and forwards what arrives within a time limit: hosts that do not answer are named.
+Each visitor has its own thread, so that a slow one delays no other; the threads that read the
+hosts' channels only store the answers here.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from ..channel import Channel, InvalidMessageError
 from ..records import job_folder
 from .rank_stacks import ask as ask_for_stacks
 
-ANSWER_TIMEOUT_S = 2.0  # for all hosts together
-SILENT_HOST_TIMEOUT_S = 1.0  # of those, also for hosts that have been silent before
-STACK_TIMEOUT_S = 2.0  # more, where ranks are asked as well
-VISITOR_TIMEOUT_S = 10.0  # to say what he wants, and to take a piece of the answer
+ANSWER_TIMEOUT_S = 2.0  # for the answers of all hosts
+SILENT_HOST_TIMEOUT_S = 1.0  # part of it in which hosts that were silent before are awaited too
+STACK_TIMEOUT_S = 2.0  # added if ranks are asked for stacks
+VISITOR_TIMEOUT_S = 10.0  # for a visitor to send its query, and to read a part of the answer
 MAX_VISITORS = 8  # at a time
-LAUNCHER_TIMEOUT_S = 5.0  # of a visitor
+LAUNCHER_TIMEOUT_S = 5.0
 MAX_TRIES, RETRY_INTERVAL_S = 5, 0.3
 UNIX_SOCKETS_FILE = Path("/proc/net/unix")
-NO_DESCRIPTOR_WAIT_S = 0.5  # without accepting visitors
+NO_DESCRIPTOR_WAIT_S = 0.5  # when no file descriptor is free
 MAX_EVENTS = 1 << 16
 MAX_TAIL_BYTES = HEADER_BYTES + MAX_EVENTS * EVENT.size
 _PEER = struct.Struct("iII")  # pid, uid, gid
@@ -46,10 +46,10 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class Host(Protocol):
-    """What this needs of ``there.There``."""
+    """The part of ``remote_host.RemoteHost`` that is needed here."""
 
     name: str
-    on_tail: Any  # called with what the host's agent answers
+    on_tail: Any  # called with the answers of the host's agent
 
     def send_if_ready(self, **message: Any) -> bool: ...
     @property
@@ -59,8 +59,13 @@ class Host(Protocol):
 
 
 def local_tails(folder: Path, max_events: int, stacks: bool = False) -> list[Tail]:
-    """The tails of the rings in a job's folder on this host; with the ranks' stacks, if wanted:
-    a rank without a ring has a tail without data then."""
+    """Return the tails of the ring files in a job's folder on this host.
+
+    Args:
+        max_events: Newest events of each rank.
+        stacks: Also ask the ranks for their stacks; a rank without a ring file then has a tail
+            without data.
+    """
     asked = ask_for_stacks(folder) if stacks else {}
     found = read_tails(folder, max_events, job_folder.noted_attempt(folder))
     found = [replace(tail, stack=asked.get(rank_of(tail), "")) for tail in found]
@@ -73,12 +78,12 @@ def rank_of(tail: Tail) -> int:
 
 
 def local_snapshot(folder: Path, max_events: int) -> "JobSnapshot":
-    """``Live.look`` for a job on this host alone."""
+    """Return a snapshot, with stacks, of a job on this host alone."""
     return JobSnapshot(local_tails(folder, max_events, stacks=True), [], False, {})
 
 
 def tail_messages(folder: Path | None, max_events: int, stacks: bool) -> Iterator[Message]:
-    """On the host: the tails of its rings, each in a message; then one that says it is done."""
+    """Yield the tails of this host's ring files, one per message, then a message with "done"."""
     if folder is not None:
         for found in local_tails(folder, max_events, stacks):
             about = {"ring": found.name, "now": found.now, "process": found.process}
@@ -88,20 +93,25 @@ def tail_messages(folder: Path | None, max_events: int, stacks: bool) -> Iterato
 
 
 class LiveRecordServer:
-    """In the launcher: answers visitors until it is closed.
+    """Answer the queries of visitors in the launcher, until it is closed.
 
-    about: what visitors are told of the job. ``ending``: the hosts can't be asked any more.
+    Args:
+        about: Description of the job for visitors.
+
+    Attributes:
+        ending: Whether the hosts can no longer be asked.
     """
 
     def __init__(self, run: str, hosts: Sequence[Host], about: dict[str, Any]) -> None:
         self._hosts, self._job_description = list(hosts), about
         self.ending = False
-        self._query_lock = threading.Lock()  # one question to the hosts at a time
+        self._query_lock = threading.Lock()  # one query to the hosts at a time
         self._changed = threading.Condition()
         self._query_numbers = count(1)
         self._query_number = 0
         self._answers: list[Message] = []
-        self._unanswered_hosts: set[int] = set()  # hosts that have not answered an earlier question
+        # indices of hosts that have not answered an earlier query
+        self._unanswered_hosts: set[int] = set()
         self._visitors = threading.Semaphore(MAX_VISITORS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         for host_index, host in enumerate(hosts):
@@ -109,20 +119,20 @@ class LiveRecordServer:
         try:
             self._socket.bind(_address(run))
             self._socket.listen(MAX_VISITORS)
-        except OSError:  # the job runs all the same
+        except OSError:  # the job runs without live views
             self._socket.close()
             return
         threading.Thread(target=self._accept, daemon=True).start()
 
     def replace(self, host_index: int, host: Host) -> None:
-        """Another agent is on this host from now on."""
+        """Use another connection to the host from now on."""
         host.on_tail = partial(self._take_answer, host_index)
         with self._changed:
             self._hosts[host_index] = host
             self._unanswered_hosts.discard(host_index)
 
     def close(self) -> None:
-        """Nobody is answered any more; who looks sees the job's end."""
+        """Stop answering; visitors then see that the job has ended."""
         self.ending = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -135,7 +145,7 @@ class LiveRecordServer:
             except OSError as error:
                 if self.ending or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                     return
-                time.sleep(NO_DESCRIPTOR_WAIT_S)  # the process has no descriptor left for now
+                time.sleep(NO_DESCRIPTOR_WAIT_S)  # the process has no free file descriptor for now
                 continue
             if not _is_same_user(visitor) or not self._visitors.acquire(blocking=False):
                 visitor.close()
@@ -153,17 +163,17 @@ class LiveRecordServer:
                 for answer, raw in self._collect(max_events, False):
                     channel.send(answer, raw)
         except (OSError, InvalidMessageError, KeyError, TypeError, ValueError):
-            pass  # it has gone, or is none of ours
+            pass  # the visitor is gone, or is not Paceline
         finally:
             visitor.close()
             self._visitors.release()
 
     def snapshot(self, max_events: int) -> "JobSnapshot":
-        """For the launcher itself, with the ranks' stacks."""
+        """Return a snapshot for the launcher itself, with the ranks' stacks."""
         return snapshot_from_messages(self._collect(max_events, True))
 
     def _collect(self, max_events: int, stacks: bool) -> list[Message]:
-        """What all hosts answer, and at the end who did not."""
+        """Return the answers of all hosts, and a last message that names hosts without an answer."""
         if self.ending or max_events == 0:
             return [
                 ({"end": True, "silent": [], "ending": self.ending, **self._job_description}, b"")
@@ -186,7 +196,8 @@ class LiveRecordServer:
                         asked = [other for other in asked if other != host_index]
             with self._changed:
                 wait = ANSWER_TIMEOUT_S + (STACK_TIMEOUT_S if stacks else 0.0)
-                # A launcher that was stopped has heard of nobody until it reads what has come.
+                # A launcher that was suspended has received nothing until it reads what has come
+                # meanwhile.
                 if not self._changed.wait_for(
                     partial(self._all_answered, asked, False), SILENT_HOST_TIMEOUT_S
                 ):
@@ -204,7 +215,9 @@ class LiveRecordServer:
         ]
 
     def _all_answered(self, asked: list[int], skip_silent: bool) -> bool:
-        """but_silent: nobody is waited for who has been silent for long already."""
+        """Whether no answer is awaited; ``skip_silent``: except of hosts that have long been
+        silent.
+        """
         awaited = [
             self._hosts[host_index] for host_index in asked if host_index in self._unanswered_hosts
         ]
@@ -213,7 +226,7 @@ class LiveRecordServer:
         )
 
     def _take_answer(self, host_index: int, message: dict[str, Any], raw: bytes) -> None:
-        """Called by the thread that reads the host's channel: takes no time."""
+        """Store an answer. Called by the thread that reads the host's channel: must return at once."""
         with self._changed:
             if "done" in message:
                 self._unanswered_hosts.discard(host_index)
@@ -224,8 +237,14 @@ class LiveRecordServer:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """What is seen of a job at one time. silent: names of hosts that have not answered. about:
-    what the launcher says of the job."""
+    """The state of a job at one time.
+
+    Attributes:
+        tails: Tails of the ranks' records.
+        silent_hosts: Names of hosts that have not answered.
+        ending: Whether the job is ending.
+        job: Description of the job by its launcher.
+    """
 
     tails: list[Tail]
     silent_hosts: list[str]
@@ -234,9 +253,10 @@ class JobSnapshot:
 
 
 def query_launcher(run: str, max_events: int) -> JobSnapshot | None:
-    """Ask the launcher of a job on several hosts; None where it is not there (any more).
+    """Ask the launcher of a job on several hosts; None if it is not running.
 
-    Raises ValueError where it is there and does not answer.
+    Raises:
+        ValueError: It is running and does not answer.
     """
     for _ in range(MAX_TRIES):
         try:
@@ -249,11 +269,11 @@ def query_launcher(run: str, max_events: int) -> JobSnapshot | None:
 
 
 class UnreachableError(ValueError):
-    """A launcher's socket takes no connection; it may be another user's under that name."""
+    """A launcher's socket accepts no connection; the name may belong to another user's socket."""
 
 
 class BusyError(Exception):
-    """The launcher has broken the conversation off: others are there, or it ends."""
+    """The launcher has closed the connection: it has too many visitors, or it ends."""
 
 
 def _query_launcher_once(run: str, max_events: int) -> JobSnapshot | None:
@@ -263,7 +283,7 @@ def _query_launcher_once(run: str, max_events: int) -> JobSnapshot | None:
             connection.connect(_address(run))
         except ConnectionRefusedError:
             raise
-        except OSError:  # its queue is full: whose it is can't be seen
+        except OSError:  # its queue is full: its owner can't be determined
             raise UnreachableError(_LAUNCHER_SILENT) from None
         if not _is_same_user(connection):
             return None
@@ -281,7 +301,7 @@ _LAUNCHER_SILENT = (
 
 
 def snapshot_from_messages(messages: list[Message]) -> JobSnapshot:
-    """What a whole answer says; its last message is the end."""
+    """Build the snapshot from a whole answer; its last message is the end."""
     *answers, (end, _) = messages
     found = [
         Tail(about["ring"], about["now"], about["process"], _decompress_tail(raw), about["stack"])
@@ -316,7 +336,7 @@ def _exchange(channel: Channel, max_events: int) -> JobSnapshot:
 
 
 def running_launchers() -> list[str]:
-    """Names of this user's jobs on several hosts whose launchers are on this one."""
+    """Return the names of this user's jobs on several hosts whose launcher runs on this host."""
     name = re.compile(rb" @%s([0-9a-zA-Z_-]+)\n" % _prefix().encode())
     try:
         with UNIX_SOCKETS_FILE.open(
@@ -337,6 +357,6 @@ def _address(run: str) -> str:
 
 
 def _is_same_user(connection: socket.socket) -> bool:
-    """Whether the other side is the same user."""
+    """Whether the other side belongs to the same user."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return bool(_PEER.unpack(peer)[1] == os.geteuid())

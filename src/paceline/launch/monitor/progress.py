@@ -1,5 +1,9 @@
-"""Whether a job moves, as its host sees it: what its ranks have begun and ended, and before their
-first step also whether they compute."""
+"""Detect whether the ranks of this node make progress.
+
+A rank makes progress when it begins or ends a recorded operation. Before its first training step,
+when it still imports, compiles or loads data, it also counts as progressing while it uses the CPU.
+The launcher compares the reports of all nodes with ``--hang-timeout``.
+"""
 
 import os
 import time
@@ -9,15 +13,21 @@ from pathlib import Path
 from ...record.ring.tail import read_progress
 from . import rank_stacks
 
-BUSY_CPU_SHARE = 0.5  # of a core: a rank that takes that much computes
-STARTUP_CPU_SHARE = 0.2  # of a core, before the first step: imports, compilation
+BUSY_CPU_SHARE = 0.5  # of one core: the rank is computing
+STARTUP_CPU_SHARE = 0.2  # of one core, before the first step: importing or compiling
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class ProgressReport:
-    """still_s: for how long no rank has begun or ended anything. longest_s: the longest such
-    time that came to an end, since the first step. busy: ranks that compute meanwhile."""
+    """What one node reports about the progress of its ranks.
+
+    Attributes:
+        idle_s: Seconds since any rank last began or ended an operation.
+        longest_idle_s: Longest such interval that ended, since the first step.
+        has_stepped: Whether any rank has completed a training step.
+        busy_ranks: Global ranks that have used the CPU during the current idle interval.
+    """
 
     idle_s: float = 0.0
     longest_idle_s: float = 0.0
@@ -26,25 +36,23 @@ class ProgressReport:
 
 
 class ProgressMonitor:
-    """Looks at one host's ranks, again and again."""
+    """Poll the records and the CPU time of one node's ranks."""
 
     def __init__(self, job_folder: Path) -> None:
         self._job_folder = job_folder
         self._last_events: dict[str, tuple[bytes, int]] = {}
         self._last_progress = self._last_poll = time.monotonic()
-        self._cpu_seconds_at_progress: dict[
-            int, float
-        ] = {}  # processor time of each rank when it last moved
-        self._cpu_seconds_at_poll: dict[int, float] = {}  # ... and at the last look
+        self._cpu_seconds_at_progress: dict[int, float] = {}  # by rank
+        self._cpu_seconds_at_poll: dict[int, float] = {}  # by rank
         self._longest_idle_s, self._has_stepped = 0.0, False
 
     def reset(self) -> None:
-        """A new attempt begins."""
+        """Forget everything seen so far; called when the job is restarted."""
         self._last_events, self._last_progress = {}, time.monotonic()
         self._longest_idle_s, self._has_stepped = 0.0, False
 
     def poll(self) -> ProgressReport:
-        """What has happened since the last look."""
+        """Return the progress since the previous call."""
         now, cpu_seconds = time.monotonic(), self._cpu_seconds_by_rank()
         progressed = self._records_changed()
         elapsed_s = max(now - self._last_poll, 1e-3)
@@ -57,7 +65,9 @@ class ProgressMonitor:
                 used / elapsed_s >= STARTUP_CPU_SHARE for used in cpu_seconds_used
             )
         if progressed:
-            if self._has_stepped:  # what is sure of it: that it lasted until the last look
+            # The interval lasted at least until the previous poll; when exactly it ended is not
+            # known, so it is not overestimated.
+            if self._has_stepped:
                 self._longest_idle_s = max(
                     self._longest_idle_s, self._last_poll - self._last_progress
                 )
@@ -74,13 +84,14 @@ class ProgressMonitor:
         return ProgressReport(idle_s, self._longest_idle_s, self._has_stepped, sorted(busy_ranks))
 
     def _records_changed(self) -> bool:
+        """Whether any rank's last begun or last ended operation differs from the previous poll."""
         events = {}
         for path in self._job_folder.glob("rank-*.ring"):
             try:
                 last_begun, last_ended, step = read_progress(path)
             except (OSError, ValueError):
                 continue
-            # Where all that is read are samples of the stack, nothing of note has ended.
+            # If only stack samples were read, no operation has ended since.
             last_ended = last_ended or self._last_events.get(path.name, (b"", 0))[1]
             events[path.name] = (last_begun, last_ended)
             self._has_stepped = self._has_stepped or step > 0
@@ -89,7 +100,7 @@ class ProgressMonitor:
         return changed
 
     def _cpu_seconds_by_rank(self) -> dict[int, float]:
-        """Seconds of processor time of each rank, its children included."""
+        """Return the CPU seconds of each rank and its descendants (loader workers, compilers)."""
         return {
             rank: _process_cpu_seconds(pid)
             for rank, pid in rank_stacks.pids(self._job_folder).items()
@@ -97,7 +108,7 @@ class ProgressMonitor:
 
 
 def _process_cpu_seconds(pid: int) -> float:
-    """Processor time of a process and of its children (a loader's workers, a compiler)."""
+    """Return the CPU seconds of a process and its descendants."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

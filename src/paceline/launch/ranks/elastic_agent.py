@@ -1,10 +1,10 @@
-"""PyTorch's elastic agent with two parts of our own: a store for each attempt, and ranks that
-are forked from a process that has imported torch.
+"""PyTorch's elastic agent, with a new store for each attempt and ranks forked from a process that
+has imported torch.
 
-PyTorch's agents share one store between restarts; ranks of a new attempt then find the old
-attempt's keys and connect to the dead (`connectFullMesh ... Connection refused`). Here every
-attempt has a fresh store on a port that is bound before any rank starts. And there is one agent
-for all hosts of the job, so that one place knows which rank failed first.
+PyTorch's agents share one store between restarts; ranks of a new attempt then find the previous
+attempt's keys and connect to ended ranks (`connectFullMesh ... Connection refused`). Here every
+attempt has a new store on a port that is bound before any rank starts. There is one agent for all
+hosts of the job, so that one process knows which rank failed first.
 """
 
 import os
@@ -35,18 +35,18 @@ from ..recovery.shrink import RemainingHosts
 from . import framework_variables
 from .rendezvous import Rendezvous
 
-END_GRACE_S = 3.0  # seconds between asking a rank to end and killing it
-SETTLE_S = 0.3  # after a first failure: time for an earlier one to become known
-CONSEQUENCE_SETTLE_S = 3.0  # the same, where that one only says that another rank has gone
-EXIT_TIMEOUT_S = 10.0  # for a rank that has finished to leave its interpreter
+END_GRACE_S = 3.0  # between asking a rank to end and killing it
+SETTLE_S = 0.3  # after the first known failure, for an earlier one to become known
+CONSEQUENCE_SETTLE_S = 3.0  # same, if that failure only says that another rank is gone
+EXIT_TIMEOUT_S = 10.0  # for a finished rank to exit its interpreter
 
 
 class Host(Protocol):
-    """What the agent needs of a host: ``here.Here``, or ``there.There`` over a channel."""
+    """A host of the job: ``LocalHost``, or ``RemoteHost`` over a channel."""
 
     name: str
     address: str  # by which the other hosts reach it
-    termination_requested: bool  # whether the scheduler asks it to end
+    termination_requested: bool  # whether the scheduler asks this host's agent to end
 
     def set_output(self, output: RankOutput) -> None: ...
     def open_store(self, port: int) -> tuple[str, int]: ...
@@ -55,55 +55,53 @@ class Host(Protocol):
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None: ...
     def take_exits(self) -> Iterator[tuple[int, int, float]]: ...
     def signal(self, rank: int, kind: int) -> None: ...
-    def exit_reason(self, rank: int) -> str: ...  # what it has to do with a rank's end, or ""
+    def exit_reason(self, rank: int) -> str: ...  # the host's part in a rank's exit, or ""
     def set_can_stop_early(
         self, can_stop_early: bool
-    ) -> None: ...  # the ranks are given time, where it is to end
+    ) -> None: ...  # so that the ranks are given time to stop
     def progress(self) -> ProgressReport: ...
-    def bindings(self) -> dict[str, Any]: ...  # where its ranks really are
-    def give_up(self) -> None: ...  # it is silent: not waited for any more
-    def to_local_time(
-        self, at: float
-    ) -> float: ...  # a time of its monotonic clock, on this host's
+    def bindings(self) -> dict[str, Any]: ...  # actual bindings of its ranks
+    def give_up(self) -> None: ...  # consider the host lost
+    def to_local_time(self, at: float) -> float: ...  # converts from its monotonic clock
 
 
 class ElasticAgent(SimpleElasticAgent):
-    """Starts, watches and ends the ranks of all hosts."""
+    """Start, watch and end the ranks of all hosts."""
 
-    # Set before it runs: what tells this agent what ranks say, and whether Ctrl-C was pressed.
+    # Set before the agent runs.
     output: RankOutput
     interrupt: Interrupt
     hang_detector: HangDetector
-    remaining: RemainingHosts | None = None  # where there are several hosts: the job may lose some
-    bindings: BindingsReport | None = None  # tells where the ranks are, if wanted
-    summary: Path | None = None  # where to write the figures that rank 0 sends
+    remaining: RemainingHosts | None = None  # if the job has several hosts
+    bindings: BindingsReport | None = None  # if bindings are to be reported
+    summary: Path | None = None  # where to write the report of rank 0
 
     def __init__(
         self, spec: WorkerSpec, hosts: Sequence[Host], seats: list[Seat], started: int
     ) -> None:
-        """seats: of the ranks, in their order. started: when the command began, ns of this
-        host's monotonic clock."""
+        """Start no rank yet.
+
+        Args:
+            seats: Host and local rank of each rank, in rank order.
+            started: When the command began, ns of this host's monotonic clock.
+        """
         super().__init__(spec, exit_barrier_timeout=60)
         self._hosts, self._seats = hosts, seats
         self._rank_addresses: tuple[list[framework_variables.Worker], int] = [], 0
         self._started_ns = started
         self.ranks: list[RankStatus] = []
-        self.cause: RankStatus | None = None  # of the last attempt's failure
-        self.hang_report: HangReport | None = None  # where that is why it was ended
-        self.pending_signals: list[int] = []  # to be passed on
-        self.early_stop_deadline: float | None = (
-            None  # the ranks were asked to leave; until then they may
-        )
-        self._announced_can_stop_early = False  # that the ranks can leave
+        self.cause: RankStatus | None = None  # rank whose failure ended the last attempt
+        self.hang_report: HangReport | None = None  # if a hang ended the last attempt
+        self.pending_signals: list[int] = []  # to be forwarded to the ranks
+        self.early_stop_deadline: float | None = None  # deadline for ranks that were asked to stop
+        self._announced_can_stop_early = False  # what the hosts were last told
         self._attempt = -1
-        self._returned_hosts: list[
-            str
-        ] = []  # hosts that are to take part again, once the ranks have left
+        self._returned_hosts: list[str] = []  # returned hosts, while the ranks stop for them
 
-    # what SimpleElasticAgent asks for
+    # overridden methods of SimpleElasticAgent
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """A store and ports for an attempt; a further one goes on with the hosts that are there."""
+        """Open a store and find ports for an attempt; a restart uses the hosts that remain."""
         spec = worker_group.spec
         self._attempt += 1
         remaining = self.remaining if self._attempt else None
@@ -117,7 +115,7 @@ class ElasticAgent(SimpleElasticAgent):
                 super()._rendezvous(worker_group)
                 self._rank_addresses = framework_variables.places(self._seats, self._hosts)
                 return
-            except ValueError:  # a host of which that was not known
+            except ValueError:  # a host whose loss was not known yet
                 if remaining is None or not remaining.drop_lost():
                     raise
                 self._use_remaining_hosts(remaining, spec)
@@ -137,7 +135,7 @@ class ElasticAgent(SimpleElasticAgent):
                 ),
             }
             seat = self._seats[worker.global_rank]
-            # Watched from before it starts: what it says at once is not lost.
+            # Registered before the rank starts, so that its first messages are not lost.
             self.ranks.append(RankStatus(worker.global_rank, self._host_name_if_several(seat)))
             self._hosts[seat.host].start(worker.global_rank, seat.local_rank, variables)
         return {rank.rank: None for rank in self.ranks}
@@ -149,14 +147,12 @@ class ElasticAgent(SimpleElasticAgent):
         self._readmit_hosts()
         self._forward()
         if first_failure(self.ranks) is not None or any(not rank.running for rank in self.ranks):
-            self.output.drain()  # a rank's last words come before its death
+            self.output.drain()  # a rank's last output comes before its exit
         if first_failure(self.ranks) is not None:
             self._settle()
             self.cause = first_failure(self.ranks)
             assert self.cause is not None
-            if (
-                self.early_stop_deadline is not None
-            ):  # the scheduler ends the job: no further attempt
+            if self.early_stop_deadline is not None:  # the scheduler ends the job: do not restart
                 self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
         if self.bindings is not None:
@@ -175,13 +171,13 @@ class ElasticAgent(SimpleElasticAgent):
         if self._returned_hosts and self.stopped_at_step is not None:
             handler = worker_group.spec.rdzv_handler
             assert isinstance(handler, Rendezvous)
-            handler.waiting = len(self._returned_hosts)  # a start again that counts for none
+            handler.waiting = len(self._returned_hosts)  # a restart that does not count
             return RunResult(state=WorkerState.HEALTHY)
         results = {rank.rank: None for rank in self.ranks}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
-        if self.hang_report is not None:  # told before anybody is ended
+        if self.hang_report is not None:  # reported before any rank is ended
             self.output.say(f"{self.hang_report.text}  The job hangs: its ranks are ended.\n")
         self.end_ranks()
         self.output.drain()
@@ -193,26 +189,27 @@ class ElasticAgent(SimpleElasticAgent):
         self.end_ranks()
 
     def _record_worker_events(self, result: RunResult) -> None:
-        """Nothing: these events look up the host's name, which takes long on some hosts."""
+        """Record nothing: these events look up the host's name, which is slow on some hosts."""
 
-    # our part
+    # own methods
 
     def end_ranks(self, grace: float = END_GRACE_S) -> None:
-        """End every rank that runs: asked first, killed after ``grace`` seconds. A second
-        Ctrl-C meanwhile kills at once."""
+        """End every running rank: SIGTERM first, SIGKILL after ``grace`` seconds. A second Ctrl-C
+        kills them at once.
+        """
         deadline = time.monotonic() + grace
         try:
             for rank in self.ranks:
                 if rank.running:
-                    # to a rank that leaves on a warning SIGTERM is one
+                    # a rank that stops on a warning treats SIGTERM as one
                     self._signal(rank, signal.SIGHUP if rank.stops_on_warning else signal.SIGTERM)
-                    self._signal(rank, signal.SIGCONT)  # who is stopped could not hear it
+                    self._signal(rank, signal.SIGCONT)  # a stopped process can't handle the signal
             while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
                 time.sleep(0.01)
                 self._collect_exits()
         except KeyboardInterrupt:
             pass
-        for rank in self.ranks:  # those whose leader has ended may have left others behind
+        for rank in self.ranks:  # ranks that exited may have left processes behind
             self._signal(rank, signal.SIGKILL)
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
@@ -247,7 +244,7 @@ class ElasticAgent(SimpleElasticAgent):
         }
 
     def _announce_restart(self, spec: WorkerSpec) -> None:
-        """What the next attempt begins with, and which of those that are allowed it is."""
+        """Print which hosts the next attempt uses, and how many restarts are used up."""
         changes = self.remaining.take_changes() if self.remaining is not None else ""
         used = f" ({spec.max_restarts - self._remaining_restarts} of {spec.max_restarts})"
         self.output.say(
@@ -256,8 +253,9 @@ class ElasticAgent(SimpleElasticAgent):
         )
 
     def _readmit_hosts(self) -> None:
-        """Have the ranks leave for hosts that could take part again; those that can't leave go
-        on without them until the next attempt."""
+        """Have the ranks stop with a checkpoint when lost hosts have returned. Ranks that can't
+        stop continue without these hosts until the next attempt.
+        """
         if self.remaining is None or self._returned_hosts or self.early_stop_deadline is not None:
             return
         self._returned_hosts = self.remaining.announce_returned(
@@ -268,28 +266,28 @@ class ElasticAgent(SimpleElasticAgent):
                 self._signal(rank, signal.SIGUSR1)
 
     def _use_remaining_hosts(self, remaining: RemainingHosts, spec: WorkerSpec) -> None:
-        """Other hosts and seats for the next attempt; ranks are numbered anew."""
+        """Use the remaining hosts for the next attempt, and renumber the ranks."""
         self.ranks, self._hosts, self._seats = [], remaining.hosts, seats(remaining.ranks_per_host)
         spec.local_world_size = len(self._seats)
         handler = spec.rdzv_handler
         assert isinstance(handler, Rendezvous)
-        handler.shutdown()  # the store may lie on a host that is left out
+        handler.shutdown()  # the store may be on an excluded host
         handler.host = self._hosts[0]
         self.output.close()
         self.start_output()
 
     def start_output(self) -> None:
-        """From now on what the ranks say is read and shown, of as many as there are now."""
+        """Read and show the output of the ranks of this attempt."""
         out, err = sys.stdout.buffer, sys.stderr.buffer
         self.output = RankOutput(len(self._seats), out, err, self.handle_rank_message)
         for host in self._hosts:
             host.set_output(self.output)
 
     def _forward(self) -> None:
-        """Pass the user's signals (a scheduler's warning, say) on to the ranks."""
+        """Forward the user's signals, such as a scheduler's warning, to the ranks."""
         while self.pending_signals:
             kind = self.pending_signals.pop(0)
-            self._returned_hosts = []  # who leaves now does so for good
+            self._returned_hosts = []  # ranks that stop now are not restarted
             if kind == signal.SIGTERM:
                 self._request_early_stop()
                 continue
@@ -300,17 +298,19 @@ class ElasticAgent(SimpleElasticAgent):
 
     @property
     def can_stop_early(self) -> bool:
-        """Whether a warning makes all ranks write a checkpoint and leave."""
+        """Whether a warning makes all ranks write a checkpoint and stop."""
         return bool(self.ranks) and all(rank.stops_on_warning for rank in self.ranks)
 
     @property
     def stopped_at_step(self) -> int | None:
-        """The step of the checkpoint with which all ranks have left before the end."""
+        """Step of the checkpoint with which all ranks have stopped before the end, or None."""
         steps = [rank.stopped_at_step for rank in self.ranks]
         return steps[0] if steps and None not in steps else None
 
     def defer_termination(self, number: int) -> bool:
-        """Whether SIGTERM is passed on as a warning: the first, where all ranks can leave."""
+        """Return whether SIGTERM is forwarded as a warning instead of ending the job: only the
+        first one, and only if all ranks can stop early.
+        """
         if (
             number != signal.SIGTERM
             or self.early_stop_deadline is not None
@@ -331,7 +331,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._signal(rank, signal.SIGUSR1)
 
     def _poll_hosts(self) -> None:
-        """Tell them whether the ranks can leave; hear from them that the job is to end."""
+        """Tell the hosts whether the ranks can stop early; check whether a scheduler ends the job."""
         if self.can_stop_early != self._announced_can_stop_early:
             self._announced_can_stop_early = self.can_stop_early
             for host in self._hosts:
@@ -349,7 +349,7 @@ class ElasticAgent(SimpleElasticAgent):
         return self._hosts[seat.host].name if several else ""
 
     def _collect_exits(self) -> None:
-        """Take in which ranks have ended."""
+        """Take note of which ranks have ended."""
         for host in self._hosts:
             for number, status, at in host.take_exits():
                 rank = self.ranks[number] if number < len(self.ranks) else None
@@ -358,7 +358,7 @@ class ElasticAgent(SimpleElasticAgent):
                     rank.host_failure = host.exit_reason(number)
 
     def handle_rank_message(self, number: int, message: dict[str, Any]) -> None:
-        """What a rank tells the launcher; called from the output's thread."""
+        """Handle a rank's message to the launcher; called from the output's thread."""
         rank = self.ranks[number] if number < len(self.ranks) else None
         if rank is not None and "exception" in message:
             host = self._hosts[self._seats[number].host]
@@ -382,7 +382,7 @@ class ElasticAgent(SimpleElasticAgent):
         return [host.progress() for host in self._hosts]
 
     def _settle(self) -> None:
-        """A failure is known; give an earlier one a moment to become known as well."""
+        """Wait briefly after a failure, because an earlier one may become known later."""
         began = time.monotonic()
         while (waited := time.monotonic() - began) < CONSEQUENCE_SETTLE_S:
             cause = first_failure(self.ranks)
@@ -392,7 +392,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._collect_exits()
 
     def _end_unexited_ranks(self) -> None:
-        """Kill ranks that finished but do not exit, once all others have."""
+        """Kill ranks that finished but do not exit, once all others have exited."""
         running = [rank for rank in self.ranks if rank.running]
         if not running or any(rank.finished_at is None for rank in running):
             return

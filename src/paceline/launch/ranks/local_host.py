@@ -1,4 +1,4 @@
-"""The ranks of this host: forked by the rank server, which this process talks to."""
+"""The ranks of this host, forked by the rank server that this process controls."""
 
 import datetime
 import gc
@@ -17,13 +17,14 @@ from ..records.job_folder import note_attempt
 from .fork_server import MESSAGE_BYTES, kill_group
 from .framework_variables import free_ports
 
-if TYPE_CHECKING:  # the command line loads this module for every command
+if TYPE_CHECKING:  # loaded by every command: keep imports few
     from ...cluster.binding.binding_plan import Place
 
 
 class ForkedRankServer(BaseException):
-    """Raised in the forked rank server to leave the command line's stack behind: what a rank's
-    traceback shows below the script is then a few lines. ``cli.main`` catches it."""
+    """Raised in the forked rank server to unwind the command line's stack, so that a rank's
+    traceback shows only few lines below the script. ``cli.main`` catches it.
+    """
 
     def __init__(self, channel: socket.socket, folder: Path, preloads: list[str]) -> None:
         super().__init__()
@@ -31,12 +32,14 @@ class ForkedRankServer(BaseException):
 
 
 def start_server(folder: Path, preloads: list[str], close: Iterable[int] = ()) -> "RankServer":
-    """Import torch, then fork the process that the ranks will be forked from.
+    """Import torch, then fork the process that the ranks are forked from.
 
-    close: descriptors that are this process's alone: who else held them would keep a connection
-    open that should end with this process.
+    Args:
+        preloads: Modules that the server imports once for all ranks.
+        close: Descriptors that the server must close: a copy would keep a connection open that is
+            to end with this process.
     """
-    gc.disable()  # a collection in the middle of an import finds nothing and costs a third
+    gc.disable()  # garbage collection during imports frees nothing and costs a third of the time
     if preloads:
         import torch  # noqa: F401  once, before the fork, for this process and all ranks
     parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -53,13 +56,13 @@ def start_server(folder: Path, preloads: list[str], close: Iterable[int] = ()) -
 
 
 class RankServer:
-    """The rank server, seen from the process that has forked it."""
+    """The rank server, as seen by the process that forked it."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
 
     def end(self, grace: float) -> None:
-        """Have all ranks and the server end, the records kept, the folder removed."""
+        """End all ranks and the server; the server keeps the records and removes the folder."""
         try:
             self.channel.send(json.dumps({"end": grace}).encode())
         except OSError:
@@ -75,7 +78,7 @@ class OutputReader(Protocol):
 
 
 class LocalHost:
-    """A host of the job, and that is this one."""
+    """The host of the job that this process runs on."""
 
     def __init__(
         self,
@@ -86,8 +89,15 @@ class LocalHost:
         address: str = "127.0.0.1",
         smt: bool | None = None,
     ) -> None:
-        """environment: of every rank. places: of each local rank; own: its variables. address:
-        where the ranks of other hosts reach a store here. smt: as the places were planned with."""
+        """Control the ranks through ``server``.
+
+        Args:
+            environment: Environment variables of every rank.
+            places: Placement of each local rank.
+            variables_by_local_rank: Environment variables of each local rank.
+            address: Address by which ranks of other hosts reach a store here.
+            smt: Value that the placement was planned with.
+        """
         self.name, self.address = socket.gethostname(), address
         self._channel = server.channel
         self._environment, self._places, self._variables_by_local_rank = (
@@ -97,27 +107,30 @@ class LocalHost:
         )
         self._smt = smt
         self._output: OutputReader | None = None
-        self._pids: dict[int, int] = {}  # of the last attempt
+        self._pids: dict[int, int] = {}  # of the current attempt
         self._local_ranks: dict[int, int] = {}
         self._running: set[int] = set()
         self._exit_reasons: dict[int, str] = {}
-        self._pending_exits: list[dict[str, Any]] = []  # deaths, not yet told
+        # exits that were received and not yet returned
+        self._pending_exits: list[dict[str, Any]] = []
         self._store: Any = None
         self._attempt = ""
         self._progress_monitor = ProgressMonitor(Path(environment["PACELINE_RECORD"]))
-        self.ready = False  # the server has imported what the ranks need; deaths() sees it
-        self.server_ended = False  # the server has ended
-        self.termination_requested = False  # the launcher is here as well, and hears that itself
+        # whether the server has imported the preloaded modules; updated by take_exits()
+        self.ready = False
+        self.server_ended = False  # whether the server has ended
+        # the launcher is on this host and receives the signal itself
+        self.termination_requested = False
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
     def set_output(self, output: "OutputReader") -> None:
-        """What the ranks write goes there."""
+        """Send the ranks' output to ``output``."""
         self._output = output
 
     def open_store(self, port: int) -> tuple[str, int]:
-        """A new store for the ranks, on the job's interface alone; the last one is closed."""
+        """Open a new store for the ranks, on the job's interface only, and close the previous one."""
         from torch._C._distributed_c10d import TCPStore
 
         self._store = None
@@ -144,7 +157,7 @@ class LocalHost:
         self._store = None
 
     def progress(self) -> ProgressReport:
-        """Whether its ranks move."""
+        """Return the progress of this host's ranks."""
         return self._progress_monitor.poll()
 
     def give_up(self) -> None:
@@ -154,7 +167,7 @@ class LocalHost:
         pass
 
     def bindings(self) -> dict[str, Any]:
-        """Where its ranks really are."""
+        """Return where this host's ranks are bound, read back from the kernel."""
         from ..affinity.report_bindings import of_host
 
         running = {rank: (self._pids[rank], self._local_ranks[rank]) for rank in self._running}
@@ -164,8 +177,13 @@ class LocalHost:
         return free_ports(count)
 
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None:
-        """Fork a rank. Raises ValueError for an environment that is too large, OSError where
-        descriptors run out, RuntimeError where the rank server has ended."""
+        """Fork a rank.
+
+        Raises:
+            ValueError: The environment is too large.
+            OSError: No file descriptors are left.
+            RuntimeError: The rank server has ended.
+        """
         self._note_attempt(variables["TORCHELASTIC_RESTART_COUNT"])
         pipes = [os.pipe() for _ in range(3)]
         environment = {
@@ -184,7 +202,7 @@ class LocalHost:
             os.close(write_end)
         assert self._output is not None
         self._output.add_rank(rank, (pipes[0][0], pipes[1][0], pipes[2][0]))
-        while True:  # deaths of other ranks may be told first
+        while True:  # exits of other ranks may come first
             reply = self._receive()
             if reply is None:
                 raise RuntimeError("the process that ranks are forked from has ended")
@@ -195,21 +213,22 @@ class LocalHost:
         self._running.add(rank)
 
     def _note_attempt(self, number: str) -> None:
-        """For the records: which attempt was the last, also where a rank never wrote of it."""
+        """Note in the job's folder which attempt is the last, even if no rank records anything."""
         if number != self._attempt:
             self._attempt = number
             note_attempt(Path(self._environment["PACELINE_RECORD"]), int(number))
             self._progress_monitor.reset()
 
     def take_exits(self) -> Iterator[tuple[int, int, float]]:
-        """(rank, exit code or minus the signal, when on the monotonic clock) of those that have
-        ended since the last call."""
+        """Yield (rank, exit code or minus the signal, monotonic time) of ranks that ended since the
+        last call.
+        """
         messages, self._pending_exits = self._pending_exits, []
         self._channel.setblocking(False)
         try:
             while (message := self._receive()) is not None:
                 messages.append(message)
-            server_ended = True  # the server has gone, and takes the ranks with it
+            server_ended = True  # the server has ended, and the ranks with it
         except BlockingIOError:
             server_ended = False
         finally:
@@ -228,15 +247,17 @@ class LocalHost:
             yield rank, -signal.SIGKILL, time.monotonic()
 
     def signal(self, rank: int, kind: int) -> None:
-        """Signal a rank and all in its session that did not leave it, also where it has ended.
-        The user's own signals go to the rank alone."""
+        """Signal a rank and the processes that are still in its session, even after its exit.
+        SIGUSR1 and SIGUSR2 go to the rank alone.
+        """
         if rank in self._pids and kind not in (signal.SIGUSR1, signal.SIGUSR2):
             kill_group(self._pids[rank], kind)
         elif rank in self._running:
-            os.kill(self._pids[rank], kind)  # not reaped before we have heard of its end
+            # the process is not reaped before its exit was received
+            os.kill(self._pids[rank], kind)
 
     def exit_reason(self, rank: int) -> str:
-        """Whether memory ran out on this host, or ""."""
+        """Return whether memory ran out on this host, or ""."""
         return self._exit_reasons.get(rank, "")
 
     def to_local_time(self, at: float) -> float:

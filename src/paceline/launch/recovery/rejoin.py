@@ -1,5 +1,4 @@
-"""Hosts that a job has lost, and that come back: each is tried again and again, until it is ready
-to have ranks."""
+"""Reconnect to hosts that a job has lost, until they are ready to have ranks again."""
 
 import threading
 from collections.abc import Callable
@@ -7,15 +6,17 @@ from collections.abc import Callable
 from ..remote.remote_host import RemoteHost
 from ..remote.start_agents import AgentConnections
 
-FIRST_RETRY_S, MAX_RETRY_S = 2.0, 30.0  # between two tries; each waits twice as long
-JOIN_TIMEOUT_S = 5.0  # for the threads, once the job is over
+# between two attempts; each wait is twice as long as the one before
+FIRST_RETRY_S, MAX_RETRY_S = 2.0, 30.0
+JOIN_TIMEOUT_S = 5.0  # for the threads to end
 
 
 class LostHostWatcher:
-    """Reaches for hosts that are waited for, a thread for each.
+    """Reconnect to lost hosts, with a thread for each.
 
-    contact: a new way to a host, by its place among the job's. prepare: makes it ready for ranks;
-    raises ValueError where it can't be.
+    Args:
+        connect: Makes a new connection to a host, by its index among the job's hosts.
+        prepare: Makes the host ready for ranks; raises ValueError where that is impossible.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class LostHostWatcher:
         self._threads: dict[int, threading.Thread] = {}
 
     def wait_for(self, host_index: int) -> None:
-        """From now on until it is there."""
+        """Try to reconnect to a host until that succeeds."""
         if host_index in self._threads and self._threads[host_index].is_alive():
             return
         thread = threading.Thread(target=self._wait_for, args=(host_index,), daemon=True)
@@ -38,14 +39,16 @@ class LostHostWatcher:
         thread.start()
 
     def ready(self) -> list[int]:
-        """The places of those that could have ranks now."""
+        """Return the indices of hosts that could have ranks now."""
         with self._lock:
             return sorted(
                 host_index for host_index, host in self._ready.items() if not host.failure
             )
 
     def take_ready(self) -> dict[int, RemoteHost]:
-        """Those that could have ranks now, to keep. One that was lost again is tried again."""
+        """Return hosts that could have ranks now, and hand them over. Retry those that were lost
+        again.
+        """
         with self._lock:
             ready_hosts, self._ready = self._ready, {}
         for host_index in [host_index for host_index, host in ready_hosts.items() if host.failure]:
@@ -54,7 +57,7 @@ class LostHostWatcher:
         return ready_hosts
 
     def close(self) -> list[RemoteHost]:
-        """Nobody is waited for any more; the hosts that are ready and were not taken."""
+        """Stop waiting. Return the hosts that are ready and were not taken."""
         self._closing.set()
         with self._lock:
             ready_hosts, self._ready = list(self._ready.values()), {}
@@ -68,7 +71,7 @@ class LostHostWatcher:
         return ready_hosts
 
     def disconnect(self) -> None:
-        """Once the agents that were reached have been told to end."""
+        """Close the connections; call this after the agents were asked to end."""
         for connection in self._connections:
             connection.close()
 

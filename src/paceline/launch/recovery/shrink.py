@@ -1,8 +1,8 @@
-"""Going on without a host: which are left, whether they are enough, and what is said of it.
+"""Continue a job without the hosts that it lost.
 
-A host that is lost, or whose ranks were the first to be killed in two attempts in a row, is not
-part of the next attempt, as long as ``--min-hosts`` are left. One that was lost and comes back
-(``returning``) is part of the next again.
+A host that is lost, or whose ranks were the first to be killed in two attempts in a row, takes no
+part in the next attempt, as long as ``--min-hosts`` remain. A host that was lost and comes back
+(``rejoin``) takes part in the next attempt again.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from ..monitor.live_records import JobSnapshot
 from ..remote.remote_host import RemoteHost
 from .rejoin import LostHostWatcher
 
-END_GRACE_S = 2.0  # for what still runs on a host that is left out
+END_GRACE_S = 2.0  # for processes on an excluded host
 
 
 def check_min_hosts(min_hosts: int | None, hosts: int) -> None:
-    """Raises ValueError where --min-hosts asks for more hosts than the job has."""
+    """Raise ValueError if --min-hosts asks for more hosts than the job has."""
     if min_hosts is not None and min_hosts > hosts:
         raise ValueError(
             f"--min-hosts {min_hosts}: the job has {counted(hosts, 'host')}. "
@@ -29,9 +29,9 @@ def check_min_hosts(min_hosts: int | None, hosts: int) -> None:
 
 
 class RemainingHosts:
-    """The hosts that are left of a job, and how many ranks each has."""
+    """The hosts that remain of a job, and how many ranks each has."""
 
-    lost_host_watcher: LostHostWatcher | None = None  # to be set: who looks for hosts that are lost
+    lost_host_watcher: LostHostWatcher | None = None  # set by the launcher
 
     def __init__(
         self,
@@ -41,20 +41,27 @@ class RemainingHosts:
         job_description: dict[str, Any],
         replace: Callable[[int, RemoteHost], None] = lambda host_index, host: None,
     ) -> None:
-        """least: hosts that an attempt needs; None: all. about: what live views are told of
-        the job, kept right. replace: is told of another agent on a host, by its place."""
+        """Start with all hosts of the job.
+
+        Args:
+            min_hosts: Hosts that an attempt needs; None: all.
+            job_description: What live views show of the job; kept up to date.
+            replace: Called with the index and the new connection when a host has a new agent.
+        """
         check_min_hosts(min_hosts, len(hosts))
-        self._all_hosts, self._all_ranks_per_host = list(hosts), list(ranks_per_host)  # by place
-        self._remaining = list(range(len(hosts)))  # the places of those that are left
+        # by host index
+        self._all_hosts, self._all_ranks_per_host = list(hosts), list(ranks_per_host)
+        self._remaining = list(range(len(hosts)))  # indices of the remaining hosts
         self._min_hosts = min_hosts
         self.full_ranks = sum(ranks_per_host)
         self._job_description, self._on_replaced = job_description, replace
-        self.attempt = 0  # that runs now
-        self.changed = False  # whether a host was ever left out
+        self.attempt = 0  # number of the current attempt
+        self.changed = False
         self.returned_hosts: list[RemoteHost] = []
-        self._announced: set[str] = set()  # hosts that are back and wait for the next attempt
+        # returned hosts that were announced and wait for the next attempt
+        self._announced: set[str] = set()
         self._changes = ""
-        self._last_killed_host = ""  # the host whose rank was killed first in the last attempt
+        self._last_killed_host = ""  # host whose rank was killed first in the last attempt
 
     @property
     def hosts(self) -> list[RemoteHost]:
@@ -66,16 +73,22 @@ class RemainingHosts:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether there were more."""
+        """Whether the job has lost hosts."""
         return len(self._remaining) < len(self._all_hosts)
 
     def variables(self) -> dict[str, str]:
-        """What ranks are told: how many there would be, for the global batch to stay the same."""
+        """Return environment variables that give the full world size, to keep the global batch
+        size.
+        """
         return {"PACELINE_FULL_RANKS": str(self.full_ranks)} if self.is_reduced else {}
 
     def announce_returned(self, can_leave: bool, say: Callable[[str], None]) -> list[str]:
-        """Names of hosts that were lost and could have ranks again, where the ranks can leave for
-        them. What becomes of these hosts is said once."""
+        """Return the names of returned hosts that the ranks can make room for now. Each host is
+        announced once.
+
+        Args:
+            can_leave: Whether all ranks can write a checkpoint and stop.
+        """
         ready = self.lost_host_watcher.ready() if self.lost_host_watcher is not None else []
         names = [self._all_hosts[host_index].name for host_index in ready]
         if names and can_leave:
@@ -92,7 +105,7 @@ class RemainingHosts:
         return names if can_leave else []
 
     def readmit_returned(self) -> bool:
-        """Those are left as well from now on; whether there are any."""
+        """Add returned hosts to the remaining ones. Return whether there were any."""
         returned = self.lost_host_watcher.take_ready() if self.lost_host_watcher is not None else {}
         for host_index, host in returned.items():
             self._all_hosts[host_index] = host
@@ -106,8 +119,11 @@ class RemainingHosts:
         return bool(returned)
 
     def drop_lost(self) -> bool:
-        """Leave the lost hosts out; whether there are any. Raises ValueError where too few are
-        left."""
+        """Exclude lost hosts. Return whether there were any.
+
+        Raises:
+            ValueError: Fewer than the required hosts remain.
+        """
         lost = [host_index for host_index in self._remaining if self._all_hosts[host_index].failure]
         if not lost:
             return False
@@ -124,8 +140,10 @@ class RemainingHosts:
         return True
 
     def exclude_repeat_failure(self, cause: RankStatus | None) -> bool:
-        """Take in why an attempt has failed; whether its host is left out for that: its ranks
-        were the first to be killed twice in a row. What a script raises, all hosts may have."""
+        """Take note of why an attempt failed. Return whether its host is excluded for that: its
+        ranks were the first to be killed twice in a row. An exception of the script may occur on
+        all hosts, and excludes none.
+        """
         previous, self._last_killed_host = self._last_killed_host, ""
         if cause is None or not cause.killed:
             return False
@@ -150,7 +168,7 @@ class RemainingHosts:
     def hide_excluded(
         self, fetch_records: Callable[[int], JobSnapshot]
     ) -> Callable[[int], JobSnapshot]:
-        """What ``look`` sees, without a word of hosts that are left out."""
+        """Return ``fetch_records`` without mention of excluded hosts."""
 
         def fetch_remaining(max_events: int) -> JobSnapshot:
             snapshot, names = fetch_records(max_events), [host.name for host in self.hosts]
@@ -161,7 +179,7 @@ class RemainingHosts:
         return fetch_remaining
 
     def take_changes(self) -> str:
-        """What is to be said of the hosts that have gone or come since the last call."""
+        """Return a description of hosts lost or returned since the last call."""
         changes, self._changes = self._changes, ""
         if not changes:
             return ""
@@ -194,8 +212,9 @@ class RemainingHosts:
 
 
 def move_earlier_attempts(record: Path, last_attempt: int) -> None:
-    """In the folder of a run's records: those of hosts that were left out lie where the last
-    attempt's belong; they go to the earlier attempts'. Never raises."""
+    """Move records of earlier attempts in a run's folder to ``attempt-N``. Records of excluded
+    hosts are otherwise mixed with those of the last attempt. Never raises.
+    """
     from ...analyze.records.load_run import load_record
 
     for path in record.glob("rank-*.ring"):

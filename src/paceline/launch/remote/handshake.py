@@ -1,4 +1,4 @@
-"""What a host and the launcher tell each other before the host gets ranks."""
+"""Exchange what the launcher and a host must know before the host gets ranks."""
 
 import contextlib
 import importlib
@@ -16,13 +16,18 @@ from ..records import job_folder
 from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
 
 CHECK_TIMEOUT_S = 60.0
-RANK_SERVER_TIMEOUT_S = 300.0  # importing torch from a file system that all hosts read at once
+RANK_SERVER_TIMEOUT_S = 300.0  # all hosts import torch from a shared file system at once
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What all hosts of a job are told. environment: variables of their ranks; run: the job's
-    name."""
+    """What all hosts of a job are told.
+
+    Attributes:
+        job: The job.
+        environment: Environment variables of all ranks.
+        run_id: Identifier of the job.
+    """
 
     job: Job
     environment: dict[str, str]
@@ -30,7 +35,7 @@ class LaunchSpec:
 
 
 def describe_host() -> dict[str, Any]:
-    """On a host: what the launcher compares between hosts, and lays the ranks out by."""
+    """Describe this host for the launcher, which compares versions and lays out the ranks by it."""
     return {
         "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "versions": software_versions(),
@@ -40,7 +45,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def software_versions() -> dict[str, str]:
-    """What must be the same on all hosts."""
+    """Return the versions that must be the same on all hosts."""
     found = {"Paceline": __version__, "Python": platform.python_version()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["PyTorch"] = importlib.metadata.version("torch")
@@ -48,7 +53,7 @@ def software_versions() -> dict[str, str]:
 
 
 def version_mismatch(host: RemoteHost) -> str:
-    """What a host has and the launcher has not, in words, or ""."""
+    """Return a message if a host's versions differ from the launcher's, or ""."""
     for package, version in software_versions().items():
         theirs = host.hello["versions"].get(package, "none")
         if theirs != version:
@@ -65,8 +70,14 @@ def check_hosts(
     ranks_per_host: list[int],
     granted_cores: dict[str, int | None],
 ) -> dict[str, str]:
-    """Each host looks whether the job can run there; why not, by the name of each where it can't.
-    granted: cores of each host that the scheduler says are the job's."""
+    """Have each host check that the job can run there.
+
+    Args:
+        granted_cores: Cores that the scheduler grants the job, by host name.
+
+    Returns:
+        By host name, why the job can't run there.
+    """
     wanted = asdict(replace(spec.job, summary=None, record=None))
     for host, count in zip(hosts, ranks_per_host, strict=True):
         check_message = {**wanted, "ranks": count, "granted": granted_cores.get(host.name)}
@@ -83,8 +94,12 @@ def check_hosts(
 def start_rank_servers(
     spec: LaunchSpec, hosts: dict[int, RemoteHost], interfaces: list[tuple[str, str]]
 ) -> None:
-    """Import torch on hosts, and here meanwhile. hosts: by their place among all of the job;
-    interfaces: (interface, address) of all by which they reach each other."""
+    """Import torch on the hosts, and in this process meanwhile.
+
+    Args:
+        hosts: By index among the job's hosts.
+        interfaces: (interface, address) of all hosts, by which they reach each other.
+    """
     job, record = spec.job, None
     if job.record is not None:
         record = str(job.record.absolute())
@@ -105,11 +120,11 @@ def start_rank_servers(
         host.expects_heartbeats = True
         if job.hang_timeout:
             host.heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, max(0.5, job.hang_timeout / 4))
-        if job.report_bindings:  # how far the ranks are is asked for that often
+        if job.report_bindings:  # the report waits for the first step of the ranks
             host.heartbeat_interval_s = 0.25
 
 
 def label_record_folder(spec: LaunchSpec) -> None:
-    """Say in the folder of the records whose they are."""
+    """Write into the record folder which run its records belong to."""
     if spec.job.record is not None:
         job_folder.label(spec.job.record, [spec.job.name, *spec.job.args], spec.run_id)

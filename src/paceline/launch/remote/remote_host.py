@@ -1,4 +1,4 @@
-"""A host of the job that is another one: its agent, seen from the launcher over a channel."""
+"""The launcher's connection to the agent on another node of the job."""
 
 import os
 import signal
@@ -16,13 +16,13 @@ from ..channel import Channel, InvalidMessageError
 from ..monitor.output import RankOutput
 from ..monitor.progress import ProgressReport
 
-HEARTBEAT_INTERVAL_S = 5.0  # seconds between two questions whether the other side is there
-# So many of them without an answer: the host is lost. Counted and not timed, so that a launcher
-# that was stopped (Ctrl-Z) does not take its own absence for the hosts'.
+HEARTBEAT_INTERVAL_S = 5.0
+# Then the node is considered lost. Heartbeats are counted instead of timed, so that a launcher that
+# was suspended (Ctrl-Z) does not count its own absence.
 MAX_MISSED_HEARTBEATS = 24
-PROMPT_ANSWER_TIMEOUT_S = 60.0  # for what takes no time
-SEND_LOCK_TIMEOUT_S = 0.1  # for another message to be sent
-RECORD_SUFFIXES = (".ring", ".lines")  # of a record's files
+PROMPT_ANSWER_TIMEOUT_S = 60.0
+SEND_LOCK_TIMEOUT_S = 0.1
+RECORD_SUFFIXES = (".ring", ".lines")
 
 
 class HostTimeoutError(ValueError):
@@ -30,10 +30,23 @@ class HostTimeoutError(ValueError):
 
 
 class RemoteHost:
-    """Speaks to the agent of one host. A thread reads what it says.
+    """The launcher's connection to the agent on one node. Background threads read its messages and
+    send heartbeats.
 
-    name: of the host. address: by which the other hosts reach it. abort: breaks a connection
-    that nobody reads at the other end. every: seconds between two questions whether it is there.
+    Args:
+        name: Name of the node.
+        abort: Breaks a connection that the other end no longer reads.
+
+    Attributes:
+        address: Address by which the other nodes reach this one.
+        run_id: Identifier of the job.
+        record_folder: Folder for the record files that the node sends, or None.
+        on_tail: Called with each message about the tail of a record; must return at once.
+        termination_requested: Whether the node's scheduler has asked its agent to end.
+        expects_heartbeats: Whether missed heartbeats mean that the node is lost; not while it
+            imports torch.
+        record_error: Why the node's records could not be kept, or "".
+        heartbeat_interval_s: Seconds between two heartbeats.
     """
 
     def __init__(self, name: str, channel: Channel, abort: Callable[[], None]) -> None:
@@ -41,36 +54,35 @@ class RemoteHost:
         self._abort = abort
         self.hello: dict[str, Any] = {}
         self._output: RankOutput | None = None
-        self.run_id = ""  # the job's name
-        self.record_folder: Path | None = None  # where files go that the host sends
-        # Called with what the host says of its records' tails; must take no time.
+        self.run_id = ""
+        self.record_folder: Path | None = None
         self.on_tail: Callable[[dict[str, Any], bytes], None] = lambda message, raw: None
-        self.termination_requested = False  # its scheduler has asked its agent to end
-        self.expects_heartbeats = False  # its silence means something: not while it imports torch
+        self.termination_requested = False
+        self.expects_heartbeats = False
         self._channel = channel
-        self.record_error = ""  # why its records could not be kept
-        self._incoming: tuple[Path, NewFile] | None = None  # a record's file that comes in pieces
+        self.record_error = ""
+        self._incoming: tuple[Path, NewFile] | None = None  # record file that is being received
         self._answers: deque[dict[str, Any]] = deque()
         self._exits: deque[tuple[int, int, float]] = deque()
         self._changed = threading.Condition()
         self._running: set[int] = set()
-        self._start_errors: dict[int, str] = {}  # ranks that could not be started
+        self._start_errors: dict[int, str] = {}  # of ranks that could not be started
         self._failure, self._exit_status_when_lost = "", -int(signal.SIGKILL)
         self._last_message_at = time.monotonic()
         self._missed_heartbeats, self._handling_messages = 0, False
-        self._clock_offset_s = 0.0  # of that host's monotonic clock to ours, seconds
+        self._clock_offset_s = 0.0  # of the host's monotonic clock to this one's
         self._round_trip = float("inf")
         self._closing, self._close_once = False, threading.Lock()
-        # As last heard, when, and when that was asked for.
+        # The last report, when it came, and when it was requested.
         self._progress = (ProgressReport(), time.monotonic(), 0.0)
         self._last_start_at = 0.0  # when the last rank was started
         self.heartbeat_interval_s = HEARTBEAT_INTERVAL_S
         self._send_lock = threading.Lock()
-        self._reader_done = threading.Event()  # nothing more comes
+        self._reader_done = threading.Event()  # set when nothing more comes
         threading.Thread(target=self._read_messages, daemon=True).start()
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
-    # what launch.agent asks of a host
+    # the Host protocol of ranks.elastic_agent
 
     def set_output(self, output: RankOutput) -> None:
         self._output = output
@@ -100,7 +112,7 @@ class RemoteHost:
         self.send(start=rank, local_rank=local_rank, variables=host_variables)
 
     def take_exits(self) -> Iterator[tuple[int, int, float]]:
-        """Those that have ended since the last call; all, where the host itself is lost."""
+        """Yield the ranks that ended since the last call; all ranks, if the host is lost."""
         while self._exits:
             rank, status, at = self._exits.popleft()
             self._running.discard(rank)
@@ -117,39 +129,39 @@ class RemoteHost:
         self.send(leaves=can_stop_early)
 
     def progress(self) -> ProgressReport:
-        """Whether its ranks move, as last heard; time that passed since is silence."""
+        """Return the progress of the host's ranks; time since its last report counts as idle."""
         last, at, asked = self._progress
-        if asked < self._last_start_at:  # of an earlier attempt, which may have hung
+        if asked < self._last_start_at:  # the report is of an earlier attempt, which may have hung
             last, at = ProgressReport(), self._last_start_at
         return replace(last, idle_s=last.idle_s + time.monotonic() - at)
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has let three questions pass."""
+        """Whether no message has come for three heartbeat intervals."""
         return time.monotonic() - self._last_message_at > 3 * self.heartbeat_interval_s
 
     def give_up(self) -> None:
-        """The host does not answer, and is not waited for any more."""
+        """Consider the host lost because it does not answer."""
         self._mark_lost("was lost with its host, which does not answer")
         self._abort()
 
     def exit_reason(self, rank: int) -> str:
-        """What the host itself has to do with a rank's end, or ""."""
+        """Return what the host has to do with a rank's exit, or ""."""
         return self._start_errors.get(rank, self._failure)
 
     @property
     def failure(self) -> str:
-        """What happened to the host, where it can no longer be asked, or ""."""
+        """What happened to the host, if it can no longer be reached, or ""."""
         return self._failure
 
     def to_local_time(self, at: float) -> float:
-        """A time of that host's monotonic clock on ours."""
+        """Convert a time of the host's monotonic clock to this host's."""
         return at - self._clock_offset_s
 
-    # what else the launcher asks
+    # further requests of the launcher
 
     def send(self, **message: Any) -> None:
-        """A host that is lost hears nothing; ``trouble`` says why."""
+        """Send a message. Errors are not raised: ``failure`` says what happened."""
         try:
             with self._send_lock:
                 self._channel.send(message)
@@ -157,7 +169,7 @@ class RemoteHost:
             self._connection_broke(error)
 
     def send_if_ready(self, **message: Any) -> bool:
-        """Send a short message where nobody has to wait for that; whether it was sent."""
+        """Send a short message if that does not block. Return whether it was sent."""
         if self._failure or not self._send_lock.acquire(timeout=SEND_LOCK_TIMEOUT_S):
             return False
         try:
@@ -172,10 +184,11 @@ class RemoteHost:
         return True
 
     def wait_for_answer(self, key: str, seconds: float) -> dict[str, Any]:
-        """The next answer that has ``about``.
+        """Return the next answer that has ``key``.
 
-        Raises ValueError for a mistake that the host's agent has found, or where the host is
-        lost or silent for ``seconds``.
+        Raises:
+            ValueError: The agent reports a mistake, or the host is lost.
+            HostTimeoutError: No such answer came within ``seconds``.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -191,10 +204,10 @@ class RemoteHost:
                 self._changed.wait(min(left, 0.5))
 
     def poll_answer(self, key: str) -> dict[str, Any] | None:
-        """Return the next answer that has ``about``, or None if it has not come yet.
+        """Return the next answer that has ``key``, or None if it has not come yet.
 
         Raises:
-            ValueError: As ``answer``.
+            ValueError: Same as for ``wait_for_answer``, without the timeout.
         """
         with self._changed:
             return self._next_answer(key)
@@ -211,7 +224,7 @@ class RemoteHost:
         return None
 
     def _prompt_answer(self, key: str) -> dict[str, Any]:
-        """An answer that takes no time: a host that does not give it is lost."""
+        """Return an answer that takes no time to compute; a host that does not send it is lost."""
         try:
             return self.wait_for_answer(key, PROMPT_ANSWER_TIMEOUT_S)
         except HostTimeoutError:
@@ -219,30 +232,31 @@ class RemoteHost:
             raise
 
     def wait_until_closed(self, seconds: float) -> None:
-        """Wait for what a host still sends that is leaving: its records."""
+        """Wait for the records that a host sends before it closes the connection."""
         self._reader_done.wait(seconds)
 
     def close(self) -> None:
         if self._close_once.acquire(
             blocking=False
-        ):  # once: its descriptors may be somebody else's then
+        ):  # only once: the descriptors may be reused afterwards
             self._closing = True
             self._channel.close()
 
-    # its threads
+    # background threads
 
     def _read_messages(self) -> None:
         try:
             while (messages := self._channel.receive()) is not None:
                 self._last_message_at = time.monotonic()
-                self._handling_messages = True  # what takes us long is not the host's silence
+                # handling messages may take long: that is not the host's silence
+                self._handling_messages = True
                 for message, raw in messages:
                     self._handle_message(message, raw)
                 self._handling_messages, self._missed_heartbeats = False, 0
             self._mark_lost("was lost with its host: its agent has ended, or the connection broke")
         except InvalidMessageError as error:
             self._mark_lost(f"was lost with its host: it sent {error}")
-        except Exception as error:  # a full disk, say: nobody else would tell of it
+        except Exception as error:  # for example a full disk: nothing else would report it
             told = f"{type(error).__name__}: {error}"
             self._mark_lost(f"was lost: what its host sent could not be handled ({told})")
         finally:
@@ -253,7 +267,7 @@ class RemoteHost:
         if "out" in message:
             assert self._output is not None
             if message["out"] not in self._output.tails:
-                return  # it is of an attempt that had more ranks
+                return  # output of an earlier attempt that had more ranks
             self._output.take(message["out"], message["stream"], raw)
         elif "died" in message:
             if message["why"]:
@@ -281,13 +295,13 @@ class RemoteHost:
                 self._changed.notify_all()
 
     def _update_clock_offset(self, asked: float, at: float) -> None:
-        """The offset of the clocks, from the quickest question and answer."""
+        """Estimate the clock offset from the exchange with the shortest round trip."""
         now = time.monotonic()
         if now - asked < self._round_trip:
             self._round_trip, self._clock_offset_s = now - asked, at - (asked + now) / 2
 
     def _store_record_chunk(self, name: str, start: int, last: bool, raw: bytes) -> None:
-        """A piece of a record's file. Its name is of our own making or it is not written."""
+        """Write a chunk of a record file. Names that Paceline does not generate are ignored."""
         parts = name.split("/")
         plain = all(part and part.strip(".") and part[0] != "." for part in parts)
         if (
@@ -299,7 +313,7 @@ class RemoteHost:
             return
         try:
             self._write(self.record_folder / name, start, last, raw)
-        except OSError as error:  # a full disk, say
+        except OSError as error:  # for example a full disk
             self._drop_incoming()
             if not self.record_error:
                 self.record_error = error.strerror or str(error)
@@ -315,10 +329,10 @@ class RemoteHost:
             self._drop_incoming()
             self.record_folder.mkdir(parents=True, exist_ok=True)
             if path.parent != self.record_folder:
-                os.close(open_subfolder(path.parent))  # no link
+                os.close(open_subfolder(path.parent))  # must not be a link
             self._incoming = (path, NewFile(path))
         if self._incoming is None or self._incoming[0] != path:
-            return  # its beginning did not come, or could not be written
+            return  # its beginning was lost, or could not be written
         file = self._incoming[1]
         file.write(raw)
         if last:
@@ -326,13 +340,13 @@ class RemoteHost:
             self._incoming = None
 
     def _drop_incoming(self) -> None:
-        """Remove a file that did not come to its end."""
+        """Remove a file that was not completed."""
         if self._incoming is not None:
             self._incoming[1].discard()
             self._incoming = None
 
     def _send_heartbeats(self) -> None:
-        """Ask whether the host is there; often at first, which also compares the clocks."""
+        """Send heartbeats; at first often, to compare the clocks."""
         wait = 0.02
         while not self._closing and not self._failure:
             if (
@@ -347,7 +361,7 @@ class RemoteHost:
                 self._abort()
                 return
             self._missed_heartbeats += wait >= self.heartbeat_interval_s
-            # One that does not read must not stop the clock: ask only where there is room.
+            # A host that does not read must not block this thread: send only where there is room.
             self.send_if_ready(ping=time.monotonic())
             time.sleep(wait)
             wait = min(wait * 2, self.heartbeat_interval_s)
