@@ -34,7 +34,7 @@ from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .records import job_folder
 from .remote.agent_lock import claim
-from .remote.connect_back import LauncherNotFoundError, dial
+from .remote.connect_back import LauncherNotFoundError, connect_to_launcher
 from .remote.handshake import describe_host
 
 # Without a message for this long, the launcher or the network is considered lost. Longer than a
@@ -351,7 +351,7 @@ def _open_channel() -> Channel:
     if not secret:
         sys.exit("paceline: the job's secret (PACELINE_SECRET) did not come to this host")
     try:
-        return dial(addresses, secret)
+        return connect_to_launcher(addresses, secret)
     except LauncherNotFoundError as error:
         hint = "do other programs flood the launcher's port? --launcher ssh needs no port"
         if not error.dropped:

@@ -70,7 +70,7 @@ def agents_of(number, secret, where):
     are."""
 
     def agent(place):
-        channel = connect_back.dial(where, secret)
+        channel = connect_back.connect_to_launcher(where, secret)
         channel.send({"place": place})
         channel.send({"hello": {}})
         made.append(channel)
@@ -153,7 +153,9 @@ def test_an_agent_that_is_dropped_tries_again(closing):
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     where = f"127.0.0.1,{door.getsockname()[1]}"
     result = []
-    agent = threading.Thread(target=lambda: result.append(connect_back.dial(where, SECRET)))
+    agent = threading.Thread(
+        target=lambda: result.append(connect_back.connect_to_launcher(where, SECRET))
+    )
     agent.start()
     for said in (b"", bytes(32), bytes(64)):
         with door.accept()[0] as visitor:
@@ -161,7 +163,7 @@ def test_an_agent_that_is_dropped_tries_again(closing):
     host = accept_channel(door.accept()[0], SECRET)
     agent.join(10.0)
     result[0].send({"place": 0})
-    assert host.take() == [({"place": 0}, b"")]
+    assert host.receive() == [({"place": 0}, b"")]
     host.close()
     result[0].close()
 
@@ -173,7 +175,7 @@ def test_an_agent_that_is_always_dropped_gives_up_in_time(closing, monkeypatch):
     agent.start()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError) as raised:
-        connect_back.dial(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
+        connect_back.connect_to_launcher(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
     assert 0.4 < time.monotonic() - begun < 3.0
     assert raised.value.dropped
 
@@ -190,7 +192,7 @@ def test_an_agent_gives_up_at_once_where_nobody_listens():
     port = ranks.free_port()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError, match=r"127\.0\.0\.1: Connection refused") as raised:
-        connect_back.dial(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
+        connect_back.connect_to_launcher(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
     assert time.monotonic() - begun < 3.0
     assert not raised.value.dropped
     assert set(raised.value.tried) == {"127.0.0.1", "127.0.0.2"}

@@ -173,7 +173,7 @@ class LiveRecordServer:
         return snapshot_from_messages(self._collect(max_events, True))
 
     def _collect(self, max_events: int, stacks: bool) -> list[Message]:
-        """Return the answers of all hosts, and a last message that names hosts without an answer."""
+        """Return the answers of all hosts; the last message names hosts without an answer."""
         if self.ending or max_events == 0:
             return [
                 ({"end": True, "silent": [], "ending": self.ending, **self._job_description}, b"")
@@ -226,7 +226,7 @@ class LiveRecordServer:
         )
 
     def _take_answer(self, host_index: int, message: dict[str, Any], raw: bytes) -> None:
-        """Store an answer. Called by the thread that reads the host's channel: must return at once."""
+        """Store an answer. Called by the host's reader thread: must return at once."""
         with self._changed:
             if "done" in message:
                 self._unanswered_hosts.discard(host_index)

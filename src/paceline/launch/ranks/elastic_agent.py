@@ -331,7 +331,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._signal(rank, signal.SIGUSR1)
 
     def _poll_hosts(self) -> None:
-        """Tell the hosts whether the ranks can stop early; check whether a scheduler ends the job."""
+        """Tell hosts whether ranks can stop early; check whether a scheduler ends the job."""
         if self.can_stop_early != self._announced_can_stop_early:
             self._announced_can_stop_early = self.can_stop_early
             for host in self._hosts:

@@ -130,7 +130,7 @@ class LocalHost:
         self._output = output
 
     def open_store(self, port: int) -> tuple[str, int]:
-        """Open a new store for the ranks, on the job's interface only, and close the previous one."""
+        """Open a new store on the job's interface only, and close the previous one."""
         from torch._C._distributed_c10d import TCPStore
 
         self._store = None

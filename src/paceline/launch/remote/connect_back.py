@@ -27,7 +27,7 @@ class LauncherNotFoundError(Exception):
         self.tried, self.dropped = tried, dropped
 
 
-def dial(where: str, secret: str) -> Channel:
+def connect_to_launcher(where: str, secret: str) -> Channel:
     """Connect to the launcher by one of its addresses, and try again where it drops us.
 
     Args:
