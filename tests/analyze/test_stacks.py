@@ -17,7 +17,7 @@ from paceline.analyze.records.stacks import (
 )
 from paceline.launch.monitor import process_stack
 from paceline.record.ring.tail import process_state
-from paceline.report.terminal.hang import told
+from paceline.report.terminal.hang import hang_report as told
 
 # It writes where it stands, and stops; as a forked process, as ranks are, too.
 STOPS = """

@@ -8,7 +8,7 @@ from machines import Maker
 
 from paceline.cost.roofline import Roof, attainable, place, ridge, roofs
 from paceline.report.page.roofline import chart
-from paceline.report.terminal.roofline import drawing
+from paceline.report.terminal.roofline import draw_roofline
 
 A100 = {"float64": Roof(9.7e12, 1.555e12), "bfloat16": Roof(312e12, 1.555e12)}
 
@@ -56,7 +56,7 @@ def test_measured_roofs_are_those_of_the_device():
 
 
 def lines_of(roofs, points, **size):
-    return drawing(roofs, points, **size).splitlines()
+    return draw_roofline(roofs, points, **size).splitlines()
 
 
 def test_the_drawing_has_roofs_names_and_points():
@@ -87,7 +87,7 @@ def test_the_slope_meets_the_flat_part_at_the_ridge():
 
 
 def test_odd_drawings():
-    assert drawing({}, {}) == ""
+    assert draw_roofline({}, {}) == ""
     slow = place(1, 0, 1, peak=1e12, bandwidth=1e11)
     lines = lines_of({"float32": Roof(1e12, 1e11)}, {"slow": slow}, width=10, height=3)
     assert "no memory traffic, 1 FLOP/s, 0 % of what arithmetic allows" in lines[-1]

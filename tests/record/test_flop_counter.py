@@ -20,7 +20,7 @@ from paceline.cost.machine.machine_file import (
     save,
 )
 from paceline.record.hooks.flop_counter import FlopCounter
-from paceline.report.report_command import told
+from paceline.report.report_command import report_text as told
 
 TRAIN = """
     import torch, torch.distributed as dist

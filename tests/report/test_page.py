@@ -27,7 +27,7 @@ from paceline.record.ring.states import State
 from paceline.report.page.comparison import before_and_after
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.wording import largest
-from paceline.report.report_command import told
+from paceline.report.report_command import report_text as told
 
 
 @pytest.fixture

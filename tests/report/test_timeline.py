@@ -221,7 +221,7 @@ def test_on_gpus_kernels_have_threads_and_wait_for_each_other(tmp_path):
 
 def test_too_many_events_narrow_the_steps_and_that_is_said(tmp_path, monkeypatch):
     whole = examined(run_of(tmp_path))
-    monkeypatch.setattr(timeline, "MOST", 100)
+    monkeypatch.setattr(timeline, "MAX_EVENTS", 100)
     typical = whole.report.step_times.typical
     words = timeline.write(whole, tmp_path / "run.json")
     assert "of 1 to 10, the most that fit, of 2 ranks" in words
@@ -233,7 +233,7 @@ def test_too_many_events_narrow_the_steps_and_that_is_said(tmp_path, monkeypatch
     count = sum(event["ph"] != "M" for event in data["traceEvents"])
     assert 60 < count <= 100
     assert data["otherData"]["of"] == "1 to 10"
-    monkeypatch.setattr(timeline, "MOST", 1)  # one step at least
+    monkeypatch.setattr(timeline, "MAX_EVENTS", 1)  # one step at least
     assert f"step {typical} of 1 to 10" in timeline.write(whole, tmp_path / "run.json")
 
 
@@ -248,7 +248,7 @@ def test_lines_of_the_script_are_instants_or_said_to_be_left_out(tmp_path, monke
     instants = [e for e in trace(tmp_path / "run.json")["traceEvents"] if e["ph"] == "i"]
     assert [event["ts"] for event in instants] == [20000, 21000]
     assert instants[0]["args"]["code"] == HOSTILE
-    monkeypatch.setattr(timeline, "MOST_SAMPLES", 1)
+    monkeypatch.setattr(timeline, "MAX_SAMPLES", 1)
     words = timeline.write(whole, tmp_path / "run.json")
     assert "Left out: the script's lines (2 samples of them)." in words
     assert not [e for e in trace(tmp_path / "run.json")["traceEvents"] if e["ph"] == "i"]

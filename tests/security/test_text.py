@@ -89,7 +89,7 @@ def test_a_live_view_prints_none(folder):
     assert clean(text.getvalue())
     assert "owned" in text.getvalue()
     assert clean("".join([*seen.silent_hosts, *seen.command]))
-    assert clean(hang.told(seen, {0: STACK}, set(), 60.0, [HOSTILE]))
+    assert clean(hang.hang_report(seen, {0: STACK}, set(), 60.0, [HOSTILE]))
 
 
 @pytest.mark.parametrize("command", [None, 5, {"a": 1}, [{"a": [1]}], [["x"]]])

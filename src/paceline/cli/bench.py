@@ -83,4 +83,4 @@ def comm(
     if json:
         typer.echo(dumps(shown.as_json(found.collectives, found.copies, found.notes)))
     else:
-        PlainConsole().print(shown.drawn(found.collectives, found.copies, found.notes))
+        PlainConsole().print(shown.render(found.collectives, found.copies, found.notes))

@@ -141,7 +141,7 @@ def check(
             if json:
                 typer.echo(dumps([vars(change) for change in found]))
             else:
-                PlainConsole().print(shown.compared(before, after, found))
+                PlainConsole().print(shown.render_comparison(before, after, found))
             return
         of_a_set = {"--labels": labels, "--transform": transform, "--threads": threads}
         given = [name for name, value in of_a_set.items() if value is not None]
@@ -170,7 +170,7 @@ def check(
         found_json = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
         typer.echo(dumps(found_json))
     else:
-        PlainConsole().print(shown.drawn(checked.machine, oddities, checked.notes))
+        PlainConsole().print(shown.render(checked.machine, oddities, checked.notes))
         sys.stderr.write(f"paceline: the machine file is {out}\n")
     raise typer.Exit(int(bool(checked.code) or any(one.kind in BAD for one in oddities)))
 

@@ -57,7 +57,9 @@ def report(
     of ranks: the scaling table. Of a job that still runs: what there is so far.
     """
     from ..launch.monitor.partial_record import load_so_far
-    from ..report.report_command import told
+    from ..report.report_command import report_text
 
     with mistakes_told():
-        typer.echo(told(folders, steps, json, html, timeline, load_so_far, machine), nl=False)
+        typer.echo(
+            report_text(folders, steps, json, html, timeline, load_so_far, machine), nl=False
+        )

@@ -1,4 +1,4 @@
-"""The terminal that reports are printed to."""
+"""The console that reports are printed to."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from ..security.text import printable
 
 
 class PlainConsole(Console):
-    """A ``rich.console.Console`` that takes every text as it is.
+    """A ``rich.console.Console`` that prints every text literally.
 
-    Names of hosts, groups and folders may hold anything: ``[/b]`` is no markup, ``:x:`` no emoji,
-    and control characters are escaped.
+    Names of hosts, groups and folders may contain anything: ``[/b]`` is not interpreted as markup
+    and ``:x:`` not as an emoji, and control characters are escaped.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,13 +1,13 @@
-"""Numbers as people read them."""
+"""Format numbers, sizes and times for people."""
 
 
 def percent(share: float) -> str:
-    """0.123 as "12.3 %"."""
+    """Format a share: 0.123 as "12.3 %"."""
     return f"{100 * share:.1f} %"
 
 
 def size(count: float) -> str:
-    """2048 bytes as "2 KiB"."""
+    """Format a number of bytes: 2048 as "2 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"
@@ -16,7 +16,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.0123 as "12.3 ms"."""
+    """Format a duration in seconds: 0.0123 as "12.3 ms"."""
     if seconds >= 36_000:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 600:
@@ -27,17 +27,17 @@ def duration(seconds: float) -> str:
 
 
 def amount(value: float) -> str:
-    """12345.6 as "12,346"."""
+    """Format an amount: 12345.6 as "12,346"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def figure(value: float) -> str:
-    """With the digits that a table needs: 12,346, 12.3 or 0.123."""
+    """Format a table's figure: 12,346, 12.3 or 0.123."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"
 
 
 def elapsed(seconds: float) -> str:
-    """A time that passes: 3.2 s, 45 s, 12 min 3 s, 3 h 4 min."""
+    """Format an elapsed time in seconds: 3.2 s, 45 s, 12 min 3 s, 3 h 4 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:
@@ -49,5 +49,5 @@ def elapsed(seconds: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """ "1 rank", "4 ranks"."""
+    """Format a count with its noun: "1 rank", "4 ranks"."""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""What ``paceline report`` prints and writes."""
+"""``paceline report``: the text that it prints and the files that it writes."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from .terminal import comparison
 from .terminal.run_report import panel
 
 
-def told(
+def report_text(
     folders: list[Path],
     steps: str | None = None,
     as_json: bool = False,
@@ -28,58 +28,64 @@ def told(
     load: Callable[[Path], Run] = load_run,
     machine: Path | None = None,
 ) -> str:
-    """The report of one folder's record, of two before and after, or of several sizes: as text,
-    or with html or timeline written to these files, and then what was written. load: reads a
-    folder. machine: the machine file whose roofline a step is placed on.
+    """Return the report of one run, the comparison of two, or the scaling of several, as text.
 
-    Raises ValueError for what can't be read, compared or written.
+    folders: Folders with the records of one run each.
+    steps: Range of steps to examine, as in "100:200"; None for all.
+    as_json: Return JSON instead of tables.
+    html, timeline: Files to write; the text then says what was written.
+    load: Reads the record in a folder.
+    machine: Machine file with the roofline on which a step is placed.
+
+    Raises:
+        ValueError: A record cannot be read or compared, or a file cannot be written.
     """
-    chosen = _range(steps) if steps is not None else None
+    step_range = _parse_step_range(steps) if steps is not None else None
     if timeline is not None and len(folders) > 1:
         raise ValueError(f"--timeline takes one record, not {len(folders)}. HINT: one at a time")
-    checked = load_machine(machine) if machine is not None else None
-    examined = [analyse_with_window(load(folder), chosen, checked) for folder in folders]
-    if checked is not None and not any(one.report.work for one in examined):
+    machine_facts = load_machine(machine) if machine is not None else None
+    examined = [analyse_with_window(load(folder), step_range, machine_facts) for folder in folders]
+    if machine_facts is not None and not any(one.report.work for one in examined):
         raise ValueError(
             f"--machine {machine}: no step of {folders[0]} was counted. HINT: paceline run "
             "--record DIR --count-flops, and more than 11 steps"
         )
     written = []
     if html is not None:
-        written.append(_page(examined, html))
+        written.append(_write_page(examined, html))
     if timeline is not None:
         from .trace.timeline import write
 
-        written.append(write(examined[0], timeline, chosen))
+        written.append(write(examined[0], timeline, step_range))
     if written and not as_json:
         return "".join(f"{line}\n" for line in written)
     reports = [one.report for one in examined]
     if len(reports) == 1:
-        return _one(reports[0], as_json)
-    if _before_and_after(reports):
+        return _single_report(reports[0], as_json)
+    if _is_before_and_after(reports):
         before, after = reports
         changes = compare(before, after)
         if as_json:
-            return _json("paceline-comparison", reports, [asdict(change) for change in changes])
-        return _drawn(lambda _: comparison.compared(before, after, changes))
+            return _to_json("paceline-comparison", reports, [asdict(change) for change in changes])
+        return _render(lambda _: comparison.compared(before, after, changes))
     scales = scaling(reports)
     if as_json:
-        return _json("paceline-scaling", reports, [asdict(scale) for scale in scales])
-    return _drawn(lambda _: comparison.scaled(scales, reports))
+        return _to_json("paceline-scaling", reports, [asdict(scale) for scale in scales])
+    return _render(lambda _: comparison.scaled(scales, reports))
 
 
-def _one(report: Report, as_json: bool) -> str:
+def _single_report(report: Report, as_json: bool) -> str:
     if as_json:
         return report.to_json() + "\n"
-    return _drawn(lambda width: panel(report, width, full=True))
+    return _render(lambda width: panel(report, width, full=True))
 
 
-def _before_and_after(reports: list[Report]) -> bool:
+def _is_before_and_after(reports: list[Report]) -> bool:
     return len(reports) == 2 and reports[0].size == reports[1].size
 
 
-def _page(examined: list[RunAnalysis], path: Path) -> str:
-    """Write the page; imported here, because templates take their time."""
+def _write_page(examined: list[RunAnalysis], path: Path) -> str:
+    """Write the page and return the line to print; imports are local as templates load slowly."""
     from .page.comparison import before_and_after, scales
     from .page.run_page import single
     from .page.write_page import save
@@ -87,27 +93,27 @@ def _page(examined: list[RunAnalysis], path: Path) -> str:
     reports = [one.report for one in examined]
     if len(examined) == 1:
         text = single(examined[0])
-    elif _before_and_after(reports):
+    elif _is_before_and_after(reports):
         text = before_and_after(*examined)
     else:
         text = scales(examined)
     return save(text, path)
 
 
-def _json(kind: str, reports: list[Report], rows: list[dict[str, object]]) -> str:
+def _to_json(kind: str, reports: list[Report], rows: list[dict[str, object]]) -> str:
     whole = {"format": kind, "version": 1, "rows": rows, "reports": [asdict(r) for r in reports]}
     return json.dumps(whole, indent=1) + "\n"
 
 
-def _range(text: str) -> tuple[int, int]:
+def _parse_step_range(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
         raise ValueError(f"--steps {text} is not understood. HINT: as in 100:200, for 100 to 199")
     return int(first), int(last)
 
 
-def _drawn(draw: Callable[[int], RenderableType]) -> str:
-    """As wide as the terminal, coloured where it is one."""
+def _render(draw: Callable[[int], RenderableType]) -> str:
+    """Return what ``draw`` makes for the width of the terminal, with colours if it is one."""
     terminal = sys.stdout.isatty()
     text = io.StringIO()
     width = None if terminal or "COLUMNS" in os.environ else 100

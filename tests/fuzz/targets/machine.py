@@ -43,7 +43,8 @@ def run(data: bytes) -> None:
     if len(data) % 8 == 0:
         text = io.StringIO()
         console = PlainConsole(file=text, width=100)
-        console.print(shown.drawn(machine, oddities, []), shown.compared(GOOD, machine, changes))
+        comparison = shown.render_comparison(GOOD, machine, changes)
+        console.print(shown.render(machine, oddities, []), comparison)
         assert "\x1b" not in text.getvalue()
     save(machine, FILE)
     assert asdict(load(FILE)) == asdict(machine)

@@ -87,7 +87,7 @@ class HangDetector:
         write_message: Callable[[str], None],
     ) -> HangReport | None:
         from ...analyze.live.live_view import view
-        from ...report.terminal.hang import computing, suspect, told
+        from ...report.terminal.hang import computing_ranks, hang_report, suspected_rank
 
         snapshot = self._fetch_records(MAX_EVENTS_PER_RANK)
         if snapshot is None or snapshot.ending:
@@ -99,10 +99,10 @@ class HangDetector:
             now.last_s is not None and now.last_s < limit / 2 for now in current_view.now
         ):
             return None  # a rank has made progress meanwhile
-        computing_ranks = computing(current_view, busy_ranks)
+        computing_ranks = computing_ranks(current_view, busy_ranks)
         is_hang = bool(self._warned_limit_s) or not computing_ranks
         stacks = {rank_of(tail): tail.stack for tail in snapshot.tails if tail.stack}
-        text = told(current_view, stacks, busy_ranks, idle_s, snapshot.silent_hosts)
+        text = hang_report(current_view, stacks, busy_ranks, idle_s, snapshot.silent_hosts)
         if not is_hang:
             self._warned_limit_s = limit
             extra_s = _BUSY_LIMIT_FACTOR * limit - idle_s
@@ -112,4 +112,4 @@ class HangDetector:
                 f"{extra_s:.0f} s more. HINT: a longer --hang-timeout, or 0 for none\n"
             )
             return None
-        return HangReport(text, suspect(current_view), snapshot.silent_hosts)
+        return HangReport(text, suspected_rank(current_view), snapshot.silent_hosts)

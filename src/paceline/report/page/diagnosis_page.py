@@ -12,7 +12,7 @@ from ...analyze.diagnosis.causes import WORTH, Cause, Witness, unsure
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ..numbers import amount, counted, percent
 from ..terminal.diagnose import NAMES, Diagnosis, computing
-from ..terminal.remedies import how, losses, set_to
+from ..terminal.remedies import how_to_apply, loss_changes, set_to
 from .definitions import DEFINITIONS
 from .wording import joined
 from .write_page import page
@@ -85,7 +85,7 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
     return {
         "remedies": found.remedies,
         "tried": found.tried,
-        "losses": losses(found.tried) if found.tried else [],
+        "losses": loss_changes(found.tried) if found.tried else [],
         "after": found.after if after is not None else None,
         "after_caption": _caption(after) if after else "",
         "after_label": _label(after, unit) if after else "",
@@ -93,7 +93,7 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
         "left_path": "after.remedies" if found.after is not None else "remedies",
         "off": found.off,
         "set_to": set_to,
-        "how": how,
+        "how": how_to_apply,
         "rise": lambda share: f"{100 * share:+.1f} %",
     }
 

@@ -1,4 +1,4 @@
-"""Collectives by size, as nccl-tests lays them out; each backend beside the others."""
+"""Table of ``paceline bench comm``: collectives by size, in the layout of nccl-tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,15 @@ from ...cost.machine.machine_file import AtSize, Collective
 from ...cost.machine.units import size, told
 
 
-def drawn(
+def render(
     found: Sequence[Collective], copies: Sequence[AtSize], notes: Sequence[str]
 ) -> RenderableType:
-    """A row a size; the time of each backend beside gloo's, and beside a copy in memory. spread:
-    between the quartiles, of the median."""
+    """Return a table with a row for each size and backend.
+
+    found: Results of each backend, gloo first: other times are given as shares of its times.
+    copies: Times of a copy in memory for the same sizes.
+    The spread is the distance between the quartiles, as a share of the median.
+    """
     first = found[0]
     where = f"on {first.hosts[0]}" if len(first.hosts) == 1 else f"on {len(first.hosts)} hosts"
     table = Table(
@@ -63,7 +67,7 @@ def _row(
 def as_json(
     found: Sequence[Collective], copies: Sequence[AtSize], notes: Sequence[str]
 ) -> dict[str, Any]:
-    """Seconds and bytes/s; of each backend and size the median and the quartiles."""
+    """Return median and quartiles for each backend and size, in seconds and bytes/s, as JSON."""
 
     def figure(one: Any) -> dict[str, float] | None:
         return None if one is None else {"median": one.median, "low": one.low, "high": one.high}

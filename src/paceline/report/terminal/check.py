@@ -1,4 +1,4 @@
-"""What ``paceline check`` found, as tables; what is odd in red, in words."""
+"""Tables of ``paceline check``, and a sentence in red for each anomaly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,20 +17,27 @@ from ...cost.roofline import roofs
 from ..numbers import counted, percent
 from .roofline import drawing
 
-MOST = 32  # rows of one collective
-FEW = 4  # hosts with a column each
-MEMORY = "memory bandwidth"  # as cost.named calls it
+MAX_COLLECTIVE_ROWS = 32  # of one operation in one kind of group
+MAX_HOST_COLUMNS = 4  # for more hosts, the table shows the median and the worst host
+MEMORY_BANDWIDTH = "memory bandwidth"  # name of the figure in cost.machine.named_figures
 
 
-def drawn(machine: Machine, found: Sequence[Odd], notes: Sequence[str]) -> Group:
-    """All of it."""
+def render(machine: Machine, found: Sequence[Odd], notes: Sequence[str]) -> Group:
+    """Return all tables and sentences.
+
+    found: Anomalies. notes: Lines printed at the end.
+    """
     parts: list[RenderableType] = [*_facts(machine), Text()]
-    parts.append(_rates(machine, found) if len(machine.hosts) <= FEW else _middles(machine, found))
+    parts.append(
+        _rates(machine, found)
+        if len(machine.hosts) <= MAX_HOST_COLUMNS
+        else _median_and_worst(machine, found)
+    )
     if machine.collectives:
         parts += [Text(), _collectives(machine)]
     if machine.pairs:
         parts += [Text(), _pairs(machine, found)]
-    lines = _roof(machine.hosts[0]) if machine.hosts else ""
+    lines = _render_roofline(machine.hosts[0]) if machine.hosts else ""
     if lines:
         parts += [Text(), Text(lines)]
     parts += [Text(one.sentence, style="bold red") for one in found]
@@ -41,12 +48,14 @@ def drawn(machine: Machine, found: Sequence[Odd], notes: Sequence[str]) -> Group
 
 
 def _facts(machine: Machine) -> list[Text]:
-    """Lines; hosts of which the same is to be said have one together."""
-    same: dict[str, list[str]] = {}
+    """Return the lines about the hosts; hosts with equal facts share a line."""
+    hosts_by_line: dict[str, list[str]] = {}
     for host in machine.hosts:
-        for told_of in filter(None, (_hardware(host), _free(host), _import(host), _versions(host))):
-            same.setdefault(told_of, []).append(host.name)
-    return [Text(f"{listed(names)}: {words}") for words, names in same.items()]
+        for line in filter(
+            None, (_hardware(host), _free_space(host), _import(host), _versions(host))
+        ):
+            hosts_by_line.setdefault(line, []).append(host.name)
+    return [Text(f"{listed(names)}: {line}") for line, names in hosts_by_line.items()]
 
 
 def _hardware(host: HostFacts) -> str:
@@ -59,7 +68,7 @@ def _hardware(host: HostFacts) -> str:
     return ", ".join(parts)
 
 
-def _free(host: HostFacts) -> str:
+def _free_space(host: HostFacts) -> str:
     parts = []
     for count, what in ((host.free_memory_bytes, "memory"), (host.free_disk_bytes, "disk")):
         parts += [f"{size(count)} of {what} free"] if count is not None else []
@@ -69,7 +78,7 @@ def _free(host: HostFacts) -> str:
 
 
 def _import(host: HostFacts) -> str:
-    """The rest of what the table of rates has of it."""
+    """Return the figures of ``import torch`` that the table of rates does not show."""
     parts = []
     if host.import_torch_first_s is not None:
         parts.append(f"{told(host.import_torch_first_s, 's')} the first time")
@@ -84,8 +93,8 @@ def _versions(host: HostFacts) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(host.versions.items()))
 
 
-def _figure(figure: Figure | None) -> str:
-    """The median, and half of the spread beside it."""
+def _format_figure(figure: Figure | None) -> str:
+    """Format the median and half of the spread."""
     if figure is None:
         return "-"
     half = (figure.high - figure.low) / 2
@@ -97,7 +106,7 @@ Rows = dict[tuple[str, str], dict[str, Figure]]
 
 
 def _rows(machine: Machine) -> Rows:
-    """(device, what) and the figure of each host; collectives have a table of their own."""
+    """Return the figure of each host by (device, what); collectives have their own table."""
     rows: Rows = {}
     for named in of_hosts(machine):
         if "(" not in named.what:
@@ -106,28 +115,28 @@ def _rows(machine: Machine) -> Rows:
 
 
 def _rates(machine: Machine, found: Sequence[Odd]) -> Table:
-    """A row a rate, a column a host; what the catalogue says of its hardware beside it."""
+    """Return a table with a row for each rate, a column for each host, and the catalogue value."""
     table = Table(title="Rates", box=None, pad_edge=False, title_justify="left")
     table.add_column("")
     for host in machine.hosts:
         table.add_column(host.name, justify="right")
     table.add_column("catalogue", justify="right")
-    odd = _slow(found)
+    odd = _slow_figures(found)
     for (device, what), cells in _rows(machine).items():
         line: list[RenderableType] = [f"{device} {what}".strip()]
         for host in machine.hosts:
             style = "bold red" * ((host.name, what) in odd)
-            line.append(Text(_figure(cells.get(host.name)), style=style))
-        table.add_row(*line, _known(machine, cells, device, what))
+            line.append(Text(_format_figure(cells.get(host.name)), style=style))
+        table.add_row(*line, _catalogue_values(machine, cells, device, what))
     return table
 
 
-def _middles(machine: Machine, found: Sequence[Odd]) -> Table:
-    """Of many hosts the middle one's figure and the worst one's."""
+def _median_and_worst(machine: Machine, found: Sequence[Odd]) -> Table:
+    """Return a table with the median and the worst host of each rate, for many hosts."""
     table = Table(title="Rates", box=None, pad_edge=False, title_justify="left")
     for heading in ("", "middle", "worst", "host", "catalogue"):
         table.add_column(heading, justify="left" if heading in ("", "host") else "right")
-    odd = _slow(found)
+    odd = _slow_figures(found)
     for (device, what), cells in _rows(machine).items():
         order = sorted(cells, key=lambda name: cells[name].median)
         figure = cells[order[len(order) // 2]]
@@ -135,30 +144,30 @@ def _middles(machine: Machine, found: Sequence[Odd]) -> Table:
         style = "bold red" * ((worst, what) in odd)
         table.add_row(
             f"{device} {what}".strip(),
-            _figure(figure),
-            Text(_figure(cells[worst]), style=style),
+            _format_figure(figure),
+            Text(_format_figure(cells[worst]), style=style),
             Text(worst, style=style),
-            _known(machine, cells, device, what),
+            _catalogue_values(machine, cells, device, what),
         )
     return table
 
 
-def _slow(found: Sequence[Odd]) -> set[tuple[str, str]]:
+def _slow_figures(found: Sequence[Odd]) -> set[tuple[str, str]]:
     return {(name, one.what) for one in found if one.kind == "slow" for name in one.hosts}
 
 
-def _known(machine: Machine, cells: dict[str, Figure], device: str, what: str) -> str:
-    """What the catalogue says of these hosts' hardware."""
-    said = {_peak(host, device, what) for host in machine.hosts if host.name in cells}
+def _catalogue_values(machine: Machine, cells: dict[str, Figure], device: str, what: str) -> str:
+    """Return the catalogue's values for the hardware of these hosts."""
+    said = {_catalogue_peak(host, device, what) for host in machine.hosts if host.name in cells}
     return " ".join(sorted(said - {""}))
 
 
-def _peak(host: HostFacts, device: str, what: str) -> str:
-    """Of a device's rate: the peak of matrix products, the memory's bandwidth."""
+def _catalogue_peak(host: HostFacts, device: str, what: str) -> str:
+    """Return a device's peak rate of matrix products, or its memory bandwidth."""
     row = lookup(host.hardware(device)) if device else None
     if row is None:
         return ""
-    if what == MEMORY:
+    if what == MEMORY_BANDWIDTH:
         return told(row.bandwidth, "B/s") if row.bandwidth else ""
     peak = row.peak.get(what.partition(" ")[0])
     return told(peak, "FLOP/s") if peak else ""
@@ -172,7 +181,7 @@ def _collectives(machine: Machine) -> Table:
     for one in machine.collectives:
         key = (one.group, one.operation)
         seen[key] = seen.get(key, 0) + 1
-        if seen[key] > MOST:
+        if seen[key] > MAX_COLLECTIVE_ROWS:
             continue
         rates = [(one.busbw(at), at.bytes) for at in one.sizes]
         best = max(
@@ -186,15 +195,15 @@ def _collectives(machine: Machine) -> Table:
             one.operation,
             str(one.ranks),
             one.backend,
-            _figure(one.latency),
-            _figure(best[0]) if best else "-",
+            _format_figure(one.latency),
+            _format_figure(best[0]) if best else "-",
             size(best[1]) if best else "-",
         )
     return table
 
 
 def _pairs(machine: Machine, found: Sequence[Odd]) -> Table:
-    """The worst links; of all the others the middle."""
+    """Return a table with the slowest links, and the median of the others."""
     table = Table(title="Links between hosts", box=None, pad_edge=False, title_justify="left")
     for heading in ("hosts", "latency", "bandwidth"):
         table.add_column(heading)
@@ -209,23 +218,27 @@ def _pairs(machine: Machine, found: Sequence[Odd]) -> Table:
         pair = machine.pairs[at]
         bad = frozenset((pair.first, pair.second)) in odd
         names = Text(f"{pair.first} {pair.second}", style="bold red" * bad)
-        table.add_row(names, _figure(pair.latency), _figure(pair.bandwidth))
+        table.add_row(names, _format_figure(pair.latency), _format_figure(pair.bandwidth))
     if len(order) > 8:
         middle = machine.pairs[order[len(order) // 2]]
         left = counted(len(order) - 8, "faster link")
-        table.add_row(f"{left}; the middle one", _figure(middle.latency), _figure(middle.bandwidth))
+        table.add_row(
+            f"{left}; the middle one",
+            _format_figure(middle.latency),
+            _format_figure(middle.bandwidth),
+        )
     return table
 
 
-def _roof(host: HostFacts) -> str:
-    """Where the limits of the first host's fastest device are."""
+def _render_roofline(host: HostFacts) -> str:
+    """Return the roofline of the host's GPU if it has one, else of its CPU."""
     device = "cuda:0" if host.gpus else "cpu"
     found = roofs(host, device)
     return f"Roofline of {host.name}, {device}\n{drawing(found, {})}" if found else ""
 
 
-def compared(before: Machine, after: Machine, changes: Sequence[Change]) -> Table:
-    """``--compare``: what is another figure by more than its spread, before and after."""
+def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]) -> Table:
+    """Return the table of ``--compare``: figures that changed by more than their spread."""
     table = Table(title=f"{before.made} and {after.made}", box=None, pad_edge=False)
     for heading in ("hosts", "what", "before", "after", "change"):
         table.add_column(heading)
@@ -242,7 +255,10 @@ def compared(before: Machine, after: Machine, changes: Sequence[Change]) -> Tabl
 def as_json(
     machine: dict[str, Any], found: Sequence[Odd], notes: Sequence[str], more: dict[str, Any]
 ) -> dict[str, Any]:
-    """machine: as ``cost.machine.machine_file.as_json`` gives it."""
+    """Return the check as JSON.
+
+    machine: Machine file, from ``cost.machine.machine_file.as_json``.
+    """
     odd = [
         {"kind": one.kind, "hosts": one.hosts, "what": one.what, "sentence": one.sentence}
         for one in found

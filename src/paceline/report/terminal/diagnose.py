@@ -87,20 +87,20 @@ def drawn(found: Diagnosis, width: int = 100) -> RenderableType:
 def _cures(found: Diagnosis) -> list[RenderableType]:
     """What would help; where it was tried, what it gained and what is left to gain."""
     if found.tried is None:
-        would = cures.proposed(found.remedies, found.off)
+        would = cures.render_proposed(found.remedies, found.off)
         return [Text(), *would] if would else []
-    parts = [Text(), *cures.proven(found.tried)]
+    parts = [Text(), *cures.render_tried(found.tried)]
     after = found.after
     if after is None or after.waterfall is None or found.waterfall is None:
-        left = cures.proposed([one for one in found.remedies if not one.settable], found.off)
+        left = cures.render_proposed([one for one in found.remedies if not one.settable], found.off)
         return [*parts, Text(), *left] if left else parts
     rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)
     said = (
         f"From {amount(rates[0])} to {amount(rates[1])} samples/s: {rates[1] / rates[0]:.3g} times."
     )
     parts += [Text(), Text(said, style="bold green" if rates[1] > rates[0] else "bold")]
-    parts += [cures.beside(found.waterfall, after.waterfall, NAMES), Text()]
-    parts += [*_causes(after), *cures.proposed(after.remedies, found.off)]
+    parts += [cures.render_before_after(found.waterfall, after.waterfall, NAMES), Text()]
+    parts += [*_causes(after), *cures.render_proposed(after.remedies, found.off)]
     return parts
 
 

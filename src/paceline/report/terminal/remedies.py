@@ -1,4 +1,4 @@
-"""What would help a training, what was tried, and what it gained: for a terminal, and as JSON."""
+"""Proposed and measured remedies of a diagnosis, as tables and as JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ..numbers import percent
 
 
 class Remedy(Protocol):
-    """As predict.remedies proposes it."""
+    """A remedy that ``predict.remedies`` proposes."""
 
     @property
     def knob(self) -> str: ...
@@ -39,7 +39,7 @@ class Remedy(Protocol):
 
 
 class Off(Protocol):
-    """By how much predictions of a kind were off so far."""
+    """Median error of the predictions of one kind, in percentage points."""
 
     @property
     def points(self) -> float: ...
@@ -47,32 +47,35 @@ class Off(Protocol):
     def count(self) -> int: ...
 
 
-def gained(gain: Interval | None) -> str:
-    """A gain of the throughput, as +31 % (28 to 34)."""
+def format_gain(gain: Interval | None) -> str:
+    """Format a gain in throughput, as in "+31 % (28 to 34)"."""
     if gain is None:
         return "?"
-    said = f"{100 * gain.mean:+.0f} %"
+    text = f"{100 * gain.mean:+.0f} %"
     if math.isfinite(gain.low) and math.isfinite(gain.high):
-        said += f" ({100 * gain.low:.0f} to {100 * gain.high:.0f})"
-    return said
+        text += f" ({100 * gain.low:.0f} to {100 * gain.high:.0f})"
+    return text
 
 
 def set_to(remedy: Remedy) -> str:
-    """The knob, with its value where that is a number."""
+    """Return the knob's name, with its value if that is not just "on"."""
     plain = remedy.value is True or not remedy.settable
     return remedy.knob if plain else f"{remedy.knob} = {remedy.value}"
 
 
-def how(remedy: Remedy) -> str:
-    """What is to be done for it, and what that may do besides."""
+def how_to_apply(remedy: Remedy) -> str:
+    """Say how to apply a remedy, and which side effects it may have."""
     where = f"line {remedy.line}: " if remedy.line is not None else ""
     besides = ["changes the numbers"] if remedy.numbers else []
     besides += [f"may cost {remedy.costs}"] if remedy.costs else []
     return f"{where}{remedy.edit}" + "".join(f"; {one}" for one in besides)
 
 
-def proposed(remedies: Sequence[Remedy], off: Mapping[str, Off]) -> list[RenderableType]:
-    """What can be set from outside, and then what the script has to be edited for."""
+def render_proposed(remedies: Sequence[Remedy], off: Mapping[str, Off]) -> list[RenderableType]:
+    """Return the table of proposed remedies with their predicted gains.
+
+    off: Errors of earlier predictions, by their source.
+    """
     if not remedies:
         return []
     table = Table(box=None, pad_edge=False)
@@ -80,18 +83,23 @@ def proposed(remedies: Sequence[Remedy], off: Mapping[str, Off]) -> list[Rendera
         table.add_column(heading, no_wrap=bool(heading))
     for one in remedies:
         sets = f"--try {one.knob}, or " if one.settable else ""
-        table.add_row(f"  {set_to(one)}", gained(one.gain), one.source, Text(f"{sets}{how(one)}"))
-    said = [
+        table.add_row(
+            f"  {set_to(one)}",
+            format_gain(one.gain),
+            one.source,
+            Text(f"{sets}{how_to_apply(one)}"),
+        )
+    accuracy = [
         f"Predictions from {source} were off by {off[source].points:.1f} points "
         f"(median of {off[source].count})."
         for source in dict.fromkeys(one.source for one in remedies)
         if source in off
     ]
-    return [table, *(Text(line, style="bright_black") for line in said)]
+    return [table, *(Text(line, style="bright_black") for line in accuracy)]
 
 
-def proven(tried: Any) -> list[RenderableType]:
-    """Predicted against measured."""
+def render_tried(tried: Any) -> list[RenderableType]:
+    """Return the table of tried remedies, with predicted and measured gains."""
     if not tried.trials:
         return [Text("Nothing was tried: no cause has a remedy that can be set from outside.")]
     table = Table(box=None, pad_edge=False)
@@ -99,26 +107,30 @@ def proven(tried: Any) -> list[RenderableType]:
         table.add_column(heading, no_wrap=bool(heading))
     for one in tried.trials:
         kept = Text("kept", style="green") if one.kept else Text(one.why)
-        table.add_row(f"  {set_to(one.remedy)}", gained(one.predicted), gained(one.gain), kept)
-    return [table, *(Text(line) for line in losses(tried))]
+        table.add_row(
+            f"  {set_to(one.remedy)}", format_gain(one.predicted), format_gain(one.gain), kept
+        )
+    return [table, *(Text(line) for line in loss_changes(tried))]
 
 
-def losses(tried: Any) -> list[str]:
-    """Of knobs that change the numbers: what they did to the loss."""
-    said = []
+def loss_changes(tried: Any) -> list[str]:
+    """Say how the knobs that change numerical results changed the training loss."""
+    lines = []
     for one in tried.trials:
         if one.loss is not None:
             change = one.loss.with_it - one.loss.without
-            said.append(
+            lines.append(
                 f"  {one.remedy.knob} changes the numbers: over the same steps the loss was "
                 f"{one.loss.with_it:.4g} with it and {one.loss.without:.4g} without "
                 f"({change:+.2g}; runs without it differ by {one.loss.spread:.2g})."
             )
-    return said
+    return lines
 
 
-def beside(before: Waterfall, after: Waterfall, names: Mapping[str, str]) -> RenderableType:
-    """Both waterfalls, as shares of a step's time."""
+def render_before_after(
+    before: Waterfall, after: Waterfall, names: Mapping[str, str]
+) -> RenderableType:
+    """Return a table of two waterfalls, as shares of a step's time."""
     table = Table(box=None, pad_edge=False)
     table.add_column("of a step's time")
     for heading in ("before", "after"):
@@ -132,7 +144,7 @@ def beside(before: Waterfall, after: Waterfall, names: Mapping[str, str]) -> Ren
 
 
 def as_json(found: Any) -> dict[str, Any]:
-    """See docs/remedies.md."""
+    """Return the remedies as JSON, in the format of docs/remedies.md."""
     return {
         "remedies": [asdict(one) for one in found.remedies],
         "predictions_off": {source: asdict(one) for source, one in found.off.items()},

@@ -16,7 +16,7 @@ from ..console import PlainConsole
 from ..numbers import counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from . import step_work
-from .roofline import drawing
+from .roofline import draw_roofline
 
 GOOD = 0.8  # what POP calls good
 BAR = 12
@@ -250,7 +250,7 @@ def _work(report: Report, width: int) -> list[RenderableType]:
     """FLOPs of a step, and the roofline where there is one."""
     parts: list[RenderableType] = [Text(f"{line}.") for line in step_work.sentences(report)]
     if report.roofline is not None:
-        drawn = drawing(report.roofline.roofs, report.roofline.points, min(width, 110) - 4)
+        drawn = draw_roofline(report.roofline.roofs, report.roofline.points, min(width, 110) - 4)
         parts.append(Text(drawn, no_wrap=True))
     return parts
 

@@ -1,1 +1,1 @@
-"""Timelines in Chrome's trace format, for Perfetto."""
+"""Timelines of a run in the Chrome trace format, for Perfetto."""

@@ -1,6 +1,8 @@
-"""``paceline report --timeline FILE``: the run as a trace that ui.perfetto.dev and chrome://tracing
-open. Never sampled: where a window has more events than viewers bear, the file has fewer steps,
-and what is printed says so."""
+"""``paceline report --timeline FILE``: write a run as a trace for ui.perfetto.dev.
+
+chrome://tracing opens the file too. Events are never sampled: if the window has more events than
+viewers can open, the file contains fewer steps, and the printed line says so.
+"""
 
 import gzip
 import json
@@ -24,14 +26,20 @@ from ..terminal.top import numbered
 from .chrome_trace import MAX_LANES
 from .tracks import Tracks
 
-MOST = 1_000_000  # events in a file: 140 MB, which Perfetto opens in 12 s
-MOST_SAMPLES = 20_000
-_PARTS = 1000  # of a window without steps, of which as many are drawn as fit
+MAX_EVENTS = 1_000_000  # in a file: 140 MB, which Perfetto opens in 12 s
+MAX_SAMPLES = 20_000  # stack samples of all ranks; if there are more, none is drawn
+_WINDOW_PARTS = 1000  # equal parts of a window without whole steps; as many as fit are drawn
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is drawn of the window, in words, and of how much if that is not all."""
+    """The part of the window that is drawn.
+
+    Attributes:
+        within: The part, in ns.
+        words: The part in words: steps, or seconds.
+        of: All that could have been drawn, in words; None if the part is all of it.
+    """
 
     within: Window
     words: str
@@ -39,10 +47,14 @@ class Part:
 
 
 def write(examined: RunAnalysis, path: Path, steps: tuple[int, int] | None = None) -> str:
-    """Write the run's timeline, compressed if the name ends with .gz. Returns what to tell.
+    """Write the run's timeline and return the line to print.
 
-    steps: only those from the first number up to the second. Raises ValueError where there is no
-    window, or where the file can't be written; then it is as it was before.
+    path: Output file, compressed with gzip if the name ends with .gz.
+    steps: Draw only the steps from the first number up to, but not including, the second.
+
+    Raises:
+        ValueError: The run has no window, or the file cannot be written. An existing file is
+            then unchanged.
     """
     m, report = examined.measured, examined.report
     if m is None:
@@ -51,29 +63,30 @@ def write(examined: RunAnalysis, path: Path, steps: tuple[int, int] | None = Non
             "HINT: paceline report without --timeline says what is there"
         )
     samples = sum(record.count(State.SAMPLE) for record in m.records)
-    tracks = Tracks(m, samples <= MOST_SAMPLES)
-    part = chosen(m, tracks, report, steps)
+    tracks = Tracks(m, samples <= MAX_SAMPLES)
+    part = choose_part(m, tracks, report, steps)
     tracks.narrow(part.within)
     left_out = _left_out(report, m, samples)
-    with _whole_or_not_at_all(path) as file:
-        events = _written(file, tracks, part, report, left_out)
-    return _told(path, part, len(m.records), events, left_out)
+    with _open_atomically(path) as file:
+        events = _write_events(file, tracks, part, report, left_out)
+    return _summary_line(path, part, len(m.records), events, left_out)
 
 
-def chosen(
+def choose_part(
     m: MeasuredWindow, tracks: Tracks, report: Report, steps: tuple[int, int] | None
 ) -> Part:
-    """The whole steps around the typical one that fit, all of the window if it does."""
-    found = find_steps(m)
-    if found is None or report.step_times is None:
+    """Return the part to draw: as many whole steps around the typical step as fit."""
+    steps_found = find_steps(m)
+    if steps_found is None or report.step_times is None:
         if steps is not None:
             raise ValueError(f"{report.name}: no step is whole on all ranks. HINT: no --steps")
-        return _by_time(m, tracks)
-    first, last = found.first, found.first + len(found) - 1
-    edges = found.bounds.max(axis=0)
+        return _choose_by_time(m, tracks)
+    first, last = steps_found.first, steps_found.first + len(steps_found) - 1
+    edges = steps_found.bounds.max(axis=0)
     if steps is None:
         edges = edges.copy()
-        edges[0], edges[-1] = m.within.start, m.within.end  # what follows the last step is with it
+        # What follows the last step is drawn with it.
+        edges[0], edges[-1] = m.within.start, m.within.end
     a, b = first, last
     if steps is not None:
         a, b = max(steps[0], first), min(steps[1] - 1, last)
@@ -83,39 +96,52 @@ def chosen(
             f"HINT: two numbers between {first} and {last + 1}"
         )
     typical = min(max(report.step_times.typical, a), b)
-    i, j = _fitting(*tracks.count_until(edges), typical - first, (a - first, b - first + 1))
-    words = _steps(first + i, first + j - 1)
+    i, j = _longest_fitting_range(
+        *tracks.count_until(edges), typical - first, (a - first, b - first + 1)
+    )
+    in_words = _steps_in_words(first + i, first + j - 1)
     within = Window(int(edges[i]), int(edges[j]))
-    all_of_it = (first + i, first + j - 1) == (a, b)
-    return Part(within, words, None if all_of_it else f"{a} to {b}")
+    is_complete = (first + i, first + j - 1) == (a, b)
+    return Part(within, in_words, None if is_complete else f"{a} to {b}")
 
 
-def _by_time(m: MeasuredWindow, tracks: Tracks) -> Part:
-    """Where no step is whole on all ranks: the middle of the window, as much as fits."""
-    edges = np.linspace(m.within.start, m.within.end, _PARTS + 1).astype(np.int64)
-    i, j = _fitting(*tracks.count_until(edges), _PARTS // 2, (0, _PARTS))
+def _choose_by_time(m: MeasuredWindow, tracks: Tracks) -> Part:
+    """Return as much of the middle of the window as fits, if no step is whole on all ranks."""
+    edges = np.linspace(m.within.start, m.within.end, _WINDOW_PARTS + 1).astype(np.int64)
+    i, j = _longest_fitting_range(
+        *tracks.count_until(edges), _WINDOW_PARTS // 2, (0, _WINDOW_PARTS)
+    )
     seconds = (edges[j] - edges[i]) / 1e9
-    of = None if (i, j) == (0, _PARTS) else f"{m.within.length / 1e9:.3g} s"
+    of = None if (i, j) == (0, _WINDOW_PARTS) else f"{m.within.length / 1e9:.3g} s"
     return Part(Window(int(edges[i]), int(edges[j])), f"{seconds:.3g} s", of)
 
 
-def _fitting(begun: Ints, over: Ints, middle: int, allowed: tuple[int, int]) -> tuple[int, int]:
-    """The longest range around ``middle`` with at most MOST events; that one at least."""
+def _longest_fitting_range(
+    begun: Ints, ended: Ints, middle: int, allowed: tuple[int, int]
+) -> tuple[int, int]:
+    """Return the longest range around ``middle`` with at most MAX_EVENTS events.
+
+    begun, over: Events begun and ended before each edge, from ``Tracks.count_until``.
+    middle: Index of the part that the range contains in any case.
+    allowed: First part, and the end of the parts, that may be drawn.
+    """
     i, j = middle, middle + 1
     while True:
         wider = [(i, j + 1)] * (j < allowed[1]) + [(i - 1, j)] * (i > allowed[0])
-        fits = [(a, b) for a, b in wider if begun[b] - over[a] <= MOST]
-        if not fits:
+        fitting = [(a, b) for a, b in wider if begun[b] - ended[a] <= MAX_EVENTS]
+        if not fitting:
             return i, j
         # The side that is shorter grows first.
-        i, j = min(fits, key=lambda both: max(middle - both[0], both[1] - 1 - middle))
+        i, j = min(
+            fitting, key=lambda candidate: max(middle - candidate[0], candidate[1] - 1 - middle)
+        )
 
 
 def _left_out(report: Report, m: MeasuredWindow, samples: int) -> list[str]:
     left_out = []
     if report.missing_ranks:
         left_out.append(f"rank {numbered(report.missing_ranks)}: no record")
-    if samples > MOST_SAMPLES:
+    if samples > MAX_SAMPLES:
         left_out.append(f"the script's lines ({samples:,} samples of them)")
     if m.clocks_unaligned:
         left_out.append("arrows to who waited: the clocks of some hosts could not be aligned")
@@ -124,10 +150,13 @@ def _left_out(report: Report, m: MeasuredWindow, samples: int) -> list[str]:
     return left_out
 
 
-def _written(
+def _write_events(
     file: IO[bytes], tracks: Tracks, part: Part, report: Report, left_out: list[str]
 ) -> int:
-    """Write it all; returns the number of events, without the names of ranks and threads."""
+    """Write the whole trace; return the number of events, without metadata events.
+
+    left_out: What the trace does not show, in words; slices that are dropped are added here.
+    """
     events, comma = 0, b""
 
     def put(lines: list[str]) -> None:
@@ -143,11 +172,11 @@ def _written(
         range(len(records)), key=lambda i: (hosts.index(records[i].host), records[i].rank)
     )
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-    for place, i in enumerate(order):
-        tracks.write(i, part.within, place, put)
+    for position, i in enumerate(order):
+        tracks.write(i, part.within, position, put)
     if tracks.dropped:
         left_out.append(f"{tracks.dropped:,} slices that over {MAX_LANES} others overlap")
-    about = {
+    metadata = {
         "command": " ".join(report.command),
         "record": report.name,
         "paceline": __version__,
@@ -155,13 +184,19 @@ def _written(
         "of": part.of or "all that was chosen",
         "left out": "; ".join(left_out) or "nothing",
     }
-    file.write(b'\n],"otherData":' + json.dumps(about).encode() + b"}\n")
+    file.write(b'\n],"otherData":' + json.dumps(metadata).encode() + b"}\n")
     return events
 
 
 @contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[Any]:
-    """Open ``path`` as ``open_output`` does, compressed if its name ends with .gz."""
+def _open_atomically(path: Path) -> Iterator[Any]:
+    """Open ``path`` with ``open_output``, with compression if its name ends with .gz.
+
+    The file is replaced only if all of it was written.
+
+    Raises:
+        ValueError: The path is a directory, or cannot be written.
+    """
     if path.is_dir():
         raise ValueError(f"{path} is no file. HINT: --timeline run.json or run.json.gz")
     try:
@@ -179,7 +214,7 @@ def _whole_or_not_at_all(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _told(path: Path, part: Part, ranks: int, events: int, left_out: list[str]) -> str:
+def _summary_line(path: Path, part: Part, ranks: int, events: int, left_out: list[str]) -> str:
     text = f"{path}: {part.words}"
     text += f" of {part.of}, the most that fit," if part.of else ""
     text += f" of {ranks} rank{'s' * (ranks != 1)}, {events:,} events"
@@ -191,5 +226,5 @@ def _told(path: Path, part: Part, ranks: int, events: int, left_out: list[str]) 
     return text + "open it in https://ui.perfetto.dev or chrome://tracing"
 
 
-def _steps(first: int, last: int) -> str:
+def _steps_in_words(first: int, last: int) -> str:
     return f"steps {first} to {last}" if last > first else f"step {first}"

@@ -1,8 +1,10 @@
-"""What the timeline shows of one rank: a process whose threads are its states, steps, phases,
-communication and whom it kept waiting, as events of Chrome's trace format.
+"""Events of the timeline, rank by rank, in the Chrome trace format.
 
-Slices of one thread never partly overlap: what is in flight at the same time gets threads beside
-each other, and what a rank did for a collective (wait, transfer) lies inside it.
+Each rank is a process. Its threads show the states, steps, phases, communication, and the times in
+which other ranks waited for it.
+
+Slices of one thread never partly overlap: operations in flight at the same time are in several
+threads of the same name, and the wait and the transfer of a collective are nested in its slice.
 """
 
 import json
@@ -17,46 +19,58 @@ from ...analyze.records.match_collectives import NO_INDEX, MatchedCommunication,
 from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...record.ring.states import Op, State
-from .chrome_trace import Process, Put, labelled
+from .chrome_trace import Process, Put, slice_label
 
 PHASES = {
     int(state): state.name.lower()
     for state in (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)
 }
 PHASES |= {int(s): s.name.lower() for s in (State.INPUT, State.VALIDATION, State.CHECKPOINT)}
-LARGE = 1 << 16  # bytes: below that a rate says nothing
-NAMED = 16  # ranks that are named one by one
+MIN_RATED_BYTES = 1 << 16  # the rate of a smaller collective is meaningless
+MAX_LISTED_RANKS = 16
 
 
 class Tracks:
-    """All that can be drawn of a window, rank by rank."""
+    """The events that can be drawn of a measured window.
+
+    Attributes:
+        m: The measured window.
+        samples: Whether stack samples are drawn.
+        dropped: Number of slices left out because too many others overlap.
+        launches, waits: Rows of ``m.matched``, split by record.
+        rates: Bytes per ns of each launch, split by record.
+        held: Waits that were caused by another rank; see ``_held_up_waits``.
+        messages: Pairs of a send and its receive; see ``_match_messages``.
+    """
 
     def __init__(self, m: MeasuredWindow, samples: bool) -> None:
         self.m, self.samples = m, samples
-        self.dropped = 0  # slices that too many others overlap
+        self.dropped = 0
         count = len(m.records)
         self.launches = split_by_record(m.matched.launches, count)
         self.waits = split_by_record(m.matched.waits, count)
-        self.rates = by_record_of(_rates(m.matched.launches), self.launches)
-        self.held = _held(m)
-        self.messages = _messages(m.matched)
+        self.rates = split_like(_launch_rates(m.matched.launches), self.launches)
+        self.held = _held_up_waits(m)
+        self.messages = _match_messages(m.matched)
 
     def count_until(self, times: Ints) -> tuple[Ints, Ints]:
-        """How many events begin before each time, and how many are over by then: between two
-        times there are at most the first at the later less the second at the earlier one."""
-        begun, over = np.zeros((2, len(times)), np.int64)
+        """Return how many events begin, and how many end, before each time.
+
+        An interval has at most the events begun before its end minus those ended before its start.
+        """
+        begun, ended = np.zeros((2, len(times)), np.int64)
         arrows = [(rows["start"], rows["end"]) for rows in (self.held, self.messages)]
         spans = (span for i in range(len(self.m.records)) for span in self._spans(i))
-        for start, end in (*arrows, *arrows, _first_to_last(self.held), *spans):
+        for start, end in (*arrows, *arrows, _waited_for_spans(self.held), *spans):
             begun += np.searchsorted(np.sort(start), times, "left")
-            over += np.searchsorted(np.sort(end), times, "left")
-        return begun, over
+            ended += np.searchsorted(np.sort(end), times, "left")
+        return begun, ended
 
     def _spans(self, i: int) -> Iterable[tuple[Ints, Ints]]:
-        """Starts and ends of all slices of one rank, without those in which others wait for it."""
+        """Yield starts and ends of all slices of one record, except the "waited for" slices."""
         record, line, waits = self.m.records[i], self.m.timelines[i], self.waits[i]
         yield line.edges[:-1], line.edges[1:]
-        kinds = (*PHASES, State.STEP, State.STILL, *_flying(record))
+        kinds = (*PHASES, State.STEP, State.STILL, *_in_flight_states(record))
         kinds += (State.KERNEL,) * record.on_gpu + (State.SAMPLE,) * self.samples
         rows = record.events_in(*kinds)
         yield rows["start"], rows["end"]
@@ -67,18 +81,20 @@ class Tracks:
             yield start[end > start], end[end > start]
 
     def narrow(self, within: Window) -> None:
-        """Leave out arrows that are not whole in ``within``, once for all ranks."""
-        over = (self.held["turn"] > within.start + 1) & (self.held["turn"] < within.end)
-        self.held = self.held[over]
+        """Drop the arrows of all ranks that do not lie completely in ``within``."""
+        inside = (self.held["turn"] > within.start + 1) & (self.held["turn"] < within.end)
+        self.held = self.held[inside]
         start, end = self.messages["start"], self.messages["end"]
         self.messages = self.messages[(start >= within.start) & (end <= within.end)]
 
     def write(self, i: int, within: Window, order: int, put: Put) -> None:
-        """One rank's events in ``within``, to which arrows are narrowed; order: its place among
-        all."""
+        """Write the events of record ``i`` in ``within``; call ``narrow`` with it first.
+
+        order: Position of the rank among all processes.
+        """
         record = self.m.records[i]
         process = Process(record.rank, within, put)
-        process.named(f"rank {record.rank} ({record.host})", record.host, order)
+        process.write_name(f"rank {record.rank} ({record.host})", record.host, order)
         line = self.m.timelines[i]
         names = _state_names(self.m.clocks_unaligned)
         process.slices(
@@ -88,26 +104,26 @@ class Tracks:
         steps = record.events_in(State.STEP)
         process.slices(
             *("steps", steps["start"], steps["end"]),
-            lambda at: [labelled(f"step {number}") for number in steps["step"][at].tolist()],
+            lambda at: [slice_label(f"step {number}") for number in steps["step"][at].tolist()],
             lambda at: [f'"samples":{n}' for n in steps["amount"][at].tolist()],
             key=np.arange(len(steps)),
         )
-        self._phases(record, process)
+        self._write_phases(record, process)
         still = record.events_in(State.STILL)
         process.slices(
             *("stood still", still["start"], still["end"]),
-            lambda at: [labelled("stood still", "other")] * len(at),
+            lambda at: [slice_label("stood still", "other")] * len(at),
         )
-        tids = self._exchanges(i, process)
-        self._waited_for(i, process)
-        self._arrows_in(i, process, tids)
+        tids = self._write_communication(i, process)
+        self._write_waited_for(i, process)
+        self._write_arrows(i, process, tids)
         if self.samples:
-            self._lines(record, process)
+            self._write_samples(record, process)
         self.dropped += process.dropped
 
-    def _phases(self, record: Record, process: Process) -> None:
+    def _write_phases(self, record: Record, process: Process) -> None:
         rows = record.events_in(*PHASES)
-        names = {number: labelled(name) for number, name in PHASES.items()}
+        names = {number: slice_label(name) for number, name in PHASES.items()}
         process.slices(
             *("phases", rows["start"], rows["end"]),
             lambda at: [names[state] for state in rows["state"][at].tolist()],
@@ -118,47 +134,49 @@ class Tracks:
             kernels = record.events_in(State.KERNEL)
             process.slices(
                 *("kernels", kernels["start"], kernels["end"]),
-                lambda at: [labelled("kernels", "useful")] * len(at),
+                lambda at: [slice_label("kernels", "useful")] * len(at),
                 lambda at: [f'"count":{n}' for n in kernels["amount"][at].tolist()],
                 key=np.arange(len(kernels)),
             )
 
-    def _exchanges(self, i: int, process: Process) -> dict[str, Ints]:
-        """What was in flight, and in it where the rank stood still. Returns the threads of each
-        launch, and of each wait and its transfer (0 outside of the window)."""
+    def _write_communication(self, i: int, process: Process) -> dict[str, Ints]:
+        """Write the communication in flight, and in it the times in which the rank was blocked.
+
+        Returns the thread id of each "launch", "wait" and "transfer" (0 outside of the window).
+        """
         record, waits = self.m.records[i], self.waits[i]
-        flying, standing = (
-            record.events_in(*_flying(record)),
+        in_flight, blocked = (
+            record.events_in(*_in_flight_states(record)),
             record.events_in(*blocking_states(record)),
         )
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
         if self.m.clocks_unaligned:
             turn = waits["start"]
-        real, after = np.flatnonzero(turn > waits["start"]), np.flatnonzero(waits["end"] > turn)
-        rows = np.concatenate([flying, standing[real], standing[after]])
-        start = np.concatenate([flying["start"], waits["start"][real], turn[after]])
-        end = np.concatenate([flying["end"], turn[real], waits["end"][after]])
-        kind = np.repeat([0, 1, 2], [len(flying), len(real), len(after)])
-        kind[len(flying) + len(real) :][waits["call"][after]] = 3
-        whom = np.full(len(rows), NO_INDEX)
-        whom[len(flying) : len(flying) + len(real)] = waits["culprit"][real]
+        waiting = np.flatnonzero(turn > waits["start"])
+        transferring = np.flatnonzero(waits["end"] > turn)
+        rows = np.concatenate([in_flight, blocked[waiting], blocked[transferring]])
+        start = np.concatenate([in_flight["start"], waits["start"][waiting], turn[transferring]])
+        end = np.concatenate([in_flight["end"], turn[waiting], waits["end"][transferring]])
+        kind = np.repeat([0, 1, 2], [len(in_flight), len(waiting), len(transferring)])
+        kind[len(in_flight) + len(waiting) :][waits["call"][transferring]] = 3
+        waited_for = np.full(len(rows), NO_INDEX)
+        waited_for[len(in_flight) : len(in_flight) + len(waiting)] = waits["culprit"][waiting]
         rate = np.full(len(rows), np.nan)
-        rate[: len(flying)][flying["seq"] > 0] = self.rates[i]
+        rate[: len(in_flight)][in_flight["seq"] > 0] = self.rates[i]
         labels = Labels(record, [r.rank for r in self.m.records], self.m.clocks_unaligned)
         tids = process.slices(
             *("communication", start, end),
             lambda at: labels.names(rows[at], kind[at]),
-            lambda at: labels.args(rows[at], kind[at], whom[at], rate[at]),
-            key=_keys(rows),
+            lambda at: labels.args(rows[at], kind[at], waited_for[at], rate[at]),
+            key=_nesting_keys(rows),
         )
         found = {name: np.zeros(len(waits), np.int64) for name in ("wait", "transfer")}
-        found["wait"][real] = tids[len(flying) : len(flying) + len(real)]
-        found["transfer"][after] = tids[len(flying) + len(real) :]
-        return {"launch": tids[: len(flying)][flying["seq"] > 0], **found}
+        found["wait"][waiting] = tids[len(in_flight) : len(in_flight) + len(waiting)]
+        found["transfer"][transferring] = tids[len(in_flight) + len(waiting) :]
+        return {"launch": tids[: len(in_flight)][in_flight["seq"] > 0], **found}
 
-    def _waited_for(self, i: int, process: Process) -> None:
-        """From when the first other stood still for this rank, until it came. The arrows to
-        those it held up begin there."""
+    def _write_waited_for(self, i: int, process: Process) -> None:
+        """Write a slice from the first wait for this rank until it arrived; arrows start there."""
         held = self.held[self.held["culprit"] == i]
         if not len(held):
             return
@@ -173,12 +191,12 @@ class Tracks:
 
         def args(at: Ints) -> list[str]:
             return [
-                f'"by":"{_ranks([ranks[r] for r in np.unique(waiting[n]).tolist()])}",'
+                f'"by":"{_ranks_in_words([ranks[r] for r in np.unique(waiting[n]).tolist()])}",'
                 f'"collective":"{collective_name(op[n])}","group":{groups[group[n]]}'
                 for n in at.tolist()
             ]
 
-        what = labelled("waited for")
+        what = slice_label("waited for")
         tids = process.slices(
             *("waited for", start, end), lambda at: [what] * len(at), args, np.arange(len(first))
         )
@@ -186,43 +204,44 @@ class Tracks:
         which = np.repeat(tids, np.diff(np.append(first, len(held))))
         process.arrows("s", "held up", which, at - 1, held["number"])
 
-    def _arrows_in(self, i: int, process: Process, tids: dict[str, Ints]) -> None:
-        """The ends of arrows to this rank's waits, and both sides of its messages."""
+    def _write_arrows(self, i: int, process: Process, tids: dict[str, Ints]) -> None:
+        """Write the ends of the arrows to this rank's waits, and both ends of its messages."""
         held = self.held[self.held["record"] == i]
-        own = held["own"]
-        which = np.where(held["turn"] < held["end"], tids["transfer"][own], tids["wait"][own])
-        process.arrows("f", "held up", which, _arrow_end(held), held["number"])
+        wait_index = held["own"]
+        waits, transfers = tids["wait"][wait_index], tids["transfer"][wait_index]
+        held_tids = np.where(held["turn"] < held["end"], transfers, waits)
+        process.arrows("f", "held up", held_tids, _arrow_end(held), held["number"])
         for mark, side in (("s", "send"), ("f", "receive")):
-            mine = self.messages[self.messages[side] == i]
-            at = mine["start"] if mark == "s" else mine["end"] - 1
-            process.arrows(mark, "message", tids["launch"][mine[f"{side}_own"]], at, mine["number"])
+            rows = self.messages[self.messages[side] == i]
+            at = rows["start"] if mark == "s" else rows["end"] - 1
+            process.arrows(mark, "message", tids["launch"][rows[f"{side}_own"]], at, rows["number"])
 
-    def _lines(self, record: Record, process: Process) -> None:
+    def _write_samples(self, record: Record, process: Process) -> None:
         rows = record.events_in(State.SAMPLE)
         rows = rows[(rows["start"] >= process.within.start) & (rows["start"] < process.within.end)]
         if len(rows):
-            lines = {number: _line(record.lines.get(number)) for number in set(rows["amount"])}
-            process.instants("script", rows["start"], [lines[number] for number in rows["amount"]])
+            events = {n: _sample_event(record.lines.get(n)) for n in set(rows["amount"])}
+            process.instants("script", rows["start"], [events[n] for n in rows["amount"]])
 
 
 class Labels:
-    """Names and arguments of what a rank exchanged, each text made once.
+    """Names and arguments of the slices of one rank's communication; each text is made once.
 
-    kinds: 0 in flight, 1 wait, 2 transfer, 3 the call that launches.
+    Kinds of slices: 0 in flight, 1 wait, 2 transfer, 3 the call that launches the operation.
     """
 
     def __init__(self, record: Record, ranks: list[int], apart: bool) -> None:
         groups = record.meta.get("groups", {})
         self.groups = {int(n): json.dumps(str(group["name"])) for n, group in groups.items()}
         self.ranks = ranks
-        standing = "wait or transfer" if apart else "transfer"
+        blocked = "wait or transfer" if apart else "transfer"
         self.kinds = (
             "",
-            labelled("wait"),
-            labelled(standing, "transfer"),
-            labelled("launch", "transfer"),
+            slice_label("wait"),
+            slice_label(blocked, "transfer"),
+            slice_label("launch", "transfer"),
         )
-        self.known: dict[tuple[int, int], str] = {}
+        self.name_cache: dict[tuple[int, int], str] = {}
 
     def names(self, rows: Any, kinds: Ints) -> list[str]:
         return [
@@ -233,16 +252,16 @@ class Labels:
         ]
 
     def _in_flight(self, op: int, peer: int) -> str:
-        if (op, peer) not in self.known:
-            ways: dict[int, str] = {Op.SEND: f" to {peer}", Op.RECV: f" from {peer}"}
-            self.known[op, peer] = labelled(collective_name(op) + ways.get(op, ""))
-        return self.known[op, peer]
+        if (op, peer) not in self.name_cache:
+            directions: dict[int, str] = {Op.SEND: f" to {peer}", Op.RECV: f" from {peer}"}
+            self.name_cache[op, peer] = slice_label(collective_name(op) + directions.get(op, ""))
+        return self.name_cache[op, peer]
 
-    def args(self, rows: Any, kinds: Ints, whom: Ints, rates: Any) -> list[str]:
+    def args(self, rows: Any, kinds: Ints, waited_for: Ints, rates: Any) -> list[str]:
         names = ("op", "group", "seq", "step", "amount")
         columns = zip(
             *(rows[name].tolist() for name in names),
-            *(kinds.tolist(), whom.tolist(), rates.tolist()),
+            *(kinds.tolist(), waited_for.tolist(), rates.tolist()),
             strict=True,
         )
         result = []
@@ -259,17 +278,20 @@ class Labels:
         return result
 
 
-def by_record_of(values: Any, rows: list[Any]) -> list[Any]:
-    """Values of rows, apart as the rows are."""
+def split_like(values: Any, rows: list[Any]) -> list[Any]:
+    """Split ``values``, one per row, into parts with the lengths of ``rows``."""
     return np.split(values, np.cumsum([len(part) for part in rows])[:-1])
 
 
-def _flying(record: Record) -> tuple[State, ...]:
+def _in_flight_states(record: Record) -> tuple[State, ...]:
     return (State.COMMUNICATION_KERNEL,) if record.on_gpu else (State.COLLECTIVE,)
 
 
-def _rates(launches: Any) -> Any:
-    """Bytes per nanosecond of each launch's collective, from the last start to the last end."""
+def _launch_rates(launches: Any) -> Any:
+    """Return the bytes per ns of each launch's collective, from the last start to the last end.
+
+    The rate is NaN for small collectives and where a member's record is missing.
+    """
     rate = np.full(len(launches), np.nan)
     if not len(launches):
         return rate
@@ -278,25 +300,28 @@ def _rates(launches: Any) -> Any:
     np.maximum.at(last, node, launches["start"])
     np.maximum.at(end, node, launches["end"])
     time = (end - last)[node]
-    known = launches["whole"] & (launches["amount"] >= LARGE) & (time > 0)
+    known = launches["whole"] & (launches["amount"] >= MIN_RATED_BYTES) & (time > 0)
     rate[known] = launches["amount"][known] / time[known]
     return rate
 
 
-_HELD = [("record", "i8"), ("culprit", "i8"), ("start", "i8"), ("turn", "i8"), ("latest", "i8")]
-_HELD += [("end", "i8"), ("node", "i8"), ("group", "i8"), ("op", "i8"), ("own", "i8")]
-_HELD += [("number", "i8")]
+_HELD_DTYPE = [("record", "i8"), ("culprit", "i8"), ("start", "i8"), ("turn", "i8")]
+_HELD_DTYPE += [("latest", "i8"), ("end", "i8"), ("node", "i8"), ("group", "i8"), ("op", "i8")]
+_HELD_DTYPE += [("own", "i8"), ("number", "i8")]
 
 
-def _held(m: MeasuredWindow) -> Any:
-    """The waits that were for somebody, and longer than the clocks' residual. own: the wait's
-    number among those of its record."""
+def _held_up_waits(m: MeasuredWindow) -> Any:
+    """Return the waits that another rank caused and that exceed the clocks' residual.
+
+    turn: When the wait became a transfer, in ns. own: Index of the wait among those of its record.
+    number: Id of its arrow.
+    """
     waits = m.matched.waits
     turn = np.minimum(waits["latest"], waits["end"])
     real = (waits["culprit"] != NO_INDEX) & (turn - waits["start"] > m.residual_ns)
     real &= waits["end"] - waits["start"] > 1  # room for both ends of an arrow
     at = np.flatnonzero(real) if not m.clocks_unaligned else np.empty(0, np.int64)
-    held = np.zeros(len(at), _HELD)
+    held = np.zeros(len(at), _HELD_DTYPE)
     for name in ("record", "culprit", "start", "latest", "end", "node", "group", "op"):
         held[name] = waits[name][at]
     held["turn"], held["number"] = turn[at], at
@@ -305,8 +330,8 @@ def _held(m: MeasuredWindow) -> Any:
     return held
 
 
-def _first_to_last(held: Any) -> tuple[Ints, Ints]:
-    """For each that others stood still for: from the first one's start to the last one's end."""
+def _waited_for_spans(held: Any) -> tuple[Ints, Ints]:
+    """Return starts and ends of the "waited for" slices: first start to last end of the waits."""
     held = held[np.lexsort((held["node"], held["culprit"]))]
     change = (np.diff(held["node"]) != 0) | (np.diff(held["culprit"]) != 0)
     if not len(held):
@@ -316,17 +341,20 @@ def _first_to_last(held: Any) -> tuple[Ints, Ints]:
 
 
 def _arrow_end(held: Any) -> Ints:
-    """When the wait was over, inside the transfer after it, or else inside the wait itself."""
+    """Return the end of each arrow: in the transfer after the wait, or else in the wait."""
     return np.asarray(np.where(held["turn"] < held["end"], held["turn"], held["end"] - 1))
 
 
-_MESSAGE = [("send", "i8"), ("receive", "i8"), ("send_own", "i8"), ("receive_own", "i8")]
-_MESSAGE += [("start", "i8"), ("end", "i8"), ("number", "i8")]
+_MESSAGE_DTYPE = [("send", "i8"), ("receive", "i8"), ("send_own", "i8"), ("receive_own", "i8")]
+_MESSAGE_DTYPE += [("start", "i8"), ("end", "i8"), ("number", "i8")]
 
 
-def _messages(matched: MatchedCommunication) -> Any:
-    """Both sides of each message: records, the launches' numbers among theirs, and from the
-    send's start to the receive's end."""
+def _match_messages(matched: MatchedCommunication) -> Any:
+    """Return the messages whose send and receive are both recorded.
+
+    send, receive: Records. send_own, receive_own: Indices of the launches among those of their
+    record. start, end: Start of the send and end of the receive, in ns. number: Id of the arrow.
+    """
     launches = matched.launches
     by_op = {op: np.flatnonzero(launches["op"] == op) for op in (Op.SEND, Op.RECV)}
     _, sent, received = np.intersect1d(
@@ -337,7 +365,7 @@ def _messages(matched: MatchedCommunication) -> Any:
     good = (end[sent] > start[sent]) & (end[received] > start[received])
     good &= end[received] - 1 > start[sent]
     sent, received = sent[good], received[good]
-    result = np.zeros(len(sent), _MESSAGE)
+    result = np.zeros(len(sent), _MESSAGE_DTYPE)
     for side, rows in (("send", sent), ("receive", received)):
         record = launches["record"][rows]
         result[side] = record
@@ -347,26 +375,26 @@ def _messages(matched: MatchedCommunication) -> Any:
     return result
 
 
-def _keys(rows: Any) -> Ints:
-    """The same for all that a rank did for one collective or message."""
+def _nesting_keys(rows: Any) -> Ints:
+    """Return a key that is equal for all slices of one rank's collective or message."""
     group, op, peer, seq = (rows[name].astype(np.int64) for name in ("group", "op", "peer", "seq"))
     return np.asarray(((group << 4 | op) << 43) ^ ((peer + 1) << 32) ^ seq, np.int64)
 
 
 def _state_names(apart: bool) -> list[str]:
     return [
-        labelled("wait or transfer", name) if apart and name == "transfer" else labelled(name)
+        slice_label("wait or transfer", name) if apart and name == "transfer" else slice_label(name)
         for name in STATES
     ]
 
 
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
+def _ranks_in_words(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - MAX_LISTED_RANKS} more" if len(ranks) > MAX_LISTED_RANKS else ""
+    return f"rank {', '.join(map(str, ranks[:MAX_LISTED_RANKS]))}{more}"
 
 
-def _line(line: dict[str, Any] | None) -> str:
-    """An instant's name and arguments: where the script was."""
+def _sample_event(line: dict[str, Any] | None) -> str:
+    """Return the name and arguments of a stack sample: the line at which the script was."""
     if line is None:
         return '"name":"an unknown line"'
     file = str(line.get("file")).rpartition("/")[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...knobs.settings import Setting, write
 from ...report.numbers import percent
-from ...report.terminal.remedies import gained
+from ...report.terminal.remedies import format_gain
 from .diagnose import Diagnosis
 from .try_remedies import Tried
 
@@ -46,6 +46,6 @@ def _why(found: Diagnosis, tried: Tried, name: str) -> tuple[str, ...]:
         why = [f"{cause.id}: {percent(cause.share)} of a step's time"]
     else:  # of a later pass, or none that asked for it
         why = [f"{trial.remedy.cause}, named with what was kept before"] * bool(trial.remedy.cause)
-    foreseen = f"predicted {gained(trial.predicted)} from {trial.source}, "
-    measured = f"measured {gained(trial.gain)} of the throughput"
+    foreseen = f"predicted {format_gain(trial.predicted)} from {trial.source}, "
+    measured = f"measured {format_gain(trial.gain)} of the throughput"
     return (*why, (foreseen if trial.predicted is not None else "") + measured)
