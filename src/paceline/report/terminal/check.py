@@ -15,7 +15,7 @@ from ...cost.machine.units import listed, size, told
 from ...cost.outliers.outliers import Odd
 from ...cost.roofline import roofs
 from ..numbers import counted, percent
-from .roofline import drawing
+from .roofline import draw_roofline
 
 MAX_COLLECTIVE_ROWS = 32  # of one operation in one kind of group
 MAX_HOST_COLUMNS = 4  # for more hosts, the table shows the median and the worst host
@@ -234,7 +234,7 @@ def _render_roofline(host: HostFacts) -> str:
     """Return the roofline of the host's GPU if it has one, else of its CPU."""
     device = "cuda:0" if host.gpus else "cpu"
     found = roofs(host, device)
-    return f"Roofline of {host.name}, {device}\n{drawing(found, {})}" if found else ""
+    return f"Roofline of {host.name}, {device}\n{draw_roofline(found, {})}" if found else ""
 
 
 def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]) -> Table:
