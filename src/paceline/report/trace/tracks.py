@@ -37,8 +37,7 @@ class Tracks:
         m: The measured window.
         samples: Whether stack samples are drawn.
         dropped: Number of slices left out because too many others overlap.
-        launches, waits: Rows of ``m.matched``, split by record.
-        rates: Bytes per ns of each launch, split by record.
+        launches, waits, rates: Rows of ``m.matched``, and bytes per ns, split by record.
         held: Waits that were caused by another rank; see ``_held_up_waits``.
         messages: Pairs of a send and its receive; see ``_match_messages``.
     """
@@ -288,10 +287,7 @@ def _in_flight_states(record: Record) -> tuple[State, ...]:
 
 
 def _launch_rates(launches: Any) -> Any:
-    """Return the bytes per ns of each launch's collective, from the last start to the last end.
-
-    The rate is NaN for small collectives and where a member's record is missing.
-    """
+    """Return the bytes per ns of each launch's collective, last start to last end, or NaN."""
     rate = np.full(len(launches), np.nan)
     if not len(launches):
         return rate
