@@ -87,7 +87,7 @@ class HangDetector:
         write_message: Callable[[str], None],
     ) -> HangReport | None:
         from ...analyze.live.live_view import view
-        from ...report.terminal.hang import computing_ranks, hang_report, suspected_rank
+        from ...report.terminal.hang import find_computing_ranks, hang_report, suspected_rank
 
         snapshot = self._fetch_records(MAX_EVENTS_PER_RANK)
         if snapshot is None or snapshot.ending:
@@ -99,7 +99,7 @@ class HangDetector:
             now.last_s is not None and now.last_s < limit / 2 for now in current_view.now
         ):
             return None  # a rank has made progress meanwhile
-        computing_ranks = computing_ranks(current_view, busy_ranks)
+        computing_ranks = find_computing_ranks(current_view, busy_ranks)
         is_hang = bool(self._warned_limit_s) or not computing_ranks
         stacks = {rank_of(tail): tail.stack for tail in snapshot.tails if tail.stack}
         text = hang_report(current_view, stacks, busy_ranks, idle_s, snapshot.silent_hosts)

@@ -104,7 +104,7 @@ def suspected_rank(view: View | None) -> int | None:
     return next(iter([*stopped, *absent, *view.missing_ranks]), None)
 
 
-def computing_ranks(view: View | None, busy: set[int]) -> list[int]:
+def find_computing_ranks(view: View | None, busy: set[int]) -> list[int]:
     """Return the ranks that compute outside of collectives and loaders.
 
     They may be slow rather than stuck.
