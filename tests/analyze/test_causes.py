@@ -6,7 +6,7 @@ import pytest
 from rungs import climbs
 
 from paceline.analyze.diagnosis.causes import Evidence, causes
-from paceline.analyze.diagnosis.gradient_sync import Gradients
+from paceline.analyze.diagnosis.gradient_sync import GradientSync
 from paceline.analyze.diagnosis.ladder import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group
@@ -60,15 +60,15 @@ def test_nothing_is_named_where_nothing_is_lost():
 
 
 EXCHANGES = {
-    "exchange-latency": (collective(count=100), {}, Gradients(1, 1, 1, 4e6, 10, 1e4)),
-    "exchange-bandwidth": (collective(size=4_000_000), {}, Gradients(1, 1, 1, 4e6, 0, 0)),
-    "no-overlap": (collective(size=4_000_000), {}, Gradients(1, 0, 0, 0, 1, 4e6)),
-    "accumulation-exchange": (collective(size=4_000_000), {}, Gradients(4, 4, 4, 16e6, 0, 0)),
+    "exchange-latency": (collective(count=100), {}, GradientSync(1, 1, 1, 4e6, 10, 1e4)),
+    "exchange-bandwidth": (collective(size=4_000_000), {}, GradientSync(1, 1, 1, 4e6, 0, 0)),
+    "no-overlap": (collective(size=4_000_000), {}, GradientSync(1, 0, 0, 0, 1, 4e6)),
+    "accumulation-exchange": (collective(size=4_000_000), {}, GradientSync(4, 4, 4, 16e6, 0, 0)),
     "synchronisation": (collective("barrier", count=50, size=0), {}, None),
     "bucket-size": (
         collective(count=160, size=250_000),
         {"ddp": {"bytes": 4_000_000, "bucket_bytes": 250_000}},
-        Gradients(1, 1, 16, 4e6, 0, 0),
+        GradientSync(1, 1, 16, 4e6, 0, 0),
     ),
 }
 
@@ -113,7 +113,7 @@ def test_a_gan_with_two_backwards_does_not_accumulate():
     half = {"parameters": {"float32": 4_000_000}}
     (cause,) = judged(
         losses=EXCHANGE, calls=collective(size=2_000_000), facts=[half, half],
-        gradients=Gradients(2, 2, 2, 4e6, 0, 0), **SLOWER,
+        gradients=GradientSync(2, 2, 2, 4e6, 0, 0), **SLOWER,
     )  # fmt: skip
     assert cause.id == "exchange-bandwidth"
 
@@ -122,7 +122,7 @@ def test_one_bucket_for_a_large_model_can_not_overlap():
     ddp = {"ddp": {"bytes": 100 << 20, "bucket_bytes": 1 << 30}}
     (cause,) = judged(
         losses=EXCHANGE, calls=collective(size=100 << 20), facts=[ddp, ddp],
-        gradients=Gradients(1, 1, 1, 100 << 20, 0, 0), **SLOWER,
+        gradients=GradientSync(1, 1, 1, 100 << 20, 0, 0), **SLOWER,
     )  # fmt: skip
     assert cause.id == "bucket-size"
     assert "one bucket of 105 MB" in cause.sentence

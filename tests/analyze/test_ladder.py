@@ -6,14 +6,14 @@ import pytest
 from records import Rank, report_of
 
 from paceline.analyze.diagnosis.causes import Evidence, causes, witnesses
-from paceline.analyze.diagnosis.ladder import Climb, Interval, climb, waterfall
+from paceline.analyze.diagnosis.ladder import RungResult, Interval, measure_rung, waterfall
 from paceline.analyze.records.load_run import Run
 
 
 def rung(*rates, ranks=2, slow=0.0, validation=0.0):
     """Repetitions of a rung whose ranks together make so many samples/s."""
     return [
-        Climb(
+        RungResult(
             together=r,
             step_s=8 / r,
             training_s=[(8 / r - validation) / (1 + slow), 8 / r - validation][-ranks:],
@@ -86,11 +86,11 @@ ALONE = (500, 500.5, 499.5)
 
 def test_a_rate_is_that_of_the_slowest_rank(tmp_path):
     run = Run("test", [rank.record() for rank in trained(tmp_path)], missing=[])
-    found = climb(run, 2, 10)
+    found = measure_rung(run, 2, 10)
     assert found.together == pytest.approx(8 / 0.025, rel=1e-6)
     assert found.step_s == pytest.approx(0.025)
     with pytest.raises(ValueError, match=r"ended after 13 steps, and 40 are needed\. HINT"):
-        climb(run, 10, 30)
+        measure_rung(run, 10, 30)
 
 
 def test_nothing_is_named_where_nothing_holds_it_back(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from rungs import STEP, climbs
 
 from paceline.analyze.diagnosis.causes import Cause, Evidence
-from paceline.analyze.diagnosis.gradient_sync import Gradients
+from paceline.analyze.diagnosis.gradient_sync import GradientSync
 from paceline.analyze.diagnosis.ladder import Interval, waterfall
 from paceline.predict import history
 from paceline.predict.gains import GAINS, HANDING
@@ -67,7 +67,7 @@ def test_more_workers_than_there_are_where_they_do_not_keep_up():
 
 
 def test_of_k_exchanges_one_is_left():
-    g = Gradients(4, 4, 8, 1 << 20, 0, 0)
+    g = GradientSync(4, 4, 8, 1 << 20, 0, 0)
     found = GAINS["accumulate-locally"](evidence(gradients=g), cause(share=0.4))
     assert found.saves.mean == pytest.approx(0.3)
     assert (found.saves.low, found.saves.high) == pytest.approx((0.285, 0.315))

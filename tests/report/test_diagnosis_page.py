@@ -14,7 +14,7 @@ from records import made
 from rich.console import Console
 
 from paceline.analyze.diagnosis.causes import RULES, WORTH, Cause, Witness
-from paceline.analyze.diagnosis.ladder import Climb, Interval, waterfall
+from paceline.analyze.diagnosis.ladder import RungResult, Interval, waterfall
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.predict.history import Off
@@ -46,7 +46,7 @@ def opened(browser, tmp_path):
 def climbs(*rates, ranks=4, slow=0.0):
     """A rung's repetitions: ranks that together make so many samples/s."""
     return [
-        Climb(
+        RungResult(
             *(r, 32 / r, [32 / r / (1 + slow), *[32 / r] * (ranks - 1)]),
             *([0.0] * ranks, [0.0] * ranks, ranks, 20, 1, []),
         )

@@ -1,6 +1,6 @@
 """Rungs of a ladder, made by hand."""
 
-from paceline.analyze.diagnosis.ladder import Climb
+from paceline.analyze.diagnosis.ladder import RungResult
 
 STEP = 0.1  # s, with everything
 USED = {
@@ -18,7 +18,7 @@ def climbs(step=STEP, ranks=2, slow=1.0, batch=10, **used):
     """Three rounds of a rung. slow: by how much rank 1 takes longer than rank 0. batch: of a
     rank."""
     return [
-        Climb(
+        RungResult(
             together=ranks * batch / step,
             step_s=step * turn,
             training_s=[step * turn / slow, step * turn][:ranks],

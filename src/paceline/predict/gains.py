@@ -71,12 +71,12 @@ def prefetch(e: Evidence, cause: Cause) -> Saving | None:
 
 def pinned(e: Evidence, cause: Cause) -> Saving | None:
     """Where there are GPUs to copy batches to."""
-    return Saving(True, None, TRIED) if e.said.get("gpu") else None
+    return Saving(True, None, TRIED) if e.first_facts.get("gpu") else None
 
 
 def by_name(e: Evidence, cause: Cause) -> Saving | None:
     """On GPUs; elsewhere only where it is asked for by its name."""
-    return Saving("high", None, TRIED) if e.said.get("gpu") else None
+    return Saving("high", None, TRIED) if e.first_facts.get("gpu") else None
 
 
 def bucket(e: Evidence, cause: Cause) -> Saving | None:
@@ -88,7 +88,7 @@ def over_memory(e: Evidence, cause: Cause) -> Saving | None:
     """Of processors, where that is not what exchanges. Between hosts it is less that crosses the
     network: in a ring of N ranks that leaves a host h times, each of H hosts sends h / H times
     2 (N - 1) / N of a vector, and 2 (H - 1) / H of it once for all of its ranks."""
-    if e.said.get("gpu") or e.said.get("exchange") == "paceline":
+    if e.first_facts.get("gpu") or e.first_facts.get("exchange") == "paceline":
         return None
     hosts = e.report.hosts
     count, size = len(set(hosts)), len(hosts)
@@ -109,7 +109,7 @@ def of_nccl(bandwidth: str, latency: str) -> Gain:
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
         value = latency if cause.id == "exchange-latency" else bandwidth
-        return Saving(value, None, TRIED) if e.said.get("gpu") else None
+        return Saving(value, None, TRIED) if e.first_facts.get("gpu") else None
 
     return gain
 
@@ -174,8 +174,8 @@ def kept(e: Evidence, cause: Cause) -> Saving | None:
 
 def narrow(e: Evidence, cause: Cause) -> Saving | None:
     """At most what a product of matrices is faster in bfloat16, where ranks have measured it."""
-    told = e.said.get("product_s", {})
-    if "bfloat16" not in told or "float32" not in e.said.get("parameters", {}):
+    told = e.first_facts.get("product_s", {})
+    if "bfloat16" not in told or "float32" not in e.first_facts.get("parameters", {}):
         return None
     most = cause.share * (1 - told["bfloat16"] / told["float32"])
     return Saving(True, None, TRIED) if most >= WORTH else None
@@ -183,7 +183,7 @@ def narrow(e: Evidence, cause: Cause) -> Saving | None:
 
 def compiling(e: Evidence, cause: Cause) -> Saving | None:
     """Where DDP takes the model: the one that is compiled."""
-    return Saving(True, None, TRIED) if "ddp" in e.said else None
+    return Saving(True, None, TRIED) if "ddp" in e.first_facts else None
 
 
 def half(source: str) -> Gain:

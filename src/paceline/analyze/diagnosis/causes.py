@@ -1,5 +1,8 @@
-"""What holds a training back, by rules over the figures of ladder and record: a table that can be
-read and extended. A rule says from what its cause does, and how much of a step it takes."""
+"""Find what slows a training down, by rules over the figures of the ladder and the record.
+
+``RULES`` maps each witness to the rule that names its cause. A cause has the share of a step that
+it takes.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,12 +12,17 @@ from .evidence import WORTH, Evidence
 from .ladder import BARS, Interval, Waterfall
 from .rules import compute, exchange, inputs, ranks, script
 
-__all__ = ["WORTH", "Cause", "Evidence", "Witness", "causes", "unsure", "witnesses"]
+__all__ = ["WORTH", "Cause", "Evidence", "Witness", "causes", "uncertain_bars", "witnesses"]
 
 
 @dataclass(frozen=True)
 class Cause:
-    """share: of a step's time, as measured; interval: between what the two witnesses allow."""
+    """One cause of lost time.
+
+    Attributes:
+        share: Share of a step's time, as measured.
+        interval: Range of shares that the ladder and the record allow.
+    """
 
     id: str
     share: float
@@ -25,7 +33,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Witness:
-    """One cause as the ladder and the record saw it; None: this one can't."""
+    """One possible cause as seen by the ladder and by the record. None: it can't be seen there."""
 
     name: str
     ladder: Interval | None
@@ -33,17 +41,19 @@ class Witness:
 
     @property
     def differ(self) -> bool:
-        """By more than the interval, and by more than is worth a word."""
+        """Whether the two differ by more than the interval and by more than ``WORTH``."""
         if self.ladder is None or self.record is None:
             return False
         return not (self.ladder.low - WORTH <= self.record <= self.ladder.high + WORTH)
 
 
 def witnesses(e: Evidence) -> list[Witness]:
-    """Shares of a step's time, from experiment and from observation. Those of BARS first; what
-    comes after them is inside of the ideal, as one rank alone has it, too."""
+    """Return the shares of a step's time, from experiments and from the record.
+
+    Those of BARS come first. The others are part of the ideal step, as one rank alone has them too.
+    """
     bar, share = e.waterfall.of_step, e.share
-    exchanged = share("transfer", doing=("transfer", "wait")) + e.in_turns
+    exchanged = share("transfer", doing=("transfer", "wait")) + e.occasional_waits
     return [
         Witness("sharing", bar("sharing"), None),
         Witness("uneven", bar("uneven"), e.longer),
@@ -52,30 +62,30 @@ def witnesses(e: Evidence) -> list[Witness]:
         Witness("validation", bar("validation"), share("validation", doing=("validation",))),
         Witness("checkpoint", bar("checkpoint"), share("checkpoint", doing=("checkpoint",))),
         Witness("script", None, share("other")),
-        Witness("standing", None, script.standing(e)),
-        Witness("noise", None, ranks.taken(e)),
+        Witness("standing", None, script.off_core_share(e)),
+        Witness("noise", None, ranks.foreign_delay_share(e)),
         Witness("threads", e.gained("one thread", "silent"), None),
         Witness("layout", e.gained("alone, channels-last", "alone"), None),
-        Witness("precision", None, compute.wide(e)),
-        Witness("allocator", None, compute.touching(e)),
+        Witness("precision", None, compute.float64_share(e)),
+        Witness("allocator", None, compute.page_fault_share(e)),
         Witness("memory", None, e.used("everything", "squeezed")),
-        Witness("interpreter", None, compute.held(e)),
-        Witness("search", None, compute.searching(e)),
+        Witness("interpreter", None, compute.interpreter_lock_share(e)),
+        Witness("search", None, compute.unused_search_share(e)),
     ]
 
 
 Rule = Callable[[Evidence], tuple[str, str, dict[str, Any]] | None]
 
-# What a witness names, and the rule that says more of it.
+# For each witness, the rule that names its cause.
 RULES: dict[str, Rule] = {
     "sharing": ranks.sharing,
     "uneven": ranks.uneven,
     "exchange": exchange.exchange,
     "input": inputs.inputs,
-    "validation": ranks.on_one("validation"),
-    "checkpoint": ranks.on_one("checkpoint"),
+    "validation": ranks.rule_for_phase("validation"),
+    "checkpoint": ranks.rule_for_phase("checkpoint"),
     "script": script.script,
-    "standing": script.stands,
+    "standing": script.off_core,
     "noise": ranks.noisy,
     "threads": ranks.threads,
     "layout": compute.layout,
@@ -88,34 +98,39 @@ RULES: dict[str, Rule] = {
 
 
 def causes(e: Evidence) -> list[Cause]:
-    """Those that are worth a word, the largest first; none, if nothing holds it back."""
+    """Return the causes above ``WORTH``, largest first; empty if nothing holds the training
+    back.
+    """
     found: dict[str, Cause] = {}
     for witness in witnesses(e):
-        share, interval = _share(witness)
-        if witness.name == "exchange":  # the rest is that of "search"
-            share *= 1 - compute.mapped(e)
-        if share < WORTH or not _seen(witness):
+        share, interval = _share_of(witness)
+        if witness.name == "exchange":  # the map of used parameters belongs to "search"
+            share *= 1 - compute.used_map_share(e)
+        if share < WORTH or not _is_confirmed(witness):
             continue
-        said = RULES[witness.name](e)
-        if said is None:
+        named = RULES[witness.name](e)
+        if named is None:
             continue
-        name, sentence, evidence = said
+        name, sentence, evidence = named
         cause = Cause(name, share, interval, sentence, evidence)
-        found[name] = _joined(found[name], cause, witness) if name in found else cause
+        found[name] = _merge(found[name], cause, witness) if name in found else cause
     return sorted(found.values(), key=lambda cause: -cause.share)
 
 
-def _joined(one: Cause, other: Cause, witness: Witness) -> Cause:
-    """The same cause, seen twice: bars lie beside each other and add up; the rest does not."""
+def _merge(one: Cause, other: Cause, witness: Witness) -> Cause:
+    """Merge two findings of the same cause: bars are disjoint and add up, other shares overlap."""
     if witness.name not in BARS:
         return max(one, other, key=lambda cause: cause.share)
     low, high = (a + b for a, b in zip(one.interval, other.interval, strict=True))
     return replace(one, share=one.share + other.share, interval=(low, high))
 
 
-def _seen(witness: Witness) -> bool:
-    """Whether all who can see it have seen half of what is worth a word, at the least, and in the
-    mean as much as is worth it: one alone may be off by that much."""
+def _is_confirmed(witness: Witness) -> bool:
+    """Whether the ladder and the record confirm a cause.
+
+    Both have to see at least half of ``WORTH``, and their mean has to reach it: one of them alone
+    may be off by that much.
+    """
     experiment = witness.ladder is None or witness.ladder.low >= WORTH / 2
     if witness.ladder is None or witness.record is None:
         return experiment and (witness.record is None or witness.record >= WORTH / 2)
@@ -123,17 +138,17 @@ def _seen(witness: Witness) -> bool:
     return experiment and witness.record >= WORTH / 2 and both >= WORTH
 
 
-def unsure(w: Waterfall) -> list[str]:
-    """Bars that are worth a word, and may be next to nothing."""
+def uncertain_bars(w: Waterfall) -> list[str]:
+    """Return the bars that are above ``WORTH`` but may be close to zero."""
     least = WORTH / 2
     return [bar.id for bar in w.bars if bar.of_step.mean >= WORTH and bar.of_step.low < least]
 
 
-def _share(witness: Witness) -> tuple[float, tuple[float, float]]:
-    """The experiment's figure where there is one; an interval that holds both."""
+def _share_of(witness: Witness) -> tuple[float, tuple[float, float]]:
+    """Return the ladder's figure where there is one, and an interval that contains both figures."""
     if witness.ladder is None:
         share = witness.record or 0.0
         return share, (share, share)
-    told = [witness.ladder.low, witness.ladder.high]
-    told += [witness.record] if witness.record is not None else []
-    return witness.ladder.mean, (min(told), max(told))
+    bounds = [witness.ladder.low, witness.ladder.high]
+    bounds += [witness.record] if witness.record is not None else []
+    return witness.ladder.mean, (min(bounds), max(bounds))

@@ -1,5 +1,8 @@
-"""How gradients are exchanged: in the backward or after it, in how many calls of which size, and
-in which of an optimizer step's backwards."""
+"""Measure how gradients are synchronized.
+
+During the backward or after it, in how many calls of which size, and in which of an optimizer
+step's backwards.
+"""
 
 from dataclasses import dataclass
 
@@ -9,13 +12,19 @@ from ...record.ring.states import Op, State
 from ..figures.measured_window import MeasuredWindow
 from ..records.state_timeline import total
 
-REDUCES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
+REDUCTION_OPS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Of a mean rank's optimizer step: its backwards, those in which something was reduced, calls
-    and bytes of these, and what was reduced outside of any backward."""
+class GradientSync:
+    """Gradient synchronization of a mean rank's optimizer step.
+
+    Attributes:
+        backwards: Backwards per optimizer step.
+        exchanging: Backwards in which something was reduced.
+        calls, bytes: Reductions launched in a backward.
+        calls_outside, bytes_outside: Reductions launched outside of any backward.
+    """
 
     backwards: float
     exchanging: float
@@ -25,13 +34,13 @@ class Gradients:
     bytes_outside: float
 
     @property
-    def a_call(self) -> float:
-        """Bytes of one that was launched in a backward."""
+    def bytes_per_call(self) -> float:
+        """Bytes per reduction that was launched in a backward."""
         return self.bytes / self.calls if self.calls else 0.0
 
 
-def gradients(m: MeasuredWindow) -> Gradients | None:
-    """Of the window; None where it has no whole step."""
+def measure_gradient_sync(m: MeasuredWindow) -> GradientSync | None:
+    """Measure the window; None where it has no complete step."""
     sums, steps = np.zeros(6), 0
     for record in m.records:
         within = record.events_in(State.STEP)["end"]
@@ -40,7 +49,7 @@ def gradients(m: MeasuredWindow) -> Gradients | None:
         back = back[(back["start"] >= m.within.start) & (back["end"] <= m.within.end)]
         back = back[np.argsort(back["start"], kind="stable")]
         calls = record.events_in(State.COLLECTIVE)
-        calls = calls[np.isin(calls["op"], REDUCES)]
+        calls = calls[np.isin(calls["op"], REDUCTION_OPS)]
         calls = calls[(calls["start"] >= m.within.start) & (calls["start"] < m.within.end)]
         at = np.searchsorted(back["start"], calls["start"], "right") - 1
         inside = (at >= 0) & (calls["start"] < back["end"][at]) if len(back) else at >= 0
@@ -53,4 +62,4 @@ def gradients(m: MeasuredWindow) -> Gradients | None:
             int((~inside).sum()),
             total(amount[~inside]),
         ]
-    return Gradients(*(sums / steps).tolist()) if steps else None
+    return GradientSync(*(sums / steps).tolist()) if steps else None

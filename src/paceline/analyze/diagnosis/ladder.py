@@ -1,5 +1,7 @@
-"""The ladder's rungs as rates, and the waterfall between them: from what the ranks could do if each
-were alone with its batch in memory, down to what they did. See docs/diagnose.md."""
+"""The rates of the ladder's rungs, and the waterfall between them. See docs/diagnose.md.
+
+From what the ranks could do if each were alone with its batch in memory, down to what they did.
+"""
 
 import math
 import statistics
@@ -17,14 +19,22 @@ from ..records.state_timeline import total
 BARS = ("sharing", "uneven", "validation", "checkpoint", "exchange", "input")
 
 # Half of a 90 % interval in standard errors, by degrees of freedom (Student's t).
-T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
+T_QUANTILES_90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
 
 
 @dataclass(frozen=True)
-class Climb:
-    """One run of a rung. together: samples/s of all ranks at the pace of the slowest; step_s: of
-    the slowest rank's mean step; by rank: mean steps without validation and checkpoints, seconds of
-    these a step, and what they used of the machine (record/ring/resource_usage.py)."""
+class RungResult:
+    """One run of a rung.
+
+    Attributes:
+        together: samples/s of all ranks at the pace of the slowest.
+        step_s: Mean step of the slowest rank, in seconds.
+        training_s: By rank, mean step without validation and checkpoints.
+        validation_s, checkpoint_s: By rank, seconds per step.
+        cached: Batches that came from memory, of the rank with the fewest.
+        silent: Process groups whose communication was switched off.
+        used: By rank, the resources used (record/ring/resource_usage.py).
+    """
 
     together: float
     step_s: float
@@ -32,12 +42,12 @@ class Climb:
     validation_s: list[float]
     checkpoint_s: list[float]
     ranks: int
-    cached: int  # batches that came from memory, the rank with the fewest
-    silent: int  # process groups whose exchange was switched off
+    cached: int
+    silent: int
     used: list[dict[str, Any]]
 
     def at(self, rank: int, validation: bool = False, checkpoint: bool = False) -> float:
-        """Samples/s if all had this rank's pace, with what it does beside training."""
+        """Return samples/s if all ranks had this rank's pace, with the given phases included."""
         step = self.training_s[rank]
         step += self.validation_s[rank] * validation + self.checkpoint_s[rank] * checkpoint
         return self.together * self.step_s / step
@@ -56,7 +66,7 @@ class EndedError(ValueError):
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over repetitions, and its 90 % interval."""
+    """A mean over repetitions, and its 90 % confidence interval."""
 
     mean: float
     low: float
@@ -67,20 +77,25 @@ class Interval:
         mean = statistics.fmean(values)
         if len(values) < 2:
             return cls(mean, -math.inf, math.inf)
-        half = T90[min(len(values), len(T90) + 1) - 2] * statistics.stdev(values)
+        half = T_QUANTILES_90[min(len(values), len(T_QUANTILES_90) + 1) - 2] * statistics.stdev(values)
         half /= math.sqrt(len(values))
         return cls(mean, mean - half, mean + half)
 
     @property
     def sure(self) -> bool:
-        """Whether it is above nothing."""
+        """Whether the interval is above zero."""
         return self.low > 0
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What one step of the waterfall costs: samples/s, the share of the ideal, and the share of
-    the time that a real step takes."""
+    """One step of the waterfall.
+
+    Attributes:
+        loss: In samples/s.
+        share: Of the ideal rate.
+        of_step: Share of the time of a real step.
+    """
 
     id: str
     loss: Interval
@@ -90,8 +105,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The bars' means add up to ideal - measured, exactly; of_step to 1 - measured / ideal in each
-    repetition."""
+    """From the ideal rate down to the measured one.
+
+    The bars' mean losses add up to ideal - measured exactly, and ``of_step`` to 1 - measured /
+    ideal in each repetition.
+    """
 
     ideal: Interval
     measured: Interval
@@ -99,18 +117,21 @@ class Waterfall:
     repetitions: int
 
     def of_step(self, name: str) -> Interval | None:
-        """A bar's share of a step's time; None where there is no such bar."""
+        """Return a bar's share of a step's time, or None where there is no such bar."""
         return next((bar.of_step for bar in self.bars if bar.id == name), None)
 
 
-def climb(run: Run, first: int, steps: int, phase: str = "") -> Climb:
-    """The rates of one phase of a run, in so many steps from ``first`` on; with a phase's name
-    also what it used of the machine.
+def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResult:
+    """Measure the rates of one phase of a run, over ``steps`` steps from ``first`` on.
 
-    Raises EndedError, a ValueError, where the script ended before them."""
+    With a phase's name also the resources that it used.
+
+    Raises:
+        EndedError: The script ended before these steps.
+    """
     samples, steps_s = 0, []
-    beside: dict[int, list[float]] = {State.VALIDATION: [], State.CHECKPOINT: []}
-    told: list[dict[str, Any]] = []
+    phases: dict[int, list[float]] = {State.VALIDATION: [], State.CHECKPOINT: []}
+    rung_facts: list[dict[str, Any]] = []
     for record in run.records:
         rows = record.events_in(State.STEP)
         rows = rows[(rows["step"] >= first) & (rows["step"] < first + steps)]
@@ -120,54 +141,57 @@ def climb(run: Run, first: int, steps: int, phase: str = "") -> Climb:
         # Samples are what it takes to compare one rank with several; steps stand in for them.
         samples += total(rows["amount"]) or len(rows)
         steps_s.append((end - start) / 1e9 / steps)
-        for state, took in beside.items():
-            took.append(_within(record, state, start, end) / 1e9 / steps)
-        told.append(record.meta.get("rung", {}))
-    validation, checkpoint = beside.values()
+        for state, took in phases.items():
+            took.append(_time_in_state(record, state, start, end) / 1e9 / steps)
+        rung_facts.append(record.meta.get("rung", {}))
+    validation, checkpoint = phases.values()
     slowest = max(steps_s)
-    return Climb(
+    return RungResult(
         together=samples / (slowest * steps),
         step_s=slowest,
         training_s=[a - b - c for a, b, c in zip(steps_s, validation, checkpoint, strict=True)],
         validation_s=validation,
         checkpoint_s=checkpoint,
         ranks=len(steps_s),
-        cached=min(one.get("cached", 0) for one in told),
-        silent=min(one.get("silent", 0) for one in told),
-        used=[one.get("used", {}).get(phase, {}) for one in told],
+        cached=min(one.get("cached", 0) for one in rung_facts),
+        silent=min(one.get("silent", 0) for one in rung_facts),
+        used=[one.get("used", {}).get(phase, {}) for one in rung_facts],
     )
 
 
-def _within(record: Record, state: int, start: int, end: int) -> int:
-    """Nanoseconds of a state between two instants."""
+def _time_in_state(record: Record, state: int, start: int, end: int) -> int:
+    """Return the nanoseconds of a state between two times."""
     rows = record.events_in(state)
     both = np.minimum(rows["end"], end) - np.maximum(rows["start"], start)
     return total(both.clip(min=0))
 
 
-def _slowest(climbs: list[Climb], *names: str) -> int:
-    """The rank whose steps take longest over all rounds, with these parts: that a rank is the
-    slowest in a single round says nothing."""
+def _slowest(climbs: list[RungResult], *names: str) -> int:
+    """Return the rank whose steps take longest over all rounds, including the named phases.
+
+    Being the slowest in a single round is not significant.
+    """
     parts = ("training_s", *names)
     count = len(climbs[0].training_s)
     sums = [sum(getattr(one, part)[i] for one in climbs for part in parts) for i in range(count)]
     return sums.index(max(sums))
 
 
-def _fastest(climbs: list[Climb]) -> int:
+def _fastest(climbs: list[RungResult]) -> int:
     count = len(climbs[0].training_s)
     sums = [sum(one.training_s[i] for one in climbs) for i in range(count)]
     return sums.index(min(sums))
 
 
 def waterfall(
-    alone: list[Climb], silent: list[Climb], cached: list[Climb], everything: list[Climb]
+    alone: list[RungResult], silent: list[RungResult], cached: list[RungResult], everything: list[RungResult]
 ) -> Waterfall:
-    """Repetition by repetition, as they were run one after the other.
+    """Compute the waterfall, repetition by repetition, in the order in which they were run.
 
-    alone: one rank, its batch in memory; empty where that can't be run: the ideal is then all
-    ranks at the pace of the fastest. silent: all ranks, without exchange. cached: with it.
-    everything: with the loader, too.
+    alone: One rank, its batch in memory. Empty where that can't be run; the ideal is then all ranks
+    at the pace of the fastest. silent: All ranks, without communication. cached: With
+    communication.
+    everything: With the loader, too.
     """
     fast, slow = _fastest(silent), _slowest(silent)
     validates, saves = (
@@ -177,16 +201,16 @@ def waterfall(
     ideals, ends = [], []
     losses: dict[str, list[float]] = {name: [] for name in BARS}
     times: dict[str, list[float]] = {name: [] for name in BARS}
-    firsts: Sequence[Climb | None] = alone or [None] * len(silent)
-    for one, free, kept, real in zip(firsts, silent, cached, everything, strict=True):
+    firsts: Sequence[RungResult | None] = alone or [None] * len(silent)
+    for single, unsynchronized, from_memory, full in zip(firsts, silent, cached, everything, strict=True):
         levels = (
-            one.at(0) * real.ranks if one is not None else free.at(fast),
-            free.at(fast),
-            free.at(slow),
-            free.at(validates, validation=True),
-            free.at(saves, validation=True, checkpoint=True),
-            kept.together,
-            real.together,
+            single.at(0) * full.ranks if single is not None else unsynchronized.at(fast),
+            unsynchronized.at(fast),
+            unsynchronized.at(slow),
+            unsynchronized.at(validates, validation=True),
+            unsynchronized.at(saves, validation=True, checkpoint=True),
+            from_memory.together,
+            full.together,
         )
         ideals.append(levels[0])
         ends.append(levels[-1])

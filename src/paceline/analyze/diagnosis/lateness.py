@@ -1,4 +1,4 @@
-"""When a rank that is slower than the others is slower: always, from some step on, or at times."""
+"""Determine when a slow rank is slow: always, from some step on, or occasionally."""
 
 import numpy as np
 
@@ -6,30 +6,30 @@ from ..figures.measured_window import MeasuredWindow
 from ..figures.steps import find_steps, states_by_step
 from ..records.state_timeline import STATES
 
-OWN = [STATES.index(name) for name in ("useful", "other")]
-ALWAYS = 0.8  # of the steps
-LEAST = 0.05  # of a step: less is no excess
+OWN_STATES = [STATES.index(name) for name in ("useful", "other")]
+MIN_SLOW_SHARE = 0.8  # of the steps, to be called slow in all of them
+MIN_EXCESS = 0.05  # of a step
 
 
 def lateness(m: MeasuredWindow, rank: int) -> str:
-    """In words, for the rank of that number; empty where the record can't tell."""
+    """Describe when this rank is slow; empty where the record can't tell."""
     steps = find_steps(m)
     numbers = [record.rank for record in m.records]
     if steps is None or rank not in numbers or len(numbers) < 2 or len(steps) < 5:
         return ""
     own = (
-        np.stack([states_by_step(m, steps, i)[:, OWN].sum(axis=1) for i in range(len(numbers))])
+        np.stack([states_by_step(m, steps, i)[:, OWN_STATES].sum(axis=1) for i in range(len(numbers))])
         / 1e9
     )
     mine = numbers.index(rank)
     excess = own[mine] - np.median(np.delete(own, mine, axis=0), axis=0)
-    least = max(0.5 * float(np.percentile(excess, 90)), LEAST * float(np.median(steps.seconds)))
+    least = max(0.5 * float(np.percentile(excess, 90)), MIN_EXCESS * float(np.median(steps.seconds)))
     slow = np.flatnonzero(excess > least)
     if not len(slow):
         return ""
     share, first = len(slow) / len(steps), int(slow[0])
-    if share >= ALWAYS:
+    if share >= MIN_SLOW_SHARE:
         return "in all its steps"
-    if first and len(slow) >= ALWAYS * (len(steps) - first):
+    if first and len(slow) >= MIN_SLOW_SHARE * (len(steps) - first):
         return f"from step {steps.first + first} on"
     return f"in {len(slow)} of {len(steps)} steps"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...analyze.diagnosis.causes import WORTH, Cause, Witness, unsure
+from ...analyze.diagnosis.causes import WORTH, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ..numbers import amount, counted, percent
 from ..terminal.diagnose import NAMES, Diagnosis, computing
@@ -56,7 +56,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "unit": unit,
         "names": NAMES,
         "defined": lambda name: f"held by {name}" in DEFINITIONS,
-        "unsure": [NAMES[name] for name in unsure(w)] if found.causes and w else [],
+        "unsure": [NAMES[name] for name in uncertain_bars(w)] if found.causes and w else [],
         "causes": [(cause, list(facts(cause, at))) for at, cause in enumerate(found.causes)],
         "witnesses": found.witnesses,
         "words": words,
@@ -122,7 +122,7 @@ def _lead(found: Diagnosis, unit: str) -> str:
         first = found.causes[0]
         share = percent(first.share)
         return f"{reached} What holds them back most, {share} of a step's time: {first.sentence}."
-    if doubtful := unsure(w):
+    if doubtful := uncertain_bars(w):
         return (
             f"{reached} No cause is sure: {joined(NAMES[name] for name in doubtful)} may cost "
             "time, but the rounds are too few, or differ too much, to tell. HINT: more --minutes, "

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.diagnosis.causes import WORTH, Cause, Witness, unsure
+from ...analyze.diagnosis.causes import WORTH, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
@@ -178,7 +178,7 @@ def _spread(interval: Interval) -> str:
 
 def _causes(found: Diagnosis) -> list[RenderableType]:
     assert found.waterfall is not None
-    doubtful = " and ".join(NAMES[name] for name in unsure(found.waterfall))
+    doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall))
     if not found.causes:
         share = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
         said = f"It runs at {share} of the ideal, and nothing that takes {WORTH:.0%} holds it back."

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
-from ...analyze.diagnosis.gradient_sync import gradients
-from ...analyze.diagnosis.ladder import Climb, Waterfall, waterfall
+from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
+from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import lateness
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
@@ -177,7 +177,7 @@ def _evidence(
         steps=ladder.steps,
         climbs=ladder.climbs,
         facts=facts,
-        gradients=gradients(measured) if measured is not None else None,
+        gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
         late=lambda rank: lateness(measured, rank) if measured is not None else "",
     )
@@ -197,7 +197,7 @@ def _refused(ladder: Ladder) -> list[str]:
     return notes
 
 
-def _drifting(climbs: dict[str, list[Climb]]) -> list[str]:
+def _drifting(climbs: dict[str, list[RungResult]]) -> list[str]:
     """Steps that take another time in each round."""
     times = [one.step_s for one in climbs["everything"]]
     if len(times) < 2:
@@ -212,7 +212,7 @@ def _drifting(climbs: dict[str, list[Climb]]) -> list[str]:
     ]
 
 
-def _unseen(climbs: dict[str, list[Climb]]) -> list[str]:
+def _unseen(climbs: dict[str, list[RungResult]]) -> list[str]:
     """What could not be switched off in this script."""
     found = []
     if any(not one.cached for one in climbs["cached"]):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...analyze.diagnosis.ladder import Climb, EndedError, climb
+from ...analyze.diagnosis.ladder import RungResult, EndedError, measure_rung
 from ...analyze.records.load_run import Run
 from ...record.experiments.rung import (
     CACHED,
@@ -58,7 +58,7 @@ class Ladder:
 
     warm: int
     steps: int
-    climbs: dict[str, list[Climb]]
+    climbs: dict[str, list[RungResult]]
     run: Run
     first: Run
     loader: dict[str, float] | None = None
@@ -94,12 +94,12 @@ class _Climbing:
         before = time.monotonic()
         run = self.runner.run(False, Rung(asked.warming, steps, (EVERYTHING,)), asked.count)
         took = time.monotonic() - before
-        known = climb(run, asked.warming, steps, EVERYTHING)
+        known = measure_rung(run, asked.warming, steps, EVERYTHING)
         self._as_in(run)
         start_s = took - (steps + asked.warming) * known.step_s
         self.starts_s = len(self.phases) * max(start_s, 0.1)
         steps = asked.steps or self._steps(known.step_s)
-        climbs: dict[str, list[Climb]] = {
+        climbs: dict[str, list[RungResult]] = {
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
         }
         found = Ladder(self._warm(steps), steps, climbs, run, run)
@@ -203,7 +203,7 @@ class _Climbing:
                 return
             for phase in left:
                 if phase != LOADER:
-                    taken = climb(run, rung.first(phase), found.steps, phase)
+                    taken = measure_rung(run, rung.first(phase), found.steps, phase)
                     found.climbs[_name(alone, phase)].append(taken)
             if not alone:
                 found.run = run

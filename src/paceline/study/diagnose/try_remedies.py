@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...analyze.diagnosis.ladder import Interval, climb
+from ...analyze.diagnosis.ladder import Interval, measure_rung
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
 from ...knobs.value_types import Switch
@@ -253,7 +253,7 @@ class _Trying:
             run = self.runner.run(False, rung, settings=changed if on else kept, named=named)
             if on:
                 self._took_effect(remedy, [record.meta for record in run.records])
-            rates[on] = climb(run, warm, steps, EVERYTHING).together
+            rates[on] = measure_rung(run, warm, steps, EVERYTHING).together
             each = [record.meta.get("rung", {}).get("loss") for record in run.records]
             if numbers and None not in each:
                 losses[on] = sum(each) / len(each)

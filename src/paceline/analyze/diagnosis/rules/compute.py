@@ -1,69 +1,70 @@
-"""What makes computing itself slow, on one rank alone as on many: precision, layout, memory, and
-other threads of Python."""
+"""Rules for slow computing, on one rank as on many: precision, layout, memory, Python threads."""
 
-from ..evidence import SMALL, Evidence, Said
+from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 
-DOUBLE = 0.5  # of the parameters' bytes
+MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes
 
 
-def wide(e: Evidence) -> float:
-    """What float64 takes longer than float32, by a product of matrices in both."""
-    sizes, took = e.said.get("parameters", {}), e.said.get("product_s", {})
-    if sizes.get("float64", 0) <= DOUBLE * sum(sizes.values()) or len(took) < 2:
+def float64_share(e: Evidence) -> float:
+    """Return the share that float64 costs over float32, from a measured matrix product in both."""
+    sizes, took = e.first_facts.get("parameters", {}), e.first_facts.get("product_s", {})
+    if sizes.get("float64", 0) <= MIN_FLOAT64_SHARE * sum(sizes.values()) or len(took) < 2:
         return 0.0
     own = [rank["useful"] for rank in e.report.states]
     useful = sum(own) / len(own) if own else 0.0
     return float(useful * max(1 - took["float32"] / took["float64"], 0.0))
 
 
-def precision(e: Evidence) -> Said:
-    took = e.said["product_s"]
+def precision(e: Evidence) -> NamedCause:
+    took = e.first_facts["product_s"]
     factor = took["float64"] / took["float32"]
     sentence = (
         f"parameters are float64, in which a product of matrices takes {factor:.2g} times as "
         "long here as in float32"
     )
-    return "precision", sentence, {"product_s": took, "bytes": e.said["parameters"]}
+    return "precision", sentence, {"product_s": took, "bytes": e.first_facts["parameters"]}
 
 
-def layout(e: Evidence) -> Said:
+def layout(e: Evidence) -> NamedCause:
     sentence = (
         "convolutions have their images channel by channel: as channels-last they are faster here"
     )
-    return "layout", sentence, {"convolutions": e.said.get("convolutions")}
+    return "layout", sentence, {"convolutions": e.first_facts.get("convolutions")}
 
 
-def touching(e: Evidence) -> float:
-    """What first touches of memory take: it goes back to the system, and is asked for again."""
-    took = e.said.get("fault_s", 0.0)
+def page_fault_share(e: Evidence) -> float:
+    """Return the share of first touches of memory: freed to the system and requested again."""
+    took = e.first_facts.get("fault_s", 0.0)
     share = min(e.used("silent", "faults") * took, e.used("silent", "system"))
     return float(share / max(e.threads or 1, 1) * e.of_step("silent"))
 
 
-def allocator(e: Evidence) -> Said:
+def allocator(e: Evidence) -> NamedCause:
     faults = e.used("silent", "faults")
     sentence = (
         f"memory is given back and asked for again: {faults:,.0f} pages a second and rank are "
-        f"touched for the first time, at {1e6 * e.said['fault_s']:.2g} µs each (another "
+        f"touched for the first time, at {1e6 * e.first_facts['fault_s']:.2g} µs each (another "
         "allocator keeps it)"
     )
-    return "allocator", sentence, {"faults_per_s": faults, "fault_s": e.said.get("fault_s", 0.0)}
+    return "allocator", sentence, {"faults_per_s": faults, "fault_s": e.first_facts.get("fault_s", 0.0)}
 
 
-def memory(e: Evidence) -> Said:
+def memory(e: Evidence) -> NamedCause:
     share = e.used("everything", "squeezed")
     sentence = "processes wait for memory: the host, or the control group, is at its limit"
     return "memory-limit", sentence, {"waiting": share}
 
 
-def held(e: Evidence) -> float:
-    """What another thread of Python computes while the one that trains does not, and has no
-    loader, no exchange and no lack of a core to wait for."""
+def interpreter_lock_share(e: Evidence) -> float:
+    """Return the share that another Python thread computes while the training thread does not.
+
+    Only time in which the training thread has no loader, no communication and no core to wait for.
+    """
     off = 1 - e.used("silent", "thread") - e.used("silent", "delayed")
-    return min(max(off, 0.0), _others(e)) * e.of_step("silent")
+    return min(max(off, 0.0), _other_threads_cores(e)) * e.of_step("silent")
 
 
-def _others(e: Evidence) -> float:
+def _other_threads_cores(e: Evidence) -> float:
     found = [
         one.get("others", {}).get("seconds", 0.0) / one["seconds"]
         for climbed in e.climbs.get("silent", [])
@@ -73,43 +74,48 @@ def _others(e: Evidence) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def interpreter(e: Evidence) -> Said:
-    told = [one.get("others", {}) for c in e.climbs.get("silent", []) for one in c.used]
-    most = max(told, key=lambda one: one.get("seconds", 0.0))
-    where = f" ({most['file'].rpartition('/')[2]}:{most['line']})" if "file" in most else ""
+def interpreter(e: Evidence) -> NamedCause:
+    other_threads = [one.get("others", {}) for c in e.climbs.get("silent", []) for one in c.used]
+    busiest = max(other_threads, key=lambda one: one.get("seconds", 0.0))
+    where = f" ({busiest['file'].rpartition('/')[2]}:{busiest['line']})" if "file" in busiest else ""
     sentence = (
-        f"thread {most.get('name', '?')!r}{where} computes in Python, and the training waits for "
+        f"thread {busiest.get('name', '?')!r}{where} computes in Python, and the training waits for "
         "the interpreter's lock"
     )
-    return "interpreter", sentence, most | {"cores": _others(e)}
+    return "interpreter", sentence, busiest | {"cores": _other_threads_cores(e)}
 
 
-def searching(e: Evidence) -> float:
-    """What DDP's search for unused parameters takes, where all are used, its exchange among it."""
-    return (e.used("everything", "searching") if _in_vain(e) else 0.0) + mapped(e) * e.share(
+def unused_search_share(e: Evidence) -> float:
+    """Return the share of DDP's search for unused parameters where all are used, with its
+    communication.
+    """
+    return (e.used("everything", "searching") if _search_is_useless(e) else 0.0) + used_map_share(e) * e.share(
         "transfer", doing=("transfer", "wait")
     )
 
 
-def mapped(e: Evidence) -> float:
-    """The share of the exchange that is the map of used parameters, which ranks exchange where DDP
-    searches: one call a step, where calls are all latency."""
+def used_map_share(e: Evidence) -> float:
+    """Return the share of the exchange that is DDP's map of used parameters.
+
+    Ranks exchange it once per step where DDP searches; it matters where all calls are
+    latency-bound.
+    """
     calls = [one for group in e.report.groups for one in group.collectives]
     count, size = sum(one.count for one in calls), sum(one.bytes for one in calls)
-    if not _in_vain(e) or not count or size >= SMALL * count:
+    if not _search_is_useless(e) or not count or size >= LATENCY_BOUND_BYTES * count:
         return 0.0
     return min(e.steps / count, 1.0)
 
 
-def _in_vain(e: Evidence) -> bool:
-    ddp = e.said.get("ddp", {})
+def _search_is_useless(e: Evidence) -> bool:
+    ddp = e.first_facts.get("ddp", {})
     return bool(ddp.get("searches")) and not ddp.get("unused_bytes")
 
 
-def search(e: Evidence) -> Said:
+def search(e: Evidence) -> NamedCause:
     sentence = (
         "DDP searches for unused parameters after each forward, exchanges a map of them, and finds "
         "none (find_unused_parameters=False)"
     )
-    evidence = {"searching": e.used("everything", "searching"), "of_exchange": mapped(e)}
-    return "unused-parameter-search", sentence, evidence | {"ddp": e.said["ddp"]}
+    evidence = {"searching": e.used("everything", "searching"), "of_exchange": used_map_share(e)}
+    return "unused-parameter-search", sentence, evidence | {"ddp": e.first_facts["ddp"]}

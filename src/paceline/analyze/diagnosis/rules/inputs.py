@@ -1,22 +1,22 @@
-"""Why the next batch is late: the loader starts anew, computes, or waits for files."""
+"""Rules for late batches: the loader restarts, computes, or waits for files."""
 
 from typing import Any
 
-from ..evidence import SMALL, Evidence, Said
+from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 
 WAITING = 0.5  # of a loader's time its processes compute at most, if it waits for files
-STARTING = 0.5  # of the input's share is spent in starting loaders
-KERNEL = 0.5  # of what a loader computes is in the kernel or opens files, if it reads
-STORED = 0.1  # of what is read comes from storage at least, if that is waited for
-READS = 64 << 10  # bytes a batch: less is no reading to speak of
+MIN_STARTING_SHARE = 0.5  # of the input time, spent in starting loaders
+MIN_KERNEL_SHARE = 0.5  # of the loader's CPU time, in the kernel or in opening files
+MIN_STORAGE_SHARE = 0.1  # of the bytes read, if the loader waits for storage
+MIN_BYTES_PER_BATCH = 64 << 10  # less does not count as reading
 
 
-def inputs(e: Evidence) -> Said:
+def inputs(e: Evidence) -> NamedCause:
     losses = e.lost("input", doing=("input",))
     evidence: dict[str, Any] = {"most_on": sorted({x.rank for x in losses if x.rank is not None})}
     starting, whole = e.used("everything", "starting"), e.share("input", doing=("input",))
-    if whole and starting >= STARTING * whole:
-        return _starts(e, evidence | {"starting": starting})
+    if whole and starting >= MIN_STARTING_SHARE * whole:
+        return _loader_start(e, evidence | {"starting": starting})
     if e.loader is None or not e.loader["seconds"]:
         return "input", "the next batch was not there in time", evidence
     seconds, batches = e.loader["seconds"], e.loader["batches"]
@@ -24,39 +24,41 @@ def inputs(e: Evidence) -> Said:
     evidence |= {"cores_busy_a_rank": busy, "workers_a_rank": workers, **e.loader}
     each = f"{1e3 * seconds / batches:.3g} ms a batch"
     who = f"{workers:.3g} workers a rank" if workers else "no workers: the rank loads by itself"
-    if _reads(e.loader) and (busy < WAITING or _opens_or_reads(e.loader)):
-        return _files(e.loader, each, who, evidence)
+    if _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader)):
+        return _file_access(e.loader, each, who, evidence)
     if busy >= WAITING:
         sentence = f"batches take the processor {each} to make ({who})"
-        if _small(e.loader):  # less than half of it, as the system and Python's open() tell
+        if _opens_small_files(e.loader):  # less than half of it, as the system and Python's open() tell
             sentence += f", and {e.loader['opened'] / batches:.3g} small files are opened for each"
         return "input-preprocessing", sentence, evidence
     return "input-waiting", f"the loader waits, {each} ({who})", evidence
 
 
-def _reads(loader: dict[str, float]) -> bool:
-    """Whether it opens small files, or reads much; what it waits for is not the latter where all
-    of it comes from memory."""
-    if _small(loader):
+def _reads_files(loader: dict[str, float]) -> bool:
+    """Whether the loader opens small files, or reads much.
+
+    Where the loader mostly waits, reads that are served from memory do not count.
+    """
+    if _opens_small_files(loader):
         return True
     read = loader.get("read", 0)
     if loader["busy_s"] < WAITING * loader["seconds"] and "stored" in loader:
-        read = read if loader["stored"] >= STORED * read else 0
-    return read >= READS * loader["batches"]
+        read = read if loader["stored"] >= MIN_STORAGE_SHARE * read else 0
+    return read >= MIN_BYTES_PER_BATCH * loader["batches"]
 
 
-def _small(loader: dict[str, float]) -> bool:
+def _opens_small_files(loader: dict[str, float]) -> bool:
     opened = loader.get("opened", 0)
-    return opened >= loader["batches"] and loader.get("read", 0) < SMALL * opened
+    return opened >= loader["batches"] and loader.get("read", 0) < LATENCY_BOUND_BYTES * opened
 
 
 def _opens_or_reads(loader: dict[str, float]) -> bool:
-    """Whether that is most of what it computes: in the kernel, or in calls that open files."""
+    """Whether most of what the loader computes is in the kernel, or in calls that open files."""
     opening = loader.get("opened", 0) * loader.get("open_s", 0) / loader["ranks"]
-    return max(loader.get("system_s", 0), opening) >= KERNEL * loader["busy_s"]
+    return max(loader.get("system_s", 0), opening) >= MIN_KERNEL_SHARE * loader["busy_s"]
 
 
-def _starts(e: Evidence, evidence: dict[str, Any]) -> Said:
+def _loader_start(e: Evidence, evidence: dict[str, Any]) -> NamedCause:
     found = [one.get("starts", 0) for c in e.climbs.get("everything", []) for one in c.used]
     seconds = [one.get("starting", 0.0) for c in e.climbs.get("everything", []) for one in c.used]
     each = sum(seconds) / max(sum(found), 1)
@@ -67,10 +69,10 @@ def _starts(e: Evidence, evidence: dict[str, Any]) -> Said:
     return "loader-start", sentence, evidence | {"seconds_a_start": each, "starts": sum(found)}
 
 
-def _files(loader: dict[str, float], each: str, who: str, evidence: dict[str, Any]) -> Said:
+def _file_access(loader: dict[str, float], each: str, who: str, evidence: dict[str, Any]) -> NamedCause:
     opened, read = loader.get("opened", 0), loader.get("read", 0)
     rate = read / loader["seconds"]
-    if _small(loader):
+    if _opens_small_files(loader):
         sentence = (
             f"the loader opens {opened / loader['batches']:.3g} files a batch, of "
             f"{read / opened / 1e3:.3g} kB each: {opened / loader['seconds']:,.0f} a second, "

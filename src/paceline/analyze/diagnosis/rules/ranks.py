@@ -1,29 +1,29 @@
-"""Ranks that slow each other, or that differ: threads, cores, hosts, data, other programs."""
+"""Rules for ranks that slow each other, or that differ: threads, cores, hosts, data, programs."""
 
 import math
 import statistics
 from typing import Any
 
-from ..evidence import WORTH, Evidence, Said
+from ..evidence import WORTH, Evidence, NamedCause
 from .script import script
 
-FOREIGN = 0.2  # cores that others keep busy: less is the launcher, and the kernel
-SLOWER = 1.15  # a host whose cores take so much longer for the same product
-SHRINKS = 1.2  # a batch alone is so much larger
-CORRELATED = 0.5  # of batches' sizes with the processor's time, that explain it
+MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is the launcher and the kernel
+MIN_HOST_SLOWDOWN = 1.15  # for the same matrix product
+MIN_BATCH_RATIO = 1.2  # of one rank's batch alone over its batch with all ranks
+MIN_R_SQUARED = 0.5  # of batch size and CPU time, for one to explain the other
 
 
-def sharing(e: Evidence) -> Said | None:
+def sharing(e: Evidence) -> NamedCause | None:
     """All ranks together are slower than one alone."""
-    if said := noisy(e) or _bound(e):
+    if said := noisy(e) or _restricted_binding(e):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     crowded = e.threads and e.cores and e.threads * e.per_host > e.cores
     fewer = e.gained("one thread", "silent")
     if crowded and (fewer is None or fewer.mean >= WORTH):
-        return "too-many-threads", _crowd(e), evidence
+        return "too-many-threads", _thread_count_text(e), evidence
     alone, each = e.batch("alone"), e.batch("silent")
-    if alone > SHRINKS * each:
+    if alone > MIN_BATCH_RATIO * each:
         sentence = (
             f"a rank's step has {each:.3g} samples, and {alone:.3g} on one rank alone: what a step "
             "takes whatever its batch is shared by fewer, and ranks share the machine"
@@ -36,21 +36,21 @@ def sharing(e: Evidence) -> Said | None:
     return "shared-machine", sentence, evidence
 
 
-def threads(e: Evidence) -> Said | None:
-    """With one thread a rank steps are shorter."""
-    if said := _bound(e):
+def threads(e: Evidence) -> NamedCause | None:
+    """Steps are shorter with one thread per rank."""
+    if said := _restricted_binding(e):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
-    return "too-many-threads", _crowd(e) + ": with one thread each a step is shorter", evidence
+    return "too-many-threads", _thread_count_text(e) + ": with one thread each a step is shorter", evidence
 
 
-def _crowd(e: Evidence) -> str:
+def _thread_count_text(e: Evidence) -> str:
     return f"{e.per_host} ranks with {e.threads} threads each share {e.cores} cores"
 
 
-def _bound(e: Evidence) -> Said | None:
-    """Ranks that may use fewer cores together than they need, on a host that has more."""
-    has = e.said.get("host_cores", 0)
+def _restricted_binding(e: Evidence) -> NamedCause | None:
+    """Ranks may use fewer cores than they need, on a host that has more."""
+    has = e.first_facts.get("host_cores", 0)
     if not e.cores or not has or has <= e.cores:
         return None
     wanted = e.per_host * max(e.threads or 1, 1)
@@ -60,9 +60,9 @@ def _bound(e: Evidence) -> Said | None:
     return "binding", sentence, {"cores": e.cores, "host_cores": has, "threads": e.threads}
 
 
-def noisy(e: Evidence) -> Said | None:
-    """Others than the job compute on its cores, and its ranks wait for these."""
-    if e.foreign < FOREIGN or e.delayed < WORTH / 2:
+def noisy(e: Evidence) -> NamedCause | None:
+    """Other programs compute on the job's cores, and its ranks wait for these."""
+    if e.foreign < MIN_FOREIGN_CORES or e.delayed < WORTH / 2:
         return None
     sentence = (
         f"others keep {e.foreign:.1f} of the job's cores busy, and its ranks wait for a core "
@@ -71,15 +71,17 @@ def noisy(e: Evidence) -> Said | None:
     return "noisy-machine", sentence, {"foreign_cores": e.foreign, "delayed": e.delayed}
 
 
-def taken(e: Evidence) -> float:
-    """The share of its time that each rank at least waits for a core that others than the job
-    have. The ladder can not see it, as they slow all its rungs, and one rank alone as well; what
-    they take of some ranks only is a bar."""
-    return e.delayed_each if e.foreign >= FOREIGN else 0.0
+def foreign_delay_share(e: Evidence) -> float:
+    """Return the share of its time that each rank at least waits for a core used by other programs.
+
+    The ladder can't measure it, as they slow all rungs and a single rank alike; a loss of some
+    ranks only is a bar.
+    """
+    return e.delayed_each if e.foreign >= MIN_FOREIGN_CORES else 0.0
 
 
-def uneven(e: Evidence) -> Said | None:
-    """One rank's steps take longer."""
+def uneven(e: Evidence) -> NamedCause | None:
+    """The steps of one rank take longer."""
     late = e.lost(doing=("useful", "other"))
     if not late:
         return None
@@ -87,7 +89,7 @@ def uneven(e: Evidence) -> Said | None:
     rank, host = loss.rank, loss.host
     if rank is None:
         return None
-    if said := data(e) or _slow_host(e, str(host)) or noisy(e) or _holds(e, loss.doing):
+    if said := data(e) or _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing):
         return said
     when = e.late(rank)
     sentence = (
@@ -97,8 +99,8 @@ def uneven(e: Evidence) -> Said | None:
     return "slow-rank", sentence, {"rank": rank, "host": host, "steps": loss.steps, "when": when}
 
 
-def _holds(e: Evidence, doing: str | None) -> Said | None:
-    """All ranks stand still for a value or an output, and one of them longer."""
+def _synchronisation(e: Evidence, doing: str | None) -> NamedCause | None:
+    """All ranks block for a value or an output, and one of them longer."""
     each = min((rank["other"] for rank in e.report.states), default=0.0)
     if doing != "other" or each < WORTH:
         return None
@@ -106,8 +108,8 @@ def _holds(e: Evidence, doing: str | None) -> Said | None:
     return said if said[0] == "synchronisation" else None
 
 
-def _slow_host(e: Evidence, host: str) -> Said | None:
-    """A host whose cores are slower than the others', by a product of matrices."""
+def _slow_host(e: Evidence, host: str) -> NamedCause | None:
+    """The cores of a host are slower than the others', measured by a matrix product."""
     took: dict[str, list[float]] = {}
     for name, facts in zip(e.report.hosts, e.facts, strict=False):
         if "float32" in facts.get("product_s", {}):
@@ -116,7 +118,7 @@ def _slow_host(e: Evidence, host: str) -> Said | None:
         return None
     each = {name: statistics.median(times) for name, times in took.items()}
     others = statistics.median(time for name, time in each.items() if name != host)
-    if each[host] < SLOWER * others:
+    if each[host] < MIN_HOST_SLOWDOWN * others:
         return None
     sentence = (
         f"the cores of host {host} take {each[host] / others:.2g} times as long as the others' "
@@ -126,53 +128,53 @@ def _slow_host(e: Evidence, host: str) -> Said | None:
     return "slow-host", sentence, evidence
 
 
-def data(e: Evidence) -> Said | None:
-    """Batches differ, and the time of steps goes with them."""
-    told = [
+def data(e: Evidence) -> NamedCause | None:
+    """Batches differ in size, and the steps' times with them."""
+    elements_by_rank = [
         [climbed.used[rank].get("elements") for climbed in e.climbs.get("everything", [])]
         for rank in range(len(e.facts))
     ]
-    known = [[one for one in rounds if one] for rounds in told]
+    known = [[one for one in rounds if one] for rounds in elements_by_rank]
     if not known or not all(known):
         return None
     means = [statistics.fmean(one["mean"] for one in rounds) for rounds in known]
     spread = statistics.fmean(one["spread"] / one["mean"] for rounds in known for one in rounds)
-    tied = statistics.fmean(one["correlation"] for rounds in known for one in rounds)
+    correlation = statistics.fmean(one["correlation"] for rounds in known for one in rounds)
     apart = max(means) / min(means) - 1
-    if apart >= WORTH and apart >= 0.5 * _apart(e):
+    if apart >= WORTH and apart >= 0.5 * _step_time_spread(e):
         rank = means.index(max(means))
         sentence = (
             f"batches of rank {rank} have {1 + apart:.2f} times the elements of the smallest "
             "rank's, and its steps take longer"
         )
         return "uneven-data", sentence, {"elements": means, "rank": rank}
-    if spread >= WORTH and tied >= math.sqrt(CORRELATED):
+    if spread >= WORTH and correlation >= math.sqrt(MIN_R_SQUARED):
         sentence = (
             f"batches differ by {spread:.0%} in their elements, and the time of steps goes with "
             "them: ranks wait for the one with most"
         )
-        return "uneven-data", sentence, {"spread": spread, "correlation": tied}
+        return "uneven-data", sentence, {"spread": spread, "correlation": correlation}
     return None
 
 
-def _apart(e: Evidence) -> float:
-    """By how much the slowest rank's steps are longer than the fastest's, without exchange."""
+def _step_time_spread(e: Evidence) -> float:
+    """Return by how much the slowest rank's steps exceed the fastest's, without communication."""
     found = [max(c.training_s) / min(c.training_s) - 1 for c in e.climbs.get("silent", [])]
     return statistics.fmean(found) if found else 0.0
 
 
-def turns(e: Evidence) -> Said:
-    """Ranks are late in turns."""
+def alternating(e: Evidence) -> NamedCause:
+    """Ranks are late alternately."""
     if said := data(e) or noisy(e):
         return said
     sentence = "ranks are late in turns: their steps differ, or the machine is noisy"
-    return "jitter", sentence, {"waits": e.in_turns, "delayed": e.delayed}
+    return "jitter", sentence, {"waits": e.occasional_waits, "delayed": e.delayed}
 
 
-def on_one(kind: str) -> Any:
-    """Validation and saving: by one rank while the others wait, or by all."""
+def rule_for_phase(kind: str) -> Any:
+    """Return a rule for validation or checkpoints: by one rank while others wait, or by all."""
 
-    def rule(e: Evidence) -> Said | None:
+    def rule(e: Evidence) -> NamedCause | None:
         waits, own = e.lost(doing=(kind,)), e.lost(kind)
         what = {"validation": "evaluates", "checkpoint": "saves"}[kind]
         if waits:

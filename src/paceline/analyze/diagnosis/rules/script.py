@@ -1,44 +1,45 @@
-"""The script's own work between the phases of its steps, with the line, and what stands still in
-the middle of them."""
+"""Rules for the script's own work between the phases of a step, and for sleeping within them."""
 
 import re
 
-from ..evidence import WORTH, Evidence, Said
-from .compute import held
+from ..evidence import WORTH, Evidence, NamedCause
+from .compute import interpreter_lock_share
 
-# What makes a rank wait for its device, for a terminal or for all others.
-HOLDS = re.compile(
+# Calls that make a rank wait for its device, for a terminal or for all other ranks.
+SYNCHRONISING_CALLS = re.compile(
     r"\.item\(|\.tolist\(|\.cpu\(|\.numpy\(|\bprint\(|\.flush\(|synchronize\(|barrier\(|"
     r"\.to\([\"']cpu"
 )
-STANDS = 0.1  # of a step: less may be the system's
+MIN_STANDING = 0.1  # of a step: less may be caused by the system
 
 
-def script(e: Evidence) -> Said:
+def script(e: Evidence) -> NamedCause:
     losses = e.lost("other")
     lines = [line for loss in losses for line in loss.lines]
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
-    if lines and HOLDS.search(str(lines[0]["code"])):
+    if lines and SYNCHRONISING_CALLS.search(str(lines[0]["code"])):
         sentence = f"the script stands still for a value or an output between its steps{where}"
         return "synchronisation", sentence, {"lines": lines}
     return "script", f"the script does work of its own between its steps{where}", {"lines": lines}
 
 
-def standing(e: Evidence) -> float:
-    """What all ranks are on no core in forward, backward and optimizer, with no exchange and no
-    loader to wait for, no lack of a core and no other thread of Python that holds them. Where a
-    GPU computes, that is as it should be."""
+def off_core_share(e: Evidence) -> float:
+    """Return the share in which all ranks are on no core in forward, backward and optimizer.
+
+    Only time without communication, loader, lack of a core or another Python thread to wait for. On
+    a GPU it is expected, and 0 is returned.
+    """
     silent = e.climbs.get("silent", [])
     crowded = (e.threads or 1) * e.per_host > (e.cores or 1)
-    if not silent or crowded or e.said.get("gpu") or not all(one.silent for one in silent):
+    if not silent or crowded or e.first_facts.get("gpu") or not all(one.silent for one in silent):
         return 0.0
     off = min(e.off_core("silent", rank) for rank in range(silent[0].ranks))
     own = ("other", "validation", "checkpoint", "input")
     found = off * e.of_step("silent") - e.share(*own)
-    return found if found >= STANDS and held(e) < WORTH else 0.0
+    return found if found >= MIN_STANDING and interpreter_lock_share(e) < WORTH else 0.0
 
 
-def stands(e: Evidence) -> Said:
+def off_core(e: Evidence) -> NamedCause:
     lines = e.lines.get("useful", [])
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
     sentence = (
