@@ -6,7 +6,7 @@ import pytest
 from records import Rank, report_of
 
 from paceline.analyze.diagnosis.causes import Evidence, causes, witnesses
-from paceline.analyze.diagnosis.ladder import RungResult, Interval, measure_rung, waterfall
+from paceline.analyze.diagnosis.ladder import Interval, RungResult, measure_rung, waterfall
 from paceline.analyze.records.load_run import Run
 
 

@@ -14,7 +14,7 @@ from records import made
 from rich.console import Console
 
 from paceline.analyze.diagnosis.causes import RULES, WORTH, Cause, Witness
-from paceline.analyze.diagnosis.ladder import RungResult, Interval, waterfall
+from paceline.analyze.diagnosis.ladder import Interval, RungResult, waterfall
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.predict.history import Off

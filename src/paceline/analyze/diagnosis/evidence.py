@@ -11,7 +11,7 @@ from typing import Any
 from ..figures.losses import Loss
 from ..figures.report import Report
 from .gradient_sync import GradientSync
-from .ladder import RungResult, Interval, Waterfall
+from .ladder import Interval, RungResult, Waterfall
 
 NamedCause = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
 WORTH = 0.05  # of a step: smaller shares are not reported

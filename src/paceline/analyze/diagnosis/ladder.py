@@ -77,7 +77,9 @@ class Interval:
         mean = statistics.fmean(values)
         if len(values) < 2:
             return cls(mean, -math.inf, math.inf)
-        half = T_QUANTILES_90[min(len(values), len(T_QUANTILES_90) + 1) - 2] * statistics.stdev(values)
+        half = T_QUANTILES_90[min(len(values), len(T_QUANTILES_90) + 1) - 2] * statistics.stdev(
+            values
+        )
         half /= math.sqrt(len(values))
         return cls(mean, mean - half, mean + half)
 
@@ -184,7 +186,10 @@ def _fastest(climbs: list[RungResult]) -> int:
 
 
 def waterfall(
-    alone: list[RungResult], silent: list[RungResult], cached: list[RungResult], everything: list[RungResult]
+    alone: list[RungResult],
+    silent: list[RungResult],
+    cached: list[RungResult],
+    everything: list[RungResult],
 ) -> Waterfall:
     """Compute the waterfall, repetition by repetition, in the order in which they were run.
 
@@ -202,7 +207,9 @@ def waterfall(
     losses: dict[str, list[float]] = {name: [] for name in BARS}
     times: dict[str, list[float]] = {name: [] for name in BARS}
     firsts: Sequence[RungResult | None] = alone or [None] * len(silent)
-    for single, unsynchronized, from_memory, full in zip(firsts, silent, cached, everything, strict=True):
+    for single, unsynchronized, from_memory, full in zip(
+        firsts, silent, cached, everything, strict=True
+    ):
         levels = (
             single.at(0) * full.ranks if single is not None else unsynchronized.at(fast),
             unsynchronized.at(fast),

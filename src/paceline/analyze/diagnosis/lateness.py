@@ -18,12 +18,16 @@ def lateness(m: MeasuredWindow, rank: int) -> str:
     if steps is None or rank not in numbers or len(numbers) < 2 or len(steps) < 5:
         return ""
     own = (
-        np.stack([states_by_step(m, steps, i)[:, OWN_STATES].sum(axis=1) for i in range(len(numbers))])
+        np.stack(
+            [states_by_step(m, steps, i)[:, OWN_STATES].sum(axis=1) for i in range(len(numbers))]
+        )
         / 1e9
     )
     mine = numbers.index(rank)
     excess = own[mine] - np.median(np.delete(own, mine, axis=0), axis=0)
-    least = max(0.5 * float(np.percentile(excess, 90)), MIN_EXCESS * float(np.median(steps.seconds)))
+    least = max(
+        0.5 * float(np.percentile(excess, 90)), MIN_EXCESS * float(np.median(steps.seconds))
+    )
     slow = np.flatnonzero(excess > least)
     if not len(slow):
         return ""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...analyze.diagnosis.ladder import RungResult, EndedError, measure_rung
+from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
 from ...analyze.records.load_run import Run
 from ...record.experiments.rung import (
     CACHED,

@@ -46,7 +46,11 @@ def allocator(e: Evidence) -> NamedCause:
         f"touched for the first time, at {1e6 * e.first_facts['fault_s']:.2g} µs each (another "
         "allocator keeps it)"
     )
-    return "allocator", sentence, {"faults_per_s": faults, "fault_s": e.first_facts.get("fault_s", 0.0)}
+    return (
+        "allocator",
+        sentence,
+        {"faults_per_s": faults, "fault_s": e.first_facts.get("fault_s", 0.0)},
+    )
 
 
 def memory(e: Evidence) -> NamedCause:
@@ -77,10 +81,12 @@ def _other_threads_cores(e: Evidence) -> float:
 def interpreter(e: Evidence) -> NamedCause:
     other_threads = [one.get("others", {}) for c in e.climbs.get("silent", []) for one in c.used]
     busiest = max(other_threads, key=lambda one: one.get("seconds", 0.0))
-    where = f" ({busiest['file'].rpartition('/')[2]}:{busiest['line']})" if "file" in busiest else ""
+    where = (
+        f" ({busiest['file'].rpartition('/')[2]}:{busiest['line']})" if "file" in busiest else ""
+    )
     sentence = (
-        f"thread {busiest.get('name', '?')!r}{where} computes in Python, and the training waits for "
-        "the interpreter's lock"
+        f"thread {busiest.get('name', '?')!r}{where} computes in Python, and the training waits "
+        "for the interpreter's lock"
     )
     return "interpreter", sentence, busiest | {"cores": _other_threads_cores(e)}
 
@@ -89,9 +95,9 @@ def unused_search_share(e: Evidence) -> float:
     """Return the share of DDP's search for unused parameters where all are used, with its
     communication.
     """
-    return (e.used("everything", "searching") if _search_is_useless(e) else 0.0) + used_map_share(e) * e.share(
-        "transfer", doing=("transfer", "wait")
-    )
+    return (e.used("everything", "searching") if _search_is_useless(e) else 0.0) + used_map_share(
+        e
+    ) * e.share("transfer", doing=("transfer", "wait"))
 
 
 def used_map_share(e: Evidence) -> float:

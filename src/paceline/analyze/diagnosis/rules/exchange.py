@@ -5,7 +5,7 @@ from typing import Any
 from ...figures.process_groups import Collective, Group
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 from ..gradient_sync import GradientSync
-from .ranks import noisy, alternating
+from .ranks import alternating, noisy
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which nothing counts as overlapped
 MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: more than the last one
@@ -83,13 +83,21 @@ def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | No
         return None
     each = g.calls / g.exchanging
     figures = _figures(e, calls) | {"buckets": each, "bucket_bytes": ddp.get("bucket_bytes")}
-    if each >= MANY and g.bytes_per_call < SMALL_BUCKET_BYTES and ddp["bytes"] >= MANY * g.bytes_per_call / 2:
+    if (
+        each >= MANY
+        and g.bytes_per_call < SMALL_BUCKET_BYTES
+        and ddp["bytes"] >= MANY * g.bytes_per_call / 2
+    ):
         sentence = (
-            f"{each:.3g} buckets a backward of {g.bytes_per_call / 1e3:.3g} kB each: fewer and larger "
-            "ones (DDP's bucket_cap_mb) cost less"
+            f"{each:.3g} buckets a backward of {g.bytes_per_call / 1e3:.3g} kB each: fewer and "
+            "larger ones (DDP's bucket_cap_mb) cost less"
         )
         return "bucket-size", sentence, figures
-    if each < 1.5 and ddp["bytes"] >= SINGLE_BUCKET_BYTES and ddp["bucket_bytes"] > DDP_BUCKET_CAP_BYTES:
+    if (
+        each < 1.5
+        and ddp["bytes"] >= SINGLE_BUCKET_BYTES
+        and ddp["bucket_bytes"] > DDP_BUCKET_CAP_BYTES
+    ):
         sentence = (
             f"one bucket of {ddp['bytes'] / 1e6:.3g} MB holds all gradients, so none of its "
             "exchange overlaps with the backward (DDP's bucket_cap_mb)"

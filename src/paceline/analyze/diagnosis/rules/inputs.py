@@ -28,7 +28,9 @@ def inputs(e: Evidence) -> NamedCause:
         return _file_access(e.loader, each, who, evidence)
     if busy >= WAITING:
         sentence = f"batches take the processor {each} to make ({who})"
-        if _opens_small_files(e.loader):  # less than half of it, as the system and Python's open() tell
+        if _opens_small_files(
+            e.loader
+        ):  # less than half of it, as the system and Python's open() tell
             sentence += f", and {e.loader['opened'] / batches:.3g} small files are opened for each"
         return "input-preprocessing", sentence, evidence
     return "input-waiting", f"the loader waits, {each} ({who})", evidence
@@ -69,7 +71,9 @@ def _loader_start(e: Evidence, evidence: dict[str, Any]) -> NamedCause:
     return "loader-start", sentence, evidence | {"seconds_a_start": each, "starts": sum(found)}
 
 
-def _file_access(loader: dict[str, float], each: str, who: str, evidence: dict[str, Any]) -> NamedCause:
+def _file_access(
+    loader: dict[str, float], each: str, who: str, evidence: dict[str, Any]
+) -> NamedCause:
     opened, read = loader.get("opened", 0), loader.get("read", 0)
     rate = read / loader["seconds"]
     if _opens_small_files(loader):

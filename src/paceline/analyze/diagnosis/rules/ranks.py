@@ -41,7 +41,11 @@ def threads(e: Evidence) -> NamedCause | None:
     if said := _restricted_binding(e):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
-    return "too-many-threads", _thread_count_text(e) + ": with one thread each a step is shorter", evidence
+    return (
+        "too-many-threads",
+        _thread_count_text(e) + ": with one thread each a step is shorter",
+        evidence,
+    )
 
 
 def _thread_count_text(e: Evidence) -> str:
