@@ -1,6 +1,8 @@
-"""The ladder of ``paceline diagnose``: short runs of the user's own script, in each of which
-something is switched off from outside (record/experiments/rung.py), in turns until the
-budget is spent."""
+"""Ladder of experiments of ``paceline diagnose``.
+
+The experiments are short runs of the user's script. Each of them disables something from outside
+(record/experiments/rung.py). They are repeated in interleaved rounds until the time budget is used.
+"""
 
 import math
 import time
@@ -24,10 +26,11 @@ from .run_script import MINUTE, Asked, FailedError, Runner
 FIRST_STEPS = 10  # of the run that shows how long a step takes
 LEAST_STEPS, MOST_STEPS = 10, 400
 BURST = 16  # steps
-FEWEST = 3  # of a script that ends early, or where more are not done in the budget
+MIN_STEPS_SHORT_RUN = 3  # if the script ends early, or the budget does not allow LEAST_STEPS
 REPETITIONS = (3, 9)  # at least, at most
-OVER = 2.0  # times the budget may be taken for LEAST_STEPS, which see what is done now and then
-SHARE = 0.6  # of the budget is for steps; the rest for starting
+# The budget may be exceeded by this factor for LEAST_STEPS, which include occasional operations.
+MAX_BUDGET_FACTOR = 2.0
+STEP_SHARE_OF_BUDGET = 0.6  # the rest is for starting the runs
 
 # Rungs by name: whether of one rank alone, and the phase of its run.
 RUNGS = {
@@ -75,7 +78,11 @@ class Ladder:
 
 
 def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
-    """Run the ladder. Raises ValueError where the script itself can't be measured."""
+    """Run the ladder.
+
+    Raises:
+        ValueError: The script cannot be measured.
+    """
     began = time.monotonic()
     with Runner(asked, say) as runner:
         return _Climbing(asked, runner, began).all()
@@ -95,50 +102,49 @@ class _Climbing:
         run = self.runner.run(False, Rung(asked.warming, steps, (EVERYTHING,)), asked.count)
         took = time.monotonic() - before
         known = measure_rung(run, asked.warming, steps, EVERYTHING)
-        self._as_in(run)
+        self._adapt_to_script(run)
         start_s = took - (steps + asked.warming) * known.step_s
         self.starts_s = len(self.phases) * max(start_s, 0.1)
-        steps = asked.steps or self._steps(known.step_s)
+        steps = asked.steps or self._choose_steps(known.step_s)
         climbs: dict[str, list[RungResult]] = {
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
         }
-        found = Ladder(self._warm(steps), steps, climbs, run, run)
+        found = Ladder(self._warm_up_steps(steps), steps, climbs, run, run)
         limit = asked.minutes * MINUTE
         while len(found.climbs["everything"]) < REPETITIONS[1]:
             turn = time.monotonic()
             try:
-                self._round(found)
+                self._run_round(found)
             except EndedError as ended:
-                self._fewer(found, ended)
+                self._fit_into_script(found, ended)
                 continue
             took, spent = time.monotonic() - turn, time.monotonic() - self.began
             enough = len(found.climbs["everything"]) >= REPETITIONS[0]
             if enough and spent + took > limit:
                 break
             if not enough:
-                self._shorter(found, took)
+                self._shorten_rounds(found, took)
         found.seconds = time.monotonic() - self.began
         if not asked.steps and not found.notes and found.steps < LEAST_STEPS:
-            found.notes = [self._few(found)]
+            found.notes = [self._few_steps_note(found)]
         return found
 
-    def _warm(self, steps: int) -> int:
-        """Steps before so many that are measured."""
+    def _warm_up_steps(self, steps: int) -> int:
+        """Return the number of warm-up steps before ``steps`` measured ones."""
         asked = self.asked.warming
         if self.asked.steps or steps >= LEAST_STEPS:
             return asked
         return min(asked, max(1, steps // 2))
 
-    def _shorter(self, found: Ladder, took: float) -> None:
-        """Fewer steps from now on, where the rounds to come take too long if they take what the
-        last one ``took``."""
+    def _shorten_rounds(self, found: Ladder, took: float) -> None:
+        """Measure fewer steps in later rounds if rounds of ``took`` seconds take too long."""
         missing = REPETITIONS[0] - len(found.climbs["everything"])
-        share = self._longest(missing) / max(took - self.starts_s, 0.1)
-        steps = in_bursts(max(FEWEST, int(share * found.steps)), self.workers)
+        share = self._max_step_time_s(missing) / max(took - self.starts_s, 0.1)
+        steps = in_bursts(max(MIN_STEPS_SHORT_RUN, int(share * found.steps)), self.workers)
         if share < 1 and steps < found.steps and not self.asked.steps:
-            found.steps, found.warm = steps, self._warm(steps)
+            found.steps, found.warm = steps, self._warm_up_steps(steps)
 
-    def _few(self, found: Ladder) -> str:
+    def _few_steps_note(self, found: Ladder) -> str:
         more = (LEAST_STEPS + self.asked.warming) / (found.steps + found.warm)
         return (
             f"steps are long for --minutes {self.asked.minutes:g}: {found.steps} were measured at "
@@ -146,11 +152,11 @@ class _Climbing:
             f"{math.ceil(more * found.seconds / MINUTE)}"
         )
 
-    def _fewer(self, found: Ladder, ended: EndedError) -> None:
-        """Phases that all fit into a script which ends so early, from now on."""
+    def _fit_into_script(self, found: Ladder, ended: EndedError) -> None:
+        """Shorten the phases so that all of them fit into a script that ends early."""
         most = max(sum(one != LOADER for one in phases) for phases in self.phases.values())
         steps = ended.done // most - found.warm
-        if self.asked.steps or steps < FEWEST or steps >= found.steps:
+        if self.asked.steps or steps < MIN_STEPS_SHORT_RUN or steps >= found.steps:
             raise ended
         found.steps = steps
         found.notes = [
@@ -160,33 +166,44 @@ class _Climbing:
         for climbs in found.climbs.values():
             climbs.clear()
 
-    def _steps(self, step_s: float) -> int:
-        """As many in a phase as the budget allows. Rounds tell more than long phases do, as each
-        has processes of its own: as many of them as leave enough of the budget for steps."""
+    def _choose_steps(self, step_s: float) -> int:
+        """Return the number of steps per phase that the budget allows.
+
+        More rounds are better than longer phases, because each round starts new processes: there
+        are as many rounds as leave enough of the budget for steps.
+        """
         a_round = sum(phase != LOADER for phases in self.phases.values() for phase in phases)
         left = self.asked.minutes * MINUTE - (time.monotonic() - self.began)
         starts = self.starts_s
-        rounds = min(max(int((1 - SHARE) * left / starts), REPETITIONS[0]), REPETITIONS[1])
-        each = max((left - rounds * starts) / rounds, SHARE * left / rounds) / a_round
+        rounds = min(
+            max(int((1 - STEP_SHARE_OF_BUDGET) * left / starts), REPETITIONS[0]), REPETITIONS[1]
+        )
+        each = (
+            max((left - rounds * starts) / rounds, STEP_SHARE_OF_BUDGET * left / rounds) / a_round
+        )
         most = int(each / step_s) - self.asked.warming
         if most >= LEAST_STEPS:
             return in_bursts(min(MOST_STEPS, most), self.workers)
-        most = int(self._longest(REPETITIONS[0]) / a_round / step_s)
+        most = int(self._max_step_time_s(REPETITIONS[0]) / a_round / step_s)
         few = LEAST_STEPS if most > LEAST_STEPS + self.asked.warming else 2 * most // 3
-        return in_bursts(max(FEWEST, few), self.workers)
+        return in_bursts(max(MIN_STEPS_SHORT_RUN, few), self.workers)
 
-    def _longest(self, rounds: int) -> float:
-        """Seconds that the steps of each of so many rounds may take at most. As long as starting
-        does they always may: fewer would spare little."""
-        left = OVER * self.asked.minutes * MINUTE - (time.monotonic() - self.began)
+    def _max_step_time_s(self, rounds: int) -> float:
+        """Return the maximum time in s for the steps of each of ``rounds`` rounds.
+
+        It is at least the time for starting the runs: shorter phases would save little.
+        """
+        left = MAX_BUDGET_FACTOR * self.asked.minutes * MINUTE - (time.monotonic() - self.began)
         return max(left / rounds - self.starts_s, self.starts_s)
 
-    def _round(self, found: Ladder) -> None:
-        """Every rung once: those of one rank, and those of all. Where one fails it is left out
-        from now on, and nothing of this round counts."""
+    def _run_round(self, found: Ladder) -> None:
+        """Run every rung once, with one rank and with all ranks.
+
+        A rung that fails is left out from now on, and the results of this round are discarded.
+        """
         count = len(found.climbs["everything"])
         for alone, phases in self.phases.items():
-            left = tuple(one for one in phases if _name(alone, one) not in found.refused)
+            left = tuple(one for one in phases if _rung_name(alone, one) not in found.refused)
             if not left:
                 continue
             rung = Rung(found.warm, found.steps, left)
@@ -194,24 +211,27 @@ class _Climbing:
                 run = self.runner.run(alone, rung)
             except FailedError as failed:
                 number = min(rung.at(failed.steps), len(left) - 1)
-                name = _name(alone, left[number])
+                name = _rung_name(alone, left[number])
                 if name == "everything":
                     raise
-                found.refused |= {_name(alone, one): str(failed) for one in left[number:]}
+                found.refused |= {_rung_name(alone, one): str(failed) for one in left[number:]}
                 for climbs in found.climbs.values():
                     del climbs[count:]
                 return
             for phase in left:
                 if phase != LOADER:
                     taken = measure_rung(run, rung.first(phase), found.steps, phase)
-                    found.climbs[_name(alone, phase)].append(taken)
+                    found.climbs[_rung_name(alone, phase)].append(taken)
             if not alone:
                 found.run = run
-                found.loader = _loader(run) or found.loader
+                found.loader = _loader_totals(run) or found.loader
 
-    def _as_in(self, run: Run) -> None:
-        """What the first run shows of the script: one rank alone computes with as many threads as
-        one of several, and rungs that tell something of it are run, too."""
+    def _adapt_to_script(self, run: Run) -> None:
+        """Adapt later runs to what the first run shows of the script.
+
+        A single rank computes with as many threads as one of several ranks, and rungs that only
+        some scripts need are added.
+        """
         self.runner.as_in(run)
         told = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(one.get("workers", 0) for one in told)
@@ -222,18 +242,21 @@ class _Climbing:
 
 
 def in_bursts(steps: int, burst: int) -> int:
-    """At least so many steps, in whole bursts of not more than BURST: workers that take as long as
-    each other give their batches together, and fewer steps have the wait for one, or have none."""
+    """Round the number of steps up to a multiple of ``burst``, if that is at most BURST.
+
+    Loader workers with equal speed deliver their batches together, in bursts. A part of a burst
+    would contain either the whole wait for it, or none.
+    """
     return math.ceil(steps / burst) * burst if 1 < burst <= BURST else steps
 
 
-def _name(alone: bool, phase: str) -> str:
-    """The rung of a phase."""
+def _rung_name(alone: bool, phase: str) -> str:
+    """Return the name of the rung that runs a phase with one or with all ranks."""
     return next((name for name, rung in RUNGS.items() if rung == (alone, phase)), phase)
 
 
-def _loader(run: Run) -> dict[str, float] | None:
-    """What the ranks' loaders made alone, together."""
+def _loader_totals(run: Run) -> dict[str, float] | None:
+    """Return the totals of all ranks' loaders when they run without training, or None."""
     told = [record.meta.get("rung", {}).get("loader") for record in run.records]
     known = [one for one in told if one and one["batches"]]
     if not known:
