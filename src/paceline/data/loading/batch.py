@@ -1,4 +1,4 @@
-"""A batch in the making: pieces of it in threads, straight into its memory."""
+"""Make a batch: worker threads or processes fill pieces of it, directly in the batch's memory."""
 
 import copy
 import inspect
@@ -28,11 +28,13 @@ _local = threading.local()
 
 
 class SamplePipeline:
-    """How a loader's samples are made, and of what memory its batches.
+    """Read, transform and mix the samples of a loader, and hold the buffer pool of its batches.
 
-    skips: whether samples that can't be read are left out; ``skipped`` has them. shared: whether
-    other processes make them. The shape and dtype of samples is known when the first one is made,
-    and is all others' as well.
+    All samples have the shape and dtype of the first one, which is found by making it.
+
+    Args:
+        skips: Whether samples that can't be read are left out; ``skipped`` lists their errors.
+        shared: Whether worker processes make the samples, so that buffers are shared memory.
     """
 
     def __init__(
@@ -48,33 +50,33 @@ class SamplePipeline:
         self.source, self.transform, self.collate, self.seed = source, transform, collate, seed
         self.skips, self.mixing = skips, mixing
         self.skipped: list[DataError] = []
-        self.busy_s = 0.0  # that all pieces took of processors
+        self.busy_s = 0.0  # CPU time of all pieces
         self.buffer_pool = BufferPool(shared)
         self.array: ArraySpec | None = None
-        self.channels_last = False  # as they are made; they are given with channels first
-        self.seeds_all = False  # the global generators too: in a process that has them for itself
-        self._draws = transform is not None and accepts_rng(transform)
-        self._tensors = False  # whether the transform gives them
+        self.channels_last = False  # in the buffers; batches are permuted to channels first
+        self.seeds_all = False  # the global generators as well: only in a worker process
+        self._transform_takes_rng = transform is not None and accepts_rng(transform)
+        self._tensors = False  # whether the transform returns tensors
 
     def seeded(self, seed: int) -> "SamplePipeline":
-        """The same with another seed, and memory of its own."""
+        """Return a copy with another seed and its own buffer pool."""
         other = copy.copy(self)
         other.seed, other.buffer_pool, other.busy_s = seed, BufferPool(self.buffer_pool.shared), 0.0
         return other
 
     @property
     def plain(self) -> bool:
-        """Whether samples are as the source has them."""
+        """Whether samples are neither transformed nor mixed."""
         return self.transform is None and self.mixing is None
 
     @property
     def label(self) -> ArraySpec | None:
-        """What labels are."""
+        """Shape and dtype of the labels; None without labels."""
         label: ArraySpec | None = (self.mixing or self.source).label
         return label
 
     def resolve_spec(self, keys: list[Key]) -> ArraySpec:
-        """What samples are: as the first of the keys that can be read."""
+        """Return the shape and dtype of samples, from the first of the keys that can be read."""
         if self.array is None:
             for key in keys:
                 try:
@@ -91,31 +93,35 @@ class SamplePipeline:
         if self.plain:
             array: ArraySpec = source.spec_of(key[1])[0]
         else:
-            with preserve_random_states():  # the training's, if the transform draws from them
+            with preserve_random_states():  # of the training, if the transform draws from them
                 sample, _ = self.sample(key)
             array = _outline(sample)
         self.channels_last = source.images and len(array.shape) == 3 and not self._tensors
         return array
 
     def sample(self, key: Key) -> tuple[Any, Any]:
-        """One sample by itself, transformed, and mixed with another: (array, label)."""
+        """Return one transformed sample, mixed with its partner under mix-up: (array, label)."""
         if self.mixing is None:
-            return self._own(key)
+            return self._unmixed_sample(key)
         partner, share = self.mixing.partner(self.seed, *key)
-        one, other = self._own(key), self._own((key[0], partner))
+        one, other = self._unmixed_sample(key), self._unmixed_sample((key[0], partner))
         if (one[0].shape, one[0].dtype) != (other[0].shape, other[0].dtype):
             raise _ragged(self, partner, _outline(other[0]), _outline(one[0]))
         return self.mixing.mixed(one, other, share)
 
-    def _own(self, key: Key) -> tuple[Any, Any]:
+    def _unmixed_sample(self, key: Key) -> tuple[Any, Any]:
         epoch, i = key
         array, label = self.source.read(i, _scratch())
         if self.transform is not None:
             seed = derive_seed(self.seed, epoch, i)
             if self.seeds_all:
                 seed_everything(seed)
-            # Philox: a counter, whose seeding costs next to nothing
-            more = (np.random.Generator(np.random.Philox(key=seed)),) if self._draws else ()
+            # Philox is counter-based: seeding it for each sample costs almost nothing.
+            more = (
+                (np.random.Generator(np.random.Philox(key=seed)),)
+                if self._transform_takes_rng
+                else ()
+            )
             try:
                 array = self.transform(array, *more)
             except Exception as error:
@@ -125,16 +131,16 @@ class SamplePipeline:
             array = array.detach().numpy() if self._tensors else np.asarray(array)
         return array, label
 
-    def leaves_out(self, error: DataError, owner: Any) -> None:
-        """Says the first one now, and their number when the loader goes."""
+    def record_skipped(self, error: DataError, owner: Any) -> None:
+        """Warn of the first skipped sample now, and print their number when the loader is freed."""
         self.skipped.append(error.with_traceback(None))
         if len(self.skipped) == 1:
             warnings.warn(f"{error}; it is left out (on_error='skip')", stacklevel=2)
-            weakref.finalize(owner, _told, self.skipped, repr(self.source))
+            weakref.finalize(owner, _print_skipped_count, self.skipped, repr(self.source))
 
 
 class PendingBatch:
-    """``keys``' samples. pinned: in memory that a GPU copies from by itself."""
+    """A batch that workers are filling. pinned: whether its memory is page-locked."""
 
     def __init__(
         self, pipeline: SamplePipeline, keys: list[Key], submit: Submit, pieces: int, pinned: bool
@@ -156,7 +162,7 @@ class PendingBatch:
     def _memory(self, what: ArraySpec) -> np.ndarray[Any, Any]:
         shape = (len(self.keys), *what.shape)
         if self._pinned:
-            # torch's own store of pinned memory, which knows what is still being copied
+            # torch's caching allocator of pinned memory knows which blocks are still being copied.
             kind = torch.from_numpy(np.empty(0, what.dtype)).dtype
             tensor = torch.empty(shape, dtype=kind, pin_memory=True)
             self._tensors.append(tensor)
@@ -170,8 +176,8 @@ class PendingBatch:
                 f"{size:,.1f} GiB ({error}). HINT: a smaller batch_size"
             ) from None
 
-    def whole(self, owner: Any) -> Any:
-        """The batch, once all its pieces are there. owner: the loader."""
+    def wait(self, owner: Any) -> Any:
+        """Wait for all pieces and return the batch. owner: the loader, for the warning."""
         pipeline, samples, bad = self.pipeline, list[Any](), dict[int, DataError]()
         for piece in self._pieces:
             done = piece.result()
@@ -179,12 +185,14 @@ class PendingBatch:
             bad |= done.bad
             pipeline.busy_s += done.busy_s
         for k in sorted(bad):
-            pipeline.leaves_out(bad[k], owner)
+            pipeline.record_skipped(bad[k], owner)
         if len(bad) == len(self.keys):
             raise bad[0]
         if pipeline.collate is not None:
             labelled = pipeline.label is not None
-            return pipeline.collate([_given(array, label, labelled) for array, label in samples])
+            return pipeline.collate(
+                [_collate_input(array, label, labelled) for array, label in samples]
+            )
         tensors = self._tensors or [torch.from_numpy(array) for array in self._arrays]
         self._arrays = []
         if bad:
@@ -196,8 +204,13 @@ class PendingBatch:
 
 
 class BatchPiece:
-    """What a thread, or a process, has made of a batch. samples: those that collate_fn wants.
-    busy_s: of a processor that it took."""
+    """The part of a batch that one worker has made.
+
+    Attributes:
+        busy_s: CPU time it took.
+        samples: The samples, if ``collate_fn`` makes the batch.
+        bad: Errors of samples that can't be read, by position in the batch.
+    """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -241,8 +254,8 @@ def _each(
             piece.bad[k] = error.with_traceback(None)
 
 
-def _given(array: Any, label: Any, labelled: bool) -> Any:
-    """A sample as collate_fn has it."""
+def _collate_input(array: Any, label: Any, labelled: bool) -> Any:
+    """Return a sample in the form that collate_fn takes."""
     data = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     return (data, label) if labelled else data
 
@@ -286,22 +299,22 @@ def _ragged(
 
 
 def accepts_rng(transform: Callable[..., Any]) -> bool:
-    """Whether it takes a generator beside the sample."""
+    """Whether the transform takes a random generator as its second argument."""
     try:
         inspect.signature(transform).bind(None, None)
-    except (TypeError, ValueError):  # the latter: made in C, without a signature
+    except (TypeError, ValueError):  # ValueError: implemented in C, without a signature
         return False
     return True
 
 
 def _scratch() -> ScratchBuffer:
-    """This thread's own."""
+    """Return the scratch buffer of this thread."""
     if not hasattr(_local, "scratch"):
         _local.scratch = ScratchBuffer()
-    mine: ScratchBuffer = _local.scratch
-    return mine
+    scratch: ScratchBuffer = _local.scratch
+    return scratch
 
 
-def _told(skipped: list[DataError], name: str) -> None:
-    told = f"paceline: {name}: {len(skipped):,} samples were left out; the first: {skipped[0]}\n"
-    sys.stderr.write(told)
+def _print_skipped_count(skipped: list[DataError], name: str) -> None:
+    message = f"paceline: {name}: {len(skipped):,} samples were left out; the first: {skipped[0]}\n"
+    sys.stderr.write(message)

@@ -1,5 +1,8 @@
-"""Memory of batches that is used again once nothing refers to a batch any more: no page of it is
-new to the kernel after the first few, which is a third of the cost of an array batch."""
+"""Buffers of batches, reused once nothing refers to a batch any more.
+
+After the first few batches no page is new to the kernel: page faults are a third of the cost of an
+array batch.
+"""
 
 import mmap
 import os
@@ -14,40 +17,46 @@ _numbers = count()
 
 
 class BufferPool:
-    """``take`` gives an array. When the last reference to it goes (a tensor made of it, a view of
-    that, what autograd keeps), its memory is given to the next one of the same size.
+    """A pool of buffers for batches.
 
-    shared: memory that other processes can have as well, by ``handle``: a file without a name,
-    which goes with the last of them.
+    ``take`` returns an array. When the last reference to the array is dropped (a tensor made from
+    it, a view of that tensor, what autograd saved), its memory is reused for the next array of the
+    same size.
+
+    Args:
+        shared: Whether other processes can map the memory, by ``handle``: an unnamed file, which
+            exists until the last process closes it.
     """
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
-        self.allocated = 0  # pieces of memory, ever
+        self.allocated = 0  # number of buffers allocated in total
         self._free: dict[int, list[Array]] = {}  # by size
-        self._waiting: dict[int, weakref.ref[Any]] = {}  # a dead reference calls nobody
-        self._files: dict[int, tuple[int, int]] = {}  # by the address of a piece
+        self._waiting: dict[int, weakref.ref[Any]] = {}  # kept: a freed weakref runs no callback
+        self._files: dict[int, tuple[int, int]] = {}  # by the address of a buffer
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An array in C order; its content is whatever was there before."""
+        """Return an uninitialized C-contiguous array."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         free = self._free.setdefault(size, [])
         memory = free.pop() if free else self._new(max(size, 1))
-        # What torch.from_numpy refers to is this very object, so its death is the batch's.
+        # torch.from_numpy refers to this very object, so it is freed together with the batch.
         array: Array = memory[:size].view(kind).reshape(shape)
 
-        def died(reference: weakref.ref[Any]) -> None:
+        def release(reference: weakref.ref[Any]) -> None:
             del self._waiting[id(reference)]
             free.append(memory)
 
-        reference = weakref.ref(array, died)
+        reference = weakref.ref(array, release)
         self._waiting[id(reference)] = reference
         return array
 
     def handle(self, array: Array) -> tuple[int, int]:
-        """Of an array that ``take`` has given: the number of its memory, and the file behind it.
-        Numbers are not used again, as files' are."""
+        """Return the number of the buffer of an array from ``take``, and its file descriptor.
+
+        Buffer numbers are never reused; file descriptors are.
+        """
         return self._files[array.ctypes.data]
 
     def _new(self, size: int) -> Array:
@@ -63,5 +72,5 @@ class BufferPool:
 
 
 def map_file(file: int, size: int) -> Array:
-    """A file's bytes, shared with whoever else has mapped it."""
+    """Map a file; the bytes are shared with the other processes that map it."""
     return np.frombuffer(mmap.mmap(file, size), np.uint8)

@@ -1,6 +1,8 @@
-"""NVIDIA DALI behind a Loader (``Loader(..., dali=function)``): samples are read, compared with
-their checksums and put in order here, and a graph of DALI's operators makes tensors of whole
-batches of them, on the GPU where there is one."""
+"""NVIDIA DALI as the decoder of a Loader (``Loader(..., dali=function)``).
+
+The Loader reads the samples in order and verifies their checksums. A graph of DALI operators makes
+tensors of whole batches, on the GPU if there is one.
+"""
 
 import re
 from collections import deque
@@ -127,9 +129,11 @@ class Graph:
 
     # batches
 
-    def begins(self, pull: Pull) -> bool:
-        """A pass begins; what is left of another one is forgotten. Whether it can: not with a
-        graph that has failed."""
+    def begin_pass(self, pull: Pull) -> bool:
+        """Begin a pass and discard what is left of another one.
+
+        Return False if the graph has failed and can't be used again.
+        """
         if self._begun and self._failed is None:
             self._ended = True
             try:

@@ -1,5 +1,7 @@
-"""``paceline.data.Loader``: a DataLoader whose workers are threads, which decode into memory that
-is used again. No batch moves between processes."""
+"""``paceline.data.Loader``: a DataLoader whose worker threads decode into reused buffers.
+
+No batch is copied between processes.
+"""
 
 import os
 import time
@@ -30,8 +32,8 @@ from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
 Pull = Callable[[], tuple[int, Any] | None]  # a batch: samples of the epoch, and what is made of it
 
-# Of all loaders of this process, for the record: what the report says of them.
-_told: dict[str, Any] = {
+# Totals over all loaders of this process, written to the record for the report.
+_totals: dict[str, Any] = {
     "workers": 0,
     "processes": False,
     "busy_s": 0.0,
@@ -107,7 +109,9 @@ class Loader(DataLoader[Any]):
             )
         if dali is not None:
             others = {"transform": transform, "mix_up": mix_up, "collate_fn": collate_fn}
-            _alone({**others, "pin_memory": pin_memory or None, "processes": processes or None})
+            _check_dali_arguments(
+                {**others, "pin_memory": pin_memory or None, "processes": processes or None}
+            )
         if num_workers is None:
             num_workers = min(2, len(os.sched_getaffinity(0)))
         super().__init__(
@@ -124,7 +128,7 @@ class Loader(DataLoader[Any]):
         self._pipeline = SamplePipeline(
             dataset, adapt_transform(transform), collate_fn, seed, skips, processes, mixing
         )
-        self._dali, self._most = dali, batch_size
+        self._dali, self._max_batch_size = dali, batch_size
         self._graph: tuple[tuple[int, int], Any] | None = None
         if dali is not None:
             from .dali import Undecoded
@@ -137,35 +141,41 @@ class Loader(DataLoader[Any]):
 
     @property
     def skipped(self) -> list[DataError]:
-        """What was left out so far (on_error="skip")."""
+        """Errors of the samples left out so far (on_error="skip")."""
         return self._pipeline.skipped
 
     def check_worker_number_rationality(self) -> None:
-        """DataLoader's warning that so many processes are too many: threads are none."""
+        """Override DataLoader's warning about too many worker processes: threads are none."""
 
     def over(self, batches: Any, seed: int, ranks: int) -> "Loader":
-        """The same with a rank's batches, of keys (epoch, sample): for ``world.shard``."""
+        """Return a copy that loads the batches of one rank, for ``world.shard``.
+
+        batches: batch sampler that yields lists of (epoch, sample).
+        """
         other = Loader.__new__(Loader)
         changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._pipeline.seeded(seed)}
         changed["_ranks"] = ranks
-        changed["_most"], changed["_graph"] = -(-batches.split.batch // ranks), None
+        changed["_max_batch_size"], changed["_graph"] = -(-batches.split.batch // ranks), None
         # a base seed of torch's is drawn from here, not from the training's generator
         changed["generator"] = torch.Generator().manual_seed(seed)
         other.__dict__.update({**self.__dict__, **changed, "_pool": None, "_iterator": None})
         return other
 
-    # where it is
+    # position
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order and augmentation the next pass has; without, they count up."""
+        """Set the epoch of the next pass; without a call, epochs count up from 0."""
         self._epoch, self._start = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and samples that have been given in it. ``world`` keeps such a place by itself."""
+        """Return the epoch and the number of samples loaded in it.
+
+        ``world`` saves this position automatically.
+        """
         return {"epoch": self._epoch, "sample": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next pass goes on there, also with another batch size."""
+        """Continue from this position in the next pass; the batch size may differ."""
         self._epoch, self._start = state["epoch"], state["sample"]
 
     # passes
@@ -173,8 +183,8 @@ class Loader(DataLoader[Any]):
     def _get_iterator(self) -> "_Pass":
         return _Pass(self)
 
-    def begins(self) -> int:
-        """A pass begins; its first sample."""
+    def begin_pass(self) -> int:
+        """Begin a pass and return the position of its first sample."""
         if isinstance(self.sampler, Ordered):
             self.sampler.set_epoch(self._epoch)
         self._workers()  # processes are forked by the thread that trains
@@ -182,46 +192,46 @@ class Loader(DataLoader[Any]):
         self._given, self._pipeline.busy_s = start, 0.0
         return start
 
-    def gave(self, samples: int) -> None:
-        """One more batch of the pass."""
+    def count_samples(self, samples: int) -> None:
+        """Count the samples of one more batch of the pass."""
         self._given += samples
 
-    def ends(self, seconds: float) -> None:
-        """The pass is at its end; how long it took."""
+    def end_pass(self, seconds: float) -> None:
+        """End the pass, which took ``seconds``, and update the totals in the record."""
         self._epoch, self._given = self._epoch + 1, 0
         busy, self._pipeline.busy_s = self._pipeline.busy_s, 0.0
-        _told["seconds"] += seconds
-        _told["busy_s"] += busy if self.num_workers else 0.0
-        _told["workers"] = max(_told["workers"], self.num_workers)
-        _told["processes"] = _told["processes"] or self._processes
-        _told["left_out"] += len(self.skipped) - self._skipped_before
+        _totals["seconds"] += seconds
+        _totals["busy_s"] += busy if self.num_workers else 0.0
+        _totals["workers"] = max(_totals["workers"], self.num_workers)
+        _totals["processes"] = _totals["processes"] or self._processes
+        _totals["left_out"] += len(self.skipped) - self._skipped_before
         self._skipped_before = len(self.skipped)
-        update_all_headers(loader=dict(_told))
+        update_all_headers(loader=dict(_totals))
 
     def batch(self, keys: list[Any]) -> PendingBatch:
-        """Begin to make a batch. keys: (epoch, sample), or samples of the running epoch."""
+        """Start to make a batch. keys: (epoch, sample), or samples of the current epoch."""
         if not isinstance(keys[0], tuple):
             keys = [(self._epoch, int(i)) for i in keys]
         workers = self._workers()
         pinned = self.pin_memory and not self._processes and torch.cuda.is_available()
         return PendingBatch(self._pipeline, keys, workers.submit, self.num_workers, pinned)
 
-    def through(self, pull: Pull) -> Pull:
-        """What gives a pass's batches: DALI's graph of those that ``pull`` gives, or ``pull``."""
+    def wrap_with_dali(self, pull: Pull) -> Pull:
+        """Return the source of batches: DALI's graph fed by ``pull``, or ``pull`` itself."""
         if self._dali is None:
             return pull
         from .dali import Graph, Undecoded
 
         how = max(self.num_workers, 1), max(self.prefetch_factor or 1, 1)
-        if self._graph is None or self._graph[0] != how or not self._graph[1].begins(pull):
+        if self._graph is None or self._graph[0] != how or not self._graph[1].begin_pass(pull):
             assert isinstance(self._pipeline, Undecoded)
-            self._graph = how, Graph(self._dali, self._pipeline, self._most, *how)
-            self._graph[1].begins(pull)
+            self._graph = how, Graph(self._dali, self._pipeline, self._max_batch_size, *how)
+            self._graph[1].begin_pass(pull)
         graph: Graph = self._graph[1]
         return graph.next
 
-    def reads_ahead(self, batches: Any) -> ReadAhead:
-        """The same batches, whose blocks are asked for before they are needed."""
+    def read_ahead(self, batches: Any) -> ReadAhead:
+        """Return the same batches, with blocks prefetched before they are needed."""
         count = read_ahead_samples(self._pipeline.source) // self._ranks
         return ReadAhead(self._pipeline.source, batches, count, self._workers().call)
 
@@ -241,15 +251,15 @@ class Loader(DataLoader[Any]):
 
 
 class _Pass(_BaseDataLoaderIter):
-    """One pass; torch's own class, so that whoever listens to DataLoaders hears this one."""
+    """Iterator of one pass, a subclass of torch's, so that hooks on DataLoader see it."""
 
     def __init__(self, loader: Loader) -> None:
-        start = loader.begins()
+        start = loader.begin_pass()
         super().__init__(loader)
         self._begin(loader, start)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        start = loader.begins()
+        start = loader.begin_pass()
         super()._reset(loader, first_iter)
         self._begin(loader, start)
 
@@ -259,20 +269,20 @@ class _Pass(_BaseDataLoaderIter):
             rest = list(islice(iter(loader.sampler), start, None))
             self._sampler_iter = iter(BatchSampler(rest, loader.batch_size or 1, loader.drop_last))
         if isinstance(loader.sampler, BlockShuffled) and isinstance(loader.dataset, Shards):
-            self._sampler_iter = loader.reads_ahead(self._sampler_iter)
-        self._next_batch = loader.through(self._made)
+            self._sampler_iter = loader.read_ahead(self._sampler_iter)
+        self._next_batch = loader.wrap_with_dali(self._made)
 
     def _next_data(self) -> Any:
         found = self._next_batch()
         if found is None:
-            self._loader.ends(time.monotonic() - self._began)
+            self._loader.end_pass(time.monotonic() - self._began)
             raise StopIteration
         samples, whole = found
-        self._loader.gave(samples)
+        self._loader.count_samples(samples)
         return whole
 
     def _made(self) -> tuple[int, Any] | None:
-        """Samples of the epoch, and the batch that is made of them; None at the end."""
+        """Return (number of samples, batch), or None at the end of the pass."""
         loader = self._loader
         depth = max(loader.prefetch_factor or 1, 1)
         while len(self._ahead) < depth and (keys := next(self._sampler_iter, None)) is not None:
@@ -280,7 +290,7 @@ class _Pass(_BaseDataLoaderIter):
         if not self._ahead:
             return None
         batch = self._ahead.popleft()
-        return len(batch.keys), batch.whole(loader)
+        return len(batch.keys), batch.wait(loader)
 
 
 def _dataset(source: Any) -> Any:
@@ -306,8 +316,8 @@ def _dataset(source: Any) -> Any:
     )
 
 
-def _alone(others: dict[str, Any]) -> None:
-    """Raises ValueError for what has no place beside dali."""
+def _check_dali_arguments(others: dict[str, Any]) -> None:
+    """Raise ValueError for arguments that can't be combined with ``dali``."""
     named = [name for name, value in others.items() if value is not None]
     if named:
         raise ValueError(

@@ -72,7 +72,7 @@ class StoredArrays:
     @property
     def chunk_samples(self) -> int:
         """Samples that are unpacked together."""
-        return int(self._source.x.chunk_samples)
+        return int(self._source.x.chunk)
 
     @property
     def kept(self) -> bool:

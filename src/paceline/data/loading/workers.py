@@ -1,5 +1,7 @@
-"""Who makes a loader's batches: threads, or processes in their place for transforms that hold the
-interpreter's lock. These write into memory that is shared, so no batch moves between processes."""
+"""Workers of a loader: threads, or processes for transforms that hold the interpreter's lock.
+
+Processes write into shared memory, so no batch is copied between processes.
+"""
 
 import os
 import signal
@@ -22,12 +24,13 @@ from .batch import BatchPiece, Key, SamplePipeline, make_piece
 from .buffer_pool import map_file
 
 Array = np.ndarray[Any, Any]
-LOOK_S = 2.0
-_lines: weakref.WeakSet[Connection] = weakref.WeakSet()  # our ends, of all loaders
+PARENT_CHECK_INTERVAL_S = 2.0
+# The parent's end of the pipe to each worker process, of all loaders.
+_parent_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class ThreadWorkers:
-    """``count`` of them."""
+    """A pool of ``count`` worker threads."""
 
     def __init__(self, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, "paceline-loader")
@@ -43,7 +46,7 @@ class ThreadWorkers:
 
 
 class InlineWorker:
-    """In the place of threads."""
+    """Run each task immediately in the calling thread (``num_workers=0``)."""
 
     def submit(self, *task: Any) -> "Future[BatchPiece]":
         return self.call(make_piece, *task)
@@ -58,15 +61,15 @@ class InlineWorker:
 
 
 class ProcessWorkers:
-    """``count`` of them, forked as a DataLoader's are; ``submit`` as a pool of threads has it.
+    """A pool of ``count`` forked worker processes, with the interface of ``ThreadWorkers``.
 
-    A process that dies ends the loop with an error that says of what.
+    When a worker process dies, the batch raises RuntimeError with its signal or exit code.
     """
 
     def __init__(self, pipeline: SamplePipeline, count: int) -> None:
         self._free: SimpleQueue[_Worker] = SimpleQueue()
         self._workers: list[_Worker] = []
-        for _ in range(count):  # before there are threads
+        for _ in range(count):  # fork before any thread is started
             self._workers.append(_Worker(pipeline))
             self._free.put(self._workers[-1])
         self._threads = ThreadPoolExecutor(count, "paceline-loader")
@@ -74,18 +77,18 @@ class ProcessWorkers:
     def submit(
         self, pipeline: SamplePipeline, keys: list[Key], arrays: list[Array], first: int
     ) -> "Future[BatchPiece]":
-        return self._threads.submit(self._asked, pipeline, keys, arrays, first)
+        return self._threads.submit(self._run_in_process, pipeline, keys, arrays, first)
 
     def call(self, function: Any, *args: Any) -> "Future[Any]":
-        """A function of this process, beside what it does."""
+        """Run a function in a thread of this process."""
         return self._threads.submit(function, *args)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.ours.close()  # which ends it
+            worker.connection.close()  # the process then exits
 
-    def _asked(self, *task: Any) -> BatchPiece:
+    def _run_in_process(self, *task: Any) -> BatchPiece:
         worker = self._free.get()
         try:
             return worker.ask(*task)
@@ -94,16 +97,16 @@ class ProcessWorkers:
 
 
 class _Worker:
-    """One process, and our end of the line to it."""
+    """One worker process, and the parent's end of the pipe to it."""
 
     def __init__(self, pipeline: SamplePipeline) -> None:
         context = get_context("fork")
-        self.ours, theirs = context.Pipe()
-        _lines.add(self.ours)
-        words = (pipeline, theirs, os.getpid())
-        self._process = context.Process(target=_serve, args=words, daemon=True)
+        self.connection, child_connection = context.Pipe()
+        _parent_connections.add(self.connection)
+        args = (pipeline, child_connection, os.getpid())
+        self._process = context.Process(target=_serve, args=args, daemon=True)
         self._process.start()
-        theirs.close()
+        child_connection.close()
         self._known: set[int] = set()
 
     def ask(
@@ -115,12 +118,12 @@ class _Worker:
             for (number, _), array in zip(handles, arrays, strict=True)
         ]
         try:
-            self.ours.send((keys, first, pipeline.array, fields))
+            self.connection.send((keys, first, pipeline.array, fields))
             for (number, file), (_, fresh, *_) in zip(handles, fields, strict=True):
                 if fresh:
-                    send_handle(self.ours, file, self._process.pid)
+                    send_handle(self.connection, file, self._process.pid)
                     self._known.add(number)
-            answer: BatchPiece | Exception = self.ours.recv()
+            answer: BatchPiece | Exception = self.connection.recv()
         except (EOFError, OSError):
             self._process.join(5)
             raise RuntimeError(
@@ -142,17 +145,20 @@ def _death(code: int | None) -> str:
 
 
 def _serve(pipeline: SamplePipeline, line: Connection, parent: int) -> None:
-    """What such a process does, until nobody is at the other end. Children of other loaders may
-    hold that end open as well: so it looks after its parent now and then."""
-    for other in list(_lines):
+    """Serve requests in a worker process until the parent closes its end of the pipe.
+
+    Worker processes of other loaders may hold that end open as well, so the process also checks
+    regularly that its parent is still alive.
+    """
+    for other in list(_parent_connections):
         other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the process
     torch.set_num_threads(1)
     pipeline.seeds_all = True
     memories: dict[int, Array] = {}
     while True:
         try:
-            while not line.poll(LOOK_S):
+            while not line.poll(PARENT_CHECK_INTERVAL_S):
                 if os.getppid() != parent:
                     os._exit(0)
             keys, first, pipeline.array, fields = line.recv()
@@ -170,7 +176,7 @@ def _serve(pipeline: SamplePipeline, line: Connection, parent: int) -> None:
             line.send(answer)
         except (EOFError, OSError):
             os._exit(0)
-        except Exception as error:  # what can't be pickled
+        except Exception as error:  # the answer can't be pickled
             line.send(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
 
 
@@ -182,7 +188,7 @@ def _array(
     shape: tuple[int, ...],
     kind: str,
 ) -> Array:
-    """The memory of a batch, mapped once."""
+    """Return the array of a batch in shared memory; each buffer is mapped once."""
     if fresh:
         file = recv_handle(line)
         memories[number] = map_file(file, os.fstat(file).st_size)
