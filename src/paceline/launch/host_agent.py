@@ -1,9 +1,8 @@
 """Run the agent of one node of a job on several nodes: ``python -m paceline.launch.host_agent``.
 
-The agent executes the launcher's messages, which arrive through a channel: it checks that the job
-can run on this node, forks the rank server, starts and signals ranks, and reports their output and
-exits. When the channel closes, for whatever reason, the agent ends the ranks, keeps their records,
-and exits.
+The agent executes the launcher's messages: it checks that the job can run on this node, forks the
+rank server, starts and signals ranks, and reports their output and exits. When the channel closes,
+for whatever reason, it ends the ranks, keeps their records, and exits.
 """
 
 import argparse
@@ -37,9 +36,7 @@ from .remote.agent_lock import claim
 from .remote.connect_back import LauncherNotFoundError, connect_to_launcher
 from .remote.handshake import describe_host
 
-# Without a message for this long, the launcher or the network is considered lost. Longer than a
-# launcher is usually suspended (Ctrl-Z).
-LAUNCHER_TIMEOUT_S = 900.0
+LAUNCHER_TIMEOUT_S = 900.0  # longer than a launcher is usually suspended (Ctrl-Z)
 RECORD_CHUNK_BYTES = 4 << 20
 
 
@@ -71,13 +68,8 @@ class HostAgent:
         self.termination = DeferredTermination()
 
     def serve(self, agent_number: int) -> None:
-        """Handle messages until the launcher ends the job.
-
-        Args:
-            agent_number: This agent's number, as the tool that started the agents counts them.
-
-        Raises:
-            LauncherLostError: The launcher is gone, or a signal asks this agent to end.
+        """Handle messages until the launcher ends the job. ``agent_number``: as the tool that
+        started the agents counts them. Raises LauncherLostError.
         """
         self.send(place=agent_number)
         self.send(hello=describe_host())
@@ -128,8 +120,6 @@ class HostAgent:
         except OSError:
             raise LauncherLostError("the connection to the launcher has ended") from None
 
-    # messages of the launcher
-
     def do_ping(self, ping: float) -> None:
         progress = asdict(self.local_host.progress()) if self.local_host is not None else None
         self.send(pong=ping, at=time.monotonic(), progress=progress)
@@ -156,19 +146,14 @@ class HostAgent:
         self.send(listening=self.listener.offer())
 
     def do_reach(self, reach: dict[str, dict[str, Any]]) -> None:
-        """Try to connect to the other nodes by each of their addresses."""
         offers = {int(host): offer for host, offer in reach.items()}
         self.send(reached=try_all(offers, self.listener))
 
     def do_begin(
         self, begin: dict[str, str], place: int, interface: str, address: str, record: str | None
     ) -> None:
-        """Import torch and fork the rank server. Send "ready" once the server has imported the
-        preloaded modules.
-
-        Args:
-            begin: Environment variables of every rank.
-            place: Index of this node among the nodes of the job.
+        """Import torch and fork the rank server. Send "ready" once the server has imported its
+        modules. ``begin``: environment variables of every rank; ``place``: index of this node.
         """
         assert self.job is not None
         self._stop_listening()
@@ -227,13 +212,10 @@ class HostAgent:
         self.termination.allowed = leaves
 
     def do_end(self, end: float) -> None:
-        """End all remaining processes, keep the records, and acknowledge."""
         self.end_ranks(end)
         self.send_records()
         self.send(ended=True)
         self.finished = True
-
-    # implementation
 
     def end_ranks(self, grace: float) -> None:
         """End the ranks, the rank server, and all processes that they left."""
@@ -249,9 +231,7 @@ class HostAgent:
             job_folder.clear(self.folder)
 
     def _choose_record_target(self, record: Path, run: str) -> None:
-        """Keep the records in the launcher's folder if this node sees the same folder, else send
-        them.
-        """
+        """Keep the records in the launcher's folder if it is shared, else send them."""
         assert self.folder is not None
         try:
             shared = job_folder.about(record).run == run
@@ -266,7 +246,7 @@ class HostAgent:
             job_folder.promise_to(self.folder, record)
 
     def send_records(self) -> None:
-        """Send the records that exist only on this node, and remove them even if sending fails."""
+        """Send the records that exist only on this node, and remove them in any case."""
         if not self.sends_records or self.folder is None:
             return
         self.sends_records, folder_to_send = False, self.folder / job_folder.TO_SEND
@@ -289,7 +269,6 @@ class HostAgent:
             self.listener = None
 
     def add_rank(self, rank: int, pipes: tuple[int, int, int]) -> None:
-        """Read a rank's stdout, stderr and status pipes."""
         for stream, pipe in enumerate(pipes, start=1):
             os.set_blocking(pipe, False)
             self.pipes[pipe] = (rank, stream)
@@ -332,9 +311,7 @@ check_job = check  # ``check`` is a parameter name in do_check
 
 
 def _open_channel() -> Channel:
-    """Connect to the launcher: over TCP if it has given addresses, else by standard input and
-    output.
-    """
+    """Connect to the launcher, over TCP or by standard input and output."""
     parser = argparse.ArgumentParser(prog="paceline.launch.host_agent", description=__doc__)
     parser.add_argument("--connect", help="addresses of the launcher: ADDRESS,PORT;...")
     addresses = parser.parse_args().connect

@@ -1,4 +1,4 @@
-"""What the user asked for, and whether it can work on this host."""
+"""The user's request, and whether it can run on this host."""
 
 import ast
 import importlib.machinery
@@ -18,19 +18,19 @@ from ..knobs.tuning import Tuning
 from . import requeue
 from .records import job_folder
 
-# What a rank takes before it has any data (its share of memory, measured with a tiny model).
+# Memory of a rank before it has any data (its share, measured with a tiny model).
 RANK_BYTES = 64 << 20
 FRESH_RANK_BYTES = 230 << 20
-# A variable of these is meant for one rank's interpreter from its very start.
+# These environment variables take effect only when a rank's interpreter starts.
 OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
-AUTO = "auto"  # bound where the cores are this job's alone
-# Imported before the fork where the script imports them: heavy, and without side effects.
+AUTO = "auto"  # bind only if the cores are reserved for this job
+# Imported before the fork if the script imports them: slow to import, without side effects.
 PRELOADED = ("torch", "numpy", "scipy", "sklearn", "pandas", "PIL")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the user asked for."""
+    """What the user asked to run."""
 
     name: str  # the script's path, or the module's name
     args: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def own_interpreters(self) -> bool:
-        """Whether each rank gets an interpreter of its own."""
+        """Whether each rank gets a new Python interpreter instead of a fork."""
         return (
             self.fresh
             or any(name in os.environ for name in OWN_INTERPRETER)
@@ -65,7 +65,7 @@ class Job:
 
 
 def variables(job: Job, run: str) -> dict[str, str]:
-    """What every rank gets on every host, beside torchrun's variables."""
+    """Return the environment variables of every rank on every host, except torchrun's."""
     command = {"name": job.name, "args": job.args, "module": job.module}
     found = {"PACELINE_COMMAND": json.dumps(command), "PACELINE_RUN": run}
     if job.record is not None:
@@ -93,7 +93,7 @@ def variables(job: Job, run: str) -> dict[str, str]:
 
 
 def check(job: Job) -> bytes:
-    """Refuse what can't work; the source of the script or module."""
+    """Return the source of the script or module. Raise ValueError if the job can't run."""
     from ..cluster.binding.binding_plan import KINDS
 
     if job.count_flops and job.record is None:
@@ -159,7 +159,7 @@ def _script_file(name: str) -> Path:
 
 
 def _module_file(name: str) -> Path:
-    """The file that ``python -m name`` would run, found without importing anything."""
+    """Return the file that ``python -m name`` would run, without importing anything."""
     folders: Any = [os.getcwd(), *sys.path]
     parts = name.split(".")
     for i, part in enumerate(parts):
@@ -180,8 +180,9 @@ def _module_file(name: str) -> Path:
 
 
 def preloads(job: Job, source: bytes) -> list[str]:
-    """Modules worth importing once for all ranks: torch, and those of PRELOADED that the
-    script names at its top. None, where ranks get interpreters of their own."""
+    """Return the modules that are imported once for all ranks: torch, and those of PRELOADED that
+    the script imports at its top level. Empty if ranks get new interpreters.
+    """
     if job.own_interpreters:
         return []
     found = ["torch", "torch.distributed", "torch.utils.data", "torch._dynamo"]

@@ -1,4 +1,4 @@
-"""Which rank sits where: so many on each host, the ranks of a host neighbours in rank order."""
+"""The placement of ranks on hosts: the ranks of a host are consecutive."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,13 @@ from ..cluster.topology.local_resources import spans
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank runs. host: its place in the list of hosts."""
+    """Where one rank runs.
+
+    Attributes:
+        host: Index in the list of hosts.
+        local_rank: Rank among the ranks of the host.
+        local_size: Number of ranks on the host.
+    """
 
     host: int
     local_rank: int
@@ -16,7 +22,7 @@ class Seat:
 
 
 def seats(counts: list[int]) -> list[Seat]:
-    """Of all ranks, in rank order, from the number on each host."""
+    """Return the seat of each rank, in rank order, given the number of ranks on each host."""
     return [Seat(host, local, count) for host, count in enumerate(counts) for local in range(count)]
 
 
@@ -42,7 +48,7 @@ def counts(hosts: list[Host], ranks: int | None, explicit: bool) -> list[int]:
 
 
 def share(host: Host) -> int:
-    """Ranks that a host gets where nobody says how many."""
+    """Return the default number of ranks of a host."""
     return host.devices or host.slots or host.numa or 1
 
 

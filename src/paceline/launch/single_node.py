@@ -1,4 +1,4 @@
-"""``paceline run`` on this machine: check, start, watch, tell."""
+"""Run a job on this node: check it, start the ranks, watch them, report."""
 
 import functools
 import gc
@@ -24,10 +24,11 @@ from .requeue import STOPPED_EARLY_EXIT_CODE, requeue
 
 
 def run(job: Job) -> int:
-    """Run the job; its exit code: 0, the first failing rank's, 128 + a signal's number, or
-    ``later.LEFT``.
+    """Run the job. Return its exit code: 0, that of the first failing rank, 128 + a signal's
+    number, or ``requeue.STOPPED_EARLY_EXIT_CODE``.
 
-    Raises ValueError for the user's mistakes, before any rank starts.
+    Raises:
+        ValueError: A mistake of the user, before any rank starts.
     """
     interrupt = Interrupt()
     raise_on_termination(interrupt.remember_termination)
@@ -45,7 +46,7 @@ def run(job: Job) -> int:
 
 
 def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
-    """Run the job; its exit code, and whether its record was kept where it was promised."""
+    """Run the job. Return its exit code, and whether its record was kept."""
     from .affinity import bind_ranks
 
     source, places = check(job), bind_ranks.places(job)
@@ -70,7 +71,7 @@ def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
         code = watch(
             job, [local_host], seats([job.ranks]), folder.name, started_ns, interrupt, fetch_records
         )
-    except ForkedRankServer:  # this process is the server, and all is its own
+    except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
         raise
     except BaseException:
         _clean_up(server, folder)
@@ -79,15 +80,15 @@ def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
 
 
 def _clean_up(server: RankServer | None, folder: Path) -> bool:
-    """Leave nothing of the job but its record; whether that was kept."""
+    """End all processes of the job and remove its folder. Return whether its record was kept."""
     if server is not None:
         server.end(2.0)
-    end_children(0.0)  # nobody, unless the rank server itself was killed
+    end_children(0.0)  # nothing, unless the rank server itself was killed
     return job_folder.clear(folder)
 
 
 def print_summary(job: Job, folder: Path, code: int) -> None:
-    """What a recorded run ends with: its figures, unless it failed, and where the record is."""
+    """Print the figures of a recorded run, unless it failed, and where its record is."""
     from ..analyze.figures.report import analyse
     from ..analyze.records.load_run import load_run
     from ..report.terminal.run_report import drawn
@@ -105,17 +106,17 @@ def print_summary(job: Job, folder: Path, code: int) -> None:
 
 
 def run_rank_server(job: ForkedRankServer) -> NoReturn:
-    """Be the rank server, and then each rank that is forked from it."""
+    """Run the rank server, and the rank in each process forked from it."""
     from .ranks import fork_server, rank_process
 
-    for number in TERMINATION_SIGNALS:  # they are the launcher's to handle
+    for number in TERMINATION_SIGNALS:  # the launcher handles them
         signal.signal(number, signal.SIG_IGN)
     for name in job.preloads:
         try:
             importlib.import_module(name)
         except Exception:
-            pass  # the script will meet it again, and its traceback tells the user more
-    gc.freeze()  # what was imported stays shared: no rank's collector touches it
+            pass  # the script will get the same error, with a traceback
+    gc.freeze()  # keep imported objects shared: the ranks' garbage collectors skip them
     start = fork_server.serve(job.channel, job.folder)
     if job.preloads:
         rank_process.run_forked(start)

@@ -1,4 +1,4 @@
-"""Being the agent of a job until its ranks have ended, on one host or on several."""
+"""Supervise the ranks of a job until they have ended, on one node or several."""
 
 import signal
 import sys
@@ -29,9 +29,13 @@ def watch(
     fetch_records: Callable[[int], JobSnapshot | None],
     remaining: RemainingHosts | None = None,
 ) -> int:
-    """Start the ranks and be their agent until they have ended; the exit code. look: fetches the
-    ends of the ranks' records, and their stacks. remaining: keeps account of several hosts, of
-    which some may be lost."""
+    """Start the ranks, supervise them until they have ended, and return the exit code.
+
+    Args:
+        started: When the command began, ns of the monotonic clock.
+        fetch_records: Fetches the tails of the ranks' records, and their stacks.
+        remaining: Hosts that remain of a job on several nodes, or None.
+    """
     if remaining is None:
         check_min_hosts(job.min_hosts, len(hosts))
     raise_on_termination()

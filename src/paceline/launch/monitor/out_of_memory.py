@@ -1,5 +1,4 @@
-"""Whether the kernel has killed a rank because memory ran out: of the host, or of the control group
-that the scheduler has put the job in."""
+"""Detect that the kernel killed a rank because the host or its control group ran out of memory."""
 
 from pathlib import Path
 
@@ -7,14 +6,15 @@ from ...cluster.topology.local_resources import memory_limits
 
 
 class OomKillCounter:
-    """Counts the kernel's kills on this host since it was made."""
+    """Count the kernel's out-of-memory kills on this host."""
 
     def __init__(self) -> None:
         self._kills = _kills()
 
     def why(self, most: int) -> str:
-        """What to tell of a process that was killed with SIGKILL and had ``most`` bytes at its
-        largest; "" where memory had nothing to do with it."""
+        """Explain the end of a process that was killed with SIGKILL, given its peak memory in
+        bytes; "" if memory was not the reason.
+        """
         before, self._kills = self._kills, _kills()
         if self._kills <= before:
             return ""
@@ -27,7 +27,7 @@ class OomKillCounter:
 
 
 def _kills() -> int:
-    """Processes that the kernel has killed for memory, on this host since it started."""
+    """Return the number of out-of-memory kills on this host since it was booted."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")

@@ -79,11 +79,8 @@ class ElasticAgent(SimpleElasticAgent):
     def __init__(
         self, spec: WorkerSpec, hosts: Sequence[Host], seats: list[Seat], started: int
     ) -> None:
-        """Start no rank yet.
-
-        Args:
-            seats: Host and local rank of each rank, in rank order.
-            started: When the command began, ns of this host's monotonic clock.
+        """Start no rank yet. ``started``: when the command began, ns of this host's monotonic
+        clock.
         """
         super().__init__(spec, exit_barrier_timeout=60)
         self._hosts, self._seats = hosts, seats
@@ -97,8 +94,6 @@ class ElasticAgent(SimpleElasticAgent):
         self._announced_can_stop_early = False  # what the hosts were last told
         self._attempt = -1
         self._returned_hosts: list[str] = []  # returned hosts, while the ranks stop for them
-
-    # overridden methods of SimpleElasticAgent
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Open a store and find ports for an attempt; a restart uses the hosts that remain."""
@@ -190,8 +185,6 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _record_worker_events(self, result: RunResult) -> None:
         """Record nothing: these events look up the host's name, which is slow on some hosts."""
-
-    # own methods
 
     def end_ranks(self, grace: float = END_GRACE_S) -> None:
         """End every running rank: SIGTERM first, SIGKILL after ``grace`` seconds. A second Ctrl-C

@@ -1,7 +1,7 @@
-"""That a job has one agent on a host, also where one is started again: the one from before, which
-may still hold the GPUs while nobody can reach it, is ended first.
+"""Ensure that a job has one agent per node, even after a restart: a previous agent, which may still
+hold the GPUs while the launcher can't reach it, is ended first.
 
-The agent holds an abstract Unix socket's name (nothing lies in a file system); the kernel says who
+The agent holds the name of an abstract Unix socket (no file); the kernel reports which process
 holds a name that is taken.
 """
 
@@ -18,8 +18,9 @@ _PEER = struct.Struct("iII")  # pid, uid, gid
 
 
 def claim(run: str, place: int) -> socket.socket | None:
-    """Be the agent of the job ``run`` at this place among its hosts, for as long as the socket is
-    open; None where another user's process holds the name."""
+    """Become the only agent of the job ``run`` at this index among its nodes, while the returned
+    socket is open; None if another user's process holds the name.
+    """
     address = f"\0paceline-agent-{os.getuid()}-{run}-{place}"
     began = listened = time.monotonic()
     means = [(PATIENCE, signal.SIGKILL), (0.0, signal.SIGHUP)]

@@ -1,4 +1,4 @@
-"""Which variables travel to hosts whose tool does not pass the environment on (ssh, blaunch)."""
+"""Environment variables for nodes whose tool does not forward the environment (ssh, blaunch)."""
 
 import os
 
@@ -22,7 +22,7 @@ LOGIN_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
 
 
 def forwarded_variables() -> dict[str, str]:
-    """By name, of this process."""
+    """Return this process's environment variables that are forwarded."""
     return {
         k: v
         for k, v in os.environ.items()
@@ -31,19 +31,20 @@ def forwarded_variables() -> dict[str, str]:
 
 
 def interpreter_variables() -> dict[str, str]:
-    """Those that must be there when the agent's Python starts."""
+    """Return those that must be set when the agent's Python starts."""
     return {k: v for k, v in os.environ.items() if k.startswith(INTERPRETER_PREFIXES)}
 
 
 def login_variables() -> dict[str, str]:
-    """What an agent on this host gets, so that it is like those on other hosts."""
+    """Return the environment of an agent on this host, same as on other hosts."""
     return {k: v for k, v in os.environ.items() if k in LOGIN_NAMES} | forwarded_variables()
 
 
 def parse_env_options(wanted: list[str]) -> dict[str, str]:
-    """``--env NAME`` and ``--env NAME=VALUE`` as variables.
+    """Parse ``--env NAME`` and ``--env NAME=VALUE``.
 
-    Raises ValueError for a name without a value here.
+    Raises:
+        ValueError: A name has no value here.
     """
     found = {}
     for text in wanted:

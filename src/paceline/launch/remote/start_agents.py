@@ -1,4 +1,4 @@
-"""Reaching the hosts of a job: an agent started on each, and a channel to each agent."""
+"""Start an agent on each node of a job, and connect to it."""
 
 import os
 import re
@@ -18,10 +18,11 @@ from .forwarded_env import interpreter_variables, login_variables
 from .remote_host import RemoteHost
 from .start_commands import LaunchTool
 
-START_TIMEOUT_S = 120.0  # for an agent's first word; a Python from a slow file system takes long
-NOTICE_INTERVAL_S = 10.0  # between two lines about who is still waited for
+# for an agent's first message; Python may start slowly from a shared file system
+START_TIMEOUT_S = 120.0
+NOTICE_INTERVAL_S = 10.0  # between two messages about missing hosts
 
-# What ssh and the shells behind it say, and what helps.
+# Patterns in the output of ssh and the shells behind it, and explanations.
 KNOWN_FAILURES = (
     ("resolve hostname|Name or service not known", "no such host. HINT: getent hosts {host}"),
     (
@@ -53,7 +54,7 @@ KNOWN_FAILURES = (
 
 
 class AgentConnections:
-    """The started tools and the channels to the agents. To be closed in the end."""
+    """The tools' processes and the channels to the agents. Must be closed."""
 
     def __init__(
         self,
@@ -62,8 +63,13 @@ class AgentConnections:
         quiet: bool = False,
         excluded_hosts: dict[str, str] | None = None,
     ) -> None:
-        """quiet: nothing is said of hosts that do not answer, or have not yet. without: takes why
-        hosts do not answer, and the others are enough; None: all are needed."""
+        """Start nothing yet.
+
+        Args:
+            quiet: Print nothing about hosts that do not answer.
+            excluded_hosts: Filled with the reason, by name, why hosts do not answer; the others are
+                enough. None: all are needed.
+        """
         self.tool, self.names, self._quiet, self._excluded_hosts = (
             tool,
             names,
@@ -76,9 +82,10 @@ class AgentConnections:
         self._is_started = self._closing = False
 
     def start(self) -> list[RemoteHost]:
-        """Start an agent on every host; the hosts in their order.
+        """Start an agent on every host, and return the hosts in their order.
 
-        Raises ValueError where one does not answer: in the tool's own words where it has some.
+        Raises:
+            ValueError: A host does not answer; with the tool's output if there is any.
         """
         if self.tool.one_call_per_host:
             self._start_each()
@@ -93,13 +100,13 @@ class AgentConnections:
         return self.hosts
 
     def close(self) -> None:
-        """Close the channels, whereupon agents end, and end the tools."""
+        """Close the channels, whereupon the agents exit, and end the tools."""
         self._closing = True
         if not self._is_started:
-            self._show_output()  # from here on they are of agents that find nobody any more
+            self._show_output()  # later output is of agents that have lost the launcher
         for host in (*self.hosts, *self._visitors):
             host.close()
-        deadline = time.monotonic() + 5.0  # they end by themselves when their agents do
+        deadline = time.monotonic() + 5.0  # the tools exit when their agents do
         for started in self._processes:
             started.wait_until(deadline)
         for ask in ("terminate", "kill"):
@@ -112,7 +119,7 @@ class AgentConnections:
             self._show_output()
 
     def _show_output(self) -> None:
-        """What agents had to say to people, and where a host was lost all that was said."""
+        """Print Paceline's messages from the agents, or all output if a host was lost."""
         if self._quiet and not self.hosts:
             return
         lost = any(host.failure for host in self.hosts)
@@ -123,7 +130,7 @@ class AgentConnections:
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 
     def _start_each(self) -> None:
-        """A call for each host, many at the same time."""
+        """Start the agents with one call per host, many in parallel."""
         pool = ThreadPoolExecutor(64)
         calls = {pool.submit(self._start_one, name): name for name in self.names}
         try:
@@ -134,7 +141,7 @@ class AgentConnections:
                     some = sorted(calls[call] for call in waiting)
                     more = f" and {len(some) - 8} more" if len(some) > 8 else ""
                     sys.stderr.write(f"paceline: waiting for {', '.join(some[:8])}{more} ...\n")
-        except BaseException:  # Ctrl-C: nobody is waited for
+        except BaseException:  # for example Ctrl-C: do not wait
             self._closing = True
             for started in self._processes:
                 started.process.kill()
@@ -158,7 +165,7 @@ class AgentConnections:
             self._excluded_hosts.update(mistakes)
 
     def _start_one(self, name: str) -> RemoteHost | ValueError:
-        """The agent of one host, over the standard input and output of a call."""
+        """Start one agent, connected by the standard input and output of its call."""
         if self._closing:
             return ValueError("interrupted")
         agent = agent_command(self.tool)
@@ -168,7 +175,7 @@ class AgentConnections:
             started = _ToolProcess(self.tool.command([name], agent), None, piped=True)
         self._processes.append(started)
         process = started.process
-        if self._closing:  # meanwhile: nobody else ends it
+        if self._closing:  # closed meanwhile, by a thread that did not see this process
             process.kill()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -181,7 +188,7 @@ class AgentConnections:
         return RemoteHost(name, channel, process.kill)
 
     def _start_all(self) -> None:
-        """The agents that one call starts: they connect to us."""
+        """Start all agents with one call; they connect to the launcher."""
         with AgentListener(self.names) as listener:
             self._visitors = listener.visitors
             variables = {
@@ -212,7 +219,7 @@ class AgentConnections:
         """Wait for the agents of all hosts.
 
         Raises:
-            ValueError: Some can't come any more, or did not within START_SECONDS.
+            ValueError: Some can no longer come, or did not within START_TIMEOUT_S.
         """
         begun = last_notice = time.monotonic()
         while len(listener.found) < len(self.names):
@@ -235,7 +242,7 @@ class AgentConnections:
                 sys.stderr.write("".join(f"  {line}\n" for line in started.take_new_lines()))
 
     def _check(self, listener: AgentListener, started: "_ToolProcess") -> None:
-        """Raise ValueError where agents can't come any more."""
+        """Raise ValueError if agents can no longer come."""
         if self._closing:  # by another thread, which has not seen the latest visitors
             for visitor in listener.visitors:
                 visitor.close()
@@ -265,7 +272,7 @@ class AgentConnections:
 
 
 class _ToolProcess:
-    """A tool's process, in a session of its own: Ctrl-C is ours to handle."""
+    """A process of the tool, in its own session: the launcher handles Ctrl-C."""
 
     def __init__(
         self, command: list[str], variables: dict[str, str] | None, piped: bool = False
@@ -292,7 +299,7 @@ class _ToolProcess:
             self.new_lines.append(text)
 
     def wait_for_output(self) -> str:
-        """What it said on stderr; complete where it has ended."""
+        """Return the last lines of its output, all of them if it has ended."""
         try:
             self.process.wait(2.0)
             self._reader.join(1.0)
@@ -301,11 +308,11 @@ class _ToolProcess:
         return "\n".join(self.output_lines())
 
     def output_lines(self) -> list[str]:
-        """Its last lines, so far."""
+        """Return the last lines of its output so far."""
         return [line for line in list(self.lines) if line]
 
     def ended_numbers(self, tool: LaunchTool) -> set[int]:
-        """The numbers of its processes that have ended, as far as it says so."""
+        """Return the numbers of its processes that have ended, as far as its output says."""
         matches = (
             [re.match(tool.exit_pattern, line) for line in self.output_lines()]
             if tool.exit_pattern
@@ -314,7 +321,7 @@ class _ToolProcess:
         return {int(n) for match in matches if match for n in numbers(match["tasks"])}
 
     def take_new_lines(self) -> list[str]:
-        """Its lines since the last call."""
+        """Return its output lines since the last call."""
         return [self.new_lines.popleft() for _ in range(len(self.new_lines))]
 
     def wait_until(self, deadline: float) -> None:
@@ -326,9 +333,10 @@ class _ToolProcess:
 
 
 def sort_hosts(hosts: list[RemoteHost], names: list[str]) -> list[RemoteHost]:
-    """The agents in the order of the hosts' names, where these are what the hosts call
-    themselves: tools order hosts as they like. Else in the tool's order, under their own names,
-    unless all have the same."""
+    """Return the agents in the order of ``names``, if hosts use these names themselves, because
+    tools may order hosts differently. Otherwise keep the tool's order, with the hosts' own names
+    unless all are equal.
+    """
     own_names = [_short(host.hello["name"]) for host in hosts]
     wanted = [_short(name) for name in names]
     if len(set(own_names)) < len(own_names):
@@ -349,8 +357,9 @@ def _short(name: str) -> str:
 
 
 def agent_command(tool: LaunchTool) -> list[str]:
-    """This Python; with what it reads from the environment before anything else, where the tool
-    does not pass that on."""
+    """Return the command of the agent. If the tool does not forward the environment, it sets the
+    variables that Python needs at its start.
+    """
     command = [sys.executable, "-P", "-m", "paceline.launch.host_agent"]
     passed = {} if tool.passes_environment else interpreter_variables()
     variables = [f"{name}={value}" for name, value in passed.items()]
@@ -358,7 +367,7 @@ def agent_command(tool: LaunchTool) -> list[str]:
 
 
 def explain_failure(host: str, output: str) -> str:
-    """A failed call's words, with what helps."""
+    """Return the output of a failed call, with a hint for known failures."""
     for template, explanation in KNOWN_FAILURES:
         pattern = template.replace("{python}", re.escape(sys.executable))
         if re.search(pattern, output):

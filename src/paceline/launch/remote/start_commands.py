@@ -1,8 +1,8 @@
-"""What starts one agent on each host: ssh, or the scheduler's own tool. A table of commands.
+"""The commands that start one agent on each node: ssh, or the scheduler's tool.
 
-A tool either starts one process a call (ssh, blaunch: the agent speaks through its standard input
-and output) or one on each of several hosts (srun, mpirun ...: the agents connect to the launcher).
-Each agent is given all cores and GPUs of its host; ranks are bound by Paceline, not by the tool.
+A tool either starts one process per call (ssh, blaunch: the agent uses its standard input and
+output), or one process on each of several nodes (srun, mpirun ...: the agents connect to the
+launcher). Each agent gets all cores and GPUs of its node; Paceline binds the ranks, not the tool.
 """
 
 import shlex
@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Nothing may ask for a password behind our back, and a dead connection is noticed by both ends.
+# ssh must not ask for a password, and both ends must notice a dead connection.
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
@@ -20,16 +20,26 @@ SSH = (
 
 @dataclass(frozen=True)
 class LaunchTool:
-    """How to start agents. command: given the hosts' names and the agent's own command."""
+    """A tool that starts agents.
+
+    Attributes:
+        name: Name of the tool, or its program.
+        command: Returns the command line, given the hosts' names and the agent's command.
+        one_call_per_host: Whether each call starts one agent.
+        passes_environment: Whether the agents get the launcher's environment.
+        accepts_host_names: Whether hosts can be chosen; else it uses the whole allocation.
+        removed_variables: The launcher's environment variables that would change what the tool
+            does.
+        exit_pattern: Matches its message about processes that ended while others run; "tasks" are
+            their numbers.
+    """
 
     name: str
     command: Callable[[list[str], list[str]], list[str]]
     one_call_per_host: bool = False
     passes_environment: bool = True
-    accepts_host_names: bool = True  # else it is always all of the allocation
-    # Of the launcher's variables, those that would change what the tool does.
+    accepts_host_names: bool = True
     removed_variables: tuple[str, ...] = ()
-    # What it says of processes that have ended while others go on: "tasks" are their numbers.
     exit_pattern: str = ""
 
 
@@ -85,7 +95,7 @@ def _hydra(program: str) -> Callable[[list[str], list[str]], list[str]]:
     return command
 
 
-# What the batch script asked for its tasks must not shape the step of the agents.
+# Task settings of the batch script must not affect the step of the agents.
 _SLURM_TASK_VARIABLES = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     *("SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU"),
@@ -115,9 +125,11 @@ TOOLS = {
 
 
 def find_tool(name: str) -> LaunchTool:
-    """By its name; mpirun and mpiexec (or a path to them) are asked which MPI they belong to.
+    """Return a tool by its name. mpirun and mpiexec (or a path to them) are asked which MPI they
+    belong to.
 
-    Raises ValueError for one that is not known or not there.
+    Raises:
+        ValueError: The tool is not known or not installed.
     """
     if name in TOOLS:
         found = TOOLS[name]
