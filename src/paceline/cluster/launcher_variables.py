@@ -1,7 +1,7 @@
-"""What each launcher calls a process's rank, and which of them tell of the same start.
+"""The environment variables of each launcher, and which of them describe the same start.
 
-Launchers are nested: mpirun inside salloc, a shell of srun around mpiexec. The order of SOURCES is
-that of who is inside, so the first with a rank counts, unless it is left over from a step around.
+Launchers are nested: mpirun inside salloc, a shell of srun around mpiexec. SOURCES is ordered from
+the innermost, so the first with a rank counts, unless it is left over from an enclosing step.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from .schedulers.env_numbers import Environment
 
 @dataclass(frozen=True)
 class Source:
-    """A launcher's variables. ``key``: what is the same on all ranks of one start only."""
+    """A launcher's environment variables. ``key``: those that identify one start on all its
+    ranks.
+    """
 
     name: str
     rank: str
@@ -79,7 +81,7 @@ SLURM_PMIX = "slurm.pmix."
 
 
 def start(environment: Environment) -> list[Source]:
-    """The source that counts, with the others that describe the same start."""
+    """Return the launcher that counts, followed by the others that describe the same start."""
     there = [source for source in SOURCES if _is_there(environment, source)]
     if not there:
         return []
@@ -106,7 +108,7 @@ def _are_twins(environment: Environment, first: str, other: str) -> bool:
 
 
 def _is_slurms(environment: Environment, name: str) -> bool:
-    """Were these variables set by Slurm's own plugins, for some step?"""
+    """Return whether Slurm's own plugins set these variables, for any step."""
     if name == "PMIx":
         return environment.get("PMIX_NAMESPACE", "").startswith(SLURM_PMIX)
     job = environment.get("SLURM_JOB_ID")
@@ -132,5 +134,5 @@ def _is_of_this_step(environment: Environment, name: str) -> bool:
 
 
 def is_hydras(environment: Environment) -> bool:
-    """MPICH's and Intel MPI's mpiexec."""
+    """Return whether MPICH's or Intel MPI's mpiexec (hydra) started this process."""
     return "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment

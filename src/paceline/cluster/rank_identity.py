@@ -1,7 +1,7 @@
-"""Who am I: which rank of how many, as the launcher that started this process says.
+"""Determine the rank of this process and the world size, from the launcher's environment variables.
 
-RANK and WORLD_SIZE (torchrun's) come first, then the launchers of sources.py. What several say of
-the same start must agree.
+RANK and WORLD_SIZE (torchrun's) come first, then the launchers of launcher_variables.py. Variables
+of the same start must agree.
 """
 
 import os
@@ -15,7 +15,7 @@ from .schedulers.hostlist import counts, expand
 
 @dataclass(frozen=True)
 class Place:
-    """Who this process is among the ranks. ``alone``: there is nobody to join."""
+    """The rank of this process. ``alone``: it is the only process of the job."""
 
     rank: int
     size: int
@@ -47,13 +47,15 @@ def place(environment: Environment) -> Place:
 
 
 def launched_by(environment: Environment) -> Place | None:
-    """The place that a launcher other than torchrun gave, where it started several ranks."""
+    """Return the rank that a launcher other than torchrun assigned, where it started several
+    ranks.
+    """
     found = _launcher(environment)
     return None if found is None or found.alone else found
 
 
 def tell_others(place: Place) -> None:
-    """Set torchrun's variables in this process, where they are not: libraries look for them."""
+    """Set torchrun's environment variables where they are missing: other libraries read them."""
     if place.alone:
         return
     numbers = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
@@ -64,8 +66,10 @@ def tell_others(place: Place) -> None:
 
 
 def hosts_of(environment: Environment, place: Place) -> list[str]:
-    """Names and addresses of hosts that rank 0 can be on, the likeliest first; empty where the
-    launcher says nothing of it."""
+    """Return names and addresses of hosts that rank 0 may be on, the likeliest first.
+
+    Empty where the launcher does not report any.
+    """
     if place.alone:
         return []
     if place.source == "torchrun" and environment.get("MASTER_ADDR"):
@@ -81,8 +85,10 @@ def hosts_of(environment: Environment, place: Place) -> list[str]:
 
 
 def job_key(environment: Environment, place: Place) -> str:
-    """What all ranks of this start have in common and no other start on these hosts has; empty
-    where there is no such thing."""
+    """Return a key that all ranks of this start share and no other start on these hosts has.
+
+    Empty where there is none.
+    """
     if place.alone:
         return ""
     values: list[str] = []
@@ -228,7 +234,7 @@ def _first(environment: Environment, names: list[str]) -> int | None:
 
 
 def _agree(environment: Environment, name: str, expected: int, other: str) -> None:
-    """The variable, where it is set, says what the other one says."""
+    """Raise ValueError where the environment variable is set to another value than expected."""
     if number(environment, name) in (None, expected):
         return
     raise ValueError(

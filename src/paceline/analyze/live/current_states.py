@@ -1,7 +1,7 @@
-"""What each rank of a running job is in at this moment, and who is missing where others stand.
+"""Determine what each rank of a running job is doing now, and which ranks a collective is missing.
 
-It comes from what a rank has begun last (``Record.begun``), its newest event, and its host's own
-clock: clocks of different hosts are never compared.
+It uses what a rank began last (``Record.begun``), its newest event, and its host's own clock:
+clocks of different hosts are never compared.
 """
 
 from collections.abc import Sequence
@@ -120,14 +120,19 @@ def _last(event: Any, step: int) -> str:
 
 
 def age(clock: int, at: int) -> float:
-    """Seconds from a time until now, both on one host's clock."""
+    """Return the seconds between a time and now, both on one host's clock (ns)."""
     return max(0, clock - at) / 1e9
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A collective in which ranks stand still. inside: those that are in it, for up to ``for_s``.
-    absent: members that have not begun it. unseen: members without a record."""
+    """A collective in which ranks are blocked.
+
+    Attributes:
+        inside: Ranks that are in it, for up to ``for_s`` seconds.
+        absent: Members that have not begun it.
+        unseen: Number of members without a record.
+    """
 
     collective: str
     group: str
@@ -139,7 +144,7 @@ class Standing:
 
 
 def standing(records: Sequence[Record], doing: Sequence[Now], long_s: float) -> list[Standing]:
-    """Collectives that a rank has been in for ``long_s``, the longest first."""
+    """Return the collectives that a rank has been in for ``long_s`` seconds, longest first."""
     found = {
         (now.group, now.collective, now.number)
         for now in doing

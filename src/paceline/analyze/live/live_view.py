@@ -1,7 +1,7 @@
-"""A running job's figures from the ends of its records, and what each rank is in right now.
+"""Compute a running job's figures from the ends of its records.
 
-Shares and speed come from the same analysis as a report's, over the steps that all tails hold;
-what happens now is ``now``'s.
+Shares and rates come from the same analysis as a report's, over the steps that all tails contain;
+current_states.py determines what each rank is doing now.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,10 @@ _LONG_STEPS = 3.0
 
 @dataclass(frozen=True)
 class View:
-    """What is to be seen of a running job; times in seconds, shares in [0, 1].
+    """The state of a running job; times in seconds, shares in [0, 1].
 
-    ``states`` and ``caused`` (the share of its time that others wait for a rank, all of them
-    together) have an entry for each of ``ranks``. What needs two steps in every tail is None or
-    empty where there are fewer.
+    ``states`` and ``caused`` (the share of its time that other ranks wait for a rank, summed) have
+    one entry for each of ``ranks``. What needs two steps in every tail is None or empty with fewer.
     """
 
     command: list[str]
@@ -74,8 +73,10 @@ class Seen:
 def view(
     tails: Sequence[Tail], command: list[str], size: int | None = None, silent: Sequence[str] = ()
 ) -> View | None:
-    """What the tails say; None where no rank has a record yet. size: of the job, where it is
-    known without them."""
+    """Return the view of these tails, or None where no rank has a record yet.
+
+    size: World size, where it is known without the tails.
+    """
     ranks, notes = last_attempt(tails)
     if not ranks:
         return None
@@ -125,7 +126,7 @@ def last_attempt(tails: Sequence[Tail]) -> tuple[list[Seen], list[str]]:
 
 
 def _recent(records: list[Record]) -> list[Record]:
-    """Without the steps that are over for long. Steps have the same numbers on all ranks."""
+    """Drop the steps that ended long ago. Steps have the same numbers on all ranks."""
     rows = [record.events[record.states == State.STEP] for record in records]
     if not all(len(row) for row in rows):
         return records

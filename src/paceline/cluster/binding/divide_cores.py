@@ -1,7 +1,9 @@
-"""Dividing a host's cores among its ranks: dealt over sockets and NUMA nodes, neighbours together.
+"""Divide a host's cores among its ranks, evenly over sockets and NUMA nodes, adjacent cores
+together.
 
-No rank gets cores of two sockets or NUMA nodes, unless there are too few ranks or too small nodes
-for that."""
+No rank gets cores of two sockets or NUMA nodes, unless there are too few ranks or the nodes are too
+small.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ Core = tuple[Cpu, ...]  # its hardware threads, as far as they may be used
 
 @dataclass(frozen=True)
 class Group:
-    """Cores of a host, a socket or a NUMA node, and the smaller groups that they make."""
+    """Cores of a host, a socket or a NUMA node, with the smaller groups that they consist of."""
 
     cores: tuple[Core, ...]
     parts: tuple["Group", ...] = ()
@@ -59,7 +61,7 @@ def _joined(parts: Sequence[Group]) -> Group:
 
 
 def even(host: Group, ranks: int) -> int:
-    """How many cores each of so many ranks gets; 0, where there are fewer cores than ranks."""
+    """Return how many cores each rank gets; 0 where there are fewer cores than ranks."""
     nodes = [node for socket in host.parts for node in socket.parts]
     each = _most(nodes, ranks)
     for smaller, larger in ((nodes, host.parts), (host.parts, (host,))):
@@ -79,8 +81,10 @@ def _most(groups: Sequence[Group], ranks: int) -> int:
 
 
 def deal(group: Group, ranks: int, each: int) -> list[int] | None:
-    """How many ranks each part gets, evenly by their cores, where each needs so many; None, where
-    some rank must be over two parts of this group or of a smaller one."""
+    """Return how many ranks each part gets, in proportion to its cores.
+
+    ``each``: cores per rank. None where a rank would have to span two parts.
+    """
     rooms = [part.fits(each) for part in group.parts]
     if sum(rooms) < ranks:
         return None
@@ -97,8 +101,10 @@ def _dealt(group: Group, rooms: list[int], ranks: int) -> list[int]:
 
 
 def blocks(group: Group, ranks: int, each: int) -> list[tuple[Core, ...]]:
-    """So many cores for each of the ranks, which must have room: neighbours of one NUMA node as
-    far as possible, then of one socket; in the order of the group's cores."""
+    """Return ``each`` cores for every rank: of one NUMA node if possible, else of one socket.
+
+    The group must have enough cores. The result is in the order of the group's cores.
+    """
     if not group.parts:
         return [group.cores[i * each : (i + 1) * each] for i in range(ranks)]
     counts = deal(group, ranks, each)
@@ -118,8 +124,7 @@ def blocks(group: Group, ranks: int, each: int) -> list[tuple[Core, ...]]:
 
 
 def homes(group: Group, ranks: int, each: int) -> list[Group] | None:
-    """One of the smallest groups for every rank, where so many cores of it can be its part; None,
-    where they don't have room."""
+    """Return one of the smallest groups for every rank, or None where they have too few cores."""
     if not group.parts:
         return [group] * ranks
     counts = deal(group, ranks, each)

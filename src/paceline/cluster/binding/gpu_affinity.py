@@ -1,4 +1,4 @@
-"""Cores for each rank that are near its GPU: of the GPU's NUMA node, else of its socket."""
+"""Choose cores for each rank near its GPU: of the GPU's NUMA node, else of its socket."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Shares = list[tuple[Core, ...]]
 
 @dataclass(frozen=True)
 class GPU:
-    """A visible GPU: its number by bus id, and what sysfs knows of it."""
+    """A visible GPU: its number by bus id, and its card in sysfs."""
 
     number: int
     card: Card | None = None
@@ -26,8 +26,10 @@ def near_gpus(
     ranks: int,
     each: int | None,
 ) -> tuple[Shares, list[str]]:
-    """Cores for each rank near the GPU of its number, and what to say of it; each: how many cores,
-    None: as many as all can have."""
+    """Return cores for each rank near the GPU of its number, and notes for the user.
+
+    each: Cores per rank; None: as many as all ranks can have.
+    """
     _check(gpus, ranks)
     used = [gpu.card for gpu in gpus[:ranks] if gpu.card is not None]
     notes = []
@@ -47,7 +49,7 @@ def near_gpus(
 
 
 def local(topology: Topology, card: Card) -> set[int]:
-    """The hardware threads that a card is near; none, where nobody says it."""
+    """Return the hardware threads near a card; empty where the host does not report them."""
     known = {cpu.number for cpu in topology.cpus}
     if known & set(card.cpus):
         return known & set(card.cpus)
@@ -69,8 +71,10 @@ def _within(cores: Sequence[Core], cpus: set[int]) -> tuple[Core, ...]:
 
 
 def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None:
-    """So many cores for each rank out of its own pool, or as many as all can have; None, where a
-    pool has too few. Ranks with the same pool divide it."""
+    """Return ``each`` cores for every rank from its pool, or None where a pool has too few.
+
+    each None: As many as all ranks can have. Ranks with the same pool divide it.
+    """
     ranks_of: dict[tuple[Core, ...], list[int]] = {}
     for rank, pool in enumerate(pools):
         ranks_of.setdefault(pool, []).append(rank)

@@ -1,5 +1,4 @@
-"""Where running processes really are: the cores that each thread of a rank and of its children may
-run on, and where their memory comes from, as the kernel says."""
+"""Read the CPU affinity and memory policy of running processes and their threads from /proc."""
 
 import os
 from collections import Counter
@@ -22,7 +21,7 @@ class Process:
 
 
 def process(pid: int, proc: Path = Path("/proc")) -> Process | None:
-    """None where it has ended."""
+    """Return the affinity of a process, or None where it has ended."""
     folder = proc / str(pid)
     try:
         name = (folder / "comm").read_text().strip()
@@ -35,7 +34,7 @@ def process(pid: int, proc: Path = Path("/proc")) -> Process | None:
 
 
 def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
-    """All processes below one: a loader's workers, and theirs."""
+    """Return the pids of all descendants of a process."""
     found: list[int] = []
     try:
         tasks = os.listdir(proc / str(pid) / "task")
@@ -63,7 +62,7 @@ def _mask(task: Path) -> str:
 
 
 def _policy(folder: Path) -> str:
-    """That of the heap, which follows the process's own."""
+    """Return the memory policy of the heap, which follows the process's policy."""
     try:
         for line in (folder / "numa_maps").read_text().splitlines():
             fields = line.split()

@@ -1,4 +1,4 @@
-"""This host, as far as this process may use it."""
+"""Report the cores, GPUs and memory of this host that this process may use."""
 
 import os
 from pathlib import Path
@@ -29,8 +29,10 @@ def numa_domains() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that new processes may take: what the kernel calls available, less where this
-    process's control group allows less."""
+    """Return the bytes that new processes may allocate.
+
+    The kernel's available memory, or less where this process's control group is limited to less.
+    """
     free = 1 << 62
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -75,7 +77,7 @@ def _group(controller: str) -> str:
 
 
 def spans(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as "0-2,5"."""
+    """Format numbers as ranges: [0, 1, 2, 5] as "0-2,5"."""
     parts: list[str] = []
     start = previous = None
     for number in [*sorted(numbers), None]:

@@ -1,4 +1,4 @@
-"""Which rack a host is in: hosts of one have a switch of their own, and share its way to others."""
+"""Determine the rack of a host: hosts of one rack share a switch and its uplink."""
 
 import os
 from collections.abc import Mapping

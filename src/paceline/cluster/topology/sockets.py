@@ -1,5 +1,6 @@
-"""Which socket this process runs on: what its ranks read from each other's memory is nearer than
-that of another socket."""
+"""Determine the socket of this process: its ranks read each other's memory faster within a
+socket.
+"""
 
 import os
 from collections.abc import Collection, Mapping

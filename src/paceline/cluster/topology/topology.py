@@ -1,6 +1,7 @@
-"""What a host is made of: sockets, NUMA nodes, cores and their hardware threads, as sysfs has it.
+"""Read a host's sockets, NUMA nodes, cores and hardware threads from sysfs.
 
-Where sysfs is missing or says too little, the rest is guessed, and the guess is said in words."""
+Where sysfs is missing or incomplete, the rest is assumed, and ``Topology.guessed`` describes how.
+"""
 
 import os
 from collections.abc import Iterable
@@ -62,7 +63,7 @@ class Topology:
 
 
 def topology(root: Path = Path("/")) -> Topology:
-    """This host's, or that of the tree of files below another root."""
+    """Return the topology of this host, or of the files below another root."""
     system = root / "sys/devices/system"
     online = _online(system / "cpu")
     if not online:
@@ -170,7 +171,7 @@ def _numbered(folder: Path, name: str) -> list[int]:
 
 
 def text(path: Path) -> str:
-    """What a file of sysfs says; empty where it can't be read."""
+    """Return the content of a sysfs file; empty where it can't be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -178,7 +179,7 @@ def text(path: Path) -> str:
 
 
 def whole(path: Path) -> int | None:
-    """The number in a file of sysfs; None where there is none."""
+    """Return the integer in a sysfs file, or None where there is none."""
     try:
         return int(text(path))
     except ValueError:
