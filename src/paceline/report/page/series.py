@@ -1,7 +1,7 @@
-"""What the page's charts are drawn from: small enough for 512 ranks of 10,000 steps.
+"""Data of the page's charts, small enough for 512 ranks with 10,000 steps.
 
-Nothing is sampled: where there is more than can be shown, neighbours are taken together, with
-their mean and their worst beside each other.
+Nothing is sampled: if there is more data than can be shown, neighbours are aggregated, and the
+chart has both their mean and their worst value.
 """
 
 import base64
@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Neighbours taken together: block i is from edges[i] up to edges[i + 1]."""
+    """Blocks of aggregated neighbours: block i is the range from edges[i] to edges[i + 1] - 1."""
 
     edges: npt.NDArray[np.int64]
 
@@ -41,14 +41,14 @@ class Blocks:
         return len(self.edges) - 1
 
     def names(self, numbers: list[int]) -> list[str]:
-        """What each block holds, as "8" or "8-15"."""
+        """Return the label of each block, as "8" or "8-15"."""
         pairs = zip(self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True)
         ends = [(numbers[first], numbers[last - 1]) for first, last in pairs]
         return [f"{first}" if first == last else f"{first}-{last}" for first, last in ends]
 
 
 def series(examined: RunAnalysis) -> dict[str, Any]:
-    """Everything that charts.js draws; empty where the run has no window."""
+    """Return all data that charts.js draws; empty if the run has no measured window."""
     m = examined.measured
     if m is None:
         return {}
@@ -63,7 +63,7 @@ def series(examined: RunAnalysis) -> dict[str, Any]:
 
 
 def times(steps: Steps) -> dict[str, Any]:
-    """The line of step times: of each step, or the median, least and most of neighbours."""
+    """Return the step times in s: of each step, or median, minimum and maximum of neighbours."""
     blocks = Blocks.of(len(steps), POINTS)
     edges = blocks.edges
     parts = np.split(steps.seconds, edges[1:-1])
@@ -79,7 +79,7 @@ def times(steps: Steps) -> dict[str, Any]:
 
 
 def waiting(m: MeasuredWindow, steps: Steps) -> dict[str, Any]:
-    """The map of waiting: shares of each rank's step, the mean of neighbours and their worst."""
+    """Return the map of waiting: shares of each rank's step, mean and maximum of neighbours."""
     columns, rows = Blocks.of(len(steps), COLUMNS), Blocks.of(len(m.records), ROWS)
     mean, worst = np.zeros((2, len(m.records), len(columns)))
     for i in range(len(m.records)):
@@ -100,8 +100,10 @@ def waiting(m: MeasuredWindow, steps: Steps) -> dict[str, Any]:
 
 
 def who(m: MeasuredWindow) -> dict[str, Any]:
-    """Who waited (rows) for whom (columns), as shares of the waiting rank's time; for blocks of
-    ranks the mean over those that waited."""
+    """Return who waited (rows) for whom (columns), as shares of the waiting rank's time.
+
+    For blocks of ranks, the share is the mean over the waiting ranks.
+    """
     shares = wait_matrix(m)
     blocks = Blocks.of(len(shares), PAIRS)
     starts = blocks.edges[:-1]
@@ -117,7 +119,7 @@ def who(m: MeasuredWindow) -> dict[str, Any]:
 
 
 def late(examined: RunAnalysis) -> dict[str, Any]:
-    """Waiting that each rank caused, of all ranks' time, by what it did longer."""
+    """Return the waiting that each rank caused, as shares of all ranks' time, by its late state."""
     shares: dict[int, dict[str, float]] = {}
     for loss in examined.report.losses:
         if loss.kind == "wait" and loss.rank is not None and loss.doing is not None:
@@ -136,7 +138,7 @@ def late(examined: RunAnalysis) -> dict[str, Any]:
 
 
 def moments(m: MeasuredWindow, steps: Steps, examined: RunAnalysis) -> list[dict[str, Any]]:
-    """The typical, the best and the worst step, all ranks beside each other."""
+    """Return the states of all ranks during the typical, the best and the worst step."""
     found = examined.report.step_times
     assert found is not None
     rows = Blocks.of(len(m.records), ROWS)
@@ -166,8 +168,7 @@ def moments(m: MeasuredWindow, steps: Steps, examined: RunAnalysis) -> list[dict
 
 
 def _packed(shares: Floats) -> str:
-    """Shares of 0 to 1 as bytes of 0 to ``FULL``, rows one after the other. What is more than
-    nothing stays so."""
+    """Encode shares of 0 to 1 as bytes of 0 to ``FULL``, row by row; small shares become 1."""
     scaled = np.rint(np.clip(shares, 0, 1) * FULL)
     return _base64(np.where((shares > 1e-4) & (scaled < 1), 1, scaled).astype(np.uint8))
 

@@ -51,7 +51,12 @@ class Asked:
 
 
 class FailedError(ValueError):
-    """A run that failed after so many steps. short: its error in a line."""
+    """A run failed.
+
+    Attributes:
+        steps: Number of steps before the failure.
+        short: The error in one line.
+    """
 
     def __init__(self, text: str, steps: int, short: str) -> None:
         super().__init__(text)
@@ -59,7 +64,7 @@ class FailedError(ValueError):
 
 
 class Runner:
-    """Runs the script in a folder for records, which is removed at the end."""
+    """Runs the script with records in a temporary folder, which is removed at the end."""
 
     def __init__(self, asked: Asked, say: Callable[[str], None]) -> None:
         self.asked, self.say = asked, say
@@ -79,7 +84,7 @@ class Runner:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def as_in(self, run: Run) -> None:
-        """One rank alone computes with as many threads as one of several did in this run."""
+        """Let a single rank compute with as many threads as each rank of this run."""
         counts = {int(r.meta["threads"]) for r in run.records if "threads" in r.meta}
         if counts and "--threads" not in self.asked.options:
             self.threads = ["--threads", str(min(counts))]
@@ -175,7 +180,7 @@ def _last(log: Path) -> list[str]:
 
 
 def _error(last: list[str]) -> str:
-    """The line that names the exception."""
+    """Return the last line that names an exception, or ""."""
     return next(
         (x.strip() for x in reversed(last) if re.search(r"\b\w*(Error|Exception)\b", x)), ""
     )
