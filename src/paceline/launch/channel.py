@@ -1,10 +1,10 @@
-"""Plain messages between Paceline's own processes on different hosts.
+"""Exchange messages between Paceline's own processes on different nodes.
 
-A message is a JSON object, and raw bytes where it carries output or a file. Over ssh the channel
-is the remote command's standard input and output, and ssh has authenticated both sides. Over TCP
-both sides prove first that they know the job's secret, without sending it; after that each
-message carries a keyed hash (HMAC-SHA256 over a counter and the message), so that nobody can put
-words into a connection. Nothing is encrypted, and nothing is ever unpickled. See docs/security.md.
+A message is a JSON object, plus raw bytes if it carries output or a file. Over ssh the channel is
+the remote command's standard input and output, and ssh has authenticated both sides. Over TCP both
+sides first prove that they know the job's secret, without sending it; afterwards each message
+carries a keyed hash (HMAC-SHA256 over a counter and the message), so that no other process can
+insert messages. Nothing is encrypted, and nothing is unpickled. See docs/security.md.
 """
 
 import hashlib
@@ -31,12 +31,13 @@ START_MARKER = b"\n--paceline-channel-1--\n"
 
 
 class InvalidMessageError(Exception):
-    """What came is no message: the peer is not Paceline, or somebody changed it."""
+    """The received data is not a message: the peer is not Paceline, or the data was modified."""
 
 
 class Channel:
-    """Messages over two file descriptors, or one socket. Not for several threads at once, but
-    one may send while another receives."""
+    """Messages over two file descriptors, or one socket. Not thread-safe, except that one thread
+    may send while another receives.
+    """
 
     def __init__(
         self, read_fd: int, write_fd: int, keys: tuple[bytes, bytes] | None = None
@@ -55,7 +56,7 @@ class Channel:
         return {self._read_fd, self._write_fd}
 
     def send(self, message: dict[str, Any], raw: bytes = b"") -> None:
-        """Raises OSError where the other side has gone."""
+        """Send a message. Raises OSError if the other side is gone."""
         text = json.dumps(message).encode()
         frame = FRAME_HEADER.pack(len(text), len(raw)) + text + raw
         if self._key is not None:
@@ -72,9 +73,10 @@ class Channel:
         return bool(poll.poll(0))
 
     def receive(self) -> list[tuple[dict[str, Any], bytes]] | None:
-        """The messages that are there once the descriptor is readable; None at the end.
+        """Return the messages that are available once the descriptor is readable; None at the end.
 
-        Raises BrokenError for what is no message.
+        Raises:
+            InvalidMessageError: The data is not a message.
         """
         messages = []
         while (message := self._next_message()) is not None:  # some came with the greeting
@@ -93,7 +95,7 @@ class Channel:
         return messages
 
     def skip_login_output(self, seconds: float) -> bytes | None:
-        """Read up to ``BEGIN``; what stood before it, or None where it did not come."""
+        """Read up to ``START_MARKER``. Return what came before it; None if it did not come."""
         deadline = time.monotonic() + seconds
         poll = select.poll()  # select takes no descriptors above 1023
         poll.register(self._read_fd, select.POLLIN)
@@ -109,7 +111,7 @@ class Channel:
         return before
 
     def close(self) -> None:
-        """The other side sees the end at once, also while a thread reads here."""
+        """Close the channel. The other side sees the end at once, even while a thread reads here."""
         if self._read_fd == self._write_fd:
             try:
                 with socket.socket(fileno=os.dup(self._read_fd)) as connection:
@@ -149,7 +151,7 @@ class Channel:
 
 
 def new_secret() -> str:
-    """A job's secret: 256 random bits, as text."""
+    """Return a new secret for a job: 256 random bits, as text."""
     return secrets.token_hex(32)
 
 
@@ -195,8 +197,7 @@ def channel_of_visitor(visitor: socket.socket, secret: str, nonces: bytes) -> Ch
 
 
 def accept_channel(visitor: socket.socket, secret: str) -> Channel | None:
-    """Greet one visitor and wait for it: a channel if it knows the secret, else None (and
-    closed)."""
+    """Greet one visitor. Return a channel if it knows the secret, else close it and return None."""
     try:
         nonces = converse(visitor, host_greeting(secret), GREETING_SECONDS)
         return channel_of_visitor(visitor, secret, nonces)
@@ -206,8 +207,11 @@ def accept_channel(visitor: socket.socket, secret: str) -> Channel | None:
 
 
 def connect_channel(address: str, port: int, secret: str, seconds: float) -> Channel:
-    """The connecting side. Raises OSError where nobody answers, or where whoever answers does
-    not know the secret."""
+    """Connect to a listener and return the channel.
+
+    Raises:
+        OSError: Nothing answers, or the peer does not know the secret.
+    """
     host = socket.create_connection((address, port), timeout=seconds)
     try:
         greeting = visitor_greeting(secret, f"{address} port {port}")

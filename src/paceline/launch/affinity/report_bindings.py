@@ -1,5 +1,6 @@
-"""--report-bindings: once the ranks train, where they, their threads and their loaders' workers
-really are, read back from the kernel."""
+"""Report, for --report-bindings, where the ranks, their threads and their loader workers are bound,
+read back from the kernel once training has begun.
+"""
 
 import os
 import time
@@ -32,9 +33,11 @@ class Host(Protocol):
 def of_host(
     places: Sequence[Place], pids: Mapping[int, tuple[int, int]], smt: bool | None = None
 ) -> dict[str, Any]:
-    """What this host tells: its cores, and each rank's place as it was planned and as it is.
+    """Return this host's cores, and each rank's planned and actual placement.
 
-    pids: of each rank, its process and its number on this host. smt: as it was planned with.
+    Args:
+        pids: Process and local rank of each rank.
+        smt: Value that the placement was planned with.
     """
     host, near = topology(), cards()
     ranks, found = [], []
@@ -70,7 +73,7 @@ def of_host(
 
 
 def astray(planned: Place, found: Process, below: Sequence[Process]) -> list[str]:
-    """Where a rank, a thread or a child of it is not where it was put."""
+    """Describe threads and children of a rank that are not bound as planned."""
     said = []
     wanted = set(planned.cpus)
     if wanted and set(unspanned(found.cpus)) != wanted:
@@ -91,7 +94,7 @@ def _gpu(place: Place, names: Sequence[str]) -> str:
 
 
 class BindingsReport:
-    """Tells it once, when the ranks have begun to train."""
+    """Report the bindings once, after the ranks have begun to train."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -100,7 +103,7 @@ class BindingsReport:
         self._told = False
 
     def check(self, hosts: Sequence[Host], seats: Sequence[Seat]) -> None:
-        """Whether it is time."""
+        """Report the bindings if it is time."""
         now = time.monotonic()
         if self._told or now - self._looked < EVERY_SECONDS:
             return
@@ -118,7 +121,7 @@ class BindingsReport:
         self._say(drawn(told, len(seats)))
 
     def end(self) -> None:
-        """The ranks have ended."""
+        """Print a message if the ranks ended before the report."""
         if not self._told:
             self._say(
                 "paceline: --report-bindings: the ranks ended before they could be looked at, half "

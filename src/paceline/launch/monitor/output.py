@@ -1,8 +1,9 @@
-"""The ranks' output as one: a line that all ranks print is shown once, others carry their rank.
+"""Merge the output of all ranks: a line that all ranks print is shown once, other lines with their
+rank.
 
-A line waits up to ``HOLD`` seconds for the other ranks to print the same one. With one rank
-everything is passed on as it comes. Beside stdout and stderr a rank has a status pipe, through
-which Paceline speaks from inside it (record.tell): that is shown without a rank's tag.
+A line waits up to ``HOLD`` seconds for the other ranks to print the same one. With one rank all
+output is forwarded as it comes. Besides stdout and stderr a rank has a status pipe for Paceline's
+messages from inside the rank, which are shown without the rank's number.
 """
 
 import contextlib
@@ -26,10 +27,8 @@ ERASE = b"\r\x1b[2K"
 
 
 class RankOutput:
-    """Reads the ranks' pipes in a thread and writes to ``out`` and ``err``.
-
-    ``heard(rank, message)`` gets what a rank says to the launcher itself; it is called from
-    that thread.
+    """Read the ranks' pipes in a thread and write to ``out`` and ``err``. ``heard(rank, message)``
+    is called from that thread with a rank's messages to the launcher.
     """
 
     def __init__(
@@ -62,13 +61,13 @@ class RankOutput:
             self.add(rank, stream, fd)
 
     def say(self, text: str) -> None:
-        """The launcher's own words: to ``err``, after what the ranks have said so far."""
+        """Write a message of the launcher to ``err``, after the ranks' output so far."""
         with self._lock:
             self.drain()
             self._screen.write(ERR, for_terminal(text).encode())
 
     def drain(self) -> None:
-        """Take in and show what is in the pipes now (all of it, once the ranks have ended)."""
+        """Read and show what is in the pipes now (everything, once the ranks have ended)."""
         deadline = time.monotonic() + 2.0  # somebody may go on writing for ever
         with self._lock:
             while time.monotonic() < deadline and (ready := self._selector.select(0)):
@@ -115,7 +114,7 @@ class RankOutput:
         self._feed(rank, stream, data)
 
     def take(self, rank: int, stream: int, data: bytes) -> None:
-        """What a rank of another host has written; b"" at its end. From any thread."""
+        """Take output of a rank on another host; b"" at its end. Callable from any thread."""
         with self._lock:
             self._feed(rank, stream, data)
 
@@ -140,7 +139,7 @@ class RankOutput:
 
 
 class _Screen:
-    """Where all of it goes; knows whether a moving line stands there that must be erased."""
+    """The output streams; keeps track of an unfinished line on the terminal that must be erased."""
 
     def __init__(self, out: BinaryIO, err: BinaryIO) -> None:
         self.to = {OUT: out, ERR: err}
@@ -174,7 +173,7 @@ class _Stream:
         self._moved = b""
 
     def feed(self, rank: int, data: bytes) -> list[bytes]:
-        """Take a rank's bytes (b"" at its end); its whole lines."""
+        """Take a rank's bytes (b"" at its end) and return its complete lines."""
         if self.ranks == 1 and data:
             self.screen.write(self.number, data)
         *lines, rest = (self.partial[rank] + data).split(b"\n")
@@ -191,7 +190,7 @@ class _Stream:
         return lines
 
     def say(self, rank: int, text: bytes) -> None:
-        """Paceline's words from inside a rank, after that rank's own lines."""
+        """Queue a message of Paceline from inside a rank, after that rank's own lines."""
         self.queues[rank].append((0.0, text, True))
 
     def flush(self, all_of_it: bool = False) -> None:
@@ -215,7 +214,7 @@ class _Stream:
             self.screen.write(self.number, tag + line + b"\n")
 
     def show_moving(self) -> None:
-        """On a terminal: a rank's line that is being overwritten (a progress bar)."""
+        """Show a rank's line that is being overwritten (a progress bar), on a terminal."""
         if self.ranks == 1 or not self.screen.terminal[self.number]:
             return
         moving = [(rank, text) for rank, text in enumerate(self.partial) if b"\r" in text]

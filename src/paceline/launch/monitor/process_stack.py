@@ -1,7 +1,7 @@
-"""Where a rank's Python stands, read from its memory: of ranks that can't answer themselves.
+"""Read the Python stacks of ranks that can't answer themselves, from their memory.
 
-py-spy reads another process without its help and without stopping it. A kernel with Yama lets
-only those do so that the process has named, and what they start: a rank names its launcher.
+py-spy reads another process without its help and without stopping it. A kernel with Yama only
+allows this to a process that the target has named, and its descendants: a rank names its launcher.
 """
 
 import json
@@ -26,8 +26,9 @@ _END_SECONDS = 0.1  # for one that is killed
 
 
 def allow() -> None:
-    """In a rank: let the process that has started its rank server read it, and those that it
-    starts. Without Yama the kernel knows no such thing, and all of the same user may."""
+    """In a rank: allow the process that started its rank server, and its descendants, to read this
+    one. Without Yama the kernel lacks this call, and all processes of the user may read.
+    """
     if os.environ.get("PACELINE_STATUS", "").partition(":")[0] != str(os.getpid()):
         return  # not started by a rank server
     try:
@@ -39,8 +40,9 @@ def allow() -> None:
 
 
 def read(pids: Mapping[int, int]) -> dict[int, str]:
-    """The stacks of ranks, by their processes, as faulthandler would write them; of those that
-    can be read in time. FORBIDDEN of one that may not be read."""
+    """Return the stacks of ranks, given their processes, in the format of faulthandler; of those
+    that can be read in time. FORBIDDEN for a process that may not be read.
+    """
     tool = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
     if tool is None or not pids:
         return {}
@@ -66,7 +68,7 @@ def read(pids: Mapping[int, int]) -> dict[int, str]:
 
 
 class _Reading:
-    """py-spy, reading one process. It writes to memory: nothing waits for a pipe to be read."""
+    """A py-spy process. It writes to memory, so nothing waits for a pipe to be read."""
 
     def __init__(self, tool: str, rank: int, pid: int) -> None:
         self.rank, self._pid = rank, pid
@@ -84,7 +86,7 @@ class _Reading:
             raise
 
     def text(self) -> str:
-        """The stack, once it has ended; "" where none could be read."""
+        """Return the stack after the process has ended; "" if none could be read."""
         from ...analyze.records.stacks import STACK_NOT_PERMITTED
 
         if self.process.returncode == 0:
@@ -97,8 +99,7 @@ class _Reading:
         )
 
     def close(self) -> None:
-        """Once it has ended or was killed. What the kernel does not let go ends as soon as it
-        does."""
+        """Close the files after the process has ended or was killed."""
         try:
             self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -111,7 +112,7 @@ class _Reading:
 
 
 def as_faulthandler(threads: Iterable[dict[str, Any]], pid: int) -> str:
-    """What py-spy says of a process, as faulthandler would write it: the main thread last."""
+    """Format py-spy's output like faulthandler: the main thread last."""
 
     def is_main(thread: dict[str, Any]) -> bool:
         return bool(thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread")

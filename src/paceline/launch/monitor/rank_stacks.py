@@ -1,8 +1,8 @@
-"""Where every rank's Python stands, asked from outside.
+"""Collect the Python stacks of all ranks from outside.
 
-A rank answers a signal of its own with all its threads' stacks: faulthandler writes them from the
-C signal handler, so a rank that is deep in a wait of C++ answers too. One that is stopped can't,
-nor can one that the kernel holds: these are read from outside.
+A rank answers a reserved signal with the stacks of all its threads: faulthandler writes them from
+the C signal handler, so a rank that waits in C++ code answers too. A stopped process, or one that
+is blocked in the kernel, can't answer: it is read from outside.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ _QUIET = 0.05  # nothing new for so long: a stack is whole
 
 
 def answer() -> None:
-    """In a rank, before its script runs: answer the signal from now on, and let it be read."""
+    """In a rank, before its script runs: answer the signal from now on, and allow reads from
+    outside.
+    """
     folder, rank = os.environ.get("PACELINE_RECORD"), os.environ.get("RANK", "0")
     if folder is None:
         return
@@ -40,7 +42,7 @@ def answer() -> None:
 
 
 def pids(folder: Path) -> dict[int, int]:
-    """The process of each rank that answers."""
+    """Return the process of each rank that answers."""
     found = {}
     for path in folder.glob("rank-*.stack"):
         match = re.fullmatch(r"rank-(\d{1,9})-(\d{1,9})", path.stem)
@@ -50,8 +52,7 @@ def pids(folder: Path) -> dict[int, int]:
 
 
 def ask(folder: Path) -> dict[int, str]:
-    """The stacks of the ranks whose records lie in a job's folder on this host; of those that
-    answer in time or can be read."""
+    """Return the stacks of the ranks on this host that answer in time or can be read."""
     all_pids = {
         rank: pid
         for rank, pid in pids(folder).items()
@@ -62,8 +63,9 @@ def ask(folder: Path) -> dict[int, str]:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Whether a process has a file open, as a rank its own: PIDs are given to others later, and
-    the signal would end these."""
+    """Whether a process has its rank's file open: a PID may be reused later, and the signal would
+    end another process.
+    """
     descriptors = Path(f"/proc/{pid}/fd")
     try:
         wanted = path.stat(follow_symlinks=False)

@@ -1,7 +1,7 @@
-"""Jobs that run: which one is meant, and where its rings are to be seen.
+"""Find running jobs and their ring files.
 
-Those of this host lie in its jobs' folders; those of other hosts come through the launcher of a
-job on several (``live``).
+Ring files of ranks on this host are in the jobs' folders; those of other hosts come through the
+launcher of a job on several hosts (``live_records``).
 """
 
 import socket
@@ -16,8 +16,13 @@ from . import live_records
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job that runs. name: what --job takes. over: whether its launcher is asked; else
-    ``folders`` are its jobs' folders on this host."""
+    """A running job.
+
+    Attributes:
+        name: Value of ``--job``.
+        over: Whether its launcher is asked; else the job's folders on this host are read.
+        home: Name of another host on which it was started, or "".
+    """
 
     name: str
     command: list[str]
@@ -27,7 +32,7 @@ class RunningJob:
     home: str = ""  # another host, where it was started
 
     def snapshot(self, most: int) -> live_records.JobSnapshot | None:
-        """What is to be seen of it now; None once it has ended."""
+        """Return its current state; None once it has ended."""
         if self.over:
             return live_records.query_launcher(self.name, most)
         folders = [folder for folder in job_folder.running() if _name(folder) == self.name]
@@ -36,9 +41,11 @@ class RunningJob:
 
 
 def find(folder: Path | None, name: str | None) -> RunningJob:
-    """The job that records into ``folder``, or is called ``name``, or is the only one here.
+    """Return the job that records into ``folder``, or has this name, or is the only one on this
+    host.
 
-    Raises ValueError where there is no such job, or there are several.
+    Raises:
+        ValueError: There is no such job, or there are several.
     """
     jobs = _running()
     if name is not None:
@@ -126,8 +133,9 @@ def _running() -> list[RunningJob]:
 
 
 def _name(folder: Path) -> str:
-    """Of the job that a folder is of. Ranks of another launcher have a folder each, and the
-    same place to go to."""
+    """Return the name of a folder's job. Ranks of another launcher have one folder each, with the
+    same record folder.
+    """
     run, target = job_folder.about(folder).run, job_folder.promised(folder)
     if run == folder.name or target is None:
         return run or folder.name

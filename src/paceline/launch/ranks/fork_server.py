@@ -1,9 +1,9 @@
-"""The process that ranks are forked from: it has imported torch once, for all ranks of a host.
+"""The process that the ranks of a host are forked from, after it has imported torch once.
 
-It has one thread and does nothing but fork, wait and clean up. The agent talks to it over a
-socket pair. When the agent's end closes, for whatever reason, ``kill -9`` included, it kills
-every rank and every process that they left, removes the job's folder, and ends: nobody is
-orphaned. It is the subreaper of what the ranks leave behind.
+It has one thread and only forks, waits and cleans up. The agent controls it over a socket pair.
+When the agent's end closes, for whatever reason including ``kill -9``, it kills every rank and the
+processes that they left, removes the job's folder, and exits, so that no process is orphaned. It is
+the subreaper of the ranks' descendants.
 """
 
 import json
@@ -25,8 +25,7 @@ MESSAGE_BYTES = 180_000  # the kernel takes no longer one unless told to
 
 @dataclass(frozen=True)
 class RankStart:
-    """What the agent wants started: a rank's environment, its pipes, its cores, and the NUMA node
-    that its memory is to come from."""
+    """How to start a rank: environment, cores, NUMA node of its memory, and pipes."""
 
     environment: dict[str, str]
     cpus: list[int]
@@ -35,7 +34,7 @@ class RankStart:
 
 
 def serve(channel: socket.socket, folder: Path) -> RankStart:
-    """Serve the agent until it goes away. Returns only in a forked rank, with its Start."""
+    """Serve the agent until its end closes. Returns only in a forked rank, with its RankStart."""
     prctl(SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -77,8 +76,7 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
 
 
 def _reap(channel: socket.socket, ranks: set[int], memory: OomKillCounter) -> None:
-    """Tell the agent of each rank that ended, and why if memory ran out; forget processes that
-    ranks had left."""
+    """Report each rank that ended, and whether memory ran out; reap other processes."""
     while True:
         try:
             pid, status, used = os.wait4(-1, os.WNOHANG)
@@ -101,7 +99,7 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
-    """Kill whatever is left, and end."""
+    """Kill all remaining processes, clean up, and exit."""
     signal.set_wakeup_fd(-1)
     end_children(grace)
     job_folder.clear(folder, orphan)
@@ -109,8 +107,9 @@ def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
 
 
 def end_children(grace: float) -> None:
-    """End every child of this process, politely for ``grace`` seconds first. As a subreaper it
-    inherits what its children leave, so this ends all that they ever started."""
+    """End every child of this process: SIGTERM for ``grace`` seconds, then SIGKILL. A subreaper
+    inherits its descendants, so this ends all of them.
+    """
     deadline = time.monotonic() + grace
     while left := _children():
         kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
@@ -123,7 +122,7 @@ def end_children(grace: float) -> None:
 
 
 def _reaped_all() -> bool:
-    """Reap what has ended; whether there is anybody left."""
+    """Reap ended children. Return whether any child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -148,7 +147,7 @@ def _children() -> list[int]:
 
 
 def kill_group(pid: int, kind: int) -> None:
-    """Signal a rank and all in its session that did not leave it."""
+    """Signal a rank and the processes that are still in its session."""
     try:
         os.killpg(pid, kind)
     except (ProcessLookupError, PermissionError):
