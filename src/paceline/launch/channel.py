@@ -111,7 +111,7 @@ class Channel:
         return before
 
     def close(self) -> None:
-        """Close the channel. The other side sees the end at once, even while a thread reads here."""
+        """Close the channel. The peer sees the end at once, even while a thread reads here."""
         if self._read_fd == self._write_fd:
             try:
                 with socket.socket(fileno=os.dup(self._read_fd)) as connection:
