@@ -86,7 +86,7 @@ def test_a_step_of_real_ranks_is_counted_and_placed(tmp_path):
 def counted(step):
     """What one call of ``step`` computes."""
     told = {}
-    recorder = SimpleNamespace(step=0, tell=told.update)
+    recorder = SimpleNamespace(step=0, update_header=told.update)
     sampler = FlopCounter(recorder, step=0)
     sampler.after_step()
     try:

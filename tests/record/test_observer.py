@@ -8,15 +8,15 @@ from paceline.record.experiments.observer import Observer
 
 def test_what_an_epochs_first_batch_and_its_end_take_is_the_loaders_start():
     seen, batch = Observer(), torch.zeros(4)
-    seen.begins()
+    seen.begin_phase()
     for _ in range(2):
-        seen.opened(1, 0.5)  # the iterator, and its first batch
-        seen.fetched(1, batch, None)
+        seen.loader_started(1, 0.5)  # the iterator, and its first batch
+        seen.batch_fetched(1, batch, None)
         for _ in range(2):
-            seen.fetched(1, batch, 0.01)
-        seen.closed(1, 0.2)
-        seen.closed(2, 7.0)  # another loader's
-    seen.ends("everything")
-    used = seen.told["used"]["everything"]
+            seen.batch_fetched(1, batch, 0.01)
+        seen.loader_stopped(1, 0.2)
+        seen.loader_stopped(2, 7.0)  # another loader's
+    seen.end_phase("everything")
+    used = seen.facts["used"]["everything"]
     assert used["starts"] == 2
     assert used["starting"] == pytest.approx(2 * (0.5 - 0.01 + 0.2))

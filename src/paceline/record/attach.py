@@ -1,9 +1,9 @@
-"""Record a script that knows nothing of it: set up before the script runs.
+"""Record a script that does not use Paceline's API: set up the recorder before the script runs.
 
-``PACELINE_ATTACH`` is set by ``paceline run --record``, ``PACELINE_COUNT_FLOPS`` with
-``--count-flops``. Processes that the script starts with
-``multiprocessing`` (``torch.multiprocessing.spawn`` too) may become ranks by themselves: they are
-listened to as well, and recorded once they have joined a process group.
+``paceline run --record`` sets the environment variable ``PACELINE_ATTACH``; ``--count-flops`` sets
+``PACELINE_COUNT_FLOPS``. Processes that the script starts with ``multiprocessing`` (also with
+``torch.multiprocessing.spawn``) may become ranks. The hooks are installed in them as well, and
+recording begins once they have joined a process group.
 """
 
 import atexit
@@ -16,11 +16,14 @@ from .ring.recorder import Recorder
 
 _loop: Any = None
 _sampler: Any = None
-_pid = 0  # of the process that the two belong to: a forked child inherits them
+_pid = 0  # process that _loop and _sampler belong to: a forked child inherits them
 
 
 def attach(child: bool = False) -> None:
-    """Listen to this process's script. ``child``: record nothing before it is a rank."""
+    """Install the hooks in this process.
+
+    ``child``: record nothing before the process has joined a process group.
+    """
     global _loop, _sampler, _pid
     if _pid == os.getpid():
         return
@@ -33,25 +36,25 @@ def attach(child: bool = False) -> None:
     from .ring.stack_sampler import StackSampler
 
     if _loop is None:
-        recorder = Recorder(_number("RANK", 0), _number("WORLD_SIZE", 1), wait=child)
+        recorder = Recorder(_int_variable("RANK", 0), _int_variable("WORLD_SIZE", 1), wait=child)
         _loop = LoopRecorder(recorder)
         rung = rung_of_process()
-        climber = None
+        experiment = None
         if rung is not None:
             from .experiments.experiment import Experiment
 
-            climber = Experiment(rung, recorder, detach)
-            climber.install()
+            experiment = Experiment(rung, recorder, detach)
+            experiment.install()
         torch_patches.install(_loop)
         torch_patches.measure_hooks(_loop)
         recorder.clear()
-        recorder.experiment = climber
+        recorder.experiment = experiment
         if torch.version.cuda or torch.version.hip:
             recorder.kernel_sampler = KernelSampler(recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):
             from .hooks.flop_counter import COUNTED_STEP, FlopCounter
 
-            # An experiment counts in its warm-up: a step is slower for it.
+            # An experiment counts in its warm-up, because counting slows the step down.
             step = COUNTED_STEP if rung is None else max(min(COUNTED_STEP, rung.warm - 2), 1)
             recorder.flop_counter = FlopCounter(recorder, step)
         process: Any = multiprocessing.process.BaseProcess
@@ -62,13 +65,13 @@ def attach(child: bool = False) -> None:
     atexit.register(detach)
 
 
-def _number(variable: str, otherwise: int) -> int:
+def _int_variable(variable: str, default: int) -> int:
     text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else otherwise
+    return int(text) if text.isdigit() else default
 
 
 def detach() -> None:
-    """The script has ended: write what still waits to be written."""
+    """Stop recording at the end of the script, and write the events that are still pending."""
     if _loop is not None and not _loop.stopped:
         _loop.end()
         _loop.recorder.write_cost()
@@ -76,15 +79,18 @@ def detach() -> None:
         _sampler.stop()
 
 
-def update_header(**more: Any) -> None:
-    """Write more of this rank into the record's header, where there is a record."""
+def update_header(**fields: Any) -> None:
+    """Add fields to the header of this process's record, if there is one."""
     if _loop is not None and not _loop.stopped:
-        _loop.recorder.update_header(**more)
+        _loop.recorder.update_header(**fields)
 
 
 def release_recorder() -> Recorder | None:
-    """For ``paceline.init``, which records the loop by itself: this process's recorder, if there
-    is one. Process groups, saves and samples are still recorded from here."""
+    """Stop recording the training loop, and return this process's recorder; None without one.
+
+    Called by ``paceline.init``, which records the loop itself. Process groups, checkpoint saves
+    and stack samples are still recorded by this module's hooks.
+    """
     if _loop is None:
         return None
     _loop.stopped = True
@@ -92,25 +98,27 @@ def release_recorder() -> Recorder | None:
     return recorder
 
 
-class _Listened:
-    """A process's target that is listened to before it runs."""
+class _RecordedTarget:
+    """The target of a ``multiprocessing`` process, in which the hooks are installed first."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        after_import({"torch": lambda _: attach(child=True)})  # not all such processes need it
+        after_import(
+            {"torch": lambda _: attach(child=True)}
+        )  # not every such process imports torch
         return self.target(*args, **kwargs)
 
 
-# Whose processes are no ranks.
-_LOADERS = ("torch.utils.data", "multiprocessing.", "paceline.data.")
+# Modules whose processes are never ranks.
+_NO_RANK_MODULES = ("torch.utils.data", "multiprocessing.", "paceline.data.")
 _original_start = multiprocessing.process.BaseProcess.start
 
 
 def _start(self: Any) -> None:
     target = getattr(self, "_target", None)
     module = getattr(target, "__module__", "") or ""
-    if target is not None and not module.startswith(_LOADERS):
-        self._target = _Listened(target)
+    if target is not None and not module.startswith(_NO_RANK_MODULES):
+        self._target = _RecordedTarget(target)
     _original_start(self)

@@ -1,5 +1,4 @@
-"""Batches of a script's DataLoaders, kept in memory and given in turns: a training whose input
-costs nothing."""
+"""Keep batches of a script's DataLoaders in memory and reuse them, so that input costs no time."""
 
 import copy
 import time
@@ -8,50 +7,59 @@ from typing import Any
 
 from .observer import Observer
 
-MAX_CACHED_BATCHES = 8  # batches of a dataset that are kept, and given in turns
+MAX_CACHED_BATCHES = 8  # per dataset; they are returned in rotation
 
 
 class CachedBatches:
-    """keeping: whether batches are to be kept now; giving: whether they come from memory. alone:
-    is called first; where the loader is to be asked for its own sake it does not return."""
+    """A patch of ``DataLoader`` that caches batches and later returns them from memory.
+
+    Args:
+        observer: Receives the durations of fetches and of loader starts.
+        is_caching: Whether fetched batches are to be cached now.
+        is_replaying: Whether batches come from memory now.
+        run_loader_only: Called before each fetch. In the phase that measures the loader alone it
+            does not return.
+    """
 
     def __init__(
         self,
         observer: Observer,
-        keeping: Callable[[], bool],
-        giving: Callable[[], bool],
-        alone: Callable[..., None],
+        is_caching: Callable[[], bool],
+        is_replaying: Callable[[], bool],
+        run_loader_only: Callable[..., None],
     ) -> None:
-        self.given = 0  # batches that came from memory
-        self._observer, self._keeping, self._giving, self._alone = observer, keeping, giving, alone
-        self._kept: dict[int, list[_Batch]] = {}  # by dataset
-        self.images: Callable[[Any], Any] | None = None  # what each tensor becomes
+        self.replayed = 0  # batches that came from memory
+        self.convert: Callable[[Any], Any] | None = None  # applied to each leaf of such a batch
+        self._observer, self._run_loader_only = observer, run_loader_only
+        self._is_caching, self._is_replaying = is_caching, is_replaying
+        self._batches: dict[int, list[_Batch]] = {}  # by id of the dataset
 
     def install(self, module: Any) -> None:
-        """module: torch.utils.data.dataloader."""
-        kind, loader = module._BaseDataLoaderIter, module.DataLoader
-        fetch, make = kind.__next__, loader.__iter__
+        """Patch ``module``, which is ``torch.utils.data.dataloader``."""
+        iterator_class, loader_class = module._BaseDataLoaderIter, module.DataLoader
+        fetch, make_iterator = iterator_class.__next__, loader_class.__iter__
 
         def next_batch(iterator: Any) -> Any:
             loader = iterator.__dict__.get("_paceline_loader")
-            self._alone(iterator, fetch, lambda: make(loader), isinstance(iterator, FromMemory))
-            kept = self._kept.get(id(iterator._dataset), [])
-            if self._giving() and kept:
-                return self._next(iterator, kept)
+            without_workers = isinstance(iterator, ReplayIterator)
+            self._run_loader_only(iterator, fetch, lambda: make_iterator(loader), without_workers)
+            batches = self._batches.get(id(iterator._dataset), [])
+            if self._is_replaying() and batches:
+                return self._next_cached(iterator, batches)
             start = time.perf_counter()
             try:
                 batch = fetch(iterator)
-            except StopIteration:  # by now its workers have ended
-                self._observer.closed(id(iterator._dataset), time.perf_counter() - start)
+            except StopIteration:  # its workers have ended by now
+                self._observer.loader_stopped(id(iterator._dataset), time.perf_counter() - start)
                 raise
-            self._seen(iterator, batch, time.perf_counter() - start)
-            if len(kept) < MAX_CACHED_BATCHES and self._keeping():
-                kept.append(_Batch(batch))
-                self._kept[id(iterator._dataset)] = kept
+            self._observe(iterator, batch, time.perf_counter() - start)
+            if len(batches) < MAX_CACHED_BATCHES and self._is_caching():
+                batches.append(_Batch(batch))
+                self._batches[id(iterator._dataset)] = batches
             return batch
 
-        class FromMemory(kind):  # type: ignore[misc, valid-type]
-            """In the place of an iterator with workers that nobody would ask."""
+        class ReplayIterator(iterator_class):  # type: ignore[misc, valid-type]
+            """Replaces an iterator whose workers would not be used."""
 
             def __init__(self, loader: Any) -> None:
                 self._dataset, self._num_yielded = loader.dataset, 0
@@ -60,68 +68,68 @@ class CachedBatches:
             def __len__(self) -> int:
                 return len(self._paceline_loader)
 
-        def new_iterator(asked: Any) -> Any:
-            if self._giving() and id(asked.dataset) in self._kept:
-                return FromMemory(asked)
+        def new_iterator(loader: Any) -> Any:
+            if self._is_replaying() and id(loader.dataset) in self._batches:
+                return ReplayIterator(loader)
             start = time.perf_counter()
-            made = make(asked)
-            made._paceline_loader = asked
-            made._paceline_opening = time.perf_counter() - start
-            return made
+            iterator = make_iterator(loader)
+            iterator._paceline_loader = loader
+            iterator._paceline_opening = time.perf_counter() - start
+            return iterator
 
-        kind.__next__, loader.__iter__ = next_batch, new_iterator
+        iterator_class.__next__, loader_class.__iter__ = next_batch, new_iterator
 
-    def _seen(self, iterator: Any, batch: Any, seconds: float) -> None:
+    def _observe(self, iterator: Any, batch: Any, seconds: float) -> None:
         opening = iterator.__dict__.pop("_paceline_opening", None)
-        data = id(iterator._dataset)
+        dataset = id(iterator._dataset)
         if opening is not None:
-            self._observer.opened(data, opening + seconds)
-        self._observer.fetched(data, batch, seconds if opening is None else None)
+            self._observer.loader_started(dataset, opening + seconds)
+        self._observer.batch_fetched(dataset, batch, seconds if opening is None else None)
 
-    def _next(self, iterator: Any, kept: "list[_Batch]") -> Any:
-        done = iterator.__dict__.setdefault("_paceline_given", iterator._num_yielded)
-        if done >= _length(iterator):
+    def _next_cached(self, iterator: Any, batches: "list[_Batch]") -> Any:
+        yielded = iterator.__dict__.setdefault("_paceline_given", iterator._num_yielded)
+        if yielded >= _length(iterator):
             raise StopIteration
         iterator._paceline_given += 1
-        self.given += 1
-        batch = kept[self.given % len(kept)].given()
-        return batch if self.images is None else _mapped(batch, self.images)
+        self.replayed += 1
+        batch = batches[self.replayed % len(batches)].restored()
+        return batch if self.convert is None else _map_leaves(batch, self.convert)
 
 
 class _Batch:
-    """A batch that is given again and again, whatever the script does with it."""
+    """A cached batch that can be returned many times, even if the script modifies it in place."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self._pristine = _mapped(batch, _copied)
-        self._versions = _versions(batch)
+        self._pristine = _map_leaves(batch, _copy_leaf)
+        self._versions = _tensor_versions(batch)
 
-    def given(self) -> Any:
-        """In containers of its own, whose tensors are as they came from the loader."""
-        if _versions(self._batch) != self._versions:  # changed in place by the script
-            self._batch = _mapped(self._pristine, _copied)
-            self._versions = _versions(self._batch)
-        return _mapped(self._batch, lambda leaf: leaf)
+    def restored(self) -> Any:
+        """Return the batch in new containers, with the values that came from the loader."""
+        if _tensor_versions(self._batch) != self._versions:  # modified in place by the script
+            self._batch = _map_leaves(self._pristine, _copy_leaf)
+            self._versions = _tensor_versions(self._batch)
+        return _map_leaves(self._batch, lambda leaf: leaf)
 
 
-def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
+def _map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     from torch.utils._pytree import tree_map
 
     return tree_map(function, batch)
 
 
-def _versions(batch: Any) -> list[int]:
+def _tensor_versions(batch: Any) -> list[int]:
     from torch.utils._pytree import tree_leaves
 
     return [getattr(leaf, "_version", 0) for leaf in tree_leaves(batch)]
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.clone() if hasattr(leaf, "clone") else copy.copy(leaf)
 
 
 def _length(iterator: Any) -> float:
     try:
         return float(len(iterator))
-    except TypeError:  # a stream
+    except TypeError:  # an IterableDataset without a length
         return float("inf")

@@ -1,5 +1,8 @@
-"""Carries out a rung of ``paceline diagnose`` in a rank, by the same seams that the recorder
-listens to. After so many steps the process ends, without the script's own ending."""
+"""Run the phases of an experiment of ``paceline diagnose`` (a rung) in a rank's process.
+
+The experiment patches the same functions of torch as the recorder. After the last phase the process
+ends at once: the rest of the script and its exit handlers do not run.
+"""
 
 import functools
 import inspect
@@ -28,135 +31,147 @@ from .observer import Observer
 from .protect_files import FileProtection
 from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
 
-INSPECTED_STEPS = 2  # steps in which every module's call is looked at
-MAX_LOADER_S = 2.0  # that a loader is asked at most
+INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
+MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
 
 class Experiment:
-    """Carries a rung out in this process."""
+    """One rung, carried out in this process."""
 
     def __init__(self, rung: Rung, recorder: Recorder, detach: Callable[[], None]) -> None:
         self.rung, self.recorder, self._detach = rung, recorder, detach
         self._phase = rung.phases[0]
-        self._threads = 0  # that the rank computes with, while it computes with one
+        self._usual_threads = 0  # of the rank, restored after the phase with one thread
         self._observer = Observer()
-        self._told: dict[str, Any] = {"silent": 0}
-        self._lost, self._losses = 0.0, 0
-        self._kept = CachedBatches(self._observer, self._keeping, self._from_memory, self._alone)
+        self._results: dict[str, Any] = {"silent": 0}
+        self._loss_sum, self._loss_count = 0.0, 0
+        self._cached_batches = CachedBatches(
+            self._observer, self._is_caching, self._is_replaying, self._run_loader_only
+        )
 
     def install(self) -> None:
-        """Before the recorder's own hooks, which then lie outside of these."""
+        """Patch torch. Must precede the recorder's own hooks, which then wrap these."""
         self._observer.install()
-        self._opens = FileOpenCounter()
-        after_import({"torch.utils.data.dataloader": self._kept.install})
+        self._file_opens = FileOpenCounter()
+        after_import({"torch.utils.data.dataloader": self._cached_batches.install})
         if self.rung.losses:
-            after_import({"torch": self._losing})
+            after_import({"torch": self._record_losses})
         if self.rung.scratch:
-            self._scratch = FileProtection(Path(self.rung.scratch), self._stop)
-            self._scratch.install()
+            self._file_protection = FileProtection(Path(self.rung.scratch), self._stop)
+            self._file_protection.install()
 
     def place(self, path: str | Path) -> Path:
-        """Where a checkpoint's folder is, while this is an experiment."""
+        """Return the folder that replaces a checkpoint's folder during the experiment."""
         return Path(self.rung.scratch) / Path(path).name
 
     def after_step(self) -> None:
-        """Called at the end of every step of the job."""
-        step, number = self.recorder.step, self.rung.at(self.recorder.step)
+        """Advance the experiment; called at the end of every optimizer step of the job."""
+        step, index = self.recorder.step, self.rung.phase_index(self.recorder.step)
         if self.rung.measures(step - 1):
             self._observer.after_step()
             if not self.rung.measures(step):
-                self._observer.ends(self._phase)
+                self._observer.end_phase(self._phase)
                 if self._phase == EVERYTHING:
-                    self._told["workers"] = len(child_pids())
-        if number == len(self.rung.phases):
+                    self._results["workers"] = len(child_pids())
+        if index == len(self.rung.phases):
             self._finish()
-        phase = self.rung.phases[number]
+        phase = self.rung.phases[index]
         if phase != self._phase:
             self._leave(self._phase)
             self._phase = phase
             self._enter(phase)
         if step == min(INSPECTED_STEPS, self.rung.warm):
-            self._observer.settled()
+            self._observer.end_setup()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
-            self._observer.begins()
+            self._observer.begin_phase()
 
     def _enter(self, phase: str) -> None:
         import torch
 
         if phase == SILENT:
-            self._silence()
+            self._replace_groups()
         elif phase == ONE_THREAD:
-            self._threads = torch.get_num_threads()
-            inspect.unwrap(torch.set_num_threads)(1)  # also where a knob passes the script's over
+            self._usual_threads = torch.get_num_threads()
+            inspect.unwrap(torch.set_num_threads)(1)  # a knob may have replaced the function
         elif phase == CHANNELS_LAST:
-            self._lay_out(torch.channels_last)
+            self._set_memory_format(torch.channels_last)
 
     def _leave(self, phase: str) -> None:
         import torch
 
         if phase == ONE_THREAD:
-            inspect.unwrap(torch.set_num_threads)(self._threads)
+            inspect.unwrap(torch.set_num_threads)(self._usual_threads)
         elif phase == CHANNELS_LAST:
-            self._lay_out(torch.contiguous_format)
-            self._kept.images = None
+            self._set_memory_format(torch.contiguous_format)
+            self._cached_batches.convert = None
 
-    def _lay_out(self, memory_format: Any) -> None:
+    def _set_memory_format(self, memory_format: Any) -> None:
         for ref in self._observer.convolutions:
             if (layer := ref()) is not None:
                 layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
 
-        def images(leaf: Any) -> Any:
+        def convert(leaf: Any) -> Any:
             fits = hasattr(leaf, "dim") and leaf.dim() == 4
             return leaf.contiguous(memory_format=memory_format) if fits else leaf
 
-        self._kept.images = images
+        self._cached_batches.convert = convert
 
-    def _losing(self, torch: Any) -> None:
-        """Look at what is differentiated: a number is a loss."""
+    def _record_losses(self, torch: Any) -> None:
+        """Sum the losses: the scalars on which ``backward`` is called."""
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)
-        def looked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward_and_record(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if tensor.numel() == 1 and self.rung.measures(self.recorder.step):
-                self._lost += float(tensor.detach())
-                self._losses += 1
+                self._loss_sum += float(tensor.detach())
+                self._loss_count += 1
             return backward(tensor, *args, **kwargs)
 
-        torch.Tensor.backward = looked
+        torch.Tensor.backward = backward_and_record
 
-    # the loader
+    # The input
 
-    def _keeping(self) -> bool:
+    def _is_caching(self) -> bool:
         return self.recorder.step < self.rung.warm
 
-    def _from_memory(self) -> bool:
+    def _is_replaying(self) -> bool:
         return self._phase not in (EVERYTHING, LOADER)
 
-    def _alone(
-        self, iterator: Any, fetch: Callable[[Any], Any], again: Callable[[], Any], empty: bool
+    def _run_loader_only(
+        self,
+        iterator: Any,
+        fetch: Callable[[Any], Any],
+        make_iterator: Callable[[], Any],
+        without_workers: bool,
     ) -> None:
-        """Batch after batch, epoch after epoch, and then the end. empty: the iterator has none."""
+        """In the phase ``loader``: fetch batches over one or more epochs, then end the process.
+
+        ``without_workers``: the iterator returns cached batches; a real one is made first.
+        """
         if self._phase != LOADER:
             return
-        iterator = again() if empty else iterator
-        start, before = time.perf_counter(), self._files()
+        iterator = make_iterator() if without_workers else iterator
+        start, before = time.perf_counter(), self._loader_usage()
         times: list[float] = []
         while len(times) < self.rung.steps and time.perf_counter() - start < MAX_LOADER_S:
-            asked = time.perf_counter()
+            fetch_start = time.perf_counter()
             try:
                 fetch(iterator)
             except StopIteration:
-                iterator = again()
+                iterator = make_iterator()
                 fetch(iterator)
-            times.append(time.perf_counter() - asked)
-        used = {name: now - before[name] for name, now in self._files().items()}
-        found = {"batches": len(times), "seconds": sum(times), **used, "open_s": measure_open_s()}
-        self._told["loader"] = found | {"workers": len(child_pids())}
+            times.append(time.perf_counter() - fetch_start)
+        used = {name: now - before[name] for name, now in self._loader_usage().items()}
+        totals = {"batches": len(times), "seconds": sum(times), **used, "open_s": measure_open_s()}
+        self._results["loader"] = totals | {"workers": len(child_pids())}
         self._finish()
 
-    def _files(self) -> dict[str, float]:
-        """Of this process and its children that run: seconds of processors, those inside the
-        kernel, bytes that were read, those of them from storage, and files that were opened."""
+    def _loader_usage(self) -> dict[str, float]:
+        """Return totals of this process and its running children.
+
+        They are CPU seconds, those of them inside the kernel, bytes read, those of them read from
+        storage, and files opened.
+        """
         pids = (str(os.getpid()), *child_pids())
         user, system = (sum(part) for part in zip(*map(cpu_seconds, pids), strict=True))
         read, stored = (sum(part) for part in zip(*map(bytes_read, pids), strict=True))
@@ -165,37 +180,37 @@ class Experiment:
             "system_s": system,
             "read": read,
             "stored": stored,
-            "opened": int(self._opens),
+            "opened": int(self._file_opens),
         }
 
-    # the exchange
+    # The communication
 
-    def _silence(self) -> None:
+    def _replace_groups(self) -> None:
         from torch.distributed.distributed_c10d import _world
 
         for group in list(_world.pg_map):
             if isinstance(group, RecordedGroup):
                 group.inner = NoCommunicationGroup(group.inner)  # type: ignore[assignment]
                 group._agreement = None
-                self._told["silent"] += 1
+                self._results["silent"] += 1
 
     def _stop(self, why: str) -> NoReturn:
-        """The script is about to change a file of the user's."""
-        self._told["stopped"] = why
+        """End the experiment because the script is about to change a file of the user."""
+        self._results["stopped"] = why
         notify(f"paceline: stopped: {why}\n")
         self._finish()
 
     def _finish(self) -> NoReturn:
-        """The end of this process: nothing of the script runs any more, no exit handler either."""
-        if "stopped" not in self._told:
-            self._observer.closes()
-        if self._losses:
-            self._told["loss"] = self._lost / self._losses
-        told = self._told | {"cached": self._kept.given} | self._observer.told
-        self.recorder.update_header(rung=told)
+        """Write the results into the record and end this process without exit handlers."""
+        if "stopped" not in self._results:
+            self._observer.finish()
+        if self._loss_count:
+            self._results["loss"] = self._loss_sum / self._loss_count
+        results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts
+        self.recorder.update_header(rung=results)
         self._detach()
         if self.rung.scratch:
-            self._scratch.over = True
+            self._file_protection.is_disabled = True
             shutil.rmtree(self.rung.scratch, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""A process group whose collectives move nothing: what a step takes without its exchange.
+"""A process group whose collectives move no data, to measure a step without communication.
 
-Outputs hold this rank's own inputs, so that whoever computes with them finds numbers of the right
-size. PyTorch's process group that does nothing fills them; its futures hold no value, which DDP
-needs.
+Outputs hold this rank's own inputs, so that later computations find values of the right shape and
+dtype. PyTorch's ``FakeProcessGroup`` fills them. Its futures hold no value, which DDP needs, so
+they are replaced.
 """
 
 from collections.abc import Callable
@@ -14,43 +14,43 @@ from torch._C import _distributed_c10d as c10d
 
 from ..hooks.collectives import METHODS
 
-# Works that are kept alive: before PyTorch 2.9 C++ does not. Each holds on to its tensors, which a
-# training would have freed and used again.
+# Work objects to keep alive, which C++ does not do before PyTorch 2.9. Each one keeps its tensors,
+# whose memory a training would have freed and reused.
 MAX_HELD_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9) else 64
 
 
 class NoCommunicationGroup:
-    """In the place of ``inner``, for all that communicates; the rest is passed on."""
+    """A stand-in for ``inner`` that replaces its collectives and delegates everything else."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         self._inner = inner
-        self._held: list[dist.Work] = []
+        self._held_works: list[dist.Work] = []
         self._fake = dist.ProcessGroup(c10d.HashStore(), inner.rank(), inner.size())
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._fake._set_default_backend(kind)
-        fake: Any = c10d  # whose stub lacks what follows
-        nothing = fake.FakeProcessGroup._create_internal(inner.rank(), inner.size())
+        untyped: Any = c10d  # its stub lacks FakeProcessGroup
+        backend = untyped.FakeProcessGroup._create_internal(inner.rank(), inner.size())
         for device in inner._device_types:
-            self._fake._register_backend(device, kind, nothing)
+            self._fake._register_backend(device, kind, backend)
 
     def __getattr__(self, name: str) -> Any:
         if name not in METHODS:
             return getattr(self._inner, name)
-        return self._done(getattr(self._fake, name))
+        return self._with_future_value(getattr(self._fake, name))
 
-    def _done(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_future_value(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> dist.Work | None:
             if method(*args, **options) is None:
                 return None
             future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_result(args[0] if args else None)
-            made: Any = c10d
-            work: dist.Work = made._create_work_from_future(future)
+            untyped: Any = c10d
+            work: dist.Work = untyped._create_work_from_future(future)
             if MAX_HELD_WORKS:
-                self._held = [*self._held[-MAX_HELD_WORKS:], work]
+                self._held_works = [*self._held_works[-MAX_HELD_WORKS:], work]
             return work
 
         return call
 
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
-        """Nobody is waited for."""
+        """Return at once, without waiting for other ranks."""

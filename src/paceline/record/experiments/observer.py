@@ -1,5 +1,8 @@
-"""What an experiment of ``paceline diagnose`` sees of a rank beside the record's events: what each
-phase took of the machine, how far batches explain the time of steps, and what the script uses."""
+"""Measurements of an experiment of ``paceline diagnose`` that the record's events do not have.
+
+They are the resources that each phase used, how far the batch sizes explain the CPU time of steps,
+and facts about the script (threads, layers, parameters, DDP options).
+"""
 
 import functools
 import os
@@ -14,136 +17,137 @@ from ..ring.recorder import clock_id
 from ..ring.resource_usage import OtherThreads, measure_page_fault_s, read_usage, usage_between
 
 CONVOLUTIONS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
-MATRIX_SIDE = 256  # of the matrices whose product shows how fast a rank's core is
+MATRIX_SIDE = 256  # rows of the matrices whose product measures the speed of the rank's cores
 PROBE_DURATION_S = 0.2
 
 
 class Observer:
-    """Facts of one rank, gathered while it runs; ``told`` is what goes into the record."""
+    """Collector of one rank's measurements; ``facts`` goes into the record's header."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Any] = {"used": {}}
+        self.facts: dict[str, Any] = {"used": {}}
         self.convolutions: list[Any] = []
-        self._step: tuple[float, float] | None = None
         self._elements = 0.0
-        self._steps: list[tuple[float, float]] = []  # of a phase: elements, and s of processor
-        self._fetches: deque[float] = deque(maxlen=200)
-        self._starts: list[float] = []
-        self._closings: list[float] = []
-        self._data: int | None = None
-        self._ddp: list[Any] = []
-        self._searching = 0.0
+        self._step_costs: list[tuple[float, float]] = []  # (elements, CPU seconds)
+        self._fetch_times: deque[float] = deque(maxlen=200)
+        self._start_times: list[float] = []
+        self._stop_times: list[float] = []
+        self._training_dataset: int | None = None
+        self._ddp_models: list[Any] = []
+        self._search_time = 0.0
 
     def install(self) -> None:
-        self.told["mask_at_start"] = _mask()
+        self.facts["mask_at_start"] = _cpu_mask()
         after_import(
             {
-                "torch.nn.modules.module": self._modules,
-                "torch.optim.optimizer": self._optimizers,
-                "torch.nn.parallel.distributed": self._replicas,
+                "torch.nn.modules.module": self._hook_modules,
+                "torch.optim.optimizer": self._hook_optimizers,
+                "torch.nn.parallel.distributed": self._hook_ddp,
             }
         )
 
-    # phases
+    # Phases
 
-    def begins(self) -> None:
-        """The measured steps of a phase begin."""
-        self._steps.clear()
-        self._starts.clear()
-        self._closings.clear()
-        self._searching, self._elements = 0.0, 0.0
-        self._others, self._before = OtherThreads(), read_usage()
-        self._thread = time.thread_time()
+    def begin_phase(self) -> None:
+        """Start to measure; called before the measured steps of a phase."""
+        self._step_costs.clear()
+        self._start_times.clear()
+        self._stop_times.clear()
+        self._search_time, self._elements = 0.0, 0.0
+        self._other_threads, self._usage_before = OtherThreads(), read_usage()
+        self._thread_time = time.thread_time()
 
-    def ends(self, phase: str) -> None:
-        """They are over."""
-        used: dict[str, Any] = usage_between(self._before, read_usage())
-        if busiest := self._others.busiest():
+    def end_phase(self, phase: str) -> None:
+        """Store the measurements of a phase; called after its measured steps."""
+        used: dict[str, Any] = usage_between(self._usage_before, read_usage())
+        if busiest := self._other_threads.busiest():
             used["others"] = busiest
-        if self._searching:
-            used["searching"] = self._searching
-        if self._starts:
-            usual = statistics.median(self._fetches) if self._fetches else 0.0
-            each = [max(start - usual, 0.0) for start in self._starts]
-            used |= {"starts": len(each), "starting": sum(each) + sum(self._closings)}
-        if len(self._steps) > 2:
-            used["elements"] = fit_cpu_time(self._steps)
-        self.told["used"][phase] = {name: _short(value) for name, value in used.items()}
+        if self._search_time:
+            used["searching"] = self._search_time
+        if self._start_times:
+            usual = statistics.median(self._fetch_times) if self._fetch_times else 0.0
+            each = [max(start - usual, 0.0) for start in self._start_times]
+            used |= {"starts": len(each), "starting": sum(each) + sum(self._stop_times)}
+        if len(self._step_costs) > 2:
+            used["elements"] = fit_cpu_time(self._step_costs)
+        self.facts["used"][phase] = {name: _rounded(value) for name, value in used.items()}
 
     def after_step(self) -> None:
-        """Of the job, in a phase's measured steps."""
+        """Store the CPU time of a step; called after each measured step of the job."""
         spent = time.thread_time()
         if self._elements:
-            self._steps.append((self._elements, spent - self._thread))
-        self._thread, self._elements = spent, 0.0
+            self._step_costs.append((self._elements, spent - self._thread_time))
+        self._thread_time, self._elements = spent, 0.0
 
-    # the loader
+    # The loader
 
-    def opened(self, dataset: int, seconds: float) -> None:
-        """An iterator was made, and gave its first batch after so long."""
-        if self._data is None:
-            self._data = dataset
-        if dataset == self._data:
-            self._starts.append(seconds)
+    def loader_started(self, dataset: int, seconds: float) -> None:
+        """Store the seconds from making an iterator to its first batch.
 
-    def closed(self, dataset: int, seconds: float) -> None:
-        """An iterator had no more batches, and took so long to say so."""
-        if dataset == self._data:
-            self._closings.append(seconds)
+        ``dataset`` is an id. The dataset that is read first is taken to be the training's.
+        """
+        if self._training_dataset is None:
+            self._training_dataset = dataset
+        if dataset == self._training_dataset:
+            self._start_times.append(seconds)
 
-    def fetched(self, dataset: int, batch: Any, seconds: float | None) -> None:
-        """A batch of a loader's, by dataset: training's is the first that is asked. seconds: None
-        for the first of an iterator."""
-        if dataset == self._data:
+    def loader_stopped(self, dataset: int, seconds: float) -> None:
+        """Store the seconds that an iterator took to stop after its last batch."""
+        if dataset == self._training_dataset:
+            self._stop_times.append(seconds)
+
+    def batch_fetched(self, dataset: int, batch: Any, seconds: float | None) -> None:
+        """Store the seconds of a fetch (None for an iterator's first batch) and the batch size."""
+        if dataset == self._training_dataset:
             if seconds is not None:
-                self._fetches.append(seconds)
+                self._fetch_times.append(seconds)
             self._elements += count_elements(batch)
 
-    # the script
+    # The script
 
-    def _modules(self, module: Any) -> None:
-        def read_usage(layer: Any, inputs: Any) -> None:
+    def _hook_modules(self, module: Any) -> None:
+        def inspect_layer(layer: Any, inputs: Any) -> None:
             if type(layer).__name__ in CONVOLUTIONS and layer.weight.dim() == 4:
                 if all(one() is not layer for one in self.convolutions):
                     self.convolutions.append(weakref.ref(layer))
-                    self.told["convolutions"] = len(self.convolutions)
+                    self.facts["convolutions"] = len(self.convolutions)
                 if inputs and hasattr(inputs[0], "dim") and inputs[0].dim() == 4:
-                    self._layout(layer, inputs[0])
+                    self._detect_channels_last(layer, inputs[0])
 
-        self._looking = module.register_module_forward_pre_hook(read_usage)
+        self._module_hook = module.register_module_forward_pre_hook(inspect_layer)
 
-    def _layout(self, layer: Any, images: Any) -> None:
+    def _detect_channels_last(self, layer: Any, images: Any) -> None:
         import torch
 
         last = torch.channels_last
         if images.is_contiguous(memory_format=last) and not images.is_contiguous():
-            self.told["channels_last"] = True
+            self.facts["channels_last"] = True
         if layer.weight.is_contiguous(memory_format=last) and not layer.weight.is_contiguous():
-            self.told["channels_last"] = True
+            self.facts["channels_last"] = True
 
-    def _optimizers(self, module: Any) -> None:
-        def read_usage(optimizer: Any, *_: Any) -> None:
-            """Of the parameters that are trained: bytes by precision. Once each optimizer."""
-            if optimizer in self._known:
+    def _hook_optimizers(self, module: Any) -> None:
+        def inspect_optimizer(optimizer: Any, *_: Any) -> None:
+            """Sum the bytes of the trained parameters by dtype, once for each optimizer."""
+            if optimizer in self._known_optimizers:
                 return
-            self._known.add(optimizer)
-            sizes: dict[str, int] = self.told.setdefault("parameters", {})
+            self._known_optimizers.add(optimizer)
+            sizes: dict[str, int] = self.facts.setdefault("parameters", {})
             for group in optimizer.param_groups:
-                for one in group["params"]:
-                    kind = str(one.dtype).removeprefix("torch.")
-                    sizes[kind] = sizes.get(kind, 0) + one.nbytes
+                for parameter in group["params"]:
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
 
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._stepping = module.register_optimizer_step_post_hook(read_usage)
+        self._known_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._optimizer_hook = module.register_optimizer_step_post_hook(inspect_optimizer)
 
-    def _replicas(self, module: Any) -> None:
+    def _hook_ddp(self, module: Any) -> None:
         kind = module.DistributedDataParallel
         make, after = kind.__init__, kind._post_forward
 
         @functools.wraps(make)
         def init(replica: Any, *args: Any, **options: Any) -> None:
             make(replica, *args, **options)
-            self._ddp.append(weakref.ref(replica))
+            self._ddp_models.append(weakref.ref(replica))
 
         @functools.wraps(after)
         def post_forward(replica: Any, output: Any) -> Any:
@@ -153,36 +157,38 @@ class Observer:
             try:
                 return after(replica, output)
             finally:
-                self._searching += time.perf_counter() - start
+                self._search_time += time.perf_counter() - start
 
         kind.__init__, kind._post_forward = init, post_forward
 
-    def settled(self) -> None:
-        """What the script has set up is there. Hooks that every module's call would pay for go."""
+    def end_setup(self) -> None:
+        """Store facts about the set-up, and remove the hooks that slow down module calls."""
         import torch
 
-        self.told |= {"threads": torch.get_num_threads(), "mask": _mask()}
-        self.told |= {"gpu": torch.cuda.is_available()}
-        self.told |= {"host_cores": os.cpu_count(), "kernel": clock_id().partition("/")[0]}
-        for name in ("_looking", "_stepping"):
+        self.facts |= {"threads": torch.get_num_threads(), "mask": _cpu_mask()}
+        self.facts |= {"gpu": torch.cuda.is_available()}
+        self.facts |= {"host_cores": os.cpu_count(), "kernel": clock_id().partition("/")[0]}
+        for name in ("_module_hook", "_optimizer_hook"):
             handle = self.__dict__.pop(name, None)
             if handle is not None:
                 handle.remove()
 
-    def closes(self) -> None:
-        """The last look, when nothing of the script runs any more."""
-        replicas = [one for one in (ref() for ref in self._ddp) if one is not None]
+    def finish(self) -> None:
+        """Store the last facts; called when nothing of the script runs any more."""
+        replicas = [one for one in (ref() for ref in self._ddp_models) if one is not None]
         if replicas:
-            self.told["ddp"] = _replica(max(replicas, key=_gradient_bytes))
-        self.told["fault_s"] = _short(measure_page_fault_s())
-        self.told["product_s"] = {name: _short(took) for name, took in self._products().items()}
+            self.facts["ddp"] = _ddp_options(max(replicas, key=_gradient_bytes))
+        self.facts["fault_s"] = _rounded(measure_page_fault_s())
+        self.facts["product_s"] = {
+            name: _rounded(seconds) for name, seconds in self._matmul_times().items()
+        }
 
-    def _products(self) -> dict[str, float]:
-        """Seconds of a product of two matrices, in each precision that matters."""
+    def _matmul_times(self) -> dict[str, float]:
+        """Return seconds of one matrix product by dtype: float32, bfloat16, the script's own."""
         import torch
 
         found = {}
-        wanted = {"float32", "bfloat16", *self.told.get("parameters", {})}
+        wanted = {"float32", "bfloat16", *self.facts.get("parameters", {})}
         for name in wanted & {"float32", "float64", "bfloat16"}:
             matrix = torch.randn(MATRIX_SIDE, MATRIX_SIDE, dtype=getattr(torch, name))
             torch.mm(matrix, matrix)
@@ -190,42 +196,45 @@ class Observer:
             while time.perf_counter() - start < PROBE_DURATION_S:
                 torch.mm(matrix, matrix)
                 count += 1
-            # The mean: a control group's quota shows in pauses between them.
+            # The mean and not the minimum: a cgroup's CPU quota shows as pauses between products.
             found[name] = (time.perf_counter() - start) / count
         return found
 
 
-def _mask() -> str:
-    """The cores that this process may run on, as bits."""
+def _cpu_mask() -> str:
+    """Return the cores that this process may run on, as a hexadecimal bit mask."""
     return f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
 
 
 def count_elements(batch: Any) -> float:
-    """Of all tensors in a batch."""
+    """Return the number of elements of all tensors in a batch."""
     from torch.utils._pytree import tree_leaves
 
     return float(sum(leaf.numel() for leaf in tree_leaves(batch) if hasattr(leaf, "numel")))
 
 
 def fit_cpu_time(steps: list[tuple[float, float]]) -> dict[str, float]:
-    """How the processor's time of steps goes with the elements in their batches: their mean,
-    their spread (standard deviation), seconds an element more, and the correlation."""
+    """Fit a line to the CPU time of steps over the elements in their batches.
+
+    ``steps`` has (elements, CPU seconds). Returns the mean and the standard deviation (``spread``)
+    of the elements, the slope in seconds per element, and the correlation.
+    """
     sizes, times = zip(*steps, strict=True)
     spread = statistics.pstdev(sizes)
-    found = {"mean": _short(statistics.fmean(sizes)), "spread": _short(spread)}
+    found = {"mean": _rounded(statistics.fmean(sizes)), "spread": _rounded(spread)}
     if not spread or not statistics.pstdev(times):
         return found | {"slope": 0.0, "correlation": 0.0}
     line = statistics.linear_regression(sizes, times)
     correlation = statistics.correlation(sizes, times)
-    return found | {"slope": _short(line.slope), "correlation": _short(correlation)}
+    return found | {"slope": _rounded(line.slope), "correlation": _rounded(correlation)}
 
 
 def _gradient_bytes(replica: Any) -> int:
     return sum(one.nbytes for one in replica.parameters() if one.requires_grad)
 
 
-def _replica(replica: Any) -> dict[str, Any]:
-    """What DDP was told, and what it says of its last step."""
+def _ddp_options(replica: Any) -> dict[str, Any]:
+    """Return options of a DDP model, and its unused parameter bytes in the last step."""
     found = {
         "bytes": _gradient_bytes(replica),
         "bucket_bytes": int(getattr(replica, "bucket_bytes_cap", 0)),
@@ -233,11 +242,11 @@ def _replica(replica: Any) -> dict[str, Any]:
     }
     try:
         found["unused_bytes"] = int(replica._get_ddp_logging_data().get("unused_parameter_size", 0))
-    except Exception:  # its log is for humans, and no part of what DDP promises
+    except Exception:  # the logging data is not part of DDP's public interface
         pass
     return found
 
 
-def _short(value: Any) -> Any:
-    """So that it fits into a record's header."""
+def _rounded(value: Any) -> Any:
+    """Round to 6 digits, so that the results fit into a record's header."""
     return float(f"{value:.6g}") if isinstance(value, float) else value

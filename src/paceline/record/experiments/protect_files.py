@@ -1,8 +1,9 @@
-"""Files of the user's stay as they are while a script runs as an experiment.
+"""Protect the user's files while a script runs as an experiment.
 
-New files go to a scratch folder, at their own path below it, and are found there again. Whoever
-opens an existing file for writing, or moves or removes one, is stopped: an audit hook sees it
-before it happens. What native code opens by itself it does not see; ``torch.save`` is redirected.
+New files are redirected to a scratch folder, at the same path below it, and are found there when
+the script opens them again. If the script opens an existing file for writing, or moves or
+removes one, an audit hook stops the experiment before that happens. The hook does not see files
+that native code opens; ``torch.save`` is redirected for that reason.
 """
 
 import builtins
@@ -19,8 +20,8 @@ from typing import Any
 from ..hooks.import_hooks import after_import
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
-# Of what the audit hook is told: which arguments are paths, and which the folders (as open files)
-# that they are relative to.
+# By audit event: positions of the arguments that are paths, each with the position of the file
+# descriptor of the folder that the path is relative to.
 PATH_ARGUMENTS: dict[str, tuple[tuple[int, int | None], ...]] = {
     "os.remove": ((0, 1),),
     "os.rename": ((0, 2), (1, 3)),
@@ -28,13 +29,13 @@ PATH_ARGUMENTS: dict[str, tuple[tuple[int, int | None], ...]] = {
 }
 
 
-class _Looking(threading.local):
-    """Whether this thread is looking where a path is."""
+class _ResolvingFlag(threading.local):
+    """Whether this thread is resolving a path, whose own file operations are not redirected."""
 
-    set = False
+    active = False
 
 
-# Of os, by what they do with a path; what is in scratch already is found there.
+# Functions of ``os``, by what they do with a path.
 CREATING_FUNCTIONS = ("mkdir", "makedirs")
 READING_FUNCTIONS = (
     "stat",
@@ -52,21 +53,31 @@ MOVING_FUNCTIONS = ("rename", "replace")
 
 
 class FileProtection:
-    """stop: is told what would have happened to which file, and does not return."""
+    """The redirection of new files to ``folder``, and the audit hook that protects existing ones.
+
+    ``stop`` is called with a description of what would have happened to which file. It does not
+    return.
+    """
 
     def __init__(self, folder: Path, stop: Callable[[str], Any]) -> None:
         self.folder, self._stop = folder, stop
         home = Path.home()
-        # Caches, and what belongs to nobody; but not where the script itself is at home.
-        places = map(str, (folder, tempfile.gettempdir(), home / ".cache", home / ".triton"))
-        self._free = (*(os.path.realpath(one) for one in places), "/dev", "/proc", "/sys", "/run")
-        own = (os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0])))
-        self._own = tuple(os.path.realpath(one) for one in own)
-        self._looking = _Looking()
-        self.over = False  # nothing of the script runs any more
+        # Caches and temporary files may be written, but not in the folders of the script.
+        folders = map(str, (folder, tempfile.gettempdir(), home / ".cache", home / ".triton"))
+        self._writable = (
+            *(os.path.realpath(one) for one in folders),
+            "/dev",
+            "/proc",
+            "/sys",
+            "/run",
+        )
+        script_folders = (os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0])))
+        self._script_folders = tuple(os.path.realpath(one) for one in script_folders)
+        self._resolving = _ResolvingFlag()
+        self.is_disabled = False  # set when nothing of the script runs any more
 
     def install(self) -> None:
-        """For the rest of this process and the processes that it starts by forking."""
+        """Start the protection, for this process and those that it forks. It cannot be removed."""
         sys.addaudithook(self._audit)
         io.open = builtins.open = self._redirected(builtins.open, writes=_mode_writes)
         os.open = self._redirected(os.open, writes=_flags_write)
@@ -75,33 +86,33 @@ class FileProtection:
         for name in READING_FUNCTIONS:
             setattr(os, name, self._redirected(getattr(os, name), writes=lambda *_, **__: False))
         for name in MOVING_FUNCTIONS:
-            setattr(os, name, self._moved(getattr(os, name)))
-        after_import({"torch.serialization": self._saves})
+            setattr(os, name, self._redirected_move(getattr(os, name)))
+        after_import({"torch.serialization": self._redirect_saves})
 
-    def place(self, path: Any, writes: bool) -> Any:
-        """Where a file really is, or is to be made."""
-        if not isinstance(path, str | bytes | os.PathLike) or self._looking.set:
-            return path  # an open file, or a look of our own
-        self._looking.set = True
+    def redirect(self, path: Any, writes: bool) -> Any:
+        """Return the path that replaces ``path`` for a read or a write."""
+        if not isinstance(path, str | bytes | os.PathLike) or self._resolving.active:
+            return path  # an open file, or an access by this class
+        self._resolving.active = True
         try:
-            return self._placed(path, writes)
+            return self._redirect(path, writes)
         finally:
-            self._looking.set = False
+            self._resolving.active = False
 
-    def _placed(self, path: Any, writes: bool) -> Any:
-        whole = os.path.abspath(os.fsdecode(path))
-        if _exists(whole) or self._is_free(whole):
+    def _redirect(self, path: Any, writes: bool) -> Any:
+        absolute = os.path.abspath(os.fsdecode(path))
+        if _exists(absolute) or self._is_writable(absolute):
             return path
-        inside = os.path.join(self.folder, whole.lstrip("/"))
+        copy = os.path.join(self.folder, absolute.lstrip("/"))
         if writes:
-            _original_makedirs(os.path.dirname(inside), exist_ok=True)
-        return inside if writes or _exists(inside) else path
+            _original_makedirs(os.path.dirname(copy), exist_ok=True)
+        return copy if writes or _exists(copy) else path
 
-    def _is_free(self, whole: str) -> bool:
-        real = os.path.realpath(whole)
-        if _within(real, (os.path.realpath(self.folder),)) or whole.endswith(".pyc"):
+    def _is_writable(self, absolute: str) -> bool:
+        real = os.path.realpath(absolute)
+        if _is_inside(real, (os.path.realpath(self.folder),)) or absolute.endswith(".pyc"):
             return True
-        return _within(real, self._free) and not _within(real, self._own)
+        return _is_inside(real, self._writable) and not _is_inside(real, self._script_folders)
 
     def _redirected(self, function: Callable[..., Any], writes: Callable[..., bool]) -> Any:
         @functools.wraps(function)
@@ -109,27 +120,27 @@ class FileProtection:
             if not args or options.get("dir_fd") is not None:  # relative to another folder
                 return function(*args, **options)
             path, *rest = args
-            return function(self.place(path, writes(*rest, **options)), *rest, **options)
+            return function(self.redirect(path, writes(*rest, **options)), *rest, **options)
 
         return redirected
 
-    def _moved(self, function: Callable[..., Any]) -> Any:
+    def _redirected_move(self, function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
-        def moved(source: Any, target: Any, **options: Any) -> Any:
-            return function(self.place(source, False), self.place(target, True), **options)
+        def redirected(source: Any, target: Any, **options: Any) -> Any:
+            return function(self.redirect(source, False), self.redirect(target, True), **options)
 
-        return moved
+        return redirected
 
-    def _saves(self, module: Any) -> None:
+    def _redirect_saves(self, module: Any) -> None:
         import torch
 
-        plain = module.save
+        original_save = module.save
 
-        @functools.wraps(plain)
+        @functools.wraps(original_save)
         def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
             if isinstance(f, str | os.PathLike) and os.path.exists(f):
                 self._refuse(os.fspath(f), "written")
-            plain(obj, self.place(f, True), *args, **options)
+            original_save(obj, self.redirect(f, True), *args, **options)
 
         module.save = torch.save = save
 
@@ -144,16 +155,16 @@ class FileProtection:
                 self._refuse(args[at], "changed or removed", base)
 
     def _refuse(self, path: Any, what: str, folder: int = -1) -> None:
-        if self.over or not isinstance(path, str | bytes | os.PathLike):
+        if self.is_disabled or not isinstance(path, str | bytes | os.PathLike):
             return
         base = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd()
-        whole = os.path.normpath(os.path.join(base, os.fsdecode(path)))
-        if not self._is_free(whole) and _exists(whole) and not os.path.isdir(whole):
-            self._stop(f"{whole} would have been {what}")
+        absolute = os.path.normpath(os.path.join(base, os.fsdecode(path)))
+        if not self._is_writable(absolute) and _exists(absolute) and not os.path.isdir(absolute):
+            self._stop(f"{absolute} would have been {what}")
 
 
-def _within(path: str, places: tuple[str, ...]) -> bool:
-    return any(path == place or path.startswith(place.rstrip("/") + "/") for place in places)
+def _is_inside(path: str, folders: tuple[str, ...]) -> bool:
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
 _original_makedirs, _original_stat = os.makedirs, os.stat

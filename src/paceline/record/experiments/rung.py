@@ -1,28 +1,41 @@
-"""What is switched off, and when, in a run of ``paceline diagnose``: one phase after another.
+"""The description of one experiment of ``paceline diagnose``.
 
-    everything     nothing
-    cached         a loader's batches come from memory
-    channels-last  as cached, and convolutions have their weights and images in that layout
-    silent         as cached, and a collective moves nothing
+``paceline diagnose`` runs the script several times, each time with other parts of the training
+switched off. These experiments are called the rungs of a ladder: the difference between two
+neighbouring rungs is the cost of the part that only one of them has. One run of the script can hold
+several rungs, called phases here, one after another:
+
+    everything     nothing is switched off
+    cached         the loader's batches come from memory
+    channels-last  as cached, with convolution weights and images in that memory format
+    silent         as cached, and collectives move no data
     one thread     as silent, and every rank computes with one thread
-    loader         batches are asked for, and nothing else happens
+    loader         batches are fetched, and nothing else happens
 
-``climber`` carries it out in a rank's process."""
+``experiment.py`` carries the phases out in a rank's process.
+"""
 
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-RUNG_VARIABLE = "PACELINE_RUNG"
+RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Each phase has ``warm`` optimizer steps and then ``steps`` that are measured. scratch: a
-    folder for what the script writes. losses: the mean loss of the measured steps is told."""
+    """The phases of one run of the script.
+
+    Attributes:
+        warm: Optimizer steps at the beginning of each phase that are not measured.
+        steps: Optimizer steps of each phase that are measured after them.
+        phases: Names of the phases, in order.
+        scratch: Folder for the files that the script writes.
+        losses: Whether to report the mean loss of the measured steps.
+    """
 
     warm: int
     steps: int
@@ -30,27 +43,27 @@ class Rung:
     scratch: str = ""
     losses: bool = False
 
-    def at(self, step: int) -> int:
-        """The number of the phase that a step is in; as many as there are: it is over."""
+    def phase_index(self, step: int) -> int:
+        """Return the index of the phase of a step; the number of phases once all are over."""
         return min(step // (self.warm + self.steps), len(self.phases))
 
     def measures(self, step: int) -> bool:
-        """Whether a step is one of those that are measured, and not of the warm-up."""
+        """Return whether a step is measured, and not part of a warm-up."""
         return step % (self.warm + self.steps) >= self.warm
 
-    def first(self, phase: str) -> int:
-        """The first step that is measured of a phase."""
+    def first_measured_step(self, phase: str) -> int:
+        """Return the first step of a phase that is measured."""
         return self.phases.index(phase) * (self.warm + self.steps) + self.warm
 
-    def variable(self) -> str:
-        """As an environment variable holds it."""
+    def to_json(self) -> str:
+        """Return the value of the environment variable ``RUNG_VARIABLE``."""
         return json.dumps(asdict(self))
 
 
 def rung_of_process(environment: Mapping[str, str] = os.environ) -> Rung | None:
-    """That of this process, if it is in such a run."""
+    """Return the experiment that this process is part of; None if it is part of none."""
     text = environment.get(RUNG_VARIABLE)
     if not text:
         return None
-    told = json.loads(text)
-    return Rung(**told | {"phases": tuple(told["phases"])})
+    fields = json.loads(text)
+    return Rung(**fields | {"phases": tuple(fields["phases"])})

@@ -1,4 +1,4 @@
-"""How many samples a batch has, whatever a loader makes of it."""
+"""Count the samples of a batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def samples_in(batch: Any) -> int:
-    """Samples in a batch: the first tensor's leading dimension, or the length of a list."""
+    """Return the number of samples: the first tensor's leading dimension, or a list's length."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
     if isinstance(batch, (list, tuple)):

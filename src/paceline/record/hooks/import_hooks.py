@@ -1,4 +1,4 @@
-"""Do something right after a module has been imported, whenever that is."""
+"""Call a function right after a module has been imported."""
 
 import importlib.abc
 import importlib.util
@@ -8,11 +8,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-Patch = Callable[[Any], None]  # called with the module, to change it
+Patch = Callable[[Any], None]  # is called with the module
 
 
 def after_import(patches: dict[str, Patch]) -> None:
-    """Call each patch with its module: now if it is imported, else once it is."""
+    """Call each patch with its module: now if it is imported, otherwise after its import."""
     waiting = {}
     for name, patch in patches.items():
         if name in sys.modules:
@@ -24,7 +24,7 @@ def after_import(patches: dict[str, Patch]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: lets the others find, and watches the loader run."""
+    """A finder that delegates to the other finders and patches the module after its loader ran."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self.patches = patches

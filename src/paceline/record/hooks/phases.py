@@ -1,4 +1,4 @@
-"""Hooks that every training loop has: the outermost module's forward, the optimizer's step."""
+"""Record the phases of a training loop that uses ``paceline.init``."""
 
 from typing import Any
 
@@ -10,34 +10,34 @@ from ..ring.states import State
 
 
 class PhaseRecorder:
-    """Records forward, loss, backward and optimizer of one training loop.
+    """The recorder of forward, loss, backward and optimizer step of one training loop.
 
-    What lies between a forward's end and its backward's start is the loss. A backward that
-    nobody announced (``loss.backward()``) reaches to the optimizer's step.
+    The time between the end of a forward and the start of its backward is the loss. A backward that
+    was not announced with ``backward_starts`` (``loss.backward()``) lasts until the optimizer step.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._forward_start = 0
-        self._forward_end = 0  # 0: no forward waits for its backward
+        self._forward_end = 0  # 0: no forward is without its backward
         self._step_start = 0
-        self._counted: Optimizer | None = None  # the optimizer whose steps are the job's steps
-        self._hooked: set[int] = set()
+        self._step_optimizer: Optimizer | None = None  # its steps are the job's steps
+        self._hooked_ids: set[int] = set()
 
     def watch_model(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._hooked:
+        if id(optimizer) in self._hooked_ids:
             return
-        self._hooked.add(id(optimizer))
-        self._counted = self._counted or optimizer
+        self._hooked_ids.add(id(optimizer))
+        self._step_optimizer = self._step_optimizer or optimizer
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def backward_starts(self) -> int:
-        """Close the loss; the start of the backward."""
+        """Record the loss, and return the start of the backward (ns)."""
         start = now()
         if self._forward_end:
             self.recorder.event(State.LOSS, self._forward_end, start)
@@ -59,5 +59,5 @@ class PhaseRecorder:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.recorder.event(State.OPTIMIZER, self._step_start, now())
-        if optimizer is self._counted:
+        if optimizer is self._step_optimizer:
             self.recorder.end_of_step()

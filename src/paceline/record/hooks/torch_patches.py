@@ -1,7 +1,8 @@
-"""Where a script that knows nothing of this is listened to: torch's own seams.
+"""Patches of torch's functions that record a script which does not use Paceline's API.
 
-Set once, before the script runs. Each replacement passes on at once where it has nothing to do:
-in a nested module that is one comparison. Nothing of a script's results depends on them.
+They are installed once, before the script runs. Each replacement calls the original at once if
+there is nothing to record; in a nested module that costs one comparison. They do not change any
+results.
 """
 
 import functools
@@ -20,29 +21,31 @@ from .training_loop import LoopRecorder
 
 
 def install(loop: LoopRecorder) -> None:
-    """Listen to this process's script, now or when it imports torch."""
+    """Patch torch in this process, now or when the script imports it."""
     recorder = loop.recorder
     patches: dict[str, Callable[[Any], None]] = {
-        "torch.nn.modules.module": functools.partial(_modules, loop),
-        "torch.autograd": functools.partial(_backward, loop),
-        "torch.optim.optimizer": functools.partial(_optimizers, loop),
-        "torch.utils.data.dataloader": functools.partial(_loaders, loop),
-        "torch.distributed.distributed_c10d": functools.partial(_groups, recorder),
-        "torch.distributed.rendezvous": _own_store,
-        "torch.nn.utils.clip_grad": functools.partial(_clipping, loop),
-        "torch.amp.grad_scaler": functools.partial(_scaling, loop),
-        "torch.serialization": functools.partial(_saving, recorder, ["save"]),
+        "torch.nn.modules.module": functools.partial(_patch_modules, loop),
+        "torch.autograd": functools.partial(_patch_backward, loop),
+        "torch.optim.optimizer": functools.partial(_patch_optimizers, loop),
+        "torch.utils.data.dataloader": functools.partial(_patch_loaders, loop),
+        "torch.distributed.distributed_c10d": functools.partial(_patch_groups, recorder),
+        "torch.distributed.rendezvous": _patch_agent_store,
+        "torch.nn.utils.clip_grad": functools.partial(_patch_clipping, loop),
+        "torch.amp.grad_scaler": functools.partial(_patch_grad_scaler, loop),
+        "torch.serialization": functools.partial(_patch_saving, recorder, ["save"]),
         "torch.distributed.checkpoint": functools.partial(
-            _saving, recorder, ["save", "async_save", "save_state_dict"]
+            _patch_saving, recorder, ["save", "async_save", "save_state_dict"]
         ),
-        "torch.autograd.profiler": functools.partial(_profiling, recorder),
-        "safetensors.torch": functools.partial(_saving, recorder, ["save_file", "save_model"]),
+        "torch.autograd.profiler": functools.partial(_patch_profiler, recorder),
+        "safetensors.torch": functools.partial(
+            _patch_saving, recorder, ["save_file", "save_model"]
+        ),
     }
     after_import(patches)
 
 
 def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Callable[..., Any]:
-    """``function``, its time in the main thread recorded as ``state``."""
+    """Return ``function`` with its calls in the main thread recorded as ``state``."""
     main = threading.main_thread().ident
 
     @functools.wraps(function)
@@ -59,24 +62,24 @@ def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Ca
     return timed
 
 
-def _modules(loop: LoopRecorder, module: Any) -> None:
-    kind = module.Module
-    original = kind.__call__
+def _patch_modules(loop: LoopRecorder, module: Any) -> None:
+    patched_class = module.Module
+    original = patched_class.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if loop.busy:  # what original does, without a frame of its own
+        if loop.busy:  # the same as ``original``, without another frame
             if self._compiled_call_impl is not None:
                 return self._compiled_call_impl(*args, **kwargs)
             return self._call_impl(*args, **kwargs)
-        if loop.elsewhere():
+        if loop.ignores_thread():
             return original(self, *args, **kwargs)
         return loop.forward(self, original, args, kwargs)
 
     functools.update_wrapper(call, original)
-    kind.__call__ = call
+    patched_class.__call__ = call
 
     def known_to_dynamo(module: Any) -> None:
-        # torch.compile goes straight to a module's forward only where the call is "unpatched".
+        # torch.compile inlines a module's forward only if its call is "unpatched".
         if hasattr(module, "unpatched_nn_module_call"):
             module.unpatched_nn_module_call = call
 
@@ -84,28 +87,28 @@ def _modules(loop: LoopRecorder, module: Any) -> None:
         {
             "torch._dynamo.utils": known_to_dynamo,
             "torch._dynamo.variables.nn_module": known_to_dynamo,
-            # Nor does it look into this package's own frames.
+            # torch.compile must not trace the frames of this package.
             "torch._dynamo.trace_rules": lambda rules: rules.add("paceline"),
         }
     )
 
 
-def _backward(loop: LoopRecorder, module: Any) -> None:
+def _patch_backward(loop: LoopRecorder, module: Any) -> None:
     original = module._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if loop.busy or loop.elsewhere():
+        if loop.busy or loop.ignores_thread():
             return original(*args, **kwargs)
         return loop.backward(original, args, kwargs)
 
     module._engine_run_backward = run_backward
 
 
-def _optimizers(loop: LoopRecorder, module: Any) -> None:
+def _patch_optimizers(loop: LoopRecorder, module: Any) -> None:
     module.register_optimizer_step_pre_hook(loop.before_step)
     module.register_optimizer_step_post_hook(loop.after_step)
-    kind = module.Optimizer
-    kind.zero_grad = _unless_stopped(loop, kind.zero_grad)
+    patched_class = module.Optimizer
+    patched_class.zero_grad = _unless_stopped(loop, patched_class.zero_grad)
 
 
 def _unless_stopped(loop: LoopRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +121,7 @@ def _unless_stopped(loop: LoopRecorder, function: Callable[..., Any]) -> Callabl
     return chosen
 
 
-def _clipping(loop: LoopRecorder, module: Any) -> None:
+def _patch_clipping(loop: LoopRecorder, module: Any) -> None:
     import torch.nn.utils as utils
 
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -127,31 +130,31 @@ def _clipping(loop: LoopRecorder, module: Any) -> None:
         setattr(utils, name, clip)
 
 
-def _scaling(loop: LoopRecorder, module: Any) -> None:
+def _patch_grad_scaler(loop: LoopRecorder, module: Any) -> None:
     for name in ("step", "unscale_", "update"):
         method = _unless_stopped(loop, getattr(module.GradScaler, name))
         setattr(module.GradScaler, name, method)
 
 
-def _loaders(loop: LoopRecorder, module: Any) -> None:
-    kind, loader = module._BaseDataLoaderIter, module.DataLoader
-    fetch, make = kind.__next__, loader.__iter__
+def _patch_loaders(loop: LoopRecorder, module: Any) -> None:
+    patched_class, loader = module._BaseDataLoaderIter, module.DataLoader
+    fetch, make = patched_class.__next__, loader.__iter__
 
     def next_batch(self: Any) -> Any:
-        if loop.busy or loop.elsewhere():
+        if loop.busy or loop.ignores_thread():
             return fetch(self)
         return loop.fetch(self, fetch)
 
     def new_iterator(self: Any) -> Any:
-        if loop.busy or loop.elsewhere():
+        if loop.busy or loop.ignores_thread():
             return make(self)
         return loop.open(self, make)
 
-    kind.__next__, loader.__iter__ = next_batch, new_iterator
+    patched_class.__next__, loader.__iter__ = next_batch, new_iterator
 
 
-def _profiling(recorder: Recorder, module: Any) -> None:
-    """Kernels are sampled by PyTorch's profiler: a session of the script's goes first."""
+def _patch_profiler(recorder: Recorder, module: Any) -> None:
+    """End our kernel sampling, which uses PyTorch's profiler, when the script starts a session."""
     original = module.profile._prepare_trace
 
     @functools.wraps(original)
@@ -163,7 +166,7 @@ def _profiling(recorder: Recorder, module: Any) -> None:
     module.profile._prepare_trace = prepare
 
 
-def _saving(recorder: Recorder, names: list[str], module: Any) -> None:
+def _patch_saving(recorder: Recorder, names: list[str], module: Any) -> None:
     import torch
 
     for name in names:
@@ -174,8 +177,11 @@ def _saving(recorder: Recorder, names: list[str], module: Any) -> None:
                 setattr(torch, name, timed)
 
 
-def _own_store(rendezvous: Any) -> None:
-    """A script that starts its ranks itself, on a port of its own, has no agent to ask there."""
+def _patch_agent_store(rendezvous: Any) -> None:
+    """Use the agent's store only at the agent's port.
+
+    A script that starts its ranks itself, on another port, has no agent there.
+    """
     original = rendezvous._torchelastic_use_agent_store
 
     def use_agent_store() -> bool:
@@ -185,14 +191,17 @@ def _own_store(rendezvous: Any) -> None:
     rendezvous._torchelastic_use_agent_store = use_agent_store
 
 
-def _groups(recorder: Recorder, c10d: Any) -> None:
-    """Every process group that the script makes, behind the recorded seam; what torch knows of
-    it (its backend's name, its tags) stays as it was."""
+def _patch_groups(recorder: Recorder, c10d: Any) -> None:
+    """Wrap every process group that the script makes in a ``RecordedGroup``.
+
+    What torch knows of the group (its backend's name, its tags) does not change.
+    """
     original = c10d._new_process_group_helper
 
     @functools.wraps(original)
     def helper(size: int, rank: int, members: list[int], *args: Any, **kwargs: Any) -> Any:
-        # Of members alone; torch passes the backend and the store, and the name by its own.
+        # The store is only passed on members. torch passes backend and store as positional
+        # arguments, and the name as a keyword.
         shared = args[1] if len(args) > 1 and rank is not None else None
         key = announce_check(shared, str(kwargs.get("group_name", args[2:3])))
         group, store = original(size, rank, members, *args, **kwargs)
@@ -210,12 +219,12 @@ def _groups(recorder: Recorder, c10d: Any) -> None:
         return group, store
 
     c10d._new_process_group_helper = helper
-    _batches(c10d)
+    _patch_batched_p2p(c10d)
     group_shutdown.patch_destroy_process_group(c10d)
 
 
 def replace_group(c10d: Any, group: Any, other: Any) -> None:
-    """Put another process group in the place of the plain one, in torch's tables."""
+    """Replace ``group`` by ``other`` in torch's tables of process groups."""
     world = c10d._world
     name = world.pg_names[group]
     for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
@@ -233,8 +242,8 @@ def replace_group(c10d: Any, group: Any, other: Any) -> None:
     _register_process_group(name, other)
 
 
-def _batches(c10d: Any) -> None:
-    """Sends and receives in one batch are coalesced by NCCL only for a plain group's type."""
+def _patch_batched_p2p(c10d: Any) -> None:
+    """Coalesce batched sends and receives: torch does so only for a plain group's type."""
     from torch import distributed
 
     dist: Any = distributed
@@ -249,8 +258,8 @@ def _batches(c10d: Any) -> None:
         if not getattr(group._get_backend(device), "supports_coalescing", False):
             return original(operations)
         with c10d._coalescing_manager(group, device, async_ops=True) as coalesced:
-            for one in operations:
-                one.op(one.tensor, one.peer, one.group, one.tag)
+            for operation in operations:
+                operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
         return coalesced.works
 
     c10d.batch_isend_irecv = batch_isend_irecv
@@ -258,22 +267,24 @@ def _batches(c10d: Any) -> None:
 
 
 def measure_hooks(loop: LoopRecorder) -> None:
-    """Measure what a hook costs beside its event, in turns with the hook passing on. Before the
-    script runs; what it records is forgotten by the caller."""
+    """Measure the cost of a hook without its event, interleaved with calls that are not recorded.
+
+    Called before the script runs. The caller discards the events that this records.
+    """
     import torch
 
     module = torch.nn.ReLU()
     module.weight = torch.nn.Parameter(torch.zeros(1))
-    nothing = torch.zeros(1)
+    tensor = torch.zeros(1)
 
     def plain() -> None:
         loop.stopped = True
-        module(nothing)
+        module(tensor)
         loop.stopped = False
 
     def recorded() -> None:
         loop.stopped = False
-        module(nothing)
+        module(tensor)
         loop.stopped = False
 
     recorder = loop.recorder

@@ -210,7 +210,7 @@ class _Climbing:
             try:
                 run = self.runner.run(alone, rung)
             except FailedError as failed:
-                number = min(rung.at(failed.steps), len(left) - 1)
+                number = min(rung.phase_index(failed.steps), len(left) - 1)
                 name = _rung_name(alone, left[number])
                 if name == "everything":
                     raise
@@ -220,7 +220,7 @@ class _Climbing:
                 return
             for phase in left:
                 if phase != LOADER:
-                    taken = measure_rung(run, rung.first(phase), found.steps, phase)
+                    taken = measure_rung(run, rung.first_measured_step(phase), found.steps, phase)
                     found.climbs[_rung_name(alone, phase)].append(taken)
             if not alone:
                 found.run = run

@@ -109,7 +109,7 @@ class Runner:
         record = self.folder / f"{self.runs}"
         rung = replace(rung, scratch=str(self.folder / f"scratch-{self.runs}"))
         words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
-        words += [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.variable()}"]
+        words += [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.to_json()}"]
         words += ["--count-flops"] * count
         if settings := {**self.asked.settings, **(settings or {})}:
             words += ["--settings", str(self._written(settings))]
