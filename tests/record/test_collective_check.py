@@ -151,7 +151,7 @@ ONE_SIDED = """
     for group in (dist.group.WORLD, sub):
         for i in range(70):
             dist.all_reduce(torch.ones(4), group=group)
-        print(getattr(group, "_agreement", None) is not None)
+        print(getattr(group, "_checks", None) is not None)
     dist.destroy_process_group()
 """
 

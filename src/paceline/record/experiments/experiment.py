@@ -191,7 +191,7 @@ class Experiment:
         for group in list(_world.pg_map):
             if isinstance(group, RecordedGroup):
                 group.inner = NoCommunicationGroup(group.inner)  # type: ignore[assignment]
-                group._agreement = None
+                group._checks = None
                 self._results["silent"] += 1
 
     def _stop(self, why: str) -> NoReturn:

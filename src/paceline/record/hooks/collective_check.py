@@ -1,17 +1,17 @@
-"""Ranks that disagree about a collective are told so by name, before the data moves.
+"""Check that all ranks call the same collective before any data is exchanged.
 
-gloo and NCCL compare nothing over ranks: another size or type on one of them is silent garbage,
-an abort or a hang. So the first FIRST collectives of a group, and every EVERYth after them, begin
-with an all-gather of 128 bytes a rank over gloo: kind, bytes, dtype, root, operation, and the
-line of the script. The numbers are the same on all members without a word between them, and
-sizes that may differ by rank (uneven splits and parts, sparse tensors) count as alike.
-A check takes as long as two small all-reduces: 0.5 ms with 2 ranks on two busy cores, so 8 ms
-in all of the first 16.
+gloo and NCCL compare nothing across ranks: a different size or dtype on one rank gives wrong data
+without an error, an abort or a hang. Therefore the first CHECKED_AT_START collectives of a group,
+and then every CHECK_INTERVAL-th, begin with an all-gather of 128 bytes per rank over gloo:
+collective, bytes, dtype, root, reduction, and the line of the script. Which collectives are checked
+follows from their number, so that ranks need no communication to decide. Sizes that may differ
+between ranks (uneven splits and parts, sparse tensors) are not compared. A check takes as long as
+two small all-reduces: 0.5 ms with 2 ranks on two busy cores, 8 ms for the first 16.
 
-A working script must go on working: a call that blocks anyway waits for the check, any other one
-waits PATIENCE seconds, once in its group, and later looks at it when its result is waited for.
-A group is checked only where all its members do so, which they count in its store before it is
-made. ``PACELINE_AGREE=0`` on any rank turns it off.
+The check must not break a correct script. A blocking call waits for the check. Any other call waits
+NONBLOCKING_WAIT_S seconds; after the first time out in a group, its checks are completed when the
+result is waited for. A group is checked only if all its members check, which they count in its
+store before the group is made. ``PACELINE_AGREE=0`` on any rank disables the check.
 """
 
 import datetime
@@ -32,25 +32,25 @@ from ..ring.states import ROOTED_OPS, Op
 from .error_messages import is_internal_file
 
 CHECKED_AT_START, CHECK_INTERVAL = 16, 256
-NONBLOCKING_WAIT_S = 1.0  # seconds, for a call that would not block
-NOT_COMPARED = -1  # in a field that ranks need not share
+NONBLOCKING_WAIT_S = 1.0  # in a call that would not block without the check
+NOT_COMPARED = -1  # value of a field that may differ between ranks
 _ROW = struct.Struct("<5q88s")
-_FIELDS = 40  # bytes of a row that are compared
-_KIND, _BYTES, _DTYPE, _ROOT, _REDUCTION = range(5)
+_COMPARED_BYTES = 40  # at the start of a row
+_OP, _BYTES, _DTYPE, _ROOT, _REDUCTION = range(5)
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32),
     *(torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 AUTOGRAD_ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
-_LIBRARY = ("<", os.path.dirname(os.__file__))
+_LIBRARY_PREFIXES = ("<", os.path.dirname(os.__file__))
 _ROWS = list[tuple[int, int, int, int, int, bytes]]
-_said = False
-# Whether the profiler records what this thread does.
-_profiled: Any = getattr(torch.autograd, "_enable_record_function", bool)
+_warned = False
+# Sets whether the profiler records what this thread does.
+_set_profiling: Any = getattr(torch.autograd, "_enable_record_function", bool)
 
 
 def announce_check(store: Any, name: str) -> str:
-    """Before a group is made: this member would check. The key under which that is counted."""
+    """Count this rank as a checking member of a group that is about to be made; return the key."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"paceline/agree/{attempt}/{name}"
     if store is not None and os.environ.get("PACELINE_AGREE") != "0":
@@ -59,13 +59,15 @@ def announce_check(store: Any, name: str) -> str:
 
 
 def make_check(group: dist.ProcessGroup, store: Any, key: str) -> "CollectiveCheck | None":
-    """The checks of a group that has just been made; None where there are none. gloo connects
-    all members while it is made, so each one has announced itself by now."""
+    """Return the check of a group that has just been made; None if it is not checked.
+
+    gloo connects all members while the group is made, so all of them have announced their check.
+    """
     off = os.environ.get("PACELINE_AGREE") == "0" or os.environ.get("TORCH_GLOO_LAZY_INIT")
     if off or store is None or group.size() == 1:
         return None
     if torch.device("cpu") not in group._device_types:
-        _not_checked(group)
+        _warn_not_checked(group)
         return None
     backend = group._get_backend(torch.device("cpu"))
     if backend.name().lower() != "gloo" or store.add(key, 0) != group.size():
@@ -73,66 +75,73 @@ def make_check(group: dist.ProcessGroup, store: Any, key: str) -> "CollectiveChe
     return CollectiveCheck(backend, group.rank(), group.size())
 
 
-def _not_checked(group: dist.ProcessGroup) -> None:
-    global _said
-    if not _said and group.rank() == 0:
+def _warn_not_checked(group: dist.ProcessGroup) -> None:
+    global _warned
+    if not _warned and group.rank() == 0:
         notify(
             "paceline: whether ranks agree on their collectives is not checked, the group has no "
             "backend for the CPU. HINT: init_process_group('cpu:gloo,cuda:nccl')\n"
         )
-    _said = True
+    _warned = True
 
 
 def is_checked(number: int) -> bool:
-    """Whether a group's collective of this number is checked."""
+    """Return whether a group's collective of this number is checked."""
     return number <= CHECKED_AT_START or number % CHECK_INTERVAL == 0
 
 
 class CollectiveCheck:
-    """The checks of one group on one of its members."""
+    """The checks of one group on one rank."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self.backend, self.rank, self.size = backend, rank, size
-        self.patient = True  # until a call that need not block has waited in vain
+        self.waits_nonblocking = True  # until the check of a nonblocking call has timed out
         self.cost_ns = 0
-        self._quickest = 1 << 62  # the last member to come waits for nobody: what a check costs
-        self._free = [_Buffers(size)]  # made ahead: no tensors where a mode of torch's looks on
+        self._shortest_ns = 1 << 62  # the last rank does not wait: the cost of a check
+        self._free_buffers = [
+            _Buffers(size)
+        ]  # made ahead: a torch dispatch mode must not see new tensors
 
     def begin(
         self, group: Any, number: int, name: str, op: Op, args: Sequence[Any]
     ) -> "PendingCheck":
-        """Check a collective that this member is about to launch: done, or at work where it
-        must not wait any longer. Raises ValueError where members disagree."""
+        """Begin to check a collective that this rank is about to launch.
+
+        The returned check is done, or pending if a nonblocking call must not wait any longer.
+
+        Raises:
+            ValueError: Ranks call different collectives.
+        """
         start = time.monotonic_ns()
         options = next((arg for arg in args if hasattr(arg, "asyncOp")), None)
-        buffers = self._free.pop() if self._free else _Buffers(self.size)
-        row = _ROW.pack(*_signature(name, op, args), _place())
+        buffers = self._free_buffers.pop() if self._free_buffers else _Buffers(self.size)
+        row = _ROW.pack(*_signature(name, op, args), _script_line())
         check = PendingCheck(self, group, number, buffers, row, getattr(options, "timeout", None))
         blocks = options is not None and not options.asyncOp and op not in ROOTED_OPS
         if blocks:
             check.finish()
-        elif self.patient:
-            self.patient = check.wait(NONBLOCKING_WAIT_S)
+        elif self.waits_nonblocking:
+            self.waits_nonblocking = check.wait(NONBLOCKING_WAIT_S)
         if check.done:
-            self._quickest = min(self._quickest, time.monotonic_ns() - start)
-            self.cost_ns = self._quickest
+            self._shortest_ns = min(self._shortest_ns, time.monotonic_ns() - start)
+            self.cost_ns = self._shortest_ns
         return check
 
     def give_back(self, buffers: "_Buffers") -> None:
-        self._free = [buffers]
+        self._free_buffers = [buffers]
 
 
 class _Buffers:
-    """What one check sends and gets, readable as bytes without torch."""
+    """Send and receive buffers of one check, which can be read as bytes without torch."""
 
     def __init__(self, size: int) -> None:
-        self.own, self.all = bytearray(_ROW.size), bytearray(_ROW.size * size)
-        self.sent = torch.frombuffer(self.own, dtype=torch.uint8)
-        self.got = torch.frombuffer(self.all, dtype=torch.uint8)
+        self.sent_bytes, self.received_bytes = bytearray(_ROW.size), bytearray(_ROW.size * size)
+        self.sent = torch.frombuffer(self.sent_bytes, dtype=torch.uint8)
+        self.got = torch.frombuffer(self.received_bytes, dtype=torch.uint8)
 
 
 class PendingCheck:
-    """One check under way."""
+    """The check of one collective, which may not have ended."""
 
     def __init__(
         self,
@@ -146,19 +155,19 @@ class PendingCheck:
         self.checks, self.group, self.number = checks, group, number
         self.buffers: _Buffers = buffers
         self.done = False
-        buffers.own[:] = row
+        buffers.sent_bytes[:] = row
         options = AllgatherOptions()
         if isinstance(wait, datetime.timedelta) and wait > datetime.timedelta(0):
             options.timeout = wait
-        # The backend's own method, unseen by whoever counts collectives or profiles.
-        _profiled(False)
+        # The backend's method, so that neither the recorder nor a profiler sees this collective.
+        _set_profiling(False)
         try:
             self.work = checks.backend._allgather_base(buffers.got, buffers.sent, options)
         finally:
-            _profiled(True)
+            _set_profiling(True)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it could be finished in so many seconds."""
+        """Return whether the check could be finished within ``seconds``."""
         try:
             self.work.wait(datetime.timedelta(seconds=seconds))
         except RuntimeError:
@@ -168,14 +177,18 @@ class PendingCheck:
         return True
 
     def finish(self) -> None:
-        """Wait for all members. Raises ValueError, the same on each, where they disagree."""
+        """Wait for all ranks.
+
+        Raises:
+            ValueError: Ranks call different collectives. The message is the same on all ranks.
+        """
         if self.done:
             return
         self.work.wait()
         self.done = True
-        table, first = self.buffers.all, self.buffers.own[:_FIELDS]
+        table, first = self.buffers.received_bytes, self.buffers.sent_bytes[:_COMPARED_BYTES]
         starts = range(0, len(table), _ROW.size)
-        alike = all(table[i : i + _FIELDS] == first for i in starts)
+        alike = all(table[i : i + _COMPARED_BYTES] == first for i in starts)
         rows: _ROWS = [] if alike else [_ROW.unpack_from(table, i) for i in starts]
         self.checks.give_back(self.buffers)
         differing = [f for f in range(5) if len({row[f] for row in rows} - {NOT_COMPARED}) > 1]
@@ -184,48 +197,48 @@ class PendingCheck:
 
 
 def _signature(name: str, op: Op, args: Sequence[Any]) -> tuple[int, int, int, int, int]:
-    """The five numbers that members must share."""
+    """Return the five numbers that must be equal on all ranks (or NOT_COMPARED)."""
     root = next((arg.rootRank for arg in args if hasattr(arg, "rootRank")), NOT_COMPARED)
     reduction: Any = next((arg.reduceOp for arg in args if hasattr(arg, "reduceOp")), None)
     number = int(reduction.op) if hasattr(reduction, "op") else NOT_COMPARED
     if op == Op.BARRIER:
         return int(op), NOT_COMPARED, NOT_COMPARED, NOT_COMPARED, NOT_COMPARED
-    tensors = _flat(args[:2])
+    tensors = _flatten(args[:2])
     types = {tensor.dtype for tensor in tensors}
     dtype = next(iter(types)) if len(types) == 1 else None
     code = _DTYPES.index(dtype) if dtype in _DTYPES else NOT_COMPARED
     return int(op), _shared_bytes(name, op, args), code, int(root), number
 
 
-def _flat(things: Any) -> list[torch.Tensor]:
+def _flatten(things: Any) -> list[torch.Tensor]:
     if isinstance(things, torch.Tensor):
         return [things]
     if not isinstance(things, (list, tuple)):
         return []
-    return [tensor for thing in things for tensor in _flat(thing)]
+    return [tensor for thing in things for tensor in _flatten(thing)]
 
 
 def _shared_bytes(name: str, op: Op, args: Sequence[Any]) -> int:
-    """The bytes that each member's call has to have in common with the others', else ANY."""
-    tensors = _flat(args[:2])
+    """Return the bytes that must be equal on all ranks, or NOT_COMPARED."""
+    tensors = _flatten(args[:2])
     if any(tensor.layout != torch.strided for tensor in tensors):
         return NOT_COMPARED
     if op == Op.ALL_TO_ALL:
         splits = [arg for arg in args[2:4] if isinstance(arg, (list, tuple))]
         return NOT_COMPARED if len(splits) < 2 or any(splits) else int(args[1].nbytes)
-    # A gather's root has a list that the others have not; what all have is the smaller side.
+    # Only the root of a gather has a list; all ranks have the smaller side.
     side = 1 if op in (Op.ALL_GATHER, Op.GATHER) else 0
-    parts = _flat(args[1 - side]) if name in ("allgather", "reduce_scatter") else []
+    parts = _flatten(args[1 - side]) if name in ("allgather", "reduce_scatter") else []
     if len({tensor.nbytes for tensor in parts}) > 1:
         return NOT_COMPARED
-    return sum(tensor.nbytes for tensor in _flat(args[side]))
+    return sum(tensor.nbytes for tensor in _flatten(args[side]))
 
 
-def _place() -> bytes:
-    """The line of the script that the call above comes from, and whose call it is."""
+def _script_line() -> bytes:
+    """Return the line of the script that launched the collective, and its owner (DDP, FSDP)."""
     try:
         frame: FrameType | None = sys._getframe(4)
-    except ValueError:  # autograd's own thread, without any Python
+    except ValueError:  # a thread of autograd, without Python frames
         return b"in the backward\nDDP"
     assert frame is not None
     owner = "DDP" if frame.f_code is AUTOGRAD_ENGINE_CODE else ""
@@ -236,7 +249,9 @@ def _place() -> bytes:
         elif module.startswith("torch.distributed.fsdp"):
             owner = "FSDP"
         name = frame.f_code.co_filename
-        library = "-packages" in name or module.startswith("torch.") or name.startswith(_LIBRARY)
+        library = (
+            "-packages" in name or module.startswith("torch.") or name.startswith(_LIBRARY_PREFIXES)
+        )
         if not library and not is_internal_file(name):
             line = f"{os.path.basename(name)[-70:]}:{frame.f_lineno}\n{owner}"
             return line.encode(errors="replace")[:88]
@@ -244,24 +259,24 @@ def _place() -> bytes:
     return f"a library\n{owner}".encode()
 
 
-# What is said
+# The error message
 
 
 def describe_mismatch(rows: _ROWS, differing: list[int], number: int, group: Any) -> str:
-    """Who disagrees with whom, and what to do."""
+    """Return the error message: what each rank calls, and a hint."""
     try:
         members, name = dist.get_process_group_ranks(group), group.group_name
     except (KeyError, RuntimeError, ValueError):
         members, name = list(range(len(rows))), ""
     sides: dict[str, list[int]] = {}
     for rank, row in zip(members, rows, strict=True):
-        sides.setdefault(_described(row, members, differing), []).append(rank)
+        sides.setdefault(_describe_call(row, members, differing), []).append(rank)
     parts = ", ".join(f"{format_ranks(ranks)} {what}" for what, ranks in sides.items())
     of = f" of group {name}" if name else ""
     return f"ranks disagree about collective {number}{of}: {parts}. HINT: {_hint(differing, rows)}"
 
 
-def _described(row: Any, members: list[int], differing: list[int]) -> str:
+def _describe_call(row: Any, members: list[int], differing: list[int]) -> str:
     kind, amount, dtype, root, reduction, place = row
     op = Op(kind)
     line, _, owner = place.rstrip(b"\0").decode(errors="replace").partition("\n")
@@ -278,7 +293,7 @@ def _described(row: Any, members: list[int], differing: list[int]) -> str:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """ "rank 3", "ranks 0-2,5"."""
+    """Return ranks as text, such as "rank 3" or "ranks 0-2,5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -290,9 +305,9 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def _hint(differing: list[int], rows: _ROWS) -> str:
-    if any(b"\nDDP" in row[5] for row in rows) and differing != [_KIND]:
+    if any(b"\nDDP" in row[5] for row in rows) and differing != [_OP]:
         return "the same model, the same parameters in use and the same dtype on all ranks"
-    if _KIND in differing:
+    if _OP in differing:
         return (
             "the same collectives in the same order on all ranks: look for one inside an `if` on "
             "the rank, or a loop that a rank leaves early"

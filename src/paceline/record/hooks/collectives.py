@@ -1,12 +1,12 @@
-"""The one seam for collectives: a ``ProcessGroup`` that passes everything on and records it.
+"""Record collectives with a ``ProcessGroup`` that delegates every call to the real one.
 
-DDP's reducer, FSDP2, DTensor and ``torch.distributed``'s functions all call the process group;
-gloo has no completion hook of its own, and DDP's communication hook stays free for the user.
+DDP's reducer, FSDP2, DTensor and the functions of ``torch.distributed`` all call the process group.
+gloo has no completion hook, and DDP's communication hook stays free for the user.
 
-Two events a collective: COLLECTIVE from the call to its known completion, and BLOCKED for the
-time in which this rank stood still for it. In a backward, DDP takes the futures of its buckets
-and waits for them in C++ after the last gradient is there. A callback queued before DDP's own
-waits for them first, so that what was covered by the backward's computation is not taken for
+Each collective has two events: COLLECTIVE from the call to its known completion, and BLOCKED for
+the time in which this rank waited for it. In a backward, DDP takes the futures of its buckets and
+waits for them in C++ after the last gradient is computed. A callback that is queued before DDP's
+own waits for them first, so that communication which overlaps the backward does not count as
 blocked time.
 
 Sends and receives are numbered by tag and peer: the n-th send of a tag to a rank is the n-th
@@ -33,16 +33,18 @@ from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
 from .collective_check import AUTOGRAD_ENGINE_CODE, CollectiveCheck, PendingCheck, is_checked
 
-LONG_CALL_NS = 20_000  # a call that launches and takes longer is an event of its own
-SYNCHRONOUS_WAIT_NS = 50_000  # between a call's return and the wait for it: one synchronous call
-_COLLECTIVE, _BLOCKED = int(State.COLLECTIVE), int(State.BLOCKED)  # quicker than the enum's
+LONG_CALL_NS = 20_000  # a launching call that takes longer has a separate event
+SYNCHRONOUS_WAIT_NS = (
+    50_000  # maximum time from a call's return to the wait for it in a synchronous call
+)
+_COLLECTIVE, _BLOCKED = int(State.COLLECTIVE), int(State.BLOCKED)  # faster than enum members
 
 
-class _Flight:
-    """One collective of this rank: what its events have in common."""
+class _CollectiveInFlight:
+    """One collective of this rank, from its launch to its last event (times in ns)."""
 
     __slots__ = (
-        *("amount", "called", "group", "landed", "launched", "op", "peer", "recorder"),
+        *("amount", "called", "group", "is_done", "launched", "op", "peer", "recorder"),
         *("returned", "seq"),
     )
 
@@ -60,95 +62,97 @@ class _Flight:
     ) -> None:
         self.recorder = recorder
         self.launched = launched
-        self.called = called  # later where ranks had to agree first: that time is told
-        self.returned = returned  # the call that launched it; 0: its time is told
+        self.called = called  # later than launched after a check, which has an event
+        self.returned = returned  # end of the launching call; 0: its time is recorded
         self.amount, self.seq, self.group, self.op, self.peer = amount, seq, group, op, peer
-        self.landed = False
+        self.is_done = False
 
-    def _tell(self, state: int, start: int, end: int) -> None:
+    def _event(self, state: int, start: int, end: int) -> None:
         self.recorder.event(
             state, start, end, self.amount, self.seq, self.group, self.op, self.peer
         )
 
-    def _launch_over(self) -> None:
-        """The call itself was long, and nobody waited at once: it stood still for that too."""
+    def _record_long_call(self) -> None:
+        """Record the launching call as CALL, if it was long and no wait followed at once."""
         if self.returned - self.called > LONG_CALL_NS:
-            self._tell(State.CALL, self.called, self.returned)
+            self._event(State.CALL, self.called, self.returned)
         self.returned = 0
 
-    def stands(self, since: int) -> None:
-        """The rank begins to stand still for it."""
+    def begin_wait(self, since: int) -> None:
+        """Mark that the rank begins to wait for the collective."""
         self.recorder.begin(_BLOCKED, since, self.seq, self.group, self.op)
 
-    def blocked(self, start: int, end: int) -> None:
-        """The rank stood still from ``start`` to ``end``, and then the result was there; where
-        it waited right after its call, from the call on."""
+    def end_wait(self, start: int, end: int) -> None:
+        """Record that the rank waited for the result from ``start`` to ``end``.
+
+        A wait right after the call counts from the beginning of the call.
+        """
         if start - self.returned < SYNCHRONOUS_WAIT_NS:
             start, self.returned = self.called, 0
-        self._tell(State.BLOCKED, start, end)
-        self.land(end)
+        self._event(State.BLOCKED, start, end)
+        self.finish(end)
 
-    def land(self, end: int) -> None:
-        if not self.landed:
-            self.landed = True
+    def finish(self, end: int) -> None:
+        if not self.is_done:
+            self.is_done = True
             if self.returned:
-                self._launch_over()
-            self._tell(State.COLLECTIVE, self.launched, end)
+                self._record_long_call()
+            self._event(State.COLLECTIVE, self.launched, end)
 
 
 class RecordedWork(dist.Work):
-    """A ``Work`` that records how long ``wait`` blocked, and passes all else on."""
+    """A ``Work`` that records how long ``wait`` blocked, and delegates everything else."""
 
     def __init__(
         self,
         work: dist.Work,
-        flight: _Flight,
+        in_flight: _CollectiveInFlight,
         group: "RecordedGroup",
         check: PendingCheck | None = None,
     ) -> None:
         super().__init__()
         self._work = work
-        self._flight = flight
-        self._check = check  # whether ranks agree, where that is not known yet
+        self._in_flight = in_flight
+        self._check = check  # of the ranks' arguments, if it has not ended yet
         self._group = weakref.ref(group)
 
     def wait(self, *timeout: Any) -> bool:
-        if self._flight.landed:
+        if self._in_flight.is_done:
             if self._check is not None:
                 self._check.finish()
             return bool(self._work.wait(*timeout))
         start = now()
-        self._flight.stands(start)
+        self._in_flight.begin_wait(start)
         if self._check is not None:
             self._check.finish()
         done = self._work.wait(*timeout)
         end = now()
-        if self._flight.op == Op.RECV and self._flight.peer < 0:
-            self._from_anybody()
-        self._flight.blocked(start, end)
+        if self._in_flight.op == Op.RECV and self._in_flight.peer < 0:
+            self._set_sender()
+        self._in_flight.end_wait(start, end)
         return bool(done)
 
-    def _from_anybody(self) -> None:
-        """The sender of a receive that took any is known when it is done."""
-        group, flight = self._group(), self._flight
+    def _set_sender(self) -> None:
+        """Set the sender of a receive from any rank, which is known after its completion."""
+        group, in_flight = self._group(), self._in_flight
         if group is not None:
-            flight.peer = self._work._source_rank()
-            flight.seq = group.message_number(Op.RECV, flight.peer, flight.seq >> 20)
+            in_flight.peer = self._work._source_rank()
+            in_flight.seq = group.message_number(Op.RECV, in_flight.peer, in_flight.seq >> 20)
 
     def done(self) -> bool:
-        """Whether it is complete; if so, its end is taken to be now where nobody waited."""
-        if not self._flight.landed and self._work.is_completed():
-            self._flight.land(now())
-        return self._flight.landed
+        """Return whether it is complete. Its end is now if it was not waited for."""
+        if not self._in_flight.is_done and self._work.is_completed():
+            self._in_flight.finish(now())
+        return self._in_flight.is_done
 
     def get_future(self) -> torch.futures.Future[Any]:
         group = self._group()
         if group is not None and torch._C._current_graph_task_id() != -1:
-            group.land_after_backward(self._work, self._flight, self._check)
+            group.finish_after_backward(self._work, self._in_flight, self._check)
         return self._work.get_future()
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
+def _delegated(name: str) -> Callable[..., Any]:
     def method(self: RecordedWork, *args: Any) -> Any:
         return getattr(self._work, name)(*args)
 
@@ -161,11 +165,11 @@ for _name in (
     *("block_current_stream", "get_future_result", "boxed", "_get_op_type"),
 ):
     if hasattr(dist.Work, _name):
-        setattr(RecordedWork, _name, _passed_on(_name))
+        setattr(RecordedWork, _name, _delegated(_name))
 
 
 def _bytes(tensors: Any) -> int:
-    """Bytes of the whole vector: every tensor of a nested list."""
+    """Return the bytes of a tensor, or of all tensors in a nested list."""
     if isinstance(tensors, torch.Tensor):
         if tensors.is_sparse:
             return int(tensors._indices().nbytes + tensors._values().nbytes)
@@ -176,7 +180,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def share_backends(group: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
-    """``inner``'s backends are the group's too: who asks for one by device gets the real one."""
+    """Register the backends of ``inner`` in ``group``, so that each device has its real backend."""
     for device in inner._device_types:
         backend = inner._get_backend(device)
         kinds = dist.ProcessGroup.BackendType
@@ -196,85 +200,92 @@ class RecordedGroup(dist.ProcessGroup):
         inner: dist.ProcessGroup,
         name: str,
         recorder: Recorder,
-        agreement: CollectiveCheck | None = None,
+        checks: CollectiveCheck | None = None,
     ) -> None:
-        # The stub knows only the constructor with a store.
+        # The stub has only the constructor with a store.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
         self._recorder = recorder
         self._group = recorder.new_group(name, inner.size(), inner.rank())
-        self._agreement = agreement
-        self._seq = 0  # collectives so far: the same number on all members
-        self._messages: dict[tuple[int, int, int], int] = {}  # op, peer, tag: how many so far
-        # What is in flight in each backward that runs (re-entrant checkpoints nest them).
-        self._pending: dict[int, list[tuple[dist.Work, _Flight, PendingCheck | None]]] = {}
-        # PyTorch before 2.9 keeps only the C++ half of a Work made in Python: hold the other.
-        self._unwaited: list[RecordedWork] = []
+        self._checks = checks
+        self._seq = 0  # number of collectives, the same on all members
+        self._message_counts: dict[tuple[int, int, int], int] = {}  # by (op, peer, tag)
+        # Launched in each running backward (re-entrant activation checkpointing nests backwards).
+        self._pending: dict[
+            int, list[tuple[dist.Work, _CollectiveInFlight, PendingCheck | None]]
+        ] = {}
+        # PyTorch before 2.9 keeps only the C++ half of a Work made in Python; this keeps the other.
+        self._unfinished: list[RecordedWork] = []
         share_backends(self, inner)
 
     def message_number(self, op: Op, peer: int, tag: int) -> int:
-        """The number of the next message with this peer and tag, the tag in its upper bits."""
-        if peer < 0:  # known when it has arrived
+        """Return the number of the next message with this peer and tag (its upper bits)."""
+        if peer < 0:  # the sender is known after the arrival
             return (tag & 0xFFF) << 20
         key = (op, peer, tag)
-        self._messages[key] = count = self._messages.get(key, 0) + 1
+        self._message_counts[key] = count = self._message_counts.get(key, 0) + 1
         return (tag & 0xFFF) << 20 | count & 0xFFFFF
 
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
-        """gloo's barrier that names missing ranks; it blocks and gives no Work."""
+        """Run gloo's barrier that names missing ranks. It blocks and returns no Work."""
         launched = now()
         self._recorder.begin(_BLOCKED, launched, self._seq + 1, self._group, int(Op.BARRIER))
-        inner: Any = self.inner  # whose stub lacks it
+        inner: Any = self.inner  # its stub lacks monitored_barrier
         inner.monitored_barrier(*args, **options)
         self._seq += 1
         if self._group:
             place = (0, self._seq, self._group, int(Op.BARRIER), -1)
-            _Flight(self._recorder, launched, launched, launched, *place).blocked(launched, now())
+            _CollectiveInFlight(self._recorder, launched, launched, launched, *place).end_wait(
+                launched, now()
+            )
 
-    def land_after_backward(
-        self, work: dist.Work, flight: _Flight, check: PendingCheck | None = None
+    def finish_after_backward(
+        self, work: dist.Work, in_flight: _CollectiveInFlight, check: PendingCheck | None = None
     ) -> None:
-        """Whoever launched this, or took its future, waits for it in C++ at the backward's end."""
+        """Record the wait of C++ code for this collective, which is at the end of the backward."""
         backward = torch._C._current_graph_task_id()
         if backward not in self._pending:
             self._pending[backward] = []
-            land = functools.partial(self._land_pending, backward)
-            Variable._execution_engine.queue_callback(land)
-        self._pending[backward].append((work, flight, check))
+            finish = functools.partial(self._finish_pending, backward)
+            Variable._execution_engine.queue_callback(finish)
+        self._pending[backward].append((work, in_flight, check))
 
-    def _agreed(
-        self, agreement: CollectiveCheck, launched: int, name: str, op: Op, args: tuple[Any, ...]
+    def _begin_check(
+        self, checks: CollectiveCheck, launched: int, name: str, op: Op, args: tuple[Any, ...]
     ) -> PendingCheck | None:
-        """Whether ranks agree on what they launch; None where that is known, else to be asked
-        again. The wait for late ranks is this collective's; the rest is recording's cost."""
+        """Begin to check that all ranks launch the same collective.
+
+        Returns None if the check has ended, otherwise the check, which must be finished later. The
+        wait for late ranks counts as the collective's; the rest counts as cost of recording.
+        """
         if self._group:
             self._recorder.begin(_BLOCKED, launched, self._seq, self._group, int(op))
-        check = agreement.begin(self, self._seq, name, op, args)
-        self._recorder.extra_cost_ns += agreement.cost_ns
+        check = checks.begin(self, self._seq, name, op, args)
+        self._recorder.extra_cost_ns += checks.cost_ns
         return None if check.done else check
 
     def settle(self, seconds: float) -> None:
-        """Before the group is destroyed: let what is in flight end, and drop its tensors."""
+        """Wait for unfinished collectives and drop their tensors, before the group is destroyed."""
         deadline = now() + int(seconds * 1e9)
-        while now() < deadline and not all(work.done() for work in self._unwaited):
+        while now() < deadline and not all(work.done() for work in self._unfinished):
             time.sleep(0.005)
-        self._unwaited.clear()
+        self._unfinished.clear()
         if hasattr(self.inner, "settle"):
             self.inner.settle(seconds)
 
-    def _land_pending(self, backward: int) -> None:
-        """After the last gradient, before DDP's own wait: wait for the buckets, one by one."""
-        for work, flight, check in self._pending.pop(backward):
-            if not flight.landed:
+    def _finish_pending(self, backward: int) -> None:
+        """Wait for the buckets one by one, after the last gradient and before DDP's own wait."""
+        for work, in_flight, check in self._pending.pop(backward):
+            if not in_flight.is_done:
                 start = now()
-                flight.stands(start)
+                in_flight.begin_wait(start)
                 if check is not None:
                     check.finish()
                 work.wait()
-                flight.blocked(start, now())
+                in_flight.end_wait(start, now())
 
 
-# What torch calls, which collective that is, and which argument is the whole vector.
+# By name of the process group's method: the collective, and the argument that is the whole vector.
 METHODS = {
     "allreduce": (Op.ALL_REDUCE, 0),
     "allreduce_coalesced": (Op.ALL_REDUCE, 0),
@@ -304,15 +315,18 @@ METHODS = {
 
 
 def _peer(op: Op, args: tuple[Any, ...]) -> int:
-    """The root, or the other side of a send or recv; -1 where all members take part alike."""
+    """Return the root, or the other rank of a send or receive; -1 for symmetric collectives."""
     if op in POINT_TO_POINT_OPS:
         return int(args[1]) if len(args) > 2 else -1
     return next((int(arg.rootRank) for arg in args if hasattr(arg, "rootRank")), -1)
 
 
-def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
-    """``inner``'s method, recorded. What C++ launches in a backward (DDP's buckets) goes back as
-    it is: Python is entered once for it, and once for all of them at the backward's end."""
+def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., Any]:
+    """Return a method that calls the method ``name`` of ``inner`` and records it.
+
+    The Work of a collective that C++ launches in a backward (DDP's buckets) is returned unwrapped:
+    Python is entered once for each of them, and once for all at the end of the backward.
+    """
     number, message, has_peer = (
         int(op),
         op in POINT_TO_POINT_OPS,
@@ -326,15 +340,15 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
         check, checked = None, False
         if not message:
             self._seq += 1
-            if checked := self._agreement is not None and is_checked(self._seq):
-                check = self._agreed(self._agreement, launched, name, op, args)
+            if checked := self._checks is not None and is_checked(self._seq):
+                check = self._begin_check(self._checks, launched, name, op, args)
         engine = in_backward() != -1 and _called_by_engine()
         if reduces and recorder.on_backward_reduce is not None and in_backward() != -1:
             recorder.on_backward_reduce(self, args[0] if engine else [])
         if not self._group:
             return call(*args, **options)
         called = now() if checked else launched
-        amount = 0 if whole is None else _bytes(args[whole])
+        amount = 0 if vector_argument is None else _bytes(args[vector_argument])
         if shared:
             amount *= self.size()
         peer = _peer(op, args) if has_peer else -1
@@ -344,21 +358,21 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
         recorder.begin(_COLLECTIVE, called, seq, self._group, number)
         work = call(*args, **options)
         returned = now()
-        if work is None:  # part of a coalesced batch, which is waited for as a whole
+        if work is None:  # part of a coalesced batch, whose wait is recorded as a whole
             return None
         recorder.wrapped_calls += 1
         place = (amount, seq, self._group, number, peer)
-        flight = _Flight(recorder, launched, called, returned, *place)
+        in_flight = _CollectiveInFlight(recorder, launched, called, returned, *place)
         if recorder.launched_collectives is not None:
             recorder.launched_collectives.append(
                 {"amount": amount, "seq": seq, "group": self._group, "op": number, "peer": peer}
             )
         if engine:
-            self.land_after_backward(work, flight, check)
+            self.finish_after_backward(work, in_flight, check)
             return work
-        wrapped = RecordedWork(work, flight, self, check)
-        self._unwaited = [w for w in self._unwaited if not w.done()]
-        self._unwaited.append(wrapped)
+        wrapped = RecordedWork(work, in_flight, self, check)
+        self._unfinished = [w for w in self._unfinished if not w.done()]
+        self._unfinished.append(wrapped)
         return wrapped
 
     method.__name__ = name
@@ -366,11 +380,13 @@ def _recorded(name: str, op: Op, whole: int | None) -> Callable[..., Any]:
 
 
 def _called_by_engine() -> bool:
-    """Whether it was autograd's engine that called the method above this: DDP's reducer. Python
-    code that launches in a backward waits by itself."""
+    """Return whether autograd's engine (DDP's reducer) called the method that calls this.
+
+    Python code that launches a collective in a backward also waits for it.
+    """
     try:
         return sys._getframe(2).f_code is AUTOGRAD_ENGINE_CODE
-    except ValueError:  # a thread of the engine's own, without any Python
+    except ValueError:  # a thread of the engine, without Python frames
         return True
 
 
@@ -380,8 +396,10 @@ for _name, (_op, _whole) in METHODS.items():
 
 
 def measure_wrapper_cost(recorder: Recorder) -> None:
-    """Measure what the wrapper costs (entering Python from C++ among it), against PyTorch's
-    process group that does nothing. Before a rank's first collective."""
+    """Measure the cost of the wrapper, including the entry into Python from C++.
+
+    The reference is PyTorch's ``FakeProcessGroup``. Called before a rank's first collective.
+    """
     fake = getattr(torch._C._distributed_c10d, "FakeProcessGroup", None)
     if fake is None or not hasattr(fake, "_create_internal"):
         return
@@ -405,8 +423,8 @@ def measure_wrapper_cost(recorder: Recorder) -> None:
         functional.wait_tensor(functional.all_reduce(tensor, "sum", name))
 
     try:
-        plainly, recorded = (functools.partial(call, name) for name in groups)
-        recorder.wrapper_cost_ns = measure_difference_ns(plainly, recorded)
+        call_plain, recorded = (functools.partial(call, name) for name in groups)
+        recorder.wrapper_cost_ns = measure_difference_ns(call_plain, recorded)
     finally:
         for name in groups:
             _unregister_process_group(name)
