@@ -1,7 +1,7 @@
-"""Paceline's own words from inside a rank: to the launcher where there is one, else to stderr.
+"""Send Paceline's messages from a rank to the launcher, or to stderr without a launcher.
 
-The launcher hands each rank a pipe (``PACELINE_STATUS``, as pid:fd) and prints what comes
-through it without a rank's tag, because it is the job that speaks and not the rank.
+The launcher gives each rank a pipe (environment variable ``PACELINE_STATUS``, as pid:fd). It prints
+the messages without a rank's tag, because they are about the job and not output of the rank.
 """
 
 import json
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def send_to_launcher(**message: Any) -> bool:
-    """Send one message, a JSON line, to the launcher; whether there was one to take it."""
+    """Send one message to the launcher as a JSON line; return whether there is a launcher."""
     pid, _, fd = os.environ.get("PACELINE_STATUS", "").partition(":")
     if pid != str(os.getpid()):
         return False
@@ -25,13 +25,13 @@ def send_to_launcher(**message: Any) -> bool:
         with _lock:
             while data:
                 data = data[os.write(int(fd), data) :]
-    except OSError:  # it has gone; whoever reads stderr may still be there
+    except OSError:  # the launcher has ended; stderr may still be read
         return False
     return True
 
 
 def notify(text: str) -> None:
-    """Show ``text`` (whole lines, or a line that ends in a carriage return) to the user."""
+    """Print ``text`` for the user: whole lines, or a line that ends in a carriage return."""
     text = for_terminal(text)
     if not send_to_launcher(say=text):
         sys.stderr.write(text)

@@ -1,4 +1,4 @@
-"""What hooks call: one recorder a rank, its clock, its ring and its own measured cost."""
+"""The recorder of one rank, which the hooks call: its clock, its ring and its measured cost."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ from .launcher_messages import notify
 from .ring import Ring
 from .states import State
 
-# Nanoseconds of CLOCK_MONOTONIC: one clock for all processes of a host.
+# Nanoseconds of CLOCK_MONOTONIC, which is one clock for all processes of a host.
 now = time.monotonic_ns
 
 
 class Recorder:
-    """Records the states of one rank.
+    """The recorder of one rank.
 
-    ``step`` is the number of optimizer steps done; it is written into every event.
-    With ``enabled=False`` every call does nothing. With ``wait=True`` nothing is recorded
-    before ``join`` has said which rank this is.
+    ``step`` is the number of completed optimizer steps; it is written into every event. With
+    ``enabled=False`` every call does nothing. With ``wait=True`` nothing is recorded before the
+    first call of ``join``.
     """
 
     def __init__(
@@ -43,21 +43,22 @@ class Recorder:
         self.step = 0
         self.samples = 0  # of this rank since the last optimizer step
         self.started_ns = int(os.environ.get("PACELINE_STARTED_NS", 0)) or _process_start()
-        self.extra_cost_ns = 0  # that the stack's sampler measured of itself
+        self.extra_cost_ns = 0  # measured by the stack sampler and the collective check
         self.event_cost_ns = 0.0
-        # What a hook or a collective's wrapper costs where it can't time itself, measured in
-        # turns with the same call unrecorded; and how many there were.
+        # Number of hook calls and of wrapped collectives, and their cost each, which they can't
+        # measure themselves: it is measured against the same call unrecorded.
         self.hook_calls, self.hook_cost_ns = 0, 0.0
         self.wrapped_calls, self.wrapper_cost_ns = 0, 0.0
-        self.kernel_sampler: Any = None  # samples a GPU's kernels, where there is one
-        self.flop_counter: Any = None  # counts the FLOPs of a step, where that was asked for
-        self.experiment: Any = None  # ends a run of paceline diagnose
+        self.kernel_sampler: Any = None  # a KernelSampler on GPUs
+        self.flop_counter: Any = None  # a FlopCounter with --count-flops
+        self.experiment: Any = None  # an Experiment of paceline diagnose
         self.launched_collectives: list[dict[str, int]] | None = None  # while kernels are sampled
-        # Called where a backward reduces over a group, with the tensors where it is DDP that does.
+        # Called when a backward launches an all-reduce: the group, and the tensors if DDP launched
+        # it.
         self.on_backward_reduce: Callable[[Any, Any], None] | None = None
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
-        self._full = False  # no room for another group's name
+        self._full = False  # the header has no room for another group
         self._folder = folder
         self._ring: Ring | None = None
         if enabled and not wait:
@@ -67,20 +68,20 @@ class Recorder:
     def _open(self, rank: int, size: int) -> None:
         self._meta = describe_rank(rank, size, self.started_ns)
         self._ring = _open_ring(rank, self._meta, self._folder)
-        # On purpose in the method's place: an event is then one call.
+        # These replace the methods, so that an event costs one call.
         self.event = self._ring.writer(self)  # type: ignore[method-assign]
         self.begin = self._ring.begin_writer(self)  # type: ignore[method-assign]
         self.event_cost_ns = self._measure_event_cost()
         self._ring.clear()
 
     def drop_ring(self) -> None:
-        """In a forked child, a DataLoader's worker say: the ring is the parent's."""
+        """Stop recording in a forked child (a DataLoader worker): the ring is the parent's."""
         self._ring = None
         self.__dict__.pop("event", None)
         self.__dict__.pop("begin", None)
 
     def join(self, rank: int, size: int) -> None:
-        """The process has become ``rank`` of ``size``, whatever its environment said."""
+        """Set the rank and world size, which may differ from the environment variables."""
         if not self.enabled:
             return
         if self._ring is None:
@@ -91,7 +92,7 @@ class Recorder:
 
     @property
     def path(self) -> Path | None:
-        """The ring's file, which may have no name any more."""
+        """The ring's file, which may already be unlinked."""
         return self._ring.path if self._ring is not None else None
 
     def event(
@@ -106,15 +107,16 @@ class Recorder:
         peer: int = -1,
     ) -> None:
         """Record that the rank was in ``state`` from ``start`` to ``end`` (ns of ``now()``).
-        Replaced by the ring's writer where there is a ring."""
+
+        With a ring, the ring's writer replaces this method.
+        """
 
     def begin(self, state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
-        """Say what the rank is in from ``since`` on, for whoever looks while it lasts. Replaced
-        like ``event``."""
+        """Record that ``state`` began at ``since`` (ns). Replaced like ``event``."""
 
     @contextmanager
     def span(self, state: int) -> Iterator[None]:
-        """Record the body of a ``with`` as ``state``, also where it raises."""
+        """Record the body of a ``with`` statement as ``state``, also if it raises."""
         start = now()
         self.begin(state, start)
         try:
@@ -123,7 +125,7 @@ class Recorder:
             self.event(state, start, now())
 
     def end_of_step(self) -> None:
-        """Mark the end of an optimizer step, with the samples that went into it."""
+        """Record the end of an optimizer step, with its number of samples."""
         end = now()
         self.event(State.STEP, self._last_step_end, end, amount=self.samples)
         self._last_step_end = end
@@ -139,7 +141,7 @@ class Recorder:
             self.write_cost()
 
     def update_header(self, **fields: Any) -> None:
-        """Write more of this rank into the header; a warning where it has no room."""
+        """Add fields to the record's header; warn if it has no room for them."""
         try:
             if self._ring is not None:
                 self._ring.describe(self._meta | fields)
@@ -148,8 +150,10 @@ class Recorder:
             notify(f"warning: the record's header has no room for {', '.join(fields)}\n")
 
     def new_group(self, name: str, size: int, rank: int) -> int:
-        """A number for the process group ``name`` (the same name on all its ranks); 0, and a
-        warning, where the record's header has no room for more: it is not recorded then."""
+        """Return a number for the process group ``name`` (the same name on all its ranks).
+
+        Returns 0 and warns if the record's header is full; the group is not recorded then.
+        """
         groups = self._meta.setdefault("groups", {})
         number = str(len(groups) + 1)
         groups[number] = {"name": name, "size": size, "rank": rank}
@@ -166,37 +170,39 @@ class Recorder:
 
     @property
     def events(self) -> int:
-        """Events written so far, those that the ring has overwritten included."""
+        """Number of events written, including those that the ring has overwritten."""
         return self._ring.written if self._ring is not None else 0
 
     def cost_ns(self) -> int:
-        """What recording has cost this rank so far: events, hooks and wrapped collectives, each
-        times its measured cost, and what the stack's sampler measured of itself."""
+        """Return the cost of recording so far (ns).
+
+        It is the numbers of events, hook calls and wrapped collectives, each times its measured
+        cost, plus what the stack sampler and the collective check measured of themselves.
+        """
         counted = self.events * self.event_cost_ns + self.hook_calls * self.hook_cost_ns
         return int(counted + self.wrapped_calls * self.wrapper_cost_ns) + self.extra_cost_ns
 
     def write_cost(self) -> None:
-        """Write the cost so far into the header."""
+        """Write the cost of recording into the header."""
         if self._ring is not None:
             self._ring.cost_ns = self.cost_ns()
 
     def clear(self) -> None:
-        """Forget what was recorded so far."""
+        """Discard all recorded events."""
         self.hook_calls = self.extra_cost_ns = self.step = self.samples = 0
         self._last_step_end = now()
         if self._ring is not None:
             self._ring.clear()
 
     def snapshot(self) -> bytes:
-        """The record as bytes, readable by ``analyze.records.read_record``; empty
-        where recording is off."""
+        """Return the record as bytes for ``analyze.records``; empty if not recording."""
         if self._ring is None:
             return b""
         self.write_cost()
         return self._ring.snapshot()
 
     def _measure_event_cost(self) -> float:
-        """Nanoseconds an event takes, clock reads included."""
+        """Return the nanoseconds of one event, including two clock reads."""
         return measure_difference_ns(lambda: None, lambda: self.event(State.INPUT, now(), now()))
 
 
@@ -204,7 +210,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def update_all_headers(**fields: Any) -> None:
-    """Write more of this rank into the header of whatever records it."""
+    """Add fields to the headers of all recorders of this process."""
     for recorder in list(_recorders):
         recorder.update_header(**fields)
 
@@ -220,8 +226,11 @@ os.register_at_fork(after_in_child=_drop_rings)
 def measure_difference_ns(
     plain: Callable[[], Any], recorded: Callable[[], Any], turns: int = 11
 ) -> float:
-    """By how much ``recorded`` takes longer than ``plain``: both in turns, median of pairs, with
-    caches as cold as a training step leaves them."""
+    """Return by how many ns ``recorded`` takes longer than ``plain``.
+
+    Both are called alternately; the result is the median of the pairs' differences. The caches are
+    overwritten before each call, as a training step would do.
+    """
     pairs, other, zeros = [], bytearray(_CACHE_BYTES), bytes(_CACHE_BYTES)
     for _ in range(turns):
         times = []
@@ -234,11 +243,11 @@ def measure_difference_ns(
     return float(max(0, sorted(pairs)[turns // 2]))
 
 
-_CACHE_BYTES = 4 << 20  # more than a core's own cache
+_CACHE_BYTES = 4 << 20  # larger than the cache of one core
 
 
 def _process_start() -> int:
-    """When this process began, on the clock of ``now()``."""
+    """Return the start time of this process on the clock of ``now()``."""
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -249,7 +258,7 @@ def _process_start() -> int:
 
 
 def describe_rank(rank: int, size: int, started: int) -> dict[str, Any]:
-    """What a record says of itself."""
+    """Return the initial header of a record."""
     return {
         "rank": rank,
         "size": size,
@@ -273,8 +282,7 @@ def _versions() -> dict[str, str]:
 
 
 def _binding() -> dict[str, Any]:
-    """The cores this process may run on (bits, as the kernel writes masks), its threads, and the
-    devices that it sees."""
+    """Return the cores that this process may run on (hexadecimal mask), its threads and devices."""
     found: dict[str, Any] = {}
     if hasattr(os, "sched_getaffinity"):
         found["cores"] = f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
@@ -289,7 +297,7 @@ def _binding() -> dict[str, Any]:
 
 
 def clock_id() -> str:
-    """Which clock ``now()`` reads: the same text for all processes whose times compare."""
+    """Return an id of the clock of ``now()``, equal for processes whose times are comparable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/time')}"
@@ -298,7 +306,7 @@ def clock_id() -> str:
 
 
 def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:
-    """A ring in the launcher's folder, else in node-local memory, else in the tmp folder."""
+    """Make a ring in the launcher's folder, else in /dev/shm, else in the temporary folder."""
     named = folder or os.environ.get("PACELINE_RECORD")
     folders = [Path(named)] if named else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     for place in folders:
@@ -315,7 +323,7 @@ def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:
             problem = error
             continue
         if not named:
-            # Nobody else reads it, so nothing of it is left behind however the rank ends.
+            # No other process reads it, so the file must not remain when the rank ends.
             ring.unlink()
         return ring
     raise ValueError(

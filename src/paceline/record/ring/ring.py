@@ -1,8 +1,8 @@
-"""A memory-mapped file a rank: a header, then fixed-size events in a ring.
+"""The record file of a rank, memory-mapped: a header, then fixed-size events in a ring buffer.
 
-Writing an event is one ``struct.pack_into`` on mapped memory: no system call, and what was
-written is still there after ``kill -9``. docs/reference/record-format.md describes the layout;
-``analyze.records.read_record`` is its reader.
+Writing an event is one ``struct.pack_into`` on mapped memory. It needs no system call, and the data
+survives ``kill -9``. docs/reference/record-format.md describes the layout;
+``analyze.records.read_record`` reads it.
 """
 
 import json
@@ -28,7 +28,7 @@ WRITTEN_OFFSET = 28
 COST_OFFSET = 36
 # start, end (ns of CLOCK_MONOTONIC), amount, sequence number, step, group, state, op, peer
 EVENT = struct.Struct("<qqqIIHBBi")
-# What the rank has begun last, at the header's end: since when (ns), sequence number, step, group,
+# The operation that began last, at the end of the header: start (ns), sequence number, step, group,
 # state, op.
 LAST_BEGUN = struct.Struct("<qIIHBB")
 LAST_BEGUN_OFFSET = HEADER_BYTES - 64
@@ -36,17 +36,18 @@ DEFAULT_CAPACITY = 1 << 16
 
 
 class Ring:
-    """Writes events of one rank into ``path``; the newest ``capacity`` of them are kept."""
+    """The ring buffer of a rank's events in ``path``; it keeps the newest ``capacity``."""
 
     def __init__(self, path: Path, meta: dict[str, Any], capacity: int = DEFAULT_CAPACITY) -> None:
         self.path = path
         self.capacity = capacity
         size = HEADER_BYTES + capacity * EVENT.size
-        path.unlink(missing_ok=True)  # never truncate what a dying rank may still have mapped
+        path.unlink(missing_ok=True)  # never truncate a file that an ending rank may have mapped
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         fd = open_regular(path, flags, follow_links=False, owner=os.geteuid())
         try:
-            # Reserve the space now: a full /dev/shm is an error here and not a SIGBUS later.
+            # Reserve the space now: a full /dev/shm raises an error here, instead of a SIGBUS
+            # later.
             os.posix_fallocate(fd, 0, size)
             self._map = mmap.mmap(fd, size)
         finally:
@@ -55,7 +56,7 @@ class Ring:
         self.describe(meta)
 
     def describe(self, meta: dict[str, Any]) -> None:
-        """Write the header with ``meta`` as its JSON; the counters stay."""
+        """Write the header with ``meta`` as its JSON; the counters do not change."""
         text = json.dumps(meta).encode()
         if HEADER.size + len(text) > LAST_BEGUN_OFFSET:
             raise ValueError(f"the record's description takes {len(text)} bytes, over its header's")
@@ -77,11 +78,11 @@ class Ring:
         op: int = 0,
         peer: int = -1,
     ) -> None:
-        """Append one event. Safe from several threads: a slot is taken atomically."""
+        """Append one event. Thread-safe: slots are assigned atomically."""
         self.writer(SimpleNamespace(step=step))(state, start, end, amount, seq, group, op, peer)
 
     def writer(self, of: Any) -> Callable[..., None]:
-        """``write`` for a recorder, whose ``step`` goes into every event: one call, no more."""
+        """Return a function that appends an event with the current step of ``of``, a recorder."""
         ring, pack, count_to = self, EVENT.pack_into, COUNTER.pack_into
         memory, capacity, size = self._map, self.capacity, EVENT.size
 
@@ -104,8 +105,10 @@ class Ring:
         return event
 
     def begin_writer(self, of: Any) -> Callable[..., None]:
-        """For a recorder: says what the rank begins, over what it began before. Whether that has
-        ended is in the events."""
+        """Return a function that writes the operation which the recorder ``of`` begins.
+
+        It overwrites the previous one. Whether that has ended is in the events.
+        """
         pack, memory = LAST_BEGUN.pack_into, self._map
 
         def begin(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
@@ -115,12 +118,12 @@ class Ring:
 
     @property
     def written(self) -> int:
-        """Events written so far, those that were overwritten included."""
+        """Number of events written, including overwritten ones."""
         return int(COUNTER.unpack_from(self._map, WRITTEN_OFFSET)[0])
 
     @property
     def cost_ns(self) -> int:
-        """What recording has cost this rank, as last told."""
+        """Cost of recording (ns), as last written."""
         return int(COUNTER.unpack_from(self._map, COST_OFFSET)[0])
 
     @cost_ns.setter
@@ -128,15 +131,15 @@ class Ring:
         COUNTER.pack_into(self._map, COST_OFFSET, cost)
 
     def clear(self) -> None:
-        """Forget all events."""
+        """Discard all events."""
         self._next = count()
         COUNTER.pack_into(self._map, WRITTEN_OFFSET, 0)
         LAST_BEGUN.pack_into(self._map, LAST_BEGUN_OFFSET, 0, 0, 0, 0, 0, 0)
 
     def snapshot(self) -> bytes:
-        """The file's bytes, without the slots that were never used."""
+        """Return the file's bytes without the unused slots."""
         return self._map[: HEADER_BYTES + min(self.written, self.capacity) * EVENT.size]
 
     def unlink(self) -> None:
-        """Remove the file's name; the mapping goes on to work."""
+        """Unlink the file; the mapping stays valid."""
         self.path.unlink(missing_ok=True)

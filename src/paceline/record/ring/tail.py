@@ -1,7 +1,7 @@
-"""The newest events of records that are still being written, as small records of their own.
+"""Read the newest events of records that are still being written.
 
-A live view reads these: the header and the last events of a ring, never the whole file. Nothing
-is asked of the rank, which does not notice.
+A live view reads the header and the last events of a ring, never the whole file. The result has the
+format of a small record. The rank is not involved.
 """
 
 import os
@@ -31,12 +31,14 @@ MAX_RECORD_BYTES = HEADER_BYTES + MAX_CAPACITY * EVENT.size
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of one rank's record, and what was true on its host when it was read.
+    """The end of one rank's record, and the state of its process when it was read.
 
-    now: the host's monotonic clock (ns), the one that the events' times are on. process: the
-    letter of its process's state (``R``, ``S``, ``T`` for stopped, ...); "" where it has ended, "?"
-    where processes of ranks can't be seen from here (in a container, say). stack: where its
-    Python stands, if that was asked.
+    Attributes:
+        now: The host's monotonic clock (ns), which is the clock of the events.
+        process: The letter of the process state (``R``, ``S``, ``T`` for stopped, ...); "" if the
+            process has ended, "?" if processes of ranks are not visible (in a container).
+        data: The record.
+        stack: The Python stack of the rank, if it was requested.
     """
 
     name: str
@@ -49,7 +51,9 @@ class Tail:
 def read_tail(path: Path, most: int) -> bytes:
     """Return the last ``most`` events of a ring's file as a record.
 
-    Raises InvalidFileError where the file is no record, or not yet; OSError where it has gone.
+    Raises:
+        InvalidFileError: The file is not a record, or not yet.
+        OSError: The file does not exist any more.
     """
     fd = open_regular(path)
     try:
@@ -58,29 +62,29 @@ def read_tail(path: Path, most: int) -> bytes:
             raise InvalidFileError(path, "is not a record, or not yet")
         magic, version, header, event, capacity, written, cost, length = HEADER.unpack_from(head)
         if version > VERSION or header != HEADER_BYTES or event != EVENT.size:
-            return bytes(head)  # whoever reads it says what is wrong
+            return bytes(head)  # its reader reports the error
         if not 1 <= capacity <= MAX_CAPACITY or written >= 1 << 63:
             raise InvalidFileError(path, f"has a ring of {capacity} events, {written} written")
         first = written - min(written, most, capacity)
         events = b"".join(
             os.pread(fd, (stop - start) * event, header + start * event)
-            for start, stop in _places(first, written, capacity)
+            for start, stop in _slot_ranges(first, written, capacity)
         )
         counter = os.pread(fd, COUNTER.size, WRITTEN_OFFSET)
     finally:
         os.close(fd)
     if len(counter) < COUNTER.size or len(events) < (written - first) * event:
         raise InvalidFileError(path, "is cut off")
-    (by_now,) = COUNTER.unpack(counter)
-    # What the rank has overwritten meanwhile, or may be overwriting now, is not what it was.
-    events = events[max(0, by_now + 1 - capacity - first) * event :]
+    (written_since,) = COUNTER.unpack(counter)
+    # Drop the events that the rank has overwritten meanwhile, or may be overwriting now.
+    events = events[max(0, written_since + 1 - capacity - first) * event :]
     kept = len(events) // event
     HEADER.pack_into(head, 0, magic, version, header, event, max(kept, 1), kept, cost, length)
     return bytes(head) + events
 
 
-def _places(first: int, last: int, capacity: int) -> list[tuple[int, int]]:
-    """Where the events from ``first`` up to ``last`` lie: one range of slots, or two."""
+def _slot_ranges(first: int, last: int, capacity: int) -> list[tuple[int, int]]:
+    """Return the slots of the events from ``first`` up to ``last``: one range, or two."""
     if first == last:
         return []
     start, stop = first % capacity, (last - 1) % capacity + 1
@@ -88,15 +92,16 @@ def _places(first: int, last: int, capacity: int) -> list[tuple[int, int]]:
 
 
 def read_tails(folder: Path, most: int, attempt: int | None = None) -> list[Tail]:
-    """The tails of all rings in a running job's folder; only of this attempt, where one is
-    named."""
-    found = list(_tails(folder, most, attempt))
+    """Return the tails of all rings in a running job's folder, of one attempt or of all."""
+    found = list(_iter_tails(folder, most, attempt))
     if any(one.process for one in found):
         return found
-    return [replace(one, process="?") for one in found]  # the job runs, so somebody is there
+    return [
+        replace(one, process="?") for one in found
+    ]  # the job runs, so processes exist but are not visible
 
 
-def _tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
+def _iter_tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
     for path in sorted(folder.glob("*.ring")):
         try:
             data = read_tail(path, most)
@@ -108,21 +113,25 @@ def _tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
             yield Tail(path.name, time.monotonic_ns(), state, data)
 
 
-_NOTE = 64  # events that are looked at for one of note
+_PROGRESS_EVENTS = 64  # newest events that are read
 
 
 def read_progress(path: Path) -> tuple[bytes, int, int]:
-    """What a rank has begun last, as it is written; when its newest event ended that is no note
-    of the sampler (0: none of the last ones); and its steps so far.
+    """Return the progress of a rank.
 
-    Raises ValueError where the file is no record, or not yet; OSError where it has gone.
+    It is the operation that began last (bytes as written), the end (ns) of the newest event that
+    the stack sampler did not write (0: none of the last ones), and the number of steps.
+
+    Raises:
+        ValueError: The file is not a record, or not yet.
+        OSError: The file does not exist any more.
     """
-    record = read_tail(path, _NOTE)
+    record = read_tail(path, _PROGRESS_EVENTS)
     events = [EVENT.unpack_from(record, at) for at in range(HEADER_BYTES, len(record), EVENT.size)]
-    told = [event for event in events if event[6] not in SAMPLER_STATES]
+    operations = [event for event in events if event[6] not in SAMPLER_STATES]
     begun = record[LAST_BEGUN_OFFSET : LAST_BEGUN_OFFSET + LAST_BEGUN.size]
     steps = [event[4] + (event[6] == State.STEP) for event in events]
-    return begun, max((event[1] for event in told), default=0), max(steps, default=0)
+    return begun, max((event[1] for event in operations), default=0), max(steps, default=0)
 
 
 def read_header(data: bytes, name: str = "the record") -> RecordHeader:
@@ -134,7 +143,7 @@ def read_header(data: bytes, name: str = "the record") -> RecordHeader:
 
 
 def process_state(pid: int) -> str:
-    """The letter of a process's state; "" where it has ended."""
+    """Return the letter of a process's state; "" if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]
