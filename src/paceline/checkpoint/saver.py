@@ -1,7 +1,7 @@
-"""Saving without stopping: the copy is made while training stands still, the rest behind it.
+"""Asynchronous checkpoints: training waits only for the copy; a thread writes it to disk.
 
-Ranks agree through the job's store: each tells there when its shard is on the disk; rank 0
-then writes the manifest and gives the checkpoint its name.
+Ranks coordinate through the job's store: each rank reports there that its shard is on disk. Rank 0
+then writes the manifest and renames the checkpoint to its final name.
 """
 
 import json
@@ -20,11 +20,11 @@ from . import checkpoint_folder, state_tree
 from .manifest import DamagedCheckpointError, Manifest
 from .unfinished_folder import UnfinishedFolder, remove
 
-KEPT_CHECKPOINTS = 2  # the newest, and the one before it
+KEPT_CHECKPOINTS = 2  # the newest and the previous one
 
 
 class Store(Protocol):
-    """What is needed of ``torch.distributed.Store``."""
+    """The part of ``torch.distributed.Store`` that the saver uses."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -32,7 +32,7 @@ class Store(Protocol):
 
 
 class CheckpointSaver:
-    """Writes checkpoints of one job into ``directory``, one at a time, from a thread."""
+    """Write the checkpoints of one job to ``directory``, one at a time, from a thread."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CheckpointSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self, shared: Any, own: Any) -> None:
-        """Raise ValueError where the state holds what a checkpoint can't."""
+        """Raise ValueError if the state holds a value that a checkpoint can't hold."""
         state_tree.flatten(shared)
         state_tree.flatten(own, "this rank's state")
 
@@ -96,14 +96,14 @@ class CheckpointSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the last save is whole (or has failed, which was told)."""
+        """Wait until the last save has completed, or failed with a warning."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _write(self, step: int, state: Any, about: dict[str, Any], save: int) -> None:
         name = f"step-{step:08}"
-        path = self.directory / f".{name}.{save}.tmp"  # two saves may stand at one step
+        path = self.directory / f".{name}.{save}.tmp"  # the same step may be saved twice
         folder: UnfinishedFolder | None = None
         entry: dict[str, Any]
         trusted = True  # whether what has the folder's name may be removed
@@ -136,7 +136,7 @@ class CheckpointSaver:
                 folder.close()
 
     def _gather(self, save: int, entry: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """All ranks' manifest entries on rank 0; None on the others, whose part is done."""
+        """Return the manifest entries of all ranks on rank 0, and None on the other ranks."""
         if self.store is None:
             return [entry]
         keys = [f"paceline/checkpoint/{save}/{rank}" for rank in range(self.size)]
@@ -153,7 +153,7 @@ class CheckpointSaver:
 
 
 def _problems(entries: list[dict[str, Any]]) -> str:
-    """Say each reason once, with the ranks that had it; "" where all have written."""
+    """Return each failure reason with its ranks; "" if all ranks have written their shards."""
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         if "error" in entry:
@@ -162,10 +162,10 @@ def _problems(entries: list[dict[str, Any]]) -> str:
 
 
 def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint. Each damaged one gets a line that names the file.
+    """Return the newest valid checkpoint; warn of each damaged one, naming the file.
 
-    Raises ValueError where there are checkpoints and none of them is whole: starting from
-    the beginning would overwrite what might still be saved by hand.
+    Raises ValueError if there are checkpoints and all are damaged: starting from the beginning
+    would overwrite what a user might still recover.
     """
     candidates = checkpoint_folder.list_checkpoints(directory)
     for folder in candidates:
@@ -183,7 +183,7 @@ def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | No
 
 
 def load_checkpoint(folder: Path) -> tuple[Any, list[Any], Manifest]:
-    """``(shared, own, manifest)`` of a verified checkpoint; ``own`` has a tree a rank.
+    """Return ``(shared, own, manifest)`` of a verified checkpoint; ``own`` has a tree per rank.
 
     Raises:
         DamagedError: A shard does not hold what the saver writes.

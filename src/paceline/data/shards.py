@@ -1,4 +1,4 @@
-"""A packed set, as it is read: by several threads, at any place, each sample checked."""
+"""Read a packed dataset: random access by several threads, with a checksum for each sample."""
 
 import contextlib
 import errno
@@ -32,16 +32,16 @@ from .staging.fetch_shards import whole
 PIECE_BYTES = 1 << 20  # of a file that is read as a whole
 MAX_CLASSES = 1 << 24
 ROW_BYTES = shard_format.ROW_STRUCT.size
-LOOK_S = 5.0  # between two looks whether a shard has been staged
+LOOK_S = 5.0  # interval between two checks whether a shard has been staged
 
 
 class Shards:
-    """A set that ``paceline pack`` has written; a map-style dataset of (array, label), or of
-    arrays where there are no labels.
+    """A dataset written by ``paceline pack``: a map-style dataset of (array, label), or of arrays
+    if it has no labels.
 
-    ``len(shards)``, ``shards[i]``; ``meta`` is what it says of itself. Nothing is mapped into
-    memory: a file that gets shorter is an error, and no signal. Can be handed to other processes,
-    which open it anew.
+    ``meta`` is the content of paceline.json. Files are not memory-mapped: a file that is truncated
+    while it is read raises an error instead of SIGBUS. Other processes that receive the object
+    (pickle) open the files again.
 
     Raises DataError (a ValueError) that names file, sample and offset: for a changed byte, a shard
     that is missing or has another size, an image that does not decode.
@@ -56,10 +56,12 @@ class Shards:
         if self.meta.names:
             told = self.meta.files.get(NAMES_FILE)
             self._names = SampleNames(self.folder / NAMES_FILE, self.meta.samples, told)
-        self._opening = threading.Lock()
+        self._open_lock = threading.Lock()
         self._staged = stage.here(self.folder)
         self._index = self._open_index()
-        self._far: dict[int, float] = {}  # shards that are not staged: when that is looked at next
+        self._next_staged_check: dict[
+            int, float
+        ] = {}  # shard that is not staged -> time of the next check
         self._files: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -108,7 +110,7 @@ class Shards:
             raise self._bad(INDEX_FILE, i, i * ROW_BYTES, error) from None
 
     def rows(self) -> np.ndarray[Any, Any]:
-        """The whole index, 48 bytes a sample: "label", "offset", "length", "shard" ..."""
+        """Return the index as a structured array: "label", "offset", "length", "shard" ..."""
         kinds: list[Any] = [("label", "<i8"), ("offset", "<u8"), ("length", "<u4")]
         kinds += [("shard", "<u4"), ("shape", "<u4", 4), ("kind", "u1", 4), ("crc", "<u4")]
         path = self.folder / INDEX_FILE
@@ -119,14 +121,14 @@ class Shards:
         return found
 
     def labels(self) -> np.ndarray[Any, Any]:
-        """Each sample's class, int64."""
+        """Return the class of each sample, int64."""
         if self.meta.label != "class":
             raise ValueError(f"{self.folder}: its samples have no classes")
         return np.ascontiguousarray(self.rows()["label"])
 
     @property
     def classes(self) -> int:
-        """How many there are. Raises DataError where labels go beyond MAX_CLASSES."""
+        """Number of classes. Raises DataError if a label exceeds MAX_CLASSES."""
         if self.meta.classes:
             return len(self.meta.classes)
         count = int(self.labels().max(initial=-1)) + 1
@@ -163,18 +165,18 @@ class Shards:
         return found
 
     def location(self, i: int) -> tuple[Path, int, int]:
-        """File, offset and bytes of a sample, where it is read from."""
+        """Return the file a sample is read from, its offset and its length in bytes."""
         row = self.row(i)
         return self.shard_path(row.shard), row.offset, row.length
 
     def shard_path(self, shard: int) -> Path:
-        """Return where a shard is read from."""
+        """Return the file a shard is read from: the staged copy if it is complete."""
         staged, one = self._staged, self.meta.shards[shard]
         near = staged.path if staged is not None and whole(staged, one) else self.folder
         return near / one.file
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
-        """What a sample and its label are, without reading it."""
+        """Return shape and dtype of a sample and of its label, without reading the sample."""
         row = self.row(i)
         if row.encoding == FILE:
             raise ValueError(
@@ -185,14 +187,14 @@ class Shards:
 
     @property
     def label(self) -> ArraySpec | None:
-        """What a label is; None where there are none."""
+        """Shape and dtype of a label; None without labels."""
         told = self.meta.label
         return told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
 
     # one sample
 
     def read(self, i: int, scratch: "ScratchBuffer") -> tuple[Any, Any]:
-        """(array or bytes, label); arrays of their own. scratch: memory that is used again."""
+        """Return (array or bytes, label). The arrays own their memory; ``scratch`` is reused."""
         row, data, label = self.read_raw(i, scratch)
         array = self.decode_sample(i, row, data, None)
         if isinstance(array, np.ndarray) and not (array.flags.owndata and array.flags.writeable):
@@ -200,7 +202,7 @@ class Shards:
         return array, label
 
     def read_raw(self, i: int, scratch: "ScratchBuffer") -> tuple[IndexRow, memoryview, Any]:
-        """A sample's row, its bytes as they are packed (without a label's), and its label."""
+        """Return a sample's row, its packed bytes (without those of the label), and its label."""
         row = self.row(i)
         data = self._bytes(i, row, scratch)
         label: Any = row.label if self.meta.label == "class" else None
@@ -227,18 +229,18 @@ class Shards:
             labels[k] = row.label
 
     def decode_sample(self, i: int, row: IndexRow, data: memoryview, into: Any = None) -> Any:
-        """Its array, of its bytes."""
+        """Decode the bytes of a sample."""
         try:
             return decode(row, data, into)
         except (ValueError, ArithmeticError, MemoryError) as error:
             raise self._bad_sample(i, row, error) from None
 
     def prefetch_block(self, shard: int, block: int, length: int) -> None:
-        """Tell the kernel that a block of a shard is needed soon."""
+        """Ask the kernel to read a block of a shard into the page cache (POSIX_FADV_WILLNEED)."""
         try:
             file = self._file(shard)
             os.posix_fadvise(file, block * length, length, os.POSIX_FADV_WILLNEED)
-        except (OSError, DataError):  # who reads the sample says so
+        except (OSError, DataError):  # reading the sample raises the error
             pass
 
     def _bytes(self, i: int, row: IndexRow, scratch: "ScratchBuffer") -> memoryview:
@@ -247,7 +249,7 @@ class Shards:
         return data
 
     def _fill(self, i: int, row: IndexRow, parts: list[Any]) -> None:
-        """Read, and compare the checksum."""
+        """Read a sample into ``parts`` and verify its checksum."""
         file, at, left = self._file(row.shard), row.offset, [one for one in parts if len(one)]
         try:
             while left:
@@ -273,23 +275,26 @@ class Shards:
     def _file(self, shard: int) -> int:
         file = self._files.get(shard)
         if file is None:
-            with self._opening:
+            with self._open_lock:
                 if shard not in self._files:
-                    self._files[shard] = self._opened(shard)
+                    self._files[shard] = self._open_shard(shard)
                 file = self._files[shard]
-        elif shard in self._far and time.monotonic() > self._far[shard]:
-            with self._opening:
-                file = self._nearer(shard)
+        elif shard in self._next_staged_check and time.monotonic() > self._next_staged_check[shard]:
+            with self._open_lock:
+                file = self._switch_to_staged(shard)
         return file
 
-    def _opened(self, shard: int) -> int:
-        """Where it was staged, or else where it was packed."""
-        near = self._near(shard)
+    def _open_shard(self, shard: int) -> int:
+        """Open the staged copy of a shard, or else the packed original."""
+        near = self._open_staged(shard)
         return _open(self.folder / self.meta.shards[shard].file) if near is None else near
 
-    def _nearer(self, shard: int) -> int:
-        """The staged one in the place of the other, if it has come; threads may still read that."""
-        near = self._near(shard)
+    def _switch_to_staged(self, shard: int) -> int:
+        """Switch to the staged copy if it exists by now.
+
+        The descriptor number stays, as threads may still read from it.
+        """
+        near = self._open_staged(shard)
         if near is not None:
             os.dup2(near, self._files[shard])
             os.close(near)
@@ -306,25 +311,25 @@ class Shards:
                 pass
         return _open(self.folder / shard_format.INDEX_FILE)
 
-    def _near(self, shard: int) -> int | None:
-        """The staged one, if it is there and whole."""
+    def _open_staged(self, shard: int) -> int | None:
+        """Open the staged copy of a shard if it exists and is complete."""
         if self._staged is None:
             return None
         told = self.meta.shards[shard]
         try:
             file = self._staged.open_file(told.file)
             if os.fstat(file).st_size == told.bytes:
-                self._far.pop(shard, None)
+                self._next_staged_check.pop(shard, None)
                 return file
             os.close(file)
         except OSError:
             pass
-        self._far[shard] = time.monotonic() + LOOK_S
+        self._next_staged_check[shard] = time.monotonic() + LOOK_S
         return None
 
     def _bad_sample(self, i: int, row: IndexRow, reason: object) -> DataError:
         file = self.meta.shards[row.shard].file
-        near = self._staged is not None and row.shard not in self._far
+        near = self._staged is not None and row.shard not in self._next_staged_check
         return self._bad(
             file, i, row.offset, reason, self._staged.path if self._staged and near else None
         )
@@ -341,8 +346,10 @@ class Shards:
 
 
 class ScratchBuffer:
-    """Memory for one sample's bytes at a time. Where it grows it is another piece, as somebody may
-    still look at the old one."""
+    """A reusable buffer for the bytes of one sample.
+
+    A larger buffer is a new object, as views of the old one may still be in use.
+    """
 
     def __init__(self) -> None:
         self._memory = bytearray()
@@ -354,7 +361,7 @@ class ScratchBuffer:
 
 
 class RaggedError(ValueError):
-    """A sample is not what the batch is made of. what: dtype and shape that it has."""
+    """A sample has another shape or dtype than its batch. what: the sample's spec."""
 
     def __init__(self, sample: int, what: ArraySpec) -> None:
         self.sample, self.what = sample, what
@@ -362,7 +369,7 @@ class RaggedError(ValueError):
 
 
 def _flat(array: Any) -> memoryview:
-    """The bytes of a C-ordered array."""
+    """Return the bytes of a C-contiguous array."""
     return memoryview(array.reshape(-1).view(np.uint8))
 
 

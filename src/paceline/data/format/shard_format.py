@@ -1,4 +1,4 @@
-"""The shard format: samples one after the other in a few large files, and an index beside them.
+"""The shard format: samples stored contiguously in a few large files, with an index.
 
     paceline.json      what the set is: counts, shards, classes, statistics, the checksums of
                        index.bin and names.txt ("files", not in older sets), and its own checksum
@@ -61,7 +61,7 @@ class DataError(InvalidFileError):
 
 
 class IndexRow(NamedTuple):
-    """One sample's place and kind. length: bytes, with a label that is an array."""
+    """One row of the index. length: bytes of the sample, with those of an array label."""
 
     label: int
     offset: int
@@ -76,7 +76,7 @@ class IndexRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Arrays of one shape and dtype."""
+    """Shape and dtype of arrays."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class Shard:
 
 @dataclass
 class DatasetMeta:
-    """What a set says of itself.
+    """The metadata of a packed dataset (paceline.json).
 
     array: what all its samples are, None where they differ. label: None, "class" or the arrays
     that labels are. classes: names of the labels 0, 1, 2 ... files: size and checksum of index.bin
@@ -117,7 +117,7 @@ class DatasetMeta:
 
     @property
     def tail(self) -> int:
-        """Bytes of a label behind its sample."""
+        """Bytes of an array label, which follows its sample."""
         return self.label.nbytes if isinstance(self.label, ArraySpec) else 0
 
     @property
@@ -125,7 +125,7 @@ class DatasetMeta:
         return sum(shard.bytes for shard in self.shards)
 
     def save(self, folder: Path) -> None:
-        """Written beside under another name, whole or not at all."""
+        """Write paceline.json atomically."""
         head = {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM_PLACEHOLDER}
         text = json.dumps({**head, **asdict(self)}, indent=1).encode() + b"\n"
         if len(text) > MAX_META_BYTES:
@@ -147,7 +147,7 @@ def create_new_file(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all: where the disk is full, nothing of it is left."""
+    """Write a file atomically; if the disk is full, no part of it is left."""
     part = path.with_name(f".{path.name}.part")
     try:
         with create_new_file(part) as file:
@@ -238,7 +238,7 @@ def _field(found: meta_schema.FieldSchema | None) -> ArraySpec | None:
 
 
 def pack_checksummed_part(row: IndexRow) -> bytes:
-    """The first 44 bytes of a row, which its checksum is over."""
+    """Return the first 44 bytes of a row, which its checksum covers."""
     place = (row.label, row.offset, row.length, row.shard)
     return pack_row(*place, row.shape, row.dtype, row.encoding)
 
@@ -252,7 +252,7 @@ def pack_row(
     dtype: str,
     encoding: int,
 ) -> bytes:
-    """``row_bytes`` of what a row says."""
+    """Return the first 44 bytes of the row with these values."""
     ndim = len(shape)
     if ndim > MAX_ROW_DIMS:
         ndim, shape = NDIM_IN_META, ()
