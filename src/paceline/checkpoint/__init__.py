@@ -1,1 +1,1 @@
-"""Checkpoints that cannot be lost: shards and a manifest, whole or not there at all."""
+"""Atomic checkpoints: one shard per rank and a manifest with checksums."""

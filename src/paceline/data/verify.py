@@ -1,4 +1,4 @@
-"""``paceline pack --check``: every byte of a set read back, and every sample decoded."""
+"""Verify a packed dataset (``paceline pack --check``): read every byte, decode every sample."""
 
 import os
 from collections import deque
@@ -17,9 +17,11 @@ def verify(
     workers: int | None = None,
     step: Callable[[int, int], None] | None = None,
 ) -> list[DataError]:
-    """What is wrong with which samples, and with index.bin and names.txt as whole files; none of
-    it stops the others from being looked at. step: is told samples and bytes that are done. Raises
-    DataError where there is no set to look at."""
+    """Return the errors of all damaged samples, and of index.bin and names.txt as whole files.
+
+    Verification continues after an error. step: called with the samples and bytes verified so far.
+    Raises DataError if the folder holds no dataset.
+    """
     shards = Shards(Path(folder))
     waiting: deque[Future[tuple[int, list[DataError]]]] = deque()
     found = shards.check_files()

@@ -1,4 +1,4 @@
-"""Which samples make up which global batch, and which part of it a rank gets.
+"""Assign samples to global batches, and parts of each global batch to ranks.
 
 Everything here is a pure function of (seed, epoch) and of positions: any rank can compute any
 other rank's part, so nothing has to be exchanged to know an uneven batch's true size.
@@ -15,7 +15,7 @@ import torch
 
 
 def derive_seed(*numbers: int) -> int:
-    """A 63-bit seed from several numbers, spread so that neighbours are unrelated."""
+    """Derive a 63-bit seed from several numbers; nearby inputs give unrelated seeds."""
     value = 0x9E3779B97F4A7C15
     for number in numbers:
         value ^= number & 0xFFFFFFFFFFFFFFFF
@@ -36,7 +36,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def preserve_random_states() -> Iterator[None]:
-    """Give the CPU's global generators back as they were found."""
+    """Restore the states of the CPU's global random generators on exit."""
     states = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
@@ -113,5 +113,5 @@ def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def checksum(order: torch.Tensor) -> int:
-    """A number to compare orders over ranks with."""
+    """Return a CRC-32 of an order, to compare it between ranks."""
     return zlib.crc32(order.numpy().tobytes())
