@@ -1,4 +1,4 @@
-"""Paceline: a training script on N ranks, and where every second of every rank goes."""
+"""Paceline: run a training script on N ranks, and see where the time of every rank goes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from .world import World, init
 
 
-def _backend(c10d: Any) -> None:
-    """Make torch.distributed's backend "paceline" known; what it is made of is imported later, as
-    torch itself is not there yet."""
+def _register_backend(c10d: Any) -> None:
+    """Register the "paceline" backend of torch.distributed.
+
+    Its modules are imported on first use, as torch is not imported completely yet.
+    """
 
     def create(options: Any, backend_options: Any) -> Any:
         from .comm.backend import create
@@ -24,11 +26,11 @@ def _backend(c10d: Any) -> None:
     c10d.Backend.register_backend("paceline", create, extended_api=True, devices=devices)
 
 
-_after_import({"torch.distributed.distributed_c10d": _backend})
+_after_import({"torch.distributed.distributed_c10d": _register_backend})
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that the launcher and the reports start without importing torch.
+    # Imported on first use, so that the launcher and the reports start without torch.
     if name in __all__:
         from . import world
 

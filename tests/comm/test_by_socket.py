@@ -112,10 +112,10 @@ def test_ranks_that_are_told_different_things_do_not_begin(tmp_path):
 TUNED = """
     import torch, torch.distributed as dist
     import paceline
-    from paceline.comm.tune.algorithms import Ways
+    from paceline.comm.tune.algorithms import ExchangeMethods
 
     dist.init_process_group("paceline")
-    ways = Ways(dist.group.WORLD)
+    ways = ExchangeMethods(dist.group.WORLD)
     took = ways.measured(1 << 20, torch.device("cpu"))
     assert list(took) == ways.all and all(min(one.values()) > 0 for one in took.values())
     torch.manual_seed(dist.get_rank())

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.comm.tune.choice import Choice
-from paceline.comm.tune.saved_settings import known
+from paceline.comm.tune.choice import ExchangeSettings
+from paceline.comm.tune.saved_settings import load_settings
 from paceline.cost.machine.machine_file import Figure, HostFacts, Machine, load, save
 from paceline.cost.machine.read_toml import read_toml
 from paceline.knobs.settings import read, taken
@@ -113,7 +113,7 @@ def test_settings_of_wrong_types_are_refused(tmp_path, text):
 def test_the_tuner_believes_no_knob_that_can_not_be_set(tmp_path, knobs):
     path = tmp_path / "kept.toml"
     path.write_text(f'{SETTINGS}[knobs]\n{knobs}\n[made]\nby = "--tune-exchange"\nranks = 2\n')
-    choice, why = known(path, {"ranks": 2}, Choice())
+    choice, why = load_settings(path, {"ranks": 2}, ExchangeSettings())
     assert choice is None
     assert "is ignored" in why
     assert why.isprintable()

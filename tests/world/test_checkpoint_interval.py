@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.world.checkpoint_interval import Every
+from paceline.world.checkpoint_interval import CheckpointInterval
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ from paceline.world.checkpoint_interval import Every
     ],
 )
 def test_it_is_understood(text, number, unit):
-    assert Every.parse(text) == Every(number, unit)
+    assert CheckpointInterval.parse(text) == CheckpointInterval(number, unit)
 
 
 @pytest.mark.parametrize("text", ["", "often", "0", 0, "-3", "1.5 steps", "10 parsecs", "0s"])
 def test_it_is_refused_with_examples(text):
     with pytest.raises(ValueError, match=r"not understood. HINT: 'epoch'"):
-        Every.parse(text)
+        CheckpointInterval.parse(text)

@@ -67,45 +67,46 @@ for _ in range(args.steps):
 
 if args.sweep:
     from paceline.comm.tune import algorithms
-    from paceline.comm.tune.buckets import Buckets
-    from paceline.comm.tune.choice import Choice
-    from paceline.comm.tune.successive_halving import SETTLES
+    from paceline.comm.tune.buckets import BucketRebuilder
+    from paceline.comm.tune.choice import ExchangeSettings
+    from paceline.comm.tune.successive_halving import WARM_UP_STEPS
 
     group, cpu = model.process_group, torch.device("cpu")
-    over, buckets = algorithms.Ways(group), Buckets(model)
+    over, buckets = algorithms.ExchangeMethods(group), BucketRebuilder(model)
     for _ in range(3):
         step()
 
-    def measured(choice: Choice, steps: int) -> list[float]:
+    def measured(choice: ExchangeSettings, steps: int) -> list[float]:
         """Seconds of each, without those in which DDP makes its buckets anew."""
-        buckets.set(choice.mib)
-        over.set(choice.way)
-        told = [algorithms.timed(step, cpu) for _ in range(SETTLES + steps)]
-        return told[SETTLES:]
+        buckets.rebuild(choice.mib)
+        over.set(choice.method)
+        told = [algorithms.time_once(step, cpu) for _ in range(WARM_UP_STEPS + steps)]
+        return told[WARM_UP_STEPS:]
 
     whole = sum(one.numel() for one in model.parameters()) * 4 / 2**20
     sizes = [size for size in SIZES if size < whole] + [round(1.01 * whole + 0.01, 2)]
-    choices = [Choice(size, way) for size in sizes for way in over.all]
+    choices = [ExchangeSettings(size, way) for size in sizes for way in over.all]
     found = {choice: [] for choice in choices}
-    each = max(1, args.each // TURNS - SETTLES)
+    each = max(1, args.each // TURNS - WARM_UP_STEPS)
     for turn in range(TURNS):
         for choice in reversed(choices) if turn % 2 else choices:
             found[choice] += measured(choice, each)
     medians = {
-        choice: algorithms.slowest(median(told), group, cpu) for choice, told in found.items()
+        choice: algorithms.max_over_ranks(median(told), group, cpu)
+        for choice, told in found.items()
     }
     best = min(medians, key=medians.__getitem__)
-    tuned = Choice.of(tomllib.loads(args.tuned.read_text())["knobs"])
-    compared = {"best": best, "tuned": tuned, "default": Choice(None, "gloo")}
+    tuned = ExchangeSettings.from_knobs(tomllib.loads(args.tuned.read_text())["knobs"])
+    compared = {"best": best, "tuned": tuned, "default": ExchangeSettings(None, "gloo")}
     turns = {name: [] for name in compared}
     for turn in range(args.rounds):
         for name in sorted(compared, reverse=turn % 2 == 1):
-            choice = compared[name] if compared[name].way else compared["default"]
+            choice = compared[name] if compared[name].method else compared["default"]
             told = median(measured(choice, each))
-            turns[name].append(algorithms.slowest(told, group, cpu))
+            turns[name].append(algorithms.max_over_ranks(told, group, cpu))
     if dist.get_rank() == 0:
         said = {
-            "steps": len(choices) * TURNS * (each + SETTLES),
+            "steps": len(choices) * TURNS * (each + WARM_UP_STEPS),
             "settings": len(choices),
             "choices": {name: str(choice) for name, choice in compared.items()},
             "sweep": {str(choice): seconds for choice, seconds in medians.items()},

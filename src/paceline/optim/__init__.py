@@ -1,1 +1,1 @@
-"""What keeps large batches converging."""
+"""Learning rates for large batches."""

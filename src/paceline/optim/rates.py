@@ -20,10 +20,10 @@ def scale_learning_rate(
     rule: str = "linear",
     warmup: int = 0,
 ) -> LinearLR | None:
-    """Multiply every group's learning rate by the rule's factor.
+    """Multiply every parameter group's learning rate by the rule's factor.
 
-    With ``warmup`` steps, return PyTorch's scheduler that starts at the rate as it was and
-    reaches the scaled one after that many steps (to be stepped once an optimizer step).
+    With ``warmup`` steps, return a PyTorch scheduler that starts at the original rate and reaches
+    the scaled one after that many steps (step it once per optimizer step).
 
     Raises ValueError for an unknown rule, a batch below one, or a negative warm-up.
     """

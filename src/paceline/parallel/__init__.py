@@ -1,1 +1,1 @@
-"""How a model is cut over ranks. Here: data parallel."""
+"""Parallel layouts of a model over ranks: data parallelism."""

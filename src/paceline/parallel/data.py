@@ -1,10 +1,10 @@
-"""Data parallel: DDP, with buckets whose layout is the same from the first step on.
+"""Data parallelism: DDP with buckets whose layout is final from the first step.
 
-DDP re-sorts its buckets after its first step, by the order in which gradients came. With
-three or more ranks gloo's ring sums an element in an order that depends on its place in the
-bucket, so a run that was resumed (and re-sorts later) would differ in the last bit from one
-that never stopped. ``FixedBuckets`` gives DDP its final layout at once: parameters in reverse
-order of registration, which is the order that backward takes through most models.
+DDP rebuilds its buckets after its first step, in the order in which gradients became ready. With
+three or more ranks gloo's ring sums an element in an order that depends on its place in the bucket,
+so a run that was resumed (and rebuilds later) would differ in the last bit from one that never
+stopped. ``FixedBuckets`` gives DDP its final layout at once: parameters in reverse order of
+registration, which is the order of backward through most models.
 """
 
 from typing import Any
@@ -15,27 +15,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class FixedBuckets(DistributedDataParallel):
-    """DDP whose buckets are final from the start."""
+    """DDP whose bucket layout is final from the start."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.settle()
 
     def settle(self) -> None:
-        """Of a reducer that has just been made."""
-        if not self.find_unused_parameters:  # then DDP never re-sorts
+        """Rebuild the buckets of a new reducer at once."""
+        if not self.find_unused_parameters:  # with unused parameters DDP never rebuilds
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        if self.find_unused_parameters:  # then DDP itself begins with the last ones, and stays so
+        # DDP then starts with the last parameters, and never rebuilds
+        if self.find_unused_parameters:
             return parameters, sparse
         return parameters[::-1], sparse[::-1]
 
 
 class Autocast:
-    """A module's ``forward`` under autocast, its floating outputs given back in float32."""
+    """A module's ``forward`` under autocast, with floating-point outputs in float32."""
 
     def __init__(self, forward: Any, device: str, dtype: torch.dtype) -> None:
         self.forward, self.device, self.dtype = forward, device, dtype
@@ -56,9 +57,9 @@ def _as_float32(value: Any) -> Any:
 
 
 def data_parallel(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
-    """``model`` as DDP: rank 0's parameters and buffers on all ranks, gradients averaged.
+    """Wrap ``model`` in DDP: rank 0's parameters and buffers on all ranks, gradients averaged.
 
-    Options are DDP's own. A model without parameters to train stays as it is.
+    options: of DDP. A model without trainable parameters is returned unchanged.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
@@ -68,22 +69,25 @@ def data_parallel(model: nn.Module, device: torch.device, **options: Any) -> nn.
     return FixedBuckets(model, **options)
 
 
-def set_exchange(model: nn.Module, on: bool) -> None:
-    """Whether the next forward and backward exchange gradients (DDP's ``no_sync``, unnested)."""
-    # Set on change only: a module's __setattr__ is slow.
-    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != on:
-        model.require_backward_grad_sync = on
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Set whether the next forward and backward synchronize gradients (as DDP's ``no_sync``)."""
+    # Set only on a change: a module's __setattr__ is slow.
+    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != enabled:
+        model.require_backward_grad_sync = enabled
 
 
-def set_buffer_exchange(model: nn.Module, on: bool) -> None:
-    """Whether forwards broadcast rank 0's buffers first; off where ranks' forwards differ in
-    number. Turning it off broadcasts them one last time, on all ranks together."""
+def set_buffer_sync(model: nn.Module, enabled: bool) -> None:
+    """Set whether forwards broadcast rank 0's buffers first.
+
+    Disable it where ranks run different numbers of forwards. Disabling broadcasts them one last
+    time, on all ranks together.
+    """
     if isinstance(model, DistributedDataParallel):
-        if not on and model.will_sync_module_buffers():
+        if not enabled and model.will_sync_module_buffers():
             model._sync_buffers()
-        model.require_forward_param_sync = on
+        model.require_forward_param_sync = enabled
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """The user's module, whatever wraps it."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's module without DDP."""
     return model.module if isinstance(model, DistributedDataParallel) else model

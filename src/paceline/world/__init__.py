@@ -1,4 +1,4 @@
-"""What a script holds: ``world = paceline.init()``."""
+"""The ``World`` of a training script: ``world = paceline.init()``."""
 
 import atexit
 import os
@@ -22,18 +22,18 @@ from ..record.attach import release_recorder
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
-from .checkpoint_interval import Every
-from .checkpointing import Saves
-from .finish import Finish
-from .loops import Loops
+from .checkpoint_interval import CheckpointInterval
+from .checkpointing import Checkpointer
+from .finish import RunFinalizer
+from .loops import TrainingLoops
 from .meter import Meter
-from .optimizer_step import Training, weightless
-from .process_group import device_of, join, precision_of
+from .optimizer_step import Training, is_filler
+from .process_group import autocast_dtype, join_process_group, select_device
 from .progress import Progress
-from .training_state import Everything, Position
+from .training_state import Position, TrainingState
 
 M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=Optimizer)  # noqa: E741  the optimizer's own type is given back
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  the type of the optimizer, which is returned
 
 _world: "World | None" = None
 
@@ -49,18 +49,18 @@ def init(
     nonfinite: str = "raise",
     replicas: str = "raise",
 ) -> "World":
-    """Join the ranks; without a launcher, a world of one.
+    """Initialize this rank, and return its World; without a launcher, a world of one rank.
 
-    seed: of torch's, Python's and numpy's generators (rank 0 gets it as it is, the others one
-    of their own), and of the order of samples. precision: "fp32", "bf16" (autocast) or "fp16"
-    (autocast and loss scaling, on a GPU). device: "cpu" or "cuda"; default the local rank's
-    GPU, else the CPU. record: write the record that the summary is made from. progress: say on
-    rank 0 how far the run is. timeout: seconds until a collective without answer is an error.
-    nonfinite: "raise", "warn" or "ignore" where a loss or a gradient is not finite. replicas:
-    the same where the ranks' parameters have come apart.
+    seed: of the random number generators of torch, Python and numpy (rank 0 uses it unchanged, each
+    other rank one derived from it), and of the order of samples. precision: "fp32", "bf16"
+    (autocast) or "fp16" (autocast and loss scaling, on a GPU). device: "cpu" or "cuda"; default the
+    local rank's GPU, else the CPU. record: write the record that the summary is made from.
+    progress: print progress on rank 0. timeout: seconds until a collective without an answer is an
+    error. nonfinite: "raise", "warn" or "ignore" where a loss or a gradient is not finite.
+    replicas: the same where the ranks' parameters have diverged.
 
-    A second call returns the same world. Raises ValueError for contradictions in the launcher's
-    variables, an unknown precision, a rank without a GPU, or a port in use.
+    A second call returns the same world. Raises ValueError for contradictory environment variables
+    of the launcher, an unknown precision, a rank without a GPU, or a port in use.
     """
     global _world
     if _world is None:
@@ -71,9 +71,9 @@ def init(
 
 
 class World:
-    """One rank's view of the job. Made by ``paceline.init()``.
+    """One rank's view of the job, created by ``paceline.init()``.
 
-    rank, size, local_rank: this process among the ranks. device: where batches and models go.
+    rank, size, local_rank: of this process. device: for batches and models.
     """
 
     def __init__(
@@ -87,32 +87,32 @@ class World:
         nonfinite: str,
         replicas: str,
     ) -> None:
-        who = place(dict(os.environ))
-        self.rank, self.size, self.local_rank = who.rank, who.size, who.local_rank
-        # Of ranks, before the job lost hosts (launch.remaining).
+        identity = place(dict(os.environ))
+        self.rank, self.size, self.local_rank = identity.rank, identity.size, identity.local_rank
+        # Number of ranks before the job lost hosts (launch.recovery.shrink).
         self._full_size = max(self.size, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
         self.seed = seed
-        self.device = device_of(self.local_rank, device)
+        self.device = select_device(self.local_rank, device)
         self.precision = precision
-        self._dtype = precision_of(precision, self.device)
+        self._dtype = autocast_dtype(precision, self.device)
         self._recorder = release_recorder() or Recorder(self.rank, self.size, enabled=record)
-        joined = join(who, self._recorder, timeout)
-        self._store = _own_store()
+        launch_text = join_process_group(identity, self._recorder, timeout)
+        self._store = _attempt_store()
         seed_everything(seed if self.rank == 0 else derive_seed(seed, self.rank))
         self._progress = Progress(self.rank, progress)
-        if joined:
-            self._progress.say(joined)
-        self._said: set[str] = set()
+        if launch_text:
+            self._progress.say(launch_text)
+        self._printed_lines: set[str] = set()
         phases = PhaseRecorder(self._recorder)
         self._training = Training(
             self.rank, self.size, self.device, self._dtype, phases, nonfinite, replicas
         )
-        self._everything = Everything(self._training, Position())
-        self._loops = Loops(
-            self._training, self._everything, self._recorder, self._progress, self._warn_once
+        self._state = TrainingState(self._training, Position())
+        self._loops = TrainingLoops(
+            self._training, self._state, self._recorder, self._progress, self._warn_once
         )
         self._savers = 0
-        self._finish = Finish(self.rank, self.size, self._store, self._recorder)
+        self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
 
     # models and data
 
@@ -131,12 +131,13 @@ class World:
         layout: str = "data",
         **options: Any,
     ) -> Any:
-        """Make ``model`` data parallel: ``model``, or ``(model, optimizer)`` if one is given.
+        """Make ``model`` data parallel; return ``model``, or ``(model, optimizer)`` if one is
+        given.
 
-        Parameters and buffers of rank 0 go to all ranks; ``world.backward`` averages gradients.
-        accumulate: batches whose gradients are added up for one step; only the last of them is
-        exchanged. layout: "data". options: those of DistributedDataParallel, for instance
-        ``find_unused_parameters=True``. The optimizer stays the same object.
+        Parameters and buffers of rank 0 are broadcast to all ranks; ``world.backward`` averages
+        gradients. accumulate: number of batches whose gradients are summed for one step; only the
+        last of them synchronizes. layout: "data". options: those of DistributedDataParallel, for
+        instance ``find_unused_parameters=True``. The optimizer stays the same object.
 
         Raises ValueError for another layout or ``accumulate`` below 1.
         """
@@ -149,16 +150,16 @@ class World:
         model.to(self.device)
         if self._dtype is not None:
             model.forward = Autocast(model.forward, self.device.type, self._dtype)
-        whole: nn.Module = model
+        distributed: nn.Module = model
         if dist.is_initialized() and self.size > 1:
-            whole = data_parallel(model, self.device, **options)
-        self._training.phases.watch_model(whole)
-        self._training.models.append(whole)
+            distributed = data_parallel(model, self.device, **options)
+        self._training.phases.watch_model(distributed)
+        self._training.models.append(distributed)
         self._training.accumulate = accumulate
         if optimizer is None:
-            return whole
+            return distributed
         self._watch(optimizer)
-        return whole, optimizer
+        return distributed, optimizer
 
     def shard(
         self,
@@ -168,25 +169,25 @@ class World:
         every_sample_once: bool = False,
         split: str | None = None,
     ) -> Any:
-        """This rank's part of a DataLoader.
+        """Return this rank's shard of a DataLoader.
 
-        The loader's batch_size is per rank, or ``global_batch`` fixes the total. In a job that
-        goes on with fewer hosts (``--min-hosts``) the total stays what it was. The order
-        depends on seed and epoch, not on the number of ranks; every sample is used, and uneven
-        last batches are weighted by their true size in ``world.backward``, meters and means.
-        every_sample_once: for validation. Each sample is seen by one rank, ranks may have
-        different numbers of batches, and in ``world.batches`` the models are in eval mode
-        without gradients. split: "stride" lets each rank read an IterableDataset whole and keep
-        its part, where the dataset has no ``shard(num_shards, index)``.
+        The loader's batch_size is per rank, or ``global_batch`` sets the total. In a job that
+        continues with fewer hosts (``--min-hosts``) the total stays unchanged. The order depends on
+        seed and epoch, not on the number of ranks; every sample is used, and uneven last batches
+        are weighted by their true size in ``world.backward``, meters and means. every_sample_once:
+        for validation. Each sample is seen by one rank, ranks may have different numbers of
+        batches, and in ``world.batches`` the models are in eval mode without gradients. split:
+        "stride" lets each rank read an IterableDataset completely and keep its shard, where the
+        dataset has no ``shard(num_shards, index)``.
 
-        Raises ValueError for fewer samples than ranks, a global batch that the ranks don't
-        divide, a loader that is split already, or a stream that can't be split.
+        Raises ValueError for fewer samples than ranks, a global batch that is not divisible by the
+        ranks, a loader that is sharded already, or a stream that can't be split.
         """
         sharded = shard(
             loader,
             rank=self.rank,
             ranks=self.size,
-            # validation's sums are the same for any batch
+            # sums of validation are the same for any batch size
             full_ranks=self.size if every_sample_once else self._full_size,
             seed=self.seed,
             global_batch=global_batch,
@@ -205,9 +206,9 @@ class World:
         return sharded
 
     def keep(self, **things: Any) -> None:
-        """Save and restore these too: whatever has state_dict and load_state_dict."""
+        """Add objects to the checkpoint: anything with state_dict and load_state_dict."""
         for name, thing in things.items():
-            self._everything.keep(name, thing)
+            self._state.keep(name, thing)
 
     def scale_learning_rate(
         self,
@@ -220,8 +221,8 @@ class World:
     ) -> None:
         """Scale the learning rate, tuned at ``reference_batch``, to ``global_batch``.
 
-        rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt". warmup: optimizer steps from
-        the rate as it was to the scaled one; ``world.step`` advances it and checkpoints hold it.
+        rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt". warmup: optimizer steps from the
+        original to the scaled rate; ``world.step`` advances it, and checkpoints include it.
         """
         scheduler = scale_learning_rate(
             optimizer,
@@ -238,54 +239,58 @@ class World:
     def epochs(
         self, count: int, checkpoint: str | Path | None = None, every: str | int = "epoch"
     ) -> Iterator[int]:
-        """Epochs 0 to ``count - 1``; with a ``checkpoint`` folder, on from where the last run
-        stopped, inside an epoch too.
+        """Iterate over epochs 0 to ``count - 1``; with a ``checkpoint`` folder, resume the last
+        run, also inside an epoch.
 
-        every: "epoch", "2 epochs", 500 (steps), "30s", "10min", "1h". The last epoch's end is
-        always saved. On SIGUSR1, or where the job's time limit is close by, a checkpoint is
-        written and the script ends on all ranks with exit code 75 (SystemExit), unless it has a
-        handler for SIGUSR1 itself; started again it goes on.
-        Raises ValueError where the folder can't be written, before training.
+        every: "epoch", "2 epochs", 500 (steps), "30s", "10min", "1h". A checkpoint is always saved
+        after the last epoch. On SIGUSR1, or when the job's time limit is close, a checkpoint is
+        written and the script ends on all ranks with exit code 75 (SystemExit), unless it handles
+        SIGUSR1 itself; started again it resumes. Raises ValueError before training where the folder
+        can't be written.
         """
         if count < 0:
             raise ValueError(f"world.epochs({count}): HINT: 0 or more")
         if checkpoint is None:
             return self._loops.epochs(count, None)
-        if self._recorder.experiment is not None:  # diagnosed: the script's own stays as it is
+        # in a diagnosis the script's own checkpoint folder is not touched
+        if self._recorder.experiment is not None:
             checkpoint = self._recorder.experiment.place(checkpoint)
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._warn)
-        saves = Saves(
+        checkpointer = Checkpointer(
             saver,
-            Every.parse(every),
-            self._everything,
+            CheckpointInterval.parse(every),
+            self._state,
             self._recorder,
             self._from_rank_0,
             self.any,
             self._progress.say,
         )
         self._finish.saver = saver
-        return self._loops.epochs(count, saves)
+        return self._loops.epochs(count, checkpointer)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Batches of ``world.shard``'s loader on the rank's device, with progress; the wait for
-        each is measured. Other iterables are passed through with a warning if ranks share them."""
+        """Iterate over batches of a loader of ``world.shard``, on the rank's device, with progress.
+
+        The wait for each batch is measured. Other iterables are passed through, with a warning if
+        there are several ranks.
+        """
         return self._loops.batches(loader)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of the batch's mean loss, weighted so that ranks' gradients average to that
-        of the global batch, also where its parts are uneven.
+        """Run backward of the batch's mean loss.
 
-        loss: one element. Raises ValueError where it or a gradient is not finite, naming rank,
-        step and layer, and where the ranks' parameters have come apart.
+        The loss is weighted so that the ranks' gradients average to that of the global batch, also
+        where its shards are uneven. loss: one element. Raises ValueError where it or a gradient is
+        not finite, naming rank, step and layer, and where the ranks' parameters have diverged.
         """
         self._training.backward(loss)
 
     def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
-        """Step and zero the gradients, at the end of an accumulation; whether it stepped.
+        """Step and zero the gradients at the end of an accumulation; return whether it stepped.
 
-        clip: the largest norm of all gradients together.
+        clip: maximum norm of all gradients together.
         """
         self._watch(optimizer)
         return self._training.step(optimizer, clip)
@@ -293,34 +298,34 @@ class World:
     # over all ranks
 
     def meter(self) -> Meter:
-        """A meter: sums over all ranks, exact, part of the checkpoint."""
-        meter = Meter(self._reduced, lambda: not weightless(self._training.share))
-        self._everything.new_meter(meter)
+        """Return a new meter: exact sums over all ranks, part of the checkpoint."""
+        meter = Meter(self._all_reduce, lambda: not is_filler(self._training.share))
+        self._state.new_meter(meter)
         return meter
 
     def mean(self, total: Any, count: Any) -> float:
-        """``sum of total / sum of count`` over all ranks. Collective."""
-        meter = Meter(self._reduced, lambda: not weightless(self._training.share))
+        """Return ``sum of total / sum of count`` over all ranks. Collective."""
+        meter = Meter(self._all_reduce, lambda: not is_filler(self._training.share))
         meter.add(total=total, count=count)
         return meter.ratio("total", "count")
 
     def any(self, flag: Any) -> bool:
-        """Whether ``flag`` is true on at least one rank; the same answer on all. Collective."""
+        """Return whether ``flag`` is true on any rank, the same on all ranks. Collective."""
         if self.size == 1:
             return bool(flag)
-        return bool(self._reduced(torch.tensor([float(bool(flag))])).item())
+        return bool(self._all_reduce(torch.tensor([float(bool(flag))])).item())
 
     def log(self, **values: Any) -> None:
         """Print values on rank 0, with epoch and step."""
-        shown = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
-        epoch = min(self._everything.position.epoch + 1, self._loops.count)
+        shown = "  ".join(f"{name} {_format_value(value)}" for name, value in values.items())
+        epoch = min(self._state.position.epoch + 1, self._loops.count)
         where = f"epoch {epoch}  " if epoch else ""
         self._progress.say(f"{where}step {self._recorder.step}  {shown}")
 
     def close(self) -> None:
-        """End: the last checkpoint whole, the summary printed, the process group given back.
+        """Complete the last checkpoint, print the summary, and destroy the process group.
 
-        Called at exit by itself.
+        Called automatically at exit.
         """
         global _world
         if _world is self:
@@ -335,13 +340,13 @@ class World:
         if not any(optimizer is known for known in self._training.optimizers):
             self._training.optimizers.append(optimizer)
 
-    def _reduced(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def _count_all(self, count: int) -> int:
-        return int(self._reduced(torch.tensor([count])).item())
+        return int(self._all_reduce(torch.tensor([count])).item())
 
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
         if self.size == 1:
@@ -363,13 +368,13 @@ class World:
         self._say_once(f"warning: {message}")
 
     def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._printed_lines:
+            self._printed_lines.add(line)
             self._progress.say(line)
 
 
-def _own_store() -> Any:
-    """The job's store under a prefix of this attempt: a restart finds no old keys."""
+def _attempt_store() -> Any:
+    """Return the job's store prefixed for this attempt, so that a restart finds no old keys."""
     if not dist.is_initialized():
         return None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -377,7 +382,7 @@ def _own_store() -> Any:
     return PrefixStore(f"paceline/{attempt}", store)
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         value = value.item()
     return f"{value:.4g}" if isinstance(value, float) else str(value)

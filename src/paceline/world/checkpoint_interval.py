@@ -1,4 +1,4 @@
-"""How often a checkpoint is due: by epochs, optimizer steps or time."""
+"""The interval between checkpoints: epochs, optimizer steps or time."""
 
 import re
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
-class Every:
-    """``unit`` is "epoch", "step" or "second"."""
+class CheckpointInterval:
+    """Interval between two checkpoints. ``unit`` is "epoch", "step" or "second"."""
 
     number: float
     unit: str
 
     @classmethod
-    def parse(cls, text: str | int) -> "Every":
-        """ "epoch", "2 epochs", 500 or "500 steps", "30s", "10min", "1h".
+    def parse(cls, text: str | int) -> "CheckpointInterval":
+        """Parse "epoch", "2 epochs", 500 or "500 steps", "30s", "10min" or "1h".
 
         Raises ValueError for anything else.
         """

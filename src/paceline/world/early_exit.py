@@ -1,8 +1,8 @@
-"""Leaving before the end: what makes a run save and go, to be started again later.
+"""Early exit: what makes a run save a checkpoint and end, to be resumed later.
 
-Two things do: a warning (SIGUSR1, from a scheduler or the launcher), and a time limit so close
-that a checkpoint only just fits. Rank 0 decides; the ranks hear of it where they agree on
-checkpoints (``saves``).
+There are two causes: a warning signal (SIGUSR1, from a scheduler or the launcher), and a time limit
+so close that a checkpoint only just fits. Rank 0 decides; the other ranks learn it where they agree
+on checkpoints (``checkpointing``).
 """
 
 import contextlib
@@ -15,82 +15,98 @@ from typing import Any
 from ..cluster.schedulers import time_limit
 from ..record.ring.launcher_messages import send_to_launcher
 
-CODE = 75  # EX_TEMPFAIL: try again later
-WARNING = signal.SIGUSR1
-# Seconds that must be left for going on: where no checkpoint has been written yet, and beside
-# twice what the last one took. Never more than half of what was left at the start.
-UNSAVED = 120.0
-SPARE = 30.0
+EXIT_CODE = 75  # EX_TEMPFAIL: try again later
+WARNING_SIGNAL = signal.SIGUSR1
+# Time that must be left to continue: UNSAVED_MARGIN_S where no checkpoint has been written yet,
+# else twice the duration of the last one and SAVE_MARGIN_S. Never more than half of the time that
+# was left at the start.
+UNSAVED_MARGIN_S = 120.0
+SAVE_MARGIN_S = 30.0
 
 
-class LeftEarly(SystemExit):
-    """All ranks leave; their work so far is on the disk."""
+class EarlyExit(SystemExit):
+    """Raised on all ranks to end the script; the checkpoint is complete by then."""
 
-    early = True  # by which it is known where this module isn't
-
-    def __init__(self) -> None:
-        super().__init__(CODE)
-
-
-class Early:
-    """Whether to leave, as this rank sees it."""
+    early = True  # an attribute, for code that must not import this module
 
     def __init__(self) -> None:
-        self.warned = ""  # by which signal
-        self._handled: list[signal.Signals] = []
-        self._told = False
-        ends = time_limit.end_time(os.environ)
-        # A time that was over before the run began is not this job's.
-        self._ends = ends if ends is not None and ends > time.time() else None
-        self._most = (self._ends - time.time()) / 2 if self._ends is not None else 0.0
+        super().__init__(EXIT_CODE)
+
+
+class EarlyExitMonitor:
+    """Whether this rank sees a reason to exit early."""
+
+    def __init__(self) -> None:
+        self.warned = ""  # name of the signal
+        self._handled_signals: list[signal.Signals] = []
+        self._termination_reported = False
+        end_time = time_limit.end_time(os.environ)
+        # An end time before the run began is not this job's.
+        self._end_time = end_time if end_time is not None and end_time > time.time() else None
+        self._max_margin_s = (
+            (self._end_time - time.time()) / 2 if self._end_time is not None else 0.0
+        )
 
     def listen(self) -> None:
-        """From now on a warning is taken, unless the script takes it itself. Under our launcher
-        SIGTERM too, which Slurm sends to all processes of a job that it ends; where both are
-        taken the launcher is told: such ranks are given time to leave, and it ends them by
-        other means. (Other launchers end ranks by SIGTERM, also those that wait in an exchange
-        and could not act on it.)"""
-        if threading.current_thread() is not threading.main_thread() or not self._take(WARNING):
+        """Install handlers for warning signals that the script does not handle itself.
+
+        Under Paceline's launcher this includes SIGTERM, which Slurm sends to all processes of a job
+        that it ends. Where both signals are handled the launcher is informed: it gives such ranks
+        time to leave, and ends them by other means. (Other launchers end ranks by SIGTERM, also
+        ranks that wait in a collective and could not act on it.)
+        """
+        if threading.current_thread() is not threading.main_thread() or not self._install_handler(
+            WARNING_SIGNAL
+        ):
             return
-        if os.environ.get("PACELINE_STATUS") and self._take(signal.SIGTERM):
+        if os.environ.get("PACELINE_STATUS") and self._install_handler(signal.SIGTERM):
             send_to_launcher(leaves=True)
 
-    def _take(self, kind: signal.Signals) -> bool:
-        if signal.getsignal(kind) not in (signal.SIG_DFL, signal.SIG_IGN):
-            return False  # the script's own
-        signal.signal(kind, self._note)
-        signal.siginterrupt(kind, False)  # it may reach a thread of gloo's
-        self._handled.append(kind)
+    def _install_handler(self, number: signal.Signals) -> bool:
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
+            return False  # the script has its own handler
+        signal.signal(number, self._record_signal)
+        signal.siginterrupt(number, False)  # the signal may interrupt a thread of gloo
+        self._handled_signals.append(number)
         return True
 
     def stop(self) -> None:
-        """The script is on its own again; a warning no longer kills it, though."""
-        if signal.SIGTERM in self._handled:
+        """Remove the handlers. A warning signal is ignored from now on, so it can't kill the
+        script.
+        """
+        if signal.SIGTERM in self._handled_signals:
             send_to_launcher(leaves=False)
-        with contextlib.suppress(ValueError):  # the collector may end a loop in another thread
-            for kind in self._handled:
-                if signal.getsignal(kind) == self._note:
-                    signal.signal(kind, signal.SIG_IGN if kind == WARNING else signal.SIG_DFL)
-        self._handled = []
+        with contextlib.suppress(ValueError):  # garbage collection may end a loop in another thread
+            for number in self._handled_signals:
+                if signal.getsignal(number) == self._record_signal:
+                    signal.signal(
+                        number, signal.SIG_IGN if number == WARNING_SIGNAL else signal.SIG_DFL
+                    )
+        self._handled_signals = []
 
-    def _note(self, number: int, _frame: Any) -> None:
+    def _record_signal(self, number: int, _frame: Any) -> None:
         if self.warned != signal.SIGTERM.name:
             self.warned = signal.Signals(number).name
 
-    def tell(self) -> None:
-        """Tell the launcher of a SIGTERM: it has others warned, and queues no job again that was
-        perhaps cancelled."""
-        if self.warned == signal.SIGTERM.name and not self._told:
-            self._told = True
+    def report_termination(self) -> None:
+        """Report a SIGTERM to the launcher.
+
+        It then warns the other ranks, and does not requeue a job that was perhaps cancelled.
+        """
+        if self.warned == signal.SIGTERM.name and not self._termination_reported:
+            self._termination_reported = True
             send_to_launcher(ending=True)
 
-    def why(self, took: float | None) -> str:
-        """Why it is time to leave, or "". took: seconds that the last checkpoint took."""
+    def exit_reason(self, save_duration_s: float | None) -> str:
+        """Return why it is time to exit, or "". save_duration_s: of the last checkpoint."""
         if self.warned:
             return f"a warning came ({self.warned})"
-        if self._ends is None:
+        if self._end_time is None:
             return ""
-        left = self._ends - time.time()
-        if left > min(self._most, UNSAVED if took is None else 2 * took + SPARE):
+        left_s = self._end_time - time.time()
+        if left_s > min(
+            self._max_margin_s,
+            UNSAVED_MARGIN_S if save_duration_s is None else 2 * save_duration_s + SAVE_MARGIN_S,
+        ):
             return ""
-        return f"{max(0.0, left):.0f} s are left of the job's time"
+        return f"{max(0.0, left_s):.0f} s are left of the job's time"

@@ -1,4 +1,4 @@
-"""The end of a run: records to rank 0, the summary, and leaving."""
+"""The end of a run: gather the records on rank 0, print the summary, leave the process group."""
 
 import datetime
 import os
@@ -11,13 +11,13 @@ from ..checkpoint.saver import CheckpointSaver
 from ..record.ring.launcher_messages import notify, send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..security.outputs import write_output
-from .process_group import leave
+from .process_group import leave_process_group
 
-GATHER_SECONDS = 20.0  # a rank that says nothing for so long is missing in the summary
+RECORD_TIMEOUT_S = 20.0  # a rank that sends nothing for so long is missing in the summary
 
 
-class Finish:
-    """What ``world.close`` does; once, and only after a run without an exception."""
+class RunFinalizer:
+    """What ``world.close`` does, once. A run that failed prints no summary."""
 
     def __init__(self, rank: int, size: int, store: Any, recorder: Recorder) -> None:
         self.rank, self.size, self.store = rank, size, store
@@ -30,17 +30,18 @@ class Finish:
             if not failed:
                 if self.saver is not None:
                     self.saver.wait()
-                self._summarise()
-        except Exception as error:  # the run itself is done: never fail it for its summary
+                self._summarize()
+        # training has succeeded: do not fail the run because of its summary
+        except Exception as error:
             notify(f"warning: no summary ({error})\n")
         finally:
-            leave()
+            leave_process_group()
 
-    def _summarise(self) -> None:
+    def _summarize(self) -> None:
         if not self.recorder.enabled or self.recorder.step == 0:
             return
         if os.environ.get("PACELINE_TELLS") == "launcher":
-            return  # it has all records itself
+            return  # the launcher has all records and prints the summary
         records, missing = self._gather()
         if self.rank:
             return
@@ -57,21 +58,21 @@ class Finish:
             write_output(Path(path), report.to_json())
 
     def _gather(self) -> tuple[list[bytes], list[int]]:
-        """All ranks' records on rank 0, and the ranks that sent none in time."""
-        own = zlib.compress(self.recorder.snapshot(), 1)
+        """Return all ranks' records on rank 0, and the ranks that did not send theirs in time."""
+        own_record = zlib.compress(self.recorder.snapshot(), 1)
         if self.store is None:
-            return [zlib.decompress(own)], []
+            return [zlib.decompress(own_record)], []
         if self.rank:
-            self.store.set(f"record/{self.rank}", own)
+            self.store.set(f"record/{self.rank}", own_record)
             return [], []
-        records, missing = [zlib.decompress(own)], []
-        patience = GATHER_SECONDS
+        records, missing = [zlib.decompress(own_record)], []
+        timeout_s = RECORD_TIMEOUT_S
         for rank in range(1, self.size):
             try:
-                self.store.wait([f"record/{rank}"], datetime.timedelta(seconds=patience))
+                self.store.wait([f"record/{rank}"], datetime.timedelta(seconds=timeout_s))
             except RuntimeError:
                 missing.append(rank)
-                patience = 0.1
+                timeout_s = 0.1
                 continue
             records.append(zlib.decompress(self.store.get(f"record/{rank}")))
         return records, missing

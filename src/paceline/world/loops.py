@@ -9,49 +9,49 @@ from torch import nn
 
 from ..data.sampling.sample_order import BatchShare
 from ..data.sampling.shard_loader import ShardedLoader, ShardedStream
-from ..parallel.data import set_buffer_exchange
+from ..parallel.data import set_buffer_sync
 from ..record.hooks.batch_size import samples_in
 from ..record.ring.recorder import Recorder, now
 from ..record.ring.states import State
-from .checkpointing import Saves
+from .checkpointing import Checkpointer
 from .optimizer_step import Training
 from .progress import Progress
-from .training_state import Everything, Position
+from .training_state import Position, TrainingState
 
 Sharded = ShardedLoader | ShardedStream
-_PASS = 1_000_003  # further passes through a loader in one epoch get an order of their own
+_PASS_KEY_STRIDE = 1_000_003  # further passes through a loader in one epoch have different orders
 
 
-class Loops:
-    """What the loops of one world share: the position, and where to resume it."""
+class TrainingLoops:
+    """State that the loops of one world share: the position, and where to resume."""
 
     def __init__(
         self,
         training: Training,
-        everything: Everything,
+        state: TrainingState,
         recorder: Recorder,
         progress: Progress,
         warn: Callable[[str], None],
     ) -> None:
         self.training = training
-        self.everything = everything
+        self.state = state
         self.recorder = recorder
         self.progress = progress
         self.warn = warn
         self.loaders: list[Sharded] = []
-        self.saves: Saves | None = None
-        self.count = 0  # of epochs, 0 outside of world.epochs
+        self.checkpointer: Checkpointer | None = None
+        self.count = 0  # number of epochs; 0 outside of world.epochs
         self._resume: tuple[Position, Callable[[], Position]] | None = None
 
     @property
     def position(self) -> Position:
-        return self.everything.position
+        return self.state.position
 
     # over batches
 
     def batches(self, loader: Any) -> Iterator[Any]:
         if not isinstance(loader, (ShardedLoader, ShardedStream)):
-            return self._plain(loader)
+            return self._iterate_unsharded(loader)
         number = next(i for i, known in enumerate(self.loaders) if known is loader)
         return (
             self._evaluate(loader, number)
@@ -60,14 +60,16 @@ class Loops:
         )
 
     def _train(self, loader: Sharded, number: int) -> Iterator[Any]:
-        start = self._start(loader, number)
+        start = self._first_batch(loader, number)
         if start is None:
             return
         position, training = self.position, self.training
         nominal = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
         position.batch[number] = nominal
         try:
-            for batch, share in self._timed(loader.iterate(self._order_key(number), start)):
+            for batch, share in self._with_input_time(
+                loader.iterate(self._order_key(number), start)
+            ):
                 step = self.recorder.step
                 total = loader.group_total(share, training.accumulate)
                 training.begin(share, total, nominal)
@@ -80,30 +82,30 @@ class Loops:
                 training.end()
                 position.open[number] = share.position + 1
                 self.progress.batch(share.position + 1, _length(loader), training)
-                if self.saves is not None:
-                    self.saves.after_batch()
+                if self.checkpointer is not None:
+                    self.checkpointer.after_batch()
         finally:  # also where the script breaks out of the loop
             training.end()
             position.open.pop(number, None)
             position.passes[number] = position.passes.get(number, 0) + 1
 
     def _evaluate(self, loader: Sharded, number: int) -> Iterator[Any]:
-        start = self._start(loader, number)
+        start = self._first_batch(loader, number)
         if start is None:
             return
-        began = now()
+        start_ns = now()
         training = self.training
         try:
             with evaluation(training.models):
-                for batch, share in self._timed(loader.iterate(0, start)):
+                for batch, share in self._with_input_time(loader.iterate(0, start)):
                     training.share = share
                     yield batch
         finally:
             training.share = None
-            self.recorder.event(State.VALIDATION, began, now())
+            self.recorder.event(State.VALIDATION, start_ns, now())
             self.position.passes[number] = self.position.passes.get(number, 0) + 1
 
-    def _plain(self, loader: Any) -> Iterator[Any]:
+    def _iterate_unsharded(self, loader: Any) -> Iterator[Any]:
         training = self.training
         if training.size > 1:
             self.warn(
@@ -112,7 +114,7 @@ class Loops:
             )
         numbered = ((batch, i) for i, batch in enumerate(loader))
         try:
-            for batch, i in self._timed(numbered):
+            for batch, i in self._with_input_time(numbered):
                 count = samples_in(batch)
                 if torch.is_grad_enabled():
                     total = count * training.size
@@ -122,59 +124,60 @@ class Loops:
         finally:
             training.end()
 
-    def _timed(self, source: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Record the wait for each batch; the batch on the rank's device."""
+    def _with_input_time(self, source: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield batches on the rank's device, and record the wait for each."""
         while True:
-            began = now()
-            self.recorder.begin(State.INPUT, began)
+            start_ns = now()
+            self.recorder.begin(State.INPUT, start_ns)
             item = next(source, None)
             if item is not None and self.training.device.type != "cpu":
-                item = (on_device(item[0], self.training.device), item[1])
-            self.recorder.event(State.INPUT, began, now())
+                item = (move_to_device(item[0], self.training.device), item[1])
+            self.recorder.event(State.INPUT, start_ns, now())
             if item is None:
                 return
             yield item
 
     def _order_key(self, number: int) -> int:
-        return self.position.epoch + _PASS * self.position.passes.get(number, 0)
+        return self.position.epoch + _PASS_KEY_STRIDE * self.position.passes.get(number, 0)
 
-    def _start(self, loader: Sharded, number: int) -> int | None:
-        """The first batch of this pass; None where the resumed run has been through it."""
+    def _first_batch(self, loader: Sharded, number: int) -> int | None:
+        """Return the first batch of this pass; None if the resumed run has completed it."""
         if self._resume is None:
             return 0
-        saved, lay = self._resume
-        done = self.position.passes.get(number, 0)
-        if done < saved.passes.get(number, 0):
-            self.position.passes[number] = done + 1
+        saved, restore = self._resume
+        completed = self.position.passes.get(number, 0)
+        if completed < saved.passes.get(number, 0):
+            self.position.passes[number] = completed + 1
             return None
         if number not in saved.open:
             return 0
-        # The very point: whatever the script did before it in this epoch is laid over.
-        self.everything.position = lay()
+        # The position of the checkpoint: restore the state again, over whatever the script did in
+        # this epoch before reaching it.
+        self.state.position = restore()
         self._resume = None
-        return _same_place(saved.open[number], saved.batch.get(number), loader)
+        return _convert_position(saved.open[number], saved.batch.get(number), loader)
 
     # over epochs
 
-    def epochs(self, count: int, saves: Saves | None) -> Iterator[int]:
+    def epochs(self, count: int, checkpointer: Checkpointer | None) -> Iterator[int]:
         self.count = count
-        self.saves = saves
-        if saves is None:
+        self.checkpointer = checkpointer
+        if checkpointer is None:
             yield from self._epochs(0, count, None)
             return
-        saves.early.listen()
+        checkpointer.early_exit.listen()
         try:
-            yield from self._epochs(self._go_on(saves), count, saves)
-            saves.finish()
+            yield from self._epochs(self._resume_epoch(checkpointer), count, checkpointer)
+            checkpointer.finish()
         finally:
-            saves.early.stop()
+            checkpointer.early_exit.stop()
 
-    def _epochs(self, first: int, count: int, saves: Saves | None) -> Iterator[int]:
-        outer = len(self.everything.meters)
+    def _epochs(self, first: int, count: int, checkpointer: Checkpointer | None) -> Iterator[int]:
+        outer = len(self.state.meters)
         for epoch in range(first, count):
             self.position.new_epoch(epoch)
             self.training.replicas.new_epoch()
-            del self.everything.meters[outer:]
+            del self.state.meters[outer:]
             self.progress.epoch(epoch, count)
             yield epoch
             if self._resume is not None:
@@ -186,34 +189,37 @@ class Loops:
             self.training.check_previous_loss()
             self.training.replicas.end_of_epoch()
             self.position.new_epoch(epoch + 1)
-            del self.everything.meters[outer:]
-            if saves is not None:
-                saves.after_epoch(epoch, last=epoch == count - 1)
+            del self.state.meters[outer:]
+            if checkpointer is not None:
+                checkpointer.after_epoch(epoch, last=epoch == count - 1)
 
-    def _go_on(self, saves: Saves) -> int:
-        """Lay the newest checkpoint, if there is one; the epoch to go on in."""
-        saves.prepare()
-        folder = saves.find()
+    def _resume_epoch(self, checkpointer: Checkpointer) -> int:
+        """Load the newest checkpoint, if there is one; return the epoch to resume in."""
+        checkpointer.prepare()
+        folder = checkpointer.find_newest()
         if folder is None:
             return 0
-        lay = saves.lay(folder)
-        saved = lay()
+        restore = checkpointer.load(folder)
+        saved = restore()
         where = f"inside epoch {saved.epoch + 1}" if saved.inside else f"after epoch {saved.epoch}"
         self.progress.say(f"going on from {folder} ({where}, step {self.recorder.step})")
         if saved.inside:
-            self._resume = (saved, lay)
+            self._resume = (saved, restore)
         return saved.epoch
 
 
 @contextmanager
 def evaluation(models: list[nn.Module]) -> Iterator[None]:
-    """No gradients, modules in eval mode, and rank 0's buffers on all ranks from the start, so
-    that ranks may make different numbers of forwards."""
+    """Context without gradients, with modules in eval mode.
+
+    Rank 0's buffers are broadcast at the start, so that ranks may run different numbers of
+    forwards.
+    """
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
     gradients = torch.is_grad_enabled()
     for model in models:
-        set_buffer_exchange(model, False)
+        set_buffer_sync(model, False)
         model.eval()
     torch.set_grad_enabled(False)
     try:
@@ -223,19 +229,19 @@ def evaluation(models: list[nn.Module]) -> Iterator[None]:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         for model in models:
-            set_buffer_exchange(model, True)
+            set_buffer_sync(model, True)
 
 
-def on_device(value: Any, device: torch.device) -> Any:
-    """Tensors in (nested) dicts, lists and tuples, moved to the device."""
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """Return the value with tensors in (nested) dicts, lists and tuples moved to the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
-        return {key: on_device(item, device) for key, item in value.items()}
+        return {key: move_to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(on_device(item, device) for item in value))
+        return type(value)(*(move_to_device(item, device) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(on_device(item, device) for item in value)
+        return type(value)(move_to_device(item, device) for item in value)
     return value
 
 
@@ -243,14 +249,14 @@ def _length(loader: Sharded) -> int | None:
     return len(loader) if isinstance(loader, ShardedLoader) else None
 
 
-def _same_place(position: int, batch: int | None, loader: Sharded) -> int:
-    """The position in batches of today's size, for one in batches of the saved size."""
-    today = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
-    if batch is None or batch == today:
+def _convert_position(position: int, batch: int | None, loader: Sharded) -> int:
+    """Return the position in batches of the current size, for one in batches of the saved size."""
+    current = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
+    if batch is None or batch == current:
         return position
-    if position * batch % today:
+    if position * batch % current:
         raise ValueError(
             f"the checkpoint stands after {position} global batches of {batch} samples, which is "
-            f"no whole number of batches of {today}. HINT: global_batch={batch} as before"
+            f"no whole number of batches of {current}. HINT: global_batch={batch} as before"
         )
-    return position * batch // today
+    return position * batch // current

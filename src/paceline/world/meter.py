@@ -1,4 +1,4 @@
-"""Sums over all ranks, exact, and part of the checkpoint."""
+"""Exact sums over all ranks, which are part of the checkpoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,24 @@ import torch
 
 
 class Meter:
-    """Adds up named numbers on every rank; ``sum`` and ``ratio`` are over all ranks.
+    """Adds named numbers on every rank; ``sum`` and ``ratio`` are over all ranks.
 
-    ``world.meter()`` makes one. Sums are kept in float64: whole numbers are exact up to 2**53.
+    Created by ``world.meter()``. Sums are float64: integers are exact up to 2**53.
     """
 
     def __init__(
         self,
         reduce: Callable[[torch.Tensor], torch.Tensor],
-        counts: Callable[[], bool],
+        is_counted: Callable[[], bool],
     ) -> None:
         self._reduce = reduce
-        self._counts = counts
+        self._is_counted = is_counted
         self._sums: dict[str, torch.Tensor | float] = {}
 
     def add(self, **values: Any) -> None:
-        """Add numbers or tensors of one element (any dtype, any device; no synchronisation)."""
-        if not self._counts():
-            return  # this rank repeats a sample only to keep step with the others
+        """Add numbers or tensors of one element (any dtype, any device; no synchronization)."""
+        if not self._is_counted():
+            return  # this rank repeats a sample only to stay in step with the others
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
@@ -36,23 +36,23 @@ class Meter:
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def sum(self, *names: str) -> tuple[float, ...]:
-        """The sums over all ranks. Collective: every rank must ask."""
-        own = [float(self._sums.get(name, 0.0)) for name in names]
-        total = self._reduce(torch.tensor(own, dtype=torch.float64))
+        """Return the sums over all ranks. Collective: every rank must call it."""
+        local_sums = [float(self._sums.get(name, 0.0)) for name in names]
+        total = self._reduce(torch.tensor(local_sums, dtype=torch.float64))
         return tuple(total.tolist())
 
     def ratio(self, numerator: str, denominator: str) -> float:
-        """``sum(numerator) / sum(denominator)`` over all ranks. Collective.
+        """Return ``sum(numerator) / sum(denominator)`` over all ranks. Collective.
 
         Raises ValueError where the denominator is zero, for instance because nothing was added.
         """
-        above, below = self.sum(numerator, denominator)
-        if below == 0:
+        numerator_sum, denominator_sum = self.sum(numerator, denominator)
+        if denominator_sum == 0:
             raise ValueError(
                 f"meter.ratio({numerator!r}, {denominator!r}): the sum of {denominator!r} over all "
                 f"ranks is 0. HINT: meter.add({numerator}=..., {denominator}=...) in the loop"
             )
-        return above / below
+        return numerator_sum / denominator_sum
 
     def state_dict(self) -> dict[str, float]:
         return {name: float(value) for name, value in self._sums.items()}

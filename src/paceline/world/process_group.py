@@ -1,4 +1,4 @@
-"""Joining the ranks, and leaving them without a hang."""
+"""Joining the process group, and leaving it without a hang."""
 
 import datetime
 import os
@@ -21,12 +21,12 @@ from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.group_shutdown import patch_destroy_process_group
 from ..record.ring.recorder import Recorder
 
-MEET_SECONDS = 600.0  # for ranks that have not started yet; the timeout, if it is shorter
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+RENDEZVOUS_TIMEOUT_S = 600.0  # for ranks that have not started yet; the timeout, if it is shorter
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def device_of(local_rank: int, wanted: str | None) -> torch.device:
-    """The rank's device: the GPU of its local rank where there are GPUs, else the CPU."""
+def select_device(local_rank: int, wanted: str | None) -> torch.device:
+    """Return the rank's device: the GPU of its local rank where there are GPUs, else the CPU."""
     if wanted not in (None, "cuda"):
         return torch.device(wanted)
     if not torch.cuda.is_available():
@@ -46,37 +46,39 @@ def device_of(local_rank: int, wanted: str | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def precision_of(name: str, device: torch.device) -> torch.dtype | None:
-    if name not in PRECISIONS:
+def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    if name not in AUTOCAST_DTYPES:
         raise ValueError(
-            f"paceline.init: precision={name!r} is not known. HINT: one of {list(PRECISIONS)}"
+            f"paceline.init: precision={name!r} is not known. HINT: one of {list(AUTOCAST_DTYPES)}"
         )
     if name == "fp16" and device.type != "cuda":
         raise ValueError(
             f"paceline.init: precision='fp16' needs a GPU, this rank computes on {device.type}. "
             "HINT: precision='bf16'"
         )
-    return PRECISIONS[name]
+    return AUTOCAST_DTYPES[name]
 
 
-def join(who: Place, recorder: Recorder, timeout: float) -> str:
-    """Make the default process group, unless the script has made it already; for people, how
-    many ranks there are, who started them, and by which network they reach each other, where
-    that had to be found out."""
-    if who.alone or dist.is_initialized():
+def join_process_group(identity: Place, recorder: Recorder, timeout: float) -> str:
+    """Create the default process group, unless the script has created it already.
+
+    Return a text for people: number of ranks, launcher and network, where the network had to be
+    found; otherwise "".
+    """
+    if identity.alone or dist.is_initialized():
         return ""
     backend.record(recorder)
-    tell_others(who)
+    tell_others(identity)
     network = ""
     try:
-        store = _store(who, timeout)
-        if not os.environ.get("PACELINE_STATUS") and who.local_size != who.size:
-            network = settle(PrefixStore("network", store), who.rank, who.size, timeout)
+        store = _store(identity, timeout)
+        if not os.environ.get("PACELINE_STATUS") and identity.local_size != identity.size:
+            network = settle(PrefixStore("network", store), identity.rank, identity.size, timeout)
         dist.init_process_group(
             backend.NAME,
             store=store,
-            rank=who.rank,
-            world_size=who.size,
+            rank=identity.rank,
+            world_size=identity.size,
             timeout=datetime.timedelta(seconds=timeout),
         )
     except (dist.DistNetworkError, RuntimeError, ValueError) as error:
@@ -92,47 +94,59 @@ def join(who: Place, recorder: Recorder, timeout: float) -> str:
             ) from None
         raise
     started = launched_by(dict(os.environ))
-    same = started is not None and (started.rank, started.size) == (who.rank, who.size)
-    source = started.source if same and started is not None else who.source
-    return f"{who.size} ranks ({source}), network {network}" if network else ""
+    same = started is not None and (started.rank, started.size) == (identity.rank, identity.size)
+    source = started.source if same and started is not None else identity.source
+    return f"{identity.size} ranks ({source}), network {network}" if network else ""
 
 
-def _store(who: Place, timeout: float) -> Any:
-    """The ranks' store: at MASTER_ADDR and MASTER_PORT where these are given, else where the
-    launcher's own means lead."""
-    given = os.environ
-    if given.get("MASTER_PORT") and given.get("MASTER_ADDR"):
-        wait = datetime.timedelta(seconds=timeout)
-        pairs = rendezvous("env://", rank=who.rank, world_size=who.size, timeout=wait)
+def _store(identity: Place, timeout: float) -> Any:
+    """Return the ranks' store.
+
+    It is at MASTER_ADDR and MASTER_PORT where both are set, else where the launcher's own variables
+    lead.
+    """
+    environment = os.environ
+    if environment.get("MASTER_PORT") and environment.get("MASTER_ADDR"):
+        timeout_delta = datetime.timedelta(seconds=timeout)
+        pairs = rendezvous(
+            "env://", rank=identity.rank, world_size=identity.size, timeout=timeout_delta
+        )
         return next(iter(pairs))[0]
-    variables = dict(given)
-    started = launched_by(variables) or who
-    # Open MPI gives its ranks a random number that nobody else knows.
-    key = job_key(variables, started) + given.get("OMPI_MCA_orte_precondition_transports", "")
+    variables = dict(environment)
+    started = launched_by(variables) or identity
+    # Open MPI gives its ranks a random number that only they know.
+    key = job_key(variables, started) + environment.get("OMPI_MCA_orte_precondition_transports", "")
     hosts = hosts_of(variables, started)
-    one_host = who.local_size == who.size
-    if who.rank and started.source in ("Slurm", "PALS"):
-        hosts = hosts[:1]  # rank 0 is on the first; other launchers' lists are of where it may be
-    elif who.rank and not who.local_rank:
-        hosts = [host for host in hosts if not is_here(host)]  # or our local rank were higher
-    if given.get("MASTER_ADDR"):
-        hosts = [given["MASTER_ADDR"]]
-    elif not hosts and not one_host and "PMI_FD" in given:
-        own = ",".join(link.address for link in links())
-        mine = f"{own};{secrets.token_hex(8)}"
-        said = from_rank_0(given, who.rank, "paceline", mine, min(timeout, MEET_SECONDS))
-        addresses, _, key = said.partition(";")
+    one_host = identity.local_size == identity.size
+    if identity.rank and started.source in ("Slurm", "PALS"):
+        hosts = hosts[:1]  # rank 0 is on the first; lists of other launchers say where it may be
+    elif identity.rank and not identity.local_rank:
+        # rank 0 is not on this host, as its local rank would be lower
+        hosts = [host for host in hosts if not is_here(host)]
+    if environment.get("MASTER_ADDR"):
+        hosts = [environment["MASTER_ADDR"]]
+    elif not hosts and not one_host and "PMI_FD" in environment:
+        addresses_text = ",".join(link.address for link in links())
+        own_value = f"{addresses_text};{secrets.token_hex(8)}"
+        value = from_rank_0(
+            environment, identity.rank, "paceline", own_value, min(timeout, RENDEZVOUS_TIMEOUT_S)
+        )
+        addresses, _, key = value.partition(";")
         hosts = addresses.split(",")
     if not (hosts or one_host):
         raise ValueError(
-            f"paceline.init: rank {who.rank} of {who.size} ({who.source}) does not know where "
-            "rank 0 is. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT, the same for all ranks"
+            f"paceline.init: rank {identity.rank} of {identity.size} ({identity.source}) "
+            "does not know where rank 0 is. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT, the same "
+            "for all ranks"
         )
-    return meet(Appointment(who.rank, who.size, hosts, key, one_host), min(timeout, MEET_SECONDS))
+    return meet(
+        Appointment(identity.rank, identity.size, hosts, key, one_host),
+        min(timeout, RENDEZVOUS_TIMEOUT_S),
+    )
 
 
-def leave() -> None:
-    """Give the process group back so that the interpreter can end."""
+def leave_process_group() -> None:
+    """Destroy the process group so that the interpreter can end."""
     if not dist.is_initialized():
         return
     group = dist.group.WORLD

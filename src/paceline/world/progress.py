@@ -1,5 +1,4 @@
-"""What a long run says while it runs: on rank 0, on stderr, one line that moves or one now
-and then."""
+"""Progress of a long run on rank 0's stderr: one updating line, or one line now and then."""
 
 import os
 import sys
@@ -10,17 +9,17 @@ from .optimizer_step import Training
 
 
 class Progress:
-    """Progress of one rank; only rank 0 speaks."""
+    """Progress of one rank; only rank 0 prints."""
 
     def __init__(self, rank: int, enabled: bool) -> None:
-        self.speaks = rank == 0
-        self.enabled = enabled and self.speaks and os.environ.get("PACELINE_PROGRESS") != "0"
+        self.is_rank_0 = rank == 0
+        self.enabled = enabled and self.is_rank_0 and os.environ.get("PACELINE_PROGRESS") != "0"
         # The launcher passes on whether its own stderr is a terminal.
-        self.moving = sys.stderr.isatty() or os.environ.get("PACELINE_TTY") == "1"
-        self.interval = 0.25 if self.moving else 10.0
-        self._next = time.monotonic() + self.interval
+        self.is_terminal = sys.stderr.isatty() or os.environ.get("PACELINE_TTY") == "1"
+        self.interval_s = 0.25 if self.is_terminal else 10.0
+        self._next_update = time.monotonic() + self.interval_s
         self._epoch = ""
-        self._open = False
+        self._line_is_open = False
         self._since = time.monotonic()
         self._samples = 0
 
@@ -28,14 +27,14 @@ class Progress:
         self._epoch = f"epoch {epoch + 1}/{count}  "
 
     def batch(self, done: int, length: int | None, training: Training) -> None:
-        """One more batch; ``training`` knows its samples and the loss."""
+        """Count a batch, and show the progress if an update is due."""
         if not self.enabled:
             return
         self._samples += training.last_total
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next_update:
             return
-        self._next = now + self.interval
+        self._next_update = now + self.interval_s
         rate = self._samples / max(now - self._since, 1e-9)
         self._since, self._samples = now, 0
         of = f"/{length}" if length else ""
@@ -43,12 +42,12 @@ class Progress:
         self._show(f"{self._epoch}batch {done}{of}  {rate:,.0f} samples/s{loss}")
 
     def _show(self, line: str) -> None:
-        notify(f"\r\x1b[2K{line}\r" if self.moving else line + "\n")
-        self._open = self.moving
+        notify(f"\r\x1b[2K{line}\r" if self.is_terminal else line + "\n")
+        self._line_is_open = self.is_terminal
 
     def say(self, line: str) -> None:
-        """A line that stays."""
-        if not self.speaks:
+        """Print a permanent line."""
+        if not self.is_rank_0:
             return
-        notify(("\r\x1b[2K" if self._open else "") + line + "\n")
-        self._open = False
+        notify(("\r\x1b[2K" if self._line_is_open else "") + line + "\n")
+        self._line_is_open = False

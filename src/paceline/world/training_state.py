@@ -1,4 +1,4 @@
-"""All that a resumed run needs, and laying it back at the very point where it was taken."""
+"""The complete state that a resumed run needs, and restoring it."""
 
 import random
 import sys
@@ -7,20 +7,26 @@ from typing import Any
 
 import torch
 
-from ..parallel.data import plain
+from ..parallel.data import unwrap
 from .meter import Meter
 from .optimizer_step import Training
 
 
 @dataclass
 class Position:
-    """Where the run is: the epoch, and for each sharded loader, by its number, how often the
-    epoch has been through it, and how many batches of the open pass are done."""
+    """Position of the run.
+
+    Attributes:
+        epoch: Current epoch.
+        passes: For each sharded loader, by number, the completed passes of this epoch.
+        open: Batches done of each pass in progress.
+        batch: Samples in each loader's global batch.
+    """
 
     epoch: int = 0
     passes: dict[int, int] = field(default_factory=dict)
     open: dict[int, int] = field(default_factory=dict)
-    batch: dict[int, int] = field(default_factory=dict)  # samples in a loader's global batch
+    batch: dict[int, int] = field(default_factory=dict)
 
     def new_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -28,7 +34,7 @@ class Position:
 
     @property
     def inside(self) -> bool:
-        """Whether this is a point inside an epoch."""
+        """Whether this position is inside an epoch."""
         return bool(self.open or self.passes)
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,7 +47,7 @@ class Position:
 
 
 def random_states() -> dict[str, Any]:
-    """The global generators of this rank."""
+    """Return the states of this rank's global random number generators."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
@@ -61,15 +67,16 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-class Everything:
-    """The state of one rank: what is the same on all (shared) and what is its own."""
+class TrainingState:
+    """The state of one rank: what is the same on all ranks (shared), and what differs (own)."""
 
     def __init__(self, training: Training, position: Position) -> None:
         self.training = training
         self.position = position
         self.kept: dict[str, Any] = {}
-        self.meters: list[Meter] = []  # those of the running epoch, in the order of creation
-        self.waiting: list[dict[str, float]] = []  # for meters that the resumed epoch will make
+        self.meters: list[Meter] = []  # of the current epoch, in order of creation
+        # sums for meters that the resumed epoch will create
+        self.pending_meters: list[dict[str, float]] = []
 
     def keep(self, name: str, thing: Any) -> None:
         if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
@@ -82,13 +89,13 @@ class Everything:
     def _shared_parts(self) -> dict[str, list[Any]]:
         training = self.training
         return {
-            "models": [plain(model) for model in training.models],
+            "models": [unwrap(model) for model in training.models],
             "optimizers": training.optimizers,
             "warmups": training.warmups,
             "scaler": [training.scaler] if training.scaler else [],
         }
 
-    def shared(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             name: [part.state_dict() for part in parts]
             for name, parts in self._shared_parts().items()
@@ -98,24 +105,27 @@ class Everything:
         state["step"] = self.training.phases.recorder.step
         return state
 
-    def buffers(self) -> frozenset[int]:
-        """Addresses of the models' buffers: between forwards ranks differ in them (running
-        statistics), and rank 0's are given to all before the next forward."""
+    def buffer_addresses(self) -> frozenset[int]:
+        """Return the addresses of the models' buffers.
+
+        Between forwards ranks differ in them (running statistics); rank 0's are broadcast before
+        the next forward.
+        """
         models = self.training.models
         return frozenset(b.data_ptr() for model in models for b in model.buffers() if b.numel())
 
-    def own(self) -> dict[str, Any]:
+    def rank_state(self) -> dict[str, Any]:
         return {"random": random_states(), "meters": [m.state_dict() for m in self.meters]}
 
-    def lay(self, shared: dict[str, Any], own: list[Any], rank: int, size: int) -> Position:
-        """Give every object its state back; the position that it was taken at.
+    def load(self, shared: dict[str, Any], own: list[Any], rank: int, size: int) -> Position:
+        """Restore every object's state; return the position at which it was saved.
 
-        Raises ValueError where the checkpoint is another script's or another model's.
+        Raises ValueError where the checkpoint belongs to another script or model.
         """
         for name, parts in self._shared_parts().items():
-            _same_number(name, len(shared[name]), len(parts))
+            _check_count(name, len(shared[name]), len(parts))
             for part, state in zip(parts, shared[name], strict=True):
-                _lay_one(part, state, name)
+                _load_part(part, state, name)
         missing = self.kept.keys() ^ shared["kept"].keys()
         if missing:
             raise ValueError(
@@ -128,20 +138,20 @@ class Everything:
         if len(own) == size:
             set_random_states(own[rank]["random"])
             sums = own[rank]["meters"]
-        else:  # another number of ranks: rank 0 goes on with all sums
-            sums = _added([part["meters"] for part in own]) if rank == 0 else []
+        else:  # another number of ranks: rank 0 takes all sums
+            sums = _sum_meters([part["meters"] for part in own]) if rank == 0 else []
         for meter, state in zip(self.meters, sums, strict=False):
             meter.load_state_dict(state)
-        self.waiting = list(sums[len(self.meters) :])
+        self.pending_meters = list(sums[len(self.meters) :])
         return Position(**shared["position"])
 
     def new_meter(self, meter: Meter) -> None:
         self.meters.append(meter)
-        if self.waiting:
-            meter.load_state_dict(self.waiting.pop(0))
+        if self.pending_meters:
+            meter.load_state_dict(self.pending_meters.pop(0))
 
 
-def _lay_one(part: Any, state: Any, name: str) -> None:
+def _load_part(part: Any, state: Any, name: str) -> None:
     try:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -152,16 +162,17 @@ def _lay_one(part: Any, state: Any, name: str) -> None:
         ) from None
 
 
-def _same_number(name: str, saved: int, here: int) -> None:
-    if saved != here:
+def _check_count(name: str, saved: int, expected: int) -> None:
+    if saved != expected:
         raise ValueError(
-            f"the checkpoint has {saved} {name}, this script {here}. HINT: call world.distribute "
-            "(and scale_learning_rate) before world.epochs, as the run that wrote it did"
+            f"the checkpoint has {saved} {name}, this script {expected}. HINT: call "
+            "world.distribute (and scale_learning_rate) before world.epochs, as the run that "
+            "wrote it did"
         )
 
 
-def _added(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Meters of all ranks, added up one by one."""
+def _sum_meters(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """Return the meters of all ranks, summed one by one."""
     sums: list[dict[str, float]] = []
     for meters in ranks:
         for i, meter in enumerate(meters):

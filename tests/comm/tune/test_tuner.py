@@ -11,14 +11,27 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.tune import saved_settings
-from paceline.comm.tune.choice import GLOO, PACELINE, Choice
-from paceline.comm.tune.costs import MIB, Ready, Seconds, buckets, ends, likely
-from paceline.comm.tune.successive_halving import MOST, SETTLES, Verdict, halving, steps_of
+from paceline.comm.tune.choice import GLOO, PACELINE, ExchangeSettings
+from paceline.comm.tune.costs import (
+    MIB,
+    AllReduceCost,
+    ReadyGradient,
+    buckets,
+    finish_time,
+    likely_settings,
+)
+from paceline.comm.tune.successive_halving import (
+    MAX_CANDIDATES,
+    WARM_UP_STEPS,
+    TuningResult,
+    halving,
+    max_steps,
+)
 from paceline.knobs.settings import taken
 
-DEFAULT = Choice(None, GLOO)
+DEFAULT = ExchangeSettings(None, GLOO)
 MINE = {"ranks": 4, "hosts": 2, "compression": False}
-OTHERS = [Choice(float(mib), PACELINE) for mib in range(1, 1 + MOST)]
+OTHERS = [ExchangeSettings(float(mib), PACELINE) for mib in range(1, 1 + MAX_CANDIDATES)]
 
 
 def searched(seconds, others=OTHERS):
@@ -27,33 +40,33 @@ def searched(seconds, others=OTHERS):
     try:
         ask = next(search)
         while True:
-            steps += ask.steps + SETTLES * (ask.choice != before)
+            steps += ask.steps + WARM_UP_STEPS * (ask.choice != before)
             before = ask.choice
             ask = search.send(seconds(before))
     except StopIteration as end:
         return end.value, steps
 
 
-@pytest.mark.parametrize("count", range(MOST + 1))
+@pytest.mark.parametrize("count", range(MAX_CANDIDATES + 1))
 def test_the_fastest_choice_is_found_in_as_many_steps_as_were_said(count):
     took = {choice: 1.0 - 0.1 * at for at, choice in enumerate(OTHERS)} | {DEFAULT: 1.05}
     verdict, steps = searched(took.__getitem__, OTHERS[:count])
-    same = 2 * SETTLES  # a rung may begin with what the one before has ended with
-    assert steps_of(count) - same <= steps <= steps_of(count) <= 64
-    assert verdict.kept == (count > 0)
+    same = 2 * WARM_UP_STEPS  # a rung may begin with what the one before has ended with
+    assert max_steps(count) - same <= steps <= max_steps(count) <= 64
+    assert verdict.is_faster == (count > 0)
     assert verdict.choice == (OTHERS[count - 1] if count else DEFAULT)
 
 
 def test_what_is_slower_than_the_default_is_not_kept():
     verdict, _ = searched(lambda choice: 1.0 if choice == DEFAULT else 1.001)
-    assert (verdict.kept, verdict.choice) == (False, DEFAULT)
+    assert (verdict.is_faster, verdict.choice) == (False, DEFAULT)
 
 
 def test_what_is_faster_only_now_and_then_is_not_kept():
     told = iter([1.0] * 9 + [1.0, 0.9, 0.9, 1.0, 0.9, 1.0])  # the pairs: the second one is lost
     verdict, _ = searched(lambda choice: next(told))
-    assert verdict.seconds < verdict.before
-    assert not verdict.kept
+    assert verdict.step_s < verdict.default_step_s
+    assert not verdict.is_faster
 
 
 def test_under_noise_it_is_rarely_far_from_the_best():
@@ -68,18 +81,26 @@ def test_under_noise_it_is_rarely_far_from_the_best():
 
 @pytest.mark.parametrize("kept_", [True, False])
 @pytest.mark.parametrize(
-    "best", [Choice(2.5, "ring"), Choice(4.0, PACELINE, True), Choice(3.0, GLOO), Choice(7.0)]
+    "best",
+    [
+        ExchangeSettings(2.5, "ring"),
+        ExchangeSettings(4.0, PACELINE, True),
+        ExchangeSettings(3.0, GLOO),
+        ExchangeSettings(7.0),
+    ],
 )
 def test_what_is_kept_is_what_is_taken_again(tmp_path, best, kept_):
     path = tmp_path / "tuned.toml"
-    assert saved_settings.known(path, MINE, DEFAULT) == (None, "")
-    saved_settings.keep(path, Verdict(DEFAULT, best, 0.9, 1.0, kept_), MINE, "train.py")
-    assert saved_settings.known(path, MINE, DEFAULT) == (best if kept_ else DEFAULT, "")
-    other, said = saved_settings.known(path, MINE | {"compression": True}, DEFAULT)
+    assert saved_settings.load_settings(path, MINE, DEFAULT) == (None, "")
+    saved_settings.save_settings(
+        path, TuningResult(DEFAULT, best, 0.9, 1.0, kept_), MINE, "train.py"
+    )
+    assert saved_settings.load_settings(path, MINE, DEFAULT) == (best if kept_ else DEFAULT, "")
+    other, said = saved_settings.load_settings(path, MINE | {"compression": True}, DEFAULT)
     assert other is None
     assert said == f"{path} was made with compression = False, and this is True"
     knobs, notes = taken(path, "train.py")
-    assert (knobs, notes) == (best.knobs() if kept_ else {}, [])
+    assert (knobs, notes) == (best.to_knobs() if kept_ else {}, [])
 
 
 def test_buckets_are_filled_as_ddp_fills_them():
@@ -89,42 +110,42 @@ def test_buckets_are_filled_as_ddp_fills_them():
         caps = [chance.randint(1, 30_000) for _ in range(chance.randint(1, 3))]
         tensors = [torch.empty(size) for size in sizes]
         expected, _ = dist._compute_bucket_assignment_by_size(tensors, caps)
-        found = buckets([Ready(at, 4 * size) for at, size in enumerate(sizes)], caps)
+        found = buckets([ReadyGradient(at, 4 * size) for at, size in enumerate(sizes)], caps)
         assert [one.nbytes for one in found] == [sum(4 * sizes[i] for i in one) for one in expected]
         assert [one.at for one in found] == [max(one) for one in expected]
 
 
 def test_the_model_counts_what_the_backward_does_not_hide():
-    seconds = Seconds({1000: 0.5, 3000: 1.5})
+    seconds = AllReduceCost({1000: 0.5, 3000: 1.5})
     assert seconds(500) == 0.5
     assert seconds(2000) == 1.0
     assert seconds(5000) == 2.5
-    gradients = [Ready(1.0, 1000), Ready(2.0, 1000), Ready(4.0, 1000)]
-    assert ends(buckets(gradients, [1000]), seconds) == 4.5  # two are hidden
-    assert ends(buckets(gradients, [2000]), seconds) == 4.5
-    assert ends(buckets(gradients, [3000]), seconds) == 5.5  # one, after all of the backward
-    slow = Seconds({1000: 2.0, 3000: 2.0})
-    assert ends(buckets(gradients, [1000]), slow) == 7.0  # which wait for each other
-    assert ends(buckets(gradients, [3000]), slow) == 6.0
+    gradients = [ReadyGradient(1.0, 1000), ReadyGradient(2.0, 1000), ReadyGradient(4.0, 1000)]
+    assert finish_time(buckets(gradients, [1000]), seconds) == 4.5  # two are hidden
+    assert finish_time(buckets(gradients, [2000]), seconds) == 4.5
+    assert finish_time(buckets(gradients, [3000]), seconds) == 5.5  # one, after all of the backward
+    slow = AllReduceCost({1000: 2.0, 3000: 2.0})
+    assert finish_time(buckets(gradients, [1000]), slow) == 7.0  # which wait for each other
+    assert finish_time(buckets(gradients, [3000]), slow) == 6.0
 
 
 def test_short_backwards_get_one_bucket_and_long_ones_several():
     ways = {
-        PACELINE: Seconds({MIB: 0.010, 8 * MIB: 0.080}),
-        GLOO: Seconds({MIB: 0.1, 8 * MIB: 0.9}),
+        PACELINE: AllReduceCost({MIB: 0.010, 8 * MIB: 0.080}),
+        GLOO: AllReduceCost({MIB: 0.1, 8 * MIB: 0.9}),
     }
 
     def first(backward):
-        gradients = [Ready(backward * at / 32, MIB // 2) for at in range(32)]
-        found = likely(gradients, ways, DEFAULT)
-        assert 0 < len(found) <= MOST
-        assert len({(one.mib, one.way) for one in found}) == len(found)
-        assert found[0].way == PACELINE
+        gradients = [ReadyGradient(backward * at / 32, MIB // 2) for at in range(32)]
+        found = likely_settings(gradients, ways, DEFAULT)
+        assert 0 < len(found) <= MAX_CANDIDATES
+        assert len({(one.mib, one.method) for one in found}) == len(found)
+        assert found[0].method == PACELINE
         return found[0].mib
 
-    latency = {PACELINE: Seconds({MIB: 0.1, 8 * MIB: 0.11})}
-    gradients = [Ready(1e-3 * at, MIB // 2) for at in range(32)]
-    assert likely(gradients, latency, DEFAULT)[0].mib > 16
+    latency = {PACELINE: AllReduceCost({MIB: 0.1, 8 * MIB: 0.11})}
+    gradients = [ReadyGradient(1e-3 * at, MIB // 2) for at in range(32)]
+    assert likely_settings(gradients, latency, DEFAULT)[0].mib > 16
     assert first(0.2) <= 2
 
 
@@ -134,7 +155,7 @@ SET = """
     import torch, torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
-    from paceline.comm.tune.buckets import Buckets
+    from paceline.comm.tune.buckets import BucketRebuilder
 
     class Net(torch.nn.Module):
         def __init__(self):
@@ -154,11 +175,11 @@ SET = """
     for _ in range(3):
         step()
     before = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    buckets = Buckets(model)
-    told = [[one.at for one in buckets.ready()]]
+    buckets = BucketRebuilder(model)
+    told = [[one.at for one in buckets.ready_gradients()]]
     dist.broadcast_object_list(told, src=0)
-    buckets.order(told[0])
-    buckets.set(None)
+    buckets.set_order(told[0])
+    buckets.rebuild(None)
     sizes = []
 
     def hook(_, bucket):

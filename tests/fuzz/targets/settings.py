@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fuzz.scratch import new_folder
 from paceline.comm.tune import saved_settings
-from paceline.comm.tune.choice import Choice
+from paceline.comm.tune.choice import ExchangeSettings
 from paceline.knobs import settings
 from paceline.knobs.registry import KNOBS
 from paceline.knobs.tuning import made
@@ -35,5 +35,5 @@ def run(data: bytes) -> None:
         pass
     tree = settings.read(FILE)
     assert made(FILE, tree)["by"] == "--tune-exchange"
-    choice, why = saved_settings.known(FILE, MINE, Choice())
+    choice, why = saved_settings.load_settings(FILE, MINE, ExchangeSettings())
     assert f"{choice}{why}".isprintable()

@@ -1,4 +1,4 @@
-"""Which ways a group's all-reduces can go, and how long each of them takes here."""
+"""The methods that a group's all-reduces can use, and how long each takes on this machine."""
 
 import os
 import time
@@ -15,25 +15,25 @@ from ..hosts.schedules import Step, algorithm_names, all_reduce
 from ..shared.c_kernel import CKernel
 from ..shared.open_group import ALGORITHM_VARIABLE, SOCKET_REDUCTION
 from ..shared_group import SharedGroup
-from .choice import AS_IT_IS, GLOO, PACELINE
+from .choice import GLOO, PACELINE, UNCHANGED
 
-SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes
-TIMES = 3  # each, of which the median counts
-LONG = 0.15  # s: after one that takes so long no larger ones are measured
-PROBE = 1 << 20  # bytes, of which algorithms with the same steps are one
+MEASURED_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes
+REPETITIONS = 3  # measurements of each size, of which the median counts
+MAX_MEASURED_S = 0.15  # after an all-reduce that takes so long no larger ones are measured
+COMPARED_BYTES = 1 << 20  # algorithms with the same steps for so many bytes count as one
 
 
-class Ways:
-    """Of the group that a replica exchanges by; made on all of its ranks."""
+class ExchangeMethods:
+    """The exchange methods of a replica's process group; created on all of its ranks."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         inner = group.inner if isinstance(group, RecordedGroup) else group
         self._shared = inner if isinstance(inner, SharedGroup) else None
-        self.default, self.all, self.sockets = AS_IT_IS, [AS_IT_IS], False
+        self.default, self.all, self.sockets = UNCHANGED, [UNCHANGED], False
         if self._shared is not None:
             self.default = GLOO if self._shared.instead_of_gloo else PACELINE
-            self.sockets = has_sockets(group)
+            self.sockets = can_reduce_by_sockets(group)
             use_socket_reduction = [SOCKET_REDUCTION] * self.sockets
             self.all = [PACELINE, *use_socket_reduction, *_algorithms(self._shared.kernel), GLOO]
 
@@ -42,87 +42,96 @@ class Ways:
         kernel = self._shared.kernel if self._shared is not None else None
         return len(kernel.placement.ranks_by_host) if isinstance(kernel, HierarchicalKernel) else 1
 
-    def set(self, way: str) -> None:
-        """On all ranks, while nothing is under way."""
+    def set(self, method: str) -> None:
+        """Use a method from now on; on all ranks, while no collective is in progress."""
         if self._shared is None:
             return
-        self._shared.reduces_over_gloo = way == GLOO
+        self._shared.reduces_over_gloo = method == GLOO
         kernel = self._shared.kernel
         if isinstance(kernel, HierarchicalKernel) and not kernel.requested_algorithm:
-            kernel.algorithm = CHEAPEST if way in (PACELINE, SOCKET_REDUCTION, GLOO) else way
+            kernel.algorithm = CHEAPEST if method in (PACELINE, SOCKET_REDUCTION, GLOO) else method
         if self.sockets and isinstance(kernel, CKernel | HierarchicalKernel):
-            kernel.use_socket_reduction(way == SOCKET_REDUCTION)
+            kernel.use_socket_reduction(method == SOCKET_REDUCTION)
 
     def measured(self, largest: int, device: torch.device) -> dict[str, dict[int, float]]:
-        """Seconds of an all-reduce by its bytes, of each way; up to ``largest`` bytes. The same on
-        all ranks."""
-        found = {}
-        for way in self.all:
-            self.set(way)
-            found[way] = self._by_size(largest, device)
+        """Measure an all-reduce with each method; return seconds by bytes, the same on all ranks.
+
+        No vector is larger than ``largest`` bytes.
+        """
+        times = {}
+        for method in self.all:
+            self.set(method)
+            times[method] = self._by_size(largest, device)
         self.set(self.default)
-        return found
+        return times
 
     def _by_size(self, largest: int, device: torch.device) -> dict[int, float]:
-        found: dict[int, float] = {}
-        for nbytes in SIZES:
-            if found and (nbytes > largest or max(found.values()) > LONG):
+        times: dict[int, float] = {}
+        for nbytes in MEASURED_BYTES:
+            if times and (nbytes > largest or max(times.values()) > MAX_MEASURED_S):
                 break
             x = torch.zeros(nbytes // 4, device=device)
 
-            def once(x: torch.Tensor = x) -> None:
+            def all_reduce_once(x: torch.Tensor = x) -> None:
                 dist.all_reduce(x, group=self.group)
 
-            once()
+            all_reduce_once()
             dist.barrier(group=self.group)
-            seconds = median(timed(once, device) for _ in range(TIMES))
-            found[nbytes] = slowest(seconds, self.group, device)
-        return found
+            seconds = median(time_once(all_reduce_once, device) for _ in range(REPETITIONS))
+            times[nbytes] = max_over_ranks(seconds, self.group, device)
+        return times
 
 
-def has_sockets(group: Any) -> bool:
-    """Whether ranks of any host of a SharedGroup may sum up by sockets; not where the user has said
-    how. All of its ranks ask."""
+def can_reduce_by_sockets(group: Any) -> bool:
+    """Return whether ranks of any host of a SharedGroup may reduce by sockets. Collective.
+
+    False where the user has set the algorithm.
+    """
     inner: Any = group.inner if isinstance(group, RecordedGroup) else group
-    may = inner.kernel.sockets > 0 and not os.environ.get(ALGORITHM_VARIABLE)
-    return slowest(float(may), group, torch.device("cpu")) > 0
+    is_possible = inner.kernel.sockets > 0 and not os.environ.get(ALGORITHM_VARIABLE)
+    return max_over_ranks(float(is_possible), group, torch.device("cpu")) > 0
 
 
 def _algorithms(kernel: Any) -> list[str]:
-    """Between hosts; of those that do the same steps the first, none where the user has set one."""
+    """Return the algorithms between hosts; of those with the same steps the first.
+
+    None where the user has set one.
+    """
     if not isinstance(kernel, HierarchicalKernel) or kernel.requested_algorithm:
         return []
-    hosts, each = len(kernel.placement.ranks_by_host), kernel.placement.hosts_per_rack
-    found: dict[tuple[Step, ...], str] = {}
-    for name in algorithm_names(hosts, each):
+    hosts, hosts_per_rack = len(kernel.placement.ranks_by_host), kernel.placement.hosts_per_rack
+    by_steps: dict[tuple[Step, ...], str] = {}
+    for name in algorithm_names(hosts, hosts_per_rack):
         if name != "tree":  # doubling has fewer steps
-            found.setdefault(tuple(all_reduce(name, PROBE, 0, hosts, each)), name)
-    return list(found.values())
+            by_steps.setdefault(
+                tuple(all_reduce(name, COMPARED_BYTES, 0, hosts, hosts_per_rack)), name
+            )
+    return list(by_steps.values())
 
 
-def timed(what: Callable[[], None], device: torch.device) -> float:
-    settled(device)
+def time_once(function: Callable[[], None], device: torch.device) -> float:
+    synchronize(device)
     start = time.perf_counter()
-    what()
-    settled(device)
+    function()
+    synchronize(device)
     return time.perf_counter() - start
 
 
-def settled(device: torch.device) -> None:
-    """Until the device has done what it was told."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has completed its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def slowest(seconds: float, group: Any, device: torch.device) -> float:
-    """Over the ranks: the same on all of them."""
-    told = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-    return float(told)
+def max_over_ranks(seconds: float, group: Any, device: torch.device) -> float:
+    """Return the largest value of all ranks, the same on all of them."""
+    value = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return float(value)
 
 
-def mean(values: list[float], group: Any, device: torch.device) -> list[float]:
-    """Over the ranks."""
-    told = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(told, group=group)
-    return [float(one) / dist.get_world_size(group) for one in told]
+def mean_over_ranks(values: list[float], group: Any, device: torch.device) -> list[float]:
+    """Return the mean over the ranks of each value."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums, group=group)
+    return [float(one) / dist.get_world_size(group) for one in sums]

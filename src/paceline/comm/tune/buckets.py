@@ -1,5 +1,7 @@
-"""Other buckets for a DDP that has begun: a reducer of its own making, in the place of the one
-before. As DDP itself does for a copy of it that was pickled."""
+"""Changes the buckets of a DDP that has begun, by replacing its reducer.
+
+DDP does the same for a copy of it that was pickled.
+"""
 
 import math
 from typing import Any
@@ -7,17 +9,21 @@ from typing import Any
 import torch
 
 from ...knobs.ddp import torchs_hook
-from .costs import MIB, Ready
+from .costs import MIB, ReadyGradient
 
-LIKE_IT = "_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping"
+REQUIRED_METHODS = (
+    "_ddp_init_helper",
+    "_build_params_for_reducer",
+    "_build_debug_param_to_name_mapping",
+)
 
 
 class UnableError(Exception):
-    """This torch's DDP can't be given other buckets; it goes on with those it had."""
+    """This torch's DDP can't be given other buckets; it continues with those it had."""
 
 
-def why_not(replica: Any) -> str:
-    """Why this replica's buckets can't be others, or ""."""
+def unsupported_reason(replica: Any) -> str:
+    """Return why this replica's buckets can't be changed, or ""."""
     if torch.distributed.get_world_size(replica.process_group) == 1:
         return "it has one rank"
     if replica._comm_hooks:
@@ -32,49 +38,54 @@ def why_not(replica: Any) -> str:
         return "gradients of it are exchanged by the script's own hook"
     if getattr(replica, "bucket_bytes_cap_list", None):
         return "it has buckets of its own sizes (bucket_cap_mb_list)"
-    if any(not hasattr(replica, name) for name in LIKE_IT):
+    if any(not hasattr(replica, name) for name in REQUIRED_METHODS):
         return f"torch {torch.__version__} makes its reducer in another way"
     return ""
 
 
-class Buckets:
-    """Of one replica, whose own are those it has now."""
+class BucketRebuilder:
+    """Rebuilds the buckets of one replica; its present ones are the original ones."""
 
     def __init__(self, replica: Any) -> None:
         self._replica = replica
         self.parameters, self._sparse = replica._build_params_for_reducer()
-        self._order: list[int] | None = None  # in which gradients are ready, once that is known
+        # parameters in the order in which gradients are ready, once that is known
+        self._order: list[int] | None = None
         names = ("bucket_bytes_cap", "bucket_bytes_cap_default", "_bucket_config")
-        self._own = {name: getattr(replica, name) for name in names if hasattr(replica, name)}
+        self._original = {name: getattr(replica, name) for name in names if hasattr(replica, name)}
 
-    def ready(self) -> list[Ready]:
-        """Of each gradient, as the last backward had them."""
-        told = self._replica.reducer.get_backward_stats()  # ns, by parameter
+    def ready_gradients(self) -> list[ReadyGradient]:
+        """Return when each gradient was ready in the last backward."""
+        times_ns = self._replica.reducer.get_backward_stats()  # ns, by parameter
         return [
-            Ready(ns / 1e9, one.numel() * one.element_size())
-            for one, ns in zip(self.parameters, told, strict=True)
+            ReadyGradient(ns / 1e9, one.numel() * one.element_size())
+            for one, ns in zip(self.parameters, times_ns, strict=True)
         ]
 
-    def order(self, at: list[float]) -> None:
-        """at: when each gradient is ready, the same on all ranks: in that order buckets are filled
-        from now on; those of which that is not known come last."""
-        self._order = sorted(range(len(at)), key=lambda one: at[one] or math.inf)
+    def set_order(self, ready_s: list[float]) -> None:
+        """Set the order in which gradients are put into buckets from now on.
 
-    def caps(self) -> list[float]:
-        """Bytes of the replica's own buckets, the first of which may be smaller."""
-        first = 1 << 20  # DDP's own, unless a size is asked for
-        cap = self._own["bucket_bytes_cap"]
-        return [first, cap] if self._own.get("bucket_bytes_cap_default") else [cap]
+        ready_s: when each gradient is ready, the same on all ranks. Gradients without a time come
+        last.
+        """
+        self._order = sorted(range(len(ready_s)), key=lambda one: ready_s[one] or math.inf)
 
-    def set(self, mib: float | None, bf16: bool = False) -> None:
-        """mib: None for the replica's own. Between an optimizer's step and the next forward.
+    def bucket_caps(self) -> list[float]:
+        """Return the bytes of the replica's original buckets; the first may be smaller."""
+        first = 1 << 20  # DDP's default first bucket
+        cap = self._original["bucket_bytes_cap"]
+        return [first, cap] if self._original.get("bucket_bytes_cap_default") else [cap]
 
-        Raises UnableError where that can't be."""
+    def rebuild(self, mib: float | None, bf16: bool = False) -> None:
+        """Rebuild the buckets. Call it between an optimizer's step and the next forward.
+
+        mib: bucket size; None for the original one. Raises UnableError where that fails.
+        """
         replica = self._replica
-        before = {name: getattr(replica, name) for name in (*self._own, "reducer", "logger")}
+        before = {name: getattr(replica, name) for name in (*self._original, "reducer", "logger")}
         try:
-            self._make(mib)
-        except Exception as error:  # what DDP does inside it has promised to nobody
+            self._make_reducer(mib)
+        except Exception as error:  # DDP's internals are not a stable interface
             for name, value in before.items():
                 setattr(replica, name, value)
             raise UnableError(f"torch {torch.__version__}: {error}") from error
@@ -83,16 +94,15 @@ class Buckets:
         if bf16:
             replica.register_comm_hook(None, torchs_hook("bf16_compress_hook"))
 
-    def _make(self, mib: float | None) -> None:
-        """A reducer."""
+    def _make_reducer(self, mib: float | None) -> None:
         replica = self._replica
-        for name, value in self._own.items():
+        for name, value in self._original.items():
             setattr(replica, name, value)
         if mib is not None:
             replica.bucket_bytes_cap = int(mib * MIB)
             replica.bucket_bytes_cap_default = False
-            if "_bucket_config" in self._own:
-                replica._bucket_config = type(self._own["_bucket_config"])(
+            if "_bucket_config" in self._original:
+                replica._bucket_config = type(self._original["_bucket_config"])(
                     replica.bucket_bytes_cap, (), replica.bucket_bytes_cap
                 )
         fixed = hasattr(replica, "settle")  # parallel.data.FixedBuckets
@@ -110,6 +120,6 @@ class Buckets:
         if fixed:
             replica.settle()
         elif order is not None:
-            # At once, not after a step: DDP takes them in the order of ``parameters``.
+            # At once, not after a step: DDP puts them into buckets in the order of ``parameters``.
             replica.reducer._push_all_rebuilt_params()
             replica.reducer._rebuild_buckets()

@@ -1,38 +1,43 @@
-"""What the tuner chooses between."""
+"""The settings that the tuner chooses between."""
 
 from dataclasses import dataclass
 from typing import Any
 
-AS_IT_IS, GLOO, PACELINE = "", "gloo", "paceline"  # ways besides the algorithms by their names
+UNCHANGED, GLOO, PACELINE = "", "gloo", "paceline"  # methods besides the named algorithms
 
 
 @dataclass(frozen=True)
-class Choice:
-    """mib: of a bucket; None: buckets as the script has them. way: what all-reduces go through:
-    AS_IT_IS, GLOO, PACELINE (which takes the algorithm of the least cost), or an algorithm by its
-    name: one between hosts, or "sockets". bf16: gradients travel as bfloat16."""
+class ExchangeSettings:
+    """One candidate of the tuner.
+
+    Attributes:
+        mib: Bucket size in MiB; None for the script's buckets.
+        method: What all-reduces use: UNCHANGED, GLOO, PACELINE (with the algorithm of the least
+            cost), or an algorithm by name: one between hosts, or "sockets".
+        bf16: Whether gradients are exchanged as bfloat16.
+    """
 
     mib: float | None = None
-    way: str = AS_IT_IS
+    method: str = UNCHANGED
     bf16: bool = False
 
     def __str__(self) -> str:
         size = "the script's own buckets" if self.mib is None else f"buckets of {self.mib:g} MiB"
-        through = {AS_IT_IS: "", GLOO: " over gloo", PACELINE: " over paceline's exchange"}
-        way = through.get(self.way, f" over paceline's exchange by {self.way}")
-        return size + way + " as bfloat16" * self.bf16
+        through = {UNCHANGED: "", GLOO: " over gloo", PACELINE: " over paceline's exchange"}
+        method_text = through.get(self.method, f" over paceline's exchange by {self.method}")
+        return size + method_text + " as bfloat16" * self.bf16
 
-    def knobs(self) -> dict[str, Any]:
-        """As a settings file has them."""
-        found: dict[str, Any] = {} if self.mib is None else {"bucket-mb": self.mib}
-        if self.way not in (AS_IT_IS, GLOO, PACELINE):
-            found |= {"exchange": PACELINE, "algorithm": self.way}
-        elif self.way:
-            found["exchange"] = self.way
-        return found | ({"compress-bf16": True} if self.bf16 else {})
+    def to_knobs(self) -> dict[str, Any]:
+        """Return the settings as knobs of a settings file."""
+        knobs: dict[str, Any] = {} if self.mib is None else {"bucket-mb": self.mib}
+        if self.method not in (UNCHANGED, GLOO, PACELINE):
+            knobs |= {"exchange": PACELINE, "algorithm": self.method}
+        elif self.method:
+            knobs["exchange"] = self.method
+        return knobs | ({"compress-bf16": True} if self.bf16 else {})
 
     @classmethod
-    def of(cls, knobs: dict[str, Any]) -> "Choice":
-        """What ``knobs`` gave."""
-        way = knobs.get("algorithm") or knobs.get("exchange", AS_IT_IS)
-        return cls(knobs.get("bucket-mb"), way, "compress-bf16" in knobs)
+    def from_knobs(cls, knobs: dict[str, Any]) -> "ExchangeSettings":
+        """Return the settings that ``knobs`` describe."""
+        method = knobs.get("algorithm") or knobs.get("exchange", UNCHANGED)
+        return cls(knobs.get("bucket-mb"), method, "compress-bf16" in knobs)

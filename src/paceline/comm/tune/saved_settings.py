@@ -1,5 +1,8 @@
-"""What was found, as a settings file: for the next run of the same model on as many ranks and
-hosts, and for ``paceline run --settings``."""
+"""The tuned settings as a settings file.
+
+They are for the next run of the same model on as many ranks and hosts, and for ``paceline run
+--settings``.
+"""
 
 import os
 import platform
@@ -11,15 +14,18 @@ from typing import Any
 from ...cost.machine.dataclass_tree import shown
 from ...knobs.settings import Setting, fitting, read, write
 from ...knobs.tuning import BY, made
-from .choice import Choice
-from .successive_halving import Verdict
+from .choice import ExchangeSettings
+from .successive_halving import TuningResult
 
 
 def signature(
     parameters: list[Any], ranks: int, hosts: int, sockets: bool, bf16: bool
 ) -> dict[str, Any]:
-    """Of whom the answer is: parameters that have gradients, ranks and hosts of their exchange and
-    whether it may go by sockets, the machine, and whether gradients might travel as bfloat16."""
+    """Return the conditions under which tuned settings are valid.
+
+    parameters: those that have gradients. ranks, hosts: of the exchange. sockets: whether it may
+    reduce by sockets. bf16: whether gradients may be exchanged as bfloat16.
+    """
     return {
         "compression": bf16,
         "ranks": ranks,
@@ -33,34 +39,39 @@ def signature(
     }
 
 
-def known(path: Path, mine: dict[str, Any], default: Choice) -> tuple[Choice | None, str]:
-    """What the file says for this signature, ``default`` where nothing was faster; None where it
-    says nothing, and why.
+def load_settings(
+    path: Path, expected: dict[str, Any], default: ExchangeSettings
+) -> tuple[ExchangeSettings | None, str]:
+    """Return the settings of the file, or ``default`` where nothing was faster.
 
-    Raises ValueError where it is no file of the tuner's."""
+    Return None and the reason where the file was made under other conditions. Raises ValueError
+    where it is not a file of the tuner.
+    """
     if not path.exists():
         return None, ""
     tree = read(path)
-    told = made(path, tree)
-    for name, value in mine.items():
-        if told.get(name) != value:
-            before = shown(told.get(name))
+    stored = made(path, tree)
+    for name, value in expected.items():
+        if stored.get(name) != value:
+            before = shown(stored.get(name))
             return None, f"{path} was made with {name} = {before}, and this is {value}"
     knobs, notes = fitting(path, tree)
     if notes:
         return None, notes[0]
-    return Choice.of(knobs) if knobs else default, ""
+    return ExchangeSettings.from_knobs(knobs) if knobs else default, ""
 
 
-def keep(path: Path, verdict: Verdict, mine: dict[str, Any], script: str) -> None:
-    """Raises OSError where that can't be."""
-    said = (
-        f"{verdict.choice}: {1e3 * verdict.seconds:.2f} ms a step, with {verdict.default} "
-        f"{1e3 * verdict.before:.2f}",
+def save_settings(
+    path: Path, result: TuningResult, conditions: dict[str, Any], script: str
+) -> None:
+    """Write the result. Raises OSError where the file can't be written."""
+    comments = (
+        f"{result.choice}: {1e3 * result.step_s:.2f} ms a step, with {result.default} "
+        f"{1e3 * result.default_step_s:.2f}",
     )
-    knobs = verdict.choice.knobs() if verdict.kept else {}
-    settings = {name: Setting(value, said) for name, value in knobs.items()}
-    of = {"script": script, "by": BY, **mine}
-    figures = {"step_ms": 1e3 * verdict.seconds, "step_before_ms": 1e3 * verdict.before}
+    knobs = result.choice.to_knobs() if result.is_faster else {}
+    settings = {name: Setting(value, comments) for name, value in knobs.items()}
+    of = {"script": script, "by": BY, **conditions}
+    figures = {"step_ms": 1e3 * result.step_s, "step_before_ms": 1e3 * result.default_step_s}
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    write(path, settings, {**of, **(figures if verdict.kept else {}), "date": date})
+    write(path, settings, {**of, **(figures if result.is_faster else {}), "date": date})

@@ -1,9 +1,9 @@
 """Successive halving (Jamieson, Talwalkar 2016, arXiv 1502.07943) over a job's own steps, and the
-proof against what the job began with.
+comparison with the job's default.
 
-Not Bayesian: choices are few, most of them are words and no numbers, and what a model can tell of
-them has been asked before (costs.py). Halving bears the noise of single steps as well, and ends
-after a number of steps that is known before:
+Bayesian optimization is not used: there are few candidates, most of them categorical, and a model
+has ranked them already (costs.py). Halving also tolerates the noise of single steps, and its number
+of steps is known in advance:
 
     rung     choices               steps each
     0        6                     3, after 1 that is not counted
@@ -16,64 +16,80 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from .choice import Choice
+from .choice import ExchangeSettings
 
-MOST = 6  # choices beside the default
-LEFT = 3  # of them, after the first rung
-STEPS = 3  # of a choice at a time, of which the median counts
-SETTLES = 1  # step before them, where the choice is another one: memory is touched anew
-PAIRS = 3  # of the proof; the best one has to be faster in each
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Run so many steps with the choice; the answer is the seconds of one."""
-
-    choice: Choice
-    steps: int = STEPS
+MAX_CANDIDATES = 6  # besides the default
+FINALISTS = 3  # candidates left after the first round
+STEPS_PER_TRIAL = 3  # counted steps of a trial; their median is the answer
+WARM_UP_STEPS = 1  # uncounted steps of a trial with other settings: memory is touched anew
+COMPARISON_PAIRS = 3  # of the final comparison; the best candidate has to be faster in each
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """best: of the choices, by the rungs. seconds, before: of a step with it and with the default,
-    in the proof; kept: whether it was faster in each pair."""
+class Trial:
+    """A request to run so many steps with the settings; the answer is the seconds of one step."""
 
-    default: Choice
-    best: Choice
-    seconds: float
-    before: float
-    kept: bool
+    choice: ExchangeSettings
+    steps: int = STEPS_PER_TRIAL
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """Result of the search.
+
+    Attributes:
+        best: Best candidate of the rounds.
+        step_s: Seconds of a step with it, in the final comparison.
+        default_step_s: Seconds of a step with the default.
+        is_faster: Whether it was faster than the default in each pair.
+    """
+
+    default: ExchangeSettings
+    best: ExchangeSettings
+    step_s: float
+    default_step_s: float
+    is_faster: bool
 
     @property
-    def choice(self) -> Choice:
-        return self.best if self.kept else self.default
+    def choice(self) -> ExchangeSettings:
+        return self.best if self.is_faster else self.default
 
 
-def halving(default: Choice, likely: Sequence[Choice]) -> Generator[Ask, float, Verdict]:
-    """likely: without the default, MOST of them at most are taken; of two that are equally fast the
-    first."""
-    left, found = list(likely[:MOST]), defaultdict[Choice, list[float]](list)
-    for keep in (LEFT, 1):
+def halving(
+    default: ExchangeSettings, likely_settings: Sequence[ExchangeSettings]
+) -> Generator[Trial, float, TuningResult]:
+    """Search among ``likely``, at most MAX_CANDIDATES of them and without the default.
+
+    Of two that are equally fast the first is chosen.
+    """
+    left, found = (
+        list(likely_settings[:MAX_CANDIDATES]),
+        defaultdict[ExchangeSettings, list[float]](list),
+    )
+    for keep in (FINALISTS, 1):
         if len(left) > keep:
             for choice in left:
-                found[choice].append((yield Ask(choice)))
+                found[choice].append((yield Trial(choice)))
             left = sorted(left, key=lambda choice: median(found[choice]))[:keep]
     if not left:
-        return Verdict(default, default, 0.0, 0.0, False)
+        return TuningResult(default, default, 0.0, 0.0, False)
     pairs, both = [], (left[0], default)
-    for pair in range(PAIRS):
-        told = {}
+    for pair in range(COMPARISON_PAIRS):
+        step_times = {}
         for choice in both if pair % 2 else reversed(both):
-            told[choice] = yield Ask(choice)
-        pairs.append(tuple(told[choice] for choice in both))
-    seconds, before = (median(one) for one in zip(*pairs, strict=True))
-    return Verdict(default, left[0], seconds, before, all(one < other for one, other in pairs))
+            step_times[choice] = yield Trial(choice)
+        pairs.append(tuple(step_times[choice] for choice in both))
+    step_s, default_step_s = (median(one) for one in zip(*pairs, strict=True))
+    return TuningResult(
+        default, left[0], step_s, default_step_s, all(one < other for one, other in pairs)
+    )
 
 
-def steps_of(count: int) -> int:
-    """That a search among so many choices takes at most."""
-    count = min(count, MOST)
-    rungs = count * (count > LEFT) + min(count, LEFT) * (count > 1)
-    asks = rungs + 2 * PAIRS * (count > 0)
-    stays = (PAIRS - 1) * (count > 0)  # a pair begins with what the one before has ended with
-    return asks * (STEPS + SETTLES) - stays * SETTLES
+def max_steps(count: int) -> int:
+    """Return the number of steps that a search among ``count`` candidates takes at most."""
+    count = min(count, MAX_CANDIDATES)
+    rungs = count * (count > FINALISTS) + min(count, FINALISTS) * (count > 1)
+    asks = rungs + 2 * COMPARISON_PAIRS * (count > 0)
+    # a pair begins with the settings that the previous one ended with
+    stays = (COMPARISON_PAIRS - 1) * (count > 0)
+    return asks * (STEPS_PER_TRIAL + WARM_UP_STEPS) - stays * WARM_UP_STEPS

@@ -204,6 +204,6 @@ def finish(code: int) -> NoReturn:
 def _leave_group(code: int) -> None:
     """Destroy a process group that the script left open, carefully (see world.join.leave)."""
     if "torch.distributed" in sys.modules and code == 0:
-        from ...world.process_group import leave
+        from ...world.process_group import leave_process_group
 
-        leave()
+        leave_process_group()

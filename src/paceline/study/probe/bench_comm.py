@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from ...cluster.rank_identity import place
-from ...comm.tune.algorithms import has_sockets
+from ...comm.tune.algorithms import can_reduce_by_sockets
 from ...cost.machine.dataclass_tree import tree
 from ...cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ...record.hooks.collectives import RecordedGroup
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import Recorder
-from ...world.process_group import join, leave
+from ...world.process_group import join_process_group, leave_process_group
 from .measure.collectives import LATENCY, LEAST, MOST, Members, backend_of, prepared
 
 JOIN_SECONDS = 300.0
@@ -41,9 +41,9 @@ def main() -> None:
         print(json.dumps(_with_mpi(given.operation, given.sizes)), flush=True)
         return
     who = place(dict(os.environ))
-    join(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
+    join_process_group(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
     found = _measured(_backends(), given.operation, given.sizes)
-    leave()
+    leave_process_group()
     if who.rank == 0 and not send_to_launcher(summary=json.dumps(found)):
         print(json.dumps(found))
 
@@ -56,7 +56,7 @@ def _backends() -> dict[str, Members]:
     found = {"gloo": Members(dist.new_group(backend="gloo"), size, cpu)}
     if (name := backend_of(default)) not in found:
         found[name] = Members(default, size, cpu)
-        if has_sockets(default):
+        if can_reduce_by_sockets(default):
             found[f"{name} by sockets"] = Members(_by_socket(), size, cpu)
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

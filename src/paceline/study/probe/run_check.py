@@ -19,7 +19,7 @@ from ...cluster.topology.topology import topology
 from ...cost.machine.dataclass_tree import tree
 from ...record.ring.launcher_messages import notify
 from ...record.ring.recorder import Recorder
-from ...world.process_group import join
+from ...world.process_group import join_process_group
 from .groups import Groups
 from .measure import host_facts
 from .measure.arithmetic import arithmetic
@@ -38,7 +38,7 @@ def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | 
     """Measure, together with the other ranks of the job; on rank 0 the summary (see summary.py).
     folder: whose storage is measured. quick: fewer sizes, ``import torch`` once."""
     who = place(dict(os.environ))
-    join(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
+    join_process_group(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
     # Store of the job, or of a process alone.
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else HashStore()
     crew = Crew(PrefixStore("paceline/check", store), who.rank, who.size, _about(who))
