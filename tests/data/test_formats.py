@@ -20,7 +20,7 @@ import zarr
 import paceline
 from paceline.data import Loader, Shards, pack
 from paceline.data.packing import export
-from paceline.data.packing.export import WRITES, converted
+from paceline.data.packing.export import WRITABLE_FORMATS, convert
 from paceline.data.shards import ScratchBuffer
 
 
@@ -50,12 +50,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("to", WRITES)
+@pytest.mark.parametrize("to", WRITABLE_FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_read_again_byte_for_byte(tmp_path, kind, to):
     source, labels = KINDS[kind](tmp_path)
     pack(source, tmp_path / "one", labels)
-    report = converted(tmp_path / "one", tmp_path / "other", to, shard_bytes=2000)
+    report = convert(tmp_path / "one", tmp_path / "other", to, shard_bytes=2000)
     assert report.meta.samples == len(Shards(tmp_path / "one"))
     dest = tmp_path / "other"
     if to == "hdf5":
@@ -75,8 +75,8 @@ def test_others_read_what_is_written(tmp_path):
     x, y = sets.arrays(6)
     pack((x, y), tmp_path / "one")
     order = [int(a[0, 0]) for a, _ in map(Shards(tmp_path / "one").__getitem__, range(6))]
-    for to in WRITES:
-        converted(tmp_path / "one", tmp_path / to, to)
+    for to in WRITABLE_FORMATS:
+        convert(tmp_path / "one", tmp_path / to, to)
     with h5py.File(tmp_path / "hdf5") as file:
         assert np.array_equal(file["x"][:], x[order])
         assert np.array_equal(file["y"][:], y[order])
@@ -229,7 +229,7 @@ def test_what_is_damaged_is_told(tmp_path, to, inside, damage, said):
     x, y = sets.arrays(30, (40, 40))
     pack((x, y), tmp_path / "one")
     dest = tmp_path / ("other.h5" if to == "hdf5" else "other")
-    converted(tmp_path / "one", dest, to)
+    convert(tmp_path / "one", dest, to)
     damage(dest / inside if inside else dest)
     with pytest.raises(ValueError, match=said):
         pack(dest, tmp_path / "again")
@@ -340,9 +340,9 @@ def test_what_is_not_clear_is_asked(tmp_path):
         pack(tmp_path / "t.tar", tmp_path / "one")
     pack(np.zeros((3, 2)), tmp_path / "set")
     with pytest.raises(ValueError, match=r"--to parquet: is not written\. HINT: hdf5, lmdb"):
-        converted(tmp_path / "set", tmp_path / "out", "parquet")
+        convert(tmp_path / "set", tmp_path / "out", "parquet")
     with pytest.raises(ValueError, match=r"exists\. HINT: another name"):
-        converted(tmp_path / "set", tmp_path / "t.tar", "webdataset")
+        convert(tmp_path / "set", tmp_path / "t.tar", "webdataset")
     assert not (tmp_path / "one").exists() or not any((tmp_path / "one").iterdir())
 
 
@@ -377,10 +377,10 @@ def test_what_was_stopped_is_gone_on_with_only_if_it_is_the_same(tmp_path):
     stopped = pytest.MonkeyPatch()
     stopped.setattr(export, "export", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        converted(tmp_path / "x.npy", tmp_path / "out", "webdataset")
+        convert(tmp_path / "x.npy", tmp_path / "out", "webdataset")
     stopped.undo()
     assert (tmp_path / ".out.packed/paceline.json").exists()
-    converted(tmp_path / "z.npy", tmp_path / "out", "webdataset")
+    convert(tmp_path / "z.npy", tmp_path / "out", "webdataset")
     pack(tmp_path / "out", tmp_path / "again")
     assert min(float(a[0, 0]) for a in Shards(tmp_path / "again")) == 100
     assert not (tmp_path / ".out.packed").exists()

@@ -7,7 +7,7 @@ import pytest
 import sets
 
 from paceline.data import Shards, pack
-from paceline.data.packing.export import converted
+from paceline.data.packing.export import convert
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None,
@@ -28,7 +28,7 @@ def test_tensorflow_reads_arrays_and_labels(tmp_path):
 
     x, y = sets.arrays(20, (3, 4))
     pack((x, y), tmp_path / "packed", seed=3)
-    converted(str(tmp_path / "packed"), tmp_path / "out", "tfrecord", None)
+    convert(str(tmp_path / "packed"), tmp_path / "out", "tfrecord", None)
     kind = tf.io.FixedLenFeature([], tf.string)
     number = tf.io.FixedLenFeature([], tf.int64)
     found = read(tmp_path / "out", {"x": kind, "x/dtype": kind, "label": number})
@@ -45,7 +45,7 @@ def test_tensorflow_decodes_images(tmp_path):
     import tensorflow as tf
 
     sets.images(tmp_path / "in", 12)
-    converted(str(tmp_path / "in"), tmp_path / "out", "tfrecord", None)
+    convert(str(tmp_path / "in"), tmp_path / "out", "tfrecord", None)
     kind = tf.io.FixedLenFeature([], tf.string)
     for one in read(tmp_path / "out", {"image/encoded": kind}):
         assert tf.io.decode_image(one["image/encoded"]).shape == (20, 24, 3)

@@ -14,8 +14,8 @@ import pytest
 import zarr
 
 from paceline.data import Shards, pack
-from paceline.data.sources.formats import classic, source, zarrs
-from paceline.data.sources.formats.tfrecord import HEAD, TAIL, _example, _masked
+from paceline.data.sources.formats import classic, open_source, zarrs
+from paceline.data.sources.formats.tfrecord import FOOTER, HEADER, _example, _masked_crc
 from paceline.security.files import InvalidFileError
 
 
@@ -38,7 +38,7 @@ def test_folders_of_other_formats_with_a_fifo(tmp_path, name):
 
 def record(content: bytes, length: int | None = None) -> bytes:
     head = (len(content) if length is None else length).to_bytes(8, "little")
-    return head + TAIL.pack(_masked(head)) + content + TAIL.pack(_masked(content))
+    return head + FOOTER.pack(_masked_crc(head)) + content + FOOTER.pack(_masked_crc(content))
 
 
 def example(**values) -> bytes:
@@ -76,7 +76,7 @@ def test_features_of_tfrecords(tmp_path, content, said):
 def test_lengths_of_tfrecords(tmp_path):
     """A sparse file of 1 TiB, of one record."""
     path = tmp_path / "x.tfrecord"
-    path.write_bytes(record(b"", 1 << 40)[: HEAD.size])
+    path.write_bytes(record(b"", 1 << 40)[: HEADER.size])
     os.truncate(path, (1 << 40) + 100)
     with pytest.raises(ValueError, match="a record of 1,099,511,627,776 bytes"):
         pack(path, tmp_path / "out")
@@ -183,9 +183,9 @@ def test_headers_of_netcdf_3(tmp_path, data, said):
     (tmp_path / "x.nc").write_bytes(data)
     if said:
         with pytest.raises(ValueError, match=said):
-            classic.lacks(tmp_path / "x.nc")
+            classic.length_note(tmp_path / "x.nc")
     else:
-        assert classic.lacks(tmp_path / "x.nc") == ""
+        assert classic.length_note(tmp_path / "x.nc") == ""
 
 
 def test_metadata_of_parquet_that_is_not_what_datasets_writes(tmp_path):
@@ -202,5 +202,5 @@ def test_what_a_library_raises_is_told_by_name(tmp_path, monkeypatch):
     (tmp_path / "x.zarr").mkdir()
     (tmp_path / "x.zarr" / "zarr.json").write_text("{}")
     with pytest.raises(InvalidFileError, match=r"x\.zarr: can't be read") as error:
-        source(tmp_path / "x.zarr", "", None)
+        open_source(tmp_path / "x.zarr", "", None)
     assert str(error.value).isprintable()

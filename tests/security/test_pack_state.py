@@ -12,11 +12,11 @@ import pytest
 import sets
 
 from paceline.data import Shards, pack
-from paceline.data.packing.pieces import Cut
-from paceline.data.packing.unfinished import WORK
+from paceline.data.packing.pieces import Partition
+from paceline.data.packing.unfinished import WORK_FOLDER
 from paceline.data.sources.folder_source import FolderSource
 from paceline.security.files import InvalidFileError
-from paceline.study.packing import Asked, Task
+from paceline.study.packing import PackRequest, Task
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,10 @@ def test_a_damaged_list_of_files_is_made_anew(tmp_path, ends):
     [b"[]", b"\xff", b"[" * 100000, {"left": -1}, {"asked": {}}, {"cut": {"first": 0, "each": 0}}],
 )
 def test_a_damaged_task_of_ranks_is_told_in_a_line(tmp_path, change):
-    Task(Asked("x", "y"), Cut(0, 2, 4), [0, 1], "arrays", "x", False, 0, 0, False).save(tmp_path)
-    assert Task.load(tmp_path).cut == Cut(0, 2, 4)
+    Task(PackRequest("x", "y"), Partition(0, 2, 4), [0, 1], "arrays", "x", False, 0, 0, False).save(
+        tmp_path
+    )
+    assert Task.load(tmp_path).cut == Partition(0, 2, 4)
     if isinstance(change, dict):
         change = json.dumps(json.loads((tmp_path / "task.json").read_bytes()) | change).encode()
     (tmp_path / "task.json").write_bytes(change)
@@ -64,7 +66,7 @@ def stopped(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path / "x.npy", tmp_path / "out", shard_bytes=128, workers=1, step=step)
-    assert (tmp_path / "out" / WORK / "shard-00001.json").exists()
+    assert (tmp_path / "out" / WORK_FOLDER / "shard-00001.json").exists()
     return tmp_path / "x.npy", tmp_path / "out"
 
 
@@ -92,7 +94,7 @@ def whole(folder: Path) -> bool:
 )
 def test_damaged_state_of_a_shard_is_discarded(stopped, damage):
     source, folder = stopped
-    path = folder / WORK / "shard-00001.json"
+    path = folder / WORK_FOLDER / "shard-00001.json"
     if isinstance(damage, dict):
         damage = json.dumps(json.loads(path.read_bytes()) | damage).encode()
     path.write_bytes(damage)
@@ -105,8 +107,8 @@ def test_a_damaged_cut_is_discarded(stopped, cut):
     source, folder = stopped
     told = {"first": 8, "each": 1, "samples": 16, "channels": None}
     data = cut if isinstance(cut, bytes) else json.dumps(told | cut if cut else cut).encode()
-    (folder / WORK / "pieces.json").write_bytes(data)
-    (folder / WORK / "piece-000000").mkdir()
+    (folder / WORK_FOLDER / "pieces.json").write_bytes(data)
+    (folder / WORK_FOLDER / "piece-000000").mkdir()
     assert pack(source, folder, shard_bytes=128).meta.samples == 16
     assert whole(folder)
 
@@ -114,7 +116,7 @@ def test_a_damaged_cut_is_discarded(stopped, cut):
 @pytest.mark.parametrize("plan", [b"[1]", b"", b"{", b"[" * 100000])
 def test_a_damaged_plan_is_refused_in_a_line(stopped, plan):
     source, folder = stopped
-    (folder / WORK / "plan.json").write_bytes(plan)
+    (folder / WORK_FOLDER / "plan.json").write_bytes(plan)
     with pytest.raises(ValueError, match=r"plan\.json: .* HINT: fresh=True") as error:
         pack(source, folder, shard_bytes=128)
     assert "\n" not in str(error.value)
@@ -125,8 +127,8 @@ def test_a_damaged_plan_is_refused_in_a_line(stopped, plan):
 @pytest.mark.parametrize("name", ["lock", "plan.json", "shard-00000.json", "rows-00000"])
 def test_state_that_is_a_fifo_is_not_waited_for(stopped, name):
     source, folder = stopped
-    (folder / WORK / name).unlink()
-    os.mkfifo(folder / WORK / name)
+    (folder / WORK_FOLDER / name).unlink()
+    os.mkfifo(folder / WORK_FOLDER / name)
     if name in ("lock", "plan.json"):
         with pytest.raises(ValueError, match="is a FIFO and no regular file"):
             pack(source, folder, shard_bytes=128)
@@ -142,11 +144,11 @@ def test_links_in_the_working_folder_lead_nowhere(stopped, tmp_path):
     other.mkdir()
     (other / "kept").write_text("kept")
     for name in ("shard-00002.part", ".shard-00002.json.part", "rows.part", ".plan.json.part"):
-        (folder / WORK / name).unlink(missing_ok=True)
-        (folder / WORK / name).symlink_to(other / "kept")
+        (folder / WORK_FOLDER / name).unlink(missing_ok=True)
+        (folder / WORK_FOLDER / name).symlink_to(other / "kept")
     (folder / ".paceline.json.part").symlink_to(other / "kept")
-    (folder / WORK / "run-x").symlink_to(other)
-    (folder / WORK / "piece-000009").symlink_to(other)
+    (folder / WORK_FOLDER / "run-x").symlink_to(other)
+    (folder / WORK_FOLDER / "piece-000009").symlink_to(other)
     pack(source, folder, shard_bytes=128)
     assert whole(folder)
     pack(source, folder, shard_bytes=128, fresh=True)
@@ -158,7 +160,7 @@ def test_a_working_folder_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "kept").write_text("kept")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / WORK).symlink_to(tmp_path / "other")
+    (tmp_path / "out" / WORK_FOLDER).symlink_to(tmp_path / "other")
     with pytest.raises(ValueError, match="is a symbolic link"):
         pack(np.zeros((4, 2)), tmp_path / "out", fresh=True)
     assert (tmp_path / "other" / "kept").exists()

@@ -21,7 +21,7 @@ import sets
 import zarr
 
 from paceline.data import pack
-from paceline.data.packing.export import converted
+from paceline.data.packing.export import convert
 
 pytestmark = pytest.mark.soak
 
@@ -38,7 +38,7 @@ def whole(folder, work):
     for kind in ("arrays", "images"):
         for to in ("hdf5", "lmdb", "tfrecord", "webdataset"):
             end = ".h5" if to == "hdf5" else f"-{to}"
-            converted(work / kind, folder / f"{kind}{end}", to, shard_bytes=3000)
+            convert(work / kind, folder / f"{kind}{end}", to, shard_bytes=3000)
     with h5py.File(folder / "plain.h5", "w") as file:
         file["x"], file["y"] = x, y
     with h5py.File(folder / "chunks.h5", "w") as file:

@@ -17,8 +17,8 @@ from .common.options import Env, Hostfile, Hosts, Launcher
 from .common.sizes import bytes_of
 
 if TYPE_CHECKING:
-    from ..data.packing.pack import Report
-    from ..study.packing import Asked, Where
+    from ..data.packing.pack import PackReport
+    from ..study.packing import PackRequest, RankPlacement
 
 QUIET_S = 10.0  # between two lines of progress where there is no terminal
 
@@ -144,10 +144,10 @@ def pack(
     Exit code 1 where --check has found something.
     """
     with mistakes_told():
-        from ..data.packing.pack import Wish
-        from ..study.packing import Asked, Where
+        from ..data.packing.pack import PackOptions
+        from ..study.packing import PackRequest, RankPlacement
 
-        where = Where(ranks, hosts, hostfile, launcher, tuple(env or ()))
+        where = RankPlacement(ranks, hosts, hostfile, launcher, tuple(env or ()))
         if env and not where:
             raise ValueError(f"--env {env[0]}: is for ranks. HINT: with -n or -H")
         if check:
@@ -166,9 +166,9 @@ def pack(
             "cast": cast,
         }
         shard_bytes = bytes_of(shard_size, "--shard-size")
-        wish = Wish(shard_bytes, seed, statistics, on_error, fresh)
+        wish = PackOptions(shard_bytes, seed, statistics, on_error, fresh)
         table = None if labels is None else str(labels)
-        asked = Asked(source, str(dest), table, apply, workers, encoding, wish)
+        asked = PackRequest(source, str(dest), table, apply, workers, encoding, wish)
         work = partial(_pack, asked, where, to, json)
         library = "" if where else _library(source)
         if library:  # made in C, and not all of it checks what it reads
@@ -177,7 +177,7 @@ def pack(
             work()
 
 
-def _pack(asked: "Asked", where: "Where", to: str | None, json: bool) -> None:
+def _pack(asked: "PackRequest", where: "RankPlacement", to: str | None, json: bool) -> None:
     report = _packed(asked, where, to)
     meta = asdict(report.meta)
     if json:
@@ -194,7 +194,7 @@ def _library(source: str) -> str:
     """That reads the source, where it is a file of another format; or ""."""
     from ..data.sources import formats
 
-    kind = formats.known(formats.split(source)[0])
+    kind = formats.detect_format(formats.split_path(source)[0])
     return formats.FORMATS[kind].library if kind else ""
 
 
@@ -205,8 +205,8 @@ def _at_fault(source: str, library: str, what: str) -> str:
     )
 
 
-def _packed(asked: "Asked", where: "Where", to: str | None) -> "Report":
-    from ..data.packing.export import converted
+def _packed(asked: "PackRequest", where: "RankPlacement", to: str | None) -> "PackReport":
+    from ..data.packing.export import convert
     from ..data.packing.pack import pack
     from ..study.packing import pack_on_ranks
 
@@ -217,14 +217,14 @@ def _packed(asked: "Asked", where: "Where", to: str | None) -> "Report":
             _of_one_process(where, "--to")
         else:
             _all_of_it()
-        how = {**asked.encoding, "apply": asked.how.apply, **asdict(asked.wish)}
+        how = {**asked.encoding, "apply": asked.encoding_options.apply, **asdict(asked.wish)}
         options = {**how, "workers": asked.workers, "step": step}
         if to is None:
             return pack(asked.source, asked.dest, asked.labels, **options)
-        return converted(asked.source, asked.dest, to, asked.labels, **options)
+        return convert(asked.source, asked.dest, to, asked.labels, **options)
 
 
-def _of_one_process(where: "Where", option: str) -> None:
+def _of_one_process(where: "RankPlacement", option: str) -> None:
     if where:
         raise ValueError(
             f"{option} is done by one process. HINT: without -n, -H, --hostfile and --launcher; "

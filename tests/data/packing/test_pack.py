@@ -218,8 +218,8 @@ def test_what_is_written_does_not_depend_on_the_threads(tmp_path):
 def test_what_is_written_does_not_depend_on_how_it_is_read(tmp_path, monkeypatch, little_s):
     folder = sets.images(tmp_path / "in", count=300)
     pack(folder, tmp_path / "a", shard_bytes=20_000)
-    monkeypatch.setattr(encoder_threads, "LITTLE_S", little_s)
-    monkeypatch.setattr(folder_source, "KEPT_BYTES", 0)
+    monkeypatch.setattr(encoder_threads, "MAX_CPU_S_WITHOUT_THREADS", little_s)
+    monkeypatch.setattr(folder_source, "MAX_LISTING_BYTES_IN_MEMORY", 0)
     pack(folder, tmp_path / "b", shard_bytes=20_000)
     assert len(Shards(tmp_path / "a").meta.shards) > 5
     assert sets.contents(tmp_path / "a") == sets.contents(tmp_path / "b")
@@ -244,9 +244,9 @@ def test_a_stream_may_give_the_same_memory_again(tmp_path):
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_values_are_counted_as_numpy_counts_them(monkeypatch, channels):
     image = np.random.default_rng(0).integers(0, 256, (30, 41, channels), np.uint8)
-    by_pillow = statistics._of_bytes(image)
+    by_pillow = statistics._image_moments(image)
     monkeypatch.setattr(statistics, "find_spec", lambda name: None)
-    for one, other in zip(by_pillow, statistics._of_bytes(image), strict=True):
+    for one, other in zip(by_pillow, statistics._image_moments(image), strict=True):
         assert np.array_equal(one, other)
 
 

@@ -11,12 +11,12 @@ import sets
 
 from paceline.data import Shards, pack
 from paceline.data.format.shard_format import renumber_shard
-from paceline.data.packing.encode import Encoding, Packed
-from paceline.data.packing.pack import Wish, packing
-from paceline.data.packing.pieces import Claims, Cut, Pieces, name
+from paceline.data.packing.encode import EncodedSample, EncodingOptions
+from paceline.data.packing.pack import PackOptions, open_pack_job
+from paceline.data.packing.pieces import Partition, PieceClaims, PieceWriter, piece_name
 from paceline.data.packing.statistics import Statistics
 
-WISH = Wish(shard_bytes=2000)
+WISH = PackOptions(shard_bytes=2000)
 
 
 def nothing(*_):
@@ -25,13 +25,15 @@ def nothing(*_):
 
 def some_packed(x, y, folder, count, wish=WISH, ranks=2):
     """So many pieces of a set, as a rank packs them that is killed then; how many there are."""
-    with packing((x, y), folder, None, Encoding(), wish, nothing) as job:
-        cut = job.cut(ranks)
+    with open_pack_job((x, y), folder, None, EncodingOptions(), wish, nothing) as job:
+        cut = job.partition(ranks)
         run = job.work / "run-killed"
         run.mkdir()
-        pieces = Pieces(cut, job.work, run, wish.shard_bytes, job.writer.images, job.writer.classes)
+        pieces = PieceWriter(
+            cut, job.work, run, wish.shard_bytes, job.writer.images, job.writer.classes
+        )
         pieces.pack(job.encoder, range(count), 2, nothing)
-        (run / name(count)).mkdir()
+        (run / piece_name(count)).mkdir()
         # what is left at a kill, without the tidying up
         shutil.copytree(job.work, folder.with_name("work"))
     shutil.move(folder.with_name("work"), folder / ".packing")
@@ -49,7 +51,7 @@ def content(folder):
 
 
 def test_rows_of_one_shard_become_those_of_another():
-    packed = Packed(0, (3,), "int16", [b"abcdef"], 6, 7, 0x12345678, "")
+    packed = EncodedSample(0, (3,), "int16", [b"abcdef"], 6, 7, 0x12345678, "")
     for one, other in ((0, 1), (5, 70_000), (9, 9)):
         rows = b"".join(packed.row(one, offset) for offset in (0, 6, 1 << 40))
         wanted = b"".join(packed.row(other, offset) for offset in (0, 6, 1 << 40))
@@ -61,7 +63,7 @@ def test_rows_of_one_shard_become_those_of_another():
     [(1000, 10, 4, 63), (100_000, 10, 4, 90), (3, 10, 4, 1), (1000, 10_000, 1, 1)],
 )
 def test_pieces_are_a_shard_or_what_gives_each_rank_a_few(samples, size, ranks, each):
-    cut = Cut.of((0, samples), size, 1000, ranks, None)
+    cut = Partition.of((0, samples), size, 1000, ranks, None)
     assert cut.each == each
     places = [place for piece in range(len(cut)) for place in range(*cut.span(piece))]
     assert places == list(range(samples))
@@ -75,7 +77,7 @@ def test_each_piece_is_taken_once_by_whoever_is_there_first(tmp_path, size):
 
     def take(rank):
         start.wait()
-        for number, piece in enumerate(Claims(tmp_path, pieces, rank, size)):
+        for number, piece in enumerate(PieceClaims(tmp_path, pieces, rank, size)):
             taken.append(piece)
             if rank == 1 and number == 2:
                 return  # it takes no more, and others do
@@ -118,9 +120,9 @@ def test_pieces_begin_behind_the_shards_of_one_process(tmp_path):
         pack((x, y), tmp_path / "out", shard_bytes=2000, step=stop)
     with (
         suppress(KeyboardInterrupt),
-        packing((x, y), tmp_path / "out", None, Encoding(), WISH, nothing) as job,
+        open_pack_job((x, y), tmp_path / "out", None, EncodingOptions(), WISH, nothing) as job,
     ):
-        first = job.cut(3).first
+        first = job.partition(3).first
         raise KeyboardInterrupt
     assert 0 < first <= 100
     assert pack((x, y), tmp_path / "out", shard_bytes=2000).went_on_at == first
@@ -131,7 +133,7 @@ def test_pieces_begin_behind_the_shards_of_one_process(tmp_path):
 def test_a_piece_that_is_not_what_it_says_is_packed_again(tmp_path, damage):
     x, y = sets.arrays(400)
     some_packed(x, y, tmp_path / "out", 4)
-    piece = tmp_path / "out" / ".packing" / name(2)
+    piece = tmp_path / "out" / ".packing" / piece_name(2)
     shard = piece / "shard-00000.bin"
     if damage == "shorter":
         shard.write_bytes(shard.read_bytes()[:-1])
@@ -145,11 +147,11 @@ def test_a_piece_that_is_not_what_it_says_is_packed_again(tmp_path, damage):
 
 
 def test_killed_while_pieces_are_joined_the_next_call_joins_them(tmp_path, monkeypatch):
-    from paceline.data.packing.shard_writer import Writer
+    from paceline.data.packing.shard_writer import ShardWriter
 
     x, y = sets.arrays(400)
     count = some_packed(x, y, tmp_path / "out", 3)
-    adopt, adopted = Writer.adopt, []
+    adopt, adopted = ShardWriter.adopt_piece, []
 
     def killed(self, part):
         adopt(self, part)
@@ -157,7 +159,7 @@ def test_killed_while_pieces_are_joined_the_next_call_joins_them(tmp_path, monke
         if len(adopted) == count // 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Writer, "adopt", killed)
+    monkeypatch.setattr(ShardWriter, "adopt_piece", killed)
     with pytest.raises(KeyboardInterrupt):
         pack((x, y), tmp_path / "out", shard_bytes=2000)
     monkeypatch.undo()
@@ -169,13 +171,13 @@ def test_killed_while_pieces_are_joined_the_next_call_joins_them(tmp_path, monke
 def test_a_late_rank_of_a_job_that_was_killed_does_no_harm(tmp_path):
     x, y = sets.arrays(400)
     folder = tmp_path / "out"
-    with packing((x, y), folder, None, Encoding(), WISH, nothing) as job:
-        cut = job.cut(2)
+    with open_pack_job((x, y), folder, None, EncodingOptions(), WISH, nothing) as job:
+        cut = job.partition(2)
         late, soon = job.work / "run-late", job.work / "run-soon"
         for run in (late, soon):
             run.mkdir()
-        of_late = Pieces(cut, job.work, late, WISH.shard_bytes, False, False)
-        Pieces(cut, job.work, soon, WISH.shard_bytes, False, False).pack(
+        of_late = PieceWriter(cut, job.work, late, WISH.shard_bytes, False, False)
+        PieceWriter(cut, job.work, soon, WISH.shard_bytes, False, False).pack(
             job.encoder, range(len(cut)), 2, nothing
         )
         of_late.pack(job.encoder, [1], 2, nothing)  # the same again: one of them is kept
@@ -183,9 +185,9 @@ def test_a_late_rank_of_a_job_that_was_killed_does_no_harm(tmp_path):
         with pytest.raises(FileNotFoundError):
             of_late.pack(job.encoder, [2], 2, nothing)
         with pytest.raises(FileNotFoundError):
-            next(iter(Claims(late, [2], 0, 1)))
+            next(iter(PieceClaims(late, [2], 0, 1)))
         shutil.rmtree(soon)
-        job.join(cut, 0)
+        job.join_pieces(cut, 0)
     pack((x, y), tmp_path / "whole", shard_bytes=2000)
     assert content(folder) == content(tmp_path / "whole")
 
@@ -198,15 +200,17 @@ def test_moments_are_of_samples_with_the_channels_of_the_first(tmp_path):
         path.parent.mkdir(exist_ok=True)
         np.save(path, image)
     pack(tmp_path / "in", tmp_path / "whole", shard_bytes=900)
-    with packing(tmp_path / "in", tmp_path / "out", None, Encoding(), Wish(900), nothing) as job:
-        cut = job.cut(2)
+    with open_pack_job(
+        tmp_path / "in", tmp_path / "out", None, EncodingOptions(), PackOptions(900), nothing
+    ) as job:
+        cut = job.partition(2)
         run = job.work / "run-one"
         run.mkdir()
-        Pieces(cut, job.work, run, 900, job.writer.images, job.writer.classes).pack(
+        PieceWriter(cut, job.work, run, 900, job.writer.images, job.writer.classes).pack(
             job.encoder, range(len(cut)), 2, nothing
         )
         shutil.rmtree(run)
-        report = job.join(cut, 0)
+        report = job.join_pieces(cut, 0)
     whole = Shards(tmp_path / "whole").meta.statistics
     assert report.meta.statistics["of"] == whole["of"] < 90
     assert report.meta.statistics["mean"] == pytest.approx(whole["mean"], rel=1e-12)
@@ -217,5 +221,5 @@ def test_statistics_of_no_samples_say_nothing():
     none = Statistics.empty(False, (3,))
     assert none.as_json() == {}
     some = Statistics()
-    some.merge(Statistics.of_state(False, none.as_state()))
+    some.merge(Statistics.from_state(False, none.as_state()))
     assert some.mean is None

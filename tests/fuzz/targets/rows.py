@@ -9,16 +9,19 @@ import numpy as np
 
 from fuzz.scratch import new_folder
 from paceline.data.packing import pack_state
-from paceline.data.packing.pieces import CUT, Cut, done, name
-from paceline.data.packing.shard_writer import WHOLE, Writer
-from paceline.data.packing.unfinished import PLAN, WORK, _prepared
+from paceline.data.packing.pieces import PARTITION_FILE, Partition, complete_pieces, piece_name
+from paceline.data.packing.shard_writer import PIECE_STATE_FILE, ShardWriter
+from paceline.data.packing.unfinished import PLAN_FILE, WORK_FOLDER, _prepare
 
 FOLDER = new_folder()
-WORKING = FOLDER / WORK
-PIECE = WORKING / name(0)
+WORKING = FOLDER / WORK_FOLDER
+PIECE = WORKING / piece_name(0)
 FILES = (
-    *(WORKING / one for one in ("shard-00000.json", PLAN, CUT, "rows-00000", "names-00000")),
-    *(PIECE / one for one in (WHOLE, "rows-00000", "names-00000")),
+    *(
+        WORKING / one
+        for one in ("shard-00000.json", PLAN_FILE, PARTITION_FILE, "rows-00000", "names-00000")
+    ),
+    *(PIECE / one for one in (PIECE_STATE_FILE, "rows-00000", "names-00000")),
 )
 SHARD = {"file": "shard-00000.bin", "samples": 2, "bytes": 16, "crc": 0}
 MOMENTS = {"samples": 2, "count": 2.0, "mean": [1.0, 2.0], "squares": [0.5, 0.5]}
@@ -51,13 +54,13 @@ def run(data: bytes) -> None:
     (PIECE / "shard-00000.bin").write_bytes(bytes(16))
     FILES[data[0] % len(FILES)].write_bytes(data[1:])
     try:
-        _prepared(FOLDER, WORKING, False)
-        writer = Writer(FOLDER, WORKING, 100, False)
+        _prepare(FOLDER, WORKING, False)
+        writer = ShardWriter(FOLDER, WORKING, 100, False)
         try:
-            cut = Cut.load(WORKING)
-            same = cut is not None and (cut.first, cut.samples) == (writer.next, 4)
-            if same and done(cut, WORKING, FOLDER, len(writer.shards)):
-                writer.adopt(PIECE)
+            cut = Partition.load(WORKING)
+            same = cut is not None and (cut.first, cut.samples) == (writer.next_place, 4)
+            if same and complete_pieces(cut, WORKING, FOLDER, len(writer.shards)):
+                writer.adopt_piece(PIECE)
             assert writer.samples in (0, 2, 4), writer.samples
             json.dumps(writer.statistics.as_json())
             pack_state.as_json(writer._state(0))

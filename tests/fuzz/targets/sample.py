@@ -12,8 +12,8 @@ from paceline.data.format import decode as decoding
 from paceline.data.format import meta_schema
 from paceline.data.format.meta_schema import DTYPES, nbytes
 from paceline.data.format.shard_format import IMAGE, JPEG, RAW, ZSTD, IndexRow
-from paceline.data.packing.encode import Encoding, encoded
-from paceline.data.sources.source import Loaded
+from paceline.data.packing.encode import EncodingOptions, encode_sample
+from paceline.data.sources.source import LoadedSample
 
 decoding.MAX_IMAGE_PIXELS = 1 << 16
 decoding.MAX_UNCHECKED_SCAN_WORK = 1 << 20
@@ -56,8 +56,8 @@ def run(data: bytes) -> None:
     into = np.zeros(shape, dtype)
     _tried(decoding.decode, row, content, into)
     # as the file of a folder that is packed
-    loaded = Loaded(bytes(content), None, f"x{ENDS[data[4] % len(ENDS)]}")
-    _tried(encoded, loaded, Encoding(decode=data[4] > 128), None)
+    loaded = LoadedSample(bytes(content), None, f"x{ENDS[data[4] % len(ENDS)]}")
+    _tried(encode_sample, loaded, EncodingOptions(decode=data[4] > 128), None)
 
 
 def _tried(function, *words):

@@ -11,7 +11,7 @@ import numpy as np
 from fuzz.scratch import new_folder
 from paceline.data.format import decode, meta_schema
 from paceline.data.format import npy as npy_files
-from paceline.data.packing.encode import Encoding, encoded
+from paceline.data.packing.encode import EncodingOptions, encode_sample
 from paceline.data.sources.folder_source import FolderSource
 from paceline.data.sources.formats import classic, tfrecord, webdataset
 from paceline.data.sources.source import ArraySource
@@ -50,7 +50,7 @@ def run(data: bytes) -> None:
     path = FOLDER / ("x.tfrecord", "x.tar", "x.npy", "x.nc", "x.csv")[kind]
     path.write_bytes(content)
     if kind == 3:
-        classic.lacks(path)
+        classic.length_note(path)
         return
     made = None
     try:
@@ -58,7 +58,7 @@ def run(data: bytes) -> None:
         for i in range(min(len(made), SAMPLES)):
             try:
                 loaded = made.load(i)
-                encoded(loaded, Encoding(), made.label)
+                encode_sample(loaded, EncodingOptions(), made.label)
                 made.name(i)
             except (OSError, ValueError, ArithmeticError, MemoryError, EOFError):  # Encoder.one's
                 pass
@@ -69,9 +69,9 @@ def run(data: bytes) -> None:
 
 def _opened(kind, path):
     if kind == 0:
-        return tfrecord.Records(path, "", None)
+        return tfrecord.TFRecordSource(path, "", None)
     if kind == 1:
-        return webdataset.Tars(path, None)
+        return webdataset.WebDatasetSource(path, None)
     if kind == 2:
         return ArraySource(path)
     for left in ("listing", "listing.ends"):

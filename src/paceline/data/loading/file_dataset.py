@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..format.shard_format import ArraySpec, DataError
-from ..packing.encode import array_of
+from ..packing.encode import load_array
 from ..shards import RaggedError
 from ..sources.folder_source import FolderSource
-from ..sources.source import Loaded
+from ..sources.source import LoadedSample
 
 Place = tuple[Path, int, int]  # file, offset, bytes
 
@@ -88,12 +88,12 @@ class Files:
 
     def stored(self, i: int) -> tuple[Any, Any]:
         """(array, label): a .npy file's, or the file's bytes as uint8."""
-        return self._made(i, lambda loaded: array_of(loaded) if self.arrays else _bytes(loaded))
+        return self._made(i, lambda loaded: load_array(loaded) if self.arrays else _bytes(loaded))
 
     def _decoded(self, i: int) -> tuple[Any, Any]:
-        return self._made(i, array_of)
+        return self._made(i, load_array)
 
-    def _made(self, i: int, make: Callable[[Loaded], Any]) -> tuple[Any, Any]:
+    def _made(self, i: int, make: Callable[[LoadedSample], Any]) -> tuple[Any, Any]:
         path = self.folder / self._source.name(i)
         try:
             loaded = self._source.load(i)
@@ -113,5 +113,5 @@ class Files:
             labels[k] = label
 
 
-def _bytes(loaded: Loaded) -> Any:
+def _bytes(loaded: LoadedSample) -> Any:
     return np.frombuffer(loaded.data, np.uint8)

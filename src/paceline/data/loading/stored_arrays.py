@@ -15,7 +15,7 @@ from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
 from ..shards import MAX_CLASSES, RaggedError
 from ..sources import formats
 from ..sources.formats.stores import Rows, StoreSource
-from ..sources.source import pictures
+from ..sources.source import are_images
 
 CACHE_BYTES = 256 << 20  # of chunks that are kept unpacked
 STORES = ("hdf5", "netcdf", "zarr")
@@ -25,7 +25,7 @@ def is_stored_array(source: Any) -> bool:
     """Whether it is the name of such a file, or of an array in it."""
     if not isinstance(source, (str, os.PathLike)):
         return False
-    return formats.known(formats.split(os.fspath(source))[0]) in STORES
+    return formats.detect_format(formats.split_path(os.fspath(source))[0]) in STORES
 
 
 class StoredArrays:
@@ -45,10 +45,11 @@ class StoredArrays:
         found = self._source.x
         if found.dtype == "bytes" or getattr(found, "flat", False):
             raise ValueError(
-                f"Loader: {found.told} holds samples of any length. HINT: paceline pack {x} DEST"
+                f"Loader: {found.description} holds samples of any length. HINT: "
+                f"paceline pack {x} DEST"
             )
         self.array_spec = ArraySpec(found.dtype, tuple(found.shape))
-        self.images = pictures(found.dtype, self.array_spec.shape)
+        self.images = are_images(found.dtype, self.array_spec.shape)
         told = self._source.label
         self.label = (
             told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
@@ -82,7 +83,7 @@ class StoredArrays:
     @property
     def path(self) -> Path:
         """The file, or the folder of them."""
-        return formats.split(self._told[0])[0]
+        return formats.split_path(self._told[0])[0]
 
     @property
     def classes(self) -> int:
@@ -132,7 +133,7 @@ class StoredArrays:
 
     def _open(self) -> None:
         x, y = self._told
-        source = formats.source(*formats.split(x), y)
+        source = formats.open_source(*formats.split_path(x), y)
         assert isinstance(source, StoreSource)
         self._source, self._process = source, os.getpid()
         labels: Any = source.y

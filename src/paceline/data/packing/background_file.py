@@ -1,4 +1,4 @@
-"""A file that is written by a thread beside."""
+"""A file that a background thread writes."""
 
 import os
 from collections import deque
@@ -9,36 +9,36 @@ from typing import Any, BinaryIO
 
 from ..format.shard_format import checksum, create_new_file
 
-PIECE = 1 << 20  # bytes that are handed to the thread at a time, about
-PIECES = 4  # that wait for it, at most
-FEW = 16  # parts; more of them become one before they are written
+CHUNK_BYTES = 1 << 20  # handed to the thread at once, about
+MAX_WAITING_CHUNKS = 4
+MAX_PARTS = 16  # per chunk; more of them are joined before they are written
 
 
-class Beside:
-    """``write`` parts, then ``end`` and ``kept``, or ``abort``. What goes wrong in the thread is
-    raised by a later call."""
+class BackgroundFile:
+    """Call ``write``, then ``flush`` and ``sync``, or ``abort``. A later call raises an error of
+    the thread."""
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
         self._path = path
         self._file: BinaryIO = create_new_file(path, buffering=0)
         self._pool, self._crc = pool, 0
-        self._held: list[Any] = []
+        self._parts: list[Any] = []
         self._size = 0
         self._waiting: deque[Future[None]] = deque()
 
     def write(self, parts: list[Any], length: int) -> None:
-        """Parts that nobody changes any more but for bytearrays, which are copied."""
-        self._held += [bytes(part) if isinstance(part, bytearray) else part for part in parts]
+        """Write parts. The caller must not change them afterwards; only bytearrays are copied."""
+        self._parts += [bytes(part) if isinstance(part, bytearray) else part for part in parts]
         self._size += length
-        if self._size >= PIECE:
-            self._hand()
+        if self._size >= CHUNK_BYTES:
+            self._submit()
 
-    def end(self) -> None:
-        """Nothing more comes."""
-        self._hand()
+    def flush(self) -> None:
+        """Hand what is left to the thread."""
+        self._submit()
 
-    def kept(self) -> int:
-        """The checksum of all of it, once it is on its storage. Another thread may wait for it."""
+    def sync(self) -> int:
+        """Wait until all is on storage and return the checksum; any thread may call it."""
         with self._file as file:
             while self._waiting:
                 self._waiting.popleft().result()
@@ -46,21 +46,21 @@ class Beside:
         return self._crc
 
     def abort(self) -> None:
-        """Without a word of what went wrong, which was raised already. Nothing of it is left."""
-        for one in self._waiting:
-            one.cancel()
+        """Delete the file. Errors are ignored, as an earlier call has raised them."""
+        for future in self._waiting:
+            future.cancel()
         self._pool.submit(self._file.close).exception()
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
-    def _hand(self) -> None:
-        held, self._held, self._size = self._held, [], 0
-        self._waiting.append(self._pool.submit(self._written, held))
-        while len(self._waiting) > PIECES:
+    def _submit(self) -> None:
+        parts, self._parts, self._size = self._parts, [], 0
+        self._waiting.append(self._pool.submit(self._write_parts, parts))
+        while len(self._waiting) > MAX_WAITING_CHUNKS:
             self._waiting.popleft().result()
 
-    def _written(self, parts: list[Any]) -> None:
-        for part in [b"".join(parts)] if len(parts) > FEW else parts:
+    def _write_parts(self, parts: list[Any]) -> None:
+        for part in [b"".join(parts)] if len(parts) > MAX_PARTS else parts:
             self._crc = checksum(b"", part, start=self._crc)
             done = 0
             while done < len(part):

@@ -1,5 +1,4 @@
-"""What a sample becomes when it is packed: its bytes as they are, made smaller, decoded, or what a
-function makes of it."""
+"""Encode samples for packing: unchanged, resized, decoded, or as a function returns them."""
 
 import io
 from collections.abc import Callable
@@ -12,15 +11,23 @@ from ..format.decode import compress_zstd, decode, open_image, parse_npy, read_i
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ..format.sample_names import to_name_line
 from ..format.shard_format import FILE, RAW, ZSTD, ArraySpec, IndexRow, checksum, pack_row
-from ..sources.source import ARRAYS, IMAGES, JPEGS, Loaded
+from ..sources.source import ARRAYS, IMAGES, JPEGS, LoadedSample
 from .statistics import Statistics
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """decode: images as arrays. resize: images' shorter side in pixels, as JPEGs of ``quality``.
-    compress: arrays with zstd. cast: arrays' dtype. apply: of a sample's array (or bytes, of files
-    of other kinds), the array that is packed in its place."""
+class EncodingOptions:
+    """How ``pack`` encodes samples.
+
+    Attributes:
+        decode: Decode images and pack them as arrays.
+        resize: Shrink images to this shorter side in pixels, as JPEGs.
+        quality: JPEG quality of resized images, 1 to 100.
+        compress: Compress arrays with zstd.
+        cast: Cast arrays to this dtype.
+        apply: Function that gets a sample's array (bytes for files that are neither arrays nor
+            images) and returns the array to pack instead.
+    """
 
     decode: bool = False
     resize: int | None = None
@@ -30,8 +37,8 @@ class Encoding:
     apply: Callable[[Any], Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """apply: by its name."""
-        return {**asdict(replace(self, apply=None)), "apply": named(self.apply)}
+        """Return the options as JSON values; ``apply`` by its name."""
+        return {**asdict(replace(self, apply=None)), "apply": function_name(self.apply)}
 
     def __post_init__(self) -> None:
         if self.cast is not None:
@@ -52,9 +59,17 @@ class Encoding:
 
 
 @dataclass(slots=True)
-class Packed:
-    """One sample, ready to be written. length: bytes. crc: of its bytes, without its row.
-    statistics: of this one, where they are taken."""
+class EncodedSample:
+    """One sample, ready to be written.
+
+    Attributes:
+        encoding: RAW, ZSTD, JPEG, IMAGE or FILE.
+        parts: Bytes of the data, then of the label if it is an array.
+        length: Bytes of all parts.
+        label: Class or integer label; 0 if the label is an array or missing.
+        crc: Checksum of the parts, without the row.
+        statistics: Statistics of this sample, where they are computed.
+    """
 
     encoding: int
     shape: tuple[int, ...]
@@ -67,15 +82,20 @@ class Packed:
     statistics: Statistics | None = None
 
     def row(self, shard: int, offset: int) -> bytes:
-        """Its row at a place."""
+        """Return the sample's row in the index. offset: bytes from the start of the shard."""
         place = (self.label, offset, self.length, shard)
         covered = pack_row(*place, self.shape, self.dtype, self.encoding)
         return covered + checksum(covered, start=self.crc).to_bytes(4, "little")
 
 
-def encoded(loaded: Loaded, how: Encoding, label: ArraySpec | str | None) -> Packed:
-    """Raises ValueError where a sample, or its label, is not what it is said to be."""
-    encoding, shape, dtype, data = _encoded(loaded, how)
+def encode_sample(
+    loaded: LoadedSample, options: EncodingOptions, label: ArraySpec | str | None
+) -> EncodedSample:
+    """Encode a sample. label: the dataset's label kind, "class", or None.
+
+    Raises ValueError if the sample can't be packed or its label differs in shape from the others.
+    """
+    encoding, shape, dtype, data = _encode_data(loaded, options)
     parts, number, length = [data], 0, len(data)
     if isinstance(label, ArraySpec):
         array = np.asarray(loaded.label, label.dtype, order="C")
@@ -90,66 +110,77 @@ def encoded(loaded: Loaded, how: Encoding, label: ArraySpec | str | None) -> Pac
     if length >= MAX_SAMPLE_BYTES:
         raise ValueError("has 4 GiB or more. HINT: cut it into patches")
     crc = checksum(b"", *parts)
-    return Packed(encoding, shape, dtype, parts, length, number, crc, to_name_line(loaded.name))
+    return EncodedSample(
+        encoding, shape, dtype, parts, length, number, crc, to_name_line(loaded.name)
+    )
 
 
-def _encoded(loaded: Loaded, how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
+def _encode_data(
+    loaded: LoadedSample, options: EncodingOptions
+) -> tuple[int, tuple[int, ...], str, Any]:
     data = loaded.data
-    if how.apply is not None:
-        return _of_array(_applied(how.apply, array_of(loaded)), how)
+    if options.apply is not None:
+        return _encode_array(_apply(options.apply, load_array(loaded)), options)
     if isinstance(data, np.ndarray):
-        return _of_array(data, how)
-    if loaded.end in ARRAYS:
-        return _of_array(parse_npy(data), how)
-    if loaded.end not in IMAGES:
+        return _encode_array(data, options)
+    if loaded.extension in ARRAYS:
+        return _encode_array(parse_npy(data), options)
+    if loaded.extension not in IMAGES:
         if not data:
             raise ValueError("is empty: no byte of it is there")
         return FILE, (), "uint8", data
-    encoding, shape, dtype = read_image_header(data, loaded.end in JPEGS)
-    if how.resize is not None and min(shape[:2]) > how.resize:
-        data = _smaller(data, how.resize, how.quality)
+    encoding, shape, dtype = read_image_header(data, loaded.extension in JPEGS)
+    if options.resize is not None and min(shape[:2]) > options.resize:
+        data = _resize_jpeg(data, options.resize, options.quality)
         encoding, shape, dtype = read_image_header(data, True)
-    if how.decode:
+    if options.decode:
         row = IndexRow(0, 0, len(data), 0, shape, dtype, encoding, 0, b"")
-        return _of_array(decode(row, data), how)
+        return _encode_array(decode(row, data), options)
     return encoding, shape, dtype, data
 
 
-def array_of(loaded: Loaded) -> Any:
-    """Return a sample's array, decoded and writable; bytes of a file of another kind. Raises
-    ValueError."""
-    data = parse_npy(loaded.data) if loaded.end in ARRAYS and _is_file(loaded) else loaded.data
+def load_array(loaded: LoadedSample) -> Any:
+    """Return a sample's array, decoded and writable; the bytes of a file that is neither an array
+    nor an image. Raises ValueError."""
+    data = (
+        parse_npy(loaded.data) if loaded.extension in ARRAYS and _is_file(loaded) else loaded.data
+    )
     if isinstance(data, np.ndarray):
         return data if data.flags.writeable else data.copy()
-    if loaded.end not in IMAGES:
+    if loaded.extension not in IMAGES:
         return data
-    encoding, shape, dtype = read_image_header(data, loaded.end in JPEGS)
+    encoding, shape, dtype = read_image_header(data, loaded.extension in JPEGS)
     return decode(IndexRow(0, 0, len(data), 0, shape, dtype, encoding, 0, b""), data)
 
 
-def _is_file(loaded: Loaded) -> bool:
+def _is_file(loaded: LoadedSample) -> bool:
     return not isinstance(loaded.data, np.ndarray)
 
 
-def named(function: Callable[..., Any] | None) -> str | None:
-    """ "MODULE:FUNCTION", or as an object calls itself, without where it lies in memory."""
+def function_name(function: Callable[..., Any] | None) -> str | None:
+    """Return "MODULE:QUALNAME" of a function or, for a callable object, of its class. Unlike
+    ``repr`` it holds no memory address, so it is the same in each process."""
     if function is None:
         return None
     kind = function if hasattr(function, "__qualname__") else type(function)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _applied(function: Callable[[Any], Any], data: Any) -> np.ndarray[Any, Any]:
+def _apply(function: Callable[[Any], Any], data: Any) -> np.ndarray[Any, Any]:
     try:
         return np.asarray(function(data))
     except Exception as error:
-        raise ValueError(f"apply {named(function)}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"apply {function_name(function)}: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _of_array(array: np.ndarray[Any, Any], how: Encoding) -> tuple[int, tuple[int, ...], str, Any]:
+def _encode_array(
+    array: np.ndarray[Any, Any], options: EncodingOptions
+) -> tuple[int, tuple[int, ...], str, Any]:
     if array.dtype.hasobject or array.dtype.kind not in "biufc":
         raise ValueError(f"is an array of {array.dtype}, not of numbers")
-    kind = np.dtype(how.cast or array.dtype).newbyteorder("=")
+    kind = np.dtype(options.cast or array.dtype).newbyteorder("=")
     if kind.name not in DTYPES:
         raise ValueError(f"is an array of {kind}, and packed are {', '.join(DTYPES)}. HINT: --cast")
     if array.ndim > MAX_DIMS or max(array.shape, default=0) >= 1 << 32:
@@ -157,25 +188,26 @@ def _of_array(array: np.ndarray[Any, Any], how: Encoding) -> tuple[int, tuple[in
     if array.size * kind.itemsize >= MAX_SAMPLE_BYTES:
         raise ValueError("has 4 GiB or more. HINT: cut it into patches")
     if kind.kind in "iu" and kind != array.dtype:
-        _fits(array, kind)
+        _check_range(array, kind)
     array = np.asarray(array, kind, order="C")
-    if how.compress:
+    if options.compress:
         return ZSTD, array.shape, kind.name, compress_zstd(array)
-    return RAW, array.shape, kind.name, _bytes(array)
+    return RAW, array.shape, kind.name, _array_bytes(array)
 
 
-def _bytes(array: np.ndarray[Any, Any]) -> Any:
-    """A C-ordered array's. Where they are, if nobody can write there before they are packed."""
-    held = array
-    while isinstance(held.base, np.ndarray):
-        held = held.base
-    if isinstance(held.base, bytes) and array.size:
+def _array_bytes(array: np.ndarray[Any, Any]) -> Any:
+    """Return the bytes of a C-ordered array: a view if the memory is immutable, else a copy, as
+    the array could be changed before it is written."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if isinstance(owner.base, bytes) and array.size:
         return array.reshape(-1).view(np.uint8).data
     return array.tobytes()
 
 
-def _fits(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:
-    """A cast to whole numbers must not wrap around."""
+def _check_range(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:
+    """Raise ValueError for a cast to integers that would wrap around."""
     limits = np.iinfo(kind)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise ValueError(
@@ -184,24 +216,24 @@ def _fits(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:
         )
 
 
-def _smaller(data: Any, side: int, quality: int) -> bytes:
-    picture = open_image(data)
-    picture.draft(picture.mode, (side, side))  # a JPEG is decoded at a fraction of its size
-    width, height = picture.size
+def _resize_jpeg(data: Any, side: int, quality: int) -> bytes:
+    image = open_image(data)
+    image.draft(image.mode, (side, side))  # a JPEG is decoded at a fraction of its size
+    width, height = image.size
     scale = side / min(width, height)
     try:
-        picture = picture.convert("L" if picture.mode == "L" else "RGB")
+        image = image.convert("L" if image.mode == "L" else "RGB")
         if scale < 1:
-            picture = picture.resize((round(width * scale), round(height * scale)), reducing_gap=2)
-        made = io.BytesIO()
-        picture.save(made, "JPEG", quality=quality)
+            image = image.resize((round(width * scale), round(height * scale)), reducing_gap=2)
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=quality)
     except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
         raise ValueError(f"does not decode: {error}") from None
-    return made.getvalue()
+    return buffer.getvalue()
 
 
-def values(packed: Packed) -> Any:
-    """The array of a packed sample, as a reader will have it; None of a file of another kind."""
+def decoded_array(packed: EncodedSample) -> Any:
+    """Return the decoded array of a sample; None for a file that is neither array nor image."""
     if packed.encoding == FILE:
         return None
     row = IndexRow(0, 0, packed.length, 0, packed.shape, packed.dtype, packed.encoding, 0, b"")

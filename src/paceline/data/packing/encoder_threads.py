@@ -1,5 +1,5 @@
-"""Samples of a source as they are packed: read and encoded by threads, ahead of who writes them,
-where that is faster than without."""
+"""Read and encode the samples of a source, by threads ahead of the writer or, where that is faster,
+without threads."""
 
 import time
 from collections import deque
@@ -13,132 +13,160 @@ import numpy as np
 
 from ...security.text import printable
 from ..sources.source import Source
-from .encode import Encoding, Packed, encoded, values
+from .encode import EncodedSample, EncodingOptions, decoded_array, encode_sample
 from .statistics import Statistics
 
-AHEAD_BYTES = 256 << 20  # that are encoded and not yet written, at most
-CHUNK_BYTES = 1 << 20  # about what one thread takes at a time
-CHUNK = 256  # samples, at most
-CHUNK_S = 0.25  # of a thread's time, about: so often it is told what is done
-LITTLE_S = 100e-6  # of a processor, that a sample takes at most where threads are no gain
-TRIED = 4  # samples, read without threads to see whether that is faster
-UNTIL = 1024  # chunks for threads from one try to the next, at most
-MAX_SAMPLES = 1 << 30  # their order takes eight bytes each
-Span = tuple[int, int]  # places in the order: from one, up to another that is not in it
+MAX_AHEAD_BYTES = 256 << 20  # encoded and not yet written
+CHUNK_BYTES = 1 << 20  # target size of what one thread takes at a time
+MAX_CHUNK_SAMPLES = 256
+CHUNK_S = 0.25  # target duration of a chunk; progress is reported after each
+# CPU seconds per sample up to which threads bring no gain.
+MAX_CPU_S_WITHOUT_THREADS = 100e-6
+TRIAL_SAMPLES = 4  # read without threads to measure whether that is faster
+MAX_CHUNKS_BETWEEN_TRIALS = 1024
+MAX_SAMPLES = 1 << 30  # the order takes eight bytes for each
+Span = tuple[int, int]  # places in the order: start, and stop (exclusive)
 
 
 @dataclass
 class Encoder:
-    """order: which sample comes at which place. measured: of the first so many places the mean and
-    deviation are taken. skips: whether samples that can't be read are left out."""
+    """Load and encode samples.
+
+    Attributes:
+        order: Sample index at each place.
+        statistics_places: Number of first places whose statistics are computed.
+        skip_unreadable: Whether samples that can't be read are left out.
+    """
 
     source: Source
-    how: Encoding
+    options: EncodingOptions
     order: Any
-    measured: int
-    skips: bool
+    statistics_places: int
+    skip_unreadable: bool
 
-    def encoded(
-        self, spans: Iterable[Span], workers: int, ahead: int = AHEAD_BYTES, chunk: int = CHUNK
-    ) -> Iterator[tuple[int, Packed | str]]:
-        """(place, sample, or why there is none) of these spans in their order. The next span is
-        asked for once threads have taken all of the last one. ahead: bytes that are not yet
-        written; chunk: samples that one thread takes at a time; both at most."""
+    def encode(
+        self,
+        spans: Iterable[Span],
+        workers: int,
+        ahead: int = MAX_AHEAD_BYTES,
+        chunk: int = MAX_CHUNK_SAMPLES,
+    ) -> Iterator[tuple[int, EncodedSample | str]]:
+        """Yield (place, sample, or the reason why it is left out) of these spans in their order.
+
+        The next span is requested once threads have taken all of the previous one. ahead: maximum
+        bytes not yet written. chunk: maximum samples that one thread takes at a time.
+        """
         pool = ThreadPoolExecutor(workers, "paceline-pack")
-        waiting: deque[tuple[int, Future[tuple[list[Packed | str], float]]]] = deque()
-        coming, at, stop = iter(spans), 0, 0
-        size, each, more, pace = 0.0, 1, True, _Pace()
+        waiting: deque[tuple[int, Future[tuple[list[EncodedSample | str], float]]]] = deque()
+        next_spans, at, stop = iter(spans), 0, 0
+        size, chunk_samples, more_spans, pace = 0.0, 1, True, _ThreadingPolicy()
         try:
-            while more or waiting:
-                most = max(min(2 * workers, int(ahead / max(size * each, 1))), 1)
-                while more and len(waiting) < most and not pace.alone:
+            while more_spans or waiting:
+                max_waiting = max(min(2 * workers, int(ahead / max(size * chunk_samples, 1))), 1)
+                while more_spans and len(waiting) < max_waiting and not pace.unthreaded:
                     if at == stop:
-                        at, stop = next(coming, (0, 0))
-                        more = at < stop
+                        at, stop = next(next_spans, (0, 0))
+                        more_spans = at < stop
                         continue
-                    last = min(at + each, stop)
-                    chosen = self.order[at:last].tolist()
+                    chunk_stop = min(at + chunk_samples, stop)
+                    chosen = self.order[at:chunk_stop].tolist()
                     waiting.append((at, pool.submit(self._chunk, at, chosen)))
-                    at = last
-                    pace.handed()
+                    at = chunk_stop
+                    pace.count_chunk()
                 if waiting:
-                    first, done = waiting.popleft()
-                    some, took = done.result()
+                    first, future = waiting.popleft()
+                    results, took = future.result()
                 elif at < stop:
-                    last = min(at + min(each, pace.most), stop)
-                    with pace.measured(last - at):
-                        first, (some, took) = at, self._chunk(at, self.order[at:last].tolist())
-                    at = last
+                    chunk_stop = min(at + min(chunk_samples, pace.max_samples), stop)
+                    with pace.measure(chunk_stop - at):
+                        first, (results, took) = (
+                            at,
+                            self._chunk(at, self.order[at:chunk_stop].tolist()),
+                        )
+                    at = chunk_stop
                 else:
-                    at, stop = next(coming, (0, 0))
-                    more = at < stop
+                    at, stop = next(next_spans, (0, 0))
+                    more_spans = at < stop
                     continue
-                for place, packed in enumerate(some, first):
+                for place, packed in enumerate(results, first):
                     yield place, packed
-                    if isinstance(packed, Packed):  # the largest of late says how many at a time
+                    # A decaying maximum of recent sizes sets the number of samples per chunk.
+                    if isinstance(packed, EncodedSample):
                         size = max(packed.length, 0.9 * size)
                 few = min(CHUNK_BYTES / max(size, 1), CHUNK_S / max(took, 1e-9), chunk)
-                each = max(int(few), 1)
+                chunk_samples = max(int(few), 1)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _chunk(self, first: int, chosen: list[int]) -> tuple[list[Packed | str], float]:
-        """These samples, and seconds of each."""
-        began = time.monotonic()
-        # in random order: the statistics of the first are as good as any's
-        some = [self.one(i, at < self.measured) for at, i in enumerate(chosen, first)]
-        return some, (time.monotonic() - began) / len(chosen)
+    def _chunk(self, first: int, chosen: list[int]) -> tuple[list[EncodedSample | str], float]:
+        """Return these encoded samples, and the seconds per sample."""
+        start = time.monotonic()
+        # The order is random, so the first samples represent the dataset.
+        results = [
+            self.encode_one(i, at < self.statistics_places) for at, i in enumerate(chosen, first)
+        ]
+        return results, (time.monotonic() - start) / len(chosen)
 
-    def one(self, i: int, measured: bool) -> Packed | str:
-        """A sample, or why there is none. Raises ValueError where none is left out."""
+    def encode_one(self, i: int, in_statistics: bool) -> EncodedSample | str:
+        """Return an encoded sample, or the reason why it can't be read. Raises ValueError for such
+        a sample unless ``skip_unreadable``."""
         try:
-            packed = encoded(self.source.load(i), self.how, self.source.label)
-            array = values(packed) if measured else None
+            packed = encode_sample(self.source.load(i), self.options, self.source.label)
+            array = decoded_array(packed) if in_statistics else None
         except (OSError, ValueError, ArithmeticError, MemoryError, EOFError) as error:
-            why = printable(f"{self.source.told}: {_reason(error, self.source, i)}")
-            if not self.skips:
+            reason = printable(f"{self.source.description}: {_reason(error, self.source, i)}")
+            if not self.skip_unreadable:
                 raise ValueError(
-                    f"{why}. HINT: mend it and say the same again, which goes on here; or "
+                    f"{reason}. HINT: mend it and say the same again, which goes on here; or "
                     "on_error skip (--on-error skip) leaves out what can't be read"
                 ) from error
-            return why
+            return reason
         if array is not None:
             packed.statistics = Statistics(self.source.kind == "images")
             packed.statistics.add(array)
         return packed
 
 
-class _Pace:
-    """Whether samples are read without threads: where nothing is waited for and a sample takes
-    little, threads take longer to hand the interpreter's lock to each other than to do the work.
-    Found by a few samples at a time that one thread reads alone; ever less often where it was not
-    so. alone: whether the next ones are. most: of them."""
+class _ThreadingPolicy:
+    """Decide whether samples are read without threads.
+
+    If loading does not wait and a sample takes little CPU time, threads spend more time handing
+    over the interpreter's lock than they save. This is measured on a few samples that one thread
+    reads alone, less and less often if threads were faster.
+
+    Attributes:
+        unthreaded: Whether the next samples are read without threads.
+        max_samples: Maximum number of them.
+    """
 
     def __init__(self) -> None:
-        self.alone, self.most = True, TRIED
-        self._handed, self._until = 0, 1
+        self.unthreaded, self.max_samples = True, TRIAL_SAMPLES
+        self._chunks, self._trial_after_chunks = 0, 1
 
-    def handed(self) -> None:
-        """A chunk went to a thread."""
-        self._handed += 1
-        if self._handed >= self._until:
-            self.alone, self._handed, self._until = True, 0, min(2 * self._until, UNTIL)
+    def count_chunk(self) -> None:
+        self._chunks += 1
+        if self._chunks >= self._trial_after_chunks:
+            self.unthreaded, self._chunks, self._trial_after_chunks = (
+                True,
+                0,
+                min(2 * self._trial_after_chunks, MAX_CHUNKS_BETWEEN_TRIALS),
+            )
 
     @contextmanager
-    def measured(self, samples: int) -> Iterator[None]:
-        began, used = time.perf_counter(), time.thread_time()
+    def measure(self, samples: int) -> Iterator[None]:
+        start, used = time.perf_counter(), time.thread_time()
         yield
-        took, used = time.perf_counter() - began, time.thread_time() - used
-        self.alone = used / samples < LITTLE_S and used > took / 2
-        if self.alone:
-            self.most, self._until = self.most * 4, 1
+        took, used = time.perf_counter() - start, time.thread_time() - used
+        self.unthreaded = used / samples < MAX_CPU_S_WITHOUT_THREADS and used > took / 2
+        if self.unthreaded:
+            self.max_samples, self._trial_after_chunks = self.max_samples * 4, 1
         else:
-            self.most = TRIED
+            self.max_samples = TRIAL_SAMPLES
 
 
-def in_order(samples: int, seed: int) -> Any:
-    """Which sample comes at each place: a permutation by the seed. Raises ValueError for more
-    samples than a set may have."""
+def shuffled_order(samples: int, seed: int) -> Any:
+    """Return the sample index at each place, a permutation by the seed. Raises ValueError for more
+    samples than a dataset may have."""
     if samples > MAX_SAMPLES:
         raise ValueError(
             f"the source says that it has {samples:,} samples, and at most {MAX_SAMPLES:,} are "
@@ -148,12 +176,12 @@ def in_order(samples: int, seed: int) -> Any:
 
 
 def _reason(error: Exception, source: Source, i: int) -> str:
-    """What is wrong with which sample."""
+    """Return which sample can't be read, and why."""
     name = ""
-    with suppress(OSError, ValueError):  # it may lie in what can't be read
+    with suppress(OSError, ValueError):  # the name may be in the unreadable part
         name = source.name(i)
     where = f"{name} (sample {i})" if name else f"sample {i}"
     if isinstance(error, FileNotFoundError):
         return f"{where} has vanished"
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return f"{where}: {words}"
+    message = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"{where}: {message}"

@@ -1,4 +1,4 @@
-"""A packed set in a format of others', sample by sample, each with its checksum compared."""
+"""Write a packed dataset in another format, sample by sample, each with its checksum compared."""
 
 import inspect
 import os
@@ -14,16 +14,16 @@ from ...security.files import InvalidFileError, read_regular
 from ..format.shard_format import META_FILE, RAW, ZSTD
 from ..shards import ScratchBuffer, Shards
 from ..sources import formats
-from ..sources.formats import FORMATS, About, Sample
-from ..sources.source import ENDS, by_magic
-from .encode import named
-from .pack import Report, pack, told
+from ..sources.formats import FORMATS, ExportInfo, Sample
+from ..sources.source import EXTENSIONS, extension_from_magic
+from .encode import function_name
+from .pack import PackReport, describe_source, pack
 
-PLAN = ".plan"
+PLAN_FILE = ".plan"
 MAX_PLAN_BYTES = 1 << 20
-MAX_END = 16  # characters of a name's end that are taken for a kind of file
-HOW = ("decode", "resize", "compress", "cast", "apply")  # options of pack that change samples
-WRITES = tuple(name for name, kind in FORMATS.items() if kind.writes)
+MAX_EXTENSION_CHARS = 16  # a longer one is not taken for a kind of file
+CONTENT_OPTIONS = ("decode", "resize", "compress", "cast", "apply")  # options that change samples
+WRITABLE_FORMATS = tuple(name for name, kind in FORMATS.items() if kind.writable)
 
 
 def export(
@@ -35,33 +35,35 @@ def export(
     fresh: bool = False,
     step: Callable[[int, int], None] | None = None,
 ) -> float:
-    """Write a packed set to ``dest``, in its order: a file for hdf5, a folder for lmdb, tfrecord
-    and webdataset. shard_bytes: of each of its files, about. fresh: in the place of what is there.
-    Nothing is left where it fails. Returns seconds.
+    """Write a packed dataset to ``dest``, in its order: a file for hdf5, a folder for lmdb,
+    tfrecord and webdataset. Return the seconds it took.
 
-    Raises ValueError for another format, a ``dest`` that exists, what has no place in the format,
-    and a disk that is full; DataError for a sample that can't be read.
+    shard_bytes: target size of each output file. fresh: replace an existing ``dest``. Nothing is
+    left if it fails.
+
+    Raises ValueError for an unknown format, a ``dest`` that exists, data that the format can't
+    hold, and a full disk; DataError for a sample that can't be read.
     """
-    check(dest, to, fresh)
+    check_destination(dest, to, fresh)
     began, folder, shards = time.monotonic(), Path(dest), Shards(packed)
     part = folder.with_name(f".{folder.name}.part")
-    _removed(part)
+    _remove(part)
     alike = shards.meta.array if shards.row(0).encoding in (RAW, ZSTD) else None
-    about = About(shards.meta, alike, shard_bytes)
+    info = ExportInfo(shards.meta, alike, shard_bytes)
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
-        formats.written(to, part, about, _samples(shards, step or (lambda done, size: None)))
+        formats.write_dataset(to, part, info, _samples(shards, step or (lambda done, size: None)))
         if fresh:
-            _removed(folder)
+            _remove(folder)
         part.rename(folder)
     except OSError as error:
         raise ValueError(f"{dest}: {error.strerror or error}. Nothing was written") from error
     finally:
-        _removed(part)
+        _remove(part)
     return time.monotonic() - began
 
 
-def converted(
+def convert(
     source: Any,
     dest: str | os.PathLike[str],
     to: str,
@@ -70,50 +72,63 @@ def converted(
     fresh: bool = False,
     step: Callable[[int, int], None] | None = None,
     **options: Any,
-) -> Report:
-    """Any source of ``pack``, with its options, in another format. It is packed beside ``dest``
-    first, which needs the room twice, and goes on where it was stopped; a packed set whose samples
-    stay as they are is written at once."""
-    check(dest, to, fresh)
+) -> PackReport:
+    """Write any source of ``pack``, with its options, in another format.
+
+    The source is first packed beside ``dest``, which needs twice the space; an interrupted call is
+    continued. A packed dataset whose samples do not change is written directly.
+    """
+    check_destination(dest, to, fresh)
     folder, report = Path(dest), None
-    usual = inspect.signature(pack).parameters
-    changed = any(options.get(name, usual[name].default) != usual[name].default for name in HOW)
+    defaults = inspect.signature(pack).parameters
+    changed = any(
+        options.get(name, defaults[name].default) != defaults[name].default
+        for name in CONTENT_OPTIONS
+    )
     packed = Path(source) if isinstance(source, (str, os.PathLike)) else folder
-    own = changed or not (packed / META_FILE).exists()
-    if own:
+    intermediate = changed or not (packed / META_FILE).exists()
+    if intermediate:
         packed = folder.with_name(f".{folder.name}.packed")
-        how = options | {"apply": named(options.get("apply"))}
-        _meant(packed, repr((told(source), told(labels), sorted(how.items()))), fresh)
+        recorded_options = options | {"apply": function_name(options.get("apply"))}
+        _prepare_intermediate(
+            packed,
+            repr(
+                (describe_source(source), describe_source(labels), sorted(recorded_options.items()))
+            ),
+            fresh,
+        )
         if not (packed / META_FILE).exists():
             report = pack(source, packed, labels, step=step, **options)
-    report = report or Report(Shards(packed).meta, 0.0)
-    shard_bytes = options.get("shard_bytes", usual["shard_bytes"].default)
+    report = report or PackReport(Shards(packed).meta, 0.0)
+    shard_bytes = options.get("shard_bytes", defaults["shard_bytes"].default)
     report.seconds += export(packed, dest, to, shard_bytes=shard_bytes, fresh=fresh, step=step)
-    if own:
+    if intermediate:
         shutil.rmtree(packed)
     return report
 
 
-def _meant(packed: Path, plan: str, fresh: bool) -> None:
-    """What a call that was stopped has left is gone on with, if it was of the same."""
+def _prepare_intermediate(packed: Path, plan: str, fresh: bool) -> None:
+    """Keep an unfinished intermediate dataset of the same source and options; remove any other."""
     try:
-        same = not fresh and read_regular(packed / PLAN, MAX_PLAN_BYTES) == os.fsencode(plan)
+        same = not fresh and read_regular(packed / PLAN_FILE, MAX_PLAN_BYTES) == os.fsencode(plan)
     except (OSError, InvalidFileError):
         same = False
     if not same:
-        _removed(packed)
+        _remove(packed)
         packed.mkdir(parents=True)
-        (packed / PLAN).write_bytes(os.fsencode(plan))
+        (packed / PLAN_FILE).write_bytes(os.fsencode(plan))
 
 
-def check(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
-    """Raises ValueError where it can't be begun."""
-    if to not in WRITES:
-        raise ValueError(f"--to {to}: is not written. HINT: {', '.join(WRITES)}")
+def check_destination(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
+    """Raise ValueError if the format can't be written or ``dest`` can't be replaced."""
+    if to not in WRITABLE_FORMATS:
+        raise ValueError(f"--to {to}: is not written. HINT: {', '.join(WRITABLE_FORMATS)}")
     path = Path(dest)
     if path.exists() and not fresh:
         raise ValueError(f"{dest}: exists. HINT: another name, or fresh=True (--fresh)")
-    if path.exists() and not (path.is_file() if to == "hdf5" else formats.known(path) == to):
+    if path.exists() and not (
+        path.is_file() if to == "hdf5" else formats.detect_format(path) == to
+    ):
         raise ValueError(f"{dest}: exists, and is no {to}. HINT: another name")
 
 
@@ -127,16 +142,22 @@ def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sampl
             sample = Sample(array, label, name, ".npy")
         else:
             content = bytes(data)
-            end = os.path.splitext(name)[1].lower()
-            if len(end) < 2 or len(end) > MAX_END or not end.isprintable():
-                end = by_magic(content)
-            sample = Sample(content, label, name, end if end != ".bin" else ENDS[row.encoding])
+            extension = os.path.splitext(name)[1].lower()
+            if (
+                len(extension) < 2
+                or len(extension) > MAX_EXTENSION_CHARS
+                or not extension.isprintable()
+            ):
+                extension = extension_from_magic(content)
+            sample = Sample(
+                content, label, name, extension if extension != ".bin" else EXTENSIONS[row.encoding]
+            )
         yield sample
         size += row.length
         step(i + 1, size)
 
 
-def _removed(path: Path) -> None:
+def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

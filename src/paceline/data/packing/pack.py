@@ -1,13 +1,14 @@
-"""``paceline pack``: a folder of files, arrays or a stream, into shards in random order.
+"""Implement ``paceline pack``: write a folder of files, arrays or a stream as shuffled shards.
 
-One thread writes, others read and encode ahead of it: what is written depends on the source and
-the seed, not on how many they are, nor on whether a kill came between. Each whole shard is kept
-with its rows in DEST/.packing; the same call once more goes on behind the last one.
+One thread writes; other threads read and encode ahead of it. The output depends only on the source
+and the seed, not on the number of threads, nor on whether packing was killed and continued. Each
+complete shard is kept with its rows in DEST/.packing; the same call continues after the last one.
 
-Ranks do it side by side in pieces of the order (pieces.py; study/packing starts them), which are
-joined at the end: the same samples in the same order with the same seed, each with its row and
-checksum, and the same statistics but for the last digits of floating point. Where shards begin
-depends on the pieces, nothing else does. A call in one process goes on with pieces, too.
+Several ranks can pack in parallel: the shuffled order is partitioned into pieces (pieces.py;
+study/packing starts the ranks), which are joined at the end. With the same seed the result has the
+same samples in the same order, each with its row and checksum, and the same statistics except for
+the last digits of floating point. Only the shard boundaries depend on the pieces. A call in one
+process continues pieces that ranks have begun, too.
 """
 
 import os
@@ -25,24 +26,41 @@ import numpy as np
 
 from ..format import shard_format
 from ..format.shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, DatasetMeta
-from ..sources.open_source import find
-from ..sources.source import ShardSource, Source, pictures
-from .encode import Encoding, Packed, encoded
-from .encoder_threads import Encoder, in_order
-from .pieces import CUT, Cut, Pieces, done, name
-from .shard_writer import Writer
-from .unfinished import PIECE, RUN, SPOOL, WORK, discard, full_told, working
+from ..sources.open_source import open_source
+from ..sources.source import ShardSource, Source, are_images
+from .encode import EncodedSample, EncodingOptions, encode_sample
+from .encoder_threads import Encoder, shuffled_order
+from .pieces import PARTITION_FILE, Partition, PieceWriter, complete_pieces, piece_name
+from .shard_writer import ShardWriter
+from .unfinished import (
+    PIECE_PREFIX,
+    RUN_PREFIX,
+    SPOOL_FOLDER,
+    WORK_FOLDER,
+    discard,
+    open_work_folder,
+    report_disk_errors,
+)
 
 SPOOL_BYTES = 256 << 20
-KINDS = {RAW: "arrays", ZSTD: "arrays", JPEG: "images", IMAGE: "images", FILE: "files"}
-LOOKS = 100  # samples, until one can be read
-SIZES, SIZES_S = 32, 2.0  # samples that are looked at for their size, and for how long
-Step = Callable[[int, int], None]  # samples that are done, and bytes
+KIND_OF_ENCODING = {RAW: "arrays", ZSTD: "arrays", JPEG: "images", IMAGE: "images", FILE: "files"}
+MAX_KIND_PROBES = 100  # samples tried until one can be read
+MAX_SIZE_PROBES = 32  # samples read to estimate the mean sample size
+MAX_SIZE_PROBE_S = 2.0
+ProgressCallback = Callable[[int, int], None]  # called with the samples and bytes done
 
 
 @dataclass
-class Report:
-    """What was packed. left_out: samples that could not be read, with the reason."""
+class PackReport:
+    """The result of ``pack``.
+
+    Attributes:
+        meta: Contents of the dataset's paceline.json.
+        seconds: Duration of the call.
+        went_on_at: Number of samples that earlier, interrupted calls had packed.
+        left_out: One message for each sample that could not be read, with the reason.
+        notes: Other remarks about the source.
+    """
 
     meta: DatasetMeta
     seconds: float
@@ -68,35 +86,35 @@ def pack(
     statistics: int = 4096,
     on_error: str = "stop",
     fresh: bool = False,
-    step: Step | None = None,
-) -> Report:
+    step: ProgressCallback | None = None,
+) -> PackReport:
     """Pack ``source`` into the folder ``dest``.
 
-    source: a folder (class folders, or with ``labels`` a CSV), a .npy file or an array (labels:
-    another one), a file of another format (formats/, labels: a name in it), a packed set,
-    "module:function" or an iterable of arrays or bytes, or of (data, label). shard_bytes: of a
-    shard, about. workers: threads; default two a core. decode, resize, quality, compress, cast,
-    apply: see Encoding. statistics: samples whose mean and deviation are taken; 0: none. on_error:
-    "stop", or "skip" samples that can't be read. fresh: don't go on with what an earlier call has
-    left. step: is told what is done; twice from the beginning where a source is first read in its
-    order.
+    source: a folder (with class folders, or with a CSV as ``labels``), a .npy file or an array
+    (``labels``: another one), a file of another format (sources/formats; ``labels``: a name in it),
+    a packed dataset, "module:function", or an iterable of arrays or bytes, or of (data, label).
+    shard_bytes: target shard size. workers: threads; default two per core. decode, resize,
+    quality, compress, cast, apply: see EncodingOptions. statistics: number of samples from which
+    mean and deviation are computed; 0: none. on_error: "stop", or "skip" samples that can't be
+    read. fresh: discard what an earlier, interrupted call has written. step: called with the number
+    of samples and bytes done; for a source that must be spooled it counts from 0 twice.
 
-    Raises ValueError for a source that can't be packed, or a sample of it; for a ``dest`` that
-    holds a set already, or an unfinished one of something else; for a disk that is full.
+    Raises ValueError if the source or one of its samples can't be packed, if ``dest`` already holds
+    a dataset or an unfinished one with other options, and if the disk is full.
     """
-    how = Encoding(decode, resize, quality, compress, cast, apply)
+    encoding = EncodingOptions(decode, resize, quality, compress, cast, apply)
     began = time.monotonic()
-    tell = step or (lambda done, size: None)
-    wish = Wish(shard_bytes, seed, statistics, on_error, fresh)
-    with packing(source, dest, labels, how, wish, tell) as job:
-        report = job.run(workers or 2 * len(os.sched_getaffinity(0)), tell)
+    report_progress = step or (lambda done, size: None)
+    options = PackOptions(shard_bytes, seed, statistics, on_error, fresh)
+    with open_pack_job(source, dest, labels, encoding, options, report_progress) as job:
+        report = job.run(workers or 2 * len(os.sched_getaffinity(0)), report_progress)
     report.seconds = time.monotonic() - began
     return report
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What else ``pack`` is told."""
+class PackOptions:
+    """Options of ``pack`` that do not concern the encoding of a sample."""
 
     shard_bytes: int = 256 << 20
     seed: int = 0
@@ -112,120 +130,150 @@ class Wish:
 
 
 @contextmanager
-def packing(
-    source: Any, dest: str | os.PathLike[str], labels: Any, how: Encoding, wish: Wish, step: Step
-) -> Iterator["Packing"]:
-    """The job of packing, ready to be run: its folder is this process's alone, and what can only
-    be read in its order is spooled. Raises as ``pack`` does."""
+def open_pack_job(
+    source: Any,
+    dest: str | os.PathLike[str],
+    labels: Any,
+    encoding: EncodingOptions,
+    options: PackOptions,
+    step: ProgressCallback,
+) -> Iterator["PackJob"]:
+    """Yield a job that is ready to run.
+
+    Its work folder is locked for this process, and a sequential source is spooled first. Raises as
+    ``pack`` does.
+    """
     folder = Path(dest)
-    plan = {"source": told(source), "labels": told(labels), "seed": wish.seed, **how.as_json()}
-    plan |= {"shard_bytes": wish.shard_bytes, "statistics": wish.statistics}
-    with working(folder, plan, wish.fresh) as work, full_told(folder):
-        found = find(source, labels, work)
+    plan = {
+        "source": describe_source(source),
+        "labels": describe_source(labels),
+        "seed": options.seed,
+        **encoding.as_json(),
+    }
+    plan |= {"shard_bytes": options.shard_bytes, "statistics": options.statistics}
+    with open_work_folder(folder, plan, options.fresh) as work, report_disk_errors(folder):
+        found = open_source(source, labels, work)
         try:
-            if found.in_order:
-                found = _spooled(found, work, step)
-            if how.apply is not None:
-                found.kind = _kind(found, how)
-            yield Packing(found, folder, work, how, wish)
+            if found.sequential:
+                found = _spool(found, work, step)
+            if encoding.apply is not None:
+                found.kind = kind_after_apply(found, encoding)
+            yield PackJob(found, folder, work, encoding, options)
         finally:
             found.close()
 
 
-class Packing:
-    """One call's."""
+class PackJob:
+    """One call of ``pack``: its source, work folder, options and writer."""
 
-    def __init__(self, source: Source, folder: Path, work: Path, how: Encoding, wish: Wish) -> None:
-        self.source, self.folder, self.work, self.how, self.wish = source, folder, work, how, wish
+    def __init__(
+        self,
+        source: Source,
+        folder: Path,
+        work: Path,
+        encoding: EncodingOptions,
+        options: PackOptions,
+    ) -> None:
+        self.source, self.folder, self.work, self.encoding, self.options = (
+            source,
+            folder,
+            work,
+            encoding,
+            options,
+        )
         images, classes = source.kind == "images", source.label == "class"
-        self.writer = Writer(folder, work, wish.shard_bytes, images, classes)
+        self.writer = ShardWriter(folder, work, options.shard_bytes, images, classes)
         self.samples = len(source)
 
     @cached_property
     def encoder(self) -> Encoder:
-        order = in_order(self.samples, self.wish.seed)
-        return encoder(self.source, self.how, self.wish, order)
+        order = shuffled_order(self.samples, self.options.seed)
+        return make_encoder(self.source, self.encoding, self.options, order)
 
-    def run(self, workers: int, step: Step) -> Report:
-        """All that is left, in this process."""
-        cut = self._cut()
-        if cut is not None:  # ranks have begun with it
-            return self._go_on(cut, workers, step)
-        start = self.writer.next
+    def run(self, workers: int, step: ProgressCallback) -> PackReport:
+        """Pack all remaining samples in this process."""
+        partition = self._load_partition()
+        if partition is not None:  # ranks have begun with it
+            return self._pack_remaining_pieces(partition, workers, step)
+        start = self.writer.next_place
         try:
-            for at, packed in self.encoder.encoded([(start, self.samples)], workers):
-                self.writer.take(packed, at)
+            for at, packed in self.encoder.encode([(start, self.samples)], workers):
+                self.writer.add_or_skip(packed, at)
                 step(at + 1, self.writer.bytes)
             self.writer.close(self.samples)
         finally:
             self.writer.abort()
         return self._finish(start)
 
-    def cut(self, ranks: int) -> Cut:
-        """Where the order is cut for so many ranks, or was for those of an earlier call."""
-        found = self._cut()
+    def partition(self, ranks: int) -> Partition:
+        """Return the partition for ``ranks`` ranks, or the one of an earlier, interrupted call."""
+        found = self._load_partition()
         if found is None:
-            size, channels = self._outline()
-            places = (self.writer.next, self.samples)
-            found = Cut.of(places, size, self.wish.shard_bytes, ranks, channels)
+            size, channels = self._measure_samples()
+            places = (self.writer.next_place, self.samples)
+            found = Partition.of(places, size, self.options.shard_bytes, ranks, channels)
             found.save(self.work)
         return found
 
-    def _cut(self) -> Cut | None:
-        """That of an earlier call, if what it begins behind is still there."""
-        found = Cut.load(self.work)
+    def _load_partition(self) -> Partition | None:
+        """Return the partition of an earlier call, if it begins where the kept shards end."""
+        found = Partition.load(self.work)
         if found is None:
-            if (self.work / CUT).exists():  # damaged: where its pieces lie is not known
-                self._forget()
+            if (self.work / PARTITION_FILE).exists():  # damaged: where its pieces lie is not known
+                self._discard_pieces()
             return None
-        if (found.first, found.samples) != (self.writer.next, self.samples):
-            self._forget()
+        if (found.first, found.samples) != (self.writer.next_place, self.samples):
+            self._discard_pieces()
             return None
         return found
 
-    def _forget(self) -> None:
-        """No pieces are kept."""
-        for piece in self.work.glob(f"{PIECE}*"):
+    def _discard_pieces(self) -> None:
+        """Discard all pieces."""
+        for piece in self.work.glob(f"{PIECE_PREFIX}*"):
             discard(piece)
 
-    def done(self, cut: Cut) -> dict[int, tuple[int, int]]:
-        """Of each piece that is whole, (samples, bytes)."""
-        return done(cut, self.work, self.folder, len(self.writer.shards))
+    def complete_pieces(self, partition: Partition) -> dict[int, tuple[int, int]]:
+        """Return (samples, bytes) of each complete piece."""
+        return complete_pieces(partition, self.work, self.folder, len(self.writer.shards))
 
-    def join(self, cut: Cut, start: int) -> Report:
-        """The set, of pieces that are all whole. start: samples that earlier calls had packed."""
-        for piece in range(len(cut)):
-            self.writer.adopt(self.work / name(piece))
+    def join_pieces(self, partition: Partition, start: int) -> PackReport:
+        """Join all pieces, which must be complete. start: samples that earlier calls had packed."""
+        for piece in range(len(partition)):
+            self.writer.adopt_piece(self.work / piece_name(piece))
         return self._finish(start)
 
-    def _go_on(self, cut: Cut, workers: int, step: Step) -> Report:
-        """Pack the pieces that ranks have not."""
-        there, run = self.done(cut), self.work / f"{RUN}alone"
-        start = cut.first + sum(samples for samples, _ in there.values())
-        before = self.writer.bytes + sum(size for _, size in there.values())
+    def _pack_remaining_pieces(
+        self, partition: Partition, workers: int, step: ProgressCallback
+    ) -> PackReport:
+        """Pack the pieces that ranks have not completed, and join all."""
+        complete, run = self.complete_pieces(partition), self.work / f"{RUN_PREFIX}alone"
+        start = partition.first + sum(samples for samples, _ in complete.values())
+        before = self.writer.bytes + sum(size for _, size in complete.values())
         writer = self.writer
-        pieces = Pieces(cut, self.work, run, writer.limit, writer.images, writer.classes)
-        left = [piece for piece in range(len(cut)) if piece not in there]
+        pieces = PieceWriter(
+            partition, self.work, run, writer.shard_bytes, writer.images, writer.classes
+        )
+        left = [piece for piece in range(len(partition)) if piece not in complete]
 
-        def tell() -> None:
+        def report_progress() -> None:
             step(start + pieces.samples, before + pieces.bytes)
 
         run.mkdir()
         try:
-            pieces.pack(self.encoder, left, workers, tell)
+            pieces.pack(self.encoder, left, workers, report_progress)
         finally:
             shutil.rmtree(run, ignore_errors=True)
-        return self.join(cut, start)
+        return self.join_pieces(partition, start)
 
-    def _outline(self) -> tuple[float, tuple[int, ...] | None]:
-        """Bytes of a sample, in the mean of some; the shape of their means."""
+    def _measure_samples(self) -> tuple[float, tuple[int, ...] | None]:
+        """Return the mean bytes of a few samples, and the shape of their channel means."""
         statistics, sizes = self.writer.statistics, list[int]()
-        until = time.monotonic() + SIZES_S
-        first = self.writer.next
-        for place in range(first, min(first + SIZES, self.samples)):
-            measured = statistics.mean is None and place < self.wish.statistics
-            packed = self.encoder.one(int(self.encoder.order[place]), measured)
-            if isinstance(packed, Packed):
+        until = time.monotonic() + MAX_SIZE_PROBE_S
+        first = self.writer.next_place
+        for place in range(first, min(first + MAX_SIZE_PROBES, self.samples)):
+            in_statistics = statistics.mean is None and place < self.options.statistics
+            packed = self.encoder.encode_one(int(self.encoder.order[place]), in_statistics)
+            if isinstance(packed, EncodedSample):
                 sizes.append(packed.length)
                 if packed.statistics is not None and statistics.mean is None:
                     statistics = packed.statistics
@@ -234,71 +282,76 @@ class Packing:
         channels = None if statistics.mean is None else np.shape(statistics.mean)
         return sum(sizes) / max(len(sizes), 1), channels
 
-    def _finish(self, start: int) -> Report:
+    def _finish(self, start: int) -> PackReport:
         if not self.writer.samples:
-            self._forget()
+            self._discard_pieces()
             raise ValueError(
-                f"{self.source.told}: none of {self.samples:,} samples could be packed"
+                f"{self.source.description}: none of {self.samples:,} samples could be packed"
             )
         meta = self._meta()
-        self.writer.finish(meta, self.source.named)
-        return Report(meta, 0.0, start, self.writer.left_out, self.source.notes)
+        self.writer.finish(meta, self.source.has_names)
+        return PackReport(meta, 0.0, start, self.writer.left_out, self.source.notes)
 
     def _meta(self) -> DatasetMeta:
         writer = self.writer
         return DatasetMeta(
             samples=writer.samples,
             shards=writer.shards,
-            array=writer.alike,
+            array=writer.common_field,
             label=self.source.label,
             classes=self.source.classes,
-            names=self.source.named,
+            names=self.source.has_names,
             statistics=writer.statistics.as_json(),
             packed={
-                "source": self.source.told,
+                "source": self.source.description,
                 "kind": self.source.kind,
-                "seed": self.wish.seed,
-                "encoding": self.how.as_json(),
+                "seed": self.options.seed,
+                "encoding": self.encoding.as_json(),
                 "left_out": len(writer.left_out),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )
 
 
-def encoder(source: Source, how: Encoding, wish: Wish, order: Any) -> Encoder:
-    return Encoder(source, how, order, wish.statistics, wish.on_error == "skip")
+def make_encoder(
+    source: Source, encoding: EncodingOptions, options: PackOptions, order: Any
+) -> Encoder:
+    return Encoder(source, encoding, order, options.statistics, options.on_error == "skip")
 
 
-def _kind(source: Source, how: Encoding) -> str:
-    """Of what is packed in the place of the source's samples: as the first that can be read."""
-    for i in range(min(len(source), LOOKS)):
+def kind_after_apply(source: Source, encoding: EncodingOptions) -> str:
+    """Return the kind of the samples after ``apply``, judged by the first that can be read."""
+    for i in range(min(len(source), MAX_KIND_PROBES)):
         try:
-            packed = encoded(source.load(i), how, None)
-        except (OSError, ValueError, ArithmeticError, MemoryError, EOFError):  # packing says so
+            packed = encode_sample(source.load(i), encoding, None)
+        # Packing reports such a sample.
+        except (OSError, ValueError, ArithmeticError, MemoryError, EOFError):
             continue
-        return "images" if pictures(packed.dtype, packed.shape) else "arrays"
+        return "images" if are_images(packed.dtype, packed.shape) else "arrays"
     return source.kind
 
 
-def _spooled(stream: Source, work: Path, step: Step) -> Source:
-    """What has to be read in its order, written down so that it can be read in random order."""
-    spool = work / SPOOL
+def _spool(stream: Source, work: Path, step: ProgressCallback) -> Source:
+    """Write a sequential source to the spool, which can be read in random order."""
+    spool = work / SPOOL_FOLDER
     if not (spool / shard_format.META_FILE).exists():
         shutil.rmtree(spool, ignore_errors=True)
-        (spool / WORK).mkdir(parents=True)
-        writer = Writer(spool, spool / WORK, SPOOL_BYTES, images=False)
+        (spool / WORK_FOLDER).mkdir(parents=True)
+        writer = ShardWriter(spool, spool / WORK_FOLDER, SPOOL_BYTES, images=False)
         count, kinds = 0, set()
         try:
             for loaded in stream.each():
-                packed = encoded(loaded, Encoding(), stream.label)
-                images = packed.encoding == RAW and pictures(packed.dtype, packed.shape)
-                kinds.add("images" if images else KINDS[packed.encoding])
+                packed = encode_sample(loaded, EncodingOptions(), stream.label)
+                images = packed.encoding == RAW and are_images(packed.dtype, packed.shape)
+                kinds.add("images" if images else KIND_OF_ENCODING[packed.encoding])
                 writer.add(packed, count)
                 count += 1
                 step(count, writer.bytes)
             if len(kinds) != 1:
-                some = " and ".join(sorted(kinds)) or "no samples"
-                raise ValueError(f"{stream.told}: gives {some}. HINT: samples of one kind")
+                kind_names = " and ".join(sorted(kinds)) or "no samples"
+                raise ValueError(
+                    f"{stream.description}: gives {kind_names}. HINT: samples of one kind"
+                )
             writer.close(count)
         finally:
             writer.abort()
@@ -306,27 +359,27 @@ def _spooled(stream: Source, work: Path, step: Step) -> Source:
         meta = DatasetMeta(
             count,
             writer.shards,
-            writer.alike,
+            writer.common_field,
             stream.label,
             stream.classes,
-            stream.named,
+            stream.has_names,
             packed=packed_as,
         )
-        writer.finish(meta, stream.named)
+        writer.finish(meta, stream.has_names)
     source = ShardSource(spool)
-    source.told, source.notes = stream.told, stream.notes
+    source.description, source.notes = stream.description, stream.notes
     return source
 
 
-def told(given: Any) -> Any:
-    """A source in a plan: a name, or what an array is."""
-    if given is None:
+def describe_source(source: Any) -> Any:
+    """Return what the plan records of a source or its labels: a path, or an array's description."""
+    if source is None:
         return None
-    if isinstance(given, (str, os.PathLike)):
-        return os.path.abspath(given) if os.path.exists(given) else os.fspath(given)
-    if hasattr(given, "__array__"):
-        array = np.asarray(given)
+    if isinstance(source, (str, os.PathLike)):
+        return os.path.abspath(source) if os.path.exists(source) else os.fspath(source)
+    if hasattr(source, "__array__"):
+        array = np.asarray(source)
         return f"{array.dtype} {array.shape}"
-    if isinstance(given, tuple):
-        return [told(one) for one in given]
-    return type(given).__name__
+    if isinstance(source, tuple):
+        return [describe_source(item) for item in source]
+    return type(source).__name__

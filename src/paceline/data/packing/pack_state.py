@@ -1,5 +1,4 @@
-"""State files of DEST/.packing: written whole or not at all, and checked when a later call reads
-them."""
+"""State files in DEST/.packing, written atomically and checked when a later call reads them."""
 
 import json
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from ...security.schema import Count, Size, parse_json
 from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, Numbers, ShardSchema
 from ..format.shard_format import ROW_STRUCT, ArraySpec, Shard, create_new_file
 
-MAX_STATE_BYTES = 1 << 28  # samples that were left out are in it, with the reason
-MAX_CUT_BYTES = 1 << 16
+MAX_STATE_BYTES = 1 << 28  # it holds the messages of samples that were left out
+MAX_PARTITION_BYTES = 1 << 16
 
 
 class MomentsSchema(TypedDict, total=False):
-    """``Statistics.as_state``."""
+    """Result of ``Statistics.as_state``."""
 
     samples: Count
     count: float
@@ -29,7 +28,7 @@ class MomentsSchema(TypedDict, total=False):
 
 @dataclass
 class ShardState:
-    """shard-00000.json: a whole shard. next: place in the order of the first sample behind it."""
+    """shard-00000.json: a complete shard. next: place in the order of the next sample."""
 
     shard: ShardSchema
     next: Count
@@ -39,8 +38,8 @@ class ShardState:
 
 
 @dataclass
-class WholeState:
-    """whole.json: all shards of a piece."""
+class PieceState:
+    """whole.json: all shards of a complete piece."""
 
     shards: list[ShardSchema]
     left_out: list[str]
@@ -49,8 +48,8 @@ class WholeState:
 
 
 @dataclass
-class CutState:
-    """pieces.json: ``Cut``."""
+class PartitionState:
+    """pieces.json: ``Partition``."""
 
     first: Count
     each: Size
@@ -59,7 +58,7 @@ class CutState:
 
 
 def shard_state(work: Path, number: int) -> ShardState:
-    """Read the state of a shard, whose rows are beside it.
+    """Read the state of a complete shard.
 
     Raises:
         OSError: It is missing or not regular.
@@ -72,29 +71,29 @@ def shard_state(work: Path, number: int) -> ShardState:
     return found
 
 
-def whole_state(path: Path) -> WholeState:
+def piece_state(path: Path) -> PieceState:
     """Read the state of a piece. Raises as ``shard_state``."""
-    found = parse_json(read_regular(path, MAX_STATE_BYTES), WholeState, path)
+    found = parse_json(read_regular(path, MAX_STATE_BYTES), PieceState, path)
     _check_shards(path, found.shards, 0)
     _check_moments(path, found.statistics)
     return found
 
 
-def cut_state(path: Path) -> CutState:
-    """Read how the order was cut. Raises as ``shard_state``."""
-    found = parse_json(read_regular(path, MAX_CUT_BYTES), CutState, path)
+def partition_state(path: Path) -> PartitionState:
+    """Read the partition of the order. Raises as ``shard_state``."""
+    found = parse_json(read_regular(path, MAX_PARTITION_BYTES), PartitionState, path)
     if found.channels and ArraySpec("float64", tuple(found.channels)).nbytes > MAX_SAMPLE_BYTES:
         raise InvalidFileError(path, f"says {found.channels} channels")
     return found
 
 
 def shard_of(found: ShardSchema) -> Shard:
-    """Return the shard that a state names."""
+    """Return the shard of a state."""
     return Shard(found.file, found.samples, found.bytes, found.crc)
 
 
 def rows_of(folder: Path, number: int, samples: int) -> bytes:
-    """Read the rows of a shard. Raises InvalidFileError where they are not as many as samples."""
+    """Read the rows of a shard. Raises InvalidFileError if their number is not ``samples``."""
     path = folder / f"rows-{number:05}"
     rows = read_regular(path, samples * ROW_STRUCT.size)
     if len(rows) != samples * ROW_STRUCT.size:
@@ -103,10 +102,9 @@ def rows_of(folder: Path, number: int, samples: int) -> bytes:
 
 
 def copy_file(source: Path, dest: Path) -> None:
-    """Copy a regular file."""
     with open(open_regular(source), "rb") as read, create_new_file(dest) as written:
-        while piece := read.read(1 << 20):
-            written.write(piece)
+        while chunk := read.read(1 << 20):
+            written.write(chunk)
 
 
 def as_json(state: Any) -> bytes:
@@ -125,5 +123,5 @@ def _check_moments(path: Path, found: MomentsSchema) -> None:
         raise InvalidFileError(path, "has a part of its statistics only")
     if known:
         moments = (found["mean"], found["squares"])
-        if len({len(one) if isinstance(one, list) else -1 for one in moments}) > 1:
+        if len({len(moment) if isinstance(moment, list) else -1 for moment in moments}) > 1:
             raise InvalidFileError(path, "has more means than sums of squares, or fewer")

@@ -1,13 +1,13 @@
-"""The order in pieces, which ranks pack side by side: each piece by itself, as whole shards.
+"""Pieces of the shuffled order, which ranks pack in parallel. Each piece is packed as whole shards.
 
-    pieces.json      where the order is cut; a later call goes on with the same cut
-    run-NAME/        of one job: a file for each piece that a rank has taken, and what is being
-                     written. Nothing of it is kept
-    piece-000012/    a whole piece: its shards with their rows and names, and what is known of it
+    pieces.json      the partition of the order into pieces; a later call continues with it
+    run-NAME/        work folder of one job: a claim file for each piece that a rank has taken, and
+                     the pieces being written. Nothing in it is kept
+    piece-000012/    a complete piece: its shards, their rows and names, and its state
 
-A piece is written in the job's folder, and gets its name at once when it is whole. So a rank that
-is killed leaves nothing half, and one that nobody has heard of for a while, and that a later job
-no longer counts with, can do no harm: its folder is gone, or what it gives is the same bytes.
+A piece is written in the job's folder and renamed when it is complete, so a killed rank leaves no
+partial piece. A rank that lost contact, and that a later job no longer counts, does no harm: either
+its folder is gone, or its pieces hold the same bytes.
 """
 
 import os
@@ -24,22 +24,27 @@ from ...security.schema import Count, Size
 from ..format.meta_schema import MAX_DIMS
 from ..format.shard_format import ROW_STRUCT, write_atomically
 from . import pack_state
-from .encode import Packed
-from .encoder_threads import AHEAD_BYTES, CHUNK, Encoder, Span
-from .shard_writer import WHOLE, Writer
+from .encode import EncodedSample
+from .encoder_threads import MAX_AHEAD_BYTES, MAX_CHUNK_SAMPLES, Encoder, Span
+from .shard_writer import PIECE_STATE_FILE, ShardWriter
 from .statistics import Statistics
-from .unfinished import PIECE, discard
+from .unfinished import PIECE_PREFIX, discard
 
-CUT = "pieces.json"
-FULL = 0.9  # of a shard, as large as samples are in the mean: most pieces are one shard
-A_RANK = 4  # pieces at least, so that none waits long for the last one
+PARTITION_FILE = "pieces.json"
+SHARD_FILL = 0.9  # of the shard size, by the mean sample size: most pieces fit into one shard
+MIN_PIECES_PER_RANK = 4  # so that no rank waits long for the last piece
 
 
 @dataclass(frozen=True)
-class Cut:
-    """first: the place where the first piece begins; what is before it lies in shards already.
-    each: places of a piece. samples: in all. channels: the shape of their means, None where it
-    is not known."""
+class Partition:
+    """How the order is partitioned into pieces.
+
+    Attributes:
+        first: Place where the first piece begins; samples before it are in shards already.
+        each: Places per piece.
+        samples: Number of samples in the whole order.
+        channels: Shape of the per-channel means; None if unknown.
+    """
 
     first: Count
     each: Size
@@ -54,26 +59,26 @@ class Cut:
         shard_bytes: int,
         ranks: int,
         channels: tuple[int, ...] | None,
-    ) -> "Cut":
-        """Into pieces of about a shard, or smaller ones where each rank would get few. size: bytes
-        of a sample."""
+    ) -> "Partition":
+        """Partition ``places`` into pieces of about one shard, or smaller ones if each rank would
+        get too few. size: mean bytes of a sample."""
         first, samples = places
-        shard = int(FULL * shard_bytes / max(size, 1.0))
-        share = -(-(samples - first) // (A_RANK * ranks))
+        shard = int(SHARD_FILL * shard_bytes / max(size, 1.0))
+        share = -(-(samples - first) // (MIN_PIECES_PER_RANK * ranks))
         return cls(first, max(min(shard, share), 1), samples, channels)
 
     @classmethod
-    def load(cls, work: Path) -> "Cut | None":
-        """Return that of an earlier call; None where there is none, or a damaged one."""
+    def load(cls, work: Path) -> "Partition | None":
+        """Return the partition of an earlier call; None if it is missing or damaged."""
         try:
-            found = pack_state.cut_state(work / CUT)
+            found = pack_state.partition_state(work / PARTITION_FILE)
         except (OSError, InvalidFileError):
             return None
         channels = None if found.channels is None else tuple(found.channels)
         return cls(found.first, found.each, found.samples, channels)
 
     def save(self, work: Path) -> None:
-        write_atomically(work / CUT, pack_state.as_json(asdict(self)))
+        write_atomically(work / PARTITION_FILE, pack_state.as_json(asdict(self)))
 
     def __len__(self) -> int:
         return -(-(self.samples - self.first) // self.each)
@@ -83,20 +88,26 @@ class Cut:
         return start, min(start + self.each, self.samples)
 
     def piece(self, place: int) -> int:
-        """The one that a place is in."""
+        """Return the piece that holds a place."""
         return (place - self.first) // self.each
 
 
-class Pieces:
-    """Pieces as one process writes them. run: the folder of its job, in ``work``."""
+class PieceWriter:
+    """Write the pieces that one process packs. run: folder of its job, in ``work``."""
 
     def __init__(
-        self, cut: Cut, work: Path, run: Path, shard_bytes: int, images: bool, classes: bool
+        self,
+        partition: Partition,
+        work: Path,
+        run: Path,
+        shard_bytes: int,
+        images: bool,
+        classes: bool,
     ) -> None:
-        self.cut, self.work, self.run = cut, work, run
+        self.partition, self.work, self.run = partition, work, run
         self.shard_bytes, self.images, self.classes = shard_bytes, images, classes
-        self.samples = self.bytes = 0  # that this process has done, those left out among them
-        self._writer: Writer | None = None
+        self.samples = self.bytes = 0  # done by this process; samples that are left out count
+        self._writer: ShardWriter | None = None
 
     def pack(
         self,
@@ -104,68 +115,72 @@ class Pieces:
         chosen: Iterable[int],
         workers: int,
         step: Callable[[], None],
-        ahead: int = AHEAD_BYTES,
+        ahead: int = MAX_AHEAD_BYTES,
     ) -> None:
-        """Pack these pieces. step: is called after each sample. Raises ValueError for a sample
-        that can't be packed, OSError where it can't be written."""
-        # Not all of a piece with one thread, nor the next one taken long before this one is done.
-        chunk = min(max(self.cut.each // (4 * workers), 1), CHUNK)
-        spans = (self.cut.span(piece) for piece in chosen)
+        """Pack the pieces ``chosen``. step: called after each sample. Raises ValueError for a
+        sample that can't be packed, OSError if it can't be written."""
+        # Small chunks use all threads within a piece, and claim the next piece only late.
+        chunk = min(max(self.partition.each // (4 * workers), 1), MAX_CHUNK_SAMPLES)
+        spans = (self.partition.span(piece) for piece in chosen)
         try:
-            for place, packed in encoder.encoded(spans, workers, ahead, chunk):
+            for place, packed in encoder.encode(spans, workers, ahead, chunk):
                 self._add(place, packed)
                 step()
         finally:
             if self._writer is not None:
                 self._writer.abort()
 
-    def _add(self, place: int, packed: Packed | str) -> None:
-        piece = self.cut.piece(place)
-        _, stop = self.cut.span(piece)
+    def _add(self, place: int, packed: EncodedSample | str) -> None:
+        piece = self.partition.piece(place)
+        _, stop = self.partition.span(piece)
         if self._writer is None:
-            folder = self.run / name(piece)
+            folder = self.run / piece_name(piece)
             folder.mkdir()
-            self._writer = Writer(folder, folder, self.shard_bytes, self.images, self.classes)
-            if self.cut.channels is not None:
-                self._writer.statistics = Statistics.empty(self.images, self.cut.channels)
-        before = self._writer.bytes
-        self._writer.take(packed, place)
-        self.samples, self.bytes = self.samples + 1, self.bytes + self._writer.bytes - before
+            self._writer = ShardWriter(folder, folder, self.shard_bytes, self.images, self.classes)
+            if self.partition.channels is not None:
+                self._writer.statistics = Statistics.empty(self.images, self.partition.channels)
+        bytes_before = self._writer.bytes
+        self._writer.add_or_skip(packed, place)
+        self.samples, self.bytes = self.samples + 1, self.bytes + self._writer.bytes - bytes_before
         if place + 1 == stop:
-            self._writer.whole(stop)
+            self._writer.finish_piece(stop)
             self._writer.abort()
             try:
-                self._writer.folder.rename(self.work / name(piece))
+                self._writer.folder.rename(self.work / piece_name(piece))
             except OSError:
-                if not (self.work / name(piece) / WHOLE).exists():
+                if not (self.work / piece_name(piece) / PIECE_STATE_FILE).exists():
                     raise
-                shutil.rmtree(self._writer.folder)  # another one was sooner, with the same
+                # Another rank has completed the same piece, with the same bytes.
+                shutil.rmtree(self._writer.folder)
             self._writer = None
 
 
-class Claims:
-    """The pieces that one of several ranks packs: those that are dealt to it, and then what others
-    have not begun. A rank takes a piece by making its file, which only one can."""
+class PieceClaims:
+    """Iterate over the pieces that one rank packs: first its own share, then pieces that other
+    ranks have not begun. A rank claims a piece by creating its file, which only one rank can."""
 
     def __init__(self, run: Path, pieces: list[int], rank: int, size: int) -> None:
         self.run, self.pieces, self.rank, self.size = run, pieces, rank, size
 
     def __iter__(self) -> Iterator[int]:
         for piece in self.pieces[self.rank :: self.size]:
-            if self._taken(piece):
+            if self._claim(piece):
                 yield piece
-        gone: set[str] = set()
+        claimed: set[str] = set()
         while True:
-            gone |= {one.partition("-")[2] for one in os.listdir(self.run) if one[:6] == "claim-"}
-            left = [piece for piece in self.pieces if str(piece) not in gone]
+            claimed |= {
+                item.partition("-")[2] for item in os.listdir(self.run) if item[:6] == "claim-"
+            }
+            left = [piece for piece in self.pieces if str(piece) not in claimed]
             if not left:
                 return
-            piece = left[-1 - self.rank % len(left)]  # where neither its owner is yet nor others
-            gone.add(str(piece))  # a list that a file server remembers may be old
-            if self._taken(piece):
+            # From the end: far from the piece that its owner is at, and from other such ranks.
+            piece = left[-1 - self.rank % len(left)]
+            claimed.add(str(piece))  # a network file system may return an old listing
+            if self._claim(piece):
                 yield piece
 
-    def _taken(self, piece: int) -> bool:
+    def _claim(self, piece: int) -> bool:
         try:
             os.close(os.open(self.run / f"claim-{piece}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
@@ -173,35 +188,43 @@ class Claims:
         return True
 
 
-def name(piece: int) -> str:
-    return f"{PIECE}{piece:06}"
+def piece_name(piece: int) -> str:
+    return f"{PIECE_PREFIX}{piece:06}"
 
 
-def done(cut: Cut, work: Path, folder: Path, shards: int) -> dict[int, tuple[int, int]]:
-    """Of each piece that is whole, (samples, bytes). One whose files are not what it says is
-    discarded. shards: how many there are before the first piece; those of the pieces have their
-    last names already where a call was killed while it joined them."""
+def complete_pieces(
+    partition: Partition, work: Path, folder: Path, shards: int
+) -> dict[int, tuple[int, int]]:
+    """Return (samples, bytes) of each complete piece. A piece whose files do not match its state is
+    discarded.
+
+    shards: number of shards before the first piece. A call that was killed while it joined the
+    pieces has already moved some shards to their final names, so these are checked, too.
+    """
     found = {}
-    for piece in range(len(cut)):
-        place = work / name(piece)
+    for piece in range(len(partition)):
+        place = work / piece_name(piece)
         try:
-            told = pack_state.whole_state(place / WHOLE).shards
+            shard_states = pack_state.piece_state(place / PIECE_STATE_FILE).shards
         except FileNotFoundError:
             continue
         except (OSError, ValueError):
             discard(place)
             continue
-        last = [folder / f"shard-{number:05}.bin" for number in range(shards, shards + len(told))]
-        here = [place / one.file for one in told]
-        sizes = [_size(a) or _size(b) for a, b in zip(here, last, strict=True)]
-        rows = [_size(place / f"rows-{number:05}") for number in range(len(told))]
-        whole = sizes == [one.bytes for one in told]
-        if not whole or rows != [ROW_STRUCT.size * one.samples for one in told]:
+        final_paths = [
+            folder / f"shard-{number:05}.bin"
+            for number in range(shards, shards + len(shard_states))
+        ]
+        piece_paths = [place / item.file for item in shard_states]
+        sizes = [_size(a) or _size(b) for a, b in zip(piece_paths, final_paths, strict=True)]
+        rows = [_size(place / f"rows-{number:05}") for number in range(len(shard_states))]
+        whole = sizes == [item.bytes for item in shard_states]
+        if not whole or rows != [ROW_STRUCT.size * item.samples for item in shard_states]:
             discard(place)
             continue
-        start, stop = cut.span(piece)
-        found[piece] = (stop - start, sum(one.bytes for one in told))
-        shards += len(told)
+        start, stop = partition.span(piece)
+        found[piece] = (stop - start, sum(item.bytes for item in shard_states))
+        shards += len(shard_states)
     return found
 
 

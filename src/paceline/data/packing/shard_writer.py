@@ -1,4 +1,4 @@
-"""Shards as they are written: each whole one is kept, with its rows and what is needed to go on."""
+"""Write shards. Each complete shard is kept, with its rows and the state needed to continue."""
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,39 +11,48 @@ from ..format import shard_format
 from ..format.meta_schema import FileChecksum
 from ..format.shard_format import ArraySpec, DatasetMeta, Shard, checksum, create_new_file
 from . import pack_state
-from .background_file import Beside
-from .encode import Packed
+from .background_file import BackgroundFile
+from .encode import EncodedSample
 from .statistics import Statistics
 
-WHOLE = "whole.json"  # of a writer that has written a part of a set, and all of that
+PIECE_STATE_FILE = "whole.json"  # written when all shards of a piece are complete
 
 
-class Writer:
-    """``take`` or ``add`` samples, ``close``, ``finish``, and in any case ``abort``. next: the
-    place in the order to go on at, behind what an earlier writer has left whole. A thread writes,
-    and another one keeps the shard before: it waits for the storage."""
+class ShardWriter:
+    """Write samples as shards: call ``add_or_skip`` or ``add``, then ``close`` and ``finish``, and
+    in any case ``abort``.
+
+    One thread writes the open shard. A second one completes the previous shard, because it waits
+    until the data is on storage.
+
+    Attributes:
+        next_place: Place in the order to continue at, after the shards that an earlier writer has
+            completed.
+        images: Whether the samples are images.
+        classes: Whether labels are classes, whose samples are counted.
+    """
 
     def __init__(
         self, folder: Path, work: Path, shard_bytes: int, images: bool, classes: bool = False
     ) -> None:
-        """classes: whether labels are, and are counted."""
-        self.folder, self.work, self.limit = folder, work, shard_bytes
+        self.folder, self.work, self.shard_bytes = folder, work, shard_bytes
         self.images, self.classes = images, classes
         self.shards: list[Shard] = []
         self.left_out: list[str] = []
         self.statistics = Statistics(images)
-        self.next = 0
-        self._alike: list[ArraySpec] = []  # of all samples so far; two where they differ
+        self.next_place = 0
+        self._fields: list[ArraySpec] = []  # dtype and shape of all samples; two where they differ
         self._names: list[str] = []
         self._rows: list[bytes] = []
-        self._file: Beside | None = None
-        self._at = self._whole = self._out = 0  # bytes: of the open shard, of those before
-        self._writes, self._keeps = (
+        self._file: BackgroundFile | None = None
+        self._open_bytes = self._complete_bytes = 0
+        self._saved_left_out = 0  # entries of left_out that are in the state of complete shards
+        self._write_pool, self._complete_pool = (
             ThreadPoolExecutor(1, f"paceline-{name}") for name in ("write", "keep")
         )
-        self._keeping: Future[None] | None = None
-        self._kept_number = 0  # of the shard that is being kept
-        while self._kept():
+        self._completing: Future[None] | None = None
+        self._completing_number = 0
+        while self._load_next_shard():
             pass
 
     @property
@@ -52,127 +61,136 @@ class Writer:
 
     @property
     def bytes(self) -> int:
-        return self._whole + self._at
+        return self._complete_bytes + self._open_bytes
 
     @property
-    def alike(self) -> ArraySpec | None:
-        """What all samples are; None where they differ."""
-        return self._alike[0] if len(self._alike) == 1 else None
+    def common_field(self) -> ArraySpec | None:
+        """The dtype and shape of all samples; None where they differ."""
+        return self._fields[0] if len(self._fields) == 1 else None
 
-    def take(self, packed: Packed | str, place: int) -> None:
-        """The next sample, or why there is none."""
+    def add_or_skip(self, packed: EncodedSample | str, place: int) -> None:
+        """Add a sample; a string is the reason why it is left out."""
         if isinstance(packed, str):
             self.left_out.append(packed)
             return
         self.add(packed, place)
-        # after it: a shard that ends before it has no part of it
+        # Only after the sample is added: if ``add`` ends a shard, that shard's state excludes it.
         if self.classes:
             self.statistics.classes[packed.label] += 1
         if packed.statistics is not None:
             self.statistics.merge(packed.statistics)
 
-    def add(self, packed: Packed, place: int) -> None:
-        """The next sample; place: in the order."""
-        if self._file is not None and self._at + packed.length > self.limit:
-            self._end(place)
+    def add(self, packed: EncodedSample, place: int) -> None:
+        """Add the sample at ``place`` in the order."""
+        if self._file is not None and self._open_bytes + packed.length > self.shard_bytes:
+            self._end_shard(place)
         if self._file is None:
-            self._file = Beside(self.work / f"shard-{len(self.shards):05}.part", self._writes)
-        self._rows.append(packed.row(len(self.shards), self._at))
+            self._file = BackgroundFile(
+                self.work / f"shard-{len(self.shards):05}.part", self._write_pool
+            )
+        self._rows.append(packed.row(len(self.shards), self._open_bytes))
         self._file.write(packed.parts, packed.length)
-        self._at += packed.length
+        self._open_bytes += packed.length
         self._names.append(packed.name)
-        self._as_well((packed.dtype, packed.shape))
+        self._note_field((packed.dtype, packed.shape))
 
     def close(self, place: int) -> None:
-        """The open shard is whole, and all are kept; place: the first one in the order that is
-        not in it."""
+        """Complete the open shard and wait until all are kept. place: the first one in the order
+        that the shards do not hold."""
         if self._file is not None:
-            self._end(place)
-        if self._keeping is not None:
-            self._keeping.result()
+            self._end_shard(place)
+        if self._completing is not None:
+            self._completing.result()
 
-    def _end(self, place: int) -> None:
-        """The open shard is kept by the thread for it, once the one before is."""
+    def _end_shard(self, place: int) -> None:
+        """Hand the open shard to the thread that completes it, after the one before."""
         assert self._file is not None
-        if self._keeping is not None:
-            self._keeping.result()
+        if self._completing is not None:
+            self._completing.result()
         number = len(self.shards)
-        shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._at, 0)
-        # the checksum is still to come
-        told = {"shard": vars(shard), "next": place, **self._state(self._out)}
-        self._file.end()
+        shard = Shard(f"shard-{number:05}.bin", len(self._rows), self._open_bytes, 0)
+        # The checksum is not known yet.
+        state = {"shard": vars(shard), "next": place, **self._state(self._saved_left_out)}
+        self._file.flush()
         beside = (self._rows, self._names)
-        self._kept_number = number
-        self._keeping = self._keeps.submit(self._keep, number, shard, self._file, *beside, told)
+        self._completing_number = number
+        self._completing = self._complete_pool.submit(
+            self._complete_shard, number, shard, self._file, *beside, state
+        )
         self.shards.append(shard)
-        self._out, self._whole = len(self.left_out), self._whole + shard.bytes
-        self._file, self._at, self._rows, self._names = None, 0, [], []
+        self._saved_left_out, self._complete_bytes = (
+            len(self.left_out),
+            self._complete_bytes + shard.bytes,
+        )
+        self._file, self._open_bytes, self._rows, self._names = None, 0, [], []
 
-    def _keep(
+    def _complete_shard(
         self,
         number: int,
         shard: Shard,
-        file: Beside,
+        file: BackgroundFile,
         rows: list[Any],
         names: list[str],
-        told: dict[str, Any],
+        state: dict[str, Any],
     ) -> None:
-        shard.crc = file.kept()
+        shard.crc = file.sync()
         (self.work / f"shard-{number:05}.part").replace(self.folder / shard.file)
         shard_format.write_atomically(self.work / f"rows-{number:05}", b"".join(rows))
         named = "".join(f"{name}\n" for name in names)
         shard_format.write_atomically(self.work / f"names-{number:05}", os.fsencode(named))
         shard_format.write_atomically(
-            self.work / f"shard-{number:05}.json", pack_state.as_json(told)
+            self.work / f"shard-{number:05}.json", pack_state.as_json(state)
         )
 
-    def whole(self, place: int) -> None:
-        """Its part of the set is complete: as ``adopt`` of the set's own writer takes it."""
+    def finish_piece(self, place: int) -> None:
+        """Complete a piece of the dataset, so that another writer can ``adopt_piece`` it."""
         self.close(place)
-        told = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
-        shard_format.write_atomically(self.work / WHOLE, pack_state.as_json(told))
+        state = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
+        shard_format.write_atomically(self.work / PIECE_STATE_FILE, pack_state.as_json(state))
 
-    def adopt(self, part: Path) -> None:
-        """Behind what there is, the shards of a folder whose writer was ``whole``. Killed in it,
-        and done again, it is the same."""
-        found = pack_state.whole_state(part / WHOLE)
-        for there, was in enumerate(found.shards):
-            here = len(self.shards)
-            shard = Shard(f"shard-{here:05}.bin", was.samples, was.bytes, was.crc)
-            with suppress(FileNotFoundError):  # done before the kill
-                (part / was.file).replace(self.folder / shard.file)
+    def adopt_piece(self, part: Path) -> None:
+        """Append the shards of a folder whose writer has called ``finish_piece``. If the process is
+        killed meanwhile, calling it again gives the same result."""
+        found = pack_state.piece_state(part / PIECE_STATE_FILE)
+        for number, old in enumerate(found.shards):
+            new_number = len(self.shards)
+            shard = Shard(f"shard-{new_number:05}.bin", old.samples, old.bytes, old.crc)
+            with suppress(FileNotFoundError):  # moved before the process was killed
+                (part / old.file).replace(self.folder / shard.file)
             rows = shard_format.renumber_shard(
-                pack_state.rows_of(part, there, was.samples), there, here
+                pack_state.rows_of(part, number, old.samples), number, new_number
             )
-            with create_new_file(self.work / f"rows-{here:05}") as file:
+            with create_new_file(self.work / f"rows-{new_number:05}") as file:
                 file.write(rows)
-            pack_state.copy_file(part / f"names-{there:05}", self.work / f"names-{here:05}")
+            pack_state.copy_file(part / f"names-{number:05}", self.work / f"names-{new_number:05}")
             self.shards.append(shard)
-            self._whole += shard.bytes
+            self._complete_bytes += shard.bytes
         self.left_out += found.left_out
-        self.statistics.merge(Statistics.of_state(self.images, {**found.statistics}))
+        self.statistics.merge(Statistics.from_state(self.images, {**found.statistics}))
         for dtype, shape in found.alike:
-            self._as_well((dtype, tuple(shape)))
+            self._note_field((dtype, tuple(shape)))
 
     def abort(self) -> None:
-        """Nothing more comes; an open shard is not kept."""
+        """Stop the threads and delete an open shard."""
         if self._file is not None:
             self._file.abort()
-        for pool in (self._writes, self._keeps):
+        for pool in (self._write_pool, self._complete_pool):
             pool.shutdown(wait=True)
-        if self._keeping is not None and self._keeping.exception() is not None:
-            with suppress(OSError):  # of a full disk, say
-                (self.work / f"shard-{self._kept_number:05}.part").unlink(missing_ok=True)
+        if self._completing is not None and self._completing.exception() is not None:
+            with suppress(OSError):  # the disk is full, for example
+                (self.work / f"shard-{self._completing_number:05}.part").unlink(missing_ok=True)
 
     def finish(self, meta: DatasetMeta, named: bool) -> None:
-        """The index, the names, and last of all what says that the set is whole."""
-        meta.files = {shard_format.INDEX_FILE: self._joined("rows", shard_format.INDEX_FILE)}
+        """Write the index and the names; then the metadata, which marks the dataset as complete."""
+        meta.files = {shard_format.INDEX_FILE: self._concatenate("rows", shard_format.INDEX_FILE)}
         if named:
-            meta.files[shard_format.NAMES_FILE] = self._joined("names", shard_format.NAMES_FILE)
+            meta.files[shard_format.NAMES_FILE] = self._concatenate(
+                "names", shard_format.NAMES_FILE
+            )
         meta.save(self.folder)
 
-    def _joined(self, kind: str, name: str) -> FileChecksum:
-        """Write the index or the names, of those of all shards."""
+    def _concatenate(self, kind: str, name: str) -> FileChecksum:
+        """Write the index or the names by concatenating those of all shards."""
         part, size, crc = self.work / f"{kind}.part", 0, 0
         try:
             with create_new_file(part) as file:
@@ -189,8 +207,8 @@ class Writer:
             raise
         return FileChecksum(size, crc)
 
-    def _kept(self) -> bool:
-        """Whether there is one more whole shard of an earlier writer."""
+    def _load_next_shard(self) -> bool:
+        """Load the next complete shard of an earlier writer; return whether there is one."""
         number = len(self.shards)
         try:
             found = pack_state.shard_state(self.work, number)
@@ -202,24 +220,26 @@ class Writer:
         except (OSError, ValueError):
             return False
         self.shards.append(shard)
-        self._whole += shard.bytes
-        self.next = found.next
+        self._complete_bytes += shard.bytes
+        self.next_place = found.next
         self.left_out += found.left_out
-        self._out = len(self.left_out)
-        self.statistics = Statistics.of_state(self.images, {**found.statistics})
-        self._alike = [ArraySpec(dtype, tuple(shape)) for dtype, shape in found.alike]
+        self._saved_left_out = len(self.left_out)
+        self.statistics = Statistics.from_state(self.images, {**found.statistics})
+        self._fields = [ArraySpec(dtype, tuple(shape)) for dtype, shape in found.alike]
         return True
 
-    def _as_well(self, kind: tuple[str, tuple[int, ...]]) -> None:
-        """A sample is this, too: its dtype and shape."""
-        if len(self._alike) < 2 and all(kind != (one.dtype, one.shape) for one in self._alike):
-            self._alike.append(ArraySpec(*kind))
+    def _note_field(self, kind: tuple[str, tuple[int, ...]]) -> None:
+        """Note the dtype and shape of a sample."""
+        if len(self._fields) < 2 and all(
+            kind != (field.dtype, field.shape) for field in self._fields
+        ):
+            self._fields.append(ArraySpec(*kind))
 
-    def _state(self, out: int) -> dict[str, Any]:
-        """What is known of the samples so far. out: how many of those that were left out are
-        written down elsewhere."""
+    def _state(self, saved_left_out: int) -> dict[str, Any]:
+        """Return the state after the samples so far. saved_left_out: number of entries of
+        ``left_out`` that are saved elsewhere."""
         return {
-            "left_out": self.left_out[out:],
+            "left_out": self.left_out[saved_left_out:],
             "statistics": self.statistics.as_state(),
-            "alike": [[one.dtype, one.shape] for one in self._alike],
+            "alike": [[field.dtype, field.shape] for field in self._fields],
         }

@@ -1,4 +1,4 @@
-"""Counts and moments of a set, gathered while it is packed: what a normalisation needs."""
+"""Class counts, means and deviations of a dataset, computed while it is packed."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,30 +7,39 @@ from typing import Any
 
 import numpy as np
 
-CHANNELS = 64  # a first dim that is as short is one of channels
-FEATURES = 4096
-CLASSES = 100_000
+MAX_CHANNELS = 64  # a shorter first dim is taken for channels
+MAX_FEATURES = 4096  # of a one-dim sample, each with a mean of its own
+MAX_CLASSES = 100_000
 
 
 @dataclass
 class Statistics:
-    """images: whether channels are the last dim. Means and deviations are over all values of a
-    channel, in float64, added up by Chan's formula (Chan, Golub, LeVeque 1979)."""
+    """Moments over all values of a channel, in float64, merged by Chan's formula (Chan, Golub,
+    LeVeque 1979).
+
+    Attributes:
+        images: Whether channels are the last dim.
+        samples: Number of samples in the moments.
+        count: Number of values per channel.
+        mean: Mean per channel.
+        squares: Sum of squared differences to the mean, per channel.
+        classes: Number of samples by class.
+    """
 
     images: bool = False
     samples: int = 0
-    count: float = 0.0  # values of a channel
+    count: float = 0.0
     mean: Any = None
-    squares: Any = None  # sums of squared differences to the mean
+    squares: Any = None
     classes: Counter[int] = field(default_factory=Counter)
 
     def add(self, array: np.ndarray[Any, Any]) -> None:
-        """One sample. One whose channels are not as many as those before is left out."""
+        """Add one sample; ignore it if its number of channels differs from the previous ones."""
         if array.dtype.kind not in "biuf" or not array.size:
             return
         axes = self._axes(array)
         if array.dtype == np.uint8 and axes == (0, 1) and array.ndim == 3:
-            mean, squares = _of_bytes(array)
+            mean, squares = _image_moments(array)
         else:
             values = array.astype(np.float64, copy=False)
             mean = values.mean(axes)
@@ -48,34 +57,37 @@ class Statistics:
         if np.shape(other.mean) != np.shape(self.mean):
             return
         count = self.count + other.count
-        apart = np.asarray(other.mean) - self.mean
-        self.squares = self.squares + other.squares + apart**2 * (self.count * other.count / count)
-        self.mean = self.mean + apart * (other.count / count)
+        difference = np.asarray(other.mean) - self.mean
+        self.squares = (
+            self.squares + other.squares + difference**2 * (self.count * other.count / count)
+        )
+        self.mean = self.mean + difference * (other.count / count)
         self.samples, self.count = self.samples + other.samples, count
 
     def _axes(self, array: np.ndarray[Any, Any]) -> tuple[int, ...]:
-        """Those that are added up: all but the channels'."""
+        """Return the axes to sum over: all but the channels."""
         if self.images and array.ndim == 3:
             return (0, 1)
         if array.ndim == 1:
-            return () if len(array) <= FEATURES else (0,)
-        if array.ndim > 1 and len(array) <= CHANNELS:
+            return () if len(array) <= MAX_FEATURES else (0,)
+        if array.ndim > 1 and len(array) <= MAX_CHANNELS:
             return tuple(range(1, array.ndim))
         return tuple(range(array.ndim))
 
     def as_json(self) -> dict[str, Any]:
-        """mean and deviation (population's) by channel, of so many samples; samples by class."""
-        told: dict[str, Any] = {}
+        """Return the number of samples, mean and population deviation per channel, and the samples
+        per class."""
+        result: dict[str, Any] = {}
         if self.mean is not None and self.count and np.all(np.isfinite(self.squares)):
             deviation = np.sqrt(np.asarray(self.squares) / self.count)
-            told = {"of": self.samples, "mean": np.asarray(self.mean).tolist()}
-            told["deviation"] = deviation.tolist()
-        if self.classes and len(self.classes) <= CLASSES:
-            told["classes"] = {str(label): self.classes[label] for label in sorted(self.classes)}
-        return told
+            result = {"of": self.samples, "mean": np.asarray(self.mean).tolist()}
+            result["deviation"] = deviation.tolist()
+        if self.classes and len(self.classes) <= MAX_CLASSES:
+            result["classes"] = {str(label): self.classes[label] for label in sorted(self.classes)}
+        return result
 
     def as_state(self) -> dict[str, Any]:
-        """All of it, as JSON has room for."""
+        """Return the complete state as JSON values."""
         moments = (
             {}
             if self.mean is None
@@ -90,29 +102,32 @@ class Statistics:
 
     @classmethod
     def empty(cls, images: bool, channels: tuple[int, ...]) -> "Statistics":
-        """Of no sample yet, and for those whose channels have this shape."""
+        """Return empty statistics that accept only samples with channels of this shape."""
         return cls(images, mean=np.zeros(channels), squares=np.zeros(channels))
 
     @classmethod
-    def of_state(cls, images: bool, state: dict[str, Any]) -> "Statistics":
-        made = cls(images, classes=Counter(dict(map(tuple, state["classes"]))))
+    def from_state(cls, images: bool, state: dict[str, Any]) -> "Statistics":
+        statistics = cls(images, classes=Counter(dict(map(tuple, state["classes"]))))
         if "mean" in state:
-            made.samples, made.count = state["samples"], state["count"]
-            made.mean, made.squares = np.array(state["mean"]), np.array(state["squares"])
-        return made
+            statistics.samples, statistics.count = state["samples"], state["count"]
+            statistics.mean, statistics.squares = (
+                np.array(state["mean"]),
+                np.array(state["squares"]),
+            )
+        return statistics
 
 
-def _of_bytes(image: np.ndarray[Any, Any]) -> tuple[Any, Any]:
-    """Mean and squares of each channel, from how often each of 256 values is there."""
-    counts = _counts(image)
+def _image_moments(image: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    """Return mean and squares per channel of a uint8 image, from its histogram."""
+    counts = _channel_histograms(image)
     values = np.arange(256.0)
     mean = counts @ values / counts.sum(1)
     squares = (counts * (values - mean[:, None]) ** 2).sum(1)
     return mean, squares
 
 
-def _counts(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """How often each value is there, by channel. Pillow counts twice as fast as numpy."""
+def _channel_histograms(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the histogram of each channel. Pillow computes it twice as fast as numpy."""
     channels = image.shape[2]
     if channels in (1, 3, 4) and find_spec("PIL") is not None:
         from PIL import Image

@@ -1,5 +1,7 @@
-"""A set that is not whole yet: the folder of what is needed to go on with it, DEST/.packing, which
-is one process's alone (and of the ranks that it starts)."""
+"""The work folder DEST/.packing of an unfinished dataset.
+
+It holds what is needed to continue, and is locked for one process and the ranks that it starts.
+"""
 
 import errno
 import fcntl
@@ -18,15 +20,20 @@ from ..format import shard_format
 from ..format.meta_schema import SHARD_NAME
 from ..format.shard_format import write_atomically
 
-WORK, PLAN, SPOOL = ".packing", "plan.json", "spool"
+WORK_FOLDER, PLAN_FILE, SPOOL_FOLDER = ".packing", "plan.json", "spool"
 MAX_PLAN_BYTES = 1 << 20
-RUN, PIECE, GONE = "run-", "piece-", "gone-"  # names below: of a job of ranks, of a whole piece
+# Prefixes of folders in it: of a job of ranks, of a complete piece, and of those being removed.
+RUN_PREFIX, PIECE_PREFIX, DISCARDED_PREFIX = "run-", "piece-", "gone-"
 
 
 @contextmanager
-def working(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterator[Path]:
-    """The folder of what is not whole yet, this process's alone."""
-    work, owner, plan = folder / WORK, os.getpid(), printable_tree(plan)
+def open_work_folder(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterator[Path]:
+    """Yield the locked work folder; remove it at the end.
+
+    It is kept after an error if a later call can continue from it. Raises ValueError if ``folder``
+    holds a dataset, is being packed by another process, or was begun with another ``plan``.
+    """
+    work, owner, plan = folder / WORK_FOLDER, os.getpid(), printable_tree(plan)
     if (folder / shard_format.META_FILE).exists() and not fresh:
         raise ValueError(
             f"{folder}: holds a packed set. HINT: another folder, or fresh=True (--fresh), which "
@@ -40,21 +47,23 @@ def working(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterator[Path]:
                 f"{folder}: is being packed by another process. HINT: wait for it, or take "
                 "another folder"
             ) from None
-        before = _prepared(folder, work, fresh)
-        odd = sorted(name for name in plan if before and plan[name] != before.get(name))
-        if odd:
+        earlier_plan = _prepare(folder, work, fresh)
+        different = sorted(
+            name for name in plan if earlier_plan and plan[name] != earlier_plan.get(name)
+        )
+        if different:
             raise ValueError(
                 f"{folder}: holds what an earlier call has packed so far, with other "
-                f"{', '.join(odd)}. HINT: the same as then, or fresh=True (--fresh)"
+                f"{', '.join(different)}. HINT: the same as then, or fresh=True (--fresh)"
             )
         try:
-            with full_told(folder):
-                write_atomically(work / PLAN, json.dumps(plan).encode())
+            with report_disk_errors(folder):
+                write_atomically(work / PLAN_FILE, json.dumps(plan).encode())
             yield work
         except BaseException:
-            # A mistake, mostly: nothing of it is left. A process that was forked from this one to
-            # be the ranks' server comes by here, too.
-            if os.getpid() == owner and not kept(work):
+            # Mostly a user error before anything was packed: remove the folder. A process forked
+            # from this one to be the ranks' server also comes here, and must not.
+            if os.getpid() == owner and not has_progress(work):
                 shutil.rmtree(work, ignore_errors=True)
             raise
     shutil.rmtree(work, ignore_errors=True)
@@ -62,11 +71,11 @@ def working(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterator[Path]:
 
 @contextmanager
 def _lock(folder: Path, work: Path) -> Iterator[BinaryIO]:
-    """The open lock file of the working folder, which is made, and is no link to another place."""
+    """Create the work folder, which may not be a symbolic link, and yield its open lock file."""
     try:
         work.mkdir(parents=True, exist_ok=True)
         if work.is_symlink():
-            raise NotADirectoryError(errno.ENOTDIR, f"{WORK} is a symbolic link", str(work))
+            raise NotADirectoryError(errno.ENOTDIR, f"{WORK_FOLDER} is a symbolic link", str(work))
         flags = os.O_RDWR | os.O_CREAT
         lock = open_regular(work / "lock", flags, follow_links=False, mode=0o666)
     except OSError as error:
@@ -76,13 +85,17 @@ def _lock(folder: Path, work: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _prepared(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
-    """Remove what no call can go on with, and return the plan of what is kept: {} of nothing."""
+def _prepare(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
+    """Remove what no call can continue from. Return the plan of what is kept, {} if nothing is."""
     try:
-        for left in (*work.glob(f"{RUN}*"), *work.glob(f"{GONE}*")):  # of a job that was killed
-            discard(left)
-        if fresh or not kept(work):
-            _cleared(folder, work)
+        # Folders of a job that was killed.
+        for leftover in (
+            *work.glob(f"{RUN_PREFIX}*"),
+            *work.glob(f"{DISCARDED_PREFIX}*"),
+        ):
+            discard(leftover)
+        if fresh or not has_progress(work):
+            _clear(folder, work)
         return _plan(work)
     except InvalidFileError as error:
         raise ValueError(
@@ -96,58 +109,58 @@ def _prepared(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
         ) from None
 
 
-def kept(work: Path) -> bool:
-    """Whether there is something that a call can go on with."""
-    whole = any(work.glob("shard-*.json")) or any(work.glob(f"{PIECE}*"))
-    return whole or (work / SPOOL / shard_format.META_FILE).exists()
+def has_progress(work: Path) -> bool:
+    """Return whether there is something that a later call can continue from."""
+    whole = any(work.glob("shard-*.json")) or any(work.glob(f"{PIECE_PREFIX}*"))
+    return whole or (work / SPOOL_FOLDER / shard_format.META_FILE).exists()
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that ranks of a job that was killed may still be writing to: under its name
-    it is gone at once, and they fail."""
+    """Remove a folder that ranks of a killed job may still write to: it is renamed first, so that
+    their writes fail."""
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
         return
-    gone = folder.with_name(f"{GONE}{folder.name}")
+    discarded = folder.with_name(f"{DISCARDED_PREFIX}{folder.name}")
     try:
-        folder.rename(gone)
+        folder.rename(discarded)
     except OSError:
-        gone = folder
-    shutil.rmtree(gone, ignore_errors=True)
+        discarded = folder
+    shutil.rmtree(discarded, ignore_errors=True)
 
 
 def _plan(work: Path) -> dict[str, Any]:
-    """Return the plan of an earlier call. Raises InvalidFileError for a damaged one."""
+    """Return the plan of an earlier call. Raises InvalidFileError if it is damaged."""
     try:
-        found: dict[str, Any] = read_json(work / PLAN, dict[str, Any], MAX_PLAN_BYTES)
+        found: dict[str, Any] = read_json(work / PLAN_FILE, dict[str, Any], MAX_PLAN_BYTES)
     except FileNotFoundError:
         return {}
     return found
 
 
-def _cleared(folder: Path, work: Path) -> None:
-    """Of what Paceline has written, nothing is left; of other files, all."""
-    shards = (one for one in folder.glob("shard-*.bin") if SHARD_NAME.fullmatch(one.name))
-    ours: Iterable[Path] = (
+def _clear(folder: Path, work: Path) -> None:
+    """Remove all files that Paceline has written, and no others."""
+    shards = (path for path in folder.glob("shard-*.bin") if SHARD_NAME.fullmatch(path.name))
+    written: Iterable[Path] = (
         *shards,
         folder / shard_format.INDEX_FILE,
         folder / shard_format.NAMES_FILE,
     )
-    for path in (folder / shard_format.META_FILE, *ours):
+    for path in (folder / shard_format.META_FILE, *written):
         path.unlink(missing_ok=True)
     for path in work.iterdir():
         if path.name != "lock":
-            own_folder = path.is_dir() and not path.is_symlink()
-            shutil.rmtree(path) if own_folder else path.unlink()
+            is_folder = path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path) if is_folder else path.unlink()
 
 
 @contextmanager
-def full_told(folder: Path) -> Iterator[None]:
+def report_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        room = "make room, and " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        action = "make room, and " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise ValueError(
             f"{error.filename or folder}: {error.strerror or error}. What is packed so far is "
-            f"kept. HINT: {room}say the same again, which goes on where it was"
+            f"kept. HINT: {action}say the same again, which goes on where it was"
         ) from error

@@ -6,16 +6,16 @@ import stat
 from ...security.files import check_regular, open_regular
 from ..format.meta_schema import MAX_SAMPLE_BYTES
 
-FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-MORE_BYTES = 1 << 20
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+CHUNK_BYTES = 1 << 20
 
 
 class OpenFile:
-    """An open regular file, closed at the latest when nothing refers to it: also where whoever has
-    opened it raises before it is made.
+    """An open regular file. It is closed when the last reference is gone, also if the constructor
+    of its owner raises.
 
     Attributes:
-        fd: Its descriptor.
+        fd: The file descriptor.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,22 +38,22 @@ def read_sample_file(path: str) -> bytes:
         ValueError: It has more than MAX_SAMPLE_BYTES.
     """
     try:
-        fd = os.open(path, FLAGS)
+        fd = os.open(path, OPEN_FLAGS)
     except OSError:
-        fd = open_regular(path)  # raises, in words
+        fd = open_regular(path)  # raises the error with a message for users
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            check_regular(fd, path)  # raises, in words
+            check_regular(fd, path)  # raises the error with a message for users
         size = status.st_size
         check_size(size)
         data = os.read(fd, size + 1)
         if len(data) == size:
             return data
-        parts = [data]  # it is longer by now, or comes in parts
+        parts = [data]  # the file has grown, or read returned less than asked
         done = len(data)
         while parts[-1]:
-            parts.append(os.read(fd, MORE_BYTES))
+            parts.append(os.read(fd, CHUNK_BYTES))
             done += len(parts[-1])
             check_size(done)
         return b"".join(parts)
@@ -62,8 +62,8 @@ def read_sample_file(path: str) -> bytes:
 
 
 def read_at(fd: int, length: int, offset: int) -> bytes:
-    """Return ``length`` bytes of an open regular file, or as many as there are: what a file says
-    of a length is compared with its size before memory is taken.
+    """Return ``length`` bytes of an open regular file, or as many as there are. The length is
+    compared with the file size before memory is allocated, as it may come from a damaged file.
 
     Raises:
         ValueError: ``length`` is negative or more than MAX_SAMPLE_BYTES, or ``offset`` negative.

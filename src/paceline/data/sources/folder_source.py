@@ -1,4 +1,4 @@
-"""A folder of files as a source: class folders, a table of labels, or neither."""
+"""A folder of files as a source, with labels from class folders, from a CSV, or none."""
 
 import csv
 import os
@@ -15,43 +15,46 @@ from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
 from ..format.shard_format import ArraySpec, create_new_file, write_atomically
 from .bounded_read import OpenFile, read_sample_file
-from .source import ARRAYS, IMAGES, Loaded, Source
+from .source import ARRAYS, IMAGES, LoadedSample, Source
 
-KEPT_BYTES = 16 << 20  # of a listing, at most, in memory; a longer one is read line by line
-LISTED, ENDS = "listing", "listing.ends"  # in the working folder: a line a sample, where it ends
+MAX_LISTING_BYTES_IN_MEMORY = 16 << 20  # a longer listing is read line by line
+# In the work folder: one line per sample, and the byte offsets where the lines end.
+LISTING_FILE, LINE_ENDS_FILE = "listing", "listing.ends"
 SHOWN = 3
 Inode = tuple[int, int]  # device and number
-MAX_WAYS = 64  # links by which one folder may be reached
-MAX_LINE_BYTES = 1 << 20  # of a table of labels
+MAX_LINKS_TO_FOLDER = 64
+MAX_LINE_BYTES = 1 << 20  # of a CSV of labels
 
 
 class FolderSource(Source):
-    """labels: a CSV of a file, and its label or several numbers, in each line; without, a file's
-    class is the first folder that it is in, and files that are in none have no label.
+    """Files of a folder and its subfolders; hidden files are left out.
 
-    Which samples there are is kept in the working folder, and is not looked for again where a
-    pack goes on. Hidden files are left out. Raises ValueError for a folder without files, or in
-    which images and arrays are mixed, and for a table with lines that have no label.
+    labels: a CSV with a file, and its label or several numbers, in each line. Without it, the class
+    of a file is its first folder; files outside of class folders have no label.
+
+    The list of samples is kept in the work folder and reused when packing is continued. Raises
+    ValueError for a folder without files or with both images and arrays, and for a CSV with lines
+    that have no label.
     """
 
-    named = True
+    has_names = True
 
     def __init__(self, folder: Path, labels: Path | None, work: Path) -> None:
         super().__init__()
-        self.folder, self.told, self._below = folder, str(folder), os.path.join(folder, "")
-        self._listed = work / LISTED
-        entries = _Classes(folder) if labels is None else _Table(folder, labels)
-        if _ends(work) is None:
-            _list(entries, work)
+        self.folder, self.description, self._prefix = folder, str(folder), os.path.join(folder, "")
+        self._listing = work / LISTING_FILE
+        entries = _ClassFolders(folder) if labels is None else _LabelTable(folder, labels)
+        if _read_line_ends(work) is None:
+            _write_listing(entries, work)
         self.label, self.classes = entries.label, entries.classes
         self.notes = entries.notes
-        found = _ends(work)
+        found = _read_line_ends(work)
         if found is None:
-            raise InvalidFileError(self._listed, "has changed while it was written")
+            raise InvalidFileError(self._listing, "has changed while it was written")
         self._ends = found
-        self._file = OpenFile(self._listed)
-        small = os.fstat(self._file.fd).st_size <= KEPT_BYTES
-        self._lines = read_regular(self._listed, KEPT_BYTES) if small else None
+        self._file = OpenFile(self._listing)
+        small = os.fstat(self._file.fd).st_size <= MAX_LISTING_BYTES_IN_MEMORY
+        self._lines = read_regular(self._listing, MAX_LISTING_BYTES_IN_MEMORY) if small else None
         if not len(self._ends):
             raise ValueError(f"{folder}: has no files to pack. HINT: is it the right folder?")
         self.kind = self._kind()
@@ -59,14 +62,14 @@ class FolderSource(Source):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def load(self, i: int) -> Loaded:
+    def load(self, i: int) -> LoadedSample:
         label, name = self._entry(i)
-        data = read_sample_file(name if name.startswith("/") else self._below + name)
+        data = read_sample_file(name if name.startswith("/") else self._prefix + name)
         if not data:
             raise ValueError("the file is empty")
         if isinstance(self.label, ArraySpec):
             label = np.asarray(label, np.float32).reshape(self.label.shape)
-        return Loaded(data, label, name)
+        return LoadedSample(data, label, name)
 
     def name(self, i: int) -> str:
         return self._entry(i)[1]
@@ -80,13 +83,14 @@ class FolderSource(Source):
             line = os.pread(self._file.fd, end - start, start)
         else:
             line = self._lines[start:end]
-        told, _, name = os.fsdecode(line).rstrip("\n").partition("\t")
+        label_text, _, name = os.fsdecode(line).rstrip("\n").partition("\t")
         if isinstance(self.label, ArraySpec):
-            return [float(one) for one in told.split(",")], name
-        return (int(told) if told else None), name
+            return [float(one) for one in label_text.split(",")], name
+        return (int(label_text) if label_text else None), name
 
     def _kind(self) -> str:
-        """By the files' ends. Only of some thousand, as there may be millions."""
+        """Return the kind of the files by their extensions. Looks at some thousand files only, as
+        there may be millions."""
         step = max(len(self) // 4096, 1)
         kinds: dict[str, str] = {}
         for i in range(0, len(self), step):
@@ -103,8 +107,8 @@ class FolderSource(Source):
         return next(iter(kinds))
 
 
-class _Classes:
-    """Class folders: the first folder on a file's way."""
+class _ClassFolders:
+    """Entries with class folders: the first folder in a file's path is its class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.notes = folder, list[str]()
@@ -115,7 +119,7 @@ class _Classes:
         self.label: ArraySpec | str | None = "class" if self.classes else None
 
     def each(self) -> Iterator[tuple[str, str]]:
-        """(label, name below the folder)."""
+        """Yield (label, path below the folder)."""
         alone, numbers = 0, {name: number for number, name in enumerate(self.classes)}
         for name in files_below(self.folder):
             first, _, rest = name.partition("/")
@@ -127,18 +131,18 @@ class _Classes:
             self.notes.append(f"{alone:,} files are in no class folder, and are left out")
 
 
-class _Table:
-    """A CSV: the file, and its label."""
+class _LabelTable:
+    """Entries of a CSV: each line has a file and its label."""
 
     def __init__(self, folder: Path, table: Path) -> None:
         self.folder, self.table, self.notes = folder, table, list[str]()
         kinds, self._columns, self._lines, missing = set(), 0, 0, []
-        for number, (name, told) in self._read():
+        for number, (name, label_text) in self._read():
             self._lines += 1
-            self._columns = self._columns or len(told)
-            if len(told) != self._columns or not all(told):
+            self._columns = self._columns or len(label_text)
+            if len(label_text) != self._columns or not all(label_text):
                 missing.append(f"{printable(name)} (line {number})")
-            kinds |= {_kind(one) for one in told}
+            kinds |= {_kind(one) for one in label_text}
         if missing:
             more = f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else ""
             raise ValueError(
@@ -154,7 +158,7 @@ class _Table:
         if self._columns == 1 and "float" not in kinds:
             self.label = "class"
             if "text" in kinds:
-                self.classes = sorted({told[0] for _, (_, told) in self._read()})
+                self.classes = sorted({label_text[0] for _, (_, label_text) in self._read()})
         elif "text" in kinds:
             raise ValueError(
                 f"{table}: words and numbers in {self._columns} columns of labels. HINT: one "
@@ -162,22 +166,29 @@ class _Table:
             )
 
     def _read(self) -> Iterator[tuple[int, tuple[str, list[str]]]]:
-        """(line, (file, labels)), without a heading."""
+        """Yield (line number, (file, labels)) without the heading."""
         try:
             with open(open_regular(self.table), newline="") as file:
                 for number, row in enumerate(csv.reader(_lines(file)), 1):
                     if not row or (number == 1 and not (self.folder / row[0]).exists()):
                         continue
-                    told = [one.strip() for one in row[1:]]
-                    yield number, (row[0].strip(), told or [""])
+                    label_text = [one.strip() for one in row[1:]]
+                    yield number, (row[0].strip(), label_text or [""])
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{self.table}: no table that can be read: {reason}") from None
 
     def each(self) -> Iterator[tuple[str, str]]:
         numbers = {name: str(number) for number, name in enumerate(self.classes)}
-        for _, (name, told) in self._read():
-            yield (numbers.get(told[0], told[0]) if self.label == "class" else ",".join(told)), name
+        for _, (name, label_text) in self._read():
+            yield (
+                (
+                    numbers.get(label_text[0], label_text[0])
+                    if self.label == "class"
+                    else ",".join(label_text)
+                ),
+                name,
+            )
         others = sum(1 for _ in files_below(self.folder)) - self._lines
         if self.table.resolve().is_relative_to(self.folder.resolve()):
             others -= 1
@@ -185,24 +196,24 @@ class _Table:
             self.notes.append(f"{others:,} files of {self.folder} have no line, and are left out")
 
 
-def _kind(told: str) -> str:
+def _kind(label_text: str) -> str:
     try:
-        number = float(told)
+        number = float(label_text)
     except ValueError:
-        return "text" if told else "float"
-    return "whole" if number.is_integer() and told.lstrip("-").isdigit() else "float"
+        return "text" if label_text else "float"
+    return "whole" if number.is_integer() and label_text.lstrip("-").isdigit() else "float"
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Files' names from the folder on, sorted in each of its folders; hidden ones left out. Links
-    to folders are followed, but not in circles.
+    """Yield the paths of files below a folder, sorted within each folder; hidden ones are left out.
+    Links to folders are followed, but not in circles.
 
     Raises:
-        ValueError: A folder is reached by more than MAX_WAYS links: links that lead to each other
-            would have no end.
+        ValueError: A folder is reached by more than MAX_LINKS_TO_FOLDER links: links that lead to
+            each other would be followed endlessly.
     """
     waiting: list[tuple[str, tuple[Inode, ...], bool]] = [("", (_inode(folder.stat()),), False)]
-    ways = Counter[Inode]()
+    link_counts = Counter[Inode]()
     while waiting:
         below, above, linked = waiting.pop()
         with os.scandir(folder / below) as found:
@@ -216,18 +227,19 @@ def files_below(folder: Path) -> Iterator[str]:
                 yield name
                 continue
             link = entry.is_symlink()
-            if not (link and _holds(entry.path, folder / below)):
-                own = _inode(entry.stat())
-                if own in above:
+            if not (link and _contains_itself(entry.path, folder / below)):
+                inode = _inode(entry.stat())
+                if inode in above:
                     continue
                 if linked or link:
-                    ways[own] += 1
-                    if ways[own] > MAX_WAYS:
+                    link_counts[inode] += 1
+                    if link_counts[inode] > MAX_LINKS_TO_FOLDER:
                         raise ValueError(
-                            f"{printable(os.fspath(folder / name))}: more than {MAX_WAYS} links "
-                            "lead to this folder. HINT: remove links that lead to each other"
+                            f"{printable(os.fspath(folder / name))}: more than "
+                            f"{MAX_LINKS_TO_FOLDER} links lead to this folder. HINT: remove links "
+                            "that lead to each other"
                         )
-                folders.append((name, (*above, own), linked or link))
+                folders.append((name, (*above, inode), linked or link))
         waiting += reversed(folders)
 
 
@@ -235,25 +247,25 @@ def _inode(status: os.stat_result) -> Inode:
     return status.st_dev, status.st_ino
 
 
-def _holds(link: str, folder: Path) -> bool:
-    """Whether a link leads back to where it is found."""
+def _contains_itself(link: str, folder: Path) -> bool:
+    """Return whether a link leads back to a folder that contains it."""
     return folder.resolve().is_relative_to(Path(link).resolve())
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """Lines of a table, none of them longer than memory should hold."""
+    """Yield the lines of a CSV; raise csv.Error for one too long to be held in memory."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) == MAX_LINE_BYTES:
             raise csv.Error(f"a line has {MAX_LINE_BYTES:,} characters or more")
         yield line
 
 
-def _ends(work: Path) -> "np.ndarray[Any, Any] | None":
-    """Return where lines of the listing end; None where there is none, or a damaged one."""
+def _read_line_ends(work: Path) -> "np.ndarray[Any, Any] | None":
+    """Return the end offsets of the listing's lines; None if it is missing or damaged."""
     try:
-        with open(open_regular(work / ENDS), "rb") as file:
+        with open(open_regular(work / LINE_ENDS_FILE), "rb") as file:
             ends = np.fromfile(file, np.int64)
-        fd = open_regular(work / LISTED)
+        fd = open_regular(work / LISTING_FILE)
     except OSError:
         return None
     size = os.fstat(fd).st_size
@@ -262,22 +274,22 @@ def _ends(work: Path) -> "np.ndarray[Any, Any] | None":
     return ends if whole else None
 
 
-def _list(entries: "_Classes | _Table", work: Path) -> None:
-    """Write down which samples there are; whole or not at all."""
+def _write_listing(entries: "_ClassFolders | _LabelTable", work: Path) -> None:
+    """Write the listing of samples, atomically."""
     at, ends = 0, array("q")
-    part = work / f"{LISTED}.part"
+    part = work / f"{LISTING_FILE}.part"
     try:
         with create_new_file(part) as file:
-            for told, name in entries.each():
-                if "\n" in name or "\n" in told:
+            for label_text, name in entries.each():
+                if "\n" in name or "\n" in label_text:
                     raise ValueError(f"{name!r}: a file's name with a line break can't be packed")
-                line = os.fsencode(f"{told}\t{name}\n")
+                line = os.fsencode(f"{label_text}\t{name}\n")
                 file.write(line)
                 at += len(line)
                 ends.append(at)
-        (work / ENDS).unlink(missing_ok=True)  # of an older listing
-        part.replace(work / LISTED)
-        write_atomically(work / ENDS, ends.tobytes())
+        (work / LINE_ENDS_FILE).unlink(missing_ok=True)  # belongs to an older listing
+        part.replace(work / LISTING_FILE)
+        write_atomically(work / LINE_ENDS_FILE, ends.tobytes())
     except BaseException:
         with suppress(OSError):
             part.unlink(missing_ok=True)

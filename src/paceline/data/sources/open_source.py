@@ -15,11 +15,11 @@ from .folder_source import FolderSource
 from .source import ARRAYS, ArraySource, ShardSource, Source, StreamSource
 
 
-def imported(name: str, function_of: str = "") -> Any:
-    """What "module:function" is, as seen from this folder. function_of: an option that it must be
-    a function for. Raises ValueError where it is not there, or is none."""
+def import_function(name: str, function_of: str = "") -> Any:
+    """Import "MODULE:FUNCTION", with the working directory on the search path. function_of: the
+    option whose value must be a function. Raises ValueError if it can't be imported or called."""
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # and stays: a generator may import when it is asked
+    if os.getcwd() not in sys.path:  # stays there: a generator may import later
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -30,14 +30,14 @@ def imported(name: str, function_of: str = "") -> Any:
     return found
 
 
-def stream(name: str) -> StreamSource:
-    """Of "module:function"."""
-    made = imported(name)
-    return StreamSource(made() if callable(made) else made, name)
+def open_stream(name: str) -> StreamSource:
+    """Open the stream of "MODULE:FUNCTION"."""
+    target = import_function(name)
+    return StreamSource(target() if callable(target) else target, name)
 
 
-def find(source: Any, labels: Any, work: Path) -> Source:
-    """The source that was meant. work: a folder for what has to be kept while it is packed."""
+def open_source(source: Any, labels: Any, work: Path) -> Source:
+    """Open the source that the user named. work: folder for files needed while it is packed."""
     if not isinstance(source, (str, os.PathLike)):
         if isinstance(source, tuple) and labels is None and len(source) == 2:
             return ArraySource(*source)
@@ -46,9 +46,9 @@ def find(source: Any, labels: Any, work: Path) -> Source:
         if isinstance(source, Iterable):
             return StreamSource(source, type(source).__name__)
         raise ValueError(f"pack: {type(source).__name__} is no source. HINT: a folder, arrays ...")
-    path, name = formats.split(os.fspath(source))
-    if formats.known(path):
-        return formats.source(path, name, None if labels is None else os.fspath(labels))
+    path, name = formats.split_path(os.fspath(source))
+    if formats.detect_format(path):
+        return formats.open_source(path, name, None if labels is None else os.fspath(labels))
     path = Path(source)
     if path.suffix in ARRAYS:
         return ArraySource(path, labels)
@@ -57,7 +57,7 @@ def find(source: Any, labels: Any, work: Path) -> Source:
     if path.is_dir():
         return FolderSource(path, None if labels is None else Path(labels), work)
     if ":" in str(source) and not path.exists():
-        return stream(str(source))
+        return open_stream(str(source))
     if not path.exists():
         raise DataError(path, -1, 0, "no such file or folder")
     raise ValueError(

@@ -1,4 +1,4 @@
-"""What can be packed: each kind knows how many samples it has, and gives any of them."""
+"""Sources that can be packed: each has a number of samples and returns any of them by index."""
 
 import os
 from abc import ABC, abstractmethod
@@ -19,33 +19,46 @@ from .bounded_read import OpenFile, read_at
 JPEGS = (".jpg", ".jpeg", ".jpe")
 IMAGES = (*JPEGS, ".png", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".ppm", ".pgm", ".jp2")
 ARRAYS = (".npy",)
-ENDS = {JPEG: ".jpg", IMAGE: ".png", FILE: ".bin"}  # what a packed sample is taken for
-MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png"}  # of a stream's
+EXTENSIONS = {JPEG: ".jpg", IMAGE: ".png", FILE: ".bin"}  # assumed for a packed sample
+MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png"}  # first bytes of a file
 
 
 @dataclass
-class Loaded:
-    """One sample as it comes. data: an array, or a file's bytes. label: a class, or an array. end:
-    what kind of file it is, as ".jpg"; by its name where it is not said."""
+class LoadedSample:
+    """One sample of a source.
+
+    Attributes:
+        data: An array, or the bytes of a file.
+        label: A class, an array, or None.
+        extension: Kind of file, as ".jpg"; by default that of ``name``.
+    """
 
     data: Any
     label: Any = None
     name: str = ""
-    end: str = ""
+    extension: str = ""
 
     def __post_init__(self) -> None:
-        self.end = self.end or os.path.splitext(self.name)[1].lower()
+        self.extension = self.extension or os.path.splitext(self.name)[1].lower()
 
 
 class Source(ABC):
-    """kind: "images", "arrays" or "files". label: None, "class", or what its arrays are. named:
-    whether samples have names. in_order: whether it is only fast when it is read from its start,
-    by ``each``. told: what it is, for people."""
+    """Samples to be packed.
+
+    Attributes:
+        kind: "images", "arrays" or "files".
+        label: None, "class", or dtype and shape of label arrays.
+        has_names: Whether samples have names.
+        sequential: Whether it is only fast when read from its start, by ``each``.
+        description: What the source is, for messages.
+        classes: Names of the classes.
+        notes: Remarks for the user.
+    """
 
     kind = "arrays"
     label: ArraySpec | str | None = None
-    named = in_order = False
-    told = ""
+    has_names = sequential = False
+    description = ""
 
     def __init__(self) -> None:
         self.classes: list[str] = []
@@ -55,15 +68,15 @@ class Source(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def load(self, i: int) -> Loaded:
-        """A sample; by several threads. Raises OSError or ValueError."""
+    def load(self, i: int) -> LoadedSample:
+        """Return a sample. Called by several threads. Raises OSError or ValueError."""
 
     def name(self, i: int) -> str:
-        """A sample's, or ""."""
+        """Return the name of a sample, or ""."""
         return ""
 
-    def each(self) -> Iterable[Loaded]:
-        """All of them, in order."""
+    def each(self) -> Iterable[LoadedSample]:
+        """Iterate over all samples in order."""
         return map(self.load, range(len(self)))
 
     def close(self) -> None:
@@ -71,30 +84,34 @@ class Source(ABC):
 
 
 class ArraySource(Source):
-    """Arrays in memory or .npy files, whose first dim is the sample. Files are read a sample at a
-    time."""
+    """Arrays in memory or .npy files, whose first dim is the sample. Files are read sample by
+    sample."""
 
     def __init__(self, x: Any, y: Any = None) -> None:
         super().__init__()
         self.x = _rows(x)
-        self.told = self.x.told
-        self.kind = "images" if pictures(self.x.dtype, self.x.shape) else "arrays"
+        self.description = self.x.description
+        self.kind = "images" if are_images(self.x.dtype, self.x.shape) else "arrays"
         self.y = None if y is None else _rows(y)
         if self.y is not None:
             if len(self.y) != len(self.x):
                 raise ValueError(
-                    f"{self.x.told} has {len(self.x):,} samples, and {self.y.told} "
+                    f"{self.x.description} has {len(self.x):,} samples, and {self.y.description} "
                     f"{len(self.y):,} labels. HINT: as many of each"
                 )
             whole = not self.y.shape and np.dtype(self.y.dtype).kind in "iu"
-            self.label = "class" if whole else label_field(self.y.dtype, self.y.shape, self.y.told)
+            self.label = (
+                "class" if whole else label_field(self.y.dtype, self.y.shape, self.y.description)
+            )
 
     def __len__(self) -> int:
         return len(self.x)
 
-    def load(self, i: int) -> Loaded:
+    def load(self, i: int) -> LoadedSample:
         label: Any = None if self.y is None else self.y.row(i)
-        return Loaded(np.asarray(self.x.row(i)), int(label) if self.label == "class" else label)
+        return LoadedSample(
+            np.asarray(self.x.row(i)), int(label) if self.label == "class" else label
+        )
 
     def close(self) -> None:
         for rows in (self.x, self.y):
@@ -102,21 +119,23 @@ class ArraySource(Source):
                 rows.close()
 
 
-def label_field(dtype: str, shape: tuple[int, ...], told: str) -> ArraySpec:
-    """Return what labels that are arrays are. Raises ValueError for arrays a set can't hold."""
+def label_field(dtype: str, shape: tuple[int, ...], description: str) -> ArraySpec:
+    """Return dtype and shape of array labels. Raises ValueError if a dataset can't hold them."""
     if dtype not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(
-            f"{printable(told)}: labels that are {dtype} of {shape}, and no numbers of a usual "
-            "kind. HINT: classes as 0, 1, 2 ..., or float32"
+            f"{printable(description)}: labels that are {dtype} of {shape}, and no numbers of a "
+            "usual kind. HINT: classes as 0, 1, 2 ..., or float32"
         )
     field = ArraySpec(dtype, shape)
     if field.nbytes > MAX_SAMPLE_BYTES:
-        raise ValueError(f"{printable(told)}: labels of {dtype} {shape}: more than 4 GiB each")
+        raise ValueError(
+            f"{printable(description)}: labels of {dtype} {shape}: more than 4 GiB each"
+        )
     return field
 
 
-def pictures(dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether arrays are images: bytes of (height, width, 1, 3 or 4)."""
+def are_images(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Return whether arrays are images: uint8 of (height, width, 1, 3 or 4)."""
     channels = (1, 3, 4)
     return (
         dtype == "uint8" and len(shape) == 3 and shape[2] in channels and shape[0] not in channels
@@ -126,7 +145,7 @@ def pictures(dtype: str, shape: tuple[int, ...]) -> bool:
 class _MemoryRows:
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array, self.dtype, self.shape = array, array.dtype.name, array.shape[1:]
-        self.told = f"an array of {array.dtype} {array.shape}"
+        self.description = f"an array of {array.dtype} {array.shape}"
 
     def __len__(self) -> int:
         return len(self.array)
@@ -139,31 +158,33 @@ class _MemoryRows:
 
 
 class _FileRows:
-    """A .npy file, read and not mapped: one that gets shorter is an error, and no signal."""
+    """A .npy file, read and not mapped: if the file is truncated meanwhile, reading raises an error
+    instead of a signal."""
 
     def __init__(self, path: Path) -> None:
-        self.told = str(path)
-        self._file, head = _headed(path)
+        self.description = str(path)
+        self._file, head = _open_npy(path)
         self._count, self.shape = head.shape[0], head.shape[1:]
-        self._kind, self.dtype = head.dtype, head.dtype.newbyteorder("=").name
-        self._start, self._each = head.start, head.nbytes // max(head.shape[0], 1)
+        self._file_dtype, self.dtype = head.dtype, head.dtype.newbyteorder("=").name
+        self._start, self._row_bytes = head.start, head.nbytes // max(head.shape[0], 1)
 
     def __len__(self) -> int:
         return self._count
 
     def row(self, i: int) -> Any:
-        data = read_at(self._file.fd, self._each, self._start + i * self._each)
-        if len(data) < self._each:
-            raise ValueError(f"{self.told}: is truncated in sample {i}")
-        array = np.frombuffer(data, self._kind).reshape(self.shape)
-        return array.astype(self._kind.newbyteorder("="), copy=False)
+        data = read_at(self._file.fd, self._row_bytes, self._start + i * self._row_bytes)
+        if len(data) < self._row_bytes:
+            raise ValueError(f"{self.description}: is truncated in sample {i}")
+        array = np.frombuffer(data, self._file_dtype).reshape(self.shape)
+        return array.astype(self._file_dtype.newbyteorder("="), copy=False)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _headed(path: Path) -> tuple[OpenFile, npy.Header]:
-    """Open a .npy file of samples. Raises ValueError for what is none, or is cut."""
+def _open_npy(path: Path) -> tuple[OpenFile, npy.Header]:
+    """Open a .npy file of samples and read its header. Raises ValueError if it is not one or is
+    truncated."""
     try:
         opened = OpenFile(path)
     except OSError as error:
@@ -171,13 +192,14 @@ def _headed(path: Path) -> tuple[OpenFile, npy.Header]:
     try:
         with open(opened.fd, "rb", closefd=False) as file:
             head = npy.read_header(file)
-        size, least = os.fstat(opened.fd).st_size, head.start + head.nbytes
-        if size < least:
+        size, min_size = os.fstat(opened.fd).st_size, head.start + head.nbytes
+        if size < min_size:
             raise ValueError(
-                f"is truncated: {size:,} bytes of at least {least:,}. HINT: copy it again"
+                f"is truncated: {size:,} bytes of at least {min_size:,}. HINT: copy it again"
             )
-        alone = sum(side > 1 for side in head.shape) < 2  # then its order does not matter
-        if not head.shape or (head.fortran and not alone):
+        # With at most one side above 1, C and Fortran order are the same.
+        order_irrelevant = sum(side > 1 for side in head.shape) < 2
+        if not head.shape or (head.fortran and not order_irrelevant):
             raise ValueError(
                 f"{head.dtype} of {head.shape} is no C-ordered array of samples. "
                 "HINT: np.save(path, np.ascontiguousarray(array))"
@@ -187,12 +209,12 @@ def _headed(path: Path) -> tuple[OpenFile, npy.Header]:
     return opened, head
 
 
-def _rows(given: Any) -> Any:
-    if hasattr(given, "row"):
-        return given
-    if isinstance(given, (str, os.PathLike)):
-        return _FileRows(Path(given))
-    array = np.asarray(given)
+def _rows(value: Any) -> Any:
+    if hasattr(value, "row"):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return _FileRows(Path(value))
+    array = np.asarray(value)
     if array.ndim < 1 or array.dtype.hasobject:
         raise ValueError(
             f"an array of {array.dtype} {array.shape} has no samples that can be packed"
@@ -201,102 +223,103 @@ def _rows(given: Any) -> Any:
 
 
 class ShardSource(Source):
-    """A packed set, to be packed in another way."""
+    """A packed dataset, to be packed in another way."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.shards = Shards(folder)
         meta = self.shards.meta
-        self.kind, self.label, self.told = (
+        self.kind, self.label, self.description = (
             meta.packed.get("kind", "arrays"),
             meta.label,
             str(folder),
         )
-        self.classes, self.named = list(meta.classes), meta.names
-        if self.named:
-            self.shards.name(0)  # compares the checksum of all names
+        self.classes, self.has_names = list(meta.classes), meta.names
+        if self.has_names:
+            self.shards.name(0)  # checks the checksum of all names
 
     def __len__(self) -> int:
         return len(self.shards)
 
-    def load(self, i: int) -> Loaded:
+    def load(self, i: int) -> LoadedSample:
         row, data, label = self.shards.read_raw(i, ScratchBuffer())
-        if row.encoding in ENDS:
-            return Loaded(bytes(data), label, self.name(i), ENDS[row.encoding])
-        return Loaded(np.array(self.shards.decode_sample(i, row, data)), label, self.name(i))
+        if row.encoding in EXTENSIONS:
+            return LoadedSample(bytes(data), label, self.name(i), EXTENSIONS[row.encoding])
+        return LoadedSample(np.array(self.shards.decode_sample(i, row, data)), label, self.name(i))
 
     def name(self, i: int) -> str:
         return self.shards.name(i)
 
 
 @dataclass
-class _Stream:
-    """Labels of a stream as they come: classes by name, numbers or arrays."""
+class _LabelConverter:
+    """Convert labels of a stream: class names to numbers, others to integers or arrays."""
 
     classes: dict[str, int] = field(default_factory=dict)
     label: ArraySpec | str | None = None
     seen: bool = False
 
-    def taken(self, given: Any, number: int) -> Any:
-        if isinstance(given, str):
+    def convert(self, value: Any, number: int) -> Any:
+        if isinstance(value, str):
             kind: ArraySpec | str | None = "class"
-            made: Any = self.classes.setdefault(given, len(self.classes))
-        elif given is None:
-            kind = made = None
+            result: Any = self.classes.setdefault(value, len(self.classes))
+        elif value is None:
+            kind = result = None
         else:
-            array = np.asarray(given)
+            array = np.asarray(value)
             if array.dtype.hasobject:
-                raise ValueError(f"the label of sample {number} is a {type(given).__name__}")
+                raise ValueError(f"the label of sample {number} is a {type(value).__name__}")
             whole = not array.shape and array.dtype.kind in "iu"
             name = f"the label of sample {number}"
             kind = "class" if whole else label_field(array.dtype.name, array.shape, name)
-            made = int(array) if whole else array
+            result = int(array) if whole else array
         if self.seen and kind != self.label:
             raise ValueError(
-                f"the label of sample {number} is {_named(kind)}, and of those before it "
-                f"{_named(self.label)}. HINT: labels of one kind and shape, or none at all"
+                f"the label of sample {number} is {_label_name(kind)}, and of those before it "
+                f"{_label_name(self.label)}. HINT: labels of one kind and shape, or none at all"
             )
         self.label, self.seen = kind, True
-        return made
+        return result
 
 
 class StreamSource(Source):
-    """Anything that can be iterated: of arrays or bytes, or of (data, label). It is read once,
-    from its start."""
+    """Any iterable of arrays or bytes, or of (data, label). It is read once, from its start."""
 
-    in_order = True
+    sequential = True
 
-    def __init__(self, stream: Iterable[Any], told: str) -> None:
+    def __init__(self, stream: Iterable[Any], description: str) -> None:
         super().__init__()
-        self.told, self._stream, self._labels = told, stream, _Stream()
+        self.description, self._stream, self._labels = description, stream, _LabelConverter()
 
     def __len__(self) -> int:
         raise TypeError("a stream's length is not known")
 
-    def load(self, i: int) -> Loaded:
+    def load(self, i: int) -> LoadedSample:
         raise TypeError("a stream has an order of its own")
 
-    def each(self) -> Iterable[Loaded]:
+    def each(self) -> Iterable[LoadedSample]:
         for number, item in enumerate(self._stream):
             data, label = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-            end = ""
+            extension = ""
             if isinstance(data, (bytes, bytearray)):
-                end = by_magic(data)
+                extension = extension_from_magic(data)
             else:
                 data = np.asarray(data)
                 if data.dtype.hasobject:
-                    raise ValueError(f"{self.told}: sample {number} is a {type(item).__name__}")
-            label = self._labels.taken(label, number)
+                    raise ValueError(
+                        f"{self.description}: sample {number} is a {type(item).__name__}"
+                    )
+            label = self._labels.convert(label, number)
             self.label, self.classes = self._labels.label, list(self._labels.classes)
-            yield Loaded(data, label, end=end)
+            yield LoadedSample(data, label, extension=extension)
 
 
-def by_magic(data: bytes | bytearray) -> str:
-    """What kind of file bytes are: ".jpg", ".png", or ".bin" for any other."""
-    return next((end for start, end in MAGIC.items() if data.startswith(start)), ".bin")
+def extension_from_magic(data: bytes | bytearray) -> str:
+    """Return the extension of a file's bytes: ".jpg", ".png", or ".bin" for any other."""
+    return next((extension for start, extension in MAGIC.items() if data.startswith(start)), ".bin")
 
 
-def _named(kind: ArraySpec | str | None) -> str:
+def _label_name(kind: ArraySpec | str | None) -> str:
     if isinstance(kind, ArraySpec):
         return f"{kind.dtype} of {kind.shape}"
     return "a class" if kind else "none"

@@ -11,7 +11,7 @@ from ...data.loading.external_transforms import adapt_transform
 from ...data.loading.file_dataset import Files
 from ...data.loading.stored_arrays import StoredArrays
 from ...data.shards import ScratchBuffer, Shards
-from ...data.sources.open_source import imported
+from ...data.sources.open_source import import_function
 from ...predict.input_rate import Terms
 from .load_rank import Feed, listed
 from .run_loaders import loaded
@@ -55,7 +55,7 @@ def _kind(data: Any) -> str:
 def _parts(feed: Feed, data: Any) -> tuple[float, float, float, float]:
     """CPU-seconds a sample, of one thread: read, decoded as well, transformed as well; and what the
     first pass takes more."""
-    change = imported(feed.transform, "--transform") if feed.transform else None
+    change = import_function(feed.transform, "--transform") if feed.transform else None
     order, budget = order_of(data, feed), feed.seconds / 3
     first = plain = _timed(lambda i: data.read(i, _scratch), order, budget)
     read = plain

@@ -23,7 +23,7 @@ from ...data.loading.loader import Loader
 from ...data.loading.stored_arrays import StoredArrays, is_stored_array
 from ...data.shards import Shards
 from ...data.sources import formats
-from ...data.sources.open_source import imported
+from ...data.sources.open_source import import_function
 
 BATCH_BYTES, BATCH = 32 << 20, 64
 LOOKS = 16  # samples, whether they have one shape
@@ -53,15 +53,15 @@ class Feed:
 
 def dataset(feed: Feed) -> Any:
     """Raises ValueError for what a Loader can't read as it is."""
-    path, _ = formats.split(feed.source)
+    path, _ = formats.split_path(feed.source)
     if is_stored_array(feed.source):
         return StoredArrays(feed.source, feed.labels)
     if (path / META_FILE).exists():
         return Shards(path)
-    if formats.known(path):
+    if formats.detect_format(path):
         raise ValueError(
-            f"{feed.source}: {formats.known(path)} is read by packing it. HINT: paceline pack "
-            f"{feed.source} DEST, and then --data DEST"
+            f"{feed.source}: {formats.detect_format(path)} is read by packing it. HINT: "
+            f"paceline pack {feed.source} DEST, and then --data DEST"
         )
     return Files(path, feed.labels)
 
@@ -69,7 +69,7 @@ def dataset(feed: Feed) -> Any:
 def loader(feed: Feed, data: Any) -> Loader:
     """This rank's part of the order that training has: of chunks of several samples in blocks,
     else at random."""
-    change = imported(feed.transform, "--transform") if feed.transform else None
+    change = import_function(feed.transform, "--transform") if feed.transform else None
     blocks = in_blocks(data)
     whole = Loader(data, shuffle="blocks" if blocks else True, transform=change, num_workers=0)
     size, shapes = _outlines(data, change)

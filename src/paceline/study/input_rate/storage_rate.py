@@ -8,7 +8,7 @@ from typing import Any
 
 from ...data.loading.file_dataset import Files
 from ...data.shards import ScratchBuffer
-from ...data.sources.bounded_read import FLAGS
+from ...data.sources.bounded_read import OPEN_FLAGS
 from ..probe.measure import page_cache
 from ..probe.measure.storage import storage
 from .sample_files import LEAST, Place, files_of, together
@@ -43,7 +43,7 @@ def forgotten(some: list[Place]) -> bool:
     """Ask to forget the files; whether that was done."""
     left = []
     for number, path in enumerate(sorted({path for path, _, _ in some})):
-        with open(os.open(path, FLAGS), "rb") as file:
+        with open(os.open(path, OPEN_FLAGS), "rb") as file:
             os.fsync(file.fileno())
             page_cache.forget(file.fileno())
             if number < LEAST:
@@ -55,13 +55,13 @@ def forgotten(some: list[Place]) -> bool:
 def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
     """A second, and CPU-seconds each; read by so many at once."""
     paths = set() if opens else {path for path, _, _ in some}
-    handles = {path: os.open(path, FLAGS) for path in paths}
+    handles = {path: os.open(path, OPEN_FLAGS) for path in paths}
     end = time.perf_counter() + seconds
 
     def read(mine: list[Place]) -> int:
         buffer, done = ScratchBuffer(), 0
         for path, offset, length in mine:
-            file = os.open(path, FLAGS) if opens else handles[path]
+            file = os.open(path, OPEN_FLAGS) if opens else handles[path]
             os.preadv(file, [buffer.take(length)], offset)
             if opens:
                 os.close(file)
@@ -84,7 +84,7 @@ def _large(files: list[Path], seconds: float) -> float:
     buffer, done = memoryview(bytearray(PIECE)), 0
     start = time.perf_counter()
     for path in files:
-        with open(os.open(path, FLAGS), "rb", buffering=0) as file:
+        with open(os.open(path, OPEN_FLAGS), "rb", buffering=0) as file:
             while time.perf_counter() - start < seconds and (count := file.readinto(buffer)):
                 done += count
     return done / (time.perf_counter() - start)

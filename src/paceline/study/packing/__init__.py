@@ -1,10 +1,9 @@
-"""``paceline pack`` on ranks of one host or several: processes that share DEST and nothing else.
+"""Run ``paceline pack`` on ranks of one or several hosts: processes that share only DEST.
 
-The process that starts them holds DEST, looks for the samples, and makes the spool of a source
-that can only be read in its order. Then the order is cut into pieces, each rank (__main__.py)
-takes one after the other, and at the end the pieces are joined. Where anything of it is killed,
-whole pieces are kept, and the same command goes on, on any number of ranks; so does ``pack``
-without ranks.
+The process that starts them locks DEST, lists the samples, and spools a sequential source. Then it
+partitions the order into pieces, each rank (__main__.py) packs one piece after the other, and at
+the end the pieces are joined. If any process is killed, complete pieces are kept, and the same
+command continues, on any number of ranks; so does ``pack`` without ranks.
 """
 
 import json
@@ -18,11 +17,11 @@ from typing import Any
 import msgspec
 
 from ...data.format.shard_format import write_atomically
-from ...data.packing.encode import Encoding
-from ...data.packing.pack import Packing, Report, Step, Wish, packing
-from ...data.packing.pieces import Cut
-from ...data.packing.unfinished import RUN, SPOOL, discard
-from ...data.sources.open_source import imported
+from ...data.packing.encode import EncodingOptions
+from ...data.packing.pack import PackJob, PackOptions, PackReport, ProgressCallback, open_pack_job
+from ...data.packing.pieces import Partition
+from ...data.packing.unfinished import RUN_PREFIX, SPOOL_FOLDER, discard
+from ...data.sources.open_source import import_function
 from ...launch.job import Job
 from ...launch.layout import counts
 from ...launch.ranks.local_host import ForkedRankServer
@@ -31,17 +30,18 @@ from ...launch.target import target
 from ...security.files import InvalidFileError, read_regular
 from ...security.text import printable
 
-RANK = "paceline.study.packing"
-TASK, FAILED = "task.json", "failed"  # in the folder of the job
-SEEN_SECONDS = 60.0  # for what other hosts have written to be seen here, too
-INTERRUPTED = 130
+RANK_MODULE = "paceline.study.packing"
+TASK, FAILED = "task.json", "failed"  # files in the job's folder
+# For what other hosts have written to become visible here.
+MAX_PIECE_DELAY_S = 60.0
+INTERRUPTED_EXIT_CODE = 130
 MAX_TASK_BYTES = 1 << 28  # it lists the pieces
 MAX_FAILURE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Where:
-    """Ranks and hosts, as the options say."""
+class RankPlacement:
+    """Ranks and hosts to pack on, from the command's options."""
 
     ranks: int | None = None
     hosts: str | None = None
@@ -50,14 +50,19 @@ class Where:
     variables: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there are to be any."""
+        """Return whether ranks are to be started."""
         return any((self.ranks is not None, self.hosts, self.hostfile, self.launcher))
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is packed. apply: "MODULE:FUNCTION". encoding: fields of Encoding beside it. workers:
-    threads of each rank."""
+class PackRequest:
+    """What to pack.
+
+    Attributes:
+        apply: "MODULE:FUNCTION".
+        encoding: Fields of EncodingOptions other than ``apply``.
+        workers: Threads of each rank.
+    """
 
     source: str
     dest: str
@@ -65,39 +70,46 @@ class Asked:
     apply: str | None = None
     workers: int | None = None
     encoding: dict[str, Any] = field(default_factory=dict)
-    wish: Wish = field(default_factory=Wish)
+    wish: PackOptions = field(default_factory=PackOptions)
 
     @property
-    def how(self) -> Encoding:
-        """Raises ValueError for a function that can't be imported."""
-        apply = None if self.apply is None else imported(self.apply, "--apply")
-        return Encoding(**self.encoding, apply=apply)
+    def encoding_options(self) -> EncodingOptions:
+        """Return the encoding options. Raises ValueError for a function that can't be imported."""
+        apply = None if self.apply is None else import_function(self.apply, "--apply")
+        return EncodingOptions(**self.encoding, apply=apply)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What each rank is told. left: pieces that are to be packed. done, bytes: samples and what
-    they take that were there before."""
+    """What each rank reads from the job's folder.
 
-    asked: Asked
-    cut: Cut
+    Attributes:
+        left: Pieces to pack.
+        told: Description of the source, for messages.
+        done: Number of samples that were packed before.
+        bytes: Size of these samples.
+        classes: Whether labels are classes.
+    """
+
+    asked: PackRequest
+    cut: Partition
     left: list[int]
     kind: str
     told: str
     spooled: bool
     done: int
     bytes: int
-    classes: bool  # whether labels are
+    classes: bool
 
     def save(self, run: Path) -> None:
         write_atomically(run / TASK, json.dumps(asdict(self)).encode())
 
     @classmethod
     def load(cls, run: Path) -> "Task":
-        """Read the task of a job. Its texts stay as they are: paths may hold any character.
+        """Read the task of a job. Its strings are not escaped: paths may hold any character.
 
         Raises:
-            FileNotFoundError: This host does not see the folder.
+            FileNotFoundError: This host does not see the job's folder.
             InvalidFileError: The file is damaged.
         """
         data = read_regular(run / TASK, MAX_TASK_BYTES)
@@ -107,41 +119,46 @@ class Task:
             raise InvalidFileError(run / TASK, f"is no task: {printable(str(error))}") from None
 
 
-def pack_on_ranks(asked: Asked, where: Where, step: Step) -> Report:
-    """Pack as ``data.pack`` does. step: is told of a spool; how far the ranks are, rank 0 says.
+def pack_on_ranks(
+    asked: PackRequest, placement: RankPlacement, step: ProgressCallback
+) -> PackReport:
+    """Pack as ``data.pack`` does. step: called while a source is spooled; rank 0 prints the
+    progress of the ranks.
 
-    Raises ValueError as ``data.pack`` does, for mistakes about hosts, and where a rank ends before
-    the others; KeyboardInterrupt where the user ends them.
+    Raises ValueError as ``data.pack`` does, for invalid hosts, and if a rank ends before the
+    others; KeyboardInterrupt if the user ends them.
     """
-    ranks = _ranks(where)
+    ranks = _expected_ranks(placement)
     began = time.monotonic()
-    with packing(asked.source, asked.dest, asked.labels, asked.how, asked.wish, step) as job:
-        cut = job.cut(ranks)
-        there = job.done(cut)
-        before = cut.first + sum(samples for samples, _ in there.values())
+    with open_pack_job(
+        asked.source, asked.dest, asked.labels, asked.encoding_options, asked.wish, step
+    ) as job:
+        cut = job.partition(ranks)
+        complete = job.complete_pieces(cut)
+        before = cut.first + sum(samples for samples, _ in complete.values())
         task = Task(
             asked,
             cut,
-            [piece for piece in range(len(cut)) if piece not in there],
+            [piece for piece in range(len(cut)) if piece not in complete],
             job.source.kind,
-            job.source.told,
-            (job.work / SPOOL).exists(),
+            job.source.description,
+            (job.work / SPOOL_FOLDER).exists(),
             before,
-            job.writer.bytes + sum(size for _, size in there.values()),
+            job.writer.bytes + sum(size for _, size in complete.values()),
             job.writer.classes,
         )
         if task.left:
-            _packed(task, where, job)
-        report = job.join(cut, before)
+            _run_ranks(task, placement, job)
+        report = job.join_pieces(cut, before)
     report.seconds = time.monotonic() - began
     return report
 
 
-def _ranks(where: Where) -> int:
-    """How many there will be, about: of hosts that don't say, as many as this one has cores."""
-    found = target(where.hosts, where.hostfile, where.launcher)
-    if where.ranks is not None:
-        return sum(counts(found.hosts, where.ranks, found.explicit))
+def _expected_ranks(placement: RankPlacement) -> int:
+    """Return the expected number of ranks; by default one per core of this host on each host."""
+    found = target(placement.hosts, placement.hostfile, placement.launcher)
+    if placement.ranks is not None:
+        return sum(counts(found.hosts, placement.ranks, found.explicit))
     return sum(host.slots or _cores() for host in found.hosts)
 
 
@@ -149,25 +166,29 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _packed(task: Task, where: Where, packing: Packing) -> None:
-    """Have ranks pack what is left."""
-    run = packing.work / f"{RUN}{secrets.token_hex(6)}"
+def _run_ranks(task: Task, placement: RankPlacement, job: PackJob) -> None:
+    """Start ranks that pack the remaining pieces."""
+    run = job.work / f"{RUN_PREFIX}{secrets.token_hex(6)}"
     run.mkdir()
     task.save(run)
     try:
-        # Interpreters of their own: a rank needs no torch, and what the user applies no fork.
-        job = Job(RANK, [str(run.absolute())], True, fresh=True, bind="none", hang_timeout=0.0)
+        # Fresh interpreters: a rank needs no torch, and ``apply`` may not survive a fork.
+        launch_job = Job(
+            RANK_MODULE, [str(run.absolute())], True, fresh=True, bind="none", hang_timeout=0.0
+        )
         code = start(
-            job,
-            where.ranks,
-            where.hosts,
-            where.hostfile,
-            where.launcher,
-            list(where.variables),
+            launch_job,
+            placement.ranks,
+            placement.hosts,
+            placement.hostfile,
+            placement.launcher,
+            list(placement.variables),
             min_ranks_per_host=_cores(),
         )
-        failed = _failure(run)
-    except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
+        failed = _read_failure(run)
+    except (
+        ForkedRankServer
+    ):  # raised in the process that ranks are forked from; the job is not its own
         raise
     except BaseException:
         discard(run)
@@ -175,18 +196,18 @@ def _packed(task: Task, where: Where, packing: Packing) -> None:
     discard(run)
     if failed:
         raise ValueError(failed)
-    if code == INTERRUPTED:
+    if code == INTERRUPTED_EXIT_CODE:
         raise KeyboardInterrupt
     if code:
         raise ValueError(
-            f"{packing.folder}: the ranks ended with exit code {code}. What is packed so far is "
+            f"{job.folder}: the ranks ended with exit code {code}. What is packed so far is "
             "kept. HINT: say the same again, which goes on where it was"
         )
-    _seen(packing, task.cut)
+    _wait_for_pieces(job, task.cut)
 
 
-def _failure(run: Path) -> str:
-    """Return why a rank could not go on, or ""."""
+def _read_failure(run: Path) -> str:
+    """Return the reason why a rank could not continue, or ""."""
     try:
         told = read_regular(run / FAILED, MAX_FAILURE_BYTES)
     except FileNotFoundError:
@@ -196,13 +217,13 @@ def _failure(run: Path) -> str:
     return printable(told.decode(errors="replace"))
 
 
-def _seen(packing: Packing, cut: Cut) -> None:
-    """Wait for all pieces: what a file server has told of a folder may be some seconds old."""
-    until = time.monotonic() + SEEN_SECONDS
-    while len(there := packing.done(cut)) < len(cut):
+def _wait_for_pieces(job: PackJob, cut: Partition) -> None:
+    """Wait until all pieces are visible: a network file system may return an old listing."""
+    until = time.monotonic() + MAX_PIECE_DELAY_S
+    while len(complete := job.complete_pieces(cut)) < len(cut):
         if time.monotonic() > until:
             raise ValueError(
-                f"{packing.folder}: {len(cut) - len(there):,} of {len(cut):,} pieces that ranks "
+                f"{job.folder}: {len(cut) - len(complete):,} of {len(cut):,} pieces that ranks "
                 "have packed are not to be seen here. HINT: a folder on a file system that all "
                 "hosts share; then say the same again, which goes on where it was"
             )

@@ -1,7 +1,7 @@
-"""One rank of ``paceline pack``: ``-m paceline.study.packing RUN``, the folder of its job.
+"""One rank of ``paceline pack``: ``-m paceline.study.packing RUN``, where RUN is its job's folder.
 
-It needs no GPU, no torch and no process group: which pieces are taken, how far each rank is, and
-that one can't go on, are files in that folder."""
+It needs no GPU, torch or process group: ranks claim pieces, report their progress and report
+failures by files in that folder."""
 
 import os
 import socket
@@ -13,33 +13,33 @@ from pathlib import Path
 
 from ...cluster.rank_identity import Place, place
 from ...data.format.shard_format import write_atomically
-from ...data.packing.encoder_threads import AHEAD_BYTES, Encoder, in_order
-from ...data.packing.pack import encoder
-from ...data.packing.pieces import Claims, Pieces
-from ...data.packing.unfinished import SPOOL, full_told
-from ...data.sources.open_source import find
+from ...data.packing.encoder_threads import MAX_AHEAD_BYTES, Encoder, shuffled_order
+from ...data.packing.pack import make_encoder
+from ...data.packing.pieces import PieceClaims, PieceWriter
+from ...data.packing.unfinished import SPOOL_FOLDER, report_disk_errors
+from ...data.sources.open_source import open_source
 from ...data.sources.source import ShardSource, Source
 from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...report.terminal.packed_dataset import progress
 from ...security.files import InvalidFileError, open_regular, read_regular
 from . import FAILED, Task
 
-BEAT = 1.0  # seconds between two looks at what others have done
-LAST = 0.1  # the same, for rank 0 once it has nothing left to do
-RANKS = 64  # that may look so often
-QUIET_S = 10.0  # between two lines of progress where there is no terminal
+PROGRESS_INTERVAL_S = 1.0  # between two looks at the other ranks' progress
+FINAL_PROGRESS_INTERVAL_S = 0.1  # the same for rank 0 when its own pieces are done
+MAX_RANKS_AT_FULL_RATE = 64  # more ranks look less often
+LOG_INTERVAL_S = 10.0  # between two lines of progress without a terminal
 COUNTS = struct.Struct("<qq")  # samples and bytes
-LEAST_AHEAD = 32 << 20
+MIN_AHEAD_BYTES = 32 << 20
 
 
 def main() -> int:
-    """Pack; the exit code. A mistake that the user can mend is the launcher's to tell."""
-    run, who = Path(sys.argv[1]), place(dict(os.environ))
+    """Pack and return the exit code. An error of the user is left to the launcher to report."""
+    run, rank_place = Path(sys.argv[1]), place(dict(os.environ))
     host = socket.gethostname()
     try:
         task = Task.load(run)
     except InvalidFileError as mistake:
-        _fail(run, who.rank, mistake)
+        _fail(run, rank_place.rank, mistake)
         return 0
     except FileNotFoundError:
         dest = run.parent.parent
@@ -48,97 +48,111 @@ def main() -> int:
             "all hosts share"
         ) from None
     limit, images = task.asked.wish.shard_bytes, task.kind == "images"
-    pieces = Pieces(task.cut, run.parent, run, limit, images, task.classes)
-    beat = Beat(run, who, task, pieces)
+    pieces = PieceWriter(task.cut, run.parent, run, limit, images, task.classes)
+    reporter = ProgressReporter(run, rank_place, task, pieces)
     try:
         try:
-            of_mine = _encoder(task, run.parent)
+            encoder = _encoder(task, run.parent)
         except ValueError as mistake:
             raise ValueError(f"{host}: {mistake}") from None
-        with full_told(Path(task.asked.dest)):
-            _pack(task, pieces, of_mine, run, who, beat)
+        with report_disk_errors(Path(task.asked.dest)):
+            _pack(task, pieces, encoder, run, rank_place, reporter)
     except ValueError as mistake:
-        _fail(run, who.rank, mistake)
+        _fail(run, rank_place.rank, mistake)
     return 0
 
 
 def _fail(run: Path, rank: int, mistake: ValueError) -> None:
-    """Write down why this rank can't go on: the launcher tells it, and the other ranks end."""
+    """Write down why this rank can't continue: the launcher reports it, and the other ranks end."""
     write_atomically(run / f"failing-{rank}", str(mistake).encode(errors="replace"))
     (run / f"failing-{rank}").replace(run / FAILED)
 
 
 def _encoder(task: Task, work: Path) -> Encoder:
     asked = task.asked
-    how = asked.how
+    encoding_options = asked.encoding_options
     source: Source
-    source = ShardSource(work / SPOOL) if task.spooled else find(asked.source, asked.labels, work)
-    source.kind, source.told = task.kind, task.told
+    source = (
+        ShardSource(work / SPOOL_FOLDER)
+        if task.spooled
+        else open_source(asked.source, asked.labels, work)
+    )
+    source.kind, source.description = task.kind, task.told
     if len(source) != task.cut.samples:
         raise ValueError(
-            f"{source.told}: has {len(source):,} samples here, and {task.cut.samples:,} where the "
-            "job was started. HINT: the same source on all hosts"
+            f"{source.description}: has {len(source):,} samples here, and {task.cut.samples:,} "
+            "where the job was started. HINT: the same source on all hosts"
         )
-    return encoder(source, how, asked.wish, in_order(len(source), asked.wish.seed))
+    return make_encoder(
+        source, encoding_options, asked.wish, shuffled_order(len(source), asked.wish.seed)
+    )
 
 
 def _pack(
-    task: Task, pieces: Pieces, encoder: Encoder, run: Path, who: Place, beat: "Beat"
+    task: Task,
+    pieces: PieceWriter,
+    encoder: Encoder,
+    run: Path,
+    rank_place: Place,
+    reporter: "ProgressReporter",
 ) -> None:
-    beside = who.local_size or 1
-    workers = task.asked.workers or max(2 * len(os.sched_getaffinity(0)) // beside, 2)
-    claims = Claims(run, task.left, who.rank, who.size)
-    beat.start()
-    ahead = max(AHEAD_BYTES // beside, LEAST_AHEAD)
+    local_ranks = rank_place.local_size or 1
+    workers = task.asked.workers or max(2 * len(os.sched_getaffinity(0)) // local_ranks, 2)
+    claims = PieceClaims(run, task.left, rank_place.rank, rank_place.size)
+    reporter.start()
+    ahead = max(MAX_AHEAD_BYTES // local_ranks, MIN_AHEAD_BYTES)
     pieces.pack(encoder, claims, workers, lambda: None, ahead)
-    beat.finish()
+    reporter.finish()
 
 
-class Beat(threading.Thread):
-    """Writes down what this rank has done, ends it where another one can't go on, and shows on
-    rank 0 what all have done."""
+class ProgressReporter(threading.Thread):
+    """Report this rank's progress, end the rank if another one has failed, and on rank 0 show the
+    progress of all."""
 
-    def __init__(self, run: Path, who: Place, task: Task, pieces: Pieces) -> None:
+    def __init__(self, run: Path, rank_place: Place, task: Task, pieces: PieceWriter) -> None:
         super().__init__(daemon=True)
-        self.run_folder, self.who, self.task, self.pieces = run, who, task, pieces
-        self.every = BEAT * max(1.0, who.size / RANKS)
-        self.moving = os.environ.get("PACELINE_TTY") == "1"
+        self.run_folder, self.rank_place, self.task, self.pieces = run, rank_place, task, pieces
+        self.interval_s = PROGRESS_INTERVAL_S * max(1.0, rank_place.size / MAX_RANKS_AT_FULL_RATE)
+        self.in_terminal = os.environ.get("PACELINE_TTY") == "1"
         self.began = time.monotonic()
-        self.due = self.began + (0.0 if self.moving else QUIET_S)
-        self.known = dict.fromkeys(range(who.size), (0, 0))
+        self.next_log = self.began + (0.0 if self.in_terminal else LOG_INTERVAL_S)
+        self.progress_by_rank = dict.fromkeys(range(rank_place.size), (0, 0))
         self.shown = False
-        self._over = threading.Event()
+        self._finished = threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(self.every):
-            self._beat()
+        while not self._finished.wait(self.interval_s):
+            self._report()
 
     def finish(self) -> None:
-        """This rank has no piece left. Rank 0 goes on to show what the others do."""
-        self._over.set()
+        """Report that this rank has no piece left; rank 0 then shows the others' progress."""
+        self._finished.set()
         self.join()
         left = self.task.cut.samples - self.task.done
         while True:
-            self._beat()
-            if self.who.rank or sum(samples for samples, _ in self.known.values()) >= left:
+            self._report()
+            if (
+                self.rank_place.rank
+                or sum(samples for samples, _ in self.progress_by_rank.values()) >= left
+            ):
                 break
-            time.sleep(self.every / BEAT * LAST)
-        if self.shown and self.moving:
+            time.sleep(self.interval_s / PROGRESS_INTERVAL_S * FINAL_PROGRESS_INTERVAL_S)
+        if self.shown and self.in_terminal:
             notify("\r\x1b[2K")
 
-    def _beat(self) -> None:
+    def _report(self) -> None:
         if (self.run_folder / FAILED).exists() or not self.run_folder.exists():
             send_to_launcher(finished=0)
             os._exit(0)
         self._write(self.pieces.samples, self.pieces.bytes)
-        if self.who.rank == 0:
-            for rank in self.known:
+        if self.rank_place.rank == 0:
+            for rank in self.progress_by_rank:
                 self._read(rank)
             self._show()
 
     def _write(self, samples: int, size: int) -> None:
-        # Opened and closed each time: only then others see it where a file server is between.
-        path, flags = self.run_folder / f"done-{self.who.rank}", os.O_CREAT | os.O_WRONLY
+        # Reopened each time: on a network file system others only see it after a close.
+        path, flags = self.run_folder / f"done-{self.rank_place.rank}", os.O_CREAT | os.O_WRONLY
         file = open_regular(path, flags, follow_links=False, mode=0o666)
         try:
             os.pwrite(file, COUNTS.pack(samples, size), 0)
@@ -152,19 +166,19 @@ class Beat(threading.Thread):
             return
         if len(told) == COUNTS.size:
             samples, size = COUNTS.unpack(told)
-            self.known[rank] = max(samples, 0), max(size, 0)
+            self.progress_by_rank[rank] = max(samples, 0), max(size, 0)
 
     def _show(self) -> None:
         now = time.monotonic()
-        if now < self.due:
+        if now < self.next_log:
             return
-        self.due, self.shown = now + (0.0 if self.moving else QUIET_S), True
-        samples = sum(samples for samples, _ in self.known.values())
-        size = self.task.bytes + sum(size for _, size in self.known.values())
+        self.next_log, self.shown = now + (0.0 if self.in_terminal else LOG_INTERVAL_S), True
+        samples = sum(samples for samples, _ in self.progress_by_rank.values())
+        size = self.task.bytes + sum(size for _, size in self.progress_by_rank.values())
         rate = samples / (now - self.began)
         done = self.task.done + samples
         line = f"paceline: {progress('packed', done, self.task.cut.samples, size, rate)}"
-        notify(f"\r\x1b[2K{line}\r" if self.moving else f"{line}\n")
+        notify(f"\r\x1b[2K{line}\r" if self.in_terminal else f"{line}\n")
 
 
 if __name__ == "__main__":

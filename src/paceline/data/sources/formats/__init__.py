@@ -1,7 +1,7 @@
-"""Formats of others: what ``paceline pack`` reads, and with ``write`` what ``--to`` makes.
+"""Other dataset formats that ``paceline pack`` reads and, with ``--to``, writes.
 
-Each is a module with ``source(path, name, labels)``, which gives a Source, and most have
-``write(path, about, samples)``. Their packages are optional: pip install 'paceline[formats]'.
+Each is a module with ``source(path, name, labels)``, which returns a Source, and most have
+``write(path, info, samples)``. Their packages are optional: pip install 'paceline[formats]'.
 """
 
 import errno
@@ -25,59 +25,74 @@ from ..source import Source
 
 @dataclass(frozen=True)
 class Format:
-    """library: what reads it, where that is made in C. ends: of a file's or folder's name. files: a
-    pattern of all that a folder of several holds; marks: names of which a folder that is one holds
-    some."""
+    """A format and how it is recognised.
+
+    Attributes:
+        module: Module of this package that reads it.
+        library: Package that reads it, if that is native code.
+        extensions: Extensions of a file or folder.
+        files: Pattern that all files match in a folder of several.
+        marks: File names of which a folder that is one dataset holds some.
+        writable: Whether it can be written.
+    """
 
     module: str
     library: str
-    ends: tuple[str, ...]
+    extensions: tuple[str, ...]
     files: str = ""
     marks: tuple[str, ...] = ()
-    writes: bool = False
+    writable: bool = False
 
 
 FORMATS = {
-    "hdf5": Format("hdf5", "h5py", (".h5", ".hdf5", ".he5"), writes=True),
+    "hdf5": Format("hdf5", "h5py", (".h5", ".hdf5", ".he5"), writable=True),
     "netcdf": Format("netcdf", "netCDF4", (".nc", ".nc4", ".cdf")),
     "zarr": Format("zarrs", "zarr", (".zarr",), marks=("zarr.json", ".zgroup", ".zarray")),
-    "lmdb": Format("lmdbs", "lmdb", (".lmdb", ".mdb"), marks=("data.mdb",), writes=True),
+    "lmdb": Format("lmdbs", "lmdb", (".lmdb", ".mdb"), marks=("data.mdb",), writable=True),
     "tfrecord": Format(
-        "tfrecord", "", (".tfrecord", ".tfrecords", ".tfrec"), "*.tfrec*", writes=True
+        "tfrecord", "", (".tfrecord", ".tfrecords", ".tfrec"), "*.tfrec*", writable=True
     ),
-    "webdataset": Format("webdataset", "", (".tar",), "*.tar", writes=True),
+    "webdataset": Format("webdataset", "", (".tar",), "*.tar", writable=True),
     "parquet": Format("parquet", "pyarrow", (".parquet",), "*.parquet"),
 }
-CLASSES = "classes.txt"  # their names, beside files that have no place for them
+CLASSES_FILE = "classes.txt"  # class names, beside files of formats that can't hold them
 MAX_CLASSES_BYTES = 16 << 20
-LOOKS = 1000  # names of a folder, to tell what it is
+MAX_NAMES_INSPECTED = 1000  # of a folder, to detect its format
 
 
 class Sample(NamedTuple):
-    """One to be written. data: an array, or a file's bytes, whose kind ``end`` says. label: a
-    class, an array or None."""
+    """One sample to write.
+
+    Attributes:
+        data: An array, or the bytes of a file of kind ``extension``.
+        label: A class, an array or None.
+    """
 
     data: Any
     label: Any
     name: str
-    end: str
+    extension: str
 
 
 @dataclass(frozen=True)
-class About:
-    """What is written. array: what all samples are, where they are arrays of one shape and not
-    files' bytes. shard_bytes: of each file, where there are several."""
+class ExportInfo:
+    """The dataset to write.
+
+    Attributes:
+        array: Dtype and shape if all samples are arrays of one shape; else None.
+        shard_bytes: Target size of each file, for formats with several files.
+    """
 
     meta: DatasetMeta
     array: ArraySpec | None
     shard_bytes: int
 
 
-def known(path: Path) -> str | None:
-    """The format of a file or folder, by what it is called or holds."""
-    inside = _inside(path)
+def detect_format(path: Path) -> str | None:
+    """Return the format of a file or folder, by its name or content; None if unknown."""
+    inside = _folder_names(path)
     for name, kind in FORMATS.items():
-        if path.suffix.lower() in kind.ends and (path.is_file() or (kind.marks and inside)):
+        if path.suffix.lower() in kind.extensions and (path.is_file() or (kind.marks and inside)):
             return name
         if any(mark in inside for mark in kind.marks):
             return name
@@ -86,12 +101,12 @@ def known(path: Path) -> str | None:
     return None
 
 
-def _inside(path: Path) -> list[str]:
-    """Names in a folder, the first ones; lists and descriptions beside the data left out."""
+def _folder_names(path: Path) -> list[str]:
+    """Return the first names in a folder, without lists and descriptions beside the data."""
     if not path.is_dir():
         return []
     with os.scandir(path) as found:
-        names = [entry.name for entry in islice(found, LOOKS)]
+        names = [entry.name for entry in islice(found, MAX_NAMES_INSPECTED)]
     marks = [mark for kind in FORMATS.values() for mark in kind.marks]
     beside = (".txt", ".md", ".json")
     return [
@@ -101,28 +116,28 @@ def _inside(path: Path) -> list[str]:
     ]
 
 
-def split(text: str) -> tuple[Path, str]:
-    """A path and, behind a colon, the name of an array, column or feature in it."""
+def split_path(text: str) -> tuple[Path, str]:
+    """Split PATH:NAME into the path and the name of an array, column or feature in it."""
     path, _, name = text.rpartition(":")
     if path and not Path(text).exists() and Path(path).exists():
         return Path(path), name
     return Path(text), ""
 
 
-def source(path: Path, name: str, labels: str | None) -> Source:
-    """Raises ValueError for what can't be read, or where it is not clear what is meant."""
-    kind = known(path)
+def open_source(path: Path, name: str, labels: str | None) -> Source:
+    """Open a file or folder. Raises ValueError if it can't be read or is ambiguous."""
+    kind = detect_format(path)
     assert kind is not None
     module = importlib.import_module(f".{FORMATS[kind].module}", __name__)
-    with damage_told(path):
+    with convert_library_errors(path):
         check_regular_files(path)
         found: Source = module.source(path, name, labels)
     return found
 
 
 def check_regular_files(path: Path) -> None:
-    """Check that a file, or all files below a folder, are regular ones or links to such: a library
-    would wait for a FIFO without end. Hidden files count, and each folder is looked at once.
+    """Check that a file, or all files below a folder, are regular files or links to such: a library
+    would wait for a FIFO forever. Hidden files count, and each folder is checked once.
 
     Raises:
         UnsafeFileError: One is a FIFO, socket or device.
@@ -146,8 +161,8 @@ def check_regular_files(path: Path) -> None:
 
 
 @contextmanager
-def damage_told(told: object) -> Iterator[None]:
-    """What a library raises where it stumbles over a damaged file, as a ValueError."""
+def convert_library_errors(description: object) -> Iterator[None]:
+    """Raise ValueError instead of the arbitrary errors of a library that reads a damaged file."""
     try:
         yield
     except UnsafeFileError as error:
@@ -157,30 +172,30 @@ def damage_told(told: object) -> Iterator[None]:
     except Exception as error:
         words = " ".join(str(error).split()) or type(error).__name__
         reason = f"can't be read: {printable(words)}. HINT: copy it again"
-        raise InvalidFileError(printable(str(told)), reason) from error
+        raise InvalidFileError(printable(str(description)), reason) from error
 
 
-def written(to: str, path: Path, about: About, samples: Iterator[Sample]) -> None:
-    """Raises ValueError where a format has no place for such samples."""
+def write_dataset(to: str, path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
+    """Write samples in format ``to``. Raises ValueError if the format can't hold them."""
     module = importlib.import_module(f".{FORMATS[to].module}", __name__)
-    module.write(path, about, samples)
+    module.write(path, info, samples)
 
 
-def classes_beside(path: Path) -> list[str]:
-    """The classes' names beside a file, or in a folder of several; none where nothing is said."""
-    told = (path if path.is_dir() else path.parent) / CLASSES
+def read_class_names(path: Path) -> list[str]:
+    """Return the class names from the file beside ``path``, or in it; [] if there is none."""
+    file = (path if path.is_dir() else path.parent) / CLASSES_FILE
     try:
-        return read_regular(told, MAX_CLASSES_BYTES).decode().splitlines()
+        return read_regular(file, MAX_CLASSES_BYTES).decode().splitlines()
     except FileNotFoundError:
         return []
 
 
-def write_classes(folder: Path, about: About) -> None:
-    """As ``classes_beside`` finds them."""
-    if about.meta.classes:
-        (folder / CLASSES).write_text("".join(f"{name}\n" for name in about.meta.classes))
+def write_classes(folder: Path, info: ExportInfo) -> None:
+    """Write the class names for ``read_class_names``."""
+    if info.meta.classes:
+        (folder / CLASSES_FILE).write_text("".join(f"{name}\n" for name in info.meta.classes))
 
 
-def needed(module: str, name: str = "") -> Any:
-    """A package that is optional."""
+def import_format_package(module: str, name: str = "") -> Any:
+    """Import an optional package."""
     return import_optional(module, name, "formats")

@@ -1,6 +1,6 @@
-"""How long a netCDF file of version 3 has to be. Its library reads what was cut off as zeros.
+"""Check the length of a netCDF 3 file, as its library reads what was truncated as zeros.
 
-The header is read as the specification has it (CDF-1, CDF-2 and CDF-5); data are the library's.
+Only the header is read here, by the specification (CDF-1, CDF-2 and CDF-5).
 """
 
 import math
@@ -14,19 +14,19 @@ from ....security.files import open_regular
 MAGIC = b"CDF"
 VERSIONS = (b"\1", b"\2", b"\5")
 MAX_HEADER_BYTES = 16 << 20
-MAX_DIMS = 1024  # as the library has it
+MAX_DIMS = 1024  # the library's limit
 SIZES = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)  # bytes of a value, by the type's number
 
 
 class _Variable(NamedTuple):
     begin: int
-    size: int  # bytes, of one record where it has such
+    size: int  # bytes, of one record for a record variable
     records: bool
 
 
 class _Header:
-    """Numbers of a file's header, big endian. width: of counts, 4 or 8 bytes; offset: of where a
-    variable begins. A header longer than MAX_HEADER_BYTES is a damaged one."""
+    """Read the numbers of a file's header, big endian. width: bytes of a count, 4 or 8; offset:
+    bytes of a variable's offset. A header longer than MAX_HEADER_BYTES is considered damaged."""
 
     def __init__(self, file: BinaryIO, version: int) -> None:
         self._file, self._left = file, MAX_HEADER_BYTES
@@ -47,7 +47,7 @@ class _Header:
         self.bytes(count + -count % 4)
 
     def items(self) -> Iterator[int]:
-        self.number(4)  # what kind of list
+        self.number(4)  # the list's tag
         yield from range(self.number())
 
     def attributes(self) -> None:
@@ -57,9 +57,9 @@ class _Header:
             self.padded(size * self.number())
 
 
-def lacks(path: Path) -> str:
-    """What has to be said of a file that is longer than its header says, or "". Raises ValueError
-    for one that is shorter."""
+def length_note(path: Path) -> str:
+    """Return a note about a file that is longer than its header says, or "". Raises ValueError for
+    one that is shorter."""
     with open(open_regular(path), "rb") as file:
         magic = file.read(4)
         if magic[:3] != MAGIC or magic[3:] not in VERSIONS:
@@ -70,24 +70,30 @@ def lacks(path: Path) -> str:
         except (ValueError, IndexError) as error:
             raise ValueError(f"{path}: is no netCDF file that can be read: {error}") from None
         size = os.fstat(file.fileno()).st_size
-    own = [one for one in variables if one.records]
-    each = sum(one.size + (-one.size % 4 if len(own) > 1 else 0) for one in own)
-    ends = [one.begin + one.size for one in variables if not one.records]
-    if records == (1 << 8 * header.width) - 1:  # it was written as a stream
+    record_variables = [variable for variable in variables if variable.records]
+    record_bytes = sum(
+        variable.size + (-variable.size % 4 if len(record_variables) > 1 else 0)
+        for variable in record_variables
+    )
+    ends = [variable.begin + variable.size for variable in variables if not variable.records]
+    if records == (1 << 8 * header.width) - 1:  # the specification's value for streams
         records = 0
     if records:
-        ends += [one.begin + (records - 1) * each + one.size for one in own]
+        ends += [
+            variable.begin + (records - 1) * record_bytes + variable.size
+            for variable in record_variables
+        ]
     end = max(ends, default=0)
     if size < end:
         raise ValueError(
             f"{path}: is truncated: {size:,} bytes of at least {end:,}. HINT: copy it again"
         )
-    more = bool(each and records and size >= end + each)
+    more = bool(record_bytes and records and size >= end + record_bytes)
     return f"{path}: is longer than its {records:,} records: are there more?" if more else ""
 
 
 def _variables(header: _Header) -> tuple[int, list[_Variable]]:
-    """How many records there are, and the variables."""
+    """Return the number of records, and the variables."""
     records, dims, found = header.number(), list[int](), list[_Variable]()
     for _ in header.items():
         header.padded(header.number())
@@ -101,7 +107,7 @@ def _variables(header: _Header) -> tuple[int, list[_Variable]]:
         sides = [dims[header.number()] for _ in range(count)]
         header.attributes()
         size = SIZES[header.number(4)]
-        header.number()  # its size, which does not fit for large ones
+        header.number()  # the variable's size, which overflows for large ones
         begin = header.number(header.offset)
         stacked = bool(sides) and not sides[0]
         found.append(_Variable(begin, size * math.prod(sides[stacked:]), stacked))

@@ -1,91 +1,91 @@
-"""LMDB: a member a key, grouped as in a webdataset (``000012.jpg``, ``000012.cls``); of keys
-without ends each is a sample."""
+"""LMDB with one key per member, grouped as in a WebDataset (``000012.jpg``, ``000012.cls``); keys
+without extension are one sample each."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import About, Sample, damage_told, needed
-from .members import Members, members_of
+from . import ExportInfo, Sample, convert_library_errors, import_format_package
+from .members import MemberSource, sample_members
 
 CLASSES = b"__classes__"
-TABLE_BYTES = 1 << 40  # of addresses, not of the disk
-EACH = 1000  # samples a transaction
+MAP_BYTES = 1 << 40  # of address space, not of disk
+SAMPLES_PER_TRANSACTION = 1000
 
 
-def source(path: Path, name: str, labels: str | None) -> "Pages":
+def source(path: Path, name: str, labels: str | None) -> "LMDBSource":
     if name:
         raise ValueError(f"{path}:{name}: named tables are not read. HINT: {path}")
-    return Pages(path, labels)
+    return LMDBSource(path, labels)
 
 
-class Pages(Members):
-    """A file, or a folder with data.mdb in it. Where a member lies: its key."""
+class LMDBSource(MemberSource):
+    """An LMDB file, or a folder with data.mdb in it. Place of a member: its key."""
 
     def __init__(self, path: Path, labels: str | None) -> None:
-        lmdb = needed("lmdb")
+        lmdb = import_format_package("lmdb")
         file = path / "data.mdb" if path.is_dir() else path
         options = {"readonly": True, "lock": False, "subdir": path.is_dir(), "readahead": False}
         try:
-            self._pages = lmdb.open(str(path), **options)
+            self._database = lmdb.open(str(path), **options)
         except lmdb.Error as error:
             raise ValueError(f"{path}: is no LMDB that can be read: {error}") from None
-        # it is mapped: to read behind the file's end would be a signal
-        size, least = file.stat().st_size, self._last() * self._pages.stat()["psize"]
+        # The file is mapped: reading beyond its end would raise a signal.
+        size, least = file.stat().st_size, self._page_count() * self._database.stat()["psize"]
         if size < least:
             raise ValueError(
                 f"{path}: is truncated: {size:,} bytes of {least:,}. HINT: copy it again"
             )
         super().__init__(str(path), self._groups(), labels)
         if self.label == "class" and not self.classes:
-            self.classes = self._told(CLASSES).decode().splitlines()
+            self.classes = self._read_value(CLASSES).decode().splitlines()
 
-    def content(self, where: Any) -> bytes:
-        with damage_told(self.told), self._pages.begin() as view:
-            found: bytes | None = view.get(where)
+    def content(self, place: Any) -> bytes:
+        with convert_library_errors(self.description), self._database.begin() as transaction:
+            found: bytes | None = transaction.get(place)
         if found is None:
-            raise ValueError(f"{where!r} has vanished")
+            raise ValueError(f"{place!r} has vanished")
         return found
 
     def close(self) -> None:
-        self._pages.close()
+        self._database.close()
 
-    def _last(self) -> int:
-        return int(self._pages.info()["last_pgno"]) + 1
+    def _page_count(self) -> int:
+        return int(self._database.info()["last_pgno"]) + 1
 
-    def _told(self, key: bytes) -> bytes:
-        with self._pages.begin() as view:
-            return bytes(view.get(key) or b"")
+    def _read_value(self, key: bytes) -> bytes:
+        with self._database.begin() as transaction:
+            return bytes(transaction.get(key) or b"")
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         last, members = "", dict[str, Any]()
-        seen, told = 0, int(self._pages.stat()["entries"])
-        with self._pages.begin() as view:
-            for key in view.cursor().iternext(keys=True, values=False):
+        seen, key_count = 0, int(self._database.stat()["entries"])
+        with self._database.begin() as transaction:
+            for key in transaction.cursor().iternext(keys=True, values=False):
                 seen += 1
-                if seen > told:  # pages that point at each other have no end
+                if seen > key_count:  # damaged pages that point at each other never end
                     break
-                if key.startswith(b"__"):  # counts and lists, as recipes have them
+                if key.startswith(b"__"):  # counts and lists, which common recipes store so
                     continue
-                folder, slash, file = _named(key).rpartition("/")
+                folder, slash, file = _key_text(key).rpartition("/")
                 stem, _, end = file.partition(".")
-                own = f"{folder}{slash}{stem}"
-                if members and (own != last or not end):
+                sample_key = f"{folder}{slash}{stem}"
+                if members and (sample_key != last or not end):
                     yield last, members
                     members = {}
-                last = own
+                last = sample_key
                 members[end] = bytes(key)
-        if seen != told:
-            more = "more than " if seen > told else f"{seen:,} of "
+        if seen != key_count:
+            more = "more than " if seen > key_count else f"{seen:,} of "
             raise ValueError(
-                f"{self._pages.path()}: holds {more}{told:,} keys. HINT: copy it again"
+                f"{self._database.path()}: holds {more}{key_count:,} keys. HINT: copy it again"
             )
         if members:
             yield last, members
 
 
-def _named(key: bytes) -> str:
-    """A key as people read it; one that is no text as hexadecimal digits."""
+def _key_text(key: bytes) -> str:
+    """Return a key as text; one that is not printable text as hexadecimal digits."""
     try:
         text = key.decode()
     except UnicodeDecodeError:
@@ -93,23 +93,23 @@ def _named(key: bytes) -> str:
     return text if text.isprintable() else key.hex()
 
 
-def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
-    """A folder with data.mdb, in the order of the keys."""
-    lmdb = needed("lmdb")
+def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
+    """Write a folder with data.mdb, in the order of the keys."""
+    lmdb = import_format_package("lmdb")
     path.mkdir()
-    pages = lmdb.open(str(path), map_size=TABLE_BYTES, metasync=False, sync=False)
+    database = lmdb.open(str(path), map_size=MAP_BYTES, metasync=False, sync=False)
     try:
-        view = pages.begin(write=True)
+        transaction = database.begin(write=True)
         for k, sample in enumerate(samples):
-            for end, content in members_of(about.meta.names, sample):
-                view.put(f"{k:09}.{end}".encode(), content)
-            if k % EACH == EACH - 1:
-                view.commit()
-                view = pages.begin(write=True)
-        if about.meta.classes:
-            view.put(CLASSES, "\n".join(about.meta.classes).encode())
-        view.commit()
-        pages.sync(True)
+            for end, content in sample_members(info.meta.names, sample):
+                transaction.put(f"{k:09}.{end}".encode(), content)
+            if k % SAMPLES_PER_TRANSACTION == SAMPLES_PER_TRANSACTION - 1:
+                transaction.commit()
+                transaction = database.begin(write=True)
+        if info.meta.classes:
+            transaction.put(CLASSES, "\n".join(info.meta.classes).encode())
+        transaction.commit()
+        database.sync(True)
     finally:
-        pages.close()
+        database.close()
     (path / "lock.mdb").unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""Parquet, by pyarrow: columns of numbers, of lists of them, or of files' bytes, also as Hugging
-Face's datasets has images."""
+"""Parquet with pyarrow: columns of numbers, of (nested) lists of numbers, or of files' bytes, also
+as Hugging Face's datasets stores images."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ import numpy as np
 from ....security.files import InvalidFileError
 from ....security.schema import parse_json
 from ....security.text import printable
-from ..source import Loaded, Source, by_magic, label_field
-from . import damage_told, needed
+from ..source import LoadedSample, Source, extension_from_magic, label_field
+from . import convert_library_errors, import_format_package
 from .stores import PAIRS
 
-BATCH = 256  # rows that are decoded together
+BATCH_ROWS = 256  # decoded together
 
 
 @dataclass
 class Feature:
-    """A column, as Hugging Face's datasets describes it."""
+    """Description of a column in the metadata of Hugging Face's datasets."""
 
     names: list[str] = field(default_factory=list)
 
@@ -32,38 +32,44 @@ class Info:
 
 
 @dataclass
-class HuggingFace:
-    """The metadata of Hugging Face's datasets, as far as it is used."""
+class HuggingFaceMetadata:
+    """Metadata of Hugging Face's datasets, as far as it is used."""
 
     info: Info = field(default_factory=Info)
 
 
-class Columns(Source):
-    """A file, or a folder of them. name, labels: columns. Read in its order, a batch of rows at a
-    time."""
+class ParquetSource(Source):
+    """A Parquet file, or a folder of them. name, labels: columns. Read in order, a batch of rows at
+    a time."""
 
-    in_order = True
+    sequential = True
 
     def __init__(self, path: Path, name: str, labels: str | None) -> None:
         super().__init__()
-        self._parquet = needed("pyarrow.parquet", "pyarrow")
-        self.told = str(path)
+        self._parquet = import_format_package("pyarrow.parquet", "pyarrow")
+        self.description = str(path)
         self.paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         try:
             files = [self._parquet.ParquetFile(one) for one in self.paths]
-        except (OSError, ValueError) as error:  # pyarrow's errors are these as well
+        except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
             raise ValueError(f"{path}: is no Parquet that can be read: {error}") from None
         schema = files[0].schema_arrow
         self._count = int(sum(file.metadata.num_rows for file in files))
         names = schema.names
-        usual = next(((x, y) for x, y in PAIRS if x in names), None)
-        if not name and usual is None and len(names) != 1:
-            raise ValueError(f"{path}: has {_some(names)}. HINT: {path}:COLUMN, --labels COLUMN")
-        self._data = name or (usual[0] if usual else names[0])
-        self._labels = labels or (usual[1] if not name and usual and usual[1] in names else "")
+        default_columns = next(((x, y) for x, y in PAIRS if x in names), None)
+        if not name and default_columns is None and len(names) != 1:
+            raise ValueError(
+                f"{path}: has {_list_columns(names)}. HINT: {path}:COLUMN, --labels COLUMN"
+            )
+        self._data = name or (default_columns[0] if default_columns else names[0])
+        self._labels = labels or (
+            default_columns[1]
+            if not name and default_columns and default_columns[1] in names
+            else ""
+        )
         for one in (self._data, self._labels):
             if one and one not in names:
-                raise ValueError(f"{path}: has no column {one!r}; it has {_some(names)}")
+                raise ValueError(f"{path}: has no column {one!r}; it has {_list_columns(names)}")
         if not self._count:
             raise ValueError(f"{path}: holds no rows")
         first = next(iter(self.each()))
@@ -71,60 +77,62 @@ class Columns(Source):
             whole = isinstance(first.label, int)
             self.label = "class"
             if not whole:
-                self.label = label_field(first.label.dtype.name, first.label.shape, self.told)
+                self.label = label_field(
+                    first.label.dtype.name, first.label.shape, self.description
+                )
             self.classes = _classes(schema, self._labels)
         self.kind = "arrays"
         if isinstance(first.data, bytes):
-            self.kind = "files" if first.end == ".bin" else "images"
+            self.kind = "files" if first.extension == ".bin" else "images"
 
     def __len__(self) -> int:
         return self._count
 
-    def load(self, i: int) -> Loaded:
+    def load(self, i: int) -> LoadedSample:
         raise TypeError("rows come in their order")
 
-    def each(self) -> Iterable[Loaded]:
+    def each(self) -> Iterable[LoadedSample]:
         number = 0
         for path in self.paths:
             for batch in self._batches(path):
-                with damage_told(path):
+                with convert_library_errors(path):
                     data = batch.column(self._data)
                     labels = batch.column(self._labels) if self._labels else [None] * len(data)
                 for value, label in zip(data, labels, strict=True):
-                    with damage_told(path):
+                    with convert_library_errors(path):
                         loaded = self._loaded(value, label, f"{path}: row {number}")
                     yield loaded
                     number += 1
         if number != self._count:
-            raise ValueError(f"{self.told}: has {number:,} rows of {self._count:,}")
+            raise ValueError(f"{self.description}: has {number:,} rows of {self._count:,}")
 
     def _batches(self, path: Path) -> Iterator[Any]:
         columns = [one for one in (self._data, self._labels) if one]
-        with damage_told(path):
+        with convert_library_errors(path):
             file = self._parquet.ParquetFile(path, page_checksum_verification=True)
-            yield from file.iter_batches(BATCH, columns=columns)
+            yield from file.iter_batches(BATCH_ROWS, columns=columns)
 
-    def _loaded(self, value: Any, label: Any, where: str) -> Loaded:
-        told: Any = None
+    def _loaded(self, value: Any, label: Any, where: str) -> LoadedSample:
+        label_value: Any = None
         if label is not None:
             array = _numbers(label, where)
-            told = int(array) if not array.shape and array.dtype.kind in "iub" else array
+            label_value = int(array) if not array.shape and array.dtype.kind in "iub" else array
         if hasattr(value, "keys"):  # {"bytes": ..., "path": ...}
             value = value["bytes"]
         if hasattr(value, "values") or not hasattr(value, "as_buffer"):
-            return Loaded(_numbers(value, where), told)
+            return LoadedSample(_numbers(value, where), label_value)
         if not value.is_valid:
             raise ValueError(f"{where}: {self._data!r} is missing")
         content = value.as_buffer().to_pybytes()
-        return Loaded(content, told, end=by_magic(content))
+        return LoadedSample(content, label_value, extension=extension_from_magic(content))
 
 
-def source(path: Path, name: str, labels: str | None) -> Columns:
-    return Columns(path, name, labels)
+def source(path: Path, name: str, labels: str | None) -> ParquetSource:
+    return ParquetSource(path, name, labels)
 
 
 def _numbers(value: Any, where: str) -> np.ndarray[Any, Any]:
-    """An array of a number, or of lists in lists, in their own dtype."""
+    """Return an array of a number or of nested lists, in their dtype."""
     if not value.is_valid:
         raise ValueError(f"{where}: is missing")
     try:
@@ -139,15 +147,15 @@ def _numbers(value: Any, where: str) -> np.ndarray[Any, Any]:
 
 
 def _classes(schema: Any, column: str) -> list[str]:
-    """Their names, where Hugging Face's datasets has written them down."""
-    told = (schema.metadata or {}).get(b"huggingface", b"{}")
+    """Return class names, if Hugging Face's datasets has stored them."""
+    metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:
-        found = parse_json(told, HuggingFace, "huggingface").info.features.get(column)
+        found = parse_json(metadata, HuggingFaceMetadata, "huggingface").info.features.get(column)
         return msgspec.convert(found, Feature).names if found else []
-    except (InvalidFileError, msgspec.MsgspecError):  # their names are all that is lost
+    except (InvalidFileError, msgspec.MsgspecError):  # only the class names are lost
         return []
 
 
-def _some(names: list[str]) -> str:
+def _list_columns(names: list[str]) -> str:
     more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
     return printable(", ".join(names[:10])) + more

@@ -1,4 +1,4 @@
-"""Arrays with names in a file: what HDF5, netCDF and zarr have in common."""
+"""Named arrays in a file: what HDF5, netCDF and Zarr have in common."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -10,11 +10,11 @@ import numpy as np
 from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ...format.shard_format import ArraySpec
-from ..source import ArraySource, Loaded, by_magic
-from . import source as formats_source
-from . import split
+from ..source import ArraySource, LoadedSample, extension_from_magic
+from . import open_source as open_formats_source
+from . import split_path
 
-# What is taken where nothing is said: samples, and their labels.
+# Names of samples and labels that are looked for by default.
 PAIRS = (
     ("x", "y"),
     ("image", "label"),
@@ -24,16 +24,20 @@ PAIRS = (
     ("input", "target"),
     ("inputs", "targets"),
 )
-READ_BYTES = 64 << 20  # of rows that are read at once
+READ_BYTES = 64 << 20  # of rows read at once
 Array = np.ndarray[Any, Any]
 
 
 class Rows(ABC):
-    """An array on a disk, whose first dim is the sample. chunk: samples that can only be read
-    together; 1 where each can be by itself. dtype: a number's name, or "bytes" where samples are
-    files' bytes. note: what has to be said of it. May be read by several threads."""
+    """An array on disk, whose first dim is the sample. Read by several threads.
 
-    told = ""
+    Attributes:
+        chunk: Number of samples that can only be read together; 1 if each can be read alone.
+        dtype: Name of a number's dtype, or "bytes" if samples are files' bytes.
+        note: Remark for the user, or "".
+    """
+
+    description = ""
     dtype = note = ""
     shape: tuple[int, ...] = ()
     chunk = 1
@@ -43,7 +47,7 @@ class Rows(ABC):
 
     @abstractmethod
     def read(self, first: int, end: int) -> Array:
-        """Rows ``first`` to ``end``, in native byte order. Raises OSError or ValueError."""
+        """Return rows ``first`` to ``end``, in native byte order. Raises OSError or ValueError."""
 
     def row(self, i: int) -> Any:
         return self.read(i, i + 1)[0]
@@ -52,19 +56,19 @@ class Rows(ABC):
         return None
 
 
-class Stacked(Rows):
-    """Several of one shape, as the channels of one."""
+class StackedRows(Rows):
+    """Several arrays of one shape, stacked as channels."""
 
     def __init__(self, parts: list[Rows]) -> None:
         first, self.parts = parts[0], parts
         for other in parts[1:]:
             if (len(other), other.shape, other.dtype) != (len(first), first.shape, first.dtype):
                 raise ValueError(
-                    f"{other.told} is {other.dtype} {(len(other), *other.shape)}, and {first.told} "
-                    f"{first.dtype} {(len(first), *first.shape)}. HINT: arrays of one shape and "
-                    "dtype, or one of them"
+                    f"{other.description} is {other.dtype} {(len(other), *other.shape)}, and "
+                    f"{first.description} {first.dtype} {(len(first), *first.shape)}. HINT: "
+                    "arrays of one shape and dtype, or one of them"
                 )
-        self.told = ", ".join(one.told for one in parts)
+        self.description = ", ".join(one.description for one in parts)
         self.dtype, self.shape = first.dtype, (len(parts), *first.shape)
         self.chunk = max(one.chunk for one in parts)
         self.note = "; ".join(one.note for one in parts if one.note)
@@ -81,27 +85,29 @@ class Stacked(Rows):
 
 
 class StoreSource(ArraySource):
-    """rows of samples and, where there are, of labels and names."""
+    """Rows of samples and optionally of labels and names."""
 
     def __init__(self, x: Rows, y: Any = None, names: Rows | None = None) -> None:
         if isinstance(y, Rows) and y.dtype == "bytes":
-            raise ValueError(f"{y.told}: labels that are no numbers. HINT: classes as 0, 1, 2 ...")
+            raise ValueError(
+                f"{y.description}: labels that are no numbers. HINT: classes as 0, 1, 2 ..."
+            )
         super().__init__(x, y)
-        self.in_order = x.chunk > 1
+        self.sequential = x.chunk > 1
         self.notes += [one.note for one in (x, y) if isinstance(one, Rows) and one.note]
-        self.named, self._names = names is not None, names
+        self.has_names, self._names = names is not None, names
         if x.dtype == "bytes":
-            some = by_magic(bytes(x.row(0))) if len(x) else ""
+            some = extension_from_magic(bytes(x.row(0))) if len(x) else ""
             self.kind = "images" if some != ".bin" else "files"
 
-    def load(self, i: int) -> Loaded:
+    def load(self, i: int) -> LoadedSample:
         return self._loaded(super().load(i), self.name(i))
 
     def name(self, i: int) -> str:
         return _text(self._names.row(i)) if self._names is not None else ""
 
-    def each(self) -> Iterable[Loaded]:
-        """All of them, as they lie: chunks are read once."""
+    def each(self) -> Iterable[LoadedSample]:
+        """Iterate in storage order, so that each chunk is read once."""
         size = np.dtype(self.x.dtype).itemsize if self.x.dtype != "bytes" else 1
         each = max(int(np.prod(self.x.shape, dtype=np.int64)) * size, 1)
         step = max(READ_BYTES // each // self.x.chunk, 1) * self.x.chunk
@@ -114,48 +120,52 @@ class StoreSource(ArraySource):
                 if self.y is not None:
                     label = self.y.row(i) if labels is None else labels[i - first]
                 label = int(label) if self.label == "class" else label
-                yield self._loaded(Loaded(data, label), self.name(i))
+                yield self._loaded(LoadedSample(data, label), self.name(i))
 
     def close(self) -> None:
         super().close()
         if self._names is not None:
             self._names.close()
 
-    def _loaded(self, loaded: Loaded, name: str) -> Loaded:
+    def _loaded(self, loaded: LoadedSample, name: str) -> LoadedSample:
         loaded.name = name
         if self.x.dtype == "bytes":
             loaded.data = bytes(loaded.data)
-            loaded.end = by_magic(loaded.data)
+            loaded.extension = extension_from_magic(loaded.data)
         else:
-            loaded.data = np.asarray(loaded.data)  # a single number, too
+            loaded.data = np.asarray(loaded.data)  # also a scalar
         return loaded
 
 
-Open = Callable[[Path, str], Rows]
+RowsOpener = Callable[[Path, str], Rows]
 
 
 def source(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], name: str, labels: str | None, opened: Open
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    name: str,
+    labels: str | None,
+    open_rows: RowsOpener,
 ) -> StoreSource:
-    """Of arrays with these names and shapes in a file."""
-    names, label = chosen(path, shapes, name, labels)
-    parts = [opened(path, one) for one in names]
+    """Open arrays of a file, given the names and shapes of all its arrays."""
+    names, label = choose_arrays(path, shapes, name, labels)
+    parts = [open_rows(path, one) for one in names]
     y: Any = label
     if label is not None and label in shapes:
-        y = opened(path, label)
-    elif label is not None and split(label)[1]:
-        found = formats_source(*split(label), None)
+        y = open_rows(path, label)
+    elif label is not None and split_path(label)[1]:
+        found = open_formats_source(*split_path(label), None)
         if not isinstance(found, StoreSource):
             raise ValueError(f"{label}: holds no array of labels")
         y = found.x
-    named = opened(path, "names") if "names" in shapes and "names" not in names else None
-    return StoreSource(parts[0] if len(parts) == 1 else Stacked(parts), y, named)
+    named = open_rows(path, "names") if "names" in shapes and "names" not in names else None
+    return StoreSource(parts[0] if len(parts) == 1 else StackedRows(parts), y, named)
 
 
-def chosen(
+def choose_arrays(
     path: Path, shapes: Mapping[str, tuple[int, ...]], name: str, labels: str | None
 ) -> tuple[list[str], str | None]:
-    """The arrays that are meant, and their labels', which may be another file."""
+    """Return the names of the sample arrays and of the label array (possibly another file)."""
     if not name:
         for x, y in PAIRS:
             if x in shapes:
@@ -164,29 +174,31 @@ def chosen(
                 break
         else:
             if len(shapes) != 1:
-                raise ValueError(f"{path}: {_held(shapes)}. HINT: {path}:NAME, and --labels NAME")
+                raise ValueError(
+                    f"{path}: {_list_arrays(shapes)}. HINT: {path}:NAME, and --labels NAME"
+                )
             name = next(iter(shapes))
     names = name.split(",")
     for one in names:
         if one not in shapes:
-            raise ValueError(f"{path}: has no {one!r}; {_held(shapes)}. HINT: {path}:NAME")
+            raise ValueError(f"{path}: has no {one!r}; {_list_arrays(shapes)}. HINT: {path}:NAME")
         if not shapes[one]:
             raise ValueError(f"{path}: {one!r} is one number. HINT: an array of samples")
-    if labels is not None and labels not in shapes and not split(labels)[0].exists():
-        raise ValueError(f"{path}: has no {labels!r}; {_held(shapes)}. HINT: --labels NAME")
+    if labels is not None and labels not in shapes and not split_path(labels)[0].exists():
+        raise ValueError(f"{path}: has no {labels!r}; {_list_arrays(shapes)}. HINT: --labels NAME")
     return names, labels
 
 
-def native(array: Any, told: str) -> Array:
-    """Numbers in native byte order."""
+def native(array: Any, description: str) -> Array:
+    """Return an array of numbers in native byte order."""
     values = np.asarray(array)
     if values.dtype.kind not in "biufc":
-        raise ValueError(f"{told}: {values.dtype} is no kind of number")
+        raise ValueError(f"{description}: {values.dtype} is no kind of number")
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def field_of(dtype: Any, shape: tuple[int, ...]) -> ArraySpec:
-    """Return dtype and shape of a row. Raises ValueError for what is no array of numbers."""
+    """Return dtype and shape of a row. Raises ValueError if they are not those of numbers."""
     name = np.dtype(dtype).newbyteorder("=").name
     if name not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(
@@ -196,7 +208,8 @@ def field_of(dtype: Any, shape: tuple[int, ...]) -> ArraySpec:
 
 
 def check_sizes(rows: "Rows") -> None:
-    """Check what is read at once, a row or all rows of a chunk, before memory is taken for it.
+    """Check the size of what is read at once, a row or all rows of a chunk, before memory is
+    allocated for it.
 
     Raises:
         ValueError: It is more than 4 GiB.
@@ -207,20 +220,23 @@ def check_sizes(rows: "Rows") -> None:
     at_once = row * max(min(rows.chunk, len(rows)), 1)
     if at_once > MAX_SAMPLE_BYTES:
         raise ValueError(
-            f"{printable(rows.told)}: its rows are {rows.dtype} of {tuple(rows.shape)}, and "
+            f"{printable(rows.description)}: its rows are {rows.dtype} of {tuple(rows.shape)}, and "
             f"{rows.chunk:,} of them lie in a chunk: {at_once:,} bytes at once. HINT: smaller "
             "chunks along the first dim, or patches"
         )
 
 
-def missing_chunks(told: str, there: int, whole: int) -> str:
-    """What is said where chunks are not there, or ""."""
-    if there >= whole:
+def missing_chunks(description: str, stored: int, expected: int) -> str:
+    """Return a note about chunks that are missing, or ""."""
+    if stored >= expected:
         return ""
-    return f"{told}: {whole - there:,} of {whole:,} chunks are not there, and read as fill values"
+    return (
+        f"{description}: {expected - stored:,} of {expected:,} chunks are not there, and read as "
+        "fill values"
+    )
 
 
-def _held(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _list_arrays(shapes: Mapping[str, tuple[int, ...]]) -> str:
     some = [printable(f"{name} {shape}") for name, shape in list(shapes.items())[:10]]
     more = f" and {len(shapes) - 10:,} more" if len(shapes) > 10 else ""
     return f"it has {', '.join(some)}{more}" if some else "it has no arrays"

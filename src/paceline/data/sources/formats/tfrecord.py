@@ -1,7 +1,7 @@
-"""TFRecord files of tf.train.Example, by protobuf: TensorFlow is not needed.
+"""TFRecord files of tf.train.Example, read with protobuf; TensorFlow is not needed.
 
-Written are ``x`` (an image's bytes as ``image/encoded``, or an array's with ``x/dtype`` and
-``x/shape``), ``label`` (a class, or an array's bytes likewise) and ``name``.
+Features written: ``x`` (an image's bytes as ``image/encoded``; for an array its bytes, with
+``x/dtype`` and ``x/shape``), ``label`` (a class, or an array in the same way) and ``name``.
 """
 
 import functools
@@ -20,58 +20,58 @@ from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
 from ...format.shard_format import ArraySpec
 from ..bounded_read import OpenFile, read_at
-from ..source import Loaded, Source, by_magic, label_field
-from . import About, Sample, classes_beside, needed, write_classes
+from ..source import LoadedSample, Source, extension_from_magic, label_field
+from . import ExportInfo, Sample, import_format_package, read_class_names, write_classes
 
-HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
+HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
 IMAGE, DATA, LABEL, NAME = "image/encoded", "x", "label", "name"
 SAMPLES = (IMAGE, DATA, "image", "image_raw", "data", "input")
 LABELS = (LABEL, "image/class/label", "y", "target")
 MAX_EXAMPLE_BYTES = (1 << 31) - 16  # protobuf's limit
-SHOWN = 20  # names of features
+MAX_SHOWN_FEATURES = 20
 KINDS = ("bytes_list", "float_list", "int64_list")
 
 
-def source(path: Path, name: str, labels: str | None) -> "Records":
-    return Records(path, name, labels)
+def source(path: Path, name: str, labels: str | None) -> "TFRecordSource":
+    return TFRecordSource(path, name, labels)
 
 
-class Records(Source):
-    """A file, or a folder of them. name, labels: features; both are found where they have usual
-    names. Lengths are checked when it is opened, contents when they are read."""
+class TFRecordSource(Source):
+    """A TFRecord file, or a folder of them. name, labels: features, by default those with a usual
+    name. Lengths are checked when it is opened, contents when they are read."""
 
     def __init__(self, path: Path, name: str, labels: str | None) -> None:
         super().__init__()
-        self.told = str(path)
+        self.description = str(path)
         self.paths = [path]
         if path.is_dir():
             self.paths = sorted(p for p in path.iterdir() if ".tfrec" in p.name)
         self._files = [OpenFile(one) for one in self.paths]
-        self._which, self._places = array("i"), array("q")
+        self._file_numbers, self._offsets = array("i"), array("q")
         for number, one in enumerate(self.paths):
-            self._walk(number, one)
-        if not self._places:
+            self._index_records(number, one)
+        if not self._offsets:
             raise ValueError(f"{path}: holds no records")
         first = self._features(0)
-        self._data = self._chosen(first, name, SAMPLES, "PATH:FEATURE")
+        self._data = self._choose_feature(first, name, SAMPLES, "PATH:FEATURE")
         self._labels = labels or next((one for one in LABELS if one in first), "")
         if labels:
-            self._chosen(first, labels, (), "--labels FEATURE")
-        self.named = NAME in first and NAME not in (self._data, self._labels)
+            self._choose_feature(first, labels, (), "--labels FEATURE")
+        self.has_names = NAME in first and NAME not in (self._data, self._labels)
         content = self._value(first, self._data)
         self.kind = "arrays"
         if isinstance(content, bytes):
-            self.kind = "files" if by_magic(content) == ".bin" else "images"
+            self.kind = "files" if extension_from_magic(content) == ".bin" else "images"
         if self._labels:
             label = self._value(first, self._labels)
             self.label = "class" if isinstance(label, int) else _field(label, path)
         if self.label == "class":
-            self.classes = classes_beside(path)
+            self.classes = read_class_names(path)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
-    def load(self, i: int) -> Loaded:
+    def load(self, i: int) -> LoadedSample:
         features = self._features(i)
         if self._data not in features:
             raise ValueError(f"has no feature {self._data!r}")
@@ -79,48 +79,48 @@ class Records(Source):
         content = self._value(features, self._data)
         name = self._name(features)
         if isinstance(content, bytes):
-            return Loaded(content, label, name, by_magic(content))
-        return Loaded(np.asarray(content), label, name)
+            return LoadedSample(content, label, name, extension_from_magic(content))
+        return LoadedSample(np.asarray(content), label, name)
 
     def name(self, i: int) -> str:
-        return self._name(self._features(i)) if self.named else ""
+        return self._name(self._features(i)) if self.has_names else ""
 
     def close(self) -> None:
         for file in self._files:
             file.close()
 
     def _name(self, features: Any) -> str:
-        if not self.named or NAME not in features:
+        if not self.has_names or NAME not in features:
             return ""
         return b"".join(features[NAME].bytes_list.value).decode(errors="replace")
 
-    def _walk(self, number: int, path: Path) -> None:
-        """Where each record is."""
+    def _index_records(self, number: int, path: Path) -> None:
+        """Find the offset of each record in a file."""
         at, size = 0, os.fstat(self._files[number].fd).st_size
         if not size:
             self.notes.append(f"{path}: is empty")
         while at < size:
-            head = os.pread(self._files[number].fd, HEAD.size, at)
-            length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1)
-            if crc != _masked(head[:8]):
+            head = os.pread(self._files[number].fd, HEADER.size, at)
+            length, crc = HEADER.unpack(head) if len(head) == HEADER.size else (0, -1)
+            if crc != _masked_crc(head[:8]):
                 raise ValueError(f"{path}: no TFRecord at byte {at:,}. HINT: copy it again")
-            end = at + HEAD.size + length + TAIL.size
+            end = at + HEADER.size + length + FOOTER.size
             if end > size:
                 raise ValueError(f"{path}: is truncated: {size:,} bytes of at least {end:,}")
             if length > MAX_EXAMPLE_BYTES:
                 raise ValueError(f"{path}: a record of {length:,} bytes at byte {at:,}: over 2 GiB")
-            self._which.append(number)
-            self._places.append(at)
+            self._file_numbers.append(number)
+            self._offsets.append(at)
             at = end
 
     def _features(self, i: int) -> Any:
-        at, file = self._places[i], self._files[self._which[i]].fd
-        length, _ = HEAD.unpack(os.pread(file, HEAD.size, at))
-        data = read_at(file, length + TAIL.size, at + HEAD.size)
-        if len(data) < length + TAIL.size:
+        at, file = self._offsets[i], self._files[self._file_numbers[i]].fd
+        length, _ = HEADER.unpack(os.pread(file, HEADER.size, at))
+        data = read_at(file, length + FOOTER.size, at + HEADER.size)
+        if len(data) < length + FOOTER.size:
             raise ValueError(f"is truncated at byte {at:,}")
-        content, (crc,) = data[:length], TAIL.unpack(data[length:])
-        if crc != _masked(content):
+        content, (crc,) = data[:length], FOOTER.unpack(data[length:])
+        if crc != _masked_crc(content):
             raise ValueError(f"a byte has changed at {at:,} (its checksum is another)")
         example = _example()()
         try:
@@ -129,18 +129,18 @@ class Records(Source):
             raise ValueError(f"is no tf.train.Example: {error}") from None
         return example.features.feature
 
-    def _chosen(self, first: Any, name: str, usual: tuple[str, ...], hint: str) -> str:
+    def _choose_feature(self, first: Any, name: str, usual: tuple[str, ...], hint: str) -> str:
         if name and name in first:
             return name
         found = next((one for one in usual if one in first), "")
         if name or not found:
             what = f"no feature {name!r}" if name else "no feature of a usual name"
-            there = printable(", ".join(sorted(first)[:SHOWN]))
-            raise ValueError(f"{self.told}: {what}; it has {there}. HINT: {hint}")
+            there = printable(", ".join(sorted(first)[:MAX_SHOWN_FEATURES]))
+            raise ValueError(f"{self.description}: {what}; it has {there}. HINT: {hint}")
         return found
 
     def _value(self, features: Any, name: str) -> Any:
-        """bytes, a whole number, or an array."""
+        """Return a feature as bytes, an integer or an array."""
         if name not in features:
             raise ValueError(f"has no feature {name!r}")
         kind = features[name].WhichOneof("kind")
@@ -158,10 +158,10 @@ class Records(Source):
         return np.asarray(values, np.float32)
 
     def _array(self, features: Any, name: str, values: Any) -> Any:
-        """The array of a feature that has a dtype and a shape beside it."""
-        told = features[f"{name}/dtype"].bytes_list.value
+        """Return the array of a feature that has a dtype and a shape beside it."""
+        dtype_values = features[f"{name}/dtype"].bytes_list.value
         shape = tuple(features[f"{name}/shape"].int64_list.value)
-        dtype = bytes(told[0]).decode(errors="replace") if len(told) == 1 else ""
+        dtype = bytes(dtype_values[0]).decode(errors="replace") if len(dtype_values) == 1 else ""
         if dtype not in DTYPES or len(shape) > MAX_DIMS or any(side < 0 for side in shape):
             raise ValueError(f"feature {name!r} is {printable(dtype)[:20]} of {shape[:MAX_DIMS]}")
         if len(values) != 1 or not isinstance(values[0], bytes):
@@ -178,17 +178,18 @@ def _field(label: Any, path: Path) -> ArraySpec:
     return label_field(label.dtype.name, label.shape, str(path))
 
 
-def _masked(data: bytes) -> int:
+def _masked_crc(data: bytes) -> int:
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @functools.cache
 def _example() -> Any:
-    """The class of tf.train.Example, as TensorFlow's example.proto and feature.proto have it."""
+    """Return the class of tf.train.Example, equivalent to example.proto and feature.proto of
+    TensorFlow."""
     parts = ("descriptor_pb2", "descriptor_pool", "message_factory")
     descriptor_pb2, descriptor_pool, message_factory = (
-        needed(f"google.protobuf.{part}", "protobuf") for part in parts
+        import_format_package(f"google.protobuf.{part}", "protobuf") for part in parts
     )
     file = descriptor_pb2.FileDescriptorProto(
         name="paceline/example.proto", package="paceline.tf", syntax="proto3"
@@ -221,8 +222,8 @@ def _example() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("paceline.tf.Example"))
 
 
-def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
-    """A folder of files of about ``shard_bytes``."""
+def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
+    """Write a folder of files of about ``shard_bytes``."""
     path.mkdir()
     for files in count():
         first = next(samples, None)
@@ -230,33 +231,38 @@ def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
             break
         with (path / f"{files:06}.tfrecord").open("wb") as file:
             for sample in chain([first], samples):
-                content = _written(about, sample)
+                content = _serialize(info, sample)
                 head = len(content).to_bytes(8, "little")
-                file.write(head + TAIL.pack(_masked(head)) + content + TAIL.pack(_masked(content)))
-                if file.tell() >= about.shard_bytes:
+                file.write(
+                    head
+                    + FOOTER.pack(_masked_crc(head))
+                    + content
+                    + FOOTER.pack(_masked_crc(content))
+                )
+                if file.tell() >= info.shard_bytes:
                     break
-    write_classes(path, about)
+    write_classes(path, info)
 
 
-def _written(about: About, sample: Sample) -> bytes:
+def _serialize(info: ExportInfo, sample: Sample) -> bytes:
     example = _example()()
     features = example.features.feature
     if isinstance(sample.data, bytes):
-        images = about.meta.packed.get("kind") == "images"
+        images = info.meta.packed.get("kind") == "images"
         features[IMAGE if images else DATA].bytes_list.value.append(sample.data)
     else:
-        _put(features, DATA, sample.data)
+        _put_array(features, DATA, sample.data)
     if isinstance(sample.label, np.ndarray):
-        _put(features, LABEL, sample.label)
+        _put_array(features, LABEL, sample.label)
     elif sample.label is not None:
         features[LABEL].int64_list.value.append(sample.label)
-    if about.meta.names:
+    if info.meta.names:
         features[NAME].bytes_list.value.append(os.fsencode(sample.name))
-    made: bytes = example.SerializeToString(deterministic=True)
-    return made
+    serialized: bytes = example.SerializeToString(deterministic=True)
+    return serialized
 
 
-def _put(features: Any, name: str, array: np.ndarray[Any, Any]) -> None:
+def _put_array(features: Any, name: str, array: np.ndarray[Any, Any]) -> None:
     features[name].bytes_list.value.append(array.tobytes())
     features[f"{name}/dtype"].bytes_list.value.append(array.dtype.name.encode())
     features[f"{name}/shape"].int64_list.value.extend(array.shape)

@@ -1,5 +1,5 @@
-"""webdataset: tar files whose members follow one another by sample. Nothing is unpacked: members
-are read at their places."""
+"""WebDataset: tar files in which the members of a sample follow one another. Nothing is unpacked:
+members are read at their offsets."""
 
 import os
 import tarfile
@@ -11,32 +11,32 @@ from typing import Any
 
 from ....security.text import printable
 from ..bounded_read import OpenFile, read_at
-from . import About, Sample, classes_beside, write_classes
-from .members import Members, members_of
+from . import ExportInfo, Sample, read_class_names, write_classes
+from .members import MemberSource, sample_members
 
 
-def source(path: Path, name: str, labels: str | None) -> "Tars":
+def source(path: Path, name: str, labels: str | None) -> "WebDatasetSource":
     if name:
         raise ValueError(f"{path}:{name}: a webdataset has no names. HINT: --labels END, as cls")
-    return Tars(path, labels)
+    return WebDatasetSource(path, labels)
 
 
-PIECE = 1 << 20  # bytes that are read at once
+CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20  # of a member's long name, or of its extended header
 
 
-class Tars(Members):
-    """A tar file, or a folder of them. Where a member lies: (tar, offset, length)."""
+class WebDatasetSource(MemberSource):
+    """A tar file, or a folder of them. Place of a member: (tar, offset, length)."""
 
     def __init__(self, path: Path, labels: str | None) -> None:
         self.paths = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-        self._files = [OpenFile(one) for one in self.paths]
+        self._files = [OpenFile(member) for member in self.paths]
         super().__init__(str(path), self._groups(), labels)
         if self.label == "class":
-            self.classes = self.classes or classes_beside(path)
+            self.classes = self.classes or read_class_names(path)
 
-    def content(self, where: Any) -> bytes:
-        tar, offset, length = where
+    def content(self, place: Any) -> bytes:
+        tar, offset, length = place
         data = read_at(self._files[tar].fd, length, offset)
         if len(data) < length:
             raise ValueError(f"{self.paths[tar]}: is truncated at byte {offset + len(data):,}")
@@ -46,10 +46,10 @@ class Tars(Members):
         for file in self._files:
             file.close()
 
-    def _at_end(self, number: int, at: int) -> None:
-        """tarfile takes a damaged header for the end: from there on there are zeros only."""
+    def _check_end(self, number: int, at: int) -> None:
+        """Check that only zeros follow: tarfile takes a damaged header for the end."""
         path, end = self.paths[number], at
-        while data := os.pread(self._files[number].fd, PIECE, end):
+        while data := os.pread(self._files[number].fd, CHUNK_BYTES, end):
             if data.count(0) < len(data):
                 raise ValueError(f"{path}: no tar member at byte {at:,}. HINT: copy it again")
             end += len(data)
@@ -61,23 +61,23 @@ class Tars(Members):
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, path in enumerate(self.paths):
             key, members = "", dict[str, Any]()
-            file: Any = _Forward(self._files[number].fd)
+            file: Any = _ForwardFile(self._files[number].fd)
             try:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
-                    while (one := tar.next()) is not None:
-                        # It would keep all of them, maybe millions; typeshed knows no members.
+                    while (member := tar.next()) is not None:
+                        # tarfile would keep millions of members; typeshed lacks this attribute.
                         tar.members.clear()  # type: ignore[attr-defined]
-                        if not one.isreg():
+                        if not member.isreg():
                             continue
-                        if one.issparse():
-                            raise tarfile.ReadError(f"{printable(one.name)} is a sparse file")
-                        own, end = _cut(one.name)
-                        if own != key and members:
+                        if member.issparse():
+                            raise tarfile.ReadError(f"{printable(member.name)} is a sparse file")
+                        sample_key, end = _split_name(member.name)
+                        if sample_key != key and members:
                             yield key, members
                             members = {}
-                        key = own
-                        members[end] = (number, one.offset_data, one.size)
-                    self._at_end(number, tar.offset)
+                        key = sample_key
+                        members[end] = (number, member.offset_data, member.size)
+                    self._check_end(number, tar.offset)
             except ValueError:
                 raise
             except Exception as error:  # tarfile raises whatever a damaged header leads it to
@@ -89,9 +89,9 @@ class Tars(Members):
                 yield key, members
 
 
-class _Forward:
-    """A tar file as tarfile reads it: only forwards, as sizes that are negative lead it backwards
-    without end, and no more at a time than a header may have."""
+class _ForwardFile:
+    """A tar file opened for tarfile: it only reads forwards, as negative sizes would lead it
+    backwards in an endless loop, and never more at once than a header may have."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._at, self._furthest = fd, 0, 0
@@ -118,15 +118,15 @@ class _Forward:
         return None
 
 
-def _cut(name: str) -> tuple[str, str]:
-    """Key and end, at the first dot behind the last slash."""
+def _split_name(name: str) -> tuple[str, str]:
+    """Split a member's name into key and extension, at the first dot after the last slash."""
     folder, slash, file = name.rpartition("/")
     stem, _, end = file.partition(".")
     return f"{folder}{slash}{stem}", end
 
 
-def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
-    """A folder of tars of about ``shard_bytes``."""
+def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
+    """Write a folder of tar files of about ``shard_bytes``."""
     path.mkdir()
     numbered = enumerate(samples)
     for tars in count():
@@ -135,11 +135,11 @@ def write(path: Path, about: About, samples: Iterator[Sample]) -> None:
             break
         with tarfile.open(path / f"{tars:06}.tar", "w") as tar:
             for k, sample in chain([first], numbered):
-                for end, content in members_of(about.meta.names, sample):
-                    one = tarfile.TarInfo(f"{k:09}.{end}")
-                    one.size = len(content)
-                    tar.addfile(one, BytesIO(content))
+                for end, content in sample_members(info.meta.names, sample):
+                    member = tarfile.TarInfo(f"{k:09}.{end}")
+                    member.size = len(content)
+                    tar.addfile(member, BytesIO(content))
                     tar.getmembers().clear()
-                if tar.offset >= about.shard_bytes:
+                if tar.offset >= info.shard_bytes:
                     break
-    write_classes(path, about)
+    write_classes(path, info)

@@ -1,65 +1,69 @@
-"""zarr, by its own package: a folder that is an array, or a group of them."""
+"""Zarr with its own package: a folder that is an array, or a group of arrays."""
 
 import warnings
 from pathlib import Path
 from typing import Any
 
-from . import damage_told, needed
+from . import convert_library_errors, import_format_package
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
 
 UNSAFE_CODECS = ("pickle",)
-ALONE = "array"  # the name of one that is in no group
+SINGLE_ARRAY = "array"  # name of an array outside of a group
 
 
 def source(path: Path, name: str, labels: str | None) -> StoreSource:
     found = _opened(path)
     if hasattr(found, "shape"):
-        return store_source(path, {ALONE: tuple(found.shape)}, name or ALONE, labels, ZarrRows)
+        return store_source(
+            path, {SINGLE_ARRAY: tuple(found.shape)}, name or SINGLE_ARRAY, labels, ZarrRows
+        )
     shapes: dict[str, tuple[int, ...]] = {}
-    with warnings.catch_warnings(record=True) as odd:  # of what is no zarr, or none any more
+    with warnings.catch_warnings(record=True) as caught:  # about members that are not Zarr
         warnings.simplefilter("always")
         for key, one in found.members(max_depth=None):
             if hasattr(one, "shape"):
                 shapes[key] = tuple(one.shape)
     source = store_source(path, shapes, name, labels, ZarrRows)
-    source.notes += [f"{path}: {one.message}" for one in odd]
+    source.notes += [f"{path}: {one.message}" for one in caught]
     return source
 
 
 class ZarrRows(Rows):
-    """One array."""
+    """One Zarr array."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.told = f"{path}:{name}"
+        self.description = f"{path}:{name}"
         found = _opened(path)
         self._data = found if hasattr(found, "shape") else found[name]
         field = field_of(self._data.dtype, self._data.shape)
         self.dtype, self.shape = field.dtype, field.shape
         self.chunk = (getattr(self._data, "shards", None) or self._data.chunks)[0]
         check_sizes(self)
-        check_codecs(self._data, self.told)
-        self.note = missing_chunks(self.told, self._data.nchunks_initialized, self._data.nchunks)
+        check_codecs(self._data, self.description)
+        self.note = missing_chunks(
+            self.description, self._data.nchunks_initialized, self._data.nchunks
+        )
 
     def __len__(self) -> int:
         return int(self._data.shape[0])
 
     def read(self, first: int, end: int) -> Array:
-        with damage_told(self.told):
-            return native(self._data[first:end], self.told)
+        with convert_library_errors(self.description):
+            return native(self._data[first:end], self.description)
 
 
-def check_codecs(data: Any, told: str) -> None:
+def check_codecs(data: Any, description: str) -> None:
     """Refuse codecs that run code from the file. Raises ValueError."""
     meta = getattr(data, "metadata", data)
     codecs = [*(getattr(meta, "filters", None) or ()), getattr(meta, "compressor", None)]
     for codec in codecs:
         if getattr(codec, "codec_id", "") in UNSAFE_CODECS:
-            raise ValueError(f"{told}: its codec {codec.codec_id} runs code from the file")
+            raise ValueError(f"{description}: its codec {codec.codec_id} runs code from the file")
 
 
 def _opened(path: Path) -> Any:
-    zarr = needed("zarr")
+    zarr = import_format_package("zarr")
     try:
         return zarr.open(str(path), mode="r")
     except (OSError, ValueError, KeyError) as error:
