@@ -54,7 +54,7 @@ def once(seed):
     the others said how long after."""
     draw = random.Random(seed)
     fd = os.memfd_create("soak")
-    os.posix_fallocate(fd, 0, CKernel.needs(SIZE, SLOT))
+    os.posix_fallocate(fd, 0, CKernel.required_bytes(SIZE, SLOT))
     ready, go, said = os.pipe(), os.pipe(), os.pipe()
     children = []
     for rank in range(SIZE):

@@ -43,7 +43,7 @@ def run(data: bytes) -> None:
             skeleton = ast.literal_eval(rest.decode())
         except (SyntaxError, TypeError, MemoryError, RecursionError):
             return
-        state_tree.join(skeleton, TENSORS)
+        state_tree.unflatten(skeleton, TENSORS)
         return
     body = json.loads(rest)
     if isinstance(body, dict):

@@ -81,15 +81,15 @@ def _opened(kind, path):
 
 def _record(content: bytes) -> bytes:
     head = len(content).to_bytes(8, "little")
-    tail = tfrecord.TAIL.pack(tfrecord._masked(content))
-    return head + tfrecord.TAIL.pack(tfrecord._masked(head)) + content + tail
+    tail = tfrecord.FOOTER.pack(tfrecord._masked_crc(content))
+    return head + tfrecord.FOOTER.pack(tfrecord._masked_crc(head)) + content + tail
 
 
 def _mended(content: bytes) -> bytes:
     """Lengths' checksums, right."""
     made, at = bytearray(content), 0
     while at + 12 <= len(made):
-        made[at + 8 : at + 12] = tfrecord.TAIL.pack(tfrecord._masked(bytes(made[at : at + 8])))
+        made[at + 8 : at + 12] = tfrecord.FOOTER.pack(tfrecord._masked_crc(bytes(made[at : at + 8])))
         at += int.from_bytes(made[at : at + 8], "little") + 16
     return bytes(made)
 
@@ -107,7 +107,7 @@ def _summed(content: bytes) -> bytes:
 def _example() -> bytes:
     made = tfrecord._example()()
     features = made.features.feature
-    tfrecord._put(features, "x", np.arange(4.0))
+    tfrecord._put_array(features, "x", np.arange(4.0))
     features["label"].int64_list.value.append(3)
     features["name"].bytes_list.value.append(b"a")
     return made.SerializeToString()
