@@ -43,7 +43,7 @@ def test_the_last_events_come_in_the_order_of_writing(tmp_path, written, most, s
 def test_what_was_begun_and_the_cost_come_along_and_the_file_is_not_read_whole(tmp_path):
     ring = ring_with(tmp_path, 1000, capacity=1 << 12)
     ring.cost_ns = 77
-    ring.beginner(type("At", (), {"step": 9}))(State.BLOCKED, 55, 6, 1, Op.BARRIER)
+    ring.begin_writer(type("At", (), {"step": 9}))(State.BLOCKED, 55, 6, 1, Op.BARRIER)
     data = read_tail(ring.path, 10)
     assert len(data) == HEADER_BYTES + 10 * 40
     record = parse_record(data)
