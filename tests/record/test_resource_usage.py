@@ -60,7 +60,7 @@ def test_another_thread_that_computes_is_found_with_its_line():
     found = others.busiest()
     end.set()
     thread.join()
-    assert (found["name"], os.path.basename(found["file"])) == ("monitor", "test_usage.py")
+    assert (found["name"], os.path.basename(found["file"])) == ("monitor", "test_resource_usage.py")
     assert found["seconds"] > 0.1
     assert found["line"] > hold.__code__.co_firstlineno
 
