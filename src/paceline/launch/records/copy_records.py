@@ -1,4 +1,4 @@
-"""Copy the records of a job's folder to where they belong: by attempt, one of each rank."""
+"""Copy the records of a job folder to the record folder: one record per rank and attempt."""
 
 import os
 import sys
@@ -13,13 +13,16 @@ from ...security.text import printable
 
 
 def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
-    """Copy the last attempt's records to ``target``, and those of earlier ones to attempt-N in it.
+    """Copy the records of the last attempt to ``target``, those of earlier attempts to its
+    subfolders ``attempt-N``.
 
-    Where the job went on without this node, ``target`` has records of a later attempt: then all
-    records of this node are of earlier ones.
+    If the job continued without this node, ``target`` contains records of a later attempt. All
+    records of this node then belong to earlier attempts.
 
     Args:
-        noted: The attempt that began last on this node, or None.
+        folder: The job folder.
+        target: The record folder.
+        noted: Number of the attempt that began last on this node, or None if unknown.
 
     Raises:
         OSError, InvalidFileError: A record can't be read or written.
@@ -45,7 +48,8 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
             continue
         key = (int(record.meta.get("attempt", 0)), record.rank)
         told = _told(record)
-        # A process that only started the ranks is nobody's record.
+        # A process that only started the ranks may have a record under a rank's number. The
+        # record with more events is the rank's.
         if key not in found or told > found[key][0]:
             found[key] = (told, int(record.meta["size"]), name, data)
     sizes = {size for told, size, _, _ in found.values() if told}
@@ -70,7 +74,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
 
 
 def _attempt(path: Path) -> int:
-    """Of a record that may be there."""
+    """Return the attempt number of a record file; 0 if it is missing or invalid."""
     from ...analyze.records.read_record import parse_record
 
     try:
@@ -80,5 +84,5 @@ def _attempt(path: Path) -> int:
 
 
 def _told(record: Any) -> int:
-    """Events that say more than where the script was."""
+    """Return the number of events, without those of the sampler (where the script was)."""
     return int(len(record.events) - record.count(*SAMPLER_STATES))

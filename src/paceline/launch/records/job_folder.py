@@ -1,9 +1,10 @@
-"""Keep a run's record: from node-local memory to the folder that the user named.
+"""Job folders in node-local memory, and the copying of their records to the user's record folder.
 
-The promise lies in the job's folder, so that whoever is left at the end can fulfil it: the rank
-server, the launcher after it, or the next ``paceline run`` on this host. A job's folder is this
-user's alone (``security.folders``); what lies under its name and is another user's is left alone,
-and said once. Nothing that a file says is ever removed.
+The destination of the records (the *promise*) is stored in the job folder itself, so that any
+remaining process can copy them at the end: the rank server, the launcher after it, or the next
+``paceline run`` on this host. Only this user can access a job folder (``security.folders``). A
+folder of that name that belongs to another user is left unchanged and reported once. A path that
+is read from a file is never removed.
 """
 
 import fcntl
@@ -33,16 +34,20 @@ ATTEMPT = "attempt"
 ABOUT = "run.json"
 LOCK = "lock"
 TO_SEND = "to-send"  # subfolder: the records that the agent sends to the launcher's host
-NEW_S = 60.0  # age of a folder that nobody is still making
-MAX_NAMED = 8  # of other users' folders
-FAILED = "failed"  # the record could not be kept, which was said
+NEW_S = 60.0  # minimum age of an unfinished folder before it counts as abandoned
+MAX_NAMED = 8  # folders of other users that are reported
+FAILED = "failed"  # marker file: copying the record failed, and the failure was reported
 MAX_ABOUT_BYTES = 16 << 20  # a command line may be long
 
 
 @dataclass
 class Promise:
-    """Where a job's records go. target: folder on this host; sent: they are sent to the
-    launcher's host by the agent instead."""
+    """Destination of a job's records.
+
+    Attributes:
+        target: Folder on this host.
+        sent: Whether the agent sends the records to the launcher's host instead.
+    """
 
     target: str = ""
     sent: bool = False
@@ -50,7 +55,14 @@ class Promise:
 
 @dataclass
 class About:
-    """Whose records a folder holds. started: seconds since 1970."""
+    """The job whose records a folder contains.
+
+    Attributes:
+        run: ID of the run.
+        command: The script or module, and its arguments.
+        started: Start time, in seconds since 1970.
+        host: Name of the host on which the job was started.
+    """
 
     run: str = ""
     command: list[str] = field(default_factory=list)
@@ -59,7 +71,11 @@ class About:
 
 
 def check(target: Path) -> None:
-    """Raises ValueError where ``target`` has a record already, or can't be written."""
+    """Create the record folder ``target`` if necessary, and check that it can be used.
+
+    Raises:
+        ValueError: The folder already contains a record, or can't be written.
+    """
     if target.is_dir() and any(target.rglob("*.ring")):
         raise ValueError(f"{target}: there is a record already. HINT: another folder, or remove it")
     try:
@@ -73,10 +89,14 @@ def check(target: Path) -> None:
 
 
 def job_folder() -> Path:
-    """Make a folder in node-local memory for a job's records, this user's alone.
+    """Create a folder for a job's records in node-local memory, accessible to this user only.
 
-    Its lock lives as long as any process of the job. Folders whose lock is free are of jobs
-    that were killed altogether: what they promised is done here, and they are removed.
+    The folder's lock is held as long as any process of the job exists. A folder whose lock is
+    free belongs to a job of which all processes were killed: its records are copied to their
+    destination here, and the folder is removed.
+
+    Raises:
+        ValueError: No location can be written and is safe from other users.
     """
     rescue()
     name = secrets.token_hex(8)
@@ -84,7 +104,9 @@ def job_folder() -> Path:
         try:
             if can_be_renamed_by_others(place):
                 continue
-            folder = Folder.make(place / (_new_prefix() + name))  # not yet one that others clear
+            folder = Folder.make(
+                place / (_new_prefix() + name)
+            )  # rescue() of other processes does not clear this name
         except OSError:
             continue
         with folder:
@@ -99,14 +121,16 @@ def job_folder() -> Path:
 
 
 def rescue() -> None:
-    """Clear the folders of jobs that were killed together with all that would have done it."""
+    """Clear the folders of jobs of which all processes were killed, including those that would
+    have cleared the folder.
+    """
     for folder in _job_folders():
         with folder:
             lock = _lock(folder)
             if lock is not None:
                 clear(folder.path, orphan=True)
-                os.close(lock)  # one that could not be cleared is no running job
-    for folder in _folders(_new_prefix()):  # of processes that were killed as they made them
+                os.close(lock)  # a folder that could not be cleared must not count as a running job
+    for folder in _folders(_new_prefix()):  # left by processes killed in job_folder()
         with folder:
             old = time.time() - os.fstat(folder.fd).st_mtime > NEW_S
             lock = _lock(folder) if old else None
@@ -116,7 +140,7 @@ def rescue() -> None:
 
 
 _PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-_reported: set[str] = set()  # folders that are not this user's, named once
+_reported: set[str] = set()  # folders of other users that were already reported
 
 
 def _prefix() -> str:
@@ -128,12 +152,13 @@ def _new_prefix() -> str:
 
 
 def _job_folders() -> Iterator[Folder]:
-    """Open this user's job folders."""
     return _folders(_prefix())
 
 
 def _folders(prefix: str) -> Iterator[Folder]:
-    """Open this user's folders of such names. What has such a name and is none is named once."""
+    """Open this user's folders with this name prefix. Anything else with such a name is reported
+    once.
+    """
     name_of_one = re.compile(re.escape(prefix) + r"[0-9a-zA-Z_]+")
     for place in dict.fromkeys(_PLACES):
         try:
@@ -161,8 +186,12 @@ def _report(path: Path, error: OSError) -> None:
 
 
 def _lock(folder: Folder) -> int | None:
-    """Take the folder's lock. Return its descriptor, which holds it for as long as this process and
-    its children live; None where another process has it."""
+    """Acquire the folder's lock.
+
+    Returns:
+        The file descriptor, which holds the lock as long as this process and its children exist;
+        None if another process holds it.
+    """
     try:
         fd = folder.open_file(LOCK, os.O_RDWR | os.O_CREAT)
     except OSError:
@@ -176,7 +205,7 @@ def _lock(folder: Folder) -> int | None:
 
 
 def running() -> list[Path]:
-    """Return the folders of this user's jobs that run on this host. Looking changes nothing."""
+    """Return the folders of this user's jobs that run on this host, without changing anything."""
     found = []
     for folder in _job_folders():
         with folder:
@@ -186,8 +215,11 @@ def running() -> list[Path]:
 
 
 def _locked(folder: Folder) -> bool:
-    """Whether somebody holds the folder's lock. It is shared for the moment of the question, so
-    that another who asks is not told wrong; a rescue at that very moment is left to the next."""
+    """Return whether a process holds the folder's lock.
+
+    The test acquires a shared lock for a moment, so that concurrent tests do not report the
+    folder as locked. A ``rescue`` at that moment skips the folder; the next one clears it.
+    """
     try:
         fd = folder.open_file(LOCK)
     except OSError:
@@ -202,21 +234,31 @@ def _locked(folder: Folder) -> bool:
 
 
 def promise(folder: Path, target: Path, command: list[str], run: str) -> None:
-    """Note in the job's folder where its records are to go."""
+    """Label the record folder and the job folder, and store the destination of the records.
+
+    Raises:
+        OSError: A file can't be written.
+    """
     label(target, command, run)
     introduce(folder, command, run)
     promise_to(folder, target)
 
 
 def label(folder: Path, command: list[str], run: str) -> None:
-    """Write into a folder whose records it holds. Raises OSError."""
+    """Write into a folder which job its records belong to.
+
+    Raises:
+        OSError: The file can't be written.
+    """
     host = socket.gethostname()
     found = {"run": run, "command": command, "started": time.time(), "host": host}
     replace_file(folder / ABOUT, json.dumps(found, indent=1).encode())
 
 
 def introduce(folder: Path, command: list[str], run: str) -> None:
-    """``label`` a job's own folder, if there is room: only who looks at running jobs reads it."""
+    """``label`` a job folder. A failure (no space) is ignored, because only ``paceline top`` and
+    ``report`` of a running job read the label.
+    """
     try:
         label(folder, command, run)
     except OSError:
@@ -224,7 +266,7 @@ def introduce(folder: Path, command: list[str], run: str) -> None:
 
 
 def about(folder: Path) -> About:
-    """Return what ``label`` has written into a folder; empty where it has not."""
+    """Return the label of a folder (see ``label``); an empty one if it is missing or invalid."""
     try:
         return read_json(folder / ABOUT, About, MAX_ABOUT_BYTES)
     except (OSError, InvalidFileError):
@@ -232,7 +274,7 @@ def about(folder: Path) -> About:
 
 
 def promised(folder: Path) -> Path | None:
-    """Return where the records in a job's folder are to go on this host, if anywhere."""
+    """Return the folder on this host to which a job folder's records will be copied, or None."""
     try:
         found = read_json(folder / PROMISE, Promise, MAX_ABOUT_BYTES, escape=False)
     except (OSError, InvalidFileError):
@@ -241,7 +283,7 @@ def promised(folder: Path) -> Path | None:
 
 
 def noted_attempt(folder: Path) -> int | None:
-    """Return which attempt of the job began last; None where nobody notes that."""
+    """Return the number of the attempt that began last; None if it was not recorded."""
     try:
         return int(read_regular(folder / ATTEMPT, 20))
     except (OSError, ValueError):
@@ -249,13 +291,14 @@ def noted_attempt(folder: Path) -> int | None:
 
 
 def promise_to(folder: Path, target: Path) -> None:
-    """Have the records in ``folder`` go to ``target`` when it is cleared."""
+    """Copy the records in ``folder`` to ``target`` when ``folder`` is cleared."""
     _promise(folder, {"target": str(target.absolute())})
 
 
 def promise_to_send(folder: Path) -> None:
-    """Have the records in ``folder`` wait in its subfolder TO_SEND when it is cleared, to be sent
-    to another host by the process that it is cleared for."""
+    """Move the records in ``folder`` to its subfolder TO_SEND when ``folder`` is cleared. The agent
+    then sends them to the launcher's host.
+    """
     _promise(folder, {"sent": True})
 
 
@@ -265,29 +308,31 @@ def _promise(folder: Path, found: dict[str, Any]) -> None:
 
 
 def note_attempt(folder: Path, number: int) -> None:
-    """Attempt ``number`` begins: only its records are the run's."""
+    """Store that attempt ``number`` begins: only its records count as the run's records."""
     try:
         with Folder.open(folder) as opened:
             opened.write(ATTEMPT, str(number).encode())
     except OSError:
-        pass  # the records themselves say it too, nearly always
+        pass  # nearly always the attempt can be read from the records as well
 
 
 def clear(folder: Path, orphan: bool = False) -> bool:
-    """Copy the records in the job's folder to where they were promised, and remove it; never
-    raises. A folder whose promise can't be kept stays, and is named once.
+    """Copy the records in a job folder to their destination, and remove the folder.
+
+    Never raises. If the records can't be copied, the folder is not removed, and is reported once.
 
     Args:
-        orphan: Nobody is left who would send the records to another host; and a copy that has
-            failed is tried again.
+        folder: The job folder.
+        orphan: Whether no process is left that could send the records to another host. A copy
+            that failed before is then tried again.
 
     Returns:
-        Whether nothing was lost so far: all is copied, or waits to be sent.
+        Whether no record was lost: all are copied, or are waiting to be sent.
     """
     try:
         opened = Folder.open(folder)
     except FileNotFoundError:
-        return True  # removed meanwhile
+        return True  # another process has removed it
     except OSError as error:
         sys.stderr.write(f"paceline: the record of this job is lost: {folder} {error.strerror}\n")
         return False
@@ -316,7 +361,7 @@ def clear(folder: Path, orphan: bool = False) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a job's folder, whatever it holds; never raises."""
+    """Remove a job folder and all its contents. Never raises."""
     try:
         with Folder.open(folder) as opened:
             opened.remove_all(last=LOCK)
@@ -333,11 +378,11 @@ def _failed(folder: Folder, error: Exception) -> None:
     try:
         os.close(folder.open_file(FAILED, os.O_WRONLY | os.O_CREAT))
     except OSError:
-        pass  # it is said once more
+        pass  # without the marker the failure is reported again
 
 
 def _set_aside(folder: Folder) -> None:
-    """Copy the records to TO_SEND, and remove the rings: they may be large."""
+    """Copy the records to TO_SEND, and remove the ring files, which may be large."""
     if folder.status(TO_SEND) is not None:
         return
     part = f"{TO_SEND}.part"

@@ -1,1 +1,1 @@
-"""paceline submit: a batch script for the cluster's scheduler, written and handed in."""
+"""``paceline submit``: write a batch script for the cluster's scheduler and submit it."""

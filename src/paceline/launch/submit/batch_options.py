@@ -1,4 +1,4 @@
-"""What a batch job asks for, read from the user's words; the same for all schedulers."""
+"""Options of a batch job, parsed from the command line; independent of the scheduler."""
 
 import re
 import shlex
@@ -8,13 +8,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Resources:
-    """What the job gets; None leaves it to the scheduler."""
+    """Resources that the job requests. None: the scheduler's default.
+
+    Attributes:
+        hosts: Number of nodes.
+        ranks: Ranks per node.
+        cpus: Cores per rank.
+        gpus: GPUs per node.
+        memory: Memory per node, such as 64G: a number and one of K, M, G, T (powers of 1024).
+        seconds: Time limit, in seconds.
+    """
 
     hosts: int = 1
-    ranks: int | None = None  # a host
-    cpus: int | None = None  # a rank
-    gpus: int | None = None  # a host
-    memory: str | None = None  # a host, as 64G: a number and one of K, M, G, T
+    ranks: int | None = None
+    cpus: int | None = None
+    gpus: int | None = None
+    memory: str | None = None
     seconds: int | None = None
 
     def __post_init__(self) -> None:
@@ -30,25 +39,32 @@ class Resources:
 
     @property
     def tasks(self) -> int:
-        """Ranks a host, as far as the scheduler needs to know."""
+        """Number of tasks per node that the scheduler is asked for."""
         return self.ranks or self.gpus or 1
 
     @property
     def slots(self) -> int:
-        """Cores a host."""
+        """Number of cores per node."""
         return self.tasks * (self.cpus or 1)
 
     @property
     def total(self) -> int | None:
-        """All ranks, where the user's words settle it; else paceline run looks at the host."""
+        """Total number of ranks; None if the options do not determine it. ``paceline run`` then
+        chooses it from the hardware of the nodes.
+        """
         return self.hosts * self.tasks if self.ranks or self.gpus or self.cpus else None
 
 
 @dataclass(frozen=True)
 class Array:
-    """The same job for each of some numbers."""
+    """A job array.
 
-    indices: str  # 0-15, 1-9:2 or 1,3,5-7
+    Attributes:
+        indices: Indices in the form 0-15, 1-9:2 or 1,3,5-7.
+        at_once: Maximum number of jobs that run at the same time; None: no limit.
+    """
+
+    indices: str
     at_once: int | None = None
 
     @property
@@ -61,7 +77,21 @@ class Array:
 
 @dataclass(frozen=True)
 class Batch:
-    """One job for a scheduler, without what it runs."""
+    """A job for a scheduler, without the command that it runs.
+
+    Attributes:
+        name: Name of the job.
+        want: Requested resources.
+        queue: Queue or partition.
+        account: Account or project to charge.
+        output: File for the job's output.
+        array: The job array, if the job is one.
+        warn: Seconds before the time limit at which the job gets a signal. 0: no signal.
+        requeue: Whether the scheduler may put the job back in the queue.
+        goes_on: Whether the job continues without nodes that it loses. The scheduler must then
+            not end the job on the remaining nodes.
+        options: Options that are passed to the scheduler unchanged.
+    """
 
     name: str
     want: Resources = field(default_factory=Resources)
@@ -69,16 +99,18 @@ class Batch:
     account: str | None = None
     output: str | None = None
     array: Array | None = None
-    warn: int = 0  # seconds before the limit; 0: no signal
+    warn: int = 0
     requeue: bool = False
-    goes_on: bool = (
-        False  # without the hosts that it loses: the scheduler is to leave it the others
-    )
-    options: list[str] = field(default_factory=list)  # the scheduler's own, as they are
+    goes_on: bool = False
+    options: list[str] = field(default_factory=list)
 
 
 def seconds(text: str) -> int:
-    """--time: 2:00:00, 1-12:00:00, 90min, 1h30min."""
+    """Return the seconds of a ``--time`` value: 2:00:00, 1-12:00:00, 90min or 1h30min.
+
+    Raises:
+        ValueError: The value is invalid, has no unit, or is zero.
+    """
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)
     units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?", text)
     match = clock or units
@@ -96,28 +128,38 @@ def seconds(text: str) -> int:
 
 
 def usual_warning(limit: int | None) -> int:
-    """Seconds before the limit, where the user does not say."""
+    """Return the default of ``--warn``, in seconds before the time limit (in seconds)."""
     return 120 if limit is not None and limit >= 600 else 0
 
 
 def clock(total: int) -> str:
-    """HH:MM:SS, as Slurm and PBS read it; hours may be more than 24."""
+    """Return a duration in seconds as HH:MM:SS, for Slurm and PBS. Hours may exceed 24."""
     return f"{total // 3600:02}:{total // 60 % 60:02}:{total % 60:02}"
 
 
 def memory(text: str) -> str:
-    """--memory: 64G, 64GB and 64GiB are the same: to schedulers G is 2^30."""
+    """Return a ``--memory`` value in the form 64G.
+
+    64G, 64GB and 64GiB mean the same, because G is 2^30 for schedulers.
+
+    Raises:
+        ValueError: The value is invalid, has no unit, or is zero.
+    """
     match = re.fullmatch(r"(\d+)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
     if match is None:
         why = "has no unit" if text.isdigit() else "can't be read as whole K, M, G or T"
         raise ValueError(f"--memory {text!r} {why}. HINT: 64G, for each host")
-    if int(match[1]) == 0:  # to Slurm it would be all of the host's
+    if int(match[1]) == 0:  # Slurm would reserve all memory of the node
         raise ValueError(f"--memory {text!r}: HINT: more than 0, or leave it out")
     return match[1] + match[2].upper()
 
 
 def array(text: str) -> Array:
-    """--array: 0-15, 0-15%4, 1,3,5-7 or 1-9:2."""
+    """Return the job array of an ``--array`` value: 0-15, 0-15%4, 1,3,5-7 or 1-9:2.
+
+    Raises:
+        ValueError: The value is invalid, or a range ends before its start.
+    """
     part = r"\d+(?:-\d+(?::[1-9]\d*)?)?"
     match = re.fullmatch(rf"({part}(?:,{part})*)(?:%([1-9]\d*))?", text)
     if match is None:
@@ -131,7 +173,13 @@ def array(text: str) -> Array:
 
 
 def one_line(option: str, value: str) -> str:
-    """A newline would let a value bring directives of its own into the script."""
+    """Return ``value`` if it fits on one line of a batch script.
+
+    A newline in a value could add directives or commands to the script.
+
+    Raises:
+        ValueError: The value contains a control character other than a tab.
+    """
     if any(ord(letter) < 32 and letter != "\t" for letter in value):
         raise ValueError(
             f"{option} {value!r}: a line's end or another control character can't stand in a "
@@ -141,7 +189,11 @@ def one_line(option: str, value: str) -> str:
 
 
 def job_name(given: str | None, script: str) -> str:
-    """A name that every scheduler takes; by default the script's."""
+    """Return a job name that every scheduler accepts; by default derived from the script's name.
+
+    Raises:
+        ValueError: The given name contains other characters.
+    """
     if given is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.rsplit("/", 1)[-1].removesuffix(".py"))
         return stem if re.match("[A-Za-z]", stem) else f"run-{stem}"
@@ -154,7 +206,7 @@ def job_name(given: str | None, script: str) -> str:
 
 
 def filled(table: Mapping[str, object]) -> list[str]:
-    """The options of a table whose value is not None, quoted for the scheduler."""
+    """Return the options of a table whose value is not None, with the values shell-quoted."""
     return [
         form.format(shlex.quote(str(value))) for form, value in table.items() if value is not None
     ]

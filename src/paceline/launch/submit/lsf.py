@@ -1,4 +1,4 @@
-"""LSF: bsub, and lines of #BSUB. Times are whole minutes; an array's numbers begin at 1."""
+"""LSF: ``bsub`` and ``#BSUB`` directives. Times are whole minutes; array indices begin at 1."""
 
 from ..requeue import STOPPED_EARLY_EXIT_CODE
 from .batch_options import Batch, filled
@@ -17,7 +17,7 @@ def _options(batch: Batch) -> list[str]:
             "profile has DJOB_COMMFAIL_ACTION=KILL_TASKS. HINT: with one that has, --option '-app "
             "NAME' and --run-option=--min-hosts=N"
         )
-    # memory is a host's unless the site has it a task's: so it is said
+    # Sites may configure memory as per task instead of per host; "/host" makes it explicit.
     memory = f" rusage[mem={want.memory}B/host]" if want.memory else ""
     table = {
         "-J {}": batch.name if batch.array is None else _name(batch),
@@ -33,7 +33,7 @@ def _options(batch: Batch) -> list[str]:
         "-r": batch.requeue or None,
         "-Q {}": STOPPED_EARLY_EXIT_CODE
         if batch.requeue
-        else None,  # what has left early is queued again
+        else None,  # a job that stopped early is requeued
     }
     return filled(table)
 

@@ -1,9 +1,9 @@
-"""PBS Pro (OpenPBS) and Torque: qsub, and lines of #PBS. They share little more than that."""
+"""PBS Pro (OpenPBS) and Torque: ``qsub`` and ``#PBS`` directives. Most options differ."""
 
 from .batch_options import Batch, clock, filled
 from .scheduler import Scheduler
 
-# Both send SIGTERM at the limit and SIGKILL some seconds later, and nothing before.
+# Both send SIGTERM at the time limit and SIGKILL some seconds later, but no earlier signal.
 NO_WARNING = (
     "PBS sends nothing before the time limit, only SIGTERM at it; with --time a run with "
     "checkpoints leaves before it by itself"
@@ -25,7 +25,7 @@ def _pro(batch: Batch) -> list[str]:
     }
     table = {
         "-l select={}": ":".join(filled(chunk)),
-        "-l place={}": "scatter" if want.hosts > 1 else None,  # or they may share a host
+        "-l place={}": "scatter" if want.hosts > 1 else None,  # otherwise chunks may share a node
         "-l walltime={}": want.seconds and clock(want.seconds),
         "-J {}": batch.array,
         "-W tolerate_node_failures=all": batch.goes_on or None,
@@ -48,7 +48,7 @@ def _torque(batch: Batch) -> list[str]:
         "mem={}": want.memory and _size(want.memory),
         "walltime={}": want.seconds and clock(want.seconds),
     }
-    # one -l with commas: of several, Slurm's qsub takes the last
+    # One -l option with commas: Slurm's qsub uses only the last of several -l options.
     table = {"-l {}": ",".join(filled(needs)), "-t {}": batch.array}
     return [*_common(batch), *filled(table)]
 
@@ -56,7 +56,7 @@ def _torque(batch: Batch) -> list[str]:
 def _common(batch: Batch) -> list[str]:
     table = {
         "-N {}": batch.name,
-        "-j oe": True,  # errors beside the output, not in a file of their own
+        "-j oe": True,  # stderr in the same file as stdout
         "-o {}": batch.output,
         "-q {}": batch.queue,
         "-A {}": batch.account,
@@ -70,14 +70,19 @@ def _size(memory: str) -> str:
 
 
 def _qsub(batch: Batch) -> list[str]:
-    """Slurm's qsub decides where the output goes before it has read the script's lines, so that
-    is said to it directly as well; for the others the same words twice change nothing."""
+    """Return the ``qsub`` command, with the options for the output on the command line too.
+
+    Slurm's qsub chooses the output file before it reads the script's directives. For other
+    implementations the repeated options have no effect.
+    """
     table = {"-N": batch.name, "-j": "oe", "-o": batch.output, "-t": batch.array}
     return ["qsub", *(str(w) for pair in table.items() if pair[1] is not None for w in pair)]
 
 
 def _output(batch: Batch, job: str) -> str:
-    """Without --output: the job's name and number, in the folder it was submitted from."""
+    """Return the job's output file. Default: the job's name and number, in the working directory of
+    the submission.
+    """
     number = job.split(".")[0].split("[")[0]
     return batch.output or f"{batch.name}.o{number}{'*' if batch.array else ''}"
 
@@ -96,7 +101,7 @@ PBS = Scheduler(
 TORQUE = Scheduler(
     title="Torque",
     mark="#PBS",
-    trial="${PBS_ARRAYID:-$SLURM_ARRAY_TASK_ID}",  # the second: Slurm's qsub
+    trial="${PBS_ARRAYID:-$SLURM_ARRAY_TASK_ID}",  # the second variable is set by Slurm's qsub
     options=_torque,
     command=_qsub,
     by_file=True,

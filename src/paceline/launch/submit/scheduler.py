@@ -1,4 +1,4 @@
-"""What paceline submit needs to know of a scheduler: how it names what all of them have."""
+"""Description of a batch scheduler for ``paceline submit``: commands, options and directives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,15 +8,32 @@ from .batch_options import Batch
 
 @dataclass(frozen=True)
 class Scheduler:
-    """One scheduler: mostly its table of option names."""
+    """A batch scheduler.
+
+    Attributes:
+        title: Name of the scheduler in messages.
+        mark: Prefix of the scheduler's directives in a script.
+        trial: Shell expression for the index of a job in an array.
+        options: Return the scheduler's options for a job. Raises ValueError for a request that
+            the scheduler does not support.
+        command: Return the command that submits a job.
+        by_file: Whether the command takes the script's file name as an argument. Otherwise it
+            reads the script from standard input.
+        identity: Regular expression that matches the job number in the command's output.
+        output: Return the file that receives a job's output, given the job and its number.
+        no_warning: Reason why the scheduler sends no signal before the time limit; None if it
+            sends one.
+        can_ask: Whether a job can query its end time from the scheduler, and can requeue itself
+            (see ``launch.requeue``).
+    """
 
     title: str
-    mark: str  # what its lines in a script begin with
-    trial: str  # the number of an array's job, in the shell's words
-    options: Callable[[Batch], list[str]]  # raises ValueError for what it has no way to say
+    mark: str
+    trial: str
+    options: Callable[[Batch], list[str]]
     command: Callable[[Batch], list[str]]
-    by_file: bool  # the command wants the script's name after it, not its text on standard input
-    identity: str  # finds the job's number in what the command said
-    output: Callable[[Batch, str], str]  # where a job's output goes
-    no_warning: str | None = None  # why there is no signal before the limit
-    can_ask: bool = False  # a job can ask it when it ends, and to be queued again: launch.later
+    by_file: bool
+    identity: str
+    output: Callable[[Batch, str], str]
+    no_warning: str | None = None
+    can_ask: bool = False

@@ -1,4 +1,4 @@
-"""Slurm: sbatch, and lines of #SBATCH."""
+"""Slurm: ``sbatch`` and ``#SBATCH`` directives."""
 
 from .batch_options import Batch, clock, filled
 from .scheduler import Scheduler
@@ -18,7 +18,7 @@ def _options(batch: Batch) -> list[str]:
         "--account={}": batch.account,
         "--output={}": _pattern(batch),
         "--array={}": batch.array,
-        "--signal=B:USR1@{}": batch.warn or None,  # B: to the script alone, which is the launcher
+        "--signal=B:USR1@{}": batch.warn or None,  # B: only to the script, i.e. the launcher
         "--requeue": batch.requeue or None,
         "--open-mode=append": batch.requeue or None,
         "--no-kill": batch.goes_on or None,
@@ -36,7 +36,7 @@ def _pattern(batch: Batch) -> str:
 
 
 def _output(batch: Batch, job: str) -> str:
-    number = job.split(";")[0]  # of a federation: 12;cluster
+    number = job.split(";")[0]  # in a federation: 12;cluster
     name = _pattern(batch).replace("%x", batch.name).replace("%A", number)
     return name.replace("%a", "*") if batch.array else name.replace("%j", number)
 

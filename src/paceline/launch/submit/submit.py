@@ -1,4 +1,4 @@
-"""Find the scheduler, write the script, hand it in."""
+"""Detect the scheduler, write the batch script, and submit it."""
 
 import os
 import re
@@ -24,7 +24,11 @@ _CHOICE = "--scheduler slurm, lsf, pbs or torque"
 
 
 def scheduler(given: str | None) -> Scheduler:
-    """The one that the user named, or whose command is here."""
+    """Return the scheduler that the user named, or the one whose command is on PATH.
+
+    Raises:
+        ValueError: The name is unknown, or the commands of no scheduler, or of several, are found.
+    """
     if given is None:
         return SCHEDULERS[_found()]
     if given not in SCHEDULERS:
@@ -38,7 +42,7 @@ def _found() -> str:
         kind = _qsub()
         if kind is not None:
             found.append(kind)
-        elif not found:  # beside sbatch it is Slurm's own
+        elif not found:  # next to sbatch, qsub is Slurm's wrapper
             raise ValueError(
                 "the qsub here names neither PBS nor Torque in its --version. "
                 "HINT: --scheduler pbs or torque, or --dry-run with one of them to see the script"
@@ -51,7 +55,10 @@ def _found() -> str:
 
 
 def _qsub() -> str | None:
-    """Which PBS this qsub is of, in its own words: "pbs_version = 22.05" or "Version: 6.1"."""
+    """Return "pbs" or "torque" according to ``qsub --version``, or None.
+
+    PBS Pro prints "pbs_version = 22.05", Torque "Version: 6.1".
+    """
     try:
         told = subprocess.run(
             ["qsub", "--version"], capture_output=True, text=True, timeout=10, errors="replace"
@@ -65,7 +72,7 @@ def _qsub() -> str | None:
 
 
 def _check(batch: Batch, setup: list[str]) -> None:
-    """Refuse what can't work, before anything is written."""
+    """Raise ValueError for invalid options, before anything is written."""
     given = {"--queue": batch.queue, "--account": batch.account, "--output": batch.output}
     lines = [(option, value) for option, value in given.items() if value is not None]
     lines += [("--setup", line) for line in setup]
@@ -94,7 +101,19 @@ def written(
     record: Path | None,
     more: list[str],
 ) -> str:
-    """The batch script. ``more``: further options of paceline run."""
+    """Return the batch script.
+
+    Args:
+        kind: The scheduler.
+        batch: The job's options.
+        setup: Shell commands that run before ``paceline run``.
+        job: The script to run.
+        record: Folder for the record, or None.
+        more: Further options of ``paceline run``.
+
+    Raises:
+        ValueError: An option is invalid, or not supported by the scheduler.
+    """
     _check(batch, setup)
     check_script(job)
     check_min_hosts(job.min_hosts, batch.want.hosts)
@@ -111,20 +130,26 @@ def written(
         lines.append("export PACELINE_REQUEUE=1")
     if not kind.can_ask and batch.want.seconds is not None:
         lines.append(f'export PACELINE_END_TIME="$(($(date +%s) + {batch.want.seconds}))"')
-    # exec: the signals that the scheduler sends to this script are the launcher's
+    # exec: the launcher replaces the shell, and so gets the signals sent to the batch script.
     lines.append(f"exec {_paceline()} run {run}")
     return "\n".join(lines) + "\n"
 
 
 def _here() -> str:
-    """This folder by the name that the user knows it by, which hosts share more likely."""
+    """Return the working directory, by the path in PWD if that is the same directory.
+
+    The logical path (through symbolic links) is more likely to exist on all nodes.
+    """
     name = os.environ.get("PWD", "")
     return name if name and os.path.realpath(name) == os.getcwd() else os.getcwd()
 
 
 def _paceline() -> str:
-    """The command, where it is installed: python -m would put this folder first on the path of
-    imports, and a random.py in it before the library's."""
+    """Return the shell command for ``paceline``: the installed script if it exists.
+
+    ``python -m`` would put the working directory first on ``sys.path``, where a file such as
+    ``random.py`` would replace the module of the standard library.
+    """
     tool = Path(sys.executable).with_name("paceline")
     if os.access(tool, os.X_OK):
         return shlex.quote(str(tool))
@@ -132,7 +157,7 @@ def _paceline() -> str:
 
 
 def _environment() -> str:
-    """The line that brings the Python environment of this command into the job."""
+    """Return the line that activates this command's Python environment in the job."""
     tools = Path(sys.executable).parent
     if sys.prefix != sys.base_prefix and (tools / "activate").exists():
         return f". {shlex.quote(one_line('the environment', str(tools / 'activate')))}"
@@ -140,7 +165,7 @@ def _environment() -> str:
 
 
 def _run_words(batch: Batch, job: Job, record: Path | None, more: list[str]) -> str:
-    """What stands after ``paceline run``, as a shell reads it."""
+    """Return the arguments of ``paceline run``, shell-quoted."""
     words: list[str] = []
     if batch.want.total is not None:
         words += ["-n", str(batch.want.total)]
@@ -164,7 +189,11 @@ def _run_words(batch: Batch, job: Job, record: Path | None, more: list[str]) -> 
 
 
 def sent(kind: Scheduler, batch: Batch, script: str) -> str:
-    """Hand the script in; the job's number. Raises ValueError with the command's own words."""
+    """Submit the script and return the job number.
+
+    Raises:
+        ValueError: The command failed, or reported no job number; the message quotes its output.
+    """
     command = kind.command(batch)
     with tempfile.TemporaryDirectory(prefix="paceline-submit-") as folder:
         if kind.by_file:
@@ -193,6 +222,6 @@ def sent(kind: Scheduler, batch: Batch, script: str) -> str:
     number = re.search(kind.identity, told.stdout, re.M)
     if number is None:
         raise ValueError(f"{command[0]} named no job: {words!r}. HINT: --dry-run shows the script")
-    if told.stderr.strip():  # a site's words to its users
+    if told.stderr.strip():  # messages of the site to its users
         sys.stderr.write(told.stderr)
     return number[1]
