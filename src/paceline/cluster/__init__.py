@@ -1,1 +1,4 @@
-"""What there is: cores, memory, devices. Reads files and variables; starts nothing."""
+"""Cores, memory, devices and allocations, read from files and environment variables.
+
+This package starts no process.
+"""

@@ -1,7 +1,8 @@
 """The environment variables of each launcher, and which of them describe the same start.
 
-Launchers are nested: mpirun inside salloc, a shell of srun around mpiexec. SOURCES is ordered from
-the innermost, so the first with a rank counts, unless it is left over from an enclosing step.
+Launchers are nested: mpirun inside salloc, or mpiexec in a shell that srun started. SOURCES is
+ordered from the innermost launcher, so the first one with a rank is used, unless its environment
+variables were inherited from an enclosing step.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from .schedulers.env_numbers import Environment
 
 @dataclass(frozen=True)
 class Source:
-    """A launcher's environment variables. ``key``: those that identify one start on all its
-    ranks.
+    """The names of a launcher's environment variables.
+
+    Attributes:
+        key: Environment variables that identify one start and are equal on all its ranks.
     """
 
     name: str
@@ -66,7 +69,8 @@ SOURCES = (
     Source("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",)),
 )
 
-# Two that describe one start where both are there. Slurm's own are told by the step's name.
+# Pairs of launchers that describe one start if both are present. The environment variables that
+# Slurm's plugins set are recognized by the name of the step.
 TWINS = {
     ("Open MPI", "jsrun"),
     ("PMIx", "PMI"),
@@ -81,7 +85,7 @@ SLURM_PMIX = "slurm.pmix."
 
 
 def start(environment: Environment) -> list[Source]:
-    """Return the launcher that counts, followed by the others that describe the same start."""
+    """Return the launcher to use, followed by the others that describe the same start."""
     there = [source for source in SOURCES if _is_there(environment, source)]
     if not there:
         return []
@@ -94,7 +98,8 @@ def _is_there(environment: Environment, source: Source) -> bool:
     if source.name == "Slurm":
         return slurm.step(environment) is not None
     if _is_slurms(environment, source.name):
-        # left over from the step around, where a shell there or hydra has started this process?
+        # Otherwise a shell of the enclosing step, or hydra, has started this process, and the
+        # environment variables are inherited from that step.
         return _is_of_this_step(environment, source.name) and not is_hydras(environment)
     return True
 
@@ -120,8 +125,10 @@ def _is_slurms(environment: Environment, name: str) -> bool:
 
 
 def _is_of_this_step(environment: Environment, name: str) -> bool:
-    """Were these variables set by Slurm's own plugins, for the step that this process is in?
-    pmix and pmi2 name the step; the one for Cray names it as PALS would name its start."""
+    """Return whether Slurm's plugins set these environment variables for this process's step.
+
+    The plugins pmix and pmi2 name the step. The plugin for Cray names it as PALS names a start.
+    """
     step = slurm.step(environment)
     if step is None:
         return False

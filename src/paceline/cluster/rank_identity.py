@@ -1,7 +1,7 @@
-"""Determine the rank of this process and the world size, from the launcher's environment variables.
+"""Rank of this process and world size, from the launcher's environment variables.
 
-RANK and WORLD_SIZE (torchrun's) come first, then the launchers of launcher_variables.py. Variables
-of the same start must agree.
+RANK and WORLD_SIZE (set by torchrun) take precedence over the launchers in launcher_variables.py.
+Environment variables of the same start must agree.
 """
 
 import os
@@ -15,7 +15,14 @@ from .schedulers.hostlist import counts, expand
 
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process. ``alone``: it is the only process of the job."""
+    """The rank of this process.
+
+    Attributes:
+        size: World size.
+        local_size: Number of ranks on this host; None if unknown.
+        source: Name of the launcher, "torchrun" or "alone".
+        alone: Whether it is the only process of the job.
+    """
 
     rank: int
     size: int
@@ -26,10 +33,15 @@ class Place:
 
 
 def place(environment: Environment) -> Place:
-    """From RANK and WORLD_SIZE (torchrun's), else from the launcher; a process without either is
-    a world of one. Of a PALS start without PMI the size is the ranks of this host times the hosts
-    of PBS_NODEFILE: that another host has more, or none, can't be seen here, and WORLD_SIZE says
-    it then."""
+    """Return the rank of this process, from RANK and WORLD_SIZE, else from the launcher.
+
+    A process without either is a world of size 1. For PALS without PMI, the world size is the
+    number of ranks on this host times the number of hosts in PBS_NODEFILE. This host cannot know
+    that another host has more ranks, or none: the user must set WORLD_SIZE then.
+
+    Raises:
+        ValueError: Environment variables contradict each other, or one is missing or invalid.
+    """
     try:
         if "RANK" in environment and "WORLD_SIZE" in environment:
             return _given(environment)
@@ -37,7 +49,7 @@ def place(environment: Environment) -> Place:
         if found is None:
             if "RANK" not in environment and "WORLD_SIZE" not in environment:
                 return Place(0, 1, 0, 1, "alone", alone=True)
-            return _given(environment)  # which says what is missing
+            return _given(environment)  # raises an error that names the missing one
         sources = start(environment)
         _agree(environment, "WORLD_SIZE", *_size(environment, sources))
         _agree(environment, "RANK", found.rank, sources[0].rank)
@@ -47,15 +59,13 @@ def place(environment: Environment) -> Place:
 
 
 def launched_by(environment: Environment) -> Place | None:
-    """Return the rank that a launcher other than torchrun assigned, where it started several
-    ranks.
-    """
+    """Return the rank from a launcher other than torchrun, or None if it started only one rank."""
     found = _launcher(environment)
     return None if found is None or found.alone else found
 
 
 def tell_others(place: Place) -> None:
-    """Set torchrun's environment variables where they are missing: other libraries read them."""
+    """Set those of torchrun's environment variables that are missing: other libraries read them."""
     if place.alone:
         return
     numbers = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
@@ -66,9 +76,9 @@ def tell_others(place: Place) -> None:
 
 
 def hosts_of(environment: Environment, place: Place) -> list[str]:
-    """Return names and addresses of hosts that rank 0 may be on, the likeliest first.
+    """Return names and addresses of hosts that rank 0 may be on, the most likely first.
 
-    Empty where the launcher does not report any.
+    Empty if the launcher does not report any.
     """
     if place.alone:
         return []
@@ -76,10 +86,10 @@ def hosts_of(environment: Environment, place: Place) -> list[str]:
         return [environment["MASTER_ADDR"]]
     try:
         hosts = _hosts(environment, [source.name for source in _start_of(environment, place)])
-    except ValueError:  # a file that is on other hosts only
+    except ValueError:  # the file exists only on other hosts
         return []
     own = environment.get("PMIX_HOSTNAME") or environment.get("SLURMD_NODENAME")
-    if hosts and own and place.rank == place.local_rank:  # all ranks below it are on its host
+    if hosts and own and place.rank == place.local_rank:  # all lower ranks are on this host, too
         hosts = [own, *hosts]
     return list(dict.fromkeys(hosts))
 
@@ -87,7 +97,7 @@ def hosts_of(environment: Environment, place: Place) -> list[str]:
 def job_key(environment: Environment, place: Place) -> str:
     """Return a key that all ranks of this start share and no other start on these hosts has.
 
-    Empty where there is none.
+    Empty if there is none.
     """
     if place.alone:
         return ""
@@ -99,15 +109,19 @@ def job_key(environment: Environment, place: Place) -> str:
         if source.name == "Slurm":
             values.append(slurm.step(environment) or "")
         if source.name == "PMI" and is_hydras(environment):
-            continue  # a PMI_JOBID is that of the step around
+            continue  # PMI_JOBID belongs to the enclosing step
         for name in source.key:
-            # Open MPI's second part is its first address and port; the rest may differ by host
+            # The second part of Open MPI's value is its first address and port; the rest may
+            # differ by host.
             values.append(";".join(environment.get(name, "").split(";")[:2]))
     return " ".join(value for value in dict.fromkeys(values) if value)
 
 
 def _given(environment: Environment) -> Place:
-    """RANK and its fellows, from torchrun or set by hand in a launcher's words."""
+    """Return the place from RANK, WORLD_SIZE and LOCAL_RANK.
+
+    torchrun has set them, or the user has set them to a launcher's values.
+    """
     words = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     launcher = None
     if "LOCAL_RANK" not in environment:
@@ -129,10 +143,10 @@ def _given(environment: Environment) -> Place:
 
 
 def _same(environment: Environment) -> Place | None:
-    """The launcher's place where RANK and WORLD_SIZE are its own, set by hand."""
+    """Return the launcher's place if the user has set RANK and WORLD_SIZE to its values."""
     try:
         found = _launcher(environment)
-    except ValueError:  # of another start, around torchrun
+    except ValueError:  # of another start, which encloses torchrun
         return None
     if found is None:
         return None
@@ -174,7 +188,7 @@ def _start_of(environment: Environment, place: Place) -> list[Source]:
 
 
 def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
-    """The size of this start and the variable that says so."""
+    """Return the world size of this start, and the environment variable that it was read from."""
     said: tuple[int, str] | None = None
     for source in sources:
         if source.size is None or source.size not in environment:
@@ -198,7 +212,7 @@ def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
         try:
             hosts = len(nodefile.read(environment, "PBS_NODEFILE"))
             return on_this_host * hosts, f"PALS_LOCAL_SIZE={on_this_host} on {hosts} hosts"
-        except ValueError:  # where only the job's first host has the file
+        except ValueError:  # only the job's first host has the file
             pass
     first = sources[0]
     raise ValueError(
@@ -234,7 +248,7 @@ def _first(environment: Environment, names: list[str]) -> int | None:
 
 
 def _agree(environment: Environment, name: str, expected: int, other: str) -> None:
-    """Raise ValueError where the environment variable is set to another value than expected."""
+    """Raise ValueError if the environment variable is set to another value than expected."""
     if number(environment, name) in (None, expected):
         return
     raise ValueError(

@@ -1,6 +1,8 @@
-"""Which cores, GPU, network cards and memory each rank of a host gets, and what is odd with that.
+"""Plan of the cores, GPU, network cards and memory of each rank of a host, and its problems.
 
-Plans only: nothing is bound here, and a place read back from a running rank is judged the same."""
+This module only plans and binds nothing. ``odd`` checks a plan and the places that were read back
+from running ranks by the same rules.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,16 +19,27 @@ KINDS = ("none", "core", "numa", "socket", "device")
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs."""
+    """The resources that one rank runs on.
 
-    cpus: tuple[int, ...]  # hardware threads
-    packages: tuple[int, ...] = ()  # the sockets of those
-    nodes: tuple[int, ...] = ()  # their NUMA nodes
-    device: int | None = None  # among the visible GPUs
-    cards: tuple[str, ...] = ()  # the nearest network cards
-    memory: tuple[int, ...] = ()  # NUMA nodes to prefer; empty: all are as good
-    threads: int = 1  # for OpenMP and torch
-    notes: tuple[str, ...] = ()  # what is worth knowing of the plan: the same for all its ranks
+    Attributes:
+        cpus: Hardware threads.
+        packages: Sockets of these hardware threads.
+        nodes: NUMA nodes of these hardware threads.
+        device: Index of the rank's GPU among the visible GPUs.
+        cards: Names of the nearest network cards.
+        memory: NUMA nodes to prefer for memory; empty if none is better than another.
+        threads: Number of threads for OpenMP and torch.
+        notes: Remarks about the plan for the user, the same for all its ranks.
+    """
+
+    cpus: tuple[int, ...]
+    packages: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    device: int | None = None
+    cards: tuple[str, ...] = ()
+    memory: tuple[int, ...] = ()
+    threads: int = 1
+    notes: tuple[str, ...] = ()
 
 
 def plan(
@@ -41,12 +54,20 @@ def plan(
     cards: Sequence[Card] = (),
     visible: list[int] | None = None,
 ) -> list[Place]:
-    """The place of every rank of this host; ValueError where what is asked can't be had.
+    """Return the place of every rank of this host.
 
-    allowed: hardware threads that the scheduler granted. cpus_per_rank: cores, else an equal part.
-    threads: else one a core, with smt=True one a hardware thread; smt=False takes each core's
-    first hardware thread only. visible: numbers, by bus id, of the GPUs that are devices 0, 1, ...;
-    None: all."""
+    Args:
+        allowed: Hardware threads that the scheduler granted.
+        cpus_per_rank: Cores per rank. Default: an equal part of the cores.
+        threads: Threads per rank. Default: one per core, or with ``smt=True`` one per hardware
+            thread.
+        smt: False uses only the first hardware thread of each core.
+        visible: Numbers, in the order of bus ids, of the GPUs that are devices 0, 1, ...
+            None: all GPUs.
+
+    Raises:
+        ValueError: The host cannot satisfy the request.
+    """
     _check(bind, ranks, cpus_per_rank, threads)
     cores = cores_of(topology, allowed, smt)
     notes = _notes(topology, allowed, cores, smt)
@@ -114,7 +135,10 @@ def _places(
 
 
 def _memory(topology: Topology, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """The NUMA nodes whose memory is nearest to those; none, if these are all with cores."""
+    """Return the NUMA nodes whose memory is nearest to ``nodes``.
+
+    Empty if ``nodes`` are all NUMA nodes that have cores: no memory is nearer than other memory.
+    """
     homes = {node.number: node for node in topology.nodes if node.cpus}
     if set(nodes) >= set(homes):
         return ()
@@ -130,7 +154,7 @@ def _memory(topology: Topology, nodes: tuple[int, ...]) -> tuple[int, ...]:
 def _shared(
     host: Group, ranks: int, bind: str, cpus_per_rank: int | None
 ) -> Sequence[Sequence[Core]]:
-    """All cores of the host, or of one of its sockets or NUMA nodes, for every rank."""
+    """Return for every rank all cores of the host, or all of one of its sockets or NUMA nodes."""
     if bind == "none":
         return [host.cores] * ranks
     if bind == "socket":
@@ -149,7 +173,7 @@ def _shared(
         )
     if bind == "socket":
         return [group.cores for group in found]
-    return [  # a NUMA node may be over several sockets, where the firmware shows only one
+    return [  # a NUMA node may span several sockets if the firmware reports only one node
         [core for core in host.cores if core[0].node == group.cores[0][0].node]
         if group.cores[0][0].node is not None
         else group.cores
@@ -178,7 +202,7 @@ def _check(bind: str, ranks: int, cpus_per_rank: int | None, threads: int | None
 def _has_room(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -> None:
     verb = "needs" if ranks == 1 else "need"
     there = f"{cores} are allowed here" if cores > 1 else "1 is allowed here"
-    plain = bind in ("none", "core")  # others know more closely what there is room for
+    plain = bind in ("none", "core")  # the other kinds check their room more precisely
     if plain and cpus_per_rank is not None and ranks * cpus_per_rank > cores:
         ways = [f"--cpus-per-rank {cores // ranks}"] if cores >= ranks else []
         ways += [f"-n {cores // cpus_per_rank}"] if cores >= cpus_per_rank else []
@@ -202,7 +226,7 @@ def _visible(cards: Sequence[Card], visible: list[int] | None) -> list[GPU]:
 
 
 def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool | None) -> list[str]:
-    """What is odd about the grant itself."""
+    """Return remarks about the hardware threads that the scheduler granted."""
     found = [topology.guessed] if topology.guessed else []
     strange = sorted(allowed - {cpu.number for cpu in topology.cpus})
     if strange:
@@ -217,7 +241,7 @@ def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool |
 
 
 def _strong(cores: list[Core], needed: int) -> tuple[list[Core], list[str]]:
-    """Without the efficiency cores, where there are enough others."""
+    """Return the cores without the efficiency cores if the others suffice, and notes."""
     strong = [core for core in cores if not core[0].efficient]
     weak = len(cores) - len(strong)
     if not weak or not strong:
@@ -228,7 +252,7 @@ def _strong(cores: list[Core], needed: int) -> tuple[list[Core], list[str]]:
 
 
 def _left(cores: list[Core], shares: Sequence[Sequence[Core]], even: bool) -> list[str]:
-    """Cores that nobody got; after an even division, how to use more of them."""
+    """Return a note about unassigned cores; after an even division, with how to use more."""
     ranks, each = len(shares), len(shares[0])
     left = len(cores) - ranks * each
     if not left:
@@ -250,8 +274,11 @@ def odd(
     visible: list[int] | None = None,
     smt: bool | None = None,
 ) -> list[str]:
-    """What a person should look at, in words; the ranks of a host count from 0. With smt=True a
-    thread on every hardware thread is as it should be."""
+    """Return descriptions of likely binding mistakes, for the user.
+
+    Ranks of a host are numbered from 0. With ``smt=True``, one thread on every hardware thread is
+    not reported.
+    """
     said: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         for words in _odd_alone(place, topology, allowed, _visible(cards, visible)):
@@ -297,7 +324,10 @@ def _odd_alone(
 
 
 def _overlaps(places: Sequence[Place], topology: Topology) -> list[str]:
-    """Ranks that meet on some of their cores only; those that share all do so on purpose."""
+    """Describe ranks that share only some of their cores.
+
+    Ranks that share all their cores are not reported: this is intended.
+    """
     on: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         for core in topology.cores(place.cpus):

@@ -1,5 +1,4 @@
-"""Divide a host's cores among its ranks, evenly over sockets and NUMA nodes, adjacent cores
-together.
+"""Division of a host's cores among its ranks: even over sockets and NUMA nodes, adjacent cores.
 
 No rank gets cores of two sockets or NUMA nodes, unless there are too few ranks or the nodes are too
 small.
@@ -10,8 +9,9 @@ from dataclasses import dataclass
 
 from ..topology.topology import Cpu, Topology
 
-# Ranks fewer than NUMA nodes (sockets) get several of them only where they win more than this
-# factor: two of three nodes with one each are better than ranks that share a node.
+# If there are fewer ranks than NUMA nodes (sockets), a rank gets several of them only if this
+# gives it more cores by at least this factor. With two ranks and three nodes, one node per rank
+# is better than two ranks that share a node.
 WORTH = 1.5
 
 Core = tuple[Cpu, ...]  # its hardware threads, as far as they may be used
@@ -19,20 +19,23 @@ Core = tuple[Cpu, ...]  # its hardware threads, as far as they may be used
 
 @dataclass(frozen=True)
 class Group:
-    """Cores of a host, a socket or a NUMA node, with the smaller groups that they consist of."""
+    """Cores of a host, a socket or a NUMA node, with the smaller groups that it consists of."""
 
     cores: tuple[Core, ...]
     parts: tuple["Group", ...] = ()
 
     def fits(self, each: int) -> int:
-        """Ranks of so many cores that have room, none over two of the smallest groups."""
+        """Return how many ranks of ``each`` cores fit if none spans two of the smallest groups."""
         if not self.parts:
             return len(self.cores) // each
         return sum(part.fits(each) for part in self.parts)
 
 
 def cores_of(topology: Topology, allowed: Iterable[int], smt: bool | None) -> list[Core]:
-    """The cores that have an allowed hardware thread, with all of those, or the first only."""
+    """Return the cores that have an allowed hardware thread.
+
+    Each core lists its allowed hardware threads; with ``smt=False`` only the first one.
+    """
     found: dict[int, list[Cpu]] = {}
     for cpu in topology.at(allowed):
         found.setdefault(cpu.core, []).append(cpu)
@@ -40,7 +43,7 @@ def cores_of(topology: Topology, allowed: Iterable[int], smt: bool | None) -> li
 
 
 def host_of(cores: Iterable[Core]) -> Group:
-    """Cores as sockets of NUMA nodes, in the order of these; efficiency cores last."""
+    """Return the cores grouped by socket and NUMA node, sorted, with efficiency cores last."""
     packages: dict[int, dict[int, list[Core]]] = {}
     for core in cores:
         first = core[0]
@@ -72,7 +75,7 @@ def even(host: Group, ranks: int) -> int:
 
 
 def _most(groups: Sequence[Group], ranks: int) -> int:
-    """The most cores of one of the groups that each of so many ranks can have for itself."""
+    """Return the largest number of cores of a single group that every rank can have exclusively."""
     sizes = [len(group.cores) for group in groups]
     for each in range(max(sizes, default=0), 0, -1):
         if sum(size // each for size in sizes) >= ranks:

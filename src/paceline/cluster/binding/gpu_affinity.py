@@ -1,4 +1,4 @@
-"""Choose cores for each rank near its GPU: of the GPU's NUMA node, else of its socket."""
+"""Choice of cores near each rank's GPU: of the GPU's NUMA node, else of its socket."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def _socket(topology: Topology, card: Card) -> set[int]:
 
 
 def _within(cores: Sequence[Core], cpus: set[int]) -> tuple[Core, ...]:
-    """The cores that are on some of those hardware threads; all, where none are said."""
+    """Return the cores with any of these hardware threads; all cores if ``cpus`` is empty."""
     return tuple(core for core in cores if not cpus or any(cpu.number in cpus for cpu in core))
 
 
@@ -81,7 +81,9 @@ def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None
     most = min(even(host_of(pool), len(ranks)) for pool, ranks in ranks_of.items())
     for size in range(most, 0, -1) if each is None else (each,):
         found: dict[int, tuple[Core, ...]] = {}
-        taken: set[Core] = set()  # pools may overlap: what is near some GPU is not always known
+        taken: set[Core] = (
+            set()
+        )  # pools may overlap: the host does not always report what is near a GPU
         for pool, ranks in sorted(ranks_of.items(), key=lambda entry: len(entry[0])):
             free = host_of(core for core in pool if core not in taken)
             if len(free.cores) // size < len(ranks):
@@ -96,7 +98,7 @@ def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None
 def _matched(
     found: Shares, pools: Sequence[tuple[Core, ...]], close: Sequence[tuple[Core, ...]]
 ) -> Shares:
-    """The same shares, exchanged among ranks of the same pool so that who can has what is close."""
+    """Return the shares, exchanged among ranks of the same pool so that ranks get close cores."""
     ranks = range(len(found))
     pairs = [(rank, of) for rank in ranks for of in ranks if pools[rank] == pools[of]]
     pairs.sort(key=lambda pair: -len(set(close[pair[0]]) & set(found[pair[1]])))
@@ -133,7 +135,7 @@ def _why(
     sockets: Sequence[tuple[Core, ...]],
     each: int | None,
 ) -> str:
-    """Which GPU has too few cores, and the most that can be had."""
+    """Return the error message: which GPU has too few cores, and how many cores are possible."""
     granted = spans(sorted(cpu.number for core in cores for cpu in core))
     for card, pool in zip(used, sockets, strict=True):
         near = topology.packages(local(topology, card))

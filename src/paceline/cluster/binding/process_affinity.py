@@ -1,4 +1,4 @@
-"""Read the CPU affinity and memory policy of running processes and their threads from /proc."""
+"""CPU affinity and memory policy of running processes and their threads, read from /proc."""
 
 import os
 from collections import Counter
@@ -8,9 +8,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """One process. cpus: of its first thread, as "0-3,8". others: of threads that are elsewhere,
-    with how many. threads: all. memory: its policy, as "default" or "prefer:0"; "" where that
-    can't be read. name: of its command."""
+    """The CPU affinity and memory policy of one process.
+
+    Attributes:
+        name: Name of its command.
+        cpus: Affinity of its first thread, such as "0-3,8".
+        threads: Number of its threads.
+        memory: Memory policy, such as "default" or "prefer:0"; empty if it cannot be read.
+        others: Number of threads for each other affinity.
+    """
 
     pid: int
     name: str
@@ -40,7 +46,7 @@ def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
         tasks = os.listdir(proc / str(pid) / "task")
     except OSError:
         return found
-    for task in tasks:  # a child is its thread's that has started it
+    for task in tasks:  # the kernel lists a child under the thread that started it
         try:
             text = (proc / str(pid) / "task" / task / "children").read_text()
         except OSError:
@@ -51,7 +57,7 @@ def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
 
 
 def _mask(task: Path) -> str:
-    """ "" where the thread has ended."""
+    """Return the affinity of a thread; empty if the thread has ended."""
     try:
         for line in (task / "status").read_text().splitlines():
             if line.startswith("Cpus_allowed_list:"):
