@@ -1,4 +1,4 @@
-"""Where ranks really are, as a table that a person can check and a drawing of each host."""
+"""CPU binding of the ranks as the kernel reports it: a table, and a drawing of each host."""
 
 import shutil
 from collections.abc import Sequence
@@ -13,16 +13,20 @@ from ..numbers import counted
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SEVERAL, FREE, FORBIDDEN = "*", ".", "-"
-MOST = 64  # ranks in the table; of more, the first and those that are odd
-_CHILDREN = 4  # named one by one
-_EVERY = 8  # cores of a drawing between two gaps
+MOST = 64  # ranks in the table; of larger jobs, the first ranks and those with an odd binding
+_CHILDREN = 4  # most child processes that are listed individually
+_EVERY = 8  # cores in a drawing between two gaps
 
 Host = tuple[str, dict[str, Any]]
 
 
 def drawn(hosts: Sequence[Host], ranks: int) -> str:
-    """hosts: the name and what ``launch.affinity.report_bindings.of_host`` has told, of each.
-    ranks: of the job; those that no host has told of have ended."""
+    """Return the table and the drawings as text.
+
+    Args:
+        hosts: Name of each host, and the result of ``launch.affinity.report_bindings.of_host``.
+        ranks: Number of ranks of the job. Ranks that no host reports have ended.
+    """
     width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
     console = PlainConsole(width=width, file=None, force_terminal=None, stderr=True)
     with console.capture() as taken:
@@ -74,7 +78,7 @@ def _table(hosts: Sequence[Host]) -> Table:
 
 
 def _workers(one: dict[str, Any]) -> str:
-    """Children of a rank; those that are where it is need no cores of their own in the table."""
+    """Describe a rank's child processes, with the cores of those that are bound elsewhere."""
     children, cpus = one["children"], one["process"]["cpus"]
     away = [child for child in children if child["cpus"] != cpus]
     if not children:
@@ -86,8 +90,12 @@ def _workers(one: dict[str, Any]) -> str:
 
 
 def drawing(told: dict[str, Any]) -> list[str]:
-    """A host as text: what it has, then a line for each NUMA node with a sign for each core: its
-    rank's, * of several, . of nobody, - where this job may not run."""
+    """Return a drawing of one host, as lines.
+
+    The first line counts the hardware. Then each NUMA node has one line with one sign per core: the
+    sign of the rank that is bound to the core, ``*`` for several ranks, ``.`` for no rank, or
+    ``-`` for a core on which the job may not run.
+    """
     allowed = set(told["allowed"])
     owners: dict[int, set[int]] = {}
     for one in told["ranks"]:
@@ -139,7 +147,7 @@ def _odd(hosts: Sequence[Host]) -> list[str]:
 
 
 def _global(odd: str, numbers: Sequence[int]) -> str:
-    """A plan counts the ranks of a host from 0: here they have their own numbers."""
+    """Add the global rank number: messages of a plan count the ranks of a host from 0."""
     if not numbers or numbers[0] == 0:
         return odd
     return f"{odd} (ranks of this host, counted from 0: rank 0 is rank {numbers[0]})"

@@ -1,4 +1,4 @@
-"""Tables over several runs: before and after, and scaling."""
+"""Tables that compare several runs: before and after, and scaling."""
 
 from rich.console import Group
 from rich.panel import Panel
@@ -28,7 +28,7 @@ NAMES = {
     "speedup": "speed-up",
     "scaling_efficiency": "scaling efficiency",
 }
-# What a scaling table shows of each run, from the whole to its factors.
+# Figures of a scaling table, from the global efficiency to its factors.
 FACTORS = (
     *("global_efficiency", "parallel", "load_balance", "communication", "serialisation"),
     *("transfer", "checkpoint", "validation", "input", "other", "computation_scalability"),
@@ -36,7 +36,7 @@ FACTORS = (
 
 
 def compared(before: Report, after: Report, changes: list[FigureChange]) -> Panel:
-    """Before and after, with what is noise said."""
+    """Return a table of two runs that marks the changes within the noise."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "before", "after", "change"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -59,7 +59,7 @@ _STYLES = {"better": "bold green", "worse": "bold red", "none": "bright_black"}
 
 
 def verdict(change: FigureChange) -> tuple[str, str]:
-    """Whether it is a change, in words, and better, worse or none."""
+    """Return whether a change exceeds the noise, in words, and "better", "worse" or "none"."""
     if change.real is None:
         return "too few steps to tell it from noise", "none"
     if not change.real:
@@ -69,7 +69,7 @@ def verdict(change: FigureChange) -> tuple[str, str]:
 
 
 def scaled(scales: list[ScalingRow], reports: list[Report]) -> Panel:
-    """Efficiencies per number of ranks; the first is the reference."""
+    """Return a table of the efficiencies by number of ranks; the first run is the reference."""
     table = Table(box=None, pad_edge=False)
     table.add_column("ranks")
     for scale in scales:

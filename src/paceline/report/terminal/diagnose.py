@@ -1,4 +1,4 @@
-"""A diagnosis in the terminal and as JSON: the waterfall, the two witnesses, the causes."""
+"""Diagnosis as terminal text and as JSON: waterfall, experiment and record compared, causes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ NAMES = {
 
 
 class Diagnosis(Protocol):
-    """What study.diagnose finds."""
+    """Result of ``study.diagnose``, as far as this report reads it."""
 
     @property
     def command(self) -> list[str]: ...
@@ -67,7 +67,7 @@ class Diagnosis(Protocol):
 
 
 def drawn(found: Diagnosis, width: int = 100) -> RenderableType:
-    """For a terminal of so many columns."""
+    """Return the diagnosis as text for a terminal with ``width`` columns."""
     ladder = found.ladder
     head = (
         f"{' '.join(found.command)} on {counted(found.report.size, 'rank')}: "
@@ -85,7 +85,7 @@ def drawn(found: Diagnosis, width: int = 100) -> RenderableType:
 
 
 def _cures(found: Diagnosis) -> list[RenderableType]:
-    """What would help; where it was tried, what it gained and what is left to gain."""
+    """Render the proposed remedies, or the measured ones and those that remain after them."""
     if found.tried is None:
         would = cures.render_proposed(found.remedies, found.off)
         return [Text(), *would] if would else []
@@ -105,7 +105,10 @@ def _cures(found: Diagnosis) -> list[RenderableType]:
 
 
 def computing(found: Diagnosis) -> list[str]:
-    """How near the script's computing comes to its machine's limits, without full stops."""
+    """Return sentences that compare the script's computation with the limits of its machine.
+
+    The sentences have no full stops. The list is empty without a roofline.
+    """
     line = found.roofline
     useful = line.points.get("its useful time") if line is not None else None
     if line is None or useful is None:
@@ -199,7 +202,7 @@ _DOUBT = (
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """See docs/diagnose.md."""
+    """Return the diagnosis as JSON-compatible values, as documented in docs/diagnose.md."""
     ladder = found.ladder
     return {
         "format": "paceline-diagnosis",
@@ -224,7 +227,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: null."""
+    """Replace floats that are not finite by None, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):

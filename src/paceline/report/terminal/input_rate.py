@@ -1,5 +1,8 @@
-"""What ``paceline check --data SET`` found: how fast the set is read, what limits that, how far the
-prediction was off, and what would help."""
+"""Result of ``paceline check --data SET``.
+
+It shows how fast the dataset is read, what limits the rate, the error of the prediction, and
+remedies.
+"""
 
 from typing import Any
 
@@ -20,7 +23,7 @@ STATES = {"storage": "from storage, as in a first epoch", "memory": "from memory
 
 
 def drawn(told: dict[str, Any]) -> Group:
-    """told: as --json has it."""
+    """Return the result as text for the terminal; ``told`` has the layout of ``--json``."""
     parts: list[RenderableType] = [Text(line) for line in _terms(told)]
     for state, rates in told["rates"].items():
         parts += [Text(), _table(told, state, rates)]

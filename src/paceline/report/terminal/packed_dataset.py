@@ -1,4 +1,4 @@
-"""What ``paceline pack`` has packed, or has found in a packed set, as people read it."""
+"""Results of packing, checking and staging a packed dataset, as text for the terminal."""
 
 from typing import Any
 
@@ -9,12 +9,19 @@ from rich.text import Text
 from ...cost.machine.units import size, told
 from ...security.text import printable
 
-SHOWN = 10  # of lines about single samples
-CHANNELS = 8  # whose moments are shown
+SHOWN = 10  # most lines about individual samples
+CHANNELS = 8  # most channels whose mean and deviation are shown
 
 
 def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: float) -> Group:
-    """meta: as in paceline.json."""
+    """Return the result of ``paceline pack`` as text.
+
+    Args:
+        meta: Content of the dataset's paceline.json.
+        left_out: One line for each sample that could not be packed.
+        notes: Warnings for the user.
+        seconds: Duration of packing in s; 0 omits it and the rate.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column("", style="bright_black")
     table.add_column("")
@@ -29,6 +36,7 @@ def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: 
 
 
 def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
+    """Return the result of reading a packed dataset back; ``bad`` has one line per bad sample."""
     whole = sum(shard["bytes"] for shard in meta["shards"])
     read = f"{meta['samples']:,} samples ({size(whole)}) read back in {told(seconds, 's')}"
     folder = printable(folder)
@@ -40,13 +48,22 @@ def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -
 def progress(
     what: str, done: int, whole: int | None, read: int, rate: float, each: str = "samples"
 ) -> str:
-    """How far it is. read: bytes; rate: a second."""
+    """Return one line that shows the progress of an operation.
+
+    Args:
+        what: Operation that is in progress.
+        done: Number of items that are finished.
+        whole: Number of all items, or None if it is not known.
+        read: Number of bytes read.
+        rate: Items per second.
+        each: Name of the items.
+    """
     of = f" of {whole:,}" if whole else ""
     return f"{what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
 
 
 def staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Lines, and their styles, of what ``paceline stage`` has done on each host."""
+    """Return the result of ``paceline stage`` on each host, as lines with their styles."""
     several = len(hosts) > 1
     lines = []
     for one in hosts:
@@ -63,7 +80,7 @@ def staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def staged_together(source: str, hosts: list[dict[str, Any]]) -> str:
-    """One line of several hosts."""
+    """Return one line that summarizes the copies to several hosts."""
     read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
     copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
     took = max(one["seconds"] for one in hosts)
@@ -77,7 +94,7 @@ def staged_together(source: str, hosts: list[dict[str, Any]]) -> str:
 
 
 def concerns(one: dict[str, Any]) -> list[str]:
-    """What a user should know of a host's part."""
+    """Return the errors, notes, evictions and missing shards of one host, as lines."""
     lines = [f"{one['host']}: {one['error']}"] if one["error"] else []
     lines += one["notes"]
     if one["evicted"]:

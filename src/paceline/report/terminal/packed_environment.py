@@ -1,5 +1,4 @@
-"""What ``paceline check --pack-env`` found: a table, a sentence, and how the file is used on a
-node."""
+"""Result of ``paceline check --pack-env``: table, verdict, and use of the file on a node."""
 
 import shlex
 
@@ -12,10 +11,11 @@ from ...cost.machine.machine_file import Figure
 from ...cost.machine.units import size, told
 from ..numbers import percent
 
-STAYED = 0.02  # of the bytes: what stays in memory is told from here on
+STAYED = 0.02  # share of the bytes that stay in memory; a larger one is reported
 
 
 def drawn(found: Packed) -> Group:
+    """Return the result as text for the terminal."""
     parts: list[RenderableType] = [_table(found), Text()]
     parts.append(Text(found.sentence, style="green" if found.worth_it else "bold"))
     parts.append(Text(_of_calls(found)))
@@ -28,7 +28,11 @@ def drawn(found: Packed) -> Group:
 
 
 def commands(file: str) -> list[str]:
-    """How the file is used. Scripts in bin/ have the old path in their first line: hence -m."""
+    """Return the shell commands that use the packed environment on a node.
+
+    They start Paceline with ``python -m``, because scripts in bin/ have the path of the original
+    environment in their first line.
+    """
     name, folder = shlex.quote(file), "/tmp/env"
     use = f"mkdir -p {folder} && squashfuse {name} {folder}"
     if file.endswith(".tar"):
@@ -59,7 +63,7 @@ def _table(found: Packed) -> Table:
 
 
 def _figure(figure: Figure | None) -> str:
-    """The median, and half of the spread beside it, where it has one."""
+    """Format the median, with half of the spread in percent if there are several values."""
     if figure is None:
         return "-"
     half = (figure.high - figure.low) / 2
@@ -78,7 +82,7 @@ def _of_calls(found: Packed) -> str:
 
 
 def _of_memory(found: Packed) -> list[str]:
-    """How true "first" is."""
+    """Return notes on whether the first import really read its files from storage."""
     notes = ["first: after the pages of its files were asked to be dropped; names stay cached."]
     stayed = found.as_it_is.in_memory
     if stayed is None:

@@ -1,4 +1,4 @@
-"""A run's report as a table in the terminal; colours obey NO_COLOR."""
+"""Report of one run as tables in the terminal; colours obey NO_COLOR."""
 
 import io
 import os
@@ -18,10 +18,10 @@ from ..sentences import outliers, sentence, troubles
 from . import step_work
 from .roofline import draw_roofline
 
-GOOD = 0.8  # what POP calls good
+GOOD = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 BAR = 12
 BLOCKS = "▁▂▃▄▅▆▇█"
-LARGEST = 3  # losses that are told in a sentence
+LARGEST = 3  # number of losses that are described in a sentence
 COLOURS = {
     "useful": "green",
     "input": "yellow",
@@ -40,7 +40,7 @@ MEANING = {
     "wait": "for the last rank to arrive",
     "transfer": "after the last one arrived",
 }
-# The tree of efficiencies: name, field, depth.
+# Tree of efficiencies: name, field of Efficiencies, depth.
 TREE = (
     ("parallel efficiency", "parallel", 0),
     ("load balance", "load_balance", 1),
@@ -56,12 +56,15 @@ TREE = (
 
 
 def show(report: Report) -> None:
-    """Tell the user, through the launcher where there is one."""
+    """Show the short report to the user, through the launcher if there is one."""
     notify(drawn(report))
 
 
 def drawn(report: Report) -> str:
-    """The short report as text for stderr: as wide as the terminal, coloured where it is one."""
+    """Return the short report as text for stderr.
+
+    On a terminal, the text has the width of the terminal and colours.
+    """
     terminal = os.environ.get("PACELINE_TTY") == "1" or sys.stderr.isatty()
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or (None if terminal else 100)
     text = io.StringIO()
@@ -71,8 +74,13 @@ def drawn(report: Report) -> str:
 
 
 def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
-    """The report; the states' meanings are left out where they would not fit. ``full``: with
-    the tree of efficiencies, the groups, and the largest losses in a sentence each."""
+    """Return the report. The states' meanings are omitted if they do not fit.
+
+    Args:
+        width: Width of the terminal in columns.
+        full: Include the tree of efficiencies, the process groups, and the largest losses with one
+            sentence each.
+    """
     explained = width >= 100 or (len(report.ranks) < 3 and width >= 88)
     parts: list[RenderableType] = [_head(report)]
     if report.window_s is None:
@@ -137,7 +145,7 @@ def _states(report: Report, explained: bool) -> Table:
 
 
 def _efficiencies(report: Report) -> Text:
-    """In two lines, for the end of a run."""
+    """Return the main efficiencies in two lines, for the end of a run."""
     e = report.efficiencies
     assert e is not None
     text = Text()
@@ -154,7 +162,7 @@ def _efficiencies(report: Report) -> Text:
 
 
 def _tree(report: Report) -> Table:
-    """The table that HPC centres hand out."""
+    """Return the efficiencies as a table, in the form that HPC centres use for POP reports."""
     e = report.efficiencies
     assert e is not None
     table = Table(box=None, pad_edge=False)
@@ -187,7 +195,7 @@ def _graded(value: float) -> Text:
 
 
 def _course(report: Report) -> Text:
-    """How the useful share went over the steps, one block a tenth of them."""
+    """Return the course of the useful share: one block character per tenth of the steps."""
     shares = [part.efficiencies.useful for part in report.ranges]
     if len(shares) < 3:
         return Text()
@@ -199,7 +207,7 @@ def _course(report: Report) -> Text:
 
 
 def _steps(report: Report) -> list[Text]:
-    """The steps' times, and the causes of those that stand out."""
+    """Return the distribution of step times, and the causes of the outliers."""
     times, brief = report.step_times, troubles(report)
     if times is None:
         return [Text(f"{line}.") for line in brief]
@@ -247,7 +255,7 @@ def _losses(report: Report) -> list[RenderableType]:
 
 
 def _work(report: Report, width: int) -> list[RenderableType]:
-    """FLOPs of a step, and the roofline where there is one."""
+    """Return the FLOPs of a step, and the roofline if there is one."""
     parts: list[RenderableType] = [Text(f"{line}.") for line in step_work.sentences(report)]
     if report.roofline is not None:
         drawn = draw_roofline(report.roofline.roofs, report.roofline.points, min(width, 110) - 4)
@@ -256,7 +264,7 @@ def _work(report: Report, width: int) -> list[RenderableType]:
 
 
 def _loading(report: Report) -> list[Text]:
-    """What the loader's workers took beside the training, and what they could not read."""
+    """Return the CPU use of the loader's workers, and the number of unreadable samples."""
     told = report.loading
     if told is None:
         return []

@@ -1,4 +1,4 @@
-"""What a step computes, and where it stands on the roofline, in sentences."""
+"""FLOPs and memory traffic of a step, and its place on the roofline, in sentences."""
 
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
@@ -6,11 +6,11 @@ from ...cost.machine.units import listed, told
 from ...cost.roofline import Placed
 from ..numbers import counted, percent
 
-MEASURED_ALIKE = 1.1  # two measurements of one rate may differ by so much
+MEASURED_ALIKE = 1.1  # factor by which two measurements of one rate may differ
 
 
 def sentences(report: Report) -> list[str]:
-    """Without full stops; none, where no step was counted."""
+    """Return the sentences, without full stops; empty if the FLOPs of no step were counted."""
     work = report.work
     if work is None:
         return []
@@ -36,7 +36,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def _above(line: Roofline) -> list[str]:
-    """Why a point may lie above its roof."""
+    """Explain points that lie above their roof."""
     above = {p.bound: name for name, p in line.points.items() if p.share > MEASURED_ALIKE}
     found = []
     if "compute" in above:
@@ -53,6 +53,6 @@ def _above(line: Roofline) -> list[str]:
 
 
 def reaches(placed: Placed) -> str:
-    """A point's rate, and what of it is possible."""
+    """Return the rate of a point, and its share of the attainable rate, in words."""
     by = "arithmetic" if placed.bound == "compute" else "memory bandwidth"
     return f"{told(placed.rate, 'FLOP/s')}, {percent(placed.share)} of what {by} allows"

@@ -1,6 +1,6 @@
-"""The live view of a running job as it stands in the terminal; colours obey NO_COLOR.
+"""Live view of a running job in the terminal; colours obey NO_COLOR.
 
-States have a sign each beside their colour, so that the bars can be read without colours.
+Each state has a sign in addition to its colour, so that the bars can be read without colours.
 """
 
 import shlex
@@ -17,9 +17,9 @@ from ...cluster.topology.local_resources import spans
 from ..numbers import amount, counted, elapsed
 from .run_report import COLOURS
 
-EACH = 16  # ranks that have a row each; of more than that, hosts and MOST ranks
+EACH = 16  # most ranks with one row each; larger jobs get one row per host, and MOST ranks
 MOST = 8
-LINES = 8  # about what ranks do now
+LINES = 8  # most lines about what ranks do now
 SIGNS = {
     "useful": "█",
     "input": "▒",
@@ -29,18 +29,24 @@ SIGNS = {
     "wait": "░",
     "transfer": "▓",
 }
-# Names that leave room for the bars in a narrow terminal; and where even that is too wide.
+# Short names of states for narrow terminals, so that the bars have room, and shorter ones for
+# terminals in which these are still too wide.
 _SHORT = {"checkpoint": "save", "validation": "eval"}
 _SHORTER = {**_SHORT, "useful": "use", "input": "inp", "other": "oth", "transfer": "trans"}
 _LEAST_BAR, _MOST_BAR = 8, 60
-_SEEN = 0.005  # a state that has less everywhere needs no column
-_SLOWER = 0.02  # than the mean: less is chance
-_LONG_WAIT = 0.02  # a share of a rank's time
-_AT_ONCE = 1.0  # s: for how long less is not told, it is over before it is read
+_SEEN = 0.005  # a state with a smaller share on every rank gets no column
+_SLOWER = 0.02  # relative to the mean; a smaller excess of the slowest rank is chance
+_LONG_WAIT = 0.02  # share of a rank's time; shorter waits are not shown
+_AT_ONCE = 1.0  # s; shorter durations are not shown, because they end before a user reads them
 
 
 def drawn(view: View, width: int, rows: int = EACH + MOST) -> RenderableType:
-    """The whole view, for a terminal of this width; rows: the table's, at most."""
+    """Return the live view for a terminal.
+
+    Args:
+        width: Width of the terminal in columns.
+        rows: Maximum number of rows of the table.
+    """
     parts: list[RenderableType] = [*_head(view)]
     if view.states:
         parts += [Text(), _table(view, width, rows), Text()]
@@ -91,14 +97,17 @@ def _head(view: View) -> list[Text]:
 
 
 def _when(view: View) -> str:
-    """The time that the shares are of."""
+    """Return the period of time that the shares cover, in words."""
     length = elapsed(view.window_s or 0.0)
     ago = min((now.last_s for now in view.now if now.last_s is not None), default=0.0)
     return f"the last {length}" if ago < _AT_ONCE else f"{length} until {elapsed(ago)} ago"
 
 
 def _table(view: View, width: int, most: int) -> Table:
-    """The shares of the states, a row a rank; of many ranks a row a host, and some ranks."""
+    """Return a table of the states' shares: one row per rank.
+
+    If there are many ranks, the table has one row per host, and one for each of some ranks.
+    """
     shown = [n for n in STATES if max(rank[n] for rank in view.states) >= _SEEN or n == "useful"]
     rows = _rows(view, most)
     longest = max(len(name) for name, _ in [("rank", {}), *rows])
@@ -135,7 +144,7 @@ def _rows(view: View, most: int) -> list[tuple[str, dict[str, float]]]:
         mean = {state: sum(rank[state] for rank in own) / len(own) for state in STATES}
         rows.append((_short(host), mean))
     ranks = min(MOST, max(2, most - min(len(rows), most // 2)))
-    if len(rows) > most - ranks:  # the hosts that wait least: the others wait for them
+    if len(rows) > most - ranks:  # keep the hosts that wait least: the others wait for them
         rows = sorted(rows, key=lambda row: row[1]["wait"])[: max(1, most - ranks)]
     return rows + [(names[rank], shares[rank]) for rank in _telling(view, ranks)]
 
@@ -145,16 +154,16 @@ def _short(host: str) -> str:
 
 
 def _cropped(name: str, width: int) -> str:
-    """Names of hosts differ at their ends."""
+    """Shorten a name in its middle, because names of hosts often differ only at their ends."""
     front = (width - 1) // 2
     return name if len(name) <= width else f"{name[:front]}…{name[front + 1 - width :]}"
 
 
 def _telling(view: View, number: int) -> list[int]:
-    """Of many ranks those that are behind, and those that the others wait for."""
+    """Return the ranks to show: those that are behind, then those that others wait for."""
     caused = dict(zip(view.ranks, view.caused, strict=True))
     steps = {now.rank: now.step for now in view.now}
-    behind = max(steps.values()) - 1  # some are always just through with a step
+    behind = max(steps.values()) - 1  # one step less is normal: some ranks have just ended a step
     order = sorted(view.ranks, key=lambda rank: (min(steps[rank], behind), -caused[rank]))
     return sorted(order[:number])
 
@@ -186,7 +195,7 @@ def _waits(view: View) -> list[str]:
 
 
 def standing_in_words(one: Standing, view: View) -> str:
-    """A collective that some are in, and why it does not go on."""
+    """Describe a collective that only some ranks have entered, and why it does not proceed."""
     now = {rank.rank: rank for rank in view.now}
     halted = [rank for rank in one.inside if now[rank].process == "stopped"]
     waiting = [rank for rank in one.inside if rank not in halted] or one.inside
@@ -224,7 +233,7 @@ def _since(now: Now) -> str:
 
 
 def _doing(view: View) -> list[str]:
-    """What ranks do now, a line for those that do the same."""
+    """Return what ranks do now: one line for all ranks that do the same."""
     same: dict[str, list[Now]] = {}
     for now in view.now:
         same.setdefault(_kind(now), []).append(now)
@@ -237,12 +246,12 @@ def _doing(view: View) -> list[str]:
 
 
 def doing_in_words(now: Now) -> str:
-    """What one rank is in, and for how long."""
+    """Return what one rank does now, and for how long, in words."""
     return _told(_kind(now), now)
 
 
 def _kind(now: Now) -> str:
-    """What is told of a rank, without its times."""
+    """Return what a rank does, without durations."""
     if now.process == "ended":
         return "ended"
     halted = "stopped by a signal (SIGSTOP), " if now.process == "stopped" else ""
@@ -298,6 +307,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def numbered(ranks: Sequence[int]) -> str:
-    """0,2-4"""
+    """Return rank numbers as ranges, such as "0,2-4"; at most eight ranges."""
     parts = spans(list(ranks)).split(",")
     return ",".join(parts[:8]) + (" ..." if len(parts) > 8 else "")
