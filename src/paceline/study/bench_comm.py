@@ -1,4 +1,4 @@
-"""``paceline bench comm``: one job that measures its collectives, and one of mpirun's."""
+"""``paceline bench comm``: measure collectives in one Paceline job and in one mpirun job."""
 
 import json
 import os
@@ -26,8 +26,13 @@ MPI_SECONDS = 300
 
 @dataclass(frozen=True)
 class Benched:
-    """collectives: of each backend, one operation. copies: of as many bytes, in memory. notes: what
-    was not measured, and why."""
+    """Results of ``bench``.
+
+    Attributes:
+        collectives: One entry for each backend; all are the same operation.
+        copies: Times of memory copies of the same sizes.
+        notes: What was not measured, and the reason.
+    """
 
     collectives: list[Collective]
     copies: list[AtSize]
@@ -36,7 +41,12 @@ class Benched:
 
 @dataclass(frozen=True)
 class Wish:
-    """Where and what, as the options say."""
+    """What to measure, and on which hosts, from the command's options.
+
+    Attributes:
+        sizes: Vector sizes in bytes.
+        bind: CPU binding of the ranks. Default: core if there are enough cores, otherwise none.
+    """
 
     operation: str = OPERATIONS[0]
     sizes: tuple[int, ...] = SIZES
@@ -44,11 +54,15 @@ class Wish:
     hosts: str | None = None
     hostfile: Path | None = None
     launcher: str | None = None
-    bind: str | None = None  # core, where there are as many
+    bind: str | None = None
 
 
 def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
-    """Measure. Raises ValueError for mistakes, and where the job fails."""
+    """Measure one collective on all available backends.
+
+    Raises:
+        ValueError: An option is invalid, or the job failed.
+    """
     if wish.operation not in OPERATIONS:
         raise ValueError(f"{wish.operation}: no such operation. HINT: {', '.join(OPERATIONS)}")
     words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
@@ -72,12 +86,12 @@ def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
 
 
 def _mpi(wish: Wish, words: list[str], say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
-    """What mpirun's ranks found, or why not."""
+    """Return the results of a job started by mpirun, or the reason why there are none."""
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if find_spec("mpi4py") is None or launcher is None:
         return {}, "it needs mpi4py and mpirun. HINT: pip install mpi4py, and a module"
     say("the same through MPI")
-    # Open MPI's own word for ranks beyond the cores, which ours may have as well.
+    # Allow Open MPI to start more ranks than there are cores, as Paceline also does.
     environment = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     command = [launcher, "-n", str(wish.ranks), sys.executable, "-m", PROBE, "--mpi", *words]
     try:
@@ -95,7 +109,7 @@ def _mpi(wish: Wish, words: list[str], say: Callable[[str], None]) -> tuple[dict
 
 
 def merged(machine: Machine, found: list[Collective]) -> Machine:
-    """The machine with these collectives in the place of older ones of the same groups."""
+    """Return the machine with these collectives in place of older ones of the same group."""
 
     def key(one: Collective) -> tuple[object, ...]:
         return one.group, one.operation, one.ranks, one.hosts, one.backend

@@ -1,5 +1,4 @@
-"""``paceline check``: one job on all hosts that answer, each rank a probe; what they found is the
-machine file."""
+"""``paceline check``: run a measuring job on all reachable hosts and return the machine file."""
 
 import shlex
 from dataclasses import dataclass
@@ -13,14 +12,21 @@ from ..launch.job import Job
 from ..launch.start import start
 from .rank_summary import summary_of
 
-RANKS = 2  # a host at least: collectives in a host are between ranks
+# Minimum number of ranks per host: collectives within a host need at least two ranks.
+RANKS = 2
 PROBE = "paceline.study.probe"
 
 
 @dataclass(frozen=True)
 class Checked:
-    """machine: as it is saved. more: of each host what a machine file has no place for. notes: in
-    words. code: of the job."""
+    """Results of ``check``.
+
+    Attributes:
+        machine: The contents of the machine file.
+        more: Facts of each host that the machine file format has no field for, by host name.
+        notes: Remarks as text.
+        code: Exit code of the job.
+    """
 
     machine: Machine
     more: dict[str, dict[str, Any]]
@@ -30,7 +36,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Wish:
-    """Where and what, as the options of ``paceline check`` say."""
+    """What to measure, and on which hosts, from the options of ``paceline check``."""
 
     hosts: str | None = None
     hostfile: Path | None = None
@@ -42,9 +48,10 @@ class Wish:
 
 
 def check(wish: Wish) -> Checked:
-    """Measure. Hosts that do not answer are named, and the rest is checked.
+    """Measure all hosts that answer; hosts that do not answer are listed in the machine file.
 
-    Raises ValueError for mistakes, and where nothing could be measured.
+    Raises:
+        ValueError: An option is invalid, or nothing could be measured.
     """
     if wish.folder is not None and not wish.folder.is_dir():
         raise ValueError(f"--data {wish.folder}: no such folder. HINT: one that all hosts see")

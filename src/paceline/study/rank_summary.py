@@ -1,4 +1,4 @@
-"""A job whose ranks measure something, and what rank 0 sends of it."""
+"""Run a measuring job and return the summary that its rank 0 sends."""
 
 import json
 import shutil
@@ -13,13 +13,13 @@ from ..launch.ranks.local_host import ForkedRankServer
 
 
 def summary_of(job: Job, begin: Callable[[Job], int]) -> tuple[int, Any]:
-    """The exit code of the job that ``begin`` runs, and its summary; None where there is none."""
+    """Run the job with ``begin``; return its exit code, and its summary or None."""
     scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
     summary = scratch / "found.json"
     try:
         code = begin(replace(job, summary=summary))
         found = json.loads(summary.read_text()) if summary.exists() else None
-    except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
+    except ForkedRankServer:  # raised in the forked rank server: the folder belongs to its parent
         raise
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""``paceline stage`` on all hosts of an allocation: a job of one rank a host."""
+"""``paceline stage`` on all hosts of an allocation: a job with one rank per host."""
 
 import json
 import os
@@ -19,7 +19,7 @@ RANK = "paceline.study.stage_rank"
 
 @dataclass(frozen=True)
 class Wish:
-    """Where, as the options say."""
+    """The hosts to stage on, from the command's options."""
 
     hosts: str | None = None
     hostfile: Path | None = None
@@ -27,9 +27,14 @@ class Wish:
     variables: tuple[str, ...] = ()
 
     def target(self) -> Target | None:
-        """The hosts; None where that is this one alone, or where this process is one of several
-        that a launcher has started, each for its own host. Raises ValueError for options that
-        contradict each other."""
+        """Return the hosts to stage on.
+
+        None if the only one is this host, or if a launcher has started this process as one of
+        several, each of which stages on its own host.
+
+        Raises:
+            ValueError: Options contradict each other.
+        """
         if self.hosts is None and self.hostfile is None:
             started = launched_by(dict(os.environ))
             if "PACELINE_RUN" in os.environ or (started is not None and started.size > 1):
@@ -48,12 +53,17 @@ def over_hosts(
     say: Callable[[str], None],
     shared: bool = False,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code, and what each host did, by name. where: as ``wish`` has it.
+    """Stage on several hosts; return the exit code and what each host did.
 
-    Raises ValueError for mistakes, and where hosts ended before they could tell.
+    Args:
+        where: The hosts, from ``wish.target()``.
+        room: Maximum number of bytes to use on each host.
+
+    Raises:
+        ValueError: An option is invalid, or the job ended without a summary.
     """
     count = len(where.hosts)
-    # Slots are for ranks that compute: here each host has one.
+    # The slots of a host count training ranks; staging needs one rank per host.
     named = ",".join(f"{_bracketed(one.name)}:1" for one in where.hosts) if where.explicit else None
     words = [str(source.resolve()), root, *(["--room", str(room)] if room is not None else [])]
     words += ["--shared"] if shared else []
@@ -72,11 +82,11 @@ def over_hosts(
 
 
 def _bracketed(name: str) -> str:
-    """An address of IPv6 as -H has it."""
+    """Return a host name or address for -H; IPv6 addresses are put in brackets."""
     return f"[{name}]" if ":" in name else name
 
 
 def summed(hosts: list[dict[str, Any]]) -> str:
-    """For --json: the hosts and what they did together."""
+    """Return JSON for --json: the result of each host, and the sums over all hosts."""
     each = ("copied", "fetched", "bytes", "read")
     return json.dumps({name: sum(one[name] for one in hosts) for name in each} | {"hosts": hosts})

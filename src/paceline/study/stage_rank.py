@@ -1,4 +1,4 @@
-"""One host's part of ``paceline stage`` on several; see stage.py."""
+"""The rank that stages on one host when ``paceline stage`` runs on several; see stage.py."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from ..data.staging.fetch_shards import Staged
 from ..data.staging.stage import stage
 from ..record.ring.launcher_messages import notify, send_to_launcher
 
-EVERY_S = 10.0  # between two lines of progress
+EVERY_S = 10.0  # interval between progress lines
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""What ``paceline check`` measures: one job with ranks on every host, ``-m paceline.study.probe``.
+"""The measuring job of ``paceline check``, with ranks on every host: ``-m paceline.study.probe``.
 
-Each module measures one thing and gives classes of cost.machine; run.py goes through them, hosts
-side by side where they don't disturb each other, and sends all to the launcher."""
+Each module in ``measure`` measures one quantity and returns dataclasses of cost.machine.
+run_check.py runs the measurements, on several hosts in parallel where these do not disturb each
+other, and __main__.py sends the results to the launcher.
+"""

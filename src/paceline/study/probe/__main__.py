@@ -17,7 +17,7 @@ QUICK = 6.0  # seconds
 
 
 def main() -> int:
-    """Measure and send; the exit code."""
+    """Measure, send the results and return the exit code."""
     parser = argparse.ArgumentParser(prog="paceline.study.probe", description=__doc__)
     parser.add_argument("--data", type=Path, help="a folder whose storage is measured")
     parser.add_argument("--seconds", type=float, help=f"for the measures, about; {USUAL:g}")

@@ -27,8 +27,9 @@ from ...world.process_group import join_process_group, leave_process_group
 from .measure.collectives import LATENCY, LEAST, MOST, Members, backend_of, prepared
 
 JOIN_SECONDS = 300.0
-EACH_SECONDS = 0.4  # for a size of a backend, about
-ROW = 20  # calls in a row, at most, whose mean is one repetition (nccl-tests has 20, too)
+EACH_SECONDS = 0.4  # approximate time for one size of one backend
+# Maximum number of consecutive calls whose mean is one repetition; nccl-tests also uses 20.
+ROW = 20
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def _backends() -> dict[str, Members]:
-    """By name, gloo first: the others are told in its times."""
+    """Return the backends by name. gloo is first, because others are reported relative to it."""
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     cpu = torch.device("cpu")
     size, default = dist.get_world_size(), dist.group.WORLD
@@ -66,7 +67,7 @@ def _backends() -> dict[str, Members]:
 
 
 def _by_socket() -> Any:
-    """Another group, whose ranks sum up in their sockets first."""
+    """Create another group, whose all-reduce first reduces within each CPU socket."""
     group = dist.new_group()
     inner: Any = group.inner if isinstance(group, RecordedGroup) else group
     inner.kernel.by_socket(True)
@@ -74,7 +75,7 @@ def _by_socket() -> Any:
 
 
 def _measured(backends: dict[str, Members], operation: str, sizes: list[int]) -> dict[str, Any]:
-    """Every size, of each repetition all backends and a copy of so many bytes in memory."""
+    """Measure every size. Each repetition times all backends and a memory copy of that size."""
     latency: dict[str, Figure] = {}
     table: dict[str, list[AtSize]] = {name: [] for name in backends}
     copies = []
@@ -109,7 +110,7 @@ def _measured(backends: dict[str, Members], operation: str, sizes: list[int]) ->
 
 
 def _in_turns(calls: dict[str, Callable[[], Any]], members: Members) -> dict[str, list[float]]:
-    """Seconds of each repetition of each call, means over the ranks."""
+    """Interleave the calls; return seconds of each repetition, as means over the ranks."""
     for call in calls.values():
         call()
     once = members.share([_mean(call, 1) for call in calls.values()])
@@ -119,14 +120,14 @@ def _in_turns(calls: dict[str, Callable[[], Any]], members: Members) -> dict[str
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(count):
         for name, call in calls.items():
-            call()  # what the others have left in the caches is not its fault
+            call()  # untimed, so that the caches' contents left by other calls have no effect
             dist.barrier()
             times[name].append(_mean(call, row))
     return {name: members.share(each) for name, each in times.items()}
 
 
 def _mean(call: Callable[[], Any], count: int) -> float:
-    """Seconds of a call, of so many in a row."""
+    """Return the mean seconds per call over ``count`` consecutive calls."""
     start = time.perf_counter()
     for _ in range(count):
         call()
@@ -140,7 +141,7 @@ def _hosts() -> tuple[str, ...]:
 
 
 def _with_mpi(operation: str, sizes: list[int]) -> dict[str, Any]:
-    """The same through mpi4py, on numpy's arrays; only rank 0's is of use."""
+    """Measure through mpi4py with NumPy arrays. Only rank 0 returns results."""
     import numpy as np
     from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
 

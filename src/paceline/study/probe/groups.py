@@ -1,4 +1,4 @@
-"""The groups of ranks that measure their links: of one host, one rank of each host, all."""
+"""Groups of ranks that measure links: ranks of one host, leaders of the hosts, all ranks."""
 
 import datetime
 from typing import Any
@@ -12,21 +12,25 @@ from .measure.collectives import QUICK, SIZES, Members, collectives
 from .measure.link_pairs import pairs
 from .participants import Crew
 
-TIMEOUT = 30.0  # seconds after which an exchange is an error
+TIMEOUT = 30.0  # seconds after which a collective fails
 
 
 class Groups:
-    """What each does is for crew.step; the lists that they return are of cost.machine's trees.
+    """The measurements of links, to be passed to ``Crew.step``.
 
-    Call in_host and all_ranks, on every rank, before what leaders do alone: PyTorch makes a new
-    group's name of its ranks and of how many groups a rank has, and members must agree on it."""
+    They return lists of cost.machine's dataclasses as plain values.
+
+    Call ``in_host`` and ``all_ranks`` on every rank before the measurements of leaders only:
+    PyTorch derives the name of a new group from its ranks and from the number of groups that a
+    rank already has, and all members must derive the same name.
+    """
 
     def __init__(self, crew: Crew, seconds: float, quick: bool) -> None:
         self.crew, self.seconds, self.sizes = crew, seconds, QUICK if quick else SIZES
         self._made: dict[tuple[int, ...], Members] = {}
 
     def in_host(self) -> Any:
-        """On a host with one rank nothing is left to do but to have the group."""
+        """Measure the collectives in this host; with one rank, only create the group."""
         return self._collectives("in host", self.crew.host.ranks, (self.crew.host.name,))
 
     def between(self) -> Any:
@@ -55,7 +59,7 @@ class Groups:
         return tree(found) if self.crew.rank == ranks[0] else []
 
     def _members(self, ranks: tuple[int, ...]) -> Members:
-        """Made by its members only: others may be hosts that have gone silent."""
+        """Return the group. Only its members create it: other hosts may no longer answer."""
         if ranks not in self._made:
             group = dist.new_group(
                 list(ranks),

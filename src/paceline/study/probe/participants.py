@@ -1,7 +1,8 @@
-"""The ranks of a check, step by step: rank 0 waits for every host, and goes on without those that
-do not answer in time.
+"""Coordination of the ranks of a check in steps.
 
-What is said passes through the job's store, so that a host that stands still stops nobody."""
+Rank 0 waits for every host, and continues without hosts that do not answer in time. Results pass
+through the job's store, so that a hanging host does not block the others.
+"""
 
 import datetime
 import json
@@ -11,47 +12,72 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-ALL_COME = 300.0  # seconds for the ranks to introduce themselves
-LOOK = 0.01  # s between two looks at who has answered
-MARGIN = 60.0  # that the others wait longer for rank 0 than rank 0 for them
+ALL_COME = 300.0  # seconds until all ranks must have registered
+LOOK = 0.01  # polling interval for answers, in seconds
+MARGIN = 60.0  # seconds that the others wait for rank 0 longer than rank 0 waits for them
 
 
 @dataclass(frozen=True)
 class Host:
-    """turn: hosts of one machine (namespaces, containers) take turns; others have turn 0."""
+    """One host of the job.
+
+    Attributes:
+        name: Unique name of the host.
+        machine: Boot ID; hosts that are containers or namespaces of one machine share it.
+        turn: Position among the hosts of the same machine, which measure one after another.
+        ranks: Global ranks on this host.
+        cpus: Hardware threads that these ranks may run on together.
+        gpus: Whether each rank has a GPU.
+    """
 
     name: str
     machine: str
     turn: int
     ranks: tuple[int, ...]
-    cpus: tuple[int, ...]  # hardware threads that its ranks may run on together
-    gpus: bool  # one for each of its ranks
+    cpus: tuple[int, ...]
+    gpus: bool
 
     @property
     def leader(self) -> int:
-        """The rank that measures for its host."""
+        """Return the rank that measures for its host."""
         return self.ranks[0]
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the hosts' leaders found in one step, by the host's name."""
+    """Results of the hosts' leaders in one step, by host name.
+
+    Attributes:
+        found: Return value of the measurement.
+        failed: Error message of hosts on which the measurement failed.
+    """
 
     found: dict[str, Any]
     failed: dict[str, str]
 
 
 class Dropped(Exception):  # noqa: N818 - nothing went wrong in this rank
-    """This host was too slow: the others have gone on without it."""
+    """Raised on the ranks of a host that was too slow; the other hosts continue without it."""
 
 
 class Crew:
-    """As one rank sees it. ``hosts``: those that are still in, the same on all ranks."""
+    """The ranks of a check, from one rank's point of view.
+
+    Attributes:
+        hosts: Hosts that still take part; the same on all ranks.
+        host: The host of this rank.
+        silent: Hosts that did not answer, with the reason; filled on rank 0 only.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, about: dict[str, Any]) -> None:
-        """about: this rank's "host" (any key), "name", "machine", "cpus" and "gpu"."""
+        """Register this rank and wait for the list of hosts.
+
+        Args:
+            about: This rank's "host" (any key that identifies it), "name", "machine", "cpus"
+                and "gpu".
+        """
         self.store, self.rank = store, rank
-        self.silent: dict[str, str] = {}  # hosts that did not answer, and why; on rank 0
+        self.silent: dict[str, str] = {}
         store.set(f"who/{rank}", json.dumps(about))
         if rank == 0:
             keys = [f"who/{other}" for other in range(size)]
@@ -77,9 +103,20 @@ class Crew:
         who: Iterable[int] | None = None,
         in_turns: bool = True,
     ) -> Said:
-        """Let these ranks (None: the hosts' leaders) do their work, hosts of one machine one
-        after another, unless not in_turns. All ranks wait for the end; rank 0 gets what the
-        leaders' work returned. seconds: rank 0's patience with each turn."""
+        """Run one measurement and wait on all ranks until it has ended.
+
+        Args:
+            work: The measurement; its return value must be serializable as JSON.
+            seconds: How long rank 0 waits for each turn.
+            who: Ranks that measure; None means the hosts' leaders.
+            in_turns: Whether hosts of one machine measure one after another.
+
+        Returns:
+            The results of the leaders on rank 0; an empty ``Said`` on other ranks.
+
+        Raises:
+            Dropped: This host did not answer in time.
+        """
         members = set(self.leaders if who is None else who)
         turns = sorted({host.turn for host in self.hosts}) if in_turns else [None]
         found: dict[str, Any] = {}
@@ -113,7 +150,7 @@ class Crew:
             if not keys:
                 continue
             while not self.store.check(keys) and time.monotonic() < deadline:
-                time.sleep(LOOK)  # a wait of the store's prints warnings when its time is over
+                time.sleep(LOOK)  # polled, because store.wait prints warnings when it times out
             if not self.store.check(keys):
                 self.silent[host.name] = f"no answer within {seconds:.0f} s: {name}"
                 continue
@@ -130,7 +167,7 @@ class Crew:
 
 
 def _done(work: Callable[[], Any]) -> dict[str, Any]:
-    """A measure that fails is told, and the next one made."""
+    """Run a measurement; an exception is returned as text, so that the check continues."""
     try:
         return {"found": work()}
     except ValueError as error:
@@ -141,8 +178,10 @@ def _done(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def hosts_of(ranks: list[dict[str, Any]]) -> list[Host]:
-    """The hosts of those ranks, in the order of their first ranks. A name that two have gets a
-    number, as names are all that tells them apart later."""
+    """Return the hosts of these ranks, in the order of their first ranks.
+
+    A name that several hosts have gets a number, because later steps identify hosts by name.
+    """
     members: dict[Any, list[int]] = {}
     for rank, about in enumerate(ranks):
         members.setdefault(about["host"], []).append(rank)

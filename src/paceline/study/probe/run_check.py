@@ -1,4 +1,4 @@
-"""The whole check, on each rank: what is measured in which order, and what becomes of it."""
+"""The sequence of measurements of ``paceline check``, as each rank runs it."""
 
 import contextlib
 import os
@@ -29,17 +29,28 @@ from .measure.storage import storage
 from .participants import Crew
 from .summary import Summary
 
-USUAL = 30.0  # seconds; the shares below are of so many
+USUAL = 30.0  # seconds of measuring that the budgets below refer to
 JOIN_SECONDS = 300.0
-PATIENCE = 40.0  # seconds for a step, beside what it is meant to take
+PATIENCE = 40.0  # seconds allowed for a step in addition to its planned duration
 
 
 def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | None:
-    """Measure, together with the other ranks of the job; on rank 0 the summary (see summary.py).
-    folder: whose storage is measured. quick: fewer sizes, ``import torch`` once."""
+    """Measure together with the other ranks of the job.
+
+    Args:
+        folder: Folder whose storage is measured; None measures no storage.
+        seconds: Approximate time for the measurements.
+        quick: Measure fewer sizes, and ``import torch`` only once.
+
+    Returns:
+        The summary (see summary.py) on rank 0, None on other ranks.
+
+    Raises:
+        Dropped: This host was too slow, and the other hosts continue without it.
+    """
     who = place(dict(os.environ))
     join_process_group(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
-    # Store of the job, or of a process alone.
+    # The job's store; a process that is not part of a job creates one in memory.
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else HashStore()
     crew = Crew(PrefixStore("paceline/check", store), who.rank, who.size, _about(who))
     measures = Measures(crew, folder, seconds / USUAL, quick)
@@ -63,7 +74,7 @@ def _about(who: Place) -> dict[str, Any]:
 
 
 class Measures:
-    """The steps; their results gather in ``summary``, on rank 0."""
+    """The steps of a check. Rank 0 collects their results in ``summary``."""
 
     def __init__(self, crew: Crew, folder: Path | None, scale: float, quick: bool) -> None:
         self.crew, self.folder, self.scale, self.quick = crew, folder, scale, quick
@@ -71,7 +82,7 @@ class Measures:
         self.groups = Groups(crew, 0.6 * scale, quick)
 
     def of_hosts(self) -> None:
-        """What each host's leader measures while its other ranks wait."""
+        """Run the measurements that each host's leader makes while its other ranks wait."""
         crew, host, scale = self.crew, self.crew.host, self.scale
         threads = max(1, len(topology().cores(host.cpus)))
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -116,7 +127,7 @@ class Measures:
             self.summary.part("storage", crew.step("storage", folders, patience))
 
     def of_links(self) -> None:
-        """What ranks measure together: in each host, between hosts, and all."""
+        """Run the measurements between ranks: in each host, between hosts, and of all ranks."""
         crew, groups = self.crew, self.groups
         patience = PATIENCE + 60 * self.scale
         everyone = [rank for host in crew.hosts for rank in host.ranks]
@@ -147,7 +158,7 @@ class Measures:
 
 @contextlib.contextmanager
 def _on(cpus: tuple[int, ...]) -> Iterator[None]:
-    """This thread, and threads that it starts, on all hardware threads of the host's ranks."""
+    """Bind this thread, and threads that it starts, to all hardware threads of the host's ranks."""
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)
@@ -158,8 +169,11 @@ def _on(cpus: tuple[int, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_gently() -> Iterator[None]:
-    """SIGTERM is an exception, so that files are removed. (Not always: in a wait for others, in
-    C++, Python's handler would come too late.)"""
+    """Turn SIGTERM into an exception, so that temporary files are removed.
+
+    Only used around storage measurements: while a rank waits for others in C++ code, a Python
+    signal handler would run too late.
+    """
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield

@@ -1,8 +1,10 @@
-"""What the steps found, as one tree of plain values, for the launcher.
+"""Results of all steps as one dictionary of plain values, for the launcher.
 
-hosts: HostFacts, each with "more", what a machine file has no place for; collectives, pairs: as
-in cost.machine; unreachable: hosts that did not answer, and why; notes: what failed, or is worth
-knowing, each with "hosts", "measure" and "text"."""
+hosts: HostFacts, each with "more", facts that the machine file format has no field for.
+collectives, pairs: as in cost.machine.
+unreachable: Hosts that did not answer, each with the reason.
+notes: Failures and remarks, each with "hosts", "measure" and "text".
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +13,12 @@ from typing import Any
 from .measure.link_pairs import EVERY_PAIR
 from .participants import Host, Said
 
-# The field of HostFacts that a step is for, where it is another word.
+# The field of HostFacts that a step measures, where its name differs from the step's.
 FIELDS = {"import torch": "import_torch", "clocks": "clock_offset_s"}
 
 
 class Summary:
-    """Filled step by step."""
+    """Collector of the results of all steps."""
 
     def __init__(self, hosts: Sequence[Host], folder: Path | None) -> None:
         self._hosts: dict[str, dict[str, Any]] = {
@@ -55,7 +57,7 @@ class Summary:
         self._failed("import torch", said)
 
     def part(self, field: str, said: Said) -> None:
-        """A list that is a field of HostFacts."""
+        """Add a step's results that form one list field of HostFacts."""
         for name, found in said.found.items():
             self._hosts[name][field] = found
         self._failed(field, said)
@@ -88,7 +90,7 @@ class Summary:
         self._notes.append({"hosts": hosts, "measure": measure, "text": text})
 
     def _failed(self, measure: str, said: Said) -> None:
-        """Hosts on which it failed alike stand in one note."""
+        """Add a note for each reason of failure; hosts with the same reason share one note."""
         alike: dict[str, list[str]] = {}
         for name, why in said.failed.items():
             alike.setdefault(why, []).append(name)
