@@ -1,5 +1,8 @@
-"""The places of this host's ranks: the plan of ``cluster.binding.binding_plan`` for what this
-host has, what was granted of it, and what the user asked for or has set already."""
+"""Placement of this host's ranks on cores, devices and network cards.
+
+The placement is planned by ``cluster.binding.binding_plan`` from the host's topology, the resources
+granted by the scheduler, the user's options, and environment variables that the user has set.
+"""
 
 import os
 from collections.abc import Mapping
@@ -11,15 +14,17 @@ from ...cluster.topology.pci_devices import Card, cards
 from ...cluster.topology.topology import Topology, topology
 from ..job import AUTO, Job
 
-# Where threads go, by the user's own word: no plan of ours comes on top unless it is asked for.
+# With these variables the user binds threads. Paceline then binds only if an option requests it.
 OWN = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
 def places(job: Job, root: Path = Path("/")) -> list[Place]:
-    """One for each of the job's ranks here. A place without cpus is not bound.
+    """Return the place of each of the job's ranks on this host. A place without cpus is not bound.
 
-    Raises ValueError where what was asked for can't be had. What nobody has asked for is left
-    out where it can't, with a note.
+    With the default ``--bind auto``, ranks that can't be bound are left unbound, with a note.
+
+    Raises:
+        ValueError: The requested binding is not possible on this host.
     """
     found, allowed = topology(root), set(cores())
     if job.bind != AUTO:
@@ -37,13 +42,16 @@ def places(job: Job, root: Path = Path("/")) -> list[Place]:
 
 
 def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[str, str]) -> str:
-    """Why ranks are not bound where nobody says how, or "": these cores must be ours alone."""
+    """Return the reason why ``--bind auto`` does not bind the ranks, or "" if it does.
+
+    Ranks are bound only if the cores are reserved for this job.
+    """
     for name in OWN:
         if name in environment:
             return f"{name} is set"
     online = {cpu.number for cpu in host.cpus}
     if allowed < online:
-        return ""  # by a scheduler, a container or taskset: for us
+        return ""  # a scheduler, a container or taskset has reserved these cores for the job
     if job.granted is None:
         return "no scheduler says that these cores are this job's alone"
     if job.granted < len(host.cores(online)):
@@ -52,7 +60,11 @@ def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[st
 
 
 def variables_of_all(job: Job, places: list[Place]) -> list[dict[str, str]]:
-    """Each rank's own. This process gets the threads as well, for when it imports torch."""
+    """Return the environment variables of each rank.
+
+    OMP_NUM_THREADS is set in this process as well, because it takes effect at the import of torch,
+    which happens before the fork.
+    """
     found = [variables(job, place, os.environ) for place in places]
     for own in found[:1]:
         os.environ.update({k: v for k, v in own.items() if k == "OMP_NUM_THREADS"})
@@ -60,8 +72,10 @@ def variables_of_all(job: Job, places: list[Place]) -> list[dict[str, str]]:
 
 
 def variables(job: Job, place: Place, given: Mapping[str, str]) -> dict[str, str]:
-    """What a rank at this place gets, unless the user has set it. Cards only where devices were
-    asked for: NCCL finds the nearest by itself."""
+    """Return the environment variables of a rank at this place, except those in ``given``.
+
+    The network cards are set only with ``--bind device``: NCCL selects the nearest automatically.
+    """
     found = {"OMP_NUM_THREADS": str(place.threads)}
     every = {path.name for path in Path("/sys/class/infiniband").glob("*")}
     infiniband = [name for name in place.cards if name in every]
@@ -92,7 +106,10 @@ def _plan(job: Job, kind: str, host: Topology, allowed: set[int], near: list[Car
 
 
 def visible(environment: Mapping[str, str]) -> list[int] | None:
-    """The numbers of the GPUs that are devices 0, 1, ...; -1 for one that has a name instead."""
+    """Return the physical indices of the visible GPUs (devices 0, 1, ...); None for all GPUs.
+
+    A GPU that CUDA_VISIBLE_DEVICES lists by name (UUID) instead of an index is given as -1.
+    """
     if not devices():
         return []
     said = environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,6 +1,8 @@
-"""Memory from the NUMA node that is near: set_mempolicy(2), which the C library has no name for.
+"""Allocation of memory from the nearest NUMA node, by set_mempolicy(2), which has no function in
+the C library.
 
-Preferred and not bound: where the node is full, memory comes from another, and the job goes on.
+The NUMA node is preferred, not bound: if it is full, memory is allocated from another one, and the
+job continues.
 """
 
 import ctypes
@@ -8,14 +10,17 @@ import os
 import platform
 
 _PREFERRED = 1  # linux/mempolicy.h
-_BITS = 1024  # nodes that the mask has room for
+_BITS = 1024  # size of the mask, in NUMA nodes
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _CALL = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "riscv64": 237, "s390x": 270}
 
 
 def prefer(node: int) -> str:
-    """Have this process and those that it starts take memory from ``node`` first; why not, where
-    that can't be (a container may forbid it), or ""."""
+    """Let this process and its future children allocate memory from NUMA node ``node`` first.
+
+    Returns:
+        The reason if that is not possible (a container may forbid it), else "".
+    """
     call = _CALL.get(platform.machine())
     if call is None:
         return f"not known how on {platform.machine()}"

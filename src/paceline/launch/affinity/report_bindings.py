@@ -1,5 +1,5 @@
-"""Report, for --report-bindings, where the ranks, their threads and their loader workers are bound,
-read back from the kernel once training has begun.
+"""The report of ``--report-bindings``: the cores to which ranks, their threads and their loader
+workers are bound, as read from the kernel after training has begun.
 """
 
 import os
@@ -17,12 +17,13 @@ from ..layout import Seat
 from ..monitor.progress import ProgressReport
 from .bind_ranks import visible
 
-UNRECORDED_SECONDS = 10.0  # after a start: nothing is known of the steps of some scripts
-EVERY_SECONDS = 0.25  # between two looks; the one after the first step finds workers and threads
+UNRECORDED_SECONDS = 10.0  # after the start, if the script records no steps
+# Between two polls; one interval after the first step, loader workers and threads exist.
+EVERY_SECONDS = 0.25
 
 
 class Host(Protocol):
-    """On which ranks run."""
+    """A node on which ranks run."""
 
     name: str
 
@@ -36,8 +37,9 @@ def of_host(
     """Return this host's cores, and each rank's planned and actual placement.
 
     Args:
-        pids: Process and local rank of each rank.
-        smt: Value that the placement was planned with.
+        places: Planned placement, by local rank.
+        pids: PID and local rank of each rank.
+        smt: Value with which the placement was planned.
     """
     host, near = topology(), cards()
     ranks, found = [], []

@@ -1,9 +1,9 @@
-"""The process that the ranks of a host are forked from, after it has imported torch once.
+"""The rank server: the process from which a host's ranks are forked, after one import of torch.
 
-It has one thread and only forks, waits and cleans up. The agent controls it over a socket pair.
-When the agent's end closes, for whatever reason including ``kill -9``, it kills every rank and the
-processes that they left, removes the job's folder, and exits, so that no process is orphaned. It is
-the subreaper of the ranks' descendants.
+The rank server has one thread and only forks, waits and cleans up. The agent controls it over a
+socket pair. When the agent's end closes for any reason, including ``kill -9``, the rank server
+kills all ranks and their remaining descendants, clears the job folder, and exits, so that no
+process is orphaned. The rank server is the subreaper of the ranks' descendants.
 """
 
 import json
@@ -20,23 +20,30 @@ from ..linux_prctl import SUBREAPER, prctl
 from ..monitor.out_of_memory import OomKillCounter
 from ..records import job_folder
 
-MESSAGE_BYTES = 180_000  # the kernel takes no longer one unless told to
+MESSAGE_BYTES = 180_000  # below the kernel's default limit for a message
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """How to start a rank: environment, cores, NUMA node of its memory, and pipes."""
+    """How to start a rank.
+
+    Attributes:
+        environment: All environment variables of the rank.
+        cpus: Hardware threads to which the rank is bound. Empty: not bound.
+        memory: NUMA node from which memory is preferably allocated, or None.
+        pipes: File descriptors of the stdout, stderr and status pipes.
+    """
 
     environment: dict[str, str]
     cpus: list[int]
     memory: int | None
-    pipes: tuple[int, int, int]  # stdout, stderr, status
+    pipes: tuple[int, int, int]
 
 
 def serve(channel: socket.socket, folder: Path) -> RankStart:
     """Serve the agent until its end closes. Returns only in a forked rank, with its RankStart."""
     prctl(SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     wake_out, wake_in = os.pipe()
@@ -95,7 +102,7 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     try:
         channel.send(json.dumps(message).encode())
     except OSError:
-        pass  # the agent has gone: the next receive says so
+        pass  # the agent has ended; the next receive detects it
 
 
 def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
@@ -107,8 +114,9 @@ def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
 
 
 def end_children(grace: float) -> None:
-    """End every child of this process: SIGTERM for ``grace`` seconds, then SIGKILL. A subreaper
-    inherits its descendants, so this ends all of them.
+    """End all children of this process: SIGTERM for ``grace`` seconds, then SIGKILL.
+
+    A subreaper becomes the parent of its orphaned descendants, so this ends all descendants.
     """
     deadline = time.monotonic() + grace
     while left := _children():
@@ -132,7 +140,7 @@ def _reaped_all() -> bool:
 
 
 def _children() -> list[int]:
-    """Pids whose parent is this process."""
+    """Return the PIDs of this process's children."""
     _reaped_all()
     own, found = str(os.getpid()), []
     for entry in os.listdir("/proc"):
@@ -141,7 +149,7 @@ def _children() -> list[int]:
                 stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if len(stat) > 1 and stat[1] == own:  # empty, of one that ended as it was read
+            if len(stat) > 1 and stat[1] == own:  # empty if the process ended meanwhile
                 found.append(int(entry))
     return found
 

@@ -1,19 +1,21 @@
-"""The names that other frameworks have for what torchrun calls RANK and WORLD_SIZE, so that
-their scripts find their world under ``paceline run`` with no word of it.
+"""Environment variables with rank and world size for other frameworks.
 
-TensorFlow: TF_CONFIG, which tf.distribute.MultiWorkerMirroredStrategy reads; every rank is a
-worker. (Ranks that share a host with GPUs choose theirs as they do with PyTorch, by LOCAL_RANK:
-``tf.config.set_visible_devices``; TensorFlow takes all it sees.)
+They are the equivalents of torchrun's RANK and WORLD_SIZE, so that scripts for these frameworks run
+unchanged under ``paceline run``.
 
-JAX: ``jax.distributed.initialize()`` without arguments. From the environment alone it takes no
-more than the coordinator's address and the devices; size and rank it takes from the launchers
-that it knows, by classes that enter themselves in a list when they are defined.
-``introduce_to_jax`` defines one more, before JAX's own: inside a Slurm step they would count the
-launcher's agents for ranks.
+TensorFlow: TF_CONFIG, which tf.distribute.MultiWorkerMirroredStrategy reads. Every rank is a
+worker. Ranks that share a host with GPUs select theirs by LOCAL_RANK, same as with PyTorch
+(``tf.config.set_visible_devices``), because TensorFlow uses all visible GPUs.
 
-Horovod: rank, size, local and cross, for scripts and libraries that read these. ``hvd.init()`` of
-several ranks needs more than variables: the rendezvous server that horovodrun runs, or MPI.
-Neither is provided here.
+JAX: ``jax.distributed.initialize()`` without arguments. From the environment alone JAX reads only
+the coordinator's address and the devices. It gets world size and rank from the launchers that it
+supports: each is a class that is added to a list when it is defined. ``introduce_to_jax`` defines
+another one, before those of JAX: inside a Slurm step JAX's class would count the launcher's agents
+as ranks.
+
+Horovod: rank, size, local rank and cross rank, for scripts and libraries that read these.
+``hvd.init()`` with several ranks also needs the rendezvous server of horovodrun, or MPI. Paceline
+provides neither.
 """
 
 import errno
@@ -32,24 +34,33 @@ from typing import Any, Protocol
 from ...cluster.topology.local_resources import devices
 from ..layout import Seat
 
-# What a user may have set for a purpose (another interface; a cluster with other tasks): kept.
+# Not overwritten: the user may have set these on purpose (another network interface, or a cluster
+# with other tasks).
 KEPT = ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS")
-LONGEST = 1 << 16  # of TF_CONFIG, which names all ranks; Linux starts no program with twice that
-FIRST_PORT = 10_000  # below are the ports that services are known by
+# Maximum length of TF_CONFIG, which lists all ranks. Linux limits a variable to twice this size.
+LONGEST = 1 << 16
+FIRST_PORT = 10_000  # well-known ports of services are below
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Where one rank is reached."""
+    """The network address of one rank.
 
-    host: int  # which host, counted from 0
+    Attributes:
+        host: Index of the host.
+        local_rank: Local rank on the host.
+        address: Address of the host that the other ranks can connect to.
+        port: A free port of the host that no other rank uses.
+    """
+
+    host: int
     local_rank: int
-    address: str  # of the host, as the other ranks reach it
-    port: int  # free there; no other rank's
+    address: str
+    port: int
 
 
 class Host(Protocol):
-    """On which ranks run."""
+    """A host on which ranks run."""
 
     address: str
 
@@ -57,7 +68,11 @@ class Host(Protocol):
 
 
 def places(seats: Sequence[Seat], hosts: Sequence[Host]) -> tuple[list[Worker], int]:
-    """Where each rank is reached, on a port that is free now, and a port for JAX's coordinator."""
+    """Return the address and a free port of each rank, and a port for JAX's coordinator.
+
+    Raises:
+        ValueError: A host does not have enough free ports.
+    """
     counts = Counter(seat.host for seat in seats)
     ports = {
         number: hosts[number].free_ports(count + (number == 0)) for number, count in counts.items()
@@ -75,12 +90,17 @@ def places(seats: Sequence[Seat], hosts: Sequence[Host]) -> tuple[list[Worker], 
 def variables(
     workers: list[Worker], rank: int, coordinator: int, environment: dict[str, str]
 ) -> dict[str, str]:
-    """What ``rank`` gets beside torchrun's variables and ``environment``.
+    """Return the environment variables of ``rank`` in addition to torchrun's and ``environment``.
 
-    ``workers`` are all ranks', in rank order; ``coordinator`` is one more free port on rank 0's
-    host. What the user has set in ``environment`` by himself (``KEPT``) is left out here, except
-    inside a rank of another run, where it describes that run. So is a TF_CONFIG that is too long
-    to be passed on (from about 3000 ranks).
+    Variables in ``KEPT`` that the user has set in ``environment`` are not returned. Inside a rank
+    of another run they are, because there the existing values describe the other run. A TF_CONFIG
+    that is too long for an environment variable (from about 3000 ranks) is not returned.
+
+    Args:
+        workers: Addresses of all ranks, in rank order.
+        rank: Global rank.
+        coordinator: A further free port on the host of rank 0.
+        environment: Environment variables that are already set.
     """
     made = _tensorflow(workers, rank) | _jax(workers, rank, coordinator) | _horovod(workers, rank)
     if "PACELINE_STATUS" in environment:
@@ -89,7 +109,7 @@ def variables(
         if name in environment:
             made.pop(name, None)
     if "JAX_COORDINATOR_ADDRESS" not in made:
-        made.pop("JAX_COORDINATOR_BIND_ADDRESS", None)  # it belongs to the address
+        made.pop("JAX_COORDINATOR_BIND_ADDRESS", None)  # applies only to our coordinator address
     return made
 
 
@@ -107,14 +127,14 @@ def _jax(workers: list[Worker], rank: int, coordinator: int) -> dict[str, str]:
         "JAX_NUM_PROCESSES": str(len(workers)),
         "JAX_PROCESS_ID": str(rank),
     }
-    if _is_number(workers[0].address):  # a name may mean another address on the host itself
-        made["JAX_COORDINATOR_BIND_ADDRESS"] = address  # JAX's default: every interface
+    if _is_number(workers[0].address):  # on the host itself a name may resolve differently
+        made["JAX_COORDINATOR_BIND_ADDRESS"] = address  # JAX's default: all interfaces
     return made
 
 
 def _horovod(workers: list[Worker], rank: int) -> dict[str, str]:
     mine = workers[rank]
-    # Horovod's cross communicator: the ranks with this local rank, one a host at most.
+    # Horovod's cross communicator: the ranks with this local rank, at most one per host.
     cross = sorted(worker.host for worker in workers if worker.local_rank == mine.local_rank)
     numbers = {
         "RANK": rank,
@@ -141,18 +161,20 @@ def _is_number(address: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that were free on all addresses of this host a moment ago.
+    """Return ``count`` different ports that are currently free on all addresses of this host.
 
-    They are not held: a rank binds its own, and another program may have taken it first. That is
-    unlikely, not impossible: the search begins at random, outside of the range from which Linux
-    gives ports to those that ask for any.
+    The ports are not reserved: another program may bind one before the rank does. That is unlikely,
+    because the search begins at a random port, outside the range of ephemeral ports.
+
+    Raises:
+        ValueError: Fewer than ``count`` ports are free.
     """
     low, high = _given_to_any()
     first = random.SystemRandom().randrange(FIRST_PORT, 65536)
     order = [*range(first, 65536), *range(FIRST_PORT, first)]
-    order.sort(key=lambda port: low <= port <= high)  # those outside come first
+    order.sort(key=lambda port: low <= port <= high)  # ports outside the ephemeral range first
     found: list[int] = []
-    with ExitStack() as held:  # all at once, so that no port is found twice
+    with ExitStack() as held:  # bound until the end, so that no port is found twice
         for port in order:
             if len(found) == count:
                 break
@@ -174,7 +196,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _given_to_any() -> tuple[int, int]:
-    """The first and the last port of the range that the kernel chooses from."""
+    """Return the first and the last port of the kernel's ephemeral range."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         return int(low), int(high)
@@ -185,11 +207,11 @@ def _given_to_any() -> tuple[int, int]:
 def introduce_to_jax(cluster: Any) -> None:
     """Make ``jax.distributed.initialize()`` find the ranks of ``paceline run``.
 
-    To be called right after the import of ``jax._src.clusters.cluster``: the classes that are
-    defined first are asked first.
+    Must be called right after the import of ``jax._src.clusters.cluster``: JAX tries the classes in
+    the order of their definition.
     """
 
-    # To the checker its base is anything: JAX is no dependency of ours.
+    # For mypy the base class has type Any, because JAX is not a dependency of Paceline.
     class Paceline(cluster.ClusterEnv):  # type: ignore[misc]
         name = "paceline"
 
@@ -211,6 +233,9 @@ def introduce_to_jax(cluster: Any) -> None:
 
         @classmethod
         def get_local_process_id(cls) -> int | None:
-            """The one device of this rank, where there is one for each; else it sees them all."""
+            """Return the index of this rank's device, or None for all devices.
+
+            A rank gets one device if the host has at least one per rank.
+            """
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             return int(os.environ["LOCAL_RANK"]) if 1 < ranks <= devices() else None

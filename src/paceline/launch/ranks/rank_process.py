@@ -1,4 +1,4 @@
-"""Inside a rank: become one after the fork, run the script as ``__main__``, and end well."""
+"""The process of a rank: setup after the fork, running the script as ``__main__``, and shutdown."""
 
 import atexit
 import ctypes
@@ -39,34 +39,35 @@ def become(start: RankStart) -> None:
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(kind, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for kind in (signal.SIGUSR1, signal.SIGUSR2):  # passed on from the scheduler: a script that
-        signal.signal(kind, signal.SIG_IGN)  # has no handler for them goes on
+    # The launcher forwards these from the scheduler: a script without a handler must continue.
+    for kind in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(kind, signal.SIG_IGN)
     out, err, status = start.pipes
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
-    if start.environment["LOCAL_RANK"] != "0":  # one rank at most reads what is typed
+    if start.environment["LOCAL_RANK"] != "0":  # at most one rank reads standard input
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
     os.environ.clear()
     os.environ.update(start.environment)
-    # With the pid, which a fresh interpreter keeps: processes that the script starts inherit
-    # the variable, and there the number may be any other file.
+    # The PID identifies the rank (exec of a new interpreter does not change it). Processes that the
+    # script starts inherit the variable, but in them the descriptor may be another file.
     os.environ["PACELINE_STATUS"] = f"{os.getpid()}:{status}"
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
     if start.memory is not None:
-        prefer(start.memory)  # or not, in a container that forbids it: --report-bindings shows it
+        prefer(start.memory)  # a container may forbid it: see --report-bindings
 
 
 def run_forked(start: RankStart) -> NoReturn:
-    """What a forked rank does from its fork to its end."""
+    """Run a forked rank from its fork to its end."""
     become(start)
     command = json.loads(os.environ["PACELINE_COMMAND"])
     for stream in (sys.stdout, sys.stderr):
-        # A TextIOWrapper at a rank's start, which the stub does not promise.
+        # At this point the streams are TextIOWrapper objects; the type stub declares TextIO.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _unshare_state(int(os.environ["OMP_NUM_THREADS"]))
     faulthandler.enable()
@@ -74,7 +75,7 @@ def run_forked(start: RankStart) -> NoReturn:
 
 
 def exec_fresh(start: RankStart) -> NoReturn:
-    """Replace the forked process by a new interpreter that runs the same command."""
+    """Replace the forked process with a new interpreter that runs the same command."""
     become(start)
     os.set_inheritable(start.pipes[2], True)
     code = "from paceline.launch.ranks.rank_process import main; main()"
@@ -82,12 +83,14 @@ def exec_fresh(start: RankStart) -> NoReturn:
 
 
 def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
-    """Be one recorded rank of whatever launcher has started this process; its record is copied
-    to ``target`` at its end, also where the script fails. That of a rank that was killed is
-    copied by those that end after it on its host. See ``paceline record``.
+    """Run and record one rank that was started by another launcher (``paceline record``).
 
-    Raises ValueError for a script that can't be run, where ``target`` has a record of an earlier
-    run or can't be written, and for contradictions in the launcher's variables.
+    The rank's record is copied to ``target`` at its end, also if the script fails. The record of a
+    rank that was killed is copied by ranks that end later on the same host.
+
+    Raises:
+        ValueError: The script can't be run, ``target`` contains a record of an earlier run or
+            can't be written, or the launcher's environment variables contradict each other.
     """
     from ..job import Job, check
 
@@ -106,13 +109,13 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """A rank in an interpreter of its own."""
+    """Run a rank in a new interpreter (after ``exec_fresh``)."""
     os.set_inheritable(int(os.environ["PACELINE_STATUS"].partition(":")[2]), False)
     finish(execute(json.loads(os.environ["PACELINE_COMMAND"])))
 
 
 def _unshare_state(threads: int) -> None:
-    """Undo what forked ranks would share and separate interpreters would not."""
+    """Reset state that forked ranks share, but separate interpreters do not."""
     gc.enable()
     random.seed()
     if "numpy" in sys.modules:
@@ -122,8 +125,11 @@ def _unshare_state(threads: int) -> None:
 
 
 def execute(command: dict[str, Any]) -> int:
-    """Run the script or module as ``__main__``; its exit code. Tells the launcher of an
-    exception before anybody else can notice this rank's end."""
+    """Run the script or module as ``__main__`` and return its exit code.
+
+    An exception is reported to the launcher at once, before other ranks can notice the end of this
+    rank and fail in turn.
+    """
     sys.argv = [command["name"], *command["args"]]
     rank_stacks.answer()
     try:
@@ -153,7 +159,7 @@ def execute(command: dict[str, Any]) -> int:
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as error:
-        sys.last_value = error  # as the interpreter does: at exit, no summary of a failed run
+        sys.last_value = error  # same as the interpreter; exit handlers print no summary then
         send_to_launcher(exception=summarize_error(error), at=time.monotonic(), code=1)
         sys.stderr.write(format_error(error))
         return 1
@@ -177,17 +183,20 @@ def _exit_code(end: SystemExit) -> int:
     else:
         sys.stderr.write(f"{end.code}\n")
         code = 1
-    if code and not getattr(end, "early", False):  # see world.early
+    if code and not getattr(end, "early", False):  # see world.early_exit
         sys.last_value = end
         send_to_launcher(exception=f"exit code {code}", at=time.monotonic(), code=code)
     return code
 
 
 def finish(code: int) -> NoReturn:
-    """End as the interpreter would, in steps that the launcher can follow: threads, exit
-    handlers, then "finished", and only then the interpreter's own end, which may hang in gloo."""
+    """End the process in the order of the interpreter, in steps that the launcher can follow.
+
+    Threads are joined and exit handlers run first. The rank then reports "finished". The
+    finalization of the interpreter comes last, because it may hang in Gloo.
+    """
     try:
-        # What the interpreter calls at its end; there is no public name for it.
+        # The interpreter calls these functions at exit; they have no public names.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         _leave_group(code)
@@ -202,7 +211,9 @@ def finish(code: int) -> NoReturn:
 
 
 def _leave_group(code: int) -> None:
-    """Destroy a process group that the script left open, carefully (see world.join.leave)."""
+    """Destroy a process group that the script left open (see
+    ``world.process_group.leave_process_group``).
+    """
     if "torch.distributed" in sys.modules and code == 0:
         from ...world.process_group import leave_process_group
 

@@ -1,4 +1,4 @@
-"""What PyTorch's elastic agent asks for before each attempt: where the ranks meet."""
+"""Rendezvous handler for PyTorch's elastic agent: provides the ranks' store before each attempt."""
 
 from typing import Protocol
 
@@ -11,19 +11,25 @@ from torch.distributed.elastic.rendezvous import (
 
 
 class Host(Protocol):
-    """That the ranks' store is opened on."""
+    """The host on which the ranks' store is opened."""
 
     def open_store(self, port: int) -> tuple[str, int]: ...
     def close_store(self) -> None: ...
 
 
 class Rendezvous(RendezvousHandler):
-    """All hosts are there before the agent runs; the ranks' store is new every time."""
+    """Rendezvous of a job whose hosts are all connected before the elastic agent runs.
+
+    Each attempt gets a new store.
+
+    Attributes:
+        host: Host on which the store is opened.
+        waiting: Number of hosts with which the job continues; the ranks have exited for that.
+    """
 
     def __init__(self, run_id: str, host: Host, port: int) -> None:
-        """host: that the store is opened on."""
         self._run_id, self.host, self._port = run_id, host, port
-        self.waiting = 0  # hosts to go on with; the ranks have left for that
+        self.waiting = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.waiting = 0

@@ -104,9 +104,8 @@ def job_folder() -> Path:
         try:
             if can_be_renamed_by_others(place):
                 continue
-            folder = Folder.make(
-                place / (_new_prefix() + name)
-            )  # rescue() of other processes does not clear this name
+            # Not yet the final name: rescue() in other processes would clear an unlocked folder.
+            folder = Folder.make(place / (_new_prefix() + name))
         except OSError:
             continue
         with folder:
