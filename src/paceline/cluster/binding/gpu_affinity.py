@@ -81,9 +81,8 @@ def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None
     most = min(even(host_of(pool), len(ranks)) for pool, ranks in ranks_of.items())
     for size in range(most, 0, -1) if each is None else (each,):
         found: dict[int, tuple[Core, ...]] = {}
-        taken: set[Core] = (
-            set()
-        )  # pools may overlap: the host does not always report what is near a GPU
+        # Pools may overlap: hosts do not always report which cores are near a GPU.
+        taken: set[Core] = set()
         for pool, ranks in sorted(ranks_of.items(), key=lambda entry: len(entry[0])):
             free = host_of(core for core in pool if core not in taken)
             if len(free.cores) // size < len(ranks):

@@ -1,1 +1,1 @@
-"""Read allocations of Slurm, LSF, PBS, Cobalt and Flux, host lists and hostfiles."""
+"""Readers of Slurm, LSF, PBS, Cobalt and Flux allocations, of host lists and of hostfiles."""

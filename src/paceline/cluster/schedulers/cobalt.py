@@ -1,4 +1,4 @@
-"""A Cobalt job: a node file, or node numbers ("3-5,8") as on Theta."""
+"""Allocation of a Cobalt job: from a node file, or from node numbers ("3-5,8") as on Theta."""
 
 from .allocation import Allocation
 from .env_numbers import Environment, number

@@ -1,4 +1,4 @@
-"""Detect the scheduler and the allocation that this process runs in."""
+"""Detection of the scheduler and the allocation that this process runs in."""
 
 from . import cobalt, flux, lsf, pbs, slurm
 from .allocation import Allocation
@@ -8,7 +8,8 @@ from .env_numbers import Environment
 def find(environment: Environment) -> Allocation | None:
     """Return the allocation that this process runs in, or None.
 
-    Raises ValueError where the variables of a scheduler contradict each other.
+    Raises:
+        ValueError: Environment variables of a scheduler contradict each other.
     """
     return (
         slurm.allocation(environment)

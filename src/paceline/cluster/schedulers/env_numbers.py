@@ -1,4 +1,4 @@
-"""Reading numbers out of an environment, with errors that name the variable."""
+"""Reading of numbers from environment variables, with errors that name the variable."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,11 @@ def is_number(text: str) -> bool:
 
 
 def number(environment: Environment, name: str) -> int | None:
-    """The variable's number, None where it is not set."""
+    """Return the number in an environment variable, or None if it is not set.
+
+    Raises:
+        ValueError: The value is not a number.
+    """
     text = environment.get(name)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Hosts in the user's own words: the option -H and hostfiles of the common launchers."""
+"""Hosts that the user names: the option -H, and hostfiles of the common launchers."""
 
 import ipaddress
 import re
@@ -14,17 +14,30 @@ USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\$?")
 
 @dataclass(frozen=True)
 class Host:
-    """A host and what it has to offer; None: nobody said."""
+    """A host and its resources; None where a number is unknown.
+
+    Attributes:
+        slots: Number of ranks to start on it.
+        devices: Number of GPUs.
+        cpus: Number of CPUs.
+        numa: Number of NUMA domains.
+    """
 
     name: str
     slots: int | None = None
     devices: int | None = None
     cpus: int | None = None
-    numa: int | None = None  # domains
+    numa: int | None = None
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """ "host1:4,host2,user@host3:2,[::1]:4"; a host named twice has the sum of its slots."""
+    """Parse the hosts of -H, such as "host1:4,host2,user@host3:2,[::1]:4".
+
+    The slots of a host that is named several times are added.
+
+    Raises:
+        ValueError: A host is not valid.
+    """
     parts = [part.strip() for part in text.split(",")]
     if "" in parts:
         raise ValueError(f"-H {text!r}: a host's name is empty. HINT: -H host1:4,host2:4")
@@ -35,7 +48,13 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """One host a line, as "host1", "host1:4" or "host1 slots=4"; # begins a comment."""
+    """Read a hostfile: one host per line, as "host1", "host1:4" or "host1 slots=4".
+
+    "#" begins a comment.
+
+    Raises:
+        ValueError: The file cannot be read, a line is not valid, or no line names a host.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
@@ -60,8 +79,11 @@ def read_hostfile(path: str | Path) -> list[Host]:
 
 
 def merge(hosts: Iterable[Host]) -> list[Host]:
-    """Each host once, at its first place. Of a host named several times the slots are added,
-    where a mention without a number is one slot, as mpirun and the schedulers' files have it."""
+    """Return each host once, in the order of first mention.
+
+    The slots of a host that is named several times are added. A mention without a number then
+    counts as one slot, as in mpirun and in the schedulers' files.
+    """
     mentions: dict[str, list[int | None]] = {}
     for host in hosts:
         mentions.setdefault(host.name, []).append(host.slots)
@@ -87,7 +109,7 @@ def _line(words: list[str]) -> Host:
 
 
 def _host(text: str) -> Host:
-    """One word: [user@]name[:slots]."""
+    """Parse one word: [user@]name[:slots]."""
     if text.startswith("-"):
         raise ValueError(f"{text!r} looks like an option. HINT: a host's name, as host1:4")
     user, at, rest = text.rpartition("@")

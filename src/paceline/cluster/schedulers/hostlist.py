@@ -1,14 +1,18 @@
-"""Host lists as Slurm and Flux write them: "host[1-3,5],n07", "n[001-012]", "rack[1-2]n[1-4]"."""
+"""Parser of host lists of Slurm and Flux: "host[1-3,5],n07", "n[001-012]", "rack[1-2]n[1-4]"."""
 
 import itertools
 import math
 import re
 
-MOST = 100_000  # hosts or numbers from one text; more is a slip of the pen
+MOST = 100_000  # hosts or numbers from one text; more is taken for a typing error
 
 
 def expand(text: str) -> list[str]:
-    """The names, in the order of the list."""
+    """Return the host names of a host list, in its order.
+
+    Raises:
+        ValueError: ``text`` is not a host list, or has too many hosts.
+    """
     names: list[str] = []
     for part in split(text):
         pieces = re.split(r"\[([^][]*)\]", part)  # literal, inside, literal, inside, ..., literal
@@ -25,7 +29,11 @@ def expand(text: str) -> list[str]:
 
 
 def counts(text: str) -> list[int]:
-    """Slurm's way to say a number for each host: "2(x3),1" is [2, 2, 2, 1]."""
+    """Expand Slurm's notation of one number per host: "2(x3),1" to [2, 2, 2, 1].
+
+    Raises:
+        ValueError: ``text`` is not in this notation, or has too many hosts.
+    """
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part, re.ASCII)
@@ -39,7 +47,13 @@ def counts(text: str) -> list[int]:
 
 
 def numbers(text: str) -> list[str]:
-    """ "3-5,008" as ["3", "4", "5", "008"]: a range is as wide as its first number."""
+    """Expand "3-5,008" to ["3", "4", "5", "008"].
+
+    The numbers of a range are zero-padded to the width of its first number.
+
+    Raises:
+        ValueError: ``text`` is not such a list, or has too many numbers.
+    """
     found: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
@@ -55,7 +69,11 @@ def numbers(text: str) -> list[str]:
 
 
 def split(text: str) -> list[str]:
-    """At the commas outside brackets."""
+    """Split a host list at the commas outside brackets.
+
+    Raises:
+        ValueError: Brackets do not match, or a name is empty.
+    """
     parts, depth = [""], 0
     for letter in text.strip():
         depth += (letter == "[") - (letter == "]")

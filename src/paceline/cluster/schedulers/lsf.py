@@ -1,5 +1,7 @@
-"""An LSF job, from a hostfile or the variables that name hosts and slots. On CORAL machines
-(Summit, Sierra) the first host is the launch node, where no rank can run."""
+"""Allocation of an LSF job, from its hostfile or the environment variables with hosts and slots.
+
+On CORAL machines (Summit, Sierra) the first host is the launch node, where no rank can run.
+"""
 
 from .allocation import Allocation
 from .env_numbers import Environment, is_number
@@ -18,7 +20,7 @@ def allocation(environment: Environment) -> Allocation | None:
     launch_node = _launch_node(environment, slots)
     if launch_node is None:
         return Allocation("LSF", job, tuple(Host(*item) for item in slots.items()), "blaunch")
-    # CORAL's jobs ask for whole hosts: its slots are cores, not ranks that somebody asked for
+    # On CORAL machines, jobs request whole hosts: slots are cores, not requested ranks.
     hosts = [Host(name, cpus=n) for name, n in slots.items() if name != launch_node]
     return Allocation("LSF", job, tuple(hosts), "jsrun", launch_node=launch_node)
 

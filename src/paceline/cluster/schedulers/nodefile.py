@@ -1,4 +1,4 @@
-"""Files of a scheduler that name a host a line, once for each slot."""
+"""Reader of schedulers' node files: one host per line, repeated for each of its slots."""
 
 from pathlib import Path
 
@@ -6,7 +6,13 @@ from .env_numbers import Environment
 
 
 def read(environment: Environment, variable: str) -> dict[str, int]:
-    """Lines of each host, in the file's order, of the file that the variable names."""
+    """Return the number of lines of each host, in the order of the file.
+
+    ``variable``: environment variable with the path of the file.
+
+    Raises:
+        ValueError: The file cannot be read or names no host.
+    """
     path = environment[variable]
     try:
         lines = Path(path).read_text().split("\n")
@@ -23,7 +29,7 @@ def read(environment: Environment, variable: str) -> dict[str, int]:
 
 
 def tally(names: list[str]) -> dict[str, int]:
-    """How often each name comes, in the order of first mention."""
+    """Count each name, in the order of first mention."""
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1

@@ -1,15 +1,18 @@
-"""The hosts of an Open MPI 4 start, as its daemons describe them to the ranks."""
+"""The hosts of an Open MPI 4 start, from the environment that its daemons pass to the ranks."""
 
 import re
 
 from .env_numbers import Environment, number
 from .hostlist import numbers, split
 
-NO_DAEMON = 0xFFFFFFFF  # on a host of the allocation that this start doesn't use
+NO_DAEMON = 0xFFFFFFFF  # daemon number on a host of the allocation that this start does not use
 
 
 def hosts(environment: Environment) -> list[str]:
-    """Names, then addresses of mpirun's own host; that comes last where it has no rank."""
+    """Return the names of the hosts, then the addresses of the host that runs mpirun.
+
+    The name of mpirun's host is the last name if no rank runs on it.
+    """
     names = in_regex(environment.get("OMPI_MCA_orte_node_regex", ""))
     used = number(environment, "OMPI_MCA_orte_num_nodes")
     if used is not None and used < len(names):
@@ -18,8 +21,11 @@ def hosts(environment: Environment) -> list[str]:
 
 
 def in_regex(text: str) -> list[str]:
-    """ "host[1:0-2],login@0(4)": a prefix, how many digits, numbers; behind the @ the daemons'
-    numbers, in the order of the names. Empty where it is not understood."""
+    """Expand Open MPI's node regex, such as "host[1:0-2],login@0(4)".
+
+    The parts are a prefix, the number of digits and the numbers; after the @, the numbers of the
+    daemons in the order of the names. Return an empty list if it cannot be parsed.
+    """
     nodes, _, daemons = text.rpartition("@")
     try:
         names = [name for part in split(nodes) for name in _names(part)]
@@ -40,7 +46,7 @@ def _names(part: str) -> list[str]:
 
 
 def _daemons(text: str) -> list[int]:
-    """ "0(2),4294967295(1)": the first number and how many."""
+    """Expand daemon numbers such as "0(2),4294967295(1)": the first number and a count."""
     found: list[int] = []
     for first, count in re.findall(r"(\d+)(?:\((\d+)\))?", text):
         if int(first) == NO_DAEMON:

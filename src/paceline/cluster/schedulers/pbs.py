@@ -1,4 +1,4 @@
-"""A job of PBS Pro, OpenPBS or Torque, from its node file."""
+"""Allocation of a PBS Pro, OpenPBS or Torque job, from its node file."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ def allocation(environment: Environment) -> Allocation | None:
     if not job or not environment.get("PBS_NODEFILE"):
         return None
     lines = read(environment, "PBS_NODEFILE")
-    # One line a host is what PBS Pro writes where nobody asked for processes (mpiprocs)
+    # PBS Pro writes one line per host if the job did not request processes (mpiprocs).
     asked = max(lines.values()) > 1 or "PBS_NP" in environment or environment.get("NCPUS") == "1"
     cpus = number(environment, "NCPUS") or number(environment, "PBS_NUM_PPN")
     devices = _devices(environment)
@@ -26,7 +26,7 @@ def allocation(environment: Environment) -> Allocation | None:
 
 
 def _devices(environment: Environment) -> dict[str, int]:
-    """Torque's lines "host-gpu0", counted for each host."""
+    """Return the number of GPUs of each host, from Torque's lines "host-gpu0"."""
     path = environment.get("PBS_GPUFILE")
     if not path or not Path(path).is_file():
         return {}

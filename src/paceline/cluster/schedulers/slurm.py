@@ -1,4 +1,4 @@
-"""A Slurm job, from the variables of its batch script, its salloc or one of its steps."""
+"""Allocation of a Slurm job, from the environment of a batch script, salloc or a job step."""
 
 from itertools import zip_longest
 
@@ -7,7 +7,8 @@ from .env_numbers import Environment, is_number, number
 from .hostfile import Host
 from .hostlist import counts, expand, numbers
 
-# Steps from here on are Slurm's own: the batch script, the shell of salloc, adopted processes.
+# Slurm reserves step numbers from this one on: for the batch script, the shell of salloc, and
+# adopted processes.
 FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
@@ -29,8 +30,11 @@ def allocation(environment: Environment) -> Allocation | None:
 
 
 def step(environment: Environment) -> str | None:
-    """ "JOB.STEP" for a task that srun started. A batch script and the shell of salloc have
-    SLURM_PROCID=0 and the job's number of tasks too, but are one process."""
+    """Return "JOB.STEP" for a task that srun started, else None.
+
+    A batch script and the shell of salloc also have SLURM_PROCID=0 and the job's number of tasks,
+    but are a single process.
+    """
     name = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     if not is_number(name) or int(name) >= FIRST_RESERVED_STEP:
         return None
@@ -46,7 +50,7 @@ def _check(environment: Environment, hosts: int) -> None:
             "HINT: unset the one that was set by hand"
         )
     if step(environment) is not None:
-        return  # SLURM_NTASKS is the step's there, and SLURM_NTASKS_PER_NODE may be the job's
+        return  # in a step, SLURM_NTASKS is the step's, but SLURM_NTASKS_PER_NODE may be the job's
     tasks = number(environment, "SLURM_NTASKS")
     most = number(environment, "SLURM_NTASKS_PER_NODE")
     if tasks is not None and most is not None and tasks > most * hosts:
@@ -58,17 +62,20 @@ def _check(environment: Environment, hosts: int) -> None:
 
 
 def _slots(environment: Environment, hosts: int) -> list[int | None]:
-    """Tasks a host, where the user asked for tasks: else SLURM_TASKS_PER_NODE tells of CPUs."""
+    """Return the tasks of each host, or None for each if the user did not request tasks.
+
+    SLURM_TASKS_PER_NODE then describes CPUs.
+    """
     if "SLURM_NTASKS" not in environment and "SLURM_NTASKS_PER_NODE" not in environment:
         return [None] * hosts
     tasks = _each(environment, "SLURM_TASKS_PER_NODE", hosts)
-    if None in tasks:  # those of a step on fewer hosts
+    if None in tasks:  # the counts are those of a step on fewer hosts
         return [number(environment, "SLURM_NTASKS_PER_NODE")] * hosts
     return tasks
 
 
 def _each(environment: Environment, name: str, hosts: int) -> list[int | None]:
-    """A number for each host, or None for each."""
+    """Return one number per host, or None for each host if they are unknown."""
     if name not in environment:
         return [None] * hosts
     try:
@@ -79,7 +86,10 @@ def _each(environment: Environment, name: str, hosts: int) -> list[int | None]:
 
 
 def _devices(environment: Environment) -> int | None:
-    """GPUs of a host. Slurm tells of this one; the others are taken to have as many."""
+    """Return the number of GPUs per host, or None if unknown.
+
+    Slurm reports those of this host only; all other hosts are assumed to have as many.
+    """
     here = number(environment, "SLURM_GPUS_ON_NODE")
     if here is not None:
         return here

@@ -1,13 +1,18 @@
-"""When the scheduler ends this job, as the environment says it."""
+"""The time at which the scheduler ends this job, from the environment."""
 
 from .env_numbers import Environment
 
-NAMES = ("PACELINE_END_TIME", "SLURM_JOB_END_TIME")  # the first that is set counts
+NAMES = ("PACELINE_END_TIME", "SLURM_JOB_END_TIME")  # the first that is set is used
 
 
 def end_time(environment: Environment) -> float | None:
-    """Seconds since 1970, be they past or not; None where nothing is said. ValueError for what is
-    no time."""
+    """Return the end of the job's time limit, in seconds since 1970; it may be in the past.
+
+    None if the environment does not have it.
+
+    Raises:
+        ValueError: The value is not a time.
+    """
     name = next((name for name in NAMES if environment.get(name)), None)
     if name is None:
         return None

@@ -1,1 +1,1 @@
-"""Read what this host consists of: sockets, NUMA nodes, cores, devices, interfaces."""
+"""Readers of this host's hardware: sockets, NUMA nodes, cores, devices, network interfaces."""

@@ -1,16 +1,16 @@
-"""Report the cores, GPUs and memory of this host that this process may use."""
+"""The cores, GPUs and memory of this host that this process may use."""
 
 import os
 from pathlib import Path
 
 
 def cores() -> list[int]:
-    """Numbers of the cores that this process may run on."""
+    """Return the numbers of the hardware threads that this process may run on, sorted."""
     return sorted(os.sched_getaffinity(0))
 
 
 def devices() -> int:
-    """GPUs on this host that the environment leaves visible, without asking a driver."""
+    """Return the number of GPUs of this host that are visible, without a call to a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -18,7 +18,7 @@ def devices() -> int:
 
 
 def numa_domains() -> int:
-    """NUMA domains that have a core which this process may run on."""
+    """Return the number of NUMA domains with a core that this process may run on; at least 1."""
     mine, found = set(cores()), 0
     for node in Path("/sys/devices/system/node").glob("node[0-9]*"):
         try:
@@ -31,7 +31,7 @@ def numa_domains() -> int:
 def free_memory() -> int:
     """Return the bytes that new processes may allocate.
 
-    The kernel's available memory, or less where this process's control group is limited to less.
+    This is the kernel's available memory, or less if a control group of this process has less.
     """
     free = 1 << 62
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -41,8 +41,10 @@ def free_memory() -> int:
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """(bytes allowed, bytes used) of each control group with a limit that this process is in, of
-    version 1 and 2, its parents included."""
+    """Return (allowed bytes, used bytes) of each control group of this process with a limit.
+
+    Control groups of versions 1 and 2 and their parents are included.
+    """
     found = []
     for mount, controller, limit, usage in (
         ("/sys/fs/cgroup", "", "memory.max", "memory.current"),
@@ -60,11 +62,11 @@ def memory_limits() -> list[tuple[int, int]]:
     return found
 
 
-_UNLIMITED = 1 << 60  # version 1 writes a number for no limit, too
+_UNLIMITED = 1 << 60  # control groups of version 1 have a large number here if there is no limit
 
 
 def _group(controller: str) -> str:
-    """This process's control group: of version 2 without a controller's name."""
+    """Return the path of this process's control group; ``controller`` is empty for version 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -91,7 +93,7 @@ def spans(numbers: list[int]) -> str:
 
 
 def unspanned(text: str) -> list[int]:
-    """ "0-2,5" as [0, 1, 2, 5], as the kernel writes lists of cores."""
+    """Parse ranges as the kernel writes lists of cores: "0-2,5" as [0, 1, 2, 5]."""
     found: list[int] = []
     for part in text.split(",") if text else []:
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""The network interfaces of this host, with their addresses: what other hosts may reach it by."""
+"""The network interfaces of this host and the addresses at which other hosts may reach it."""
 
 import fcntl
 import ipaddress
@@ -10,13 +10,20 @@ from pathlib import Path
 
 SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
-# Bridges between the containers and virtual machines of one host: the same address everywhere.
+# Bridges between the containers and virtual machines of one host. They have the same address on
+# every host.
 INSIDE_ONLY = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "tun", "tap")
 
 
 @dataclass(frozen=True)
 class Link:
-    """One interface with one address. speed: Mbit/s where the kernel knows it, else 0."""
+    """One network interface with one address.
+
+    Attributes:
+        interface: Name of the interface.
+        address: IPv4 or IPv6 address.
+        speed: Speed in Mbit/s; 0 if the kernel does not know it.
+    """
 
     interface: str
     address: str
@@ -24,8 +31,11 @@ class Link:
 
 
 def links() -> list[Link]:
-    """Interfaces that are up, loopback left out; the fastest first, those that lead to
-    containers only last. IPv4 where an interface has it, else its global IPv6 address."""
+    """Return the interfaces that are up, except loopback.
+
+    The fastest come first, those that only reach containers last. The address is the interface's
+    IPv4 address if it has one, else its global IPv6 address.
+    """
     found = []
     for _, name in socket.if_nameindex():
         if not _up(name):
@@ -37,7 +47,7 @@ def links() -> list[Link]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a host's name means this host: by name, or by an address that it has."""
+    """Return whether a host name or address refers to this host."""
     name = name.rpartition("@")[2]
     own = socket.gethostname()
     if name in ("localhost", own, own.partition(".")[0]):

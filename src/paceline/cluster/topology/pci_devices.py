@@ -1,4 +1,4 @@
-"""The GPUs and network cards of a host, and which are near each other on its PCI buses."""
+"""The GPUs and network cards of a host, and their distances on its PCI buses."""
 
 import os
 import re
@@ -10,8 +10,8 @@ from .local_resources import unspanned
 from .topology import Topology, text, whole
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
-# The kinds of PCI device that a vendor's GPUs call themselves. Intel's displays (0x0300) are the
-# processor's own; AMD's may be, and count where there are no others.
+# PCI device classes of each vendor's GPUs. Intel's displays (0x0300) are integrated into the
+# processor. AMD's displays may be, and are used only if there are no other AMD GPUs.
 DISPLAY, COMPUTE, OTHER_DISPLAY, ACCELERATOR = 0x0300, 0x0302, 0x0380, 0x1200
 GPUS = {
     NVIDIA: (DISPLAY, COMPUTE, OTHER_DISPLAY),
@@ -24,21 +24,30 @@ ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU ("gpu"), an InfiniBand or RoCE card ("ib") or another network card ("net")."""
+    """A GPU or network card.
+
+    Attributes:
+        kind: "gpu", "ib" (InfiniBand or RoCE card) or "net" (another network card).
+        name: Bus id of a GPU, such as "0000:3b:00.0"; name of a network card, such as "mlx5_0".
+        node: NUMA node, if the host reports it.
+        cpus: Hardware threads near the card.
+        path: PCI path: the root of its bus, the bridges, and the card itself.
+    """
 
     kind: str
-    name: str  # a GPU's bus id as "0000:3b:00.0", else as "mlx5_0" or "eth0"
-    node: int | None = None  # NUMA node, where the host says it
-    cpus: tuple[int, ...] = ()  # the hardware threads near it
-    path: tuple[str, ...] = ()  # from the root of its PCI bus through the bridges to itself
+    name: str
+    node: int | None = None
+    cpus: tuple[int, ...] = ()
+    path: tuple[str, ...] = ()
 
 
 def cards(root: Path = Path("/")) -> list[Card]:
-    """This host's, or those of the tree of files below another root: GPUs by bus id, which is
-    the order of CUDA's numbers with CUDA_DEVICE_ORDER=PCI_BUS_ID, then network cards by name.
+    """Return the cards of this host, or of the files below another root.
 
-    GPUs of one vendor only, as one program uses them; network cards only where they are PCI
-    devices and not unplugged."""
+    GPUs come first, by bus id: this is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. Network
+    cards follow, by name. Only GPUs of one vendor are returned, as a program uses one vendor's
+    GPUs. Network cards are returned if they are PCI devices and not unplugged.
+    """
     found = _gpus(root)
     for folder, kind in (("infiniband", "ib"), ("net", "net")):
         for entry in sorted(_entries(root / "sys/class" / folder), key=_by_number):
@@ -48,13 +57,16 @@ def cards(root: Path = Path("/")) -> list[Card]:
 
 
 def distance(a: Card, b: Card) -> int:
-    """Steps on the PCI buses from one to the other: parts of their paths that they don't share."""
+    """Return the number of PCI path components that two cards do not share."""
     return len(a.path) + len(b.path) - 2 * _shared(a, b)
 
 
 def nearest(gpu: Card, nics: Sequence[Card], topology: Topology | None = None) -> list[Card]:
-    """The network cards that share the most of the PCI path with a GPU; of those that share
-    none, the ones on its NUMA node, then on its socket. All, where none is nearer than another."""
+    """Return the network cards that are nearest to a GPU.
+
+    These are the ones that share most components of its PCI path; if none shares any, those on
+    its NUMA node, then those on its socket. If none is nearer than another, all are returned.
+    """
     sockets = topology.packages(gpu.cpus) if topology is not None else ()
 
     def nearness(nic: Card) -> tuple[int, bool, bool]:
@@ -67,7 +79,7 @@ def nearest(gpu: Card, nics: Sequence[Card], topology: Topology | None = None) -
 
 
 def _shared(a: Card, b: Card) -> int:
-    """Parts at the start that two paths have in common."""
+    """Return the number of leading components that two PCI paths share."""
     count = 0
     for one, other in zip(a.path, b.path, strict=False):
         if one != other:
@@ -93,9 +105,11 @@ def _gpus(root: Path) -> list[Card]:
 
 
 def _reachable(root: Path, bus: str) -> bool:
-    """Whether this process was given an NVIDIA GPU: sysfs shows all of the host's, also in a
-    container and under Slurm's ConstrainDevices (access asks the devices' cgroup as well, and
-    wakes no GPU up). Where there is no driver, nobody knows."""
+    """Return whether this process may use an NVIDIA GPU; True if there is no driver to tell.
+
+    sysfs shows all GPUs of the host, also in a container and under Slurm's ConstrainDevices.
+    ``os.access`` also checks the devices control group, and does not wake up the GPU.
+    """
     driver = root / "proc/driver/nvidia/gpus"
     if not _entries(driver):
         return True
@@ -105,10 +119,10 @@ def _reachable(root: Path, bus: str) -> bool:
 
 
 def _card(entry: Path, kind: str, name: str) -> list[Card]:
-    """The card of one entry in sysfs; none, if it is no PCI device."""
+    """Return the card of one sysfs entry in a list; an empty list if it is not a PCI device."""
     try:
         real = (entry / "device" if (entry / "device").is_dir() else entry).resolve()
-    except (OSError, RuntimeError):  # links in a circle
+    except (OSError, RuntimeError):  # circular symbolic links
         return []
     roots = [i for i, part in enumerate(real.parts) if ROOT.fullmatch(part)]
     own = [i for i, part in enumerate(real.parts) if ADDRESS.fullmatch(part)]
@@ -125,7 +139,7 @@ def _card(entry: Path, kind: str, name: str) -> list[Card]:
 
 
 def _unplugged(entry: Path, kind: str) -> bool:
-    """Whether the kernel says that nothing is at the other end of its cable."""
+    """Return whether the kernel reports that the network card has no link."""
     if kind == "net":
         return text(entry / "operstate") in ("down", "lowerlayerdown", "notpresent")
     states = [text(port / "state") for port in _entries(entry / "ports")]
@@ -144,7 +158,7 @@ def _by_bus(entry: Path) -> tuple[int, ...]:
 
 
 def _by_number(entry: Path) -> tuple[str, int, str]:
-    """mlx5_2 before mlx5_10."""
+    """Return a sort key that orders mlx5_2 before mlx5_10."""
     stem = entry.name.rstrip("0123456789")
     return stem, int("0" + entry.name[len(stem) :]), entry.name
 

@@ -1,20 +1,21 @@
-"""Determine the rack of a host: hosts of one rack share a switch and its uplink."""
+"""Rack of a host. Hosts of one rack share a switch and its uplink."""
 
 import os
 from collections.abc import Mapping
 
 from ..schedulers.hostlist import expand
 
-RACKS = "PACELINE_RACKS"  # host lists of racks, with spaces between: "n[1-16] n[17-32]"
+RACKS = "PACELINE_RACKS"  # host lists of the racks, separated by spaces: "n[1-16] n[17-32]"
 
 
 def rack_of(host: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A name for it, the same for all its hosts; "" where none is known.
+    """Return a name for the host's rack, the same for all its hosts; empty if unknown.
 
-    PACELINE_RACKS has hosts by their names, else Slurm says which switches lead to this host
-    (SLURM_TOPOLOGY_ADDR, of topology/tree and topology/block), and the lowest is taken.
+    PACELINE_RACKS lists the hosts of each rack. Without it, the name is the path of switches that
+    lead to this host, from Slurm's SLURM_TOPOLOGY_ADDR (topology/tree and topology/block).
 
-    Raises ValueError where PACELINE_RACKS does not have the host, or is no list.
+    Raises:
+        ValueError: PACELINE_RACKS does not contain the host, or is not a list of host lists.
     """
     if said := environment.get(RACKS):
         short = host.partition(".")[0]
@@ -23,5 +24,5 @@ def rack_of(host: str, environment: Mapping[str, str] = os.environ) -> str:
                 return one
         raise ValueError(f"{RACKS}={said} does not have {host}. HINT: every host in one rack")
     *switches, node = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
-    # A variable that has come from another host says nothing of this one.
+    # An environment variable that was inherited from another host does not describe this one.
     return ".".join(switches) if node == host.partition(".")[0] else ""

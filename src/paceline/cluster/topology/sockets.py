@@ -1,6 +1,4 @@
-"""Determine the socket of this process: its ranks read each other's memory faster within a
-socket.
-"""
+"""Socket of this process. Ranks on one socket read each other's memory faster."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -9,7 +7,7 @@ from pathlib import Path
 from .local_resources import unspanned
 from .topology import whole
 
-SOCKETS = "PACELINE_SOCKETS"  # hardware threads of sockets, with spaces between: "0-31 32-63"
+SOCKETS = "PACELINE_SOCKETS"  # hardware threads of the sockets, separated by spaces: "0-31 32-63"
 NOWHERE = -1
 
 
@@ -18,13 +16,14 @@ def socket_of(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> int:
-    """A number for the socket that all of these hardware threads are on; NOWHERE where they are on
-    several, or nobody knows.
+    """Return the number of the socket that all of these hardware threads are on.
 
-    PACELINE_SOCKETS says which those of each are (or of each part of one, as its NUMA nodes), else
-    sysfs does.
+    NOWHERE if they are on several sockets, or if the socket is unknown. PACELINE_SOCKETS lists the
+    hardware threads of each socket (or of each part of a socket, such as a NUMA node). Without it,
+    the sockets are read from sysfs.
 
-    Raises ValueError where PACELINE_SOCKETS is no such list.
+    Raises:
+        ValueError: PACELINE_SOCKETS is not a list of hardware threads.
     """
     if said := environment.get(SOCKETS):
         try:
@@ -37,6 +36,6 @@ def socket_of(
     for cpu in cpus:
         package = whole(root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id")
         if package is None or package < 0 or (found != NOWHERE and found != package):
-            return NOWHERE  # of an unbound process after a few looks
+            return NOWHERE  # found after reading a few files if the process is not bound
         found = package
     return found

@@ -1,6 +1,6 @@
-"""Read a host's sockets, NUMA nodes, cores and hardware threads from sysfs.
+"""A host's sockets, NUMA nodes, cores and hardware threads, read from sysfs.
 
-Where sysfs is missing or incomplete, the rest is assumed, and ``Topology.guessed`` describes how.
+If sysfs is missing or incomplete, the rest is assumed, and ``Topology.guessed`` describes how.
 """
 
 import os
@@ -10,55 +10,74 @@ from pathlib import Path
 
 from .local_resources import spans, unspanned
 
-# A core with less than this part of the strongest one's capacity is an efficiency core: strong
-# cores of one kind differ by some percent, for the clock rates that they reach.
+# A core with less than this share of the largest core's capacity is an efficiency core.
+# Performance cores of one kind differ by some percent, because they reach different clock rates.
 CLEARLY_LOWER = 0.7
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """One hardware thread, as the kernel numbers them."""
+    """One hardware thread.
+
+    Attributes:
+        number: The kernel's number of the hardware thread.
+        core: Lowest number among the hardware threads of its core; unique on the host.
+        package: Socket.
+        node: NUMA node.
+        efficient: Whether its core is an efficiency core of a hybrid processor.
+    """
 
     number: int
-    core: int  # the lowest number among the threads of its core: unique on the host
-    package: int  # socket
-    node: int | None = None  # NUMA node
-    efficient: bool = False  # whether it is one of a hybrid processor's efficiency cores
+    core: int
+    package: int
+    node: int | None = None
+    efficient: bool = False
 
 
 @dataclass(frozen=True)
 class Node:
-    """One NUMA node. One without cpus is memory only (a GPU's on POWER9): no home for a rank."""
+    """One NUMA node.
+
+    A node without cpus has only memory (such as a GPU's on POWER9), and no rank can run on it.
+
+    Attributes:
+        bytes: Size of its memory; 0 if it has none or the size is unknown.
+        distances: Distance to each node, by number; 10 for itself.
+    """
 
     number: int
     cpus: tuple[int, ...] = ()
-    bytes: int = 0  # of memory; 0: none, or nobody said
-    distances: dict[int, int] = field(default_factory=dict, hash=False)  # by node; 10: itself
+    bytes: int = 0
+    distances: dict[int, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A host's hardware threads and NUMA nodes, in the order of their numbers."""
+    """A host's hardware threads and NUMA nodes, in the order of their numbers.
+
+    Attributes:
+        guessed: What was assumed rather than read from sysfs, and why; empty if nothing.
+    """
 
     cpus: tuple[Cpu, ...]
     nodes: tuple[Node, ...]
-    guessed: str = ""  # what is not from sysfs, and why; empty: nothing
+    guessed: str = ""
 
     def at(self, numbers: Iterable[int]) -> list[Cpu]:
-        """Those hardware threads; what this host has not is left out."""
+        """Return these hardware threads, without those that this host does not have."""
         wanted = set(numbers)
         return [cpu for cpu in self.cpus if cpu.number in wanted]
 
     def cores(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """The cores that those hardware threads belong to."""
+        """Return the cores of these hardware threads."""
         return tuple(sorted({cpu.core for cpu in self.at(numbers)}))
 
     def packages(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """The sockets that those hardware threads are on."""
+        """Return the sockets of these hardware threads."""
         return tuple(sorted({cpu.package for cpu in self.at(numbers)}))
 
     def numa_nodes(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """The NUMA nodes that those hardware threads are on."""
+        """Return the NUMA nodes of these hardware threads."""
         return tuple(sorted({cpu.node for cpu in self.at(numbers) if cpu.node is not None}))
 
 
@@ -108,8 +127,11 @@ def _nothing_known(folder: Path) -> Topology:
 
 
 def _online(folder: Path) -> list[int]:
-    """Hardware threads that work. The list in the file `online` alone would mislead: some
-    containers make it up, and leave the folders as they are."""
+    """Return the hardware threads that are online.
+
+    The file `online` alone is not reliable: some containers invent its content and leave the
+    folders unchanged.
+    """
     listed = _list(folder / "online")
     found = []
     for cpu in _numbered(folder, "cpu"):
@@ -121,7 +143,7 @@ def _online(folder: Path) -> list[int]:
 
 
 def _core(folder: Path, number: int, online: set[int]) -> int | None:
-    """The lowest number among the threads of this one's core; None: nothing is said."""
+    """Return the lowest number among the hardware threads of this one's core; None if unknown."""
     for name in ("core_cpus_list", "thread_siblings_list"):
         siblings = _list(folder / name)
         if siblings is not None and number in siblings:
@@ -148,8 +170,11 @@ def _nodes(folder: Path, online: set[int]) -> list[Node]:
 
 
 def _efficient(root: Path, online: list[int]) -> set[int]:
-    """Efficiency cores of a hybrid processor: Intel's kernel driver names them, elsewhere their
-    capacity is clearly lower. None, where all are of one kind."""
+    """Return the hardware threads of efficiency cores; empty if all cores are of one kind.
+
+    Intel's kernel driver names the efficiency cores. On other hosts, their capacity is clearly
+    lower.
+    """
     devices = root / "sys/devices"
     strong = (_list(devices / "cpu_core/cpus") or set()) & set(online)
     if strong:
@@ -162,7 +187,7 @@ def _efficient(root: Path, online: list[int]) -> set[int]:
 
 
 def _numbered(folder: Path, name: str) -> list[int]:
-    """Numbers of the folders cpu0, cpu1, ..."""
+    """Return the numbers of the folders cpu0, cpu1, ..., sorted."""
     try:
         found = [path.name.removeprefix(name) for path in folder.iterdir()]
     except OSError:
@@ -171,7 +196,7 @@ def _numbered(folder: Path, name: str) -> list[int]:
 
 
 def text(path: Path) -> str:
-    """Return the content of a sysfs file; empty where it can't be read."""
+    """Return the content of a sysfs file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -179,7 +204,7 @@ def text(path: Path) -> str:
 
 
 def whole(path: Path) -> int | None:
-    """Return the integer in a sysfs file, or None where there is none."""
+    """Return the integer in a sysfs file, or None if there is none."""
     try:
         return int(text(path))
     except ValueError:
@@ -187,7 +212,7 @@ def whole(path: Path) -> int | None:
 
 
 def _list(path: Path) -> set[int] | None:
-    """The numbers in a file such as "0-3,8"; None where it can't be read."""
+    """Return the numbers in a file with content such as "0-3,8"; None if it cannot be read."""
     try:
         return set(unspanned(path.read_text().strip()))
     except (OSError, ValueError):
