@@ -1,1 +1,1 @@
-"""The report as one page of HTML that opens anywhere and asks nobody for anything."""
+"""Report as one self-contained HTML page that loads nothing from the network."""

@@ -1,4 +1,4 @@
-"""What stands below the charts, and is read to those who can't see them: a sentence or two each."""
+"""Captions of the charts, one or two sentences each, which screen readers also read."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ..numbers import duration, percent
 
 
 def of(report: Report, charts: dict[str, Any]) -> dict[str, str]:
-    """The captions of the charts that there are."""
+    """Return the captions of the charts that the page has, by name of the chart."""
     found = {}
     if report.states:
         found["states"] = _states(report)

@@ -1,4 +1,4 @@
-"""Pages of several runs: before and after, and one script on more and more ranks."""
+"""Pages that compare several runs: before and after, and scaling with the number of ranks."""
 
 import itertools
 from typing import Any
@@ -16,9 +16,9 @@ from .series import times
 from .wording import joined
 from .write_page import page
 
-_SHOWN = 8  # changed losses, those that
-_TOLD = 0.02  # of the step have come or gone
-_DEFINED = {  # figures whose definition has another name
+_SHOWN = 8  # most changed losses that are shown
+_TOLD = 0.02  # share of a step by which the time of a shown loss has changed at least
+_DEFINED = {  # names of definitions that differ from the name of the figure
     "samples_per_s": "samples/s",
     "useful": "useful share",
     "transfer": "transfer efficiency",
@@ -32,7 +32,7 @@ _DEFINED = {  # figures whose definition has another name
 
 
 def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
-    """The page of two runs with the same number of ranks."""
+    """Return the page of two runs with the same number of ranks, as HTML."""
     both = [before, after]
     reports = [one.report for one in both]
     changes = compare(*reports)
@@ -56,7 +56,7 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
 
 
 def scales(runs: list[RunAnalysis]) -> str:
-    """The page of one script's runs on different numbers of ranks."""
+    """Return the page of one script's runs on different numbers of ranks, as HTML."""
     runs = sorted(runs, key=lambda one: one.report.size)
     reports = [one.report for one in runs]
     found = scaling(reports)
@@ -89,7 +89,7 @@ def _defined(figure: str) -> str:
 
 
 def _data(runs: list[RunAnalysis], labels: list[str]) -> dict[str, Any]:
-    """Time a step in each state, and the steps' times."""
+    """Return the time per step in each state and the step times of each run, in s."""
     shares: dict[str, list[float]] = {state: [] for state in STATES}
     courses = []
     for one, label in zip(runs, labels, strict=True):
@@ -107,14 +107,14 @@ def _data(runs: list[RunAnalysis], labels: list[str]) -> dict[str, Any]:
 
 
 def step_s(report: Report) -> float:
-    """The window over its steps (s); 0 where there is none."""
+    """Return the mean duration of a step in the measured window in s; 0 if there is no window."""
     if report.window_s is None or not report.ranges:
         return 0.0
     return report.window_s / (report.ranges[-1].last - report.ranges[0].first + 1)
 
 
 def _lead(changes: list[FigureChange]) -> str:
-    """What changed, in a sentence."""
+    """Return the change of the throughput in one sentence."""
     rate = next((one for one in changes if one.figure == "samples_per_s"), None)
     rate = rate or next((one for one in changes if one.figure == "step_ms"), None)
     if rate is None or not rate.before or not rate.after:
@@ -135,7 +135,7 @@ def _lead(changes: list[FigureChange]) -> str:
 
 
 def _changed(before: Report, after: Report) -> list[dict[str, Any]]:
-    """Losses by how much their time a step changed, the largest first."""
+    """Return the losses whose time per step changed, the largest change first; times in s."""
     found: dict[tuple[Any, ...], list[Loss | None]] = {}
     for at, report in enumerate((before, after)):
         for loss in report.losses:
@@ -156,14 +156,14 @@ def _changed(before: Report, after: Report) -> list[dict[str, Any]]:
 
 
 def _which(loss: Loss) -> tuple[Any, ...]:
-    """What makes two runs' losses the same one."""
+    """Return the key that identifies the same loss in two runs."""
     if loss.kind == "wait":
         return loss.kind, loss.rank, loss.doing
     return loss.kind, loss.group, loss.collective
 
 
 def _differences(before: Report, after: Report) -> list[str]:
-    """What else differs between the runs, so that nobody is misled."""
+    """Return other differences between the runs that may explain changes of the figures."""
     found = []
     if before.command != after.command:
         found.append(f"The command: {_command(before)} before, {_command(after)} after.")
@@ -205,7 +205,7 @@ def _scaling_lead(found: list[ScalingRow]) -> str:
 
 
 def _stage(first: ScalingRow, then: ScalingRow) -> str:
-    """What the next size costs, and which factor that is."""
+    """Return the change to the next number of ranks, and the factor that falls most."""
     what = f"From {first.ranks} to {then.ranks} ranks"
     if first.samples_per_s and then.samples_per_s:
         what += f": {then.samples_per_s / first.samples_per_s:.2f} times as fast"

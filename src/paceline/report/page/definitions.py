@@ -1,6 +1,7 @@
-"""Definition of each figure in a sentence or two, shown as a tooltip.
+"""Definition of each figure in one or two sentences, shown as a tooltip.
 
-The full definitions are in docs/reference/measures.md."""
+The full definitions are in docs/reference/measures.md.
+"""
 
 DEFINITIONS = {
     # states

@@ -1,5 +1,6 @@
-"""The page of a diagnosis: how much of the ideal is reached, what holds the rest back, and the
-evidence for it."""
+"""Page of a diagnosis: the share of the ideal that is reached, the causes of the rest, and their
+evidence.
+"""
 
 import math
 import re
@@ -17,9 +18,9 @@ from .definitions import DEFINITIONS
 from .wording import joined
 from .write_page import page
 
-MOST = 40  # entries of a list that is evidence
-ROOM = 1.3  # of the longest bar: as far as the axis goes for wide intervals
-_COLOURS = {  # those of the states that they belong to
+MOST = 40  # most shown entries of a list in the evidence
+ROOM = 1.3  # maximum length of the axis for wide intervals, relative to the longest bar
+_COLOURS = {  # of each bar: the colour of the state that it belongs to
     "sharing": "other",
     "uneven": "wait",
     "validation": "validation",
@@ -30,7 +31,7 @@ _COLOURS = {  # those of the states that they belong to
 
 
 def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
-    """The page, as HTML. words: what each rung is called."""
+    """Return the page as HTML; ``words`` has a description of each rung."""
     w, size = found.waterfall, found.report.size
     unit = "samples/s" if found.report.samples_per_s else "steps/s"
     command = shlex.join(found.command)
@@ -79,7 +80,10 @@ def _after(found: Diagnosis) -> Waterfall | None:
 
 
 def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
-    """What would help, what was tried, and what is left to gain: at its place in the JSON."""
+    """Return the template variables for remedies: proposed, measured, and remaining.
+
+    Paths are positions in the JSON of the diagnosis.
+    """
     after = _after(found)
     left = found.after.remedies if found.after is not None else []
     return {
@@ -99,7 +103,7 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
 
 
 def verdict(one: Witness) -> str:
-    """Whether experiment and record say the same of something that is worth a word."""
+    """Return in words whether experiment and record agree; empty if only one of them exists."""
     if one.ladder is None or one.record is None:
         return ""
     if one.differ:
@@ -109,7 +113,7 @@ def verdict(one: Witness) -> str:
 
 
 def _lead(found: Diagnosis, unit: str) -> str:
-    """How much of the ideal is reached, and what holds it back most."""
+    """Return the share of the ideal that is reached, and the largest cause, in words."""
     w, size = found.waterfall, found.report.size
     if w is None:
         return "What holds it back can't be told, as runs that it takes are missing."
@@ -133,8 +137,14 @@ def _lead(found: Diagnosis, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of a cause's evidence: figures as (place in the JSON, text), or lines of a script as
-    (place, where, code, share). more: entries that are not shown."""
+    """One row of a cause's evidence.
+
+    Attributes:
+        name: Label of the row.
+        figures: Values as (position in the JSON, text).
+        lines: Lines of the script as (position in the JSON, file and line, code, share).
+        more: Number of entries that are not shown.
+    """
 
     name: str
     figures: list[tuple[str, str]]
@@ -143,7 +153,7 @@ class Fact:
 
 
 def facts(cause: Cause, number: int) -> Iterator[Fact]:
-    """The evidence of a cause, as rows of a table."""
+    """Yield the evidence of a cause as table rows; ``number`` is its index among the causes."""
     yield from _facts(cause.evidence, f"causes.{number}.evidence", ())
 
 
@@ -172,7 +182,7 @@ def _listed(value: Any, name: str, place: str, above: tuple[str, ...]) -> Iterat
 
 
 def _line(line: Mapping[str, Any], place: str) -> tuple[str, str, str, str]:
-    """A line of the script, as samples found it."""
+    """Return the entry of ``Fact.lines`` for a line that the sampling profiler found."""
     where = f"{line.get('file', 'line')}:{line.get('line', '?')}"
     if line.get("function"):
         where += f" in {line['function']}"
@@ -181,7 +191,7 @@ def _line(line: Mapping[str, Any], place: str) -> tuple[str, str, str, str]:
 
 
 def _name(key: str) -> str:
-    """ "busbw_GB_s" as "busbw (GB/s)"."""
+    """Return the label of a key: "busbw (GB/s)" for "busbw_GB_s"."""
     key = re.sub(r"_GB_s$", " (GB/s)", key)
     return re.sub(r"_s$", " (s)", key).replace("_", " ")
 
@@ -197,8 +207,12 @@ def _text(value: Any) -> str:
 
 
 def chart(w: Waterfall, unit: str) -> dict[str, Any]:
-    """The bars from the top: where each starts, how far it goes (a loss to the left), half of its
-    interval, and its colour. sure: that it is not nothing."""
+    """Return the data of the waterfall chart, with one entry per bar from top to bottom.
+
+    Lists: ``bases`` (start of each bar), ``lengths`` (negative for a loss), ``errors`` (half of the
+    interval), ``colours``, and ``sure`` (whether the interval excludes zero). Values are in
+    ``unit``.
+    """
     bars = [_bar("ideal", w.ideal, 0.0, 1.0, unit) | {"colours": "soft"}]
     level = w.ideal.mean
     for bar in w.bars:
@@ -254,7 +268,7 @@ def _caption(w: Waterfall) -> str:
 
 
 def _label(w: Waterfall, unit: str) -> str:
-    """For those who can't see the chart."""
+    """Return the description of the chart for screen readers."""
     bars = joined(f"{NAMES[bar.id]} {percent(bar.share.mean)}" for bar in w.bars)
     return (
         f"From the ideal, {amount(w.ideal.mean)} {unit}, to the measured "

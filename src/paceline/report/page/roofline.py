@@ -1,4 +1,4 @@
-"""The roofline as a chart for the page: traces and layout as plotly.js takes them."""
+"""Roofline chart of the page, as traces and layout for plotly.js."""
 
 import math
 from collections.abc import Mapping
@@ -6,12 +6,15 @@ from typing import Any
 
 from ...cost.roofline import Placed, Roof, ridge
 
-_AROUND = ("bottom center", "top center", "middle left", "middle right")  # names apart
+# Positions of neighbouring labels, which differ so that the labels do not overlap.
+_AROUND = ("bottom center", "top center", "middle left", "middle right")
 
 
 def chart(roofs: Mapping[str, Roof], points: Mapping[str, Placed]) -> dict[str, Any]:
-    """``data`` and ``layout``; empty, where there is no roof. Work without memory traffic stands
-    at the right edge."""
+    """Return ``data`` and ``layout`` of the chart; empty if there is no roof.
+
+    Work without memory traffic is drawn at the right edge.
+    """
     if not roofs:
         return {}
     ridges = {name: ridge(roof.peak, roof.bandwidth) for name, roof in roofs.items()}

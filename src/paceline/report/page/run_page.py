@@ -1,4 +1,4 @@
-"""The page of one run."""
+"""Page of one run."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from .wording import achieved, largest
 from .write_page import page
 
 SHOWN_GROUPS = 40
-# Where the tree of efficiencies has a name that a state has too, its definition is another one.
+# Names of definitions of efficiencies that have the same name as a state.
 _KEYS = {
     "transfer": "transfer efficiency",
     "useful": "useful share",
     **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "other")},
 }
-LONGER = {  # what a late rank did, for those who hover over its bar
+LONGER = {  # what a late rank did longer, shown when the pointer is over its bar
     "useful": "it computed longer",
     "input": "it had waited for its batch",
     "checkpoint": "it had been saving",
@@ -46,7 +46,7 @@ _PARTS = (
 
 
 def single(examined: RunAnalysis) -> str:
-    """The page of one run, as HTML."""
+    """Return the page of one run as HTML."""
     report = examined.report
     charts = series(examined)
     context = _context(report, charts)
@@ -55,7 +55,7 @@ def single(examined: RunAnalysis) -> str:
 
 
 def _data(report: Report) -> dict[str, Any]:
-    """What the charts need beside the series."""
+    """Return the data of the charts that ``series`` does not contain."""
     found: dict[str, Any] = {"longer": LONGER}
     if report.states:
         found["shares"] = {
@@ -100,7 +100,10 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
 
 
 def tree(report: Report) -> Any:
-    """The efficiencies that there are: name, field, definition, depth, value."""
+    """Yield the efficiencies that the report has.
+
+    Each is a tuple of name, field, name of the definition, depth in the tree, and value.
+    """
     for name, field, depth in TREE:
         value = getattr(report.efficiencies, field, None)
         if value is not None and not (report.size == 1 and field in NEEDS_TWO):
@@ -108,11 +111,17 @@ def tree(report: Report) -> Any:
 
 
 def state_name(report: Report, name: str) -> str:
-    """Where clocks could not be aligned, wait and transfer are one."""
+    """Return the label of a state.
+
+    Wait and transfer cannot be distinguished if the clocks could not be aligned.
+    """
     return name if report.clocks_aligned or name != "transfer" else "wait or transfer"
 
 
 def _groups(report: Report) -> list[dict[str, Any]]:
-    """Groups by what their members lost in them, with their place in the JSON."""
+    """Return the process groups with their index in the JSON.
+
+    They are sorted by wait and transfer time, the largest first.
+    """
     order = sorted(enumerate(report.groups), key=lambda one: -(one[1].wait + one[1].transfer))
     return [{"place": place, **vars(group)} for place, group in order]

@@ -1,4 +1,4 @@
-"""What the page says in words, for a reader who has never seen a profiler."""
+"""Explanations on the page, written for readers without experience with profilers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..numbers import amount, counted, duration, percent, size
 from ..sentences import doing, sentence
 from ..terminal.run_report import LARGEST
 
-# Why a loss is one, and where to look, by its kind or by what the late rank did longer.
+# Why a loss occurs, and where to look: by kind of the loss, or by what the late rank did longer.
 _OWN = {
     "input": (
         "The model stood still because its next batch was not there yet: the loader was not ahead.",
@@ -79,8 +79,16 @@ _NOBODY = (
 
 @dataclass(frozen=True)
 class Told:
-    """One loss: its share of all ranks' time, what it is, why, and where to look. together: with
-    its other half (a rank's own loss, and the others' waiting for it), where there is one."""
+    """Explanation of one loss.
+
+    Attributes:
+        share: Share of all ranks' time.
+        what: Description of the loss.
+        why: Explanation of its cause.
+        look: Where to look.
+        together: Share of both parts of a loss, which are the time that ranks spend in it
+            themselves, and the time that other ranks wait for them. None if there is only one part.
+    """
 
     share: float
     what: str
@@ -90,7 +98,7 @@ class Told:
 
 
 def largest(report: Report) -> list[Told]:
-    """The largest losses, explained."""
+    """Return the largest losses with explanations."""
     found = [loss for loss in report.losses if loss.share >= 0.001][:LARGEST]
     return [_told(loss, report) for loss in found]
 
@@ -111,7 +119,7 @@ def _told(loss: Loss, report: Report) -> Told:
 
 
 def _rate(loss: Loss, report: Report) -> str:
-    """How much the collective moved, and how fast."""
+    """Return the size and the bus bandwidth of the loss's collective, in words."""
     for group in report.groups:
         for one in group.collectives:
             if (group.name, one.name) == (loss.group, loss.collective) and one.busbw is not None:
@@ -121,7 +129,7 @@ def _rate(loss: Loss, report: Report) -> str:
 
 
 def _together(loss: Loss, report: Report) -> float | None:
-    """A rank's own loss and all waiting for ranks that had it."""
+    """Return the sum of the losses of one kind and of the waits for ranks that have this loss."""
     kind = loss.doing if loss.kind == "wait" else loss.kind
     if kind not in _OWN:
         return None
@@ -130,7 +138,7 @@ def _together(loss: Loss, report: Report) -> float | None:
 
 
 def achieved(report: Report) -> str:
-    """What the job did, in a sentence or two."""
+    """Return what the job did, in one or two sentences."""
     ranks = counted(report.size, "rank")
     hosts = len(set(report.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
@@ -148,6 +156,6 @@ def achieved(report: Report) -> str:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """ "a, b and c"."""
+    """Return the parts as an enumeration, such as "a, b and c"."""
     *first, last = parts
     return f"{', '.join(first)} and {last}" if first else last
