@@ -1,4 +1,4 @@
-"""``paceline diagnose``: the ladder climbed, what it and the record say, and what would help."""
+"""``paceline diagnose``: run the ladder, compare it with the record, propose and try remedies."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -23,18 +23,31 @@ from .ladder import Ladder, climbed
 from .run_script import Asked
 from .try_remedies import ALL, Trial, Tried, chosen, tried
 
-LINES = ("other", "wait", "transfer", "useful")  # states in which the script's lines tell something
-PASSES = 2  # of --try all: what helped shows what else would
-LATE = 1  # pass more, for what promises to help and was never tried for lack of time
-DRIFT = 0.25  # of a step's time, between rounds: more than that is a machine that is not quiet
+LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
+PASSES = 2  # of --try all: remedies that helped can reveal other causes
+LATE = 1  # additional pass for promising remedies that were not tried for lack of time
+DRIFT = 0.25  # share of a step's time; a larger difference between rounds indicates a noisy machine
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """waterfall: None where a rung that it needs could not be run; ``notes`` say why. roofline:
-    the script's computing beside what its machine could do, where a machine file says that.
-    remedies: what would help. tried: what --try measured of them; after: the diagnosis with all
-    that was kept, where something was."""
+    """Result of ``paceline diagnose``.
+
+    Attributes:
+        command: The script and its arguments.
+        ladder: The measured rungs.
+        report: Report of the measured steps of the last run in which nothing is switched off.
+        waterfall: None if a rung that it needs could not be run; ``notes`` contain the reason.
+        witnesses: Shares of a step's time according to experiment and record.
+        causes: Causes of lost time, the largest first.
+        notes: Remarks for the user.
+        roofline: The script's computation compared with the limits of its machine; None without a
+            machine file.
+        remedies: Proposed remedies.
+        tried: Remedies that ``--try`` measured, or None.
+        after: Diagnosis with all remedies that were kept; None if none was kept.
+        off: Error of earlier predictions, by kind of prediction.
+    """
 
     command: list[str]
     ladder: Ladder
@@ -43,7 +56,7 @@ class Diagnosis:
     witnesses: list[Witness]
     causes: list[Cause]
     notes: list[str]
-    roofline: Roofline | None = None  # with a machine file
+    roofline: Roofline | None = None
     remedies: list[Remedy] = field(default_factory=list)
     tried: Tried | None = None
     after: "Diagnosis | None" = None
@@ -53,7 +66,11 @@ class Diagnosis:
 def diagnosed(
     asked: Asked, say: Callable[[str], None], machine: Machine | None = None
 ) -> Diagnosis:
-    """Climb and judge. Raises ValueError where the script can't be measured."""
+    """Run the ladder and diagnose the script.
+
+    Raises:
+        ValueError: The script cannot be measured.
+    """
     ladder = climbed(replace(asked, count=machine is not None), say)
     examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
     report = examined.report
@@ -64,7 +81,7 @@ def diagnosed(
     if not (climbs["silent"] and climbs["cached"]):
         return Diagnosis(command, ladder, report, None, [], [], notes, roofline)
     bounds = [climbs[name] for name in ("alone", "silent", "cached", "everything")]
-    count = min(len(climbed) for climbed in bounds if climbed)  # one may be left out later on
+    count = min(len(climbed) for climbed in bounds if climbed)  # a later round may lack a rung
     rungs = (climbed[:count] for climbed in bounds)
     evidence = _evidence(ladder, report, examined.measured, waterfall(*rungs))
     both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
@@ -87,12 +104,16 @@ def diagnosed(
 def proven(
     asked: Asked, found: Diagnosis, names: list[str], say: Callable[[str], None]
 ) -> Diagnosis:
-    """Try remedies, by name or all, and climb again with those that helped; of all also what is
-    proposed only then. What was found until it is interrupted is not lost."""
+    """Try remedies, and diagnose the script again with those that helped.
+
+    ``names`` are names of knobs, or "all". With "all", remedies that only the new diagnosis
+    proposes are tried, too. If the user interrupts the trials, the results so far are returned.
+    """
     result, notes = Tried(kept=dict(asked.settings)), list(found.notes)
     diagnoses: list[Diagnosis] = []
     try:
-        diagnoses.extend(_passes(asked, found, names, result, say))  # each as it is there
+        # extend() keeps the diagnoses that were yielded before an exception.
+        diagnoses.extend(_passes(asked, found, names, result, say))
     except KeyboardInterrupt:
         notes.append("interrupted: not all was tried")
     except ValueError as mistake:
@@ -110,7 +131,7 @@ def proven(
 def _passes(
     asked: Asked, found: Diagnosis, names: list[str], result: Tried, say: Callable[[str], None]
 ) -> Iterator[Diagnosis]:
-    """Trials, into ``result``, and the diagnosis with what was kept, again and again."""
+    """Add trials to ``result``, and yield a new diagnosis after each pass that kept a remedy."""
     wanted = chosen(names, found.remedies)
     for at in range(PASSES + LATE):
         before, anew = dict(result.kept), {one.knob for one in wanted}
@@ -131,7 +152,7 @@ def _passes(
 
 
 def _pairs(script: str, trial: Trial) -> Iterator[history.Pair]:
-    """What was measured of a trial beside each of its predictions."""
+    """Yield each prediction of a trial's gain with the measured gain."""
     if trial.gain is None:
         return
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -144,7 +165,7 @@ def _pairs(script: str, trial: Trial) -> Iterator[history.Pair]:
 
 
 def _source(script: str) -> str:
-    """The script's lines; of a module nothing is looked up."""
+    """Return the source of the script, or "" if the file cannot be read (a module)."""
     try:
         return Path(script).read_text(errors="replace")
     except OSError:
@@ -152,7 +173,7 @@ def _source(script: str) -> str:
 
 
 def _roofline(ladder: Ladder, report: Report, machine: Machine) -> Roofline | None:
-    """What the first run counted, in the time that the last one took."""
+    """Return the FLOPs that the first run counted, at the step time of the last run."""
     times, found = report.step_times, report.efficiencies
     useful = found.useful if found is not None else None
     return on_roofline(ladder.first.records, machine, times.median_s if times else None, useful)
@@ -184,7 +205,7 @@ def _evidence(
 
 
 def _refused(ladder: Ladder) -> list[str]:
-    """Rungs that could not be run, each reason once."""
+    """Return notes on the rungs that could not be run, one for each reason."""
     found: dict[str, list[str]] = {}
     for rung, why in ladder.refused.items():
         found.setdefault(why, []).append(rung)
@@ -198,7 +219,7 @@ def _refused(ladder: Ladder) -> list[str]:
 
 
 def _drifting(climbs: dict[str, list[RungResult]]) -> list[str]:
-    """Steps that take another time in each round."""
+    """Return a note if the step time differs between rounds."""
     times = [one.step_s for one in climbs["everything"]]
     if len(times) < 2:
         return []
@@ -213,7 +234,7 @@ def _drifting(climbs: dict[str, list[RungResult]]) -> list[str]:
 
 
 def _unseen(climbs: dict[str, list[RungResult]]) -> list[str]:
-    """What could not be switched off in this script."""
+    """Return notes on what could not be switched off in this script."""
     found = []
     if any(not one.cached for one in climbs["cached"]):
         found.append(
@@ -226,7 +247,7 @@ def _unseen(climbs: dict[str, list[RungResult]]) -> list[str]:
 
 
 def _cores(report: Report, facts: list[dict[str, Any]]) -> int | None:
-    """Hardware threads that the ranks of the first host may run on, together."""
+    """Return the number of hardware threads that the first host's ranks together may use."""
     masks = [one.get("mask") for one in facts]
     own = [
         mask

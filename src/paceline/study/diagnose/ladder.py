@@ -23,16 +23,16 @@ from ...record.experiments.rung import (
 )
 from .run_script import MINUTE, Asked, FailedError, Runner
 
-FIRST_STEPS = 10  # of the run that shows how long a step takes
+FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
 LEAST_STEPS, MOST_STEPS = 10, 400
-BURST = 16  # steps
+BURST = 16  # steps; longer bursts are ignored
 MIN_STEPS_SHORT_RUN = 3  # if the script ends early, or the budget does not allow LEAST_STEPS
-REPETITIONS = (3, 9)  # at least, at most
+REPETITIONS = (3, 9)  # minimum and maximum number of rounds
 # The budget may be exceeded by this factor for LEAST_STEPS, which include occasional operations.
 MAX_BUDGET_FACTOR = 2.0
 STEP_SHARE_OF_BUDGET = 0.6  # the rest is for starting the runs
 
-# Rungs by name: whether of one rank alone, and the phase of its run.
+# Rungs by name: whether only one rank runs, and the phase of its run.
 RUNGS = {
     "alone": (True, CACHED),
     "alone, loading": (True, EVERYTHING),
@@ -56,8 +56,19 @@ WORDS = {
 
 @dataclass
 class Ladder:
-    """What was measured. run: the last one of all ranks, in which everything was on from step
-    ``warm`` on; first: the one before all others. refused: rungs that could not be run, and why."""
+    """Results of the ladder of experiments.
+
+    Attributes:
+        warm: Warm-up steps of each phase.
+        steps: Measured steps of each phase.
+        climbs: Results of each rung, one per round.
+        run: Last run of all ranks; nothing is switched off from step ``warm`` to ``warm + steps``.
+        first: The first run, with all ranks, which precedes the rounds.
+        loader: Totals of the loaders when they run without training, or None.
+        seconds: Duration of the whole ladder.
+        refused: Rungs that could not be run, with the reason.
+        notes: Remarks for the user.
+    """
 
     warm: int
     steps: int
@@ -71,8 +82,10 @@ class Ladder:
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """What each rank of the last run said of its script (record/experiments/observer.py), and
-        what it exchanges by where that is not torch's own."""
+        """Facts about the script from each rank of the last run (record/experiments/observer.py).
+
+        "exchange" is the backend of the rank's collectives if it is not one of PyTorch, else None.
+        """
         metas = [record.meta for record in self.run.records]
         return [meta.get("rung", {}) | {"exchange": meta.get("exchange")} for meta in metas]
 
@@ -91,8 +104,8 @@ def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
 class _Climbing:
     def __init__(self, asked: Asked, runner: Runner, began: float) -> None:
         self.asked, self.runner, self.began = asked, runner, began
-        self.workers = 0  # of a rank's loader
-        self.starts_s = 0.0  # of a round, that its processes take to start
+        self.workers = 0  # most workers of a rank's loader
+        self.starts_s = 0.0  # start-up time of the processes of one round
         self.phases = {True: (EVERYTHING, CACHED), False: (EVERYTHING, CACHED, SILENT, LOADER)}
 
     def all(self) -> Ladder:

@@ -1,5 +1,8 @@
-"""One short run of the user's own script, as ``paceline diagnose`` starts them: in a process of its
-own, recorded, with a rung (record/experiments/rung.py) and settings (knobs/settings.py)."""
+"""Short runs of the user's script for ``paceline diagnose``.
+
+Each run is a separate, recorded ``paceline run`` process with a rung (record/experiments/rung.py)
+and settings (knobs/settings.py).
+"""
 
 import os
 import re
@@ -20,17 +23,28 @@ from ...record.ring.states import State
 from ...security.files import open_regular
 from ...security.text import printable
 
-MAX_LOG_BYTES = 1 << 20  # of a run's output, its end
+MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
 MINUTE = 60.0
-LAST_LINES = 6  # of a run that failed
-END_SECONDS = 5.0  # for a run that was interrupted to end its ranks
+LAST_LINES = 6  # of the output of a failed run, shown in the error
+END_SECONDS = 5.0  # timeout for an interrupted run to end its ranks
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The script with its arguments as ``paceline run`` has them. options: run's own, of which
-    those in ``where`` say how many ranks on which hosts. count: a step's FLOPs are counted.
-    settings: knobs that are set in all runs."""
+    """The user's request to ``paceline diagnose``.
+
+    Attributes:
+        script: The script, same as for ``paceline run``.
+        args: Arguments of the script.
+        where: Options of ``paceline run`` that select the hosts and how they are reached.
+        options: Other options of ``paceline run``.
+        ranks: Number of ranks, or None if ``where`` determines it.
+        minutes: Time budget in minutes.
+        steps: Measured steps of each phase, or None to choose the number from the budget.
+        warm: Warm-up steps before the measured ones.
+        count: Whether to count the FLOPs of a step.
+        settings: Knobs that are set in all runs.
+    """
 
     script: str
     args: list[str]
@@ -45,8 +59,11 @@ class Asked:
 
     @property
     def warming(self) -> int:
-        """Steps before those that are measured: also until every worker that is set beside a
-        rank has started, and has made two batches."""
+        """Number of warm-up steps.
+
+        With the knob "loader-workers" they are increased, so that every worker has started and has
+        made two batches before the measurement.
+        """
         return self.warm + 2 * int(self.settings.get("loader-workers", 0))
 
 
@@ -97,10 +114,18 @@ class Runner:
         settings: dict[str, Any] | None = None,
         named: str = "",
     ) -> Run:
-        """One run, recorded. alone: of one rank. settings: knobs that are set in it, beside
-        those that were asked for; named: what the user reads of it.
+        """Run the script once and return its record.
 
-        Raises FailedError where the script fails, ValueError where it was stopped.
+        Args:
+            alone: Run a single rank instead of all ranks.
+            rung: Phases of the run.
+            count: Count the FLOPs of a step.
+            settings: Knobs that are set in this run, in addition to the requested ones.
+            named: Description of the run for the user, instead of the default one.
+
+        Raises:
+            FailedError: The script failed.
+            ValueError: The script was stopped.
         """
         self.runs += 1
         where = _one(self.asked.where) if alone else list(self.asked.where)
@@ -144,7 +169,7 @@ _KEPT = "files stay as they are while it is diagnosed; give the script another f
 
 
 def _one(where: list[str]) -> list[str]:
-    """The first of the hosts alone, where hosts are named."""
+    """Return the options with only the first host and one rank on it, if they name hosts."""
     found = list(where)
     for at, word in enumerate(where):
         if word == "-H":
@@ -158,7 +183,11 @@ def _stopped(run: Run | None) -> str:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. With Ctrl-C it ends its ranks first: a terminal has told it, too."""
+    """Wait for a run and return its exit code.
+
+    After Ctrl-C, the run gets time to end its ranks before it is terminated: the terminal sends the
+    signal to the run, too.
+    """
     try:
         return process.wait()
     except BaseException:

@@ -1,4 +1,4 @@
-"""What ``paceline diagnose --try`` kept, as a file for ``paceline run --settings``."""
+"""Save the settings that ``paceline diagnose --try`` kept, for ``paceline run --settings``."""
 
 import os
 import socket
@@ -14,7 +14,10 @@ from .try_remedies import Tried
 
 
 def saved(found: Diagnosis, path: Path) -> str:
-    """Write it; what is to be said. Where nothing was kept nothing is written."""
+    """Write the settings that were kept, and return a message for the user.
+
+    No file is written if no setting was kept.
+    """
     assert found.tried is not None
     kept = found.tried.kept
     if not kept:
@@ -44,7 +47,7 @@ def _why(found: Diagnosis, tried: Tried, name: str) -> tuple[str, ...]:
     cause = next((one for one in found.causes if one.id == trial.remedy.cause), None)
     if cause is not None:
         why = [f"{cause.id}: {percent(cause.share)} of a step's time"]
-    else:  # of a later pass, or none that asked for it
+    else:  # the cause was found in a later pass, or the remedy was requested without a cause
         why = [f"{trial.remedy.cause}, named with what was kept before"] * bool(trial.remedy.cause)
     foreseen = f"predicted {format_gain(trial.predicted)} from {trial.source}, "
     measured = f"measured {format_gain(trial.gain)} of the throughput"

@@ -1,5 +1,7 @@
-"""``paceline diagnose --try``: remedies set one after the other, each measured in turns with the
-training as it was, and kept only where it helped beyond the noise."""
+"""``paceline diagnose --try``: measure remedies one after the other.
+
+Runs with and without a remedy are interleaved. A remedy is kept only if its gain exceeds the noise.
+"""
 
 import math
 import statistics
@@ -18,24 +20,41 @@ from ...record.experiments.rung import EVERYTHING, Rung
 from .ladder import in_bursts
 from .run_script import MINUTE, Asked, FailedError, Runner
 
-ROUNDS = (3, 8)  # at least, at most
-SHARE = 1.5  # of the minutes that were asked for, for each pass of trials
-TIGHT, TIGHT_OF_GAIN = 0.02, 0.07  # half of the interval of a gain that is known well enough
-WORSE = 0.01  # of the loss: what it may be higher for a knob that changes numbers
-ROUGH = 0.05  # either way, of the throughput: a prediction that some steps make better
+ROUNDS = (3, 8)  # minimum and maximum number of rounds of a trial
+SHARE = 1.5  # time budget of each pass of trials, relative to --minutes
+# Half of the interval of a gain at which its measurement ends: absolute, and relative to the gain.
+TIGHT, TIGHT_OF_GAIN = 0.02, 0.07
+WORSE = 0.01  # relative increase of the loss that is accepted for a knob that changes numbers
+# Half of the interval of a prediction, as a share of the throughput. A prediction with a wider
+# interval is refined by a micro-measurement.
+ROUGH = 0.05
 GLIMPSE = 3  # rounds of a micro-measurement
-GLIMPSE_STEPS = 15  # at most, in each
-UNSURE = 0.07  # either way, of the throughput with it: what rounds that agree may all be off
+GLIMPSE_STEPS = 15  # most steps of each of these rounds
+# Possible common error of all rounds of a micro-measurement even if they agree: plus or minus this
+# share of the throughput with the knob.
+UNSURE = 0.07
 WORKERS = "loader-workers"
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """predicted: the gain, from before it was tried, with what was kept by then; source: where
-    that is from; first: what the remedy was proposed with, where a few steps made it better.
-    gain: as measured; None where it could not be. kept: it helped. why: what else is to be said.
-    late: there was no time left for it. loss: of a knob that changes numbers."""
+    """Result of trying one remedy.
+
+    Gains are shares of the throughput.
+
+    Attributes:
+        remedy: The remedy.
+        predicted: Gain that was predicted before the trial, with all settings kept by then.
+        gain: Measured gain; None if it could not be measured.
+        kept: Whether the remedy helped and is kept.
+        why: Reason why the remedy was not kept or not tried; may be empty.
+        rounds: Number of measured rounds.
+        loss: Training losses, for a knob that changes numbers.
+        source: Source of ``predicted``.
+        first: Original prediction, if a micro-measurement refined it.
+        late: Whether there was no time left to try the remedy.
+    """
 
     remedy: Remedy
     predicted: Interval | None
@@ -50,7 +69,7 @@ class Trial:
 
     @property
     def off(self) -> float | None:
-        """Measured less predicted, of the throughput."""
+        """Measured minus predicted gain, as a share of the throughput."""
         if self.gain is None or self.predicted is None:
             return None
         return self.gain.mean - self.predicted.mean
@@ -58,8 +77,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Losses:
-    """The mean over the same steps without and with a knob, and by how much that mean differs
-    between runs without it (the largest less the smallest)."""
+    """Training losses without and with a knob.
+
+    Attributes:
+        without: Mean loss without the knob.
+        with_it: Mean loss over the same steps with the knob.
+        spread: Largest minus smallest mean loss of the runs without the knob.
+    """
 
     without: float
     with_it: float
@@ -67,14 +91,19 @@ class Losses:
 
     @property
     def worse(self) -> bool:
-        """By more than runs differ, and more than is worth a word."""
+        """Whether the loss increases by more than ``spread``, and by more than ``WORSE``."""
         return self.with_it - self.without > max(self.spread, WORSE * abs(self.without))
 
 
 @dataclass
 class Tried:
-    """trials: in their order. kept: knobs and values. faster: with these, times the throughput at
-    the beginning."""
+    """Results of all trials.
+
+    Attributes:
+        trials: Trials in their order.
+        kept: Values of the knobs that were kept.
+        faster: Throughput with the kept knobs, relative to the throughput at the beginning.
+    """
 
     trials: list[Trial] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +111,10 @@ class Tried:
 
 
 def chosen(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
-    """Those that are to be tried: "all" that are proposed, or by name, as name or name=value."""
+    """Return the remedies to try.
+
+    ``names`` contains "all" for all proposed ones that can be set, names of knobs, or name=value.
+    """
     proposed = {one.knob: one for one in remedies if one.settable}
     found: dict[str, Remedy] = dict(proposed) if ALL in names else {}
     for text in names:
@@ -93,7 +125,11 @@ def chosen(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
 
 
 def can_be_tried(names: list[str]) -> None:
-    """Raises ValueError for what can't be tried with any script, before minutes are spent."""
+    """Check the arguments of ``--try`` before any run starts.
+
+    Raises:
+        ValueError: A knob does not exist or cannot be set, or a value is not valid for it.
+    """
     for text in names:
         name, _, value = text.partition("=")
         if name not in KNOBS and name != ALL:
@@ -132,18 +168,24 @@ def _value(name: str, text: str) -> Any:
 def tried(
     asked: Asked, steps: int, remedies: list[Remedy], found: Tried, say: Callable[[str], None]
 ) -> None:
-    """Try each, the best predicted first, beside those that were kept before. What only a few
-    steps can tell comes last. Takes SHARE of the minutes that were asked for, or what one more
-    trial takes; the most promising is tried even where telling that took all of them."""
+    """Try each remedy with all settings kept before, and add the trials to ``found``.
+
+    The remedy with the largest predicted gain is tried first. Remedies whose gain only a
+    micro-measurement can predict come last. No trial starts after ``SHARE`` times the requested
+    minutes, except that the most promising remedy is tried even if the predictions took all of this
+    time.
+    """
     until = time.monotonic() + SHARE * MINUTE * asked.minutes
     with Runner(asked, say) as runner:
         _Trying(runner, steps, until).all(remedies, found)
 
 
 def joined(first: Interval, steps: Interval) -> Interval:
-    """Of two predictions of one gain, the second from few steps: their mean by inverse variance,
-    which is nearer than either where they are wrong by themselves. Where they do not meet, what was
-    measured."""
+    """Combine a prediction of a gain with a micro-measurement of it.
+
+    Returns the mean weighted by inverse variance, which is more accurate than either of them if
+    their errors are independent. If the intervals do not overlap, the measurement is returned.
+    """
     half, other = (
         max((one.high - one.low) / 2, least)
         for one, least in ((first, TIGHT), (steps, UNSURE * (1 + max(steps.mean, 0.0))))
@@ -158,10 +200,10 @@ def joined(first: Interval, steps: Interval) -> Interval:
 class _Trying:
     def __init__(self, runner: Runner, steps: int, until: float) -> None:
         self.runner, self.steps, self.cumulative_by_state = runner, steps, until
-        self.measured = 0  # knobs
+        self.measured = 0  # number of knobs measured so far
 
     def all(self, remedies: list[Remedy], found: Tried) -> None:
-        before = found.faster  # what their predictions are of
+        before = found.faster  # the predictions are relative to this throughput
         unknown = [one for one in remedies if one.gain is None]
         known = [one for one in remedies if one not in unknown]
         for remedy in sorted(known, key=_promise, reverse=True):
@@ -177,7 +219,7 @@ class _Trying:
             self._try(remedy, remedy.gain, found)
 
     def _try(self, remedy: Remedy, foreseen: Interval | None, found: Tried) -> None:
-        """One trial, into ``found``. A prediction that is rough is made better before."""
+        """Try one remedy, and add the trial to ``found``; first refine a rough prediction."""
         source, first = remedy.source, None
         if foreseen is not None and source != TRIED and _rough(foreseen):
             try:
@@ -195,7 +237,7 @@ class _Trying:
             found.faster *= 1 + trial.gain.mean
 
     def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
-        """The gain over a few steps; None where there is no time or value for it."""
+        """Return the gain over a few steps; None if there is no time left or no value to set."""
         if remedy.value is None or time.monotonic() > self.cumulative_by_state:
             return None
         steps = min(self.steps, GLIMPSE_STEPS)
@@ -204,7 +246,7 @@ class _Trying:
         return Interval(statistics.median(gains), min(gains), max(gains))
 
     def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
-        """Measured in turns, until it is known well enough."""
+        """Measure interleaved rounds until the gain is known precisely enough."""
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
         promising = predicted is not None and predicted.mean > 0
@@ -238,10 +280,13 @@ class _Trying:
     def _pair(
         self, remedy: Remedy, kept: dict[str, Any], steps: int, at: int
     ) -> tuple[float, tuple[float, float] | None]:
-        """The gain of one round, and of a knob that changes numbers the loss without and with it.
-        Every other round the other comes first: what warms up or cools down counts for both."""
+        """Return the gain of one round, and the losses without and with the remedy.
+
+        The losses are None unless the knob changes numbers. Rounds alternate between starting with
+        and without the remedy, so that a machine that warms up or cools down affects both equally.
+        """
         rates, losses = {}, {}
-        if remedy.knob == WORKERS:  # whole bursts of these, and of two, which scripts often have
+        if remedy.knob == WORKERS:  # whole bursts of these, and of 2, as scripts often have
             steps = in_bursts(steps, math.lcm(2, int(remedy.value)))
         changed = {**kept, remedy.knob: remedy.value}
         exclude(changed)
@@ -296,4 +341,4 @@ def _losses(pairs: list[tuple[float, float]]) -> Losses | None:
 
 
 class _NoEffectError(Exception):
-    """A knob that could not be set."""
+    """A knob had no effect in the script."""
