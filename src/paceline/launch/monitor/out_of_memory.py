@@ -1,4 +1,4 @@
-"""Detect that the kernel killed a rank because the host or its control group ran out of memory."""
+"""Detection of ranks killed by the kernel because the host or control group is out of memory."""
 
 from pathlib import Path
 
@@ -6,14 +6,17 @@ from ...cluster.topology.local_resources import memory_limits
 
 
 class OomKillCounter:
-    """Count the kernel's out-of-memory kills on this host."""
+    """Counter of the kernel's out-of-memory kills on this host."""
 
     def __init__(self) -> None:
         self._kills = _kills()
 
     def why(self, most: int) -> str:
-        """Explain the end of a process that was killed with SIGKILL, given its peak memory in
-        bytes; "" if memory was not the reason.
+        """Return an explanation why a process was killed with SIGKILL, or "" if the kernel has not
+        killed a process for lack of memory since the previous call.
+
+        Args:
+            most: Peak memory of the process, in bytes.
         """
         before, self._kills = self._kills, _kills()
         if self._kills <= before:
@@ -27,7 +30,7 @@ class OomKillCounter:
 
 
 def _kills() -> int:
-    """Return the number of out-of-memory kills on this host since it was booted."""
+    """Return the number of out-of-memory kills on this host since boot."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")

@@ -1,9 +1,9 @@
-"""Merge the output of all ranks: a line that all ranks print is shown once, other lines with their
-rank.
+"""Merging of the output of all ranks: a line that all ranks print is shown once, other lines with
+their rank.
 
-A line waits up to ``HOLD`` seconds for the other ranks to print the same one. With one rank all
-output is forwarded as it comes. Besides stdout and stderr a rank has a status pipe for Paceline's
-messages from inside the rank, which are shown without the rank's number.
+A line waits up to ``HOLD`` seconds for the other ranks to print the same line. The output of a job
+with one rank is forwarded immediately. In addition to stdout and stderr, a rank has a status pipe
+for Paceline's messages from inside the rank, which are shown without the rank's number.
 """
 
 import contextlib
@@ -21,14 +21,18 @@ from ...security.terminal import for_terminal
 from .rank_messages import MAX_MESSAGE_BYTES, RankMessage, message_of
 
 OUT, ERR, STATUS = 1, 2, 3
-HOLD = 0.2
-TAIL = 20  # last lines kept of each rank, for when it dies
+HOLD = 0.2  # seconds
+TAIL = 20  # number of last lines of each rank that are stored for error reports
 ERASE = b"\r\x1b[2K"
 
 
 class RankOutput:
-    """Read the ranks' pipes in a thread and write to ``out`` and ``err``. ``heard(rank, message)``
-    is called from that thread with a rank's messages to the launcher.
+    """Reader of the ranks' pipes, which writes their merged output to ``out`` and ``err``.
+
+    A thread reads the pipes. It calls ``heard(rank, message)`` with messages to the launcher.
+
+    Attributes:
+        tails: The last ``TAIL`` output lines of each rank.
     """
 
     def __init__(
@@ -61,14 +65,14 @@ class RankOutput:
             self.add(rank, stream, fd)
 
     def say(self, text: str) -> None:
-        """Write a message of the launcher to ``err``, after the ranks' output so far."""
+        """Write a message of the launcher to ``err``, after all pending output of the ranks."""
         with self._lock:
             self.drain()
             self._screen.write(ERR, for_terminal(text).encode())
 
     def drain(self) -> None:
-        """Read and show what is in the pipes now (everything, once the ranks have ended)."""
-        deadline = time.monotonic() + 2.0  # somebody may go on writing for ever
+        """Read and show what is in the pipes now (all output, if the ranks have ended)."""
+        deadline = time.monotonic() + 2.0  # a process may write without end
         with self._lock:
             while time.monotonic() < deadline and (ready := self._selector.select(0)):
                 for key, _ in ready:
@@ -94,7 +98,7 @@ class RankOutput:
 
     def _take(self, key: selectors.SelectorKey) -> None:
         if key.fd not in self._selector.get_map():
-            return  # closed since it was found ready
+            return  # closed after select() returned it
         if key.data is None:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 1024)
@@ -114,7 +118,7 @@ class RankOutput:
         self._feed(rank, stream, data)
 
     def take(self, rank: int, stream: int, data: bytes) -> None:
-        """Take output of a rank on another host; b"" at its end. Callable from any thread."""
+        """Process output of a rank on another host; b"" at its end. Any thread may call this."""
         with self._lock:
             self._feed(rank, stream, data)
 
@@ -123,7 +127,7 @@ class RankOutput:
             *lines, rest = (self._status.get(rank, b"") + data).split(b"\n")
             self._status[rank] = rest if len(rest) <= MAX_MESSAGE_BYTES else b""
             for line in lines:
-                with contextlib.suppress(InvalidFileError):  # a script has found the pipe
+                with contextlib.suppress(InvalidFileError):  # the script wrote to the pipe
                     self._hear(rank, message_of(line))
             if not data:
                 self._status.pop(rank, None)
@@ -139,12 +143,12 @@ class RankOutput:
 
 
 class _Screen:
-    """The output streams; keeps track of an unfinished line on the terminal that must be erased."""
+    """The output streams, and the unfinished line (a progress bar) to erase on the terminal."""
 
     def __init__(self, out: BinaryIO, err: BinaryIO) -> None:
         self.to = {OUT: out, ERR: err}
         self.terminal = {s: file.isatty() for s, file in self.to.items()}
-        self.moving: int | None = None  # the stream that a moving line was written to
+        self.moving: int | None = None  # stream of the line that ranks are overwriting
 
     def write(self, stream: int, data: bytes) -> None:
         if self.moving is not None and not data.startswith(ERASE) and self.terminal[self.moving]:
@@ -156,7 +160,7 @@ class _Screen:
         try:
             self.to[stream].write(data)
             self.to[stream].flush()
-        except (OSError, ValueError):  # our reader has gone; the ranks go on
+        except (OSError, ValueError):  # nothing reads our output any more; the ranks continue
             pass
 
 
@@ -168,19 +172,19 @@ class _Stream:
         self.number = number
         self.screen = screen
         self.partial = [b""] * ranks
-        # when it came, the line, and whether it is Paceline's own (and so written as it is)
+        # time of arrival, line, and whether it is a message of Paceline (written unchanged)
         self.queues: list[deque[tuple[float, bytes, bool]]] = [deque() for _ in range(ranks)]
         self._moved = b""
 
     def feed(self, rank: int, data: bytes) -> list[bytes]:
-        """Take a rank's bytes (b"" at its end) and return its complete lines."""
+        """Process a rank's output (b"" at its end) and return its complete lines."""
         if self.ranks == 1 and data:
             self.screen.write(self.number, data)
         *lines, rest = (self.partial[rank] + data).split(b"\n")
         if not data and rest:
             lines.append(rest)
             rest = b""
-        # What a terminal would show of a line that was overwritten: its last version.
+        # Only the last version of an overwritten line (carriage returns), as on a terminal.
         lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         _, mark, last = rest.rstrip(b"\r").rpartition(b"\r")
         self.partial[rank] = mark + last + (b"\r" if rest.endswith(b"\r") else b"")
@@ -190,11 +194,11 @@ class _Stream:
         return lines
 
     def say(self, rank: int, text: bytes) -> None:
-        """Queue a message of Paceline from inside a rank, after that rank's own lines."""
+        """Queue a message of Paceline from inside a rank, after the lines of that rank."""
         self.queues[rank].append((0.0, text, True))
 
     def flush(self, all_of_it: bool = False) -> None:
-        """Write lines that all ranks share, and those that have waited long enough."""
+        """Write lines that all ranks have printed, and lines that have waited ``HOLD`` seconds."""
         while True:
             for queue in self.queues:
                 while queue and queue[0][2]:

@@ -1,4 +1,4 @@
-"""The record in a folder; of a job that still runs and records there, what there is so far."""
+"""Loading of the record in a folder, also the incomplete record of a job that still runs."""
 
 import socket
 from pathlib import Path
@@ -9,12 +9,18 @@ from ...record.ring.ring import DEFAULT_CAPACITY
 from ..records import job_folder
 from . import running_jobs
 
-FROM_HOSTS = 8192  # newest events of a rank that are fetched from other hosts
+FROM_HOSTS = 8192  # maximum number of events per rank (the newest) fetched from other hosts
 
 
 def load_so_far(folder: Path) -> Run:
-    """As ``analyze.records.load_run``. Raises ValueError where there is nothing to read, also
-    with the host that knows more."""
+    """Return the record in ``folder``, or the incomplete record of the job that records there.
+
+    Complete records are loaded by ``analyze.records.load_run``.
+
+    Raises:
+        ValueError: There is no record. If the job was started on another host, the message names
+            it.
+    """
     if any(folder.glob("*.ring")):
         return load_run(folder)
     about = job_folder.about(folder)

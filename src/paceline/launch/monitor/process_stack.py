@@ -1,7 +1,8 @@
-"""Read the Python stacks of ranks that can't answer themselves, from their memory.
+"""Reading of Python stacks from the memory of ranks that can't answer a signal.
 
-py-spy reads another process without its help and without stopping it. A kernel with Yama only
-allows this to a process that the target has named, and its descendants: a rank names its launcher.
+py-spy reads the memory of another process without its cooperation and without stopping it. A kernel
+with Yama allows this only for a process that the target has named, and for its descendants. A rank
+names its launcher.
 """
 
 import json
@@ -16,18 +17,20 @@ from typing import Any
 
 from ..linux_prctl import prctl
 
-SECONDS = 1.8  # for all ranks together; one takes some hundredths
-AT_ONCE = 8
-MOST_BYTES = 4 << 20  # that are looked at of what py-spy says
-MOST_THREADS, MOST_FRAMES = 100, 100  # as faulthandler
-_PTRACER = 0x59616D61  # of prctl
-_LOOK = 0.005
-_END_SECONDS = 0.1  # for one that is killed
+SECONDS = 1.8  # timeout for all ranks together; one rank takes some hundredths of a second
+AT_ONCE = 8  # concurrent py-spy processes
+MOST_BYTES = 4 << 20  # maximum output of py-spy that is read
+MOST_THREADS, MOST_FRAMES = 100, 100  # same limits as faulthandler
+_PTRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2)
+_LOOK = 0.005  # seconds between two polls
+_END_SECONDS = 0.1  # timeout for the end of a killed py-spy
 
 
 def allow() -> None:
-    """In a rank: allow the process that started its rank server, and its descendants, to read this
-    one. Without Yama the kernel lacks this call, and all processes of the user may read.
+    """Allow the process that started the rank server, and its descendants, to read this process.
+
+    Called in a rank. A kernel without Yama does not have this call, and lets all processes of the
+    same user read.
     """
     if os.environ.get("PACELINE_STATUS", "").partition(":")[0] != str(os.getpid()):
         return  # not started by a rank server
@@ -40,8 +43,14 @@ def allow() -> None:
 
 
 def read(pids: Mapping[int, int]) -> dict[int, str]:
-    """Return the stacks of ranks, given their processes, in the format of faulthandler; of those
-    that can be read in time. FORBIDDEN for a process that may not be read.
+    """Return the stacks of ranks in the format of faulthandler.
+
+    Args:
+        pids: PID of each rank, by global rank.
+
+    Returns:
+        The stacks of the ranks that can be read in time, by global rank. STACK_NOT_PERMITTED for a
+        process that the kernel does not allow to read.
     """
     tool = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
     if tool is None or not pids:
@@ -57,7 +66,7 @@ def read(pids: Mapping[int, int]) -> dict[int, str]:
                 found[one.rank] = one.text()
                 running.remove(one)
                 one.close()
-    except OSError:  # no memory or descriptors for it
+    except OSError:  # not enough memory or file descriptors
         pass
     finally:
         for one in running:
@@ -68,7 +77,7 @@ def read(pids: Mapping[int, int]) -> dict[int, str]:
 
 
 class _Reading:
-    """A py-spy process. It writes to memory, so nothing waits for a pipe to be read."""
+    """A running py-spy process. It writes to a memory file, so it never blocks on a full pipe."""
 
     def __init__(self, tool: str, rank: int, pid: int) -> None:
         self.rank, self._pid = rank, pid
@@ -86,7 +95,7 @@ class _Reading:
             raise
 
     def text(self) -> str:
-        """Return the stack after the process has ended; "" if none could be read."""
+        """Return the stacks after py-spy has ended; "" if it could not read them."""
         from ...analyze.records.stacks import STACK_NOT_PERMITTED
 
         if self.process.returncode == 0:
@@ -99,7 +108,7 @@ class _Reading:
         )
 
     def close(self) -> None:
-        """Close the files after the process has ended or was killed."""
+        """Wait for py-spy, which has ended or was killed, and close its output files."""
         try:
             self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -112,7 +121,7 @@ class _Reading:
 
 
 def as_faulthandler(threads: Iterable[dict[str, Any]], pid: int) -> str:
-    """Format py-spy's output like faulthandler: the main thread last."""
+    """Return py-spy's output in the format of faulthandler, with the main thread last."""
 
     def is_main(thread: dict[str, Any]) -> bool:
         return bool(thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread")

@@ -1,7 +1,7 @@
-"""What a rank says to its launcher through the status pipe (record.tell), one JSON line each.
+"""Messages from a rank to its launcher through the status pipe, one line of JSON each.
 
-The pipe is open in the user's script as well, and in all processes that it starts: a line may hold
-anything.
+``record.ring.launcher_messages`` writes them. The pipe is also open in the user's script and in all
+processes that the script starts, so a line may contain anything.
 """
 
 from typing import Annotated, TypedDict
@@ -11,14 +11,14 @@ import msgspec
 from ...security.files import InvalidFileError
 from ...security.schema import Count, parse_json
 
-MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, some KB a rank
+MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
 
 ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class RankMessage(TypedDict, total=False):
-    """One message: one of these, and ``at`` and ``code`` with an exception."""
+    """A message: one of these keys; an exception also has ``at`` and ``code``."""
 
     say: str
     exception: str
@@ -35,9 +35,9 @@ def message_of(line: bytes) -> RankMessage:
     """Return the message in a line.
 
     Raises:
-        InvalidFileError: The line is none that Paceline writes.
+        InvalidFileError: The line is not a valid message of Paceline.
     """
-    # Not escaped: what a rank has Paceline say has its own colours, which are sorted out there.
+    # Not escaped: messages to print may contain colour codes, which for_terminal() filters later.
     message = parse_json(line, RankMessage, "the status pipe", escape=False)
     if "exception" in message and not {"at", "code"} <= message.keys():
         raise InvalidFileError("the status pipe", "has an exception without its time and code")

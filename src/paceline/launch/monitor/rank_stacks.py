@@ -1,8 +1,8 @@
-"""Collect the Python stacks of all ranks from outside.
+"""Collection of the Python stacks of all ranks from outside the ranks.
 
-A rank answers a reserved signal with the stacks of all its threads: faulthandler writes them from
-the C signal handler, so a rank that waits in C++ code answers too. A stopped process, or one that
-is blocked in the kernel, can't answer: it is read from outside.
+A rank answers a reserved signal with the stacks of all its threads. faulthandler writes them from
+the C signal handler, so that a rank that waits in C++ code answers too. A process that is stopped
+or blocked in the kernel can't answer. Its stacks are read from its memory (``process_stack``).
 """
 
 import contextlib
@@ -17,16 +17,17 @@ from ...record.ring.tail import process_state
 from ...security.files import open_regular, read_regular
 from . import process_stack
 
-# None that a scheduler or a script uses.
+# A signal that neither schedulers nor scripts normally use.
 SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
-SECONDS = 1.0  # for all answers together
-MAX_STACK_BYTES = 256 << 20  # all stacks that a rank has ever written
-_QUIET = 0.05  # nothing new for so long: a stack is whole
+SECONDS = 1.0  # timeout for the answers of all ranks together
+MAX_STACK_BYTES = 256 << 20  # of a rank's file, which contains all stacks it has written
+_QUIET = 0.05  # seconds without new output after which a stack is complete
 
 
 def answer() -> None:
-    """In a rank, before its script runs: answer the signal from now on, and allow reads from
-    outside.
+    """Let this rank answer the signal, and allow other processes to read its memory.
+
+    Called in a rank before its script runs.
     """
     folder, rank = os.environ.get("PACELINE_RECORD"), os.environ.get("RANK", "0")
     if folder is None:
@@ -38,11 +39,11 @@ def answer() -> None:
         fd = open_regular(path, flags, follow_links=False, owner=os.geteuid())
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     except (OSError, ValueError, RuntimeError):
-        path.unlink(missing_ok=True)  # it is the file that says that it answers
+        path.unlink(missing_ok=True)  # an existing file means that the rank answers
 
 
 def pids(folder: Path) -> dict[int, int]:
-    """Return the process of each rank that answers."""
+    """Return the PID of each rank that answers, by global rank."""
     found = {}
     for path in folder.glob("rank-*.stack"):
         match = re.fullmatch(r"rank-(\d{1,9})-(\d{1,9})", path.stem)
@@ -52,7 +53,9 @@ def pids(folder: Path) -> dict[int, int]:
 
 
 def ask(folder: Path) -> dict[int, str]:
-    """Return the stacks of the ranks on this host that answer in time or can be read."""
+    """Return the stacks, by global rank, of the ranks on this host that answer in time or can be
+    read.
+    """
     all_pids = {
         rank: pid
         for rank, pid in pids(folder).items()
@@ -63,14 +66,15 @@ def ask(folder: Path) -> dict[int, str]:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Whether a process has its rank's file open: a PID may be reused later, and the signal would
-    end another process.
+    """Return whether a process has its rank's file open.
+
+    The PID may have been reused, and the signal would end the other process.
     """
     descriptors = Path(f"/proc/{pid}/fd")
     try:
         wanted = path.stat(follow_symlinks=False)
         names = os.listdir(descriptors)
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return False
     for name in names:
         with contextlib.suppress(OSError):
@@ -84,7 +88,7 @@ def _answers(folder: Path, all_pids: dict[int, int]) -> dict[int, str]:
     before: dict[int, tuple[Path, int]] = {}
     for rank, pid in all_pids.items():
         path = folder / f"rank-{rank}-{pid}.stack"
-        if process_state(pid) in ("T", "t"):  # it would answer when it goes on
+        if process_state(pid) in ("T", "t"):  # it would answer only after it is continued
             continue
         before[rank] = (path, path.stat().st_size)
         try:

@@ -1,7 +1,7 @@
-"""Find running jobs and their ring files.
+"""Search for running jobs and their ring files.
 
-Ring files of ranks on this host are in the jobs' folders; those of other hosts come through the
-launcher of a job on several hosts (``live_records``).
+Ring files of ranks on this host are in the job folders. The launcher of a multi-node job provides
+those of the other hosts (``live_records``).
 """
 
 import socket
@@ -20,8 +20,12 @@ class RunningJob:
 
     Attributes:
         name: Value of ``--job``.
-        over: Whether its launcher is asked; else the job's folders on this host are read.
-        home: Name of another host on which it was started, or "".
+        command: The script or module, and its arguments.
+        started: Start time, in seconds since 1970, if known.
+        target: Folder for the record, or None.
+        over: Whether the ring files are requested from the launcher. Otherwise they are read from
+            the job folders on this host.
+        home: Name of the other host on which the job was started, or "".
     """
 
     name: str
@@ -29,10 +33,14 @@ class RunningJob:
     started: float | None
     target: Path | None
     over: bool
-    home: str = ""  # another host, where it was started
+    home: str = ""
 
     def snapshot(self, most: int) -> live_records.JobSnapshot | None:
-        """Return its current state; None once it has ended."""
+        """Return the current state of the job, or None if it has ended.
+
+        Args:
+            most: Maximum number of events per rank.
+        """
         if self.over:
             return live_records.query_launcher(self.name, most)
         folders = [folder for folder in job_folder.running() if _name(folder) == self.name]
@@ -41,8 +49,8 @@ class RunningJob:
 
 
 def find(folder: Path | None, name: str | None) -> RunningJob:
-    """Return the job that records into ``folder``, or has this name, or is the only one on this
-    host.
+    """Return the running job that records into ``folder``, or has this name, or is the only one
+    on this host.
 
     Raises:
         ValueError: There is no such job, or there are several.
@@ -68,7 +76,7 @@ def find(folder: Path | None, name: str | None) -> RunningJob:
 def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
     about = job_folder.about(folder)
     run, target = about.run, folder.resolve()
-    for job in jobs:  # those whose launcher can be asked come first
+    for job in jobs:  # jobs with a reachable launcher are first
         if job.target is not None and job.target.resolve() == target:
             return job
         if run and job.name == run:
@@ -94,12 +102,12 @@ def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
     )
 
 
-MAX_NAMED = 8  # sockets that are left out
-_reported: set[str] = set()  # launchers' sockets that were left out, named once
+MAX_NAMED = 8  # maximum number of ignored sockets that are reported
+_reported: set[str] = set()  # ignored launcher sockets that were already reported
 
 
 def _running() -> list[RunningJob]:
-    """This user's jobs that can be seen from this host: those with several hosts first."""
+    """Return this user's jobs that are visible from this host, multi-node jobs first."""
     found: dict[str, RunningJob] = {}
     for run in live_records.running_launchers():
         try:
@@ -113,7 +121,7 @@ def _running() -> list[RunningJob]:
                 )
             continue
         except ValueError:
-            seen = live_records.JobSnapshot([], [], False, {})  # stopped, and there
+            seen = live_records.JobSnapshot([], [], False, {})  # launcher is suspended
         if seen is None:
             continue
         record = seen.job.get("record")
@@ -133,8 +141,10 @@ def _running() -> list[RunningJob]:
 
 
 def _name(folder: Path) -> str:
-    """Return the name of a folder's job. Ranks of another launcher have one folder each, with the
-    same record folder.
+    """Return the name of the job that a job folder belongs to.
+
+    Under another launcher (``paceline record``) each rank has a job folder, and the ranks of a job
+    share the record folder.
     """
     run, target = job_folder.about(folder).run, job_folder.promised(folder)
     if run == folder.name or target is None:

@@ -1,6 +1,6 @@
-"""``paceline top``: show again and again what a running job's rings say, until it ends.
+"""``paceline top``: show the state of a running job periodically, from its ring files.
 
-Nothing is written, no lock is kept, and the processor goes to others first.
+No file is written, no lock is held, and the process runs at the lowest CPU priority.
 """
 
 import json
@@ -27,16 +27,27 @@ from ...security.text import printable
 from . import live_records
 from .running_jobs import RunningJob, find
 
-EVENTS = 200_000  # of all ranks together, that a view is made from
-LEAST, MOST = 512, 8192  # ... and of one rank
-PLAIN_WIDTH = 100  # where there is no terminal
-BESIDE = 14  # lines of a view that are not its table
+EVENTS = 200_000  # maximum number of events of all ranks together in one view
+LEAST, MOST = 512, 8192  # minimum and maximum number of events of one rank
+PLAIN_WIDTH = 100  # columns if the output is not a terminal
+BESIDE = 14  # lines of a view in addition to its table
 
 
 def top(folder: Path | None, name: str | None, every: float, once: bool, as_json: bool) -> int:
-    """Show the job that records into ``folder``, or is called ``name``, or is the only one.
+    """Show the job that records into ``folder``, or has the name ``name``, or is the only one.
 
-    Raises ValueError where there is no such job, or there are several.
+    Args:
+        folder: Record folder of the job, or None.
+        name: Name of the job, or None.
+        every: Interval between two views, in seconds.
+        once: Whether to show one view and return.
+        as_json: Whether to print each view as one line of JSON.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: There is no such job, or there are several, or ``every`` is not positive.
     """
     if not every > 0:
         raise ValueError(f"--every {every:g}: HINT: more than 0 seconds")
@@ -51,24 +62,29 @@ def top(folder: Path | None, name: str | None, every: float, once: bool, as_json
     return _on_screen(job, pictures, every, console)
 
 
-# what is shown
+# Snapshots
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One view of the job, and what is to be said beside it."""
+    """One view of the job.
+
+    Attributes:
+        view: The view, or None if no rank has a record yet.
+        said: Message to show below the view, or "".
+    """
 
     view: View | None
     said: str
 
 
 def _pictures(job: RunningJob) -> Iterator[Snapshot]:
-    """One after the other, as quickly as they are asked for, until the job has ended."""
+    """Yield snapshots of the job until it has ended. The caller determines the interval."""
     shown, most = None, LEAST
     while True:
         try:
             seen = job.snapshot(most)
-        except ValueError as mistake:  # the launcher is stopped: it may go on
+        except ValueError as mistake:  # the launcher is suspended and may continue
             yield Snapshot(shown, str(mistake))
             continue
         if seen is None:
@@ -78,7 +94,7 @@ def _pictures(job: RunningJob) -> Iterator[Snapshot]:
             continue
         fresh = _view(job, seen)
         if fresh is not None and fresh.size and most != (wanted := _events(fresh.size)):
-            most = wanted  # the first look was a short one
+            most = wanted  # the first snapshot had few events
             if shown is None:
                 shown = fresh
                 continue
@@ -97,7 +113,7 @@ def _view(job: RunningJob, seen: live_records.JobSnapshot) -> View | None:
 
 
 def _silence(seen: live_records.JobSnapshot) -> str:
-    """Which hosts have not answered, with their ranks."""
+    """Return a message about the hosts that have not answered, with their ranks, or ""."""
     told, first = [], 0
     hosts, on_each = seen.job.get("hosts", []), seen.job.get("on_each", [])
     for host, count in zip(hosts, on_each, strict=True):
@@ -137,13 +153,13 @@ def _nothing_yet(job: RunningJob) -> str:
     return f"{' '.join(job.command)}: starting: no rank has a record yet{since}{hint}"
 
 
-# ways to show it
+# Output
 
 
 def _lines(
     job: RunningJob, pictures: Iterator[Snapshot], every: float, once: bool, as_json: bool
 ) -> int:
-    """As JSON, or once. Raises ValueError where the one view can't be had."""
+    """Print views as JSON, or a single view. Raises ValueError if no single view is available."""
     for picture in pictures:
         if once and picture.view is None and picture.said:
             raise ValueError(picture.said)
@@ -168,7 +184,7 @@ def _as_json(job: RunningJob, picture: Snapshot) -> dict[str, Any]:
 
 
 def _plainly(job: RunningJob, pictures: Iterator[Snapshot], every: float) -> int:
-    """Into a file or a pipe: view after view."""
+    """Print one view after another, to a file or a pipe."""
     for picture in pictures:
         _print(_renderable(job, picture, _width()))
         print(flush=True)
@@ -183,7 +199,7 @@ def _on_screen(
     last: View | None = None
     with _ended_by_signals(), Live(console=console, screen=True, auto_refresh=False) as screen:
         for picture in pictures:
-            last = picture.view or last  # while a job ends its rings may be gone already
+            last = picture.view or last  # while the job ends, its ring files may be removed
             screen.update(_renderable(job, picture, *console.size), refresh=True)
             time.sleep(every)
     if last is not None:
@@ -194,7 +210,7 @@ def _on_screen(
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """The terminal is restored also where a signal ends us."""
+    """Exit through SystemExit on SIGTERM and SIGHUP, so that the terminal is restored."""
 
     def end(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)
