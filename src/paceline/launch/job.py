@@ -1,4 +1,4 @@
-"""The user's request, and whether it can run on this host."""
+"""The job that the user requested, and the check whether it can run on this host."""
 
 import ast
 import importlib.machinery
@@ -18,41 +18,67 @@ from ..knobs.tuning import Tuning
 from . import requeue
 from .records import job_folder
 
-# Memory of a rank before it has any data (its share, measured with a tiny model).
+# Memory of a rank without data, in bytes (proportional share, measured with a tiny model).
 RANK_BYTES = 64 << 20
 FRESH_RANK_BYTES = 230 << 20
 # These environment variables take effect only when a rank's interpreter starts.
 OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
-AUTO = "auto"  # bind only if the cores are reserved for this job
-# Imported before the fork if the script imports them: slow to import, without side effects.
+AUTO = "auto"  # bind ranks only if the cores are reserved for this job
+# Imported before the fork if the script imports them: they are slow to import and have no side
+# effects.
 PRELOADED = ("torch", "numpy", "scipy", "sklearn", "pandas", "PIL")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the user asked to run."""
+    """The job that the user requested.
 
-    name: str  # the script's path, or the module's name
+    Attributes:
+        name: Path of the script, or name of the module.
+        args: Arguments of the script.
+        module: Whether ``name`` is a module.
+        ranks: Number of ranks on this host.
+        max_restarts: Maximum number of restarts after a failure.
+        min_hosts: Minimum number of hosts for an attempt; None: all.
+        fresh: Whether each rank gets a new Python interpreter.
+        threads: Value of OMP_NUM_THREADS; None: derived from the binding.
+        bind: What ranks are bound to: AUTO or one of ``binding_plan.KINDS``.
+        cpus_per_rank: Cores per rank, or None.
+        smt: Whether a rank has one thread per hardware thread of its cores.
+        report_bindings: Whether to report the bindings.
+        granted: Number of cores of this host that the scheduler has granted to the job; None:
+            unknown.
+        port: Port of the ranks' store; 0: any free port.
+        hang_timeout: Seconds without progress before the job is considered hung; 0: never.
+        summary: File for the JSON summary, or None.
+        record: Folder for the record, or None.
+        count_flops: Whether to count the FLOPs of one recorded step.
+        settings: Values of knobs, by name.
+        tuning: Settings of DDP's gradient synchronization, or None.
+        stage: Absolute paths of the packed datasets to stage.
+    """
+
+    name: str
     args: list[str] = field(default_factory=list)
     module: bool = False
     ranks: int = 1
     max_restarts: int = 0
-    min_hosts: int | None = None  # that an attempt needs; None: all
+    min_hosts: int | None = None
     fresh: bool = False
     threads: int | None = None
     bind: str = AUTO
     cpus_per_rank: int | None = None
-    smt: bool | None = None  # whether a rank has a thread for each hardware thread of its cores
+    smt: bool | None = None
     report_bindings: bool = False
-    granted: int | None = None  # cores of this host that the scheduler says are the job's
+    granted: int | None = None
     port: int = 0
-    hang_timeout: float = 300.0  # s; 0: never
+    hang_timeout: float = 300.0
     summary: Path | None = None
     record: Path | None = None
-    count_flops: bool = False  # in one recorded step
-    settings: dict[str, Any] = field(default_factory=dict)  # knobs and their values
-    tuning: Tuning | None = None  # of DDP's exchange
-    stage: list[str] = field(default_factory=list)  # packed sets, by absolute paths
+    count_flops: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    tuning: Tuning | None = None
+    stage: list[str] = field(default_factory=list)
 
     @property
     def own_interpreters(self) -> bool:
@@ -65,7 +91,12 @@ class Job:
 
 
 def variables(job: Job, run: str) -> dict[str, str]:
-    """Return the environment variables of every rank on every host, except torchrun's."""
+    """Return the environment variables that all ranks on all hosts get, except torchrun's.
+
+    Args:
+        job: The job.
+        run: ID of the run.
+    """
     command = {"name": job.name, "args": job.args, "module": job.module}
     found = {"PACELINE_COMMAND": json.dumps(command), "PACELINE_RUN": run}
     if job.record is not None:
@@ -93,7 +124,11 @@ def variables(job: Job, run: str) -> dict[str, str]:
 
 
 def check(job: Job) -> bytes:
-    """Return the source of the script or module. Raise ValueError if the job can't run."""
+    """Return the source of the script or module, after checking that the job can run here.
+
+    Raises:
+        ValueError: An option is invalid, the memory does not suffice, or the script can't be run.
+    """
     from ..cluster.binding.binding_plan import KINDS
 
     if job.count_flops and job.record is None:
@@ -159,7 +194,7 @@ def _script_file(name: str) -> Path:
 
 
 def _module_file(name: str) -> Path:
-    """Return the file that ``python -m name`` would run, without importing anything."""
+    """Return the file that ``python -m name`` would run, without importing any module."""
     folders: Any = [os.getcwd(), *sys.path]
     parts = name.split(".")
     for i, part in enumerate(parts):
@@ -180,8 +215,10 @@ def _module_file(name: str) -> Path:
 
 
 def preloads(job: Job, source: bytes) -> list[str]:
-    """Return the modules that are imported once for all ranks: torch, and those of PRELOADED that
-    the script imports at its top level. Empty if ranks get new interpreters.
+    """Return the modules to import once for all ranks, before the fork.
+
+    These are torch, and the modules of ``PRELOADED`` that the script imports at its top level. The
+    list is empty if ranks get new interpreters.
     """
     if job.own_interpreters:
         return []

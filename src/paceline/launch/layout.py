@@ -1,4 +1,4 @@
-"""The placement of ranks on hosts: the ranks of a host are consecutive."""
+"""Placement of ranks on hosts. The ranks of a host are consecutive."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ class Seat:
     """Where one rank runs.
 
     Attributes:
-        host: Index in the list of hosts.
-        local_rank: Rank among the ranks of the host.
+        host: Index of the host in the list of hosts.
+        local_rank: Local rank on the host.
         local_size: Number of ranks on the host.
     """
 
@@ -27,14 +27,20 @@ def seats(counts: list[int]) -> list[Seat]:
 
 
 def counts(hosts: list[Host], ranks: int | None, explicit: bool) -> list[int]:
-    """Ranks of each host.
+    """Return the number of ranks on each host; 0 for a host without ranks.
 
-    hosts: with the slots, devices and numa that are known. explicit: the slots are the user's
-    own (-H host:4), and come before what the hosts have. Without ``ranks`` each host gets its
-    share: its GPUs, else the scheduler's tasks, else its NUMA domains. With ``ranks`` explicit
-    slots are filled in order; else the ranks are spread evenly. Hosts that get none have 0.
+    If ``ranks`` is None, each host gets its default number of ranks: the number of its GPUs, else
+    of the scheduler's tasks, else of its NUMA domains. Otherwise explicit slots are filled in the
+    order of the hosts; without explicit slots the ranks are distributed evenly.
 
-    Raises ValueError for fewer than one rank, or more than there are explicit slots.
+    Args:
+        hosts: The hosts, with the slots, devices and NUMA domains that are known.
+        ranks: World size, or None.
+        explicit: Whether the user has given the slots (``-H host:4``). They then take precedence
+            over the hardware of the hosts.
+
+    Raises:
+        ValueError: ``ranks`` is less than 1, or more than the explicit slots.
     """
     if ranks is not None and ranks < 1:
         raise ValueError(f"-n {ranks}: at least one rank is needed. HINT: -n 1")
@@ -67,7 +73,7 @@ def _filled(slots: list[int], ranks: int, hosts: list[Host]) -> list[int]:
 
 
 def told(names: list[str], counted: list[int]) -> str:
-    """ "host1: 0-3, host2: 4-7", shortened in the middle for many hosts."""
+    """Return the ranks of each host as "host1: 0-3, host2: 4-7", abbreviated for many hosts."""
     parts, first = [], 0
     for name, count in zip(names, counted, strict=True):
         if count:

@@ -1,4 +1,4 @@
-"""prctl(2) of Linux, by ctypes: what the launcher sets for a process and its children."""
+"""Process attributes that the launcher sets by prctl(2) of Linux, called through ctypes."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children o
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl(2). Does nothing on systems that do not have it."""
+    """Call prctl(2). Do nothing on systems without it."""
     try:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     except AttributeError:

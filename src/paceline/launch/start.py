@@ -1,4 +1,4 @@
-"""What ``paceline run`` does with its options: where, how many, and off."""
+"""Start of a job from the options of ``paceline run``: select the hosts and ranks, and run."""
 
 import os
 import sys
@@ -23,10 +23,21 @@ def start(
     min_ranks_per_host: int = 1,
     excluded_hosts: dict[str, str] | None = None,
 ) -> int:
-    """Run the job where the options and the allocation say; the exit code. least, without: as
-    ``several.run`` has them.
+    """Run the job on the hosts given by the options or the allocation, and return its exit code.
 
-    Raises ValueError for the user's mistakes.
+    Args:
+        job: The job.
+        ranks: World size, or None for each host's default number of ranks.
+        hosts: Value of ``--hosts``, or None.
+        hostfile: Value of ``--hostfile``, or None.
+        launcher: Value of ``--launcher``, or None.
+        variables: Environment variables for all ranks, as NAME=VALUE or NAME.
+        show_only: Whether to print what would be started, and start nothing.
+        min_ranks_per_host: Lower bound of each host's default number of ranks.
+        excluded_hosts: Same as for ``multi_node.run``.
+
+    Raises:
+        ValueError: The options are invalid, or the job can't run.
     """
     environment = parse_env_options(variables)
     where = target(hosts, hostfile, launcher)
@@ -39,7 +50,7 @@ def start(
         (count,) = counts(where.hosts, ranks, where.explicit)
         count = count if ranks is not None else max(min_ranks_per_host, count)
         return single_node.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
-    from . import multi_node  # not needed, and not waited for, on one machine
+    from . import multi_node  # imported late: a job on one node does not need it
 
     return multi_node.run(
         job,

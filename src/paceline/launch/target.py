@@ -1,4 +1,4 @@
-"""Where ``paceline run`` starts the ranks: here, on named hosts, or on the allocation's."""
+"""Selection of the hosts for ``paceline run``: this host, named hosts, or the allocation."""
 
 import os
 import subprocess
@@ -21,8 +21,14 @@ from .remote.start_commands import LaunchTool, find_tool
 
 @dataclass(frozen=True)
 class Target:
-    """tool: what starts the agents, None for ranks of this machine. explicit: the hosts' slots
-    are the user's own words. why: where the hosts come from, for people."""
+    """The hosts on which the ranks are started, and how.
+
+    Attributes:
+        hosts: The hosts.
+        tool: Tool that starts the agents; None if the launcher starts the ranks on this host.
+        explicit: Whether the user has given the hosts' slots.
+        why: Description of the source of the host list, for messages.
+    """
 
     hosts: list[Host]
     tool: LaunchTool | None
@@ -31,11 +37,17 @@ class Target:
 
 
 def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Target:
-    """As the options say (-H, --hostfile, --launcher), else the scheduler's allocation, else
-    this machine.
+    """Return the hosts given by the options, else those of the scheduler's allocation, else this
+    host.
 
-    Raises ValueError for options that contradict each other, an allocation that contradicts
-    itself, or where a launcher has started several of us.
+    Args:
+        hosts: Value of ``-H``, or None.
+        hostfile: Value of ``--hostfile``, or None.
+        launcher: Value of ``--launcher``, or None.
+
+    Raises:
+        ValueError: The options contradict each other, the allocation is inconsistent, or another
+            launcher has started several copies of ``paceline run``.
     """
     if hosts is not None and hostfile is not None:
         raise ValueError("-H and --hostfile both name the hosts. HINT: one of them")
@@ -67,9 +79,12 @@ def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Ta
 
 
 def _once(environment: dict[str, str]) -> None:
-    """Ranks are started by us: one ``paceline run`` is enough."""
+    """Raise ValueError if another launcher has started several copies of ``paceline run``.
+
+    Each copy would start all ranks.
+    """
     if "PACELINE_RUN" in environment:
-        return  # a script's own business
+        return  # started by a script inside a job, which is allowed
     started = launched_by(environment)
     if started is not None and started.size > 1:
         raise ValueError(
@@ -83,7 +98,7 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
     found = find(environment)
     if found is None or found.hosts:
         return found
-    # Only Flux tells its hosts by a command alone.
+    # Flux is the only scheduler that provides the host list only by a command.
     try:
         asked = subprocess.run(
             ["flux", "getattr", "hostlist"], capture_output=True, text=True, timeout=30
@@ -96,7 +111,14 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
 
 
 def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> str:
-    """``--show``: what would start where, and with what. Starts nothing."""
+    """Return the output of ``--show``: hosts, ranks and commands that would be started.
+
+    Args:
+        job: The job.
+        where: The hosts.
+        ranks: World size, or None for each host's default number of ranks.
+        variables: Names of the environment variables that are set on all ranks.
+    """
     from .remote.start_agents import agent_command
 
     lines = [f"{where.why}: {_tool(where)}"]

@@ -1,4 +1,4 @@
-"""Accept the agents that connect back to the launcher (srun, jsrun, mpirun, flux)."""
+"""Listener for agents that connect back to the launcher (started by srun, jsrun, mpirun, flux)."""
 
 import socket
 import time
@@ -12,27 +12,27 @@ from ...security.greeting import Acceptor
 from ..channel import channel_of_visitor, host_greeting, new_secret
 from .remote_host import RemoteHost
 
-PLACE_SECONDS = 120.0  # from an agent's greeting until it has said which agent it is
-POLL_SECONDS = 0.02  # between two looks for that message
-RESOLVE_SECONDS = 5.0  # for the names of all nodes
-MANY_STRANGERS = 100  # that are worth a warning, though the job has started
+PLACE_SECONDS = 120.0  # timeout from an agent's greeting to the message with its index
+POLL_SECONDS = 0.02  # between two polls for that message
+RESOLVE_SECONDS = 5.0  # timeout for resolving the names of all nodes
+MANY_STRANGERS = 100  # unauthenticated connections that justify a warning in a job that has started
 
 
 class AgentListener:
-    """Listen for a job's agents until each has proved that it knows the secret, and which it is.
+    """Listening sockets for a job's agents, which authenticate by the secret and send their index.
 
-    One thread serves all connections: visitors that do not know the secret occupy none, and are
+    One thread serves all connections. A connection without the secret occupies no thread, and is
     closed after a second (``security.greeting``).
 
     Args:
-        names: Names of the nodes that agents will come from.
+        names: Names of the nodes from which agents will connect.
 
     Attributes:
-        secret: What agents have to know.
+        secret: Secret by which agents authenticate.
         where: The launcher's addresses for agents: ``ADDRESS,PORT;ADDRESS,PORT``.
-        found: The agents by place: the number that the scheduler's tool has given them.
-        visitors: All that knew the secret; the caller closes them.
-        twice: Place that two agents have said, or None.
+        found: The agents, by the index that the scheduler's launch tool has assigned to each.
+        visitors: All authenticated connections; the caller closes them.
+        twice: Index that two agents have sent, or None.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -43,7 +43,7 @@ class AgentListener:
         self.found: dict[int, RemoteHost] = {}
         self.visitors: list[RemoteHost] = []
         self.twice: int | None = None
-        self._unplaced: dict[RemoteHost, float] = {}  # until when they are waited for
+        self._unplaced: dict[RemoteHost, float] = {}  # deadline for the index, by agent
 
     def __enter__(self) -> "AgentListener":
         return self
@@ -52,7 +52,7 @@ class AgentListener:
         self._acceptor.close()
 
     def wait(self, seconds: float) -> None:
-        """Serve visitors for about ``seconds``; ``found`` and ``twice`` are up to date then."""
+        """Serve connections for about ``seconds``, then return. Updates ``found`` and ``twice``."""
         wait = min(seconds, POLL_SECONDS) if self._unplaced else seconds
         for visitor, nonces in self._acceptor.wait(wait):
             self._admit(visitor, nonces)
@@ -68,7 +68,7 @@ class AgentListener:
                 host.close()
 
     def strangers(self) -> str:
-        """Return how many visitors did not know the secret and where they came from, or ""."""
+        """Return a message with the number and origin of unauthenticated connections, or ""."""
         strangers = self._acceptor.strangers
         if not strangers.total:
             return ""
@@ -78,7 +78,7 @@ class AgentListener:
 
     @property
     def many_strangers(self) -> bool:
-        """Return whether there were more strangers than a port scan would make."""
+        """Whether there were more unauthenticated connections than a port scan would make."""
         return self._acceptor.strangers.total > MANY_STRANGERS
 
     def _admit(self, visitor: socket.socket, nonces: bytes) -> None:
@@ -106,7 +106,11 @@ class AgentListener:
 
 
 def _listen(addresses: list[str]) -> tuple[list[socket.socket], str]:
-    """Listen on each address, or on all interfaces where there is none."""
+    """Listen on each address, or on all interfaces if there is none or one can't be used.
+
+    Returns:
+        The sockets, and the addresses in the form ``ADDRESS,PORT;ADDRESS,PORT``.
+    """
     with ExitStack() as opened, suppress(OSError):
         sockets = [opened.enter_context(listen_on(address)) for address in addresses]
         if sockets:
@@ -119,11 +123,12 @@ def _listen(addresses: list[str]) -> tuple[list[socket.socket], str]:
 
 
 def addresses_towards(names: list[str]) -> list[str]:
-    """Return this host's addresses that the nodes can connect to.
+    """Return this host's addresses to which the nodes can connect.
 
-    Those of the interfaces that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; else those that
-    the kernel sends from towards each node, or 127.0.0.1 where all nodes are this host. Empty
-    where a node's name does not resolve: the scheduler may know it by another one.
+    These are the addresses of the interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set.
+    Otherwise they are the source addresses that the kernel selects towards each node, or 127.0.0.1
+    if all nodes are this host. The list is empty if the name of a node does not resolve: the
+    scheduler may use another name than the network.
     """
     only = asked()
     named = [link.address for link in of_names(links(), only)] if only else []
@@ -140,10 +145,10 @@ def addresses_towards(names: list[str]) -> list[str]:
 
 
 def _sources(name: str) -> list[str]:
-    """Return this host's addresses on the way to another one; none for this host itself.
+    """Return this host's source addresses towards host ``name``; none for this host itself.
 
     Raises:
-        OSError: The name does not resolve, or no address of it can be reached.
+        OSError: The name does not resolve, or none of its addresses can be reached.
     """
     name = name.rpartition("@")[2]
     if is_here(name):
@@ -152,7 +157,7 @@ def _sources(name: str) -> list[str]:
     found = [one for one in found if one[0] == socket.AF_INET] or found
     sources = []
     for family, kind, _, _, where in found:
-        with socket.socket(family, kind) as probe:  # connect sends nothing here
+        with socket.socket(family, kind) as probe:  # connect() of a UDP socket sends nothing
             try:
                 probe.connect(where)
             except OSError as error:

@@ -1,8 +1,8 @@
-"""Ensure that a job has one agent per node, even after a restart: a previous agent, which may still
-hold the GPUs while the launcher can't reach it, is ended first.
+"""Lock that ensures that a job has one agent per node, even after a restart.
 
-The agent holds the name of an abstract Unix socket (no file); the kernel reports which process
-holds a name that is taken.
+A previous agent, which may still occupy the GPUs while the launcher can't reach it, is ended first.
+The lock is the name of an abstract Unix socket (no file). The kernel reports which process holds a
+name.
 """
 
 import os
@@ -11,15 +11,24 @@ import socket
 import struct
 import time
 
-PATIENCE = 6.0  # s for an agent to end its ranks; it is killed after that, and its server ends them
-NOT_LISTENING_S = 1.0  # then the name is no agent's: agents listen at once
-_TRY = 0.05
+# Seconds for an agent to end its ranks. Then the agent is killed, and its rank server ends them.
+PATIENCE = 6.0
+# Seconds after which a name without a listener is not an agent's: agents listen immediately.
+NOT_LISTENING_S = 1.0
+_TRY = 0.05  # seconds between two attempts
 _PEER = struct.Struct("iII")  # pid, uid, gid
 
 
 def claim(run: str, place: int) -> socket.socket | None:
-    """Become the only agent of the job ``run`` at this index among its nodes, while the returned
-    socket is open; None if another user's process holds the name.
+    """Make this process the only agent of a job on a node.
+
+    Args:
+        run: ID of the run.
+        place: Index of the node in the job.
+
+    Returns:
+        The socket that holds the lock as long as it is open. None if another user's process holds
+        the name, or the previous agent can't be ended.
     """
     address = f"\0paceline-agent-{os.getuid()}-{run}-{place}"
     began = listened = time.monotonic()
@@ -28,7 +37,7 @@ def claim(run: str, place: int) -> socket.socket | None:
         mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             mine.bind(address)
-            mine.listen(8)  # nobody is ever answered
+            mine.listen(8)  # connections are never accepted
             return mine
         except OSError:
             mine.close()
@@ -45,10 +54,13 @@ def claim(run: str, place: int) -> socket.socket | None:
 
 
 def _end(address: str, kind: signal.Signals | None) -> bool:
-    """Signal the process of ours that holds the name; whether it is no other user's.
+    """Send signal ``kind``, if any, to the process that holds the name, if it is this user's.
+
+    Returns:
+        False if the process belongs to another user.
 
     Raises:
-        ConnectionRefusedError: Nobody listens under the name.
+        ConnectionRefusedError: No process listens under the name.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         try:
@@ -60,9 +72,9 @@ def _end(address: str, kind: signal.Signals | None) -> bool:
                 return False
             if kind is not None:
                 os.kill(pid, kind)
-                os.kill(pid, signal.SIGCONT)  # one that is stopped hears nothing
+                os.kill(pid, signal.SIGCONT)  # a stopped process handles no signals
         except ConnectionRefusedError:
             raise
         except OSError:
-            pass  # it has gone meanwhile
+            pass  # the process has ended meanwhile
     return True

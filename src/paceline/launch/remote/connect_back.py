@@ -1,4 +1,4 @@
-"""Connect an agent to its launcher, which may be busy with other visitors."""
+"""Connection from an agent to its launcher, which may be busy with other connections."""
 
 import random
 import time
@@ -6,19 +6,17 @@ import time
 from ...security.greeting import DROPPED
 from ..channel import Channel, connect_channel
 
-CONNECT_SECONDS = 5.0  # to each address of the launcher
-PATIENCE_SECONDS = (
-    25.0  # with a launcher that drops connections or is silent, before a last attempt
-)
-REFUSED_SECONDS = 1.0  # since some address did more than refuse the connection
-FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.1, 2.0  # between two attempts; each waits twice as long
+CONNECT_SECONDS = 5.0  # timeout for each address of the launcher
+PATIENCE_SECONDS = 25.0  # until the last attempt, if the launcher drops connections or is silent
+REFUSED_SECONDS = 1.0  # until the last attempt, if all addresses refuse the connection
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.1, 2.0  # between attempts; doubled each time
 
 
 class LauncherNotFoundError(Exception):
-    """No address of the launcher has led to it.
+    """The agent could not connect to any address of the launcher.
 
     Attributes:
-        tried: What happened, by address.
+        tried: Error message, by address.
         dropped: Whether a connection was made and dropped during the greeting.
     """
 
@@ -28,14 +26,14 @@ class LauncherNotFoundError(Exception):
 
 
 def connect_to_launcher(where: str, secret: str) -> Channel:
-    """Connect to the launcher by one of its addresses, and try again where it drops us.
+    """Connect to the launcher by one of its addresses, and retry if it drops the connection.
 
     Args:
-        where: ``ADDRESS,PORT;ADDRESS,PORT``, as ``arrivals.AgentListener`` has it.
-        secret: The job's.
+        where: The addresses in the form ``ADDRESS,PORT;ADDRESS,PORT`` (``AgentListener.where``).
+        secret: The job's secret.
 
     Raises:
-        LauncherNotFoundError: Nobody listens there, or nobody who knows the secret.
+        LauncherNotFoundError: No process listens on the addresses, or none that knows the secret.
     """
     begun = answered = time.monotonic()
     wait, dropped = FIRST_WAIT_SECONDS, False
@@ -53,6 +51,6 @@ def connect_to_launcher(where: str, secret: str) -> Channel:
         now = time.monotonic()
         if now - begun > PATIENCE_SECONDS or now - answered > REFUSED_SECONDS:
             raise LauncherNotFoundError(tried, dropped)
-        # Not all agents that were dropped come back at the same time.
+        # Random, so that not all dropped agents reconnect at the same time.
         time.sleep(wait * random.uniform(0.5, 1.0))
         wait = min(2 * wait, MAX_WAIT_SECONDS)
