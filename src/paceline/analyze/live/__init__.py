@@ -1,1 +1,1 @@
-"""Compute the figures of a running job from the ends of its records."""
+"""Figures of a running job, computed from the tails of its records."""

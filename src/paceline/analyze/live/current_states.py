@@ -1,7 +1,7 @@
-"""Determine what each rank of a running job is doing now, and which ranks a collective is missing.
+"""Current state of each rank of a running job, and the ranks missing from collectives.
 
-It uses what a rank began last (``Record.begun``), its newest event, and its host's own clock:
-clocks of different hosts are never compared.
+The state is derived from the operation that a rank began last (``Record.begun``), its newest event
+and the clock of its host. Clocks of different hosts are never compared.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,21 @@ _IN_FLIGHT = (State.COLLECTIVE, State.BLOCKED)
 
 @dataclass(frozen=True)
 class Now:
-    """What one rank does. process: running, stopped or ended. doing: starting (no step yet),
-    input, checkpoint, exchange (it stands still for a collective), flight (one is under way, and
-    it may compute meanwhile), script (none of these). for_s: since when it does that;
-    None where that is not known. last: the event that ended last, and how long ago that was."""
+    """The current state of one rank.
+
+    Attributes:
+        process: "running", "stopped" or "ended".
+        step: Number of completed steps.
+        doing: "starting" (no step yet), "input", "checkpoint", "exchange" (blocked in a
+            collective), "flight" (a collective is in progress and the rank may compute
+            meanwhile), or "script" (none of these).
+        for_s: Seconds in this state; None if unknown.
+        collective: Name of the collective that it is in.
+        group: Name of the collective's process group.
+        number: Sequence number of the collective in its group; None for point-to-point operations.
+        last: Name of the event that ended last.
+        last_s: Seconds since that event ended.
+    """
 
     rank: int
     host: str
@@ -39,7 +50,7 @@ class Now:
 
 
 def now_of(record: Record, tail: Tail) -> Now:
-    """What a rank does, by its record and its host's clock."""
+    """Return the current state of a rank, from its record and its host's clock."""
     events = record.events[~np.isin(record.states, SAMPLER_STATES)]
     done = events[events["state"] == State.STEP]["step"]
     step = max(int(events["step"].max(initial=0)), int(done.max()) + 1 if len(done) else 0)
@@ -61,7 +72,7 @@ def now_of(record: Record, tail: Tail) -> Now:
 
 
 def _begun(found: Now, record: Record, clock: int) -> Now:
-    """With what the rank has begun last, unless that is over."""
+    """Return ``found`` with the operation that the rank began last, unless it has ended."""
     begun = record.begun
     if begun is None or _over(record):
         return found
@@ -74,7 +85,7 @@ def _begun(found: Now, record: Record, clock: int) -> Now:
         return replace(found, doing="checkpoint")
     group = record.meta.get("groups", {}).get(str(begun.group))
     if begun.state not in _IN_FLIGHT or group is None or begun.op not in set(Op):
-        return replace(found, for_s=None)  # written in this very moment
+        return replace(found, for_s=None)  # the entry is being written at this moment
     return replace(
         found,
         doing="exchange" if begun.state == State.BLOCKED else "flight",
@@ -85,14 +96,14 @@ def _begun(found: Now, record: Record, clock: int) -> Now:
 
 
 def _over(record: Record) -> bool:
-    """Whether an event says that what was begun last has ended."""
+    """Return whether an event records the end of the operation that was begun last."""
     begun, events = record.begun, record.events
     assert begun is not None
     if begun.state in _IN_FLIGHT:
         ended = np.isin(record.states, _IN_FLIGHT)
         same = (events["group"] == begun.group) & (events["seq"] == begun.seq)
-        same &= events["end"] > begun.since  # what was before it: the check that ranks agree
-        if begun.op in POINT_TO_POINT_OPS:  # their numbers count by themselves for each peer
+        same &= events["end"] > begun.since  # earlier: the check that ranks agree
+        if begun.op in POINT_TO_POINT_OPS:  # they are numbered separately for each peer
             same &= events["op"] == begun.op
         return bool((ended & same).any())
     return bool(((record.states == begun.state) & (events["start"] >= begun.since)).any())
@@ -120,7 +131,7 @@ def _last(event: Any, step: int) -> str:
 
 
 def age(clock: int, at: int) -> float:
-    """Return the seconds between a time and now, both on one host's clock (ns)."""
+    """Return the seconds from ``at`` to ``clock``, both in ns on the clock of one host."""
     return max(0, clock - at) / 1e9
 
 
@@ -129,8 +140,12 @@ class Standing:
     """A collective in which ranks are blocked.
 
     Attributes:
-        inside: Ranks that are in it, for up to ``for_s`` seconds.
-        absent: Members that have not begun it.
+        collective: Name of the collective.
+        group: Name of its process group.
+        number: Sequence number of the collective in its group.
+        for_s: Seconds that the first rank has been in it.
+        inside: Ranks that have entered it.
+        absent: Members of the group that have not begun it.
         unseen: Number of members without a record.
     """
 
@@ -180,8 +195,10 @@ def _groups(record: Record) -> list[dict[str, Any]]:
 
 
 def _reached(record: Record, name: str) -> int | None:
-    """The number of the last collective of a group that a rank has begun; None where it is no
-    member."""
+    """Return the number of the last collective that a rank has begun in a group.
+
+    None if the rank is not a member of the group.
+    """
     numbers = [int(n) for n, g in record.meta.get("groups", {}).items() if g["name"] == name]
     if not numbers:
         return None

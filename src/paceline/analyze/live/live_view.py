@@ -1,7 +1,7 @@
-"""Compute a running job's figures from the ends of its records.
+"""Figures of a running job, computed from the tails of its records.
 
-Shares and rates come from the same analysis as a report's, over the steps that all tails contain;
-current_states.py determines what each rank is doing now.
+Shares and rates come from the same analysis as those of a report, over the steps that all tails
+contain. current_states.py determines the current state of each rank.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from ..records.script_lines import command_words
 from .current_states import Now, Standing, age, now_of, standing
 
 PAIRS = 3
-RECENT_S = 10.0  # what a view covers of the tails, but LEAST_STEPS where they are longer
+RECENT_S = 10.0  # seconds that a view covers, or LEAST_STEPS steps if these take longer
 LEAST_STEPS = 5
-LONG_S = 1.0  # a rank that is so long in one thing, and three usual steps, stands still
+LONG_S = 1.0  # a rank is blocked after this time in one state, and _LONG_STEPS typical steps
 _LONG_STEPS = 3.0
 
 
@@ -31,18 +31,26 @@ _LONG_STEPS = 3.0
 class View:
     """The state of a running job; times in seconds, shares in [0, 1].
 
-    ``states`` and ``caused`` (the share of its time that other ranks wait for a rank, summed) have
-    one entry for each of ``ranks``. What needs two steps in every tail is None or empty with fewer.
+    Figures that need two steps in every tail are None or empty with fewer steps.
+
+    Attributes:
+        hosts: Host of each of ``ranks``.
+        step: Number of steps that all ranks have completed.
+        first_step: First step that the figures cover.
+        last_step: Last step that the figures cover.
+        states: Share of each state, one entry for each of ``ranks``.
+        caused: Share of its time that each other rank waits for a rank, summed over the other
+            ranks; one entry for each of ``ranks``.
     """
 
     command: list[str]
     size: int
     ranks: list[int]
-    hosts: list[str]  # of each of ``ranks``
+    hosts: list[str]
     elapsed_s: float
     attempt: int
-    step: int  # steps that the last of the ranks has done
-    first_step: int | None  # the figures cover the steps from this one ...
+    step: int
+    first_step: int | None
     last_step: int | None
     window_s: float | None
     steps_per_s: float | None
@@ -64,7 +72,7 @@ class View:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's record, and what was true when it was read."""
+    """A rank's record, and the tail that it was read from."""
 
     record: Record
     tail: Tail
@@ -73,9 +81,11 @@ class Seen:
 def view(
     tails: Sequence[Tail], command: list[str], size: int | None = None, silent: Sequence[str] = ()
 ) -> View | None:
-    """Return the view of these tails, or None where no rank has a record yet.
+    """Return the view of these tails, or None if no rank has a record yet.
 
-    size: World size, where it is known without the tails.
+    Args:
+        size: World size, if it is known without the tails.
+        silent: Hosts that do not answer.
     """
     ranks, notes = last_attempt(tails)
     if not ranks:
@@ -104,8 +114,10 @@ def view(
 
 
 def last_attempt(tails: Sequence[Tail]) -> tuple[list[Seen], list[str]]:
-    """The last attempt's record of each rank, and what can't be read. A process that only
-    started the ranks is nobody's record."""
+    """Return the record of each rank in the last attempt, and notes about unreadable records.
+
+    The record of a process that only started the ranks is ignored.
+    """
     notes, ranks = set(), []
     for tail in tails:
         try:
@@ -126,7 +138,10 @@ def last_attempt(tails: Sequence[Tail]) -> tuple[list[Seen], list[str]]:
 
 
 def _recent(records: list[Record]) -> list[Record]:
-    """Drop the steps that ended long ago. Steps have the same numbers on all ranks."""
+    """Drop the steps before the most recent ones; see RECENT_S and LEAST_STEPS.
+
+    Steps have the same numbers on all ranks.
+    """
     rows = [record.events[record.states == State.STEP] for record in records]
     if not all(len(row) for row in rows):
         return records
@@ -144,14 +159,17 @@ def _told(record: Record) -> int:
 
 
 def _figures(run: Run) -> tuple[dict[str, Any], float]:
-    """The part of a View that needs two steps, and how long a step takes (s, 0 if unknown)."""
+    """Return the fields of a View that need two steps, and the median step time in seconds.
+
+    The step time is 0 if it is unknown.
+    """
     nothing: dict[str, Any] = dict.fromkeys(
         ("first_step", "last_step", "window_s", "steps_per_s", "samples_per_s", "slowest_rank")
     )
     nothing |= {"slowest_excess": None, "states": [], "caused": [], "waited_for": []}
     try:
         examined = analyse_with_window(replace(run, records=_recent(run.records)))
-    except AssertionError:  # an event that was torn and looks whole: the next view is another
+    except AssertionError:  # a half-written event that looks complete; not in the next view
         return nothing, 0.0
     m, report = examined.measured, examined.report
     steps = find_steps(m) if m is not None else None

@@ -1,2 +1,5 @@
-"""Rules that name a cause, by what it is about. Each gets all the evidence, and says an id, a
-sentence and the figures that it rests on; None where nothing explains what was measured."""
+"""Rules that name the cause of a loss, one module per topic.
+
+Each rule gets all the evidence, and returns the cause's id, a sentence and the figures that it is
+based on, or None if it does not explain the measurements.
+"""

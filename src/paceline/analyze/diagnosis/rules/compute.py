@@ -1,4 +1,4 @@
-"""Rules for slow computing, on one rank as on many: precision, layout, memory, Python threads."""
+"""Rules for slow computation on one or many ranks: precision, layout, memory, Python threads."""
 
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 
@@ -6,7 +6,10 @@ MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes
 
 
 def float64_share(e: Evidence) -> float:
-    """Return the share that float64 costs over float32, from a measured matrix product in both."""
+    """Return the share of time that float64 costs over float32.
+
+    It is estimated from a matrix product that was measured in both dtypes.
+    """
     sizes, took = e.first_facts.get("parameters", {}), e.first_facts.get("product_s", {})
     if sizes.get("float64", 0) <= MIN_FLOAT64_SHARE * sum(sizes.values()) or len(took) < 2:
         return 0.0
@@ -33,7 +36,10 @@ def layout(e: Evidence) -> NamedCause:
 
 
 def page_fault_share(e: Evidence) -> float:
-    """Return the share of first touches of memory: freed to the system and requested again."""
+    """Return the share of time spent in page faults.
+
+    They occur when memory is freed to the system, allocated again and touched for the first time.
+    """
     took = e.first_facts.get("fault_s", 0.0)
     share = min(e.used("silent", "faults") * took, e.used("silent", "system"))
     return float(share / max(e.threads or 1, 1) * e.of_step("silent"))
@@ -60,9 +66,10 @@ def memory(e: Evidence) -> NamedCause:
 
 
 def interpreter_lock_share(e: Evidence) -> float:
-    """Return the share that another Python thread computes while the training thread does not.
+    """Return the share of time in which the training thread waits for the interpreter lock.
 
-    Only time in which the training thread has no loader, no communication and no core to wait for.
+    Another Python thread computes then, and the training thread does not, although it does not
+    wait for a loader, communication or a core.
     """
     off = 1 - e.used("silent", "thread") - e.used("silent", "delayed")
     return min(max(off, 0.0), _other_threads_cores(e)) * e.of_step("silent")
@@ -92,8 +99,9 @@ def interpreter(e: Evidence) -> NamedCause:
 
 
 def unused_search_share(e: Evidence) -> float:
-    """Return the share of DDP's search for unused parameters where all are used, with its
-    communication.
+    """Return the share of DDP's search for unused parameters, with its communication.
+
+    0 if some parameters are unused, as the search is needed then.
     """
     return (e.used("everything", "searching") if _search_is_useless(e) else 0.0) + used_map_share(
         e
@@ -103,8 +111,8 @@ def unused_search_share(e: Evidence) -> float:
 def used_map_share(e: Evidence) -> float:
     """Return the share of the exchange that is DDP's map of used parameters.
 
-    Ranks exchange it once per step where DDP searches; it matters where all calls are
-    latency-bound.
+    Ranks exchange the map once per step if DDP searches. It is relevant only if the collectives
+    are latency-bound.
     """
     calls = [one for group in e.report.groups for one in group.collectives]
     count, size = sum(one.count for one in calls), sum(one.bytes for one in calls)

@@ -1,4 +1,4 @@
-"""Rules for slow communication: its bytes, its calls, when they are made, or late ranks."""
+"""Rules for slow communication: bytes, number of calls, time of the calls, or late ranks."""
 
 from typing import Any
 
@@ -8,19 +8,21 @@ from ..gradient_sync import GradientSync
 from .ranks import alternating, noisy
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which nothing counts as overlapped
-MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: more than the last one
-MIN_DELAYED = 0.5  # of the exchange's time, waiting for a core: then that is the cause
-SCHEDULER_DELAY_S = 1e-3  # a small exchange that takes longer waits for the scheduler
+MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: then not only the last one synchronizes
+MIN_DELAYED = 0.5  # of the communication time, spent waiting for a core: then that is the cause
+SCHEDULER_DELAY_S = 1e-3  # a small collective that takes longer waits for the OS scheduler
 MAX_FEW_CALLS = 10  # per step: with more, the number of calls is the cause
-MANY = 6  # buckets of a backward
-SMALL_BUCKET_BYTES = 1 << 20  # too small where there are many
-DDP_BUCKET_CAP_BYTES = 25 << 20  # DDP's default, with which larger models have several buckets,
-SINGLE_BUCKET_BYTES = 26 << 20  # unless one parameter is this large
-MIN_GRADIENT_SHARE = 0.5  # of the parameters' bytes: then the exchange is the gradients'
+MANY = 6  # buckets per backward
+SMALL_BUCKET_BYTES = 1 << 20  # below it, buckets are too small if there are many
+# DDP's default. With it, larger models have several buckets, unless a single parameter is larger
+# than SINGLE_BUCKET_BYTES.
+DDP_BUCKET_CAP_BYTES = 25 << 20
+SINGLE_BUCKET_BYTES = 26 << 20
+MIN_GRADIENT_SHARE = 0.5  # of the parameters' bytes: then the communication is of gradients
 
 
 def exchange(e: Evidence) -> NamedCause | None:
-    """Name the reason for the time that communication takes."""
+    """Return the cause of the communication time, or None without communication."""
     if not e.report.groups:
         return None
     group = max(e.report.groups, key=lambda group: group.transfer + group.wait)
@@ -65,7 +67,7 @@ def _barriers(e: Evidence, calls: Collective) -> NamedCause:
 
 
 def _accumulation(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | None:
-    """Gradients are accumulated, and synchronized in each backward."""
+    """Return the cause if gradients are accumulated, but synchronized in each backward."""
     size = sum(e.first_facts.get("parameters", {}).values())
     if g.exchanging < MIN_SYNCED_BACKWARDS or g.bytes < MIN_SYNCED_BACKWARDS * (size or g.bytes):
         return None
@@ -77,7 +79,7 @@ def _accumulation(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause
 
 
 def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | None:
-    """There are too many buckets, or a single one, which nothing can overlap with."""
+    """Return the cause if there are too many buckets, or a single one, which cannot overlap."""
     ddp = e.first_facts.get("ddp", {})
     if not ddp or not g.exchanging:
         return None
@@ -107,10 +109,10 @@ def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | No
 
 
 def _latency(e: Evidence, calls: Collective) -> NamedCause:
-    """Many small calls: latency, or waiting for a core where ranks lack one for half as long.
+    """Return the cause of slow small collectives: latency, or ranks that wait for a core.
 
-    Few calls that take long while their threads lack a core are not latency-bound: other threads
-    compute on all cores.
+    A few calls that take long while their threads wait for a core are not latency-bound: other
+    threads compute on all cores. MIN_DELAYED is the limit for waiting for a core.
     """
     if e.delayed >= MIN_DELAYED * e.share("transfer") and (said := noisy(e)):
         return said
@@ -131,7 +133,7 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
 
 
 def _no_overlap(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | None:
-    """Gradients are synchronized after the backward."""
+    """Return the cause if gradients are synchronized after the backward."""
     size = sum(e.first_facts.get("parameters", {}).values())
     if not size or g.bytes_outside < max(MIN_GRADIENT_SHARE * size, g.bytes):
         return None

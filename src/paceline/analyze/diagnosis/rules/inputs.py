@@ -4,11 +4,11 @@ from typing import Any
 
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 
-WAITING = 0.5  # of a loader's time its processes compute at most, if it waits for files
+WAITING = 0.5  # cores that a loader uses at most while it waits for files
 MIN_STARTING_SHARE = 0.5  # of the input time, spent in starting loaders
-MIN_KERNEL_SHARE = 0.5  # of the loader's CPU time, in the kernel or in opening files
-MIN_STORAGE_SHARE = 0.1  # of the bytes read, if the loader waits for storage
-MIN_BYTES_PER_BATCH = 64 << 10  # less does not count as reading
+MIN_KERNEL_SHARE = 0.5  # of the loader's CPU time, spent in the kernel or in opening files
+MIN_STORAGE_SHARE = 0.1  # of the bytes read, from storage: then the loader may wait for storage
+MIN_BYTES_PER_BATCH = 64 << 10  # with less, the loader is not considered to read files
 
 
 def inputs(e: Evidence) -> NamedCause:
@@ -28,18 +28,18 @@ def inputs(e: Evidence) -> NamedCause:
         return _file_access(e.loader, each, who, evidence)
     if busy >= WAITING:
         sentence = f"batches take the processor {each} to make ({who})"
-        if _opens_small_files(
-            e.loader
-        ):  # less than half of it, as the system and Python's open() tell
+        # Both the kernel time and the time in Python's open() are less than MIN_KERNEL_SHARE of
+        # the CPU time.
+        if _opens_small_files(e.loader):
             sentence += f", and {e.loader['opened'] / batches:.3g} small files are opened for each"
         return "input-preprocessing", sentence, evidence
     return "input-waiting", f"the loader waits, {each} ({who})", evidence
 
 
 def _reads_files(loader: dict[str, float]) -> bool:
-    """Whether the loader opens small files, or reads much.
+    """Return whether the loader opens small files or reads many bytes.
 
-    Where the loader mostly waits, reads that are served from memory do not count.
+    If the loader mostly waits, reads that the page cache serves do not count.
     """
     if _opens_small_files(loader):
         return True
@@ -55,7 +55,7 @@ def _opens_small_files(loader: dict[str, float]) -> bool:
 
 
 def _opens_or_reads(loader: dict[str, float]) -> bool:
-    """Whether most of what the loader computes is in the kernel, or in calls that open files."""
+    """Return whether the loader's CPU time is mostly in the kernel or in opening files."""
     opening = loader.get("opened", 0) * loader.get("open_s", 0) / loader["ranks"]
     return max(loader.get("system_s", 0), opening) >= MIN_KERNEL_SHARE * loader["busy_s"]
 

@@ -1,4 +1,4 @@
-"""Rules for ranks that slow each other, or that differ: threads, cores, hosts, data, programs."""
+"""Rules for ranks that slow each other or differ: threads, cores, hosts, data, other programs."""
 
 import math
 import statistics
@@ -7,14 +7,14 @@ from typing import Any
 from ..evidence import WORTH, Evidence, NamedCause
 from .script import script
 
-MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is the launcher and the kernel
+MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher and the kernel
 MIN_HOST_SLOWDOWN = 1.15  # for the same matrix product
-MIN_BATCH_RATIO = 1.2  # of one rank's batch alone over its batch with all ranks
-MIN_R_SQUARED = 0.5  # of batch size and CPU time, for one to explain the other
+MIN_BATCH_RATIO = 1.2  # batch size of one rank alone over its batch size with all ranks
+MIN_R_SQUARED = 0.5  # of batch size and CPU time: above it, one explains the other
 
 
 def sharing(e: Evidence) -> NamedCause | None:
-    """All ranks together are slower than one alone."""
+    """Return the cause if all ranks together are slower than one rank alone."""
     if said := noisy(e) or _restricted_binding(e):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
@@ -37,7 +37,7 @@ def sharing(e: Evidence) -> NamedCause | None:
 
 
 def threads(e: Evidence) -> NamedCause | None:
-    """Steps are shorter with one thread per rank."""
+    """Return the cause if steps are shorter with one thread per rank."""
     if said := _restricted_binding(e):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
@@ -53,7 +53,7 @@ def _thread_count_text(e: Evidence) -> str:
 
 
 def _restricted_binding(e: Evidence) -> NamedCause | None:
-    """Ranks may use fewer cores than they need, on a host that has more."""
+    """Return the cause if ranks may use fewer cores than they need, and the host has more."""
     has = e.first_facts.get("host_cores", 0)
     if not e.cores or not has or has <= e.cores:
         return None
@@ -65,7 +65,7 @@ def _restricted_binding(e: Evidence) -> NamedCause | None:
 
 
 def noisy(e: Evidence) -> NamedCause | None:
-    """Other programs compute on the job's cores, and its ranks wait for these."""
+    """Return the cause if other programs use the job's cores and its ranks wait for a core."""
     if e.foreign < MIN_FOREIGN_CORES or e.delayed < WORTH / 2:
         return None
     sentence = (
@@ -76,16 +76,16 @@ def noisy(e: Evidence) -> NamedCause | None:
 
 
 def foreign_delay_share(e: Evidence) -> float:
-    """Return the share of its time that each rank at least waits for a core used by other programs.
+    """Return the least share of time that any rank waits for a core used by other programs.
 
-    The ladder can't measure it, as they slow all rungs and a single rank alike; a loss of some
-    ranks only is a bar.
+    The ladder cannot measure it, because other programs slow all rungs and a single rank alike. A
+    loss that only some ranks have is a separate bar.
     """
     return e.delayed_each if e.foreign >= MIN_FOREIGN_CORES else 0.0
 
 
 def uneven(e: Evidence) -> NamedCause | None:
-    """The steps of one rank take longer."""
+    """Return the cause if the steps of one rank take longer."""
     late = e.lost(doing=("useful", "other"))
     if not late:
         return None
@@ -104,7 +104,7 @@ def uneven(e: Evidence) -> NamedCause | None:
 
 
 def _synchronisation(e: Evidence, doing: str | None) -> NamedCause | None:
-    """All ranks block for a value or an output, and one of them longer."""
+    """Return the cause if all ranks block for a value or an output, and one of them longer."""
     each = min((rank["other"] for rank in e.report.states), default=0.0)
     if doing != "other" or each < WORTH:
         return None
@@ -113,7 +113,7 @@ def _synchronisation(e: Evidence, doing: str | None) -> NamedCause | None:
 
 
 def _slow_host(e: Evidence, host: str) -> NamedCause | None:
-    """The cores of a host are slower than the others', measured by a matrix product."""
+    """Return the cause if the cores of a host are slower in the same matrix product."""
     took: dict[str, list[float]] = {}
     for name, facts in zip(e.report.hosts, e.facts, strict=False):
         if "float32" in facts.get("product_s", {}):
@@ -133,7 +133,7 @@ def _slow_host(e: Evidence, host: str) -> NamedCause | None:
 
 
 def data(e: Evidence) -> NamedCause | None:
-    """Batches differ in size, and the steps' times with them."""
+    """Return the cause if batches differ in size, and step times differ accordingly."""
     elements_by_rank = [
         [climbed.used[rank].get("elements") for climbed in e.climbs.get("everything", [])]
         for rank in range(len(e.facts))
@@ -162,13 +162,13 @@ def data(e: Evidence) -> NamedCause | None:
 
 
 def _step_time_spread(e: Evidence) -> float:
-    """Return by how much the slowest rank's steps exceed the fastest's, without communication."""
+    """Return the slowest rank's step time over the fastest's, minus 1, without communication."""
     found = [max(c.training_s) / min(c.training_s) - 1 for c in e.climbs.get("silent", [])]
     return statistics.fmean(found) if found else 0.0
 
 
 def alternating(e: Evidence) -> NamedCause:
-    """Ranks are late alternately."""
+    """Return the cause if different ranks are late in different steps."""
     if said := data(e) or noisy(e):
         return said
     sentence = "ranks are late in turns: their steps differ, or the machine is noisy"
@@ -176,7 +176,10 @@ def alternating(e: Evidence) -> NamedCause:
 
 
 def rule_for_phase(kind: str) -> Any:
-    """Return a rule for validation or checkpoints: by one rank while others wait, or by all."""
+    """Return a rule for validation or checkpoints.
+
+    The rule distinguishes one rank that works while the others wait from all ranks that work.
+    """
 
     def rule(e: Evidence) -> NamedCause | None:
         waits, own = e.lost(doing=(kind,)), e.lost(kind)

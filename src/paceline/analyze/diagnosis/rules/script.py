@@ -1,4 +1,4 @@
-"""Rules for the script's own work between the phases of a step, and for sleeping within them."""
+"""Rules for work of the script between the phases of a step, and for sleeping within phases."""
 
 import re
 
@@ -10,7 +10,7 @@ SYNCHRONISING_CALLS = re.compile(
     r"\.item\(|\.tolist\(|\.cpu\(|\.numpy\(|\bprint\(|\.flush\(|synchronize\(|barrier\(|"
     r"\.to\([\"']cpu"
 )
-MIN_STANDING = 0.1  # of a step: less may be caused by the system
+MIN_STANDING = 0.1  # of a step: less may be caused by the operating system
 
 
 def script(e: Evidence) -> NamedCause:
@@ -24,10 +24,10 @@ def script(e: Evidence) -> NamedCause:
 
 
 def off_core_share(e: Evidence) -> float:
-    """Return the share in which all ranks are on no core in forward, backward and optimizer.
+    """Return the share of time in which all ranks are off-core in forward, backward and optimizer.
 
-    Only time without communication, loader, lack of a core or another Python thread to wait for. On
-    a GPU it is expected, and 0 is returned.
+    Only time in which a rank does not wait for communication, a loader, a core or another Python
+    thread. On a GPU, off-core time is expected, and 0 is returned.
     """
     silent = e.climbs.get("silent", [])
     crowded = (e.threads or 1) * e.per_host > (e.cores or 1)
