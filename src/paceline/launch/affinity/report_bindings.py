@@ -96,7 +96,7 @@ def _gpu(place: Place, names: Sequence[str]) -> str:
 
 
 class BindingsReport:
-    """Report the bindings once, after the ranks have begun to train."""
+    """The report of the bindings, printed once, after the ranks have begun to train."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -105,7 +105,7 @@ class BindingsReport:
         self._told = False
 
     def check(self, hosts: Sequence[Host], seats: Sequence[Seat]) -> None:
-        """Report the bindings if it is time."""
+        """Print the report if it is due: after the first step, or after UNRECORDED_SECONDS."""
         now = time.monotonic()
         if self._told or now - self._looked < EVERY_SECONDS:
             return

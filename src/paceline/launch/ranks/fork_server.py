@@ -25,7 +25,7 @@ MESSAGE_BYTES = 180_000  # below the kernel's default limit for a message
 
 @dataclass(frozen=True)
 class RankStart:
-    """How to start a rank.
+    """Parameters for starting a rank.
 
     Attributes:
         environment: All environment variables of the rank.

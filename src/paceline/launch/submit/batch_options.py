@@ -128,7 +128,7 @@ def seconds(text: str) -> int:
 
 
 def usual_warning(limit: int | None) -> int:
-    """Return the default of ``--warn``, in seconds before the time limit (in seconds)."""
+    """Return the default of ``--warn``: seconds before the time limit ``limit`` (seconds)."""
     return 120 if limit is not None and limit >= 600 else 0
 
 
