@@ -1,5 +1,7 @@
-"""Input: packed sets, their loader, and which rank reads which sample, in an order that does not
-depend on the number of ranks."""
+"""Input data: packed datasets, their loader, and the assignment of samples to ranks.
+
+The order of the samples does not depend on the number of ranks.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that packing starts without torch.
+    # Imported on first use, so that packing starts without importing torch.
     if name in _WHERE:
         from importlib import import_module
 

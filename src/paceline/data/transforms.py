@@ -1,8 +1,10 @@
-"""Transforms of a sample's array, for ``Loader(transform=...)``: each a small function of (x, rng),
-where rng depends on (seed, epoch, sample) alone.
+"""Transforms of the array of one sample, for ``Loader(transform=...)``.
 
-Images are (height, width, channels); arrays that have their channels first are cut along other
-``axes``. Views are given where they do: the batch copies them once.
+Each transform is a function of (x, rng), where the state of the NumPy generator rng depends only
+on (seed, epoch, sample).
+
+Images have the shape (height, width, channels). For arrays with channels first, pass other
+``axes``. Transforms return views where possible; the data is copied once, into the batch.
 """
 
 import math
@@ -14,12 +16,12 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Transform = Callable[[Array, np.random.Generator], Array]
-IMAGE = (0, 1)  # axes of height and width
+IMAGE = (0, 1)  # axes of height and width of an image
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One after the other: ``Chain(Crop((224, 224)), Flip(), Normalise.of(shards))``."""
+    """Composition of transforms: ``Chain(Crop((224, 224)), Flip(), Normalise.of(shards))``."""
 
     steps: tuple[Transform, ...]
 
@@ -34,8 +36,16 @@ class Chain:
 
 @dataclass(frozen=True)
 class Crop:
-    """A part of ``size`` along ``axes``, anywhere, or in the middle; of a larger field a patch.
-    pad: so many zeros around it before. Raises ValueError where x is smaller."""
+    """Random crop or centre crop of an image or array.
+
+    Calling it raises ValueError if the padded array is smaller than ``size``.
+
+    Attributes:
+        size: Size of the crop along each of ``axes``.
+        middle: Whether to crop the centre instead of a random position.
+        pad: Number of zeros that are added on each side of each axis before cropping.
+        axes: Axes to crop.
+    """
 
     size: tuple[int, ...]
     middle: bool = False
@@ -69,7 +79,12 @@ class Crop:
 
 @dataclass(frozen=True)
 class Flip:
-    """Mirrored along each of ``axes`` in a ``share`` of the cases; of an image left and right."""
+    """Random flip along each of ``axes``. The default flips images horizontally.
+
+    Attributes:
+        axes: Axes to flip, each independently.
+        share: Probability of a flip.
+    """
 
     axes: tuple[int, ...] = (1,)
     share: float = 0.5
@@ -81,7 +96,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Turn:
-    """By 0, 1, 2 or 3 quarters in the plane of two axes: for fields without an up and down."""
+    """Random rotation by 0, 90, 180 or 270 degrees, for data without a preferred orientation."""
 
     axes: tuple[int, int] = IMAGE
 
@@ -91,8 +106,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rotate:
-    """By a random angle of up to ``degrees`` to either side about the middle, in x's dtype:
-    bilinear, and ``fill`` where nothing of x falls. axes: of height and width."""
+    """Random rotation about the centre, with bilinear interpolation. The dtype does not change.
+
+    Attributes:
+        degrees: Maximum angle, in either direction.
+        fill: Value of output elements that lie outside the input.
+        axes: Axes of height and width.
+    """
 
     degrees: float = 15.0
     fill: float = 0.0
@@ -104,8 +124,10 @@ class Rotate:
 
 @dataclass(frozen=True)
 class Resize:
-    """An image resampled to (height, width): bilinear, of all pixels that fall into a new one
-    (antialiased), in x's dtype; by PIL for uint8, else in float32 by torch."""
+    """Resize of an image to (height, width), bilinear and antialiased. The dtype does not change.
+
+    uint8 images are resampled by PIL, others in float32 by torch.
+    """
 
     size: tuple[int, int]
 
@@ -115,9 +137,17 @@ class Resize:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """A part of an image of random area and shape, resampled to (height, width), as in the
-    training of ImageNet's models (Szegedy et al., arXiv 1409.4842). scale: of the area; ratio: of
-    width to height."""
+    """Random crop of random area and aspect ratio, resized to (height, width).
+
+    This is the usual augmentation for ImageNet (Szegedy et al., arXiv 1409.4842). If no random crop
+    fits into the image, the largest centred square is used.
+
+    Attributes:
+        size: Height and width of the output.
+        scale: Range of the area of the crop, as a fraction of the image's area.
+        ratio: Range of the ratio of width to height.
+        tries: Maximum number of random crops that are drawn until one fits into the image.
+    """
 
     size: tuple[int, int]
     scale: tuple[float, float] = (0.08, 1.0)
@@ -139,7 +169,13 @@ class ResizedCrop:
 
 @dataclass(frozen=True)
 class Normalise:
-    """(x - mean) / deviation as float32; of each channel along ``axis``, or of all values."""
+    """Normalization to float32: (x - mean) / deviation.
+
+    Attributes:
+        mean: Mean of all values, or of each channel.
+        deviation: Standard deviation of all values, or of each channel. 0 is treated as 1.
+        axis: Axis of the channels.
+    """
 
     mean: Any
     deviation: Any
@@ -147,7 +183,11 @@ class Normalise:
 
     @classmethod
     def of(cls, shards: Any) -> "Normalise":
-        """By the statistics that a set was packed with. Raises ValueError where it has none."""
+        """Return the normalization by the statistics of a packed dataset.
+
+        Raises:
+            ValueError: The dataset was packed without statistics.
+        """
         told = shards.meta.statistics
         if "mean" not in told:
             raise ValueError(f"{shards!r} has no statistics. HINT: paceline pack --statistics 4096")
@@ -164,7 +204,7 @@ class Normalise:
 
 @dataclass(frozen=True)
 class Channels:
-    """Some of them, in this order."""
+    """Selection of channels along ``axis``, in the given order."""
 
     chosen: Sequence[int]
     axis: int = -1
@@ -174,7 +214,7 @@ class Channels:
 
 
 def resampled(x: Array, size: tuple[int, int]) -> Array:
-    """An image (height, width, channels) of another size, in its dtype."""
+    """Return an image (height, width, channels) resized to ``size``, in the same dtype."""
     if x.shape[:2] == size:
         return x
     if _is_picture(x):
@@ -190,8 +230,11 @@ def resampled(x: Array, size: tuple[int, int]) -> Array:
 
 
 def rotated(x: Array, degrees: float, fill: float = 0.0, axes: tuple[int, int] = IMAGE) -> Array:
-    """An array turned in the plane of two axes, counter-clockwise as images are seen (for 90 in a
-    square what np.rot90 gives), of the same shape and dtype."""
+    """Return an array rotated in the plane of two axes, of the same shape and dtype.
+
+    The rotation is counter-clockwise for displayed images. For 90 degrees and a square plane the
+    result is that of ``np.rot90``.
+    """
     if axes == IMAGE and _is_picture(x):
         from PIL import Image
 
@@ -204,7 +247,7 @@ def rotated(x: Array, degrees: float, fill: float = 0.0, axes: tuple[int, int] =
     planes = np.moveaxis(x, axes, (-2, -1))
     height, width = planes.shape[-2:]
     sine, cosine = math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
-    # where each new place comes from, with both axes from -1 to 1
+    # maps output coordinates to input coordinates, both in the range -1 to 1
     back = [[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]
     batch = torch.from_numpy(np.ascontiguousarray(planes, np.float32)).reshape(1, -1, height, width)
     grid = affine_grid(torch.tensor([back]), list(batch.shape), align_corners=False)
@@ -213,7 +256,7 @@ def rotated(x: Array, degrees: float, fill: float = 0.0, axes: tuple[int, int] =
 
 
 def _is_picture(x: Array) -> bool:
-    """Whether it is one for PIL."""
+    """Return whether PIL can process the array: uint8, with 1 or 3 channels."""
     return x.dtype == np.uint8 and x.ndim == 3 and x.shape[2] in (1, 3)
 
 
@@ -228,5 +271,5 @@ def _array(picture: Any, like: Array) -> Array:
 
 
 def _as_in(x: Array, values: Array) -> Array:
-    """Values in the dtype of x."""
+    """Return ``values`` in the dtype of ``x``, rounded for integer dtypes."""
     return (np.rint(values) if x.dtype.kind in "iu" else values).astype(x.dtype)

@@ -1,5 +1,7 @@
-"""From a sample's bytes to an array, and for packing what an image is. The decoders give the
-interpreter's lock back, so threads decode beside each other."""
+"""Decode the bytes of a sample to an array, and read the headers of images for packing.
+
+The decoders release the GIL, so threads decode in parallel.
+"""
 
 import functools
 import importlib
@@ -14,28 +16,38 @@ from . import npy as npy_files
 from .meta_schema import MAX_SAMPLE_BYTES, nbytes
 from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, IndexRow
 
-Bytes = Any  # what supports the buffer protocol
+Bytes = Any  # any object that supports the buffer protocol
 JPEG_COLOUR_SPACES = {1: "GRAY", 3: "RGB"}
-PILLOW_MODES = {"1": "L", "L": "L", "I;16": "I;16", "I": "I", "F": "F"}  # as they stay; others: RGB
-MAX_IMAGE_PIXELS = 1 << 28  # of an image: what claims more is no image to train with
-# Others of Pillow's formats run programs (EPS), or are never meant by a name in sources.IMAGES.
+PILLOW_MODES = {"1": "L", "L": "L", "I;16": "I;16", "I": "I", "F": "F"}  # others become RGB
+MAX_IMAGE_PIXELS = 1 << 28  # larger images are not training data, and are rejected
+# Pillow's other formats run programs (EPS), or do not match any file name in sources.IMAGES.
 PILLOW_PLUGINS = ("Jpeg", "Png", "Bmp", "Tiff", "WebP", "Gif", "Ppm", "Jpeg2K")
 PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "PPM", "JPEG2000")
 JPEG_SCAN_MARKER, MAX_SCANS = (
     b"\xff\xda",
     100,
-)  # progressive JPEGs have some ten; each decodes all pixels anew
+)  # progressive JPEGs have about ten scans; each scan decodes all pixels again
 MAX_UNCHECKED_SCAN_WORK = (
-    10_000_000_000  # bytes x pixels, from which on scans may take more than a second
+    10_000_000_000  # bytes x pixels; above it, decoding many scans may take more than a second
 )
 
 
 def decode(row: IndexRow, data: Bytes, into: np.ndarray[Any, Any] | None = None) -> Any:
-    """The array of a sample, in ``into`` where it is given (of the row's shape and dtype, C order).
+    """Return the decoded array of a sample.
 
-    data: its bytes, without a label's. Images are (height, width, channels). A file of another
-    kind stays bytes. The head of the data is compared with the row before memory is taken for the
-    array. Raises ValueError where it can't be decoded.
+    The header of the data is compared with the row before memory is allocated for the array.
+
+    Args:
+        row: Row of the index.
+        data: Bytes of the sample, without those of its label.
+        into: Array of the row's shape and dtype, in C order, to decode into.
+
+    Returns:
+        ``into`` if given, else a new array. Images have the shape (height, width, channels). Files
+        of an unknown kind are returned as bytes.
+
+    Raises:
+        ValueError: The data can't be decoded, or does not match the row.
     """
     if row.encoding == FILE:
         return bytes(data)
@@ -62,7 +74,7 @@ def _zstd(row: IndexRow, data: Bytes, into: Any) -> Any:
     zstandard = import_optional("zstandard")
     try:
         told = zstandard.frame_content_size(data)
-        if told not in (size, -1):  # -1: the frame does not say; then at most ``size`` are unpacked
+        if told not in (size, -1):  # -1: unknown; at most ``size`` bytes are decompressed
             raise ValueError(f"unpacks to {told:,} bytes, and its row says {size:,}")
         if size > MAX_SAMPLE_BYTES:
             raise ValueError(f"unpacks to {size:,} bytes, and at most {MAX_SAMPLE_BYTES:,} are")
@@ -79,7 +91,7 @@ def _jpeg(row: IndexRow, data: Bytes, into: Any) -> Any:
     height, width, channels = row.shape
     if len(data) * height * width > MAX_UNCHECKED_SCAN_WORK:
         _check_scans(data)
-    if into is None:  # else a picture that is larger than ``into`` is refused by the decoder
+    if into is None:  # else the decoder rejects an image that is larger than ``into``
         _same_sides(row, *fast.decode_jpeg_header(data)[:2])
     buffer = None if into is None else into.reshape(-1)
     return fast.decode_jpeg(data, JPEG_COLOUR_SPACES[channels], buffer=buffer)
@@ -92,7 +104,7 @@ def _image(row: IndexRow, data: Bytes, into: Any) -> Any:
 
 
 def _same_sides(row: IndexRow, height: int, width: int) -> None:
-    """Compare an image's head with its row, before memory is taken for all pixels."""
+    """Compare the header of an image with its row before memory is allocated for the pixels."""
     if (height, width) != row.shape[:2]:
         raise ValueError(f"is an image of {(height, width)}, and its row says {row.shape}")
 
@@ -104,7 +116,11 @@ def _check_scans(data: Bytes) -> None:
 
 
 def image_to_array(picture: Any) -> np.ndarray[Any, Any]:
-    """A picture of PIL's as (height, width, channels)."""
+    """Return a PIL image as an array (height, width, channels).
+
+    Raises:
+        ValueError: The image can't be decoded.
+    """
     mode = PILLOW_MODES.get(picture.mode, "RGB")
     try:
         array = np.asarray(picture if picture.mode == mode else picture.convert(mode))
@@ -114,7 +130,11 @@ def image_to_array(picture: Any) -> np.ndarray[Any, Any]:
 
 
 def open_image(data: Bytes) -> Any:
-    """PIL's picture, of which only the head has been read."""
+    """Open an image with PIL, which reads only the header.
+
+    Raises:
+        ValueError: The data is not an image of a supported format, or the image is too large.
+    """
     package, formats = _pillow()
     try:
         picture = package.open(io.BytesIO(data), formats=formats)
@@ -130,7 +150,7 @@ def open_image(data: Bytes) -> Any:
 
 @functools.cache
 def _pillow() -> tuple[Any, tuple[str, ...]]:
-    """Return PIL.Image and those of FORMATS that it was built with."""
+    """Return PIL.Image and the names in PILLOW_FORMATS that this build of Pillow supports."""
     package = import_optional("PIL.Image", "pillow")
     for name in PILLOW_PLUGINS:
         importlib.import_module(f"PIL.{name}ImagePlugin")
@@ -142,12 +162,20 @@ def _words(error: Exception) -> str:
 
 
 def parse_npy(data: Bytes) -> np.ndarray[Any, Any]:
-    """The array of a .npy file's bytes, a view of them. Raises ValueError for any other."""
+    """Return the array in the bytes of a .npy file, as a view.
+
+    Raises:
+        ValueError: The data is not a valid .npy file.
+    """
     return npy_files.array_from_npy(data)
 
 
 def read_image_header(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:
-    """Encoding, shape and dtype of an image file, from its head."""
+    """Return the encoding, shape and dtype of an image file, from its header.
+
+    Raises:
+        ValueError: The data is not a supported image, or the image is too large.
+    """
     fast = import_simplejpeg() if jpeg else None
     if fast is not None:
         height, width, colours, _ = fast.decode_jpeg_header(data)
@@ -163,7 +191,7 @@ def read_image_header(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], st
 
 @functools.cache
 def import_simplejpeg() -> Any:
-    """simplejpeg, the fastest decoder; None where it is not installed, and PIL does it."""
+    """Return simplejpeg, the fastest decoder, or None if it is not installed (PIL decodes then)."""
     try:
         return importlib.import_module("simplejpeg")
     except ImportError:
@@ -171,7 +199,11 @@ def import_simplejpeg() -> Any:
 
 
 def import_optional(module: str, name: str = "", extra: str = "data") -> Any:
-    """A package that is optional."""
+    """Import and return an optional package.
+
+    Raises:
+        ValueError: The package is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -181,7 +213,7 @@ def import_optional(module: str, name: str = "", extra: str = "data") -> Any:
 
 
 def compress_zstd(array: np.ndarray[Any, Any], level: int = 3) -> bytes:
-    """A C-ordered array's bytes, with zstd."""
+    """Return the bytes of a C-ordered array, compressed with zstd."""
     made: bytes = import_optional("zstandard").ZstdCompressor(level).compress(array.tobytes())
     return made
 

@@ -1,7 +1,7 @@
-"""Check what paceline.json says of a packed set before anything uses it.
+"""Validate the metadata of a packed dataset (paceline.json) before use.
 
-The checksum in the file finds damage. It does not prove who wrote the file: anyone can compute it.
-So every value is checked against its type, its range and the other values.
+The checksum in the file detects corruption. It does not authenticate the file, because anyone can
+compute it. So the type, the range and the consistency of every value are checked.
 """
 
 import math
@@ -17,11 +17,11 @@ from ...security.schema import Count, Size, check
 
 Whole = Literal["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
 Dtype = Literal[Whole, "float16", "float32", "float64", "bool", "complex64", "complex128"]
-# A row of the index holds the place in this tuple: the order never changes.
+# Rows of the index store positions in this tuple, so the order must never change.
 DTYPES: tuple[str, ...] = get_args(Dtype)
-ITEM_BYTES = (1, 1, 2, 4, 8, 2, 4, 8, 2, 4, 8, 1, 8, 16)  # of DTYPES, in their order
+ITEM_BYTES = (1, 1, 2, 4, 8, 2, 4, 8, 2, 4, 8, 1, 8, 16)  # of each of DTYPES, in the same order
 MAX_DIMS = 32
-MAX_META_BYTES = 32 << 20  # some 250,000 shards
+MAX_META_BYTES = 32 << 20  # about 250,000 shards
 MAX_SAMPLE_BYTES = 1 << 32  # of a decoded sample, and of a label
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.bin")
 
@@ -56,7 +56,7 @@ class FileChecksum:
 
 
 class StatisticsSchema(TypedDict, total=False):
-    """Moments and counts, as ``Statistics.as_json`` gives them."""
+    """Means, standard deviations and class counts, as written by ``Statistics.as_json``."""
 
     of: Count
     mean: Numbers
@@ -65,7 +65,7 @@ class StatisticsSchema(TypedDict, total=False):
 
 
 class PackedSchema(TypedDict, total=False):
-    """How and from what the set was packed."""
+    """Source and options of the packing."""
 
     source: str
     kind: Literal["images", "arrays", "files"]
@@ -77,8 +77,20 @@ class PackedSchema(TypedDict, total=False):
 
 @dataclass
 class MetaSchema:
-    """All of paceline.json but for its head. files: checksums of index.bin and names.txt, which
-    sets of older Paceline lack."""
+    """The content of paceline.json without its header (format, version, checksum).
+
+    Attributes:
+        samples: Number of samples.
+        shards: Shard files.
+        array: Dtype and shape of all samples, None if they differ.
+        label: Dtype and shape of the labels, "class", or None without labels.
+        classes: Names of the classes 0, 1, 2, ...
+        names: Whether the dataset has a names.txt.
+        statistics: Means, standard deviations and class counts.
+        packed: Source and options of the packing.
+        files: Sizes and checksums of index.bin and names.txt; empty for datasets that were packed
+            by older versions of Paceline.
+    """
 
     samples: Size
     shards: list[ShardSchema]
@@ -92,10 +104,10 @@ class MetaSchema:
 
 
 def checked(tree: Any, file: Path) -> MetaSchema:
-    """Return what a parsed paceline.json says.
+    """Return the validated content of a parsed paceline.json.
 
     Raises:
-        InvalidFileError: A value has another type, is out of range or contradicts another one.
+        InvalidFileError: A value has the wrong type, is out of range or contradicts another value.
     """
     found = check(tree, MetaSchema, file)
     reason = _contradiction(found)
@@ -105,7 +117,7 @@ def checked(tree: Any, file: Path) -> MetaSchema:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...] | list[int]) -> int:
-    """Return the bytes of an array, of a dtype in DTYPES."""
+    """Return the size in bytes of an array with a dtype of DTYPES."""
     return math.prod(shape) * ITEM_BYTES[DTYPES.index(dtype)]
 
 

@@ -1,4 +1,4 @@
-""".npy files: the header is checked before memory is taken for the array."""
+"""Reading of .npy files. The header is checked before memory is allocated for the array."""
 
 import math
 from io import BytesIO
@@ -13,7 +13,14 @@ MAX_SIDE = 1 << 62
 
 
 class Header(NamedTuple):
-    """What a .npy file says of its array. start: bytes of the header."""
+    """Header of a .npy file.
+
+    Attributes:
+        shape: Shape of the array.
+        fortran: Whether the array is in Fortran order.
+        dtype: Dtype of the array.
+        start: Offset of the data, in bytes.
+    """
 
     shape: tuple[int, ...]
     fortran: bool
@@ -26,10 +33,11 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the header of a .npy file, at its start.
+    """Read the header at the start of a .npy file.
 
     Raises:
-        ValueError: It is none, or its array is not one of numbers with at most MAX_DIMS dims.
+        ValueError: It is not a .npy file, or the array is not numeric with at most MAX_DIMS
+            dimensions.
     """
     try:
         version = npy_format.read_magic(file)
@@ -39,7 +47,7 @@ def read_header(file: BinaryIO) -> Header:
             shape, fortran, dtype = npy_format.read_array_header_2_0(file)
         else:
             raise ValueError(f"format version {version}")
-    except Exception as error:  # numpy parses it as Python, and raises what that does
+    except Exception as error:  # numpy parses Python literals, which may raise anything
         raise ValueError(f"is no .npy file that can be read: {error}") from None
     if dtype.hasobject or dtype.kind not in "biufc":
         raise ValueError(f"is no .npy file that can be read: an array of {dtype}, not of numbers")
@@ -49,7 +57,11 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def array_from_npy(data: Any) -> np.ndarray[Any, Any]:
-    """Return the array of a .npy file's bytes: a view of them. Raises ValueError for others."""
+    """Return the array in the bytes of a .npy file, as a view.
+
+    Raises:
+        ValueError: The data is not a valid .npy file.
+    """
     header = read_header(BytesIO(data[: 1 << 16]))
     left = len(data) - header.start
     if header.nbytes > left:

@@ -1,6 +1,6 @@
-"""Check that a row of the index describes an array that the set may hold, before memory is taken.
+"""Check that the array in a row of the index is valid in the dataset, before memory is allocated.
 
-A row's checksum finds damage. It does not prove who wrote the row.
+The checksum of a row detects corruption. It does not authenticate the row.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,10 @@ from .shard_format import IMAGE, JPEG, META_FILE, RAW, DatasetMeta, IndexRow
 
 
 def make_row_check(meta: DatasetMeta) -> Callable[[IndexRow], None]:
-    """Return the check of a set's rows, a function that raises ValueError for a row that
-    contradicts paceline.json or the length of its own sample."""
+    """Return a function that checks one row of the index.
+
+    The function raises ValueError if the row contradicts paceline.json or the length of its sample.
+    """
     alike, tail = meta.array, meta.tail
     sizes = [shard.bytes for shard in meta.shards]
     count = len(sizes)
@@ -33,8 +35,12 @@ def make_row_check(meta: DatasetMeta) -> Callable[[IndexRow], None]:
 
 
 def _check_sizes(row: IndexRow, tail: int) -> None:
-    """Compare the array of a row with the length of its sample and with the limits. tail: bytes of
-    its label."""
+    """Compare the array size of a row with the length of its sample and with the limits.
+
+    Args:
+        row: Row of the index.
+        tail: Size of the label in bytes.
+    """
     shape, size = row.shape, nbytes(row.dtype, row.shape)
     if size > MAX_SAMPLE_BYTES:
         raise ValueError(f"its row says {row.dtype} of {shape}, larger than 4 GiB")

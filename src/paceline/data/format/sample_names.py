@@ -1,4 +1,4 @@
-"""names.txt: where each sample of a packed set came from, one line each."""
+"""names.txt: the source of each sample of a packed dataset, one line per sample."""
 
 import os
 import threading
@@ -18,13 +18,15 @@ NEWLINE = 10
 
 
 class SampleNames:
-    """The names of a packed set. The file is read once, by the first call, which compares its
-    checksum and its number of lines; after that a name is one read. Threads may share it.
+    """The names of the samples of a packed dataset. Thread-safe.
+
+    The first call reads the whole file, and compares its checksum and number of lines. After that,
+    each name takes one read.
 
     Args:
-        path: The file.
-        samples: Samples of the set: lines that the file must have.
-        told: Size and checksum of the file; None for sets of older Paceline.
+        path: Path of names.txt.
+        samples: Number of samples of the dataset, and of lines that the file must have.
+        told: Size and checksum of the file; None for datasets packed by older versions of Paceline.
     """
 
     def __init__(self, path: Path, samples: int, told: FileChecksum | None) -> None:
@@ -37,7 +39,7 @@ class SampleNames:
         """Return the name of a sample.
 
         Raises:
-            InvalidFileError: The file is missing, not regular, or not what was written.
+            InvalidFileError: The file is missing, not a regular file, or corrupted.
         """
         ends = self.check()
         start = ends[i - 1] if i else 0
@@ -52,7 +54,10 @@ class SampleNames:
             os.close(self._fd)
 
     def check(self) -> "array[int]":
-        """Compare size, checksum and number of lines, the first time. Return where lines end."""
+        """Return the end offset of each line in bytes.
+
+        The first call compares size, checksum and number of lines.
+        """
         with self._lock:
             if self._ends is None:
                 try:
@@ -91,10 +96,10 @@ class SampleNames:
 
 
 def to_name_line(name: str) -> str:
-    """Return a name as it can be written to a line: one line, encodable, of limited length."""
+    """Return a name that can be written as one line: without newlines, encodable, not too long."""
     if "\n" in name:
         name = printable(name)
-    elif name.isascii() and len(name) < MAX_NAME_BYTES:  # almost all are
+    elif name.isascii() and len(name) < MAX_NAME_BYTES:  # the common case
         return name
     try:
         encoded = os.fsencode(name)

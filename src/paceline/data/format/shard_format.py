@@ -1,15 +1,15 @@
 """The shard format: samples stored contiguously in a few large files, with an index.
 
-    paceline.json      what the set is: counts, shards, classes, statistics, the checksums of
-                       index.bin and names.txt ("files", not in older sets), and its own checksum
-    index.bin          a row of 48 bytes a sample, in the order of the set
-    shard-00000.bin    the samples' bytes, one after the other, with nothing between
-    names.txt          where each sample came from, a line each (sets of files)
+    paceline.json      metadata: counts, shards, classes, statistics, the checksums of index.bin
+                       and names.txt ("files", not in older datasets), and its own checksum
+    index.bin          one row of 48 bytes per sample, in the order of the dataset
+    shard-00000.bin    the bytes of the samples, without padding
+    names.txt          the source of each sample, one line per sample (datasets made from files)
 
-A row, little endian: label int64, offset uint64, length uint32, shard uint32, shape 4 x uint32,
-dtype, ndim, encoding, 0 as bytes, and the CRC-32C (Castagnoli) of the sample and these 44 bytes.
-So a flipped bit in a label is noticed as well as one in an image. A label that is an array stands
-behind its sample, and counts as part of it.
+Fields of a row, little endian: label int64, offset uint64, length uint32, shard uint32,
+shape 4 x uint32, dtype uint8, ndim uint8, encoding uint8, a zero byte, and as uint32 the CRC-32C
+(Castagnoli) of the sample followed by these 44 bytes. So a flipped bit is detected in a label as
+well as in an image. An array label is stored after its sample, and counts as part of it.
 """
 
 import json
@@ -34,14 +34,14 @@ from .meta_schema import MAX_META_BYTES, FileChecksum
 FORMAT, VERSION = "paceline-shards", 1
 META_FILE, INDEX_FILE, NAMES_FILE = "paceline.json", "index.bin", "names.txt"
 CHECKSUM_PLACEHOLDER = (
-    "........"  # in the place of the checksum, while it is taken of all of paceline.json
+    "........"  # replaces the checksum while the checksum of paceline.json is computed
 )
 ROW_STRUCT = struct.Struct("<qQII4IBBBxI")
-CHECKSUMMED_ROW_BYTES = ROW_STRUCT.size - 4  # bytes of a row that its checksum is over
-_SHARD_FIELD_OFFSET = 20  # where the number of the shard is in it
+CHECKSUMMED_ROW_BYTES = ROW_STRUCT.size - 4  # the first bytes of a row, which its checksum covers
+_SHARD_FIELD_OFFSET = 20  # offset of the shard number in a row, in bytes
 _ROW_PARTS_DTYPE = np.dtype([("a", "V20"), ("shard", "<u4"), ("b", "V20"), ("crc", "<u4")])
-MAX_ROW_DIMS = 4  # that a row has room for; a set whose shape has more says it once, in its meta
-NDIM_IN_META = 255  # in the place of the number of dims
+MAX_ROW_DIMS = 4  # shapes with more dimensions are stored once, in paceline.json
+NDIM_IN_META = 255  # value of ndim if the shape is stored in paceline.json
 
 RAW, ZSTD, JPEG, IMAGE, FILE = range(5)  # encodings
 ENCODING_NAMES = ("array", "array, zstd", "JPEG", "image", "file")
@@ -49,7 +49,14 @@ _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
 class DataError(InvalidFileError):
-    """A sample that can't be used. file, sample (its number in the set, or -1), offset (bytes)."""
+    """A sample or file of a dataset that can't be read or is corrupted.
+
+    Attributes:
+        file: Path of the file.
+        sample: Number of the sample in the dataset, or -1.
+        offset: Offset of the sample in the file, in bytes.
+        reason: Description of the error.
+    """
 
     def __init__(self, file: Path | str, sample: int, offset: int, reason: str) -> None:
         where = f"{file}: sample {sample} at byte {offset:,}" if sample >= 0 else f"{file}"
@@ -61,7 +68,19 @@ class DataError(InvalidFileError):
 
 
 class IndexRow(NamedTuple):
-    """One row of the index. length: bytes of the sample, with those of an array label."""
+    """One row of the index.
+
+    Attributes:
+        label: Class of the sample.
+        offset: Offset of the sample in its shard, in bytes.
+        length: Size of the sample in bytes, including an array label.
+        shard: Number of the shard.
+        shape: Shape of the decoded sample.
+        dtype: Dtype of the decoded sample.
+        encoding: One of RAW, ZSTD, JPEG, IMAGE and FILE.
+        crc: CRC-32C of the sample and of ``covered``.
+        covered: The bytes of the row that the checksum covers.
+    """
 
     label: int
     offset: int
@@ -71,7 +90,7 @@ class IndexRow(NamedTuple):
     dtype: str
     encoding: int
     crc: int
-    covered: bytes  # of the row, by the checksum
+    covered: bytes
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,14 @@ class ArraySpec:
 
 @dataclass
 class Shard:
-    """One file of samples. crc: CRC-32C of all its bytes."""
+    """One shard file.
+
+    Attributes:
+        file: File name.
+        samples: Number of samples.
+        bytes: Size of the file.
+        crc: CRC-32C of the whole file.
+    """
 
     file: str
     samples: int
@@ -100,9 +126,17 @@ class Shard:
 class DatasetMeta:
     """The metadata of a packed dataset (paceline.json).
 
-    array: what all its samples are, None where they differ. label: None, "class" or the arrays
-    that labels are. classes: names of the labels 0, 1, 2 ... files: size and checksum of index.bin
-    and names.txt; sets of older Paceline have none.
+    Attributes:
+        samples: Number of samples.
+        shards: Shard files.
+        array: Dtype and shape of all samples, None if they differ.
+        label: Dtype and shape of the labels, "class", or None without labels.
+        classes: Names of the classes 0, 1, 2, ...
+        names: Whether the dataset has a names.txt.
+        statistics: Means, standard deviations and class counts.
+        packed: Source, options and date of the packing.
+        files: Sizes and checksums of index.bin and names.txt; empty for datasets that were packed
+            by older versions of Paceline.
     """
 
     samples: int
@@ -112,12 +146,12 @@ class DatasetMeta:
     classes: list[str] = field(default_factory=list)
     names: bool = False
     statistics: dict[str, Any] = field(default_factory=dict)
-    packed: dict[str, Any] = field(default_factory=dict)  # from what, how, when
+    packed: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileChecksum] = field(default_factory=dict)
 
     @property
     def tail(self) -> int:
-        """Bytes of an array label, which follows its sample."""
+        """Return the size in bytes of an array label, which follows its sample; 0 without one."""
         return self.label.nbytes if isinstance(self.label, ArraySpec) else 0
 
     @property
@@ -139,8 +173,10 @@ class DatasetMeta:
 
 
 def create_new_file(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open a new file to write to. What lies there under its name, a link say, is removed and
-    never written through."""
+    """Open a new file for writing.
+
+    An existing file or link of that name is removed; the link's target is never written to.
+    """
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     return open(fd, "wb", buffering)
@@ -162,11 +198,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def load_meta(folder: Path) -> DatasetMeta:
-    """Return what the folder's paceline.json says of the set.
+    """Return the metadata of a packed dataset, from its paceline.json.
 
     Raises:
-        DataError: It is of another format or a newer one, a byte has changed, a value is none that
-            the format allows, or a file is missing, not regular or of another size.
+        DataError: The file has another format or version, is corrupted or contains an invalid
+            value, or a file of the dataset is missing, not regular or of the wrong size.
     """
     path = folder / META_FILE
     tree = _read_verified(folder)
@@ -192,13 +228,17 @@ def load_meta(folder: Path) -> DatasetMeta:
 
 
 def read_meta_checksum(folder: Path) -> str:
-    """Return the checksum in a set's paceline.json: eight hexadecimal digits. Raises DataError."""
+    """Return the checksum in a dataset's paceline.json, as eight hexadecimal digits.
+
+    Raises:
+        DataError: The file can't be read, or is not a paceline.json of this version.
+    """
     tree, _ = _read(folder)
     return str(tree["checksum"])
 
 
 def _read_verified(folder: Path) -> dict[str, Any]:
-    """Return the parsed paceline.json, whose checksum is right."""
+    """Return the parsed paceline.json after its checksum was verified."""
     tree, text = _read(folder)
     told = tree["checksum"]
     if f"{crc32c(text.replace(told.encode(), CHECKSUM_PLACEHOLDER.encode(), 1)):08x}" != told:
@@ -207,8 +247,10 @@ def _read_verified(folder: Path) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """Return paceline.json, parsed and as it is. Its format and version are known, and its
-    checksum is eight digits."""
+    """Return paceline.json, parsed and as bytes.
+
+    Its format and version, and the syntax of its checksum, have been checked.
+    """
     path = folder / META_FILE
     try:
         text = read_regular(path, MAX_META_BYTES)
@@ -263,8 +305,15 @@ def pack_row(
 
 
 def unpack_row(packed: bytes, whole: tuple[int, ...]) -> IndexRow:
-    """A row of the index. whole: the shape of a set whose samples have many dims. Raises
-    ValueError where it can't be one; whether it is the one that was written, its checksum says."""
+    """Return a row of the index. Its checksum is not verified.
+
+    Args:
+        packed: The 48 bytes of the row.
+        whole: Shape of the samples if they have more than MAX_ROW_DIMS dimensions.
+
+    Raises:
+        ValueError: The bytes are not a valid row.
+    """
     label, offset, length, shard, a, b, c, d, kind, ndim, encoding, crc = ROW_STRUCT.unpack(packed)
     if (
         kind >= len(DTYPES)
@@ -278,8 +327,11 @@ def unpack_row(packed: bytes, whole: tuple[int, ...]) -> IndexRow:
 
 
 def renumber_shard(rows: bytes, shard: int, other: int) -> bytes:
-    """Rows of one shard as rows of another one, whose bytes are the same. A CRC is linear: what the
-    number changes in it is the same for all of them, whatever the samples are."""
+    """Return rows of one shard with another shard number and updated checksums.
+
+    The samples are not needed: a CRC is linear, so changing the shard number changes the CRC of
+    all rows by the same value, whatever the samples are.
+    """
     table = np.frombuffer(rows, _ROW_PARTS_DTYPE).copy()
     changed = bytes(_SHARD_FIELD_OFFSET) + (shard ^ other).to_bytes(4, "little")
     table["shard"] = other
@@ -290,8 +342,13 @@ def renumber_shard(rows: bytes, shard: int, other: int) -> bytes:
 
 
 def checksum(covered: bytes, *parts: Any, start: int = 0) -> int:
-    """CRC-32C of a sample and its row; start: that of what came before. The interpreter's lock is
-    given back meanwhile."""
+    """Return the CRC-32C of a sample and its row. The GIL is released during the computation.
+
+    Args:
+        covered: The first 44 bytes of the row.
+        parts: Bytes of the sample.
+        start: CRC-32C of preceding bytes.
+    """
     value = start
     for part in parts:
         value = crc32c(part, value)

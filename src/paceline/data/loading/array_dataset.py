@@ -1,4 +1,4 @@
-"""Samples that are in memory already: numpy arrays or tensors, as a dataset of Loader's."""
+"""NumPy arrays or tensors in memory, as a dataset for Loader."""
 
 from typing import Any
 
@@ -10,8 +10,13 @@ from ..shards import RaggedError
 
 
 class ArrayDataset:
-    """``x`` and, where there is one, ``y``: arrays or CPU tensors whose first dim is the sample.
-    Raises ValueError where their lengths differ."""
+    """Dataset of samples ``x`` and optional labels ``y``, arrays or CPU tensors.
+
+    The first dimension of both is the sample.
+
+    Raises:
+        ValueError: The lengths of ``x`` and ``y`` differ, or one of them is not a numeric array.
+    """
 
     images = False
 
@@ -38,20 +43,24 @@ class ArrayDataset:
 
     @property
     def classes(self) -> int:
-        """How many whole numbers there are from 0 to the largest label."""
+        """Return the number of classes: the largest label + 1."""
         assert self.y is not None
         return int(self.y.max()) + 1
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
-        """What each sample and label is."""
+        """Return dtype and shape of the samples and of the labels."""
         return ArraySpec(self.x.dtype.name, self.x.shape[1:]), self.label
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        """(array, label), copies."""
+        """Return (array, label) of a sample; the array is a copy."""
         return self.x[i].copy(), None if self.y is None else self.y[i]
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        """A sample to ``arrays[k]``, its label to ``labels[k]``."""
+        """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
+
+        Raises:
+            RaggedError: The dtype or shape of the sample differs from that of the batch.
+        """
         if self.x.shape[1:] != arrays.shape[1:] or self.x.dtype != arrays.dtype:
             raise RaggedError(i, self.spec_of(i)[0])
         arrays[k] = self.x[i]
@@ -59,9 +68,9 @@ class ArrayDataset:
             labels[k] = self.y[i]
 
     def take(self, chosen: list[int], arrays: Any, labels: Any, first: int) -> None:
-        """Samples to ``arrays[first:]``, their labels to ``labels[first:]``."""
+        """Copy samples to ``arrays[first:]`` and their labels to ``labels[first:]``."""
         end = first + len(chosen)
-        # "clip" spares a buffer; no index is outside of the samples
+        # mode="clip" avoids a buffer; no index is out of range
         np.take(self.x, chosen, axis=0, out=arrays[first:end], mode="clip")
         if self.y is not None:
             np.take(self.y, chosen, axis=0, out=labels[first:end], mode="clip")

@@ -1,4 +1,4 @@
-"""Several sets as one: first all samples of the first, then those of the second ..."""
+"""Concatenation of several datasets, in the given order."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -8,8 +8,16 @@ from ..format.shard_format import ArraySpec
 
 
 class ConcatDataset:
-    """sets: of one kind, with labels of one kind. How often each is drawn is a sampler's matter
-    (samplers.Weighted.mixed). Raises ValueError where the sets don't go together."""
+    """Concatenation of datasets with the same kind of samples and of labels.
+
+    To draw from the datasets with given proportions, use the sampler ``Weighted.mixed``.
+
+    Args:
+        sets: The datasets.
+
+    Raises:
+        ValueError: The kinds of samples or of labels differ.
+    """
 
     def __init__(self, sets: list[Any]) -> None:
         self.sets = sets
@@ -36,7 +44,7 @@ class ConcatDataset:
 
     @property
     def classes(self) -> int:
-        """As many as the set with the most has."""
+        """Return the largest number of classes of any of the datasets."""
         return int(max(one.classes for one in self.sets))
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
@@ -54,7 +62,11 @@ class ConcatDataset:
         own.read_into(j, arrays, labels, k, scratch)
 
     def location(self, i: int) -> tuple[Any, int]:
-        """The set that a sample is in, and its number there."""
+        """Return the dataset that contains a sample, and the number of the sample in it.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         at = bisect_right(self._ends, i)

@@ -1,4 +1,4 @@
-"""Transforms of other packages that are called otherwise, as functions of (x, rng)."""
+"""Adapters for the transforms of other packages, as functions of (x, rng)."""
 
 import copy
 import threading
@@ -7,7 +7,11 @@ from typing import Any
 
 
 def adapt_transform(transform: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """What a Loader calls: the transform itself, but of albumentations."""
+    """Return the function that a Loader calls: an adapter for albumentations, else ``transform``.
+
+    Raises:
+        ValueError: The installed albumentations has no per-sample seed (older than version 2).
+    """
     if transform is None or not type(transform).__module__.startswith("albumentations"):
         return transform
     if not hasattr(transform, "set_random_seed"):
@@ -19,8 +23,10 @@ def adapt_transform(transform: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 class AlbumentationsTransform:
-    """An augmentation of albumentations, ``A.Compose([...])``, seeded for each sample. It has a
-    generator inside, so each thread has one of its own."""
+    """Adapter for an albumentations transform, ``A.Compose([...])``, seeded for each sample.
+
+    The transform contains a random generator, so each thread uses its own copy of the transform.
+    """
 
     def __init__(self, transform: Any) -> None:
         self.transform, self._threads = transform, threading.local()

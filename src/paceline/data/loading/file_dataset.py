@@ -1,4 +1,4 @@
-"""A folder of files as a Loader's source, before it is packed."""
+"""A folder of files that are not packed, as a dataset for Loader."""
 
 import os
 import tempfile
@@ -18,11 +18,18 @@ Place = tuple[Path, int, int]  # file, offset, bytes
 
 
 class Files:
-    """folder: class folders, or files; labels: a CSV, as ``paceline pack`` takes it.
+    """Dataset of the files in a folder, one sample per file.
 
-    Each sample is a file that is opened when it is its turn: what packing spares. Images are
-    (height, width, channels), .npy files arrays, files of other kinds bytes. Raises ValueError for
-    a folder without files, DataError for one that can't be read.
+    A file is opened for every sample that is read; packing the dataset avoids this. Images are
+    arrays (height, width, channels), .npy files arrays, and files of other kinds bytes.
+
+    Args:
+        folder: Folder that contains one folder per class, or files.
+        labels: CSV file of labels, same as for ``paceline pack``.
+
+    Raises:
+        ValueError: The folder does not exist or contains no files.
+        DataError: The folder can't be read.
     """
 
     def __init__(
@@ -32,7 +39,8 @@ class Files:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(f"Files: {folder} is no folder. HINT: one that holds files of samples")
-        with tempfile.TemporaryDirectory(prefix="paceline-") as work:  # its list stays open
+        # The file list in the temporary folder stays open after the folder is removed.
+        with tempfile.TemporaryDirectory(prefix="paceline-") as work:
             table = None if labels is None else Path(labels)
             self._source = FolderSource(self.folder, table, Path(work))
         self.images, self.arrays = (self._source.kind == kind for kind in ("images", "arrays"))
@@ -58,11 +66,15 @@ class Files:
 
     @property
     def classes(self) -> int:
-        """How many there are."""
+        """Return the number of classes."""
         return len(self._source.classes)
 
     def location(self, i: int) -> Place:
-        """Where a sample lies. Raises DataError where it is gone."""
+        """Return (file, offset, size in bytes) of a sample.
+
+        Raises:
+            DataError: The file is missing or can't be read.
+        """
         path = self.folder / self._source.name(i)
         try:
             return path, 0, path.stat().st_size
@@ -70,7 +82,12 @@ class Files:
             raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
-        """What a sample and its label are."""
+        """Return dtype and shape of a sample and of its label.
+
+        Raises:
+            ValueError: The file is of an unknown kind.
+            DataError: The file can't be read.
+        """
         array, _ = self.read(i, None)
         if isinstance(array, bytes):
             raise ValueError(
@@ -80,14 +97,18 @@ class Files:
         return ArraySpec(array.dtype.name, array.shape), self.label
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        """(array or bytes, label); arrays that can be written to."""
+        """Return (array or bytes, label) of a sample; the array is writeable.
+
+        Raises:
+            DataError: The file can't be read or decoded.
+        """
         array, label = self._decoded(i)
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             array = array.copy()
         return array, label
 
     def stored(self, i: int) -> tuple[Any, Any]:
-        """(array, label): a .npy file's, or the file's bytes as uint8."""
+        """Return (array, label) without decoding images: the bytes of the file as uint8."""
         return self._made(i, lambda loaded: load_array(loaded) if self.arrays else _bytes(loaded))
 
     def _decoded(self, i: int) -> tuple[Any, Any]:
@@ -104,7 +125,12 @@ class Files:
             raise DataError(path, -1, 0, str(error) or type(error).__name__) from None
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        """A sample to ``arrays[k]``, its label to ``labels[k]``."""
+        """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
+
+        Raises:
+            RaggedError: The dtype or shape of the sample differs from that of the batch.
+            DataError: The file can't be read or decoded.
+        """
         array, label = self._decoded(i)
         if array.shape != arrays.shape[1:] or array.dtype != arrays.dtype:
             raise RaggedError(i, ArraySpec(array.dtype.name, array.shape))

@@ -1,6 +1,8 @@
-"""Mix-up (Zhang et al., arXiv 1710.09412): a sample is mixed with another of the set, and its label
-is as well. Which one, and how much of it, depends on (seed, epoch, sample) alone, so that ranks and
-batches of any number see the same."""
+"""Mix-up (Zhang et al., arXiv 1710.09412): mix each sample and its label with another sample.
+
+The other sample and the mixing weight depend only on (seed, epoch, sample), so the result is the
+same for any number of ranks and any batch size.
+"""
 
 from typing import Any
 
@@ -10,15 +12,25 @@ from ..format.shard_format import ArraySpec
 from ..sampling.sample_order import derive_seed
 
 Array = np.ndarray[Any, Any]
-PARTNER = 0x6D69787570  # sets these draws apart from the transform's
+PARTNER = 0x6D69787570  # separates these random numbers from those of the transform
 
 
 class MixUp:
-    """alpha: shares are drawn from Beta(alpha, alpha); the larger one is the sample's own, so that
-    each is seen once an epoch. label: what labels are then, float32: a share of each class, or
-    mixed numbers; None where there are none.
+    """Mix-up of the samples of a dataset.
 
-    Raises ValueError for an alpha that is not above 0, and labels that are neither.
+    Weights are drawn from Beta(alpha, alpha). The larger weight is that of the sample itself, so
+    that each sample is seen once per epoch.
+
+    Args:
+        source: The dataset.
+        alpha: Parameter of the Beta distribution, above 0.
+
+    Attributes:
+        label: Dtype (float32) and shape of the mixed labels: the weight of each class, or the
+            weighted mean of numeric labels. None without labels.
+
+    Raises:
+        ValueError: ``alpha`` is not above 0.
     """
 
     def __init__(self, source: Any, alpha: float) -> None:
@@ -34,7 +46,7 @@ class MixUp:
         self.label: ArraySpec | None = kind
 
     def partner(self, seed: int, epoch: int, i: int) -> tuple[int, float]:
-        """The other sample, and the share of the own one: 0.5 .. 1."""
+        """Return the number of the other sample, and the weight (0.5 to 1) of sample ``i``."""
         rng = np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch, i, PARTNER)))
         share = float(rng.beta(self.alpha, self.alpha))
         return int(rng.integers(self.samples)), max(share, 1 - share)
@@ -42,8 +54,16 @@ class MixUp:
     def mixed(
         self, one: tuple[Any, Any], other: tuple[Any, Any], share: float
     ) -> tuple[Array, Array | None]:
-        """(array, label) of two, the arrays of one shape and dtype, which stays. Raises ValueError
-        for what can't be mixed."""
+        """Return (array, label), the weighted mean of two samples, in the dtype of the samples.
+
+        Args:
+            one: Array and label of the first sample.
+            other: Array and label of the second sample, of the same shape and dtype.
+            share: Weight of the first sample.
+
+        Raises:
+            ValueError: The dtype of the samples is not numeric, or a class is out of range.
+        """
         first, second = one[0], other[0]
         if first.dtype.kind not in "fciu":
             raise ValueError(f"Loader: mix_up of {first.dtype}. HINT: a transform to float32")
