@@ -1,1 +1,1 @@
-"""How ranks exchange."""
+"""Communication between ranks: rendezvous, network interfaces, and the backend "paceline"."""

@@ -1,8 +1,8 @@
-"""``torch.distributed``'s backend "paceline", behind the recorded seam.
+"""The ``torch.distributed`` backend "paceline", below the recording of collectives.
 
-Known to torch by its own interface for backends, so subgroups go through it as well. Ranks of
-one host exchange CPU tensors over shared memory (comm.shared), hosts by a hierarchy over that
-(comm.hosts); gloo does what these do not, and NCCL serves the GPU.
+It is registered with torch as a backend, so torch also uses it for subgroups. Ranks on one host
+exchange CPU tensors through shared memory (comm.shared), ranks on several hosts through a hierarchy
+on top of it (comm.hosts). gloo does what these do not support, and NCCL is used for GPU tensors.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,21 @@ from .shared_group import SharedGroup
 NAME = "paceline"
 
 
-_recorder: Recorder | None = None  # of the groups that are made from now on
+_recorder: Recorder | None = None  # records the groups that are created from now on
 _said = False
 
 
 def record(recorder: Recorder) -> None:
-    """Groups that are made from now on are recorded."""
+    """Set the recorder of the groups that are created from now on."""
     global _recorder
     _recorder = recorder
 
 
 def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
-    """What ``init_process_group("paceline")`` and ``new_group`` make (paceline/__init__.py)."""
+    """Create a group for ``init_process_group("paceline")`` and ``new_group``.
+
+    paceline/__init__.py registers this function with torch.
+    """
     recorder = _recorder
     replica_check.look()
     if recorder is None or not recorder.enabled:
@@ -49,7 +52,10 @@ def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
 
 
 def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
-    """Over memory, where that can be; why not is said once, unless it is in the order of things."""
+    """Return the group over shared memory if possible, else the group itself.
+
+    The reason for the fallback is printed once, unless the user has disabled shared memory.
+    """
     global _said
     if torch.cuda.is_available():
         return group
@@ -64,8 +70,15 @@ def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
 def over_memory(
     group: dist.ProcessGroup, store: Any, timeout: timedelta, names: Sequence[int] = ()
 ) -> tuple[dist.ProcessGroup, str]:
-    """The group with shared memory below its CPU collectives, and between hosts the hierarchy over
-    it; where that can't be as it is, and why. names: its ranks' numbers in the job."""
+    """Return the group with CPU collectives over shared memory, and an empty string.
+
+    Between hosts, collectives use the hierarchy on top of shared memory. If neither is possible,
+    return the unchanged group and the reason.
+
+    Args:
+        timeout: Time that a rank waits for another one in a collective.
+        names: Global ranks of the group's members.
+    """
     seconds = timeout.total_seconds()
     kernel: Any
     kernel, why = open_kernel(store, group.rank(), group.size(), seconds, names)
@@ -79,12 +92,12 @@ def over_memory(
 
 
 def _step() -> str:
-    """Where an error is."""
+    """Return the prefix of error messages: the current step, or empty without a recorder."""
     return f"step {_recorder.step}: " if _recorder is not None and _recorder.enabled else ""
 
 
 def _plain_group(options: Any) -> dist.ProcessGroup:
-    """What ``init_process_group("cpu:gloo,cuda:nccl")`` would have made."""
+    """Create the group that ``init_process_group("cpu:gloo,cuda:nccl")`` would create."""
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     group = dist.ProcessGroup(options.store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -1,5 +1,8 @@
-"""Gradients that travel as less, as communication hooks of DDP. What a step leaves out is added to
-the next one's gradients (error feedback), so that it comes later, and is not lost."""
+"""Gradient compression, as communication hooks of DDP.
+
+The part of the gradients that a step does not send is added to the gradients of the next step
+(error feedback): it is delayed, and not lost.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +14,15 @@ from torch._C._distributed_c10d import GradBucket
 from ..knobs.apply import Turned
 from ..knobs.ddp import hooked
 
-FIRST = 4  # steps exchange all: DDP makes its buckets anew after the first one
+FIRST = 4  # first steps without compression: DDP rebuilds its buckets after the first one
 
 
 def powersgd(rank: int, turned: Turned) -> None:
-    """PyTorch's PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727): gradients of m x n as
-    two matrices of ``rank`` columns."""
+    """Compress gradients with PyTorch's PowerSGD.
+
+    A gradient of shape m x n is sent as two matrices of ``rank`` columns (Vogels, Karimireddy,
+    Jaggi 2019, arXiv 1905.13727).
+    """
 
     def make(replica: Any) -> tuple[Any, Callable[..., Any]]:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
@@ -32,7 +38,7 @@ def powersgd(rank: int, turned: Turned) -> None:
 
 
 def topk(share: float, turned: Turned) -> None:
-    """Of each bucket the ``share`` of numbers that are the largest."""
+    """Send only the share ``share`` of each bucket's elements with the largest absolute values."""
 
     def make(replica: Any) -> tuple[Any, Callable[..., Any]]:
         return TopK(share, replica.process_group), topk_hook
@@ -41,9 +47,14 @@ def topk(share: float, turned: Turned) -> None:
 
 
 class TopK:
-    """share: of a bucket's numbers, the largest, travel as float32, each with its place (Aji,
-    Heafield 2017, arXiv 1704.05021). left: by bucket, what has not been sent yet (Stich,
-    Cordonnier, Jaggi 2018, arXiv 1809.07599)."""
+    """State of top-k compression.
+
+    Attributes:
+        share: Share of a bucket's elements that is sent: the largest absolute values, as float32,
+            each with its int32 index (Aji, Heafield 2017, arXiv 1704.05021).
+        left: Part of the gradients that has not been sent yet, by bucket (Stich, Cordonnier, Jaggi
+            2018, arXiv 1809.07599).
+    """
 
     def __init__(self, share: float, group: dist.ProcessGroup) -> None:
         self.share, self.group = share, group
@@ -51,8 +62,10 @@ class TopK:
 
 
 def topk_hook(state: TopK, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean over ranks of what each of them sends, summed up in the order of ranks: the same
-    bits on all."""
+    """Return the mean over ranks of the elements that each rank sends.
+
+    They are added in the order of ranks, so the result is bitwise identical on all ranks.
+    """
     flat, size = bucket.buffer(), state.group.size()
     left = state.left.get(bucket.index())
     if left is not None and left.numel() == flat.numel():

@@ -1,4 +1,4 @@
-"""Ranks that train by themselves for some steps, and then take the mean of their parameters."""
+"""Local SGD: ranks train independently for some steps and then average their parameters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,13 +11,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..knobs.apply import Turned
 from ..knobs.ddp import hooked
 
-FIRST = 4  # steps exchange gradients
+FIRST = 4  # first steps, with gradient synchronization
 
 
 def every(steps: int, turned: Turned) -> None:
-    """Post-local SGD (Lin, Stich, Patel, Jaggi 2020, arXiv 1808.07217): after FIRST optimizer steps
-    gradients are not exchanged any more, and after every ``steps`` of them the parameters are
-    averaged. What an optimizer keeps of its own (momentum) stays each rank's."""
+    """Train with post-local SGD (Lin, Stich, Patel, Jaggi 2020, arXiv 1808.07217).
+
+    After FIRST optimizer steps, gradients are no longer synchronized. Parameters are averaged after
+    every ``steps`` optimizer steps instead. Optimizer state (momentum) is not averaged.
+    """
 
     def make(replica: Any) -> tuple[Any, Callable[..., Any]]:
         state = Local(int(steps), replica)
@@ -28,14 +30,24 @@ def every(steps: int, turned: Turned) -> None:
 
 
 class Local:
-    """steps: between two averages. done: optimizer steps so far."""
+    """State of post-local SGD.
+
+    Attributes:
+        steps: Optimizer steps between two averages.
+        done: Number of completed optimizer steps.
+        own: Python ids of the model's parameters.
+    """
 
     def __init__(self, steps: int, replica: Any) -> None:
         self.steps, self.replica, self.done = steps, replica, 0
         self.own = {id(parameter) for parameter in replica.parameters()}
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """After a step of any optimizer: of the model's, one of several counts."""
+        """Count an optimizer step, and average the parameters when due.
+
+        torch calls it after a step of any optimizer. Of several optimizers, only those whose first
+        parameter belongs to the model count.
+        """
         groups = optimizer.param_groups
         first = next((one for group in groups for one in group["params"]), None)
         if id(first) not in self.own:
@@ -46,7 +58,7 @@ class Local:
 
 
 def local_hook(state: Local, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean over ranks in the first steps, then this rank's own gradients."""
+    """Return the mean gradients over ranks in the first steps, then this rank's gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     if state.done < FIRST:
@@ -58,7 +70,7 @@ def local_hook(state: Local, bucket: GradBucket) -> torch.futures.Future[torch.T
 
 @torch.no_grad()
 def average(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Each becomes its mean over the ranks; one collective a type."""
+    """Replace each parameter by its mean over the ranks, with one all-reduce per dtype."""
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for one in parameters:
         kinds.setdefault(one.dtype, []).append(one)

@@ -1,8 +1,9 @@
-"""The interface by which gloo and NCCL reach the other hosts: tried over the ranks' store.
+"""Choice of the network interface of gloo and NCCL, by connections that are tried beforehand.
 
-Left alone, gloo takes the address of its host's own name. Where that is of another network than
-the others', ranks wait for each other until the timeout. Here one rank of each host tries the
-others (comm.reach) as soon as all have come, and all are told what was found, or what failed.
+By default, gloo uses the address that its host's name resolves to. If this address is in another
+network than those of the other hosts, ranks wait for each other until the timeout. Therefore one
+rank of each host tries to connect to the other hosts (comm.reachable_address) as soon as all ranks
+have started. All ranks get the result, or the error, through the store.
 """
 
 import datetime
@@ -20,17 +21,22 @@ SAY_SECONDS = 10.0
 
 
 def settle(store: Any, rank: int, size: int, timeout: float) -> str:
-    """Set this process's interface variables, where they are not set yet; what was chosen, for
-    people, "" on one host.
+    """Set those environment variables of network interfaces that are not set yet.
 
-    store: of all ranks, of its own prefix. timeout: seconds to wait for ranks that have not
-    started yet. Raises ValueError on all ranks where some hosts can't reach each other, naming
-    what was tried, or where ranks don't come.
+    Return the chosen interface and address, for messages; empty on a single host.
+
+    Args:
+        store: Store of all ranks, with a prefix that nothing else uses.
+        timeout: Seconds to wait for ranks that have not started yet.
+
+    Raises:
+        ValueError: Some hosts cannot reach each other, or ranks are missing after ``timeout``. It
+            is raised on all ranks, and the message says what was tried.
     """
     host = socket.gethostname()
     listener = None
     me = -1
-    if store.add(f"at/{host}", 1) == 1:  # the first of its host
+    if store.add(f"at/{host}", 1) == 1:  # this is the first rank of its host
         me = store.add("hosts", 1) - 1
         listener = Listener(asked())
         store.set(f"offer/{me}", json.dumps({"host": host, **listener.offer()}))
@@ -56,7 +62,7 @@ def settle(store: Any, rank: int, size: int, timeout: float) -> str:
 
 
 def _try(store: Any, me: int, listener: Listener, timeout: float) -> None:
-    """One host's part; the first host's rank also says the verdict."""
+    """Try to reach other hosts from this one; on the first host, also publish the result."""
     hosts = store.add("hosts", 0)
     if hosts == 1:
         store.set("verdict", json.dumps({"chosen": {}}))
@@ -90,7 +96,7 @@ def _get(store: Any, key: str, timeout: float) -> bytes:
 
 
 def _wait(store: Any, key: str, size: int, timeout: float, say: bool) -> None:
-    """Until all ranks are there; says now and then how many are."""
+    """Wait until all ranks have started; with ``say``, print their number every SAY_SECONDS."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -109,7 +115,7 @@ def _wait(store: Any, key: str, size: int, timeout: float, say: bool) -> None:
 
 
 def _answer(listener: Listener) -> None:
-    """Show the token to whoever comes, until the listener is closed."""
+    """Send the token to every connecting process, until the listener is closed."""
     import selectors
 
     selector = selectors.DefaultSelector()

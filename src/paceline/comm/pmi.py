@@ -1,20 +1,24 @@
-"""What MPICH's and Intel MPI's mpiexec, and Flux, give each process to find the others: a small
-store, spoken to in lines of text over the descriptor PMI_FD.
+"""Client of PMI, a small key-value store of MPICH's and Intel MPI's mpiexec, and of Flux.
 
-This is version 1 of PMI's wire protocol (Balaji et al., "PMI: A Scalable Parallel
-Process-Management Interface for Extreme-Scale Systems", EuroMPI 2010; MPICH's simple_pmi.c).
-Only what a meeting needs: one value from rank 0 to all.
+The protocol is lines of text over the file descriptor in PMI_FD. This is version 1 of PMI's wire
+protocol (Balaji et al., "PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale
+Systems", EuroMPI 2010; MPICH's simple_pmi.c). It implements only what a rendezvous needs: one value
+from rank 0 to all ranks.
 """
 
 import os
 import select
 from collections.abc import Mapping
 
-MOST = 1024  # bytes of a line
+MOST = 1024  # bytes per read
 
 
 class Pmi:
-    """The process's connection. Raises ValueError where the other side does not speak PMI 1."""
+    """This process's PMI connection.
+
+    Raises:
+        ValueError: The launcher does not answer in version 1 of the protocol.
+    """
 
     def __init__(self, environment: Mapping[str, str], timeout: float = 600.0) -> None:
         self._fd = int(environment["PMI_FD"])
@@ -24,18 +28,18 @@ class Pmi:
         self._name = self._ask("get_my_kvsname", "my_kvsname")["kvsname"]
 
     def put(self, key: str, value: str) -> None:
-        """value: without blanks."""
+        """Store a value, which must not contain blanks."""
         self._ask(f"put kvsname={self._name} key={key} value={value}", "put_result")
 
     def barrier(self) -> None:
-        """Wait for all ranks; what was put before is there after it."""
+        """Wait for all ranks. Values that were put before are visible to all ranks afterwards."""
         self._ask("barrier_in", "barrier_out")
 
     def get(self, key: str) -> str:
         return self._ask(f"get kvsname={self._name} key={key}", "get_result")["value"]
 
     def finalize(self) -> None:
-        """Without it mpiexec takes the process's end for a crash."""
+        """End the connection. Without this, mpiexec treats the end of the process as a crash."""
         self._ask("finalize", "finalize_ack")
 
     def _ask(self, command: str, expected: str) -> dict[str, str]:
@@ -68,7 +72,11 @@ class Pmi:
 def from_rank_0(
     environment: Mapping[str, str], rank: int, key: str, value: str, timeout: float = 600.0
 ) -> str:
-    """Rank 0's ``value`` on all ranks. ValueError where some don't come within ``timeout``."""
+    """Return rank 0's ``value`` on all ranks.
+
+    Raises:
+        ValueError: Some ranks have not called this function within ``timeout`` seconds.
+    """
     pmi = Pmi(environment, timeout)
     if rank == 0:
         pmi.put(key, value)

@@ -1,10 +1,10 @@
-"""By which of its addresses each host can be reached: found by trying, before anybody waits.
+"""Choice of an address at which each host can be reached, by trying to connect.
 
-A host with two networks may answer to a name by the one that leads nowhere; ranks then wait for
-each other until a timeout of half an hour. Here every host listens on each of its addresses,
-the others connect to them and compare the token they get (a bridge's private address exists on
-every host), and each host's best address that all others reached is the one that is used.
-Plain sockets; no torch.
+The name of a host with two networks may resolve to an address that other hosts cannot reach. Ranks
+then wait for each other until a timeout of half an hour. To prevent this, every host listens on
+each of its addresses. The other hosts connect to them and compare the token that they receive,
+because the private address of a bridge exists on every host. Of each host, the best address that
+all others have reached is used. This module uses plain sockets, without torch.
 """
 
 import contextlib
@@ -17,16 +17,20 @@ from typing import Any
 
 from ..cluster.topology.network_interfaces import Link, links
 
-SECONDS = 3.0  # for a connection on the job's own network, where it takes less than 1 ms
+SECONDS = 3.0  # timeout of a connection; on the job's network it takes less than 1 ms
 TOKEN_BYTES = 16
-MAX_ANSWERED_PER_TURN = 64  # before other descriptors are looked at again
-NEIGHBOURS = 16  # each host tries this many others; all of them in most jobs
+MAX_ANSWERED_PER_TURN = 64  # connections, before other file descriptors are polled again
+NEIGHBOURS = 16  # other hosts that each host tries; in most jobs these are all
 
 
 class Listener:
-    """Listens on each of this host's addresses and shows its token to who comes.
+    """Sockets that listen on each of this host's addresses and send a token to each connection.
 
-    only: what GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says, where the user has set it.
+    Attributes:
+        token: Random bytes that identify this host.
+        sockets: The listening socket of each interface and address.
+
+    The argument ``only`` is the value of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set.
     """
 
     def __init__(self, only: str | None = None) -> None:
@@ -36,10 +40,10 @@ class Listener:
             try:
                 self.sockets[link] = listen_on(link.address)
             except OSError:
-                continue  # an address that can't be listened on can't be offered
+                continue  # an address that cannot be listened on cannot be offered
 
     def offer(self) -> dict[str, Any]:
-        """What the others need to try this host; plain data."""
+        """Return what other hosts need to try this host, as a JSON-compatible dict."""
         return {
             "token": self.token.hex(),
             "links": [
@@ -49,7 +53,7 @@ class Listener:
         }
 
     def answer(self, listening: socket.socket) -> None:
-        """Show the token to those who have connected to one of ``sockets``. Nothing is read."""
+        """Send the token to the connections on one of ``sockets``. Nothing is read from them."""
         for _ in range(MAX_ANSWERED_PER_TURN):
             try:
                 visitor, _ = listening.accept()
@@ -66,7 +70,7 @@ class Listener:
 
 
 def listen_on(address: str, port: int = 0) -> socket.socket:
-    """A listening TCP socket on one address; port 0 finds a free one."""
+    """Return a non-blocking listening TCP socket on one address; port 0 selects a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -81,30 +85,35 @@ def listen_on(address: str, port: int = 0) -> socket.socket:
 
 
 def variables(interface: str) -> dict[str, str]:
-    """What makes gloo, NCCL and TensorPipe use one interface and no other; of one host's
-    loopback, gloo alone, which would else ask for the host's name."""
+    """Return the environment variables that make gloo, NCCL and TensorPipe use one interface.
+
+    For loopback, on a single host, only gloo's variable: gloo would resolve the host's name
+    otherwise.
+    """
     if interface == "lo":
         return {"GLOO_SOCKET_IFNAME": "lo"}
     return {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",  # without = it is the beginning of a name
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # without "=", NCCL matches the name as a prefix
         "TP_SOCKET_IFNAME": interface,
     }
 
 
 def asked() -> str | None:
-    """The interfaces that the user wants."""
+    """Return the user's value of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
 
 
 def of_names(found: list[Link], only: str | None) -> list[Link]:
-    """Those of ``found`` that GLOO_SOCKET_IFNAME's or NCCL_SOCKET_IFNAME's words mean; all without
-    these."""
+    """Return the links whose interface matches GLOO_SOCKET_IFNAME's or NCCL_SOCKET_IFNAME's value.
+
+    All links if ``only`` is None or empty.
+    """
     return [link for link in found if not only or _named(link.interface, only)]
 
 
 def others_of(me: int, hosts: int) -> list[int]:
-    """The hosts that host ``me`` tries: all, or in a large job the first and the next ones."""
+    """Return the hosts that host ``me`` tries: all; in large jobs the first and the next ones."""
     after = [(me + i) % hosts for i in range(1, min(NEIGHBOURS, hosts - 1) + 1)]
     return sorted({0, *after} - {me})
 
@@ -112,8 +121,11 @@ def others_of(me: int, hosts: int) -> list[int]:
 def try_all(
     offers: dict[int, dict[str, Any]], listener: Listener | None = None
 ) -> dict[int, dict[str, str]]:
-    """Connect to every address of every offer at once; for each host, address: "" where it was
-    reached, else why not. Answers ``listener``'s visitors meanwhile. Takes ``SECONDS`` at most."""
+    """Connect to all addresses of all offers concurrently, within ``SECONDS``.
+
+    Return for each host and address an empty string if it was reached, else the reason. Meanwhile
+    ``listener`` answers its connections.
+    """
     results: dict[int, dict[str, str]] = {host: {} for host in offers}
     selector = selectors.DefaultSelector()
     waiting = 0
@@ -162,10 +174,13 @@ def try_all(
 def choose(
     names: list[str], offers: list[dict[str, Any]], tried: dict[int, dict[int, dict[str, str]]]
 ) -> list[tuple[str, str]]:
-    """(interface, address) of each host, by which all hosts that tried it reached it.
+    """Return (interface, address) of each host at which all hosts that tried it have reached it.
 
-    tried: of each host, what ``try_all`` returned. Raises ValueError that names what was tried
-    where a host has no such address.
+    Args:
+        tried: Result of ``try_all`` on each host.
+
+    Raises:
+        ValueError: A host has no such address. The message lists what was tried.
     """
     chosen = []
     for host, offer in enumerate(offers):
@@ -196,7 +211,7 @@ def _unreachable(
 
 
 def _verdict(attempt: socket.socket, token: str) -> str:
-    """ "" if the token came, else what was wrong."""
+    """Return an empty string if the right token was received, else the reason."""
     try:
         said = attempt.recv(TOKEN_BYTES)
     except OSError as error:
@@ -205,8 +220,10 @@ def _verdict(attempt: socket.socket, token: str) -> str:
 
 
 def _named(interface: str, only: str) -> bool:
-    """Whether GLOO_SOCKET_IFNAME's or NCCL_SOCKET_IFNAME's words mean this interface: beginnings
-    of names; of NCCL's, =name is a whole name and ^name all but that one."""
+    """Return whether an interface matches the value of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
+
+    The value is a list of name prefixes. In NCCL's, =name is an exact name, and ^name excludes.
+    """
     exclude, exact = only.startswith("^"), only.lstrip("^").startswith("=")
     names = [name for name in only.lstrip("^").lstrip("=").split(",") if name]
     found = any(interface == name or (not exact and interface.startswith(name)) for name in names)

@@ -1,9 +1,9 @@
-"""Where ranks meet that nobody has told an address: under srun, mpirun, mpiexec, jsrun, flux.
+"""Rendezvous of ranks without MASTER_ADDR: under srun, mpirun, mpiexec, jsrun and flux.
 
-Rank 0's host is known by name from the launcher's variables, or its addresses come through PMI
-(comm.pmi). Rank 0 listens on one of a few ports that follow from the job's identity, the first
-that is free; the others knock there until it answers with where the store is. The store itself
-is then bound to the one address by which the others have reached rank 0.
+The name of rank 0's host is known from the launcher's environment variables, or its addresses are
+sent through PMI (comm.pmi). Rank 0 listens on the first free one of a few ports that are derived
+from the job's key. The other ranks connect to these ports until rank 0 answers with the address of
+the store. The store is bound to the one address at which the other ranks have reached rank 0.
 """
 
 import datetime
@@ -33,19 +33,20 @@ from ..security.greeting import (
 from ..security.schema import parse_json
 from .reachable_address import listen_on
 
-PORTS = 8  # tried in turn: another program may have the first
-FIRST_PORT, LAST_PORT = 10_000, 32_000  # below those that the kernel gives to any program
-UNREACHABLE_SECONDS = 12.0  # rank 0's host does not answer at all: it will not later either
+PORTS = 8  # tried in order: another program may use the first
+FIRST_PORT, LAST_PORT = 10_000, 32_000  # below the kernel's ephemeral ports
+UNREACHABLE_SECONDS = 12.0  # without any answer, rank 0's host is considered unreachable
 KNOCK_SECONDS = 2.0
 SAY_SECONDS = 10.0
 NOT_RANK_0 = "not rank 0"
 MAX_LINE_BYTES = 4096
-MAX_WAITING_PER_RANK = 4  # connections that say the same rank: whoever knows the job can make some
+# Connections that claim the same rank: any process that knows the job can open some.
+MAX_WAITING_PER_RANK = 4
 
 
 @dataclass
 class _Knock:
-    """What a rank says first."""
+    """The first message of a rank to rank 0."""
 
     tag: str
     rank: int
@@ -53,17 +54,20 @@ class _Knock:
 
 @dataclass
 class _Answer:
-    """What rank 0 answers: the store's address and port."""
+    """The answer of rank 0: the store's address and port."""
 
     store: tuple[str, Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]]
 
 
 @dataclass(frozen=True)
 class Appointment:
-    """What all ranks of a start know of their meeting: the same on all, but ``rank``.
+    """The parameters of a rendezvous; equal on all ranks of a start, except ``rank``.
 
-    hosts: names or addresses of where rank 0 may be. key: of this start. one_host: all ranks
-    are on one.
+    Attributes:
+        size: World size.
+        hosts: Names or addresses of hosts that rank 0 may be on.
+        key: Key that identifies this start.
+        one_host: Whether all ranks are on one host.
     """
 
     rank: int
@@ -83,10 +87,13 @@ class Appointment:
 
 
 def meet(when: Appointment, timeout: float) -> Any:
-    """The ranks' TCPStore; rank 0's process has it.
+    """Return the TCPStore of all ranks, which runs in rank 0's process.
 
-    timeout: seconds to wait for ranks that have not started yet. Raises ValueError that names
-    what was tried, or which ranks did not come.
+    Args:
+        timeout: Seconds to wait for ranks that have not started yet.
+
+    Raises:
+        ValueError: The rendezvous failed. The message lists what was tried, or the missing ranks.
     """
     if when.rank == 0:
         return _Doorman(when, timeout).store()
@@ -109,14 +116,21 @@ def _store(address: str, port: int, size: int, timeout: float, listening: int | 
 
 
 class _Doorman:
-    """Rank 0: opens to each of the other ranks once, and tells them where the store is."""
+    """The server of the rendezvous on rank 0, which sends the store's address to each other rank.
+
+    Attributes:
+        missing: Ranks that have not connected yet.
+        waiting: Connections by rank that wait for the store's address. Ranks of this host connect
+            before it is known at which address the other hosts reach this one.
+        where: The store's address and port, once known.
+        made: The store, once created.
+    """
 
     def __init__(self, when: Appointment, timeout: float) -> None:
         self.when = when
         self.deadline = time.monotonic() + timeout
         self.timeout = timeout
         self.missing = set(range(1, when.size))
-        # Of this host, by rank, until the address is known.
         self.waiting: dict[int, list[socket.socket]] = {}
         self.where: tuple[str, int] | None = None
         self.made: Any = None
@@ -166,7 +180,7 @@ class _Doorman:
         )
 
     def greeting(self) -> Greeting[int]:
-        """Read the rank of a visitor of this job, and say that this is rank 0."""
+        """Read the rank of a connecting process of this job, and identify this as rank 0."""
         knock = parse_json((yield Step(read=MAX_LINE_BYTES, line=True)), _Knock, "knock")
         if knock.tag != self.when.tag or not 0 < knock.rank < self.when.size:
             raise RefusedError("the visitor is of another job")
@@ -176,7 +190,7 @@ class _Doorman:
     def _open(self, visitor: socket.socket, rank: int) -> None:
         try:
             own, other = str(visitor.getsockname()[0]), str(visitor.getpeername()[0])
-        except OSError:  # reset after the greeting: the rank knocks again
+        except OSError:  # reset after the greeting: the rank connects again
             visitor.close()
             return
         self.missing.discard(rank)
@@ -191,7 +205,7 @@ class _Doorman:
             self._tell()
 
     def _settle(self, address: str) -> None:
-        """The store, on the address by which others have come."""
+        """Create the store, on the address at which the other ranks have connected."""
         listening = listen_on(address)
         port = listening.getsockname()[1]
         fd = listening.detach()
@@ -204,7 +218,7 @@ class _Doorman:
             try:
                 visitor.sendall(answer)
             except OSError:
-                pass  # it has died; the store's timeout will say so
+                pass  # the rank has ended; the store's timeout reports this
             visitor.close()
         self.waiting.clear()
 
@@ -212,8 +226,13 @@ class _Doorman:
         return [visitor for same in self.waiting.values() for visitor in same]
 
     def _are_they_there(self) -> None:
-        """Nobody came from elsewhere. Where this host reaches none of the others either, they
-        can't come. ValueError that names what was tried."""
+        """Check whether this host reaches another one; called if no other host has connected.
+
+        If this host reaches none either, the ranks there cannot connect.
+
+        Raises:
+            ValueError: This host reaches none of the others. The message lists what was tried.
+        """
         tried: dict[str, str] = {}
         mine = {link.address for link in links()} | {"127.0.0.1"}
         for host in [] if self.when.one_host else self.when.hosts[:16]:
@@ -238,11 +257,15 @@ class _Doorman:
 
 
 def _knock(when: Appointment, timeout: float) -> tuple[str, int]:
-    """Every host and port in turn, until rank 0 answers."""
+    """Try all hosts and ports in order until rank 0 answers; return the store's address and port.
+
+    Raises:
+        ValueError: Rank 0 was not found in time.
+    """
     begun = time.monotonic()
     hosts = ["127.0.0.1"] if when.one_host else when.hosts
     tried: dict[str, str] = {}
-    alive = False  # whether any of these hosts has answered, if only to refuse
+    alive = False  # whether any of these hosts has answered, even by refusing a connection
     while True:
         for host in hosts:
             for address in _addresses(host, tried):
@@ -255,7 +278,7 @@ def _knock(when: Appointment, timeout: float) -> tuple[str, int]:
                     if "refused" in answer or answer == NOT_RANK_0:
                         alive = True
                     else:
-                        break  # the other ports of a silent host are silent too
+                        break  # a host that does not answer on one port does not answer on others
         waited = time.monotonic() - begun
         if waited > (timeout if alive else min(UNREACHABLE_SECONDS, timeout)):
             lines = "".join(f"\n    {where}: {why}" for where, why in tried.items())
@@ -278,31 +301,35 @@ def _addresses(host: str, tried: dict[str, str]) -> list[str]:
     for entry in found:
         address = ipaddress.ip_address(str(entry[4][0]).partition("%")[0])
         address = getattr(address, "ipv4_mapped", None) or address
-        # Debian has a host's own name at 127.0.1.1; rank 0 listens at 127.0.0.1.
+        # Debian resolves a host's own name to 127.0.1.1; rank 0 listens on 127.0.0.1.
         own = str(address) == "127.0.1.1"
         addresses.append("127.0.0.1" if own else str(address))
     return list(dict.fromkeys(addresses))
 
 
 def _ask(when: Appointment, address: str, port: int, left: float) -> tuple[str, int] | str:
-    """Where the store is, or why there is no answer."""
+    """Return the store's address and port, or the reason why there is no answer."""
     try:
         with socket.create_connection((address, port), timeout=KNOCK_SECONDS) as door:
             try:
                 converse(door, knocking(when), KNOCK_SECONDS)
             except NoAnswerError:
-                return NOT_RANK_0  # it would have answered
+                return NOT_RANK_0  # rank 0 would have answered
             return converse(door, waiting_for_store(), max(0.1, left))
     except TimeoutError:
         return f"no answer in {KNOCK_SECONDS:.0f} s"
     except (*DROPPED, ValueError):
-        return NOT_RANK_0  # or it is busy with other visitors: it is asked again
+        return NOT_RANK_0  # or it is busy with other connections; the caller tries again
     except OSError as error:
         return (error.strerror or str(error)).lower()
 
 
 def knocking(when: Appointment) -> Greeting[None]:
-    """Say who we are; RefusedError where the other side is not rank 0 of the same job."""
+    """Identify this rank to rank 0.
+
+    Raises:
+        RefusedError: The other side is not rank 0 of the same job.
+    """
     knock = json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n"
     said = yield Step(send=knock, read=MAX_LINE_BYTES, line=True)
     if said.strip() != when.tag.encode():
@@ -310,7 +337,7 @@ def knocking(when: Appointment) -> Greeting[None]:
 
 
 def waiting_for_store() -> Greeting[tuple[str, int]]:
-    """Read where the store is, once rank 0 knows by which of its addresses it is reached."""
+    """Read the store's address, which rank 0 sends once it knows where it can be reached."""
     said = yield Step(read=MAX_LINE_BYTES, line=True)
     address, port = parse_json(said, _Answer, "rank 0's answer").store
     return str(ipaddress.ip_address(address)), port

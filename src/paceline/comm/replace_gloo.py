@@ -1,5 +1,7 @@
-"""Shared memory for scripts that ask for gloo by its name: ``paceline run --exchange paceline``,
-and the knob ``exchange``."""
+"""Shared memory in place of gloo, for scripts that request the backend gloo.
+
+It is used by ``paceline run --exchange paceline`` and by the knob ``exchange``.
+"""
 
 import functools
 import os
@@ -11,8 +13,11 @@ from ..record.hooks.import_hooks import after_import
 
 
 def exchange(by: str, turned: Turned) -> None:
-    """by: "paceline" for all groups of gloo's that the script makes; "gloo" for those, too, that
-    Paceline makes by itself."""
+    """Set how groups communicate.
+
+    by: "paceline" replaces gloo in all gloo groups that the script creates. "gloo" uses gloo also
+    in the groups that Paceline creates.
+    """
     if by == "gloo":
         os.environ["PACELINE_EXCHANGE"] = "gloo"
         turned.done()
@@ -36,7 +41,7 @@ def exchange(by: str, turned: Turned) -> None:
 
 
 def algorithm(name: str, turned: Turned) -> None:
-    """Of all-reduces between hosts, in groups that are made from now on."""
+    """Set the algorithm of all-reduces between hosts, for groups that are created from now on."""
     os.environ["PACELINE_ALGORITHM"] = name
     turned.done()
 
@@ -44,7 +49,7 @@ def algorithm(name: str, turned: Turned) -> None:
 def _faster(
     c10d: Any, group: Any, store: Any, timeout: Any, members: list[int], turned: Turned
 ) -> Any:
-    """The group with shared memory below; what torch knows of it stays as it was."""
+    """Return the group with shared memory below it; torch's registration of it is unchanged."""
     from ..record.hooks.collectives import RecordedGroup
     from ..record.hooks.torch_patches import replace_group
     from . import replica_check

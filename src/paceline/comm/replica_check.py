@@ -1,6 +1,9 @@
-"""DDP's replicas are of one model: compared when they are made, by name, type and shape of every
-parameter and buffer. What differs would be summed up as if it did not: torch compares the shapes
-alone, and names a parameter by its number."""
+"""Check that DDP's replicas are of the same model.
+
+When replicas are created, the name, dtype and shape of every parameter and buffer are compared.
+Otherwise, different parameters would be reduced together without an error: torch compares only the
+shapes, and names a parameter only by its number.
+"""
 
 import functools
 import hashlib
@@ -16,13 +19,13 @@ from ..record.hooks.import_hooks import after_import
 from .shared_group import SharedGroup
 
 LENGTH = 32  # bytes of a digest
-Rows = list[list[str]]  # name, and what it is, of each parameter and buffer in their order
+Rows = list[list[str]]  # name and description of each parameter and buffer, in their order
 _MODULE = "torch.nn.parallel.distributed"
 _looking = False
 
 
 def look() -> None:
-    """At replicas that are made from now on."""
+    """Check the replicas that are created from now on."""
     global _looking
     if not _looking:
         _looking = True
@@ -31,7 +34,7 @@ def look() -> None:
 
 def _install(module: Any) -> None:
     kind = module.DistributedDataParallel
-    build = kind._build_params_for_reducer  # the last before torch's own collectives
+    build = kind._build_params_for_reducer  # the last call before torch's own collectives
 
     @functools.wraps(build)
     def built(replica: Any) -> Any:
@@ -43,10 +46,15 @@ def _install(module: Any) -> None:
 
 
 def compare(model: torch.nn.Module, group: Any) -> None:
-    """Over the ranks of a group of Paceline's, for a model on CPUs.
+    """Compare a model over the ranks of a group.
 
-    Raises ValueError on all ranks where they differ: the first parameter that does, and what it is
-    on which ranks."""
+    Groups that are not Paceline's, and models with parameters on other devices than the CPU, are
+    not checked.
+
+    Raises:
+        ValueError: The models differ. It is raised on all ranks, and the message says which is the
+            first parameter that differs, and what it is on which ranks.
+    """
     inner = group.inner if isinstance(group, RecordedGroup) else group
     if not isinstance(group, (RecordedGroup, SharedGroup)) or _elsewhere(model):
         return
@@ -61,7 +69,7 @@ def compare(model: torch.nn.Module, group: Any) -> None:
 
 
 def differing(each: list[Rows], ranks: list[int]) -> str:
-    """What is said of models of which ``each`` is one rank's."""
+    """Return the error message for models that differ; ``each`` has one entry per rank."""
     at = next(i for i in range(max(map(len, each))) if len({_at(rows, i) for rows in each}) > 1)
     sides: dict[tuple[str, str], list[int]] = {}
     for rank, rows in zip(ranks, each, strict=True):
@@ -87,7 +95,7 @@ def _elsewhere(model: torch.nn.Module) -> bool:
 
 
 def _rows(model: torch.nn.Module) -> Rows:
-    """Of what DDP exchanges: the parameters that are trained, and the buffers."""
+    """Return the rows of what DDP synchronizes: parameters that are trained, and buffers."""
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     return [
         [name, f"{str(one.dtype).removeprefix('torch.')} of {_shape(one)}"]

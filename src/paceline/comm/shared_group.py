@@ -1,7 +1,9 @@
-"""A process group whose collectives over CPU tensors go through memory that its ranks share, and
-between hosts over the network; what it does not do itself (other devices and types, sends, gathers
-to one) goes to ``inner``, PyTorch's own. Which of the two it is hangs on what is the same on all
-ranks alone."""
+"""A process group with collectives over shared memory, and over the network between hosts.
+
+It supports CPU tensors. Everything else (other devices and dtypes, sends, gathers to one rank) is
+passed to ``inner``, PyTorch's group. The choice between the two depends only on properties that are
+equal on all ranks.
+"""
 
 # mypy: disable-error-code="override"
 # The stub has all overloads of a method; torch calls one, with options as the last argument.
@@ -35,9 +37,17 @@ MEAN = REDUCTIONS.index("mean")
 
 
 class SharedGroup(dist.ProcessGroup):
-    """timeout: seconds that a rank waits for another one in a collective. where: what is said of
-    the place of an error (its step). reduces_over_gloo: all-reduces go to ``inner`` as well;
-    instead_of_gloo: nobody asked for this group but the tuner (comm.tune)."""
+    """A process group that runs collectives over CPU tensors in shared memory.
+
+    Attributes:
+        inner: PyTorch's group, for everything that is not supported here.
+        kernel: Implementation of the collectives.
+        timeout: Seconds that a rank waits for another one in a collective.
+        reduces_over_gloo: Whether all-reduces are passed to ``inner``, too.
+        instead_of_gloo: Whether the tuner (comm.tune), not the user, has requested this group.
+
+    The argument ``where`` returns the prefix of error messages (the step).
+    """
 
     def __init__(
         self,
@@ -50,16 +60,16 @@ class SharedGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.kernel, self.timeout, self._where = inner, kernel, timeout, where
         self._worker = CollectiveThread("paceline-exchange")
-        self._one = threading.Lock()  # collective at a time, whichever threads ask
+        self._one = threading.Lock()  # held during a collective: one at a time, from any thread
         self._pid = os.getpid()
         self.reduces_over_gloo = self.instead_of_gloo = False
         share_backends(self, inner)
 
     def settle(self, seconds: float) -> None:
-        """Before the group is destroyed: let what is under way end."""
+        """Wait up to ``seconds`` for pending collectives; called before the group is destroyed."""
         self._worker.close(seconds)
 
-    # What torch calls.
+    # Methods that torch calls.
 
     def getBackendName(self) -> str:  # noqa: N802  torch calls it by this name
         return "paceline"
@@ -157,13 +167,16 @@ class SharedGroup(dist.ProcessGroup):
     def barrier(self, *given: Any, **options: Any) -> dist.Work:
         return self._start(lambda: self.kernel.barrier(self.timeout), [], given)
 
-    # How it is done.
+    # Implementation.
 
     def _start(
         self, run: Callable[[], None], result: list[torch.Tensor], given: tuple[Any, ...]
     ) -> dist.Work:
-        """At once, where the caller waits for it anyway and nothing is before it; else by the
-        worker."""
+        """Run a collective.
+
+        It runs in the calling thread if the call is synchronous and no collective is pending, else
+        in the worker thread.
+        """
         if self._pid != os.getpid():
             raise RuntimeError(
                 "paceline: this process was forked from a rank, and can't exchange for it. HINT: "
@@ -194,7 +207,7 @@ class SharedGroup(dist.ProcessGroup):
     def _gathers(
         self, outputs: Any, inputs: Any, name: str, given: tuple[Any, ...], options: Any
     ) -> dist.Work:
-        """Each input of all ranks into one output, one after another."""
+        """Gather each input from all ranks into the output at the same position, in rank order."""
         pairs = list(zip(outputs, inputs, strict=True))
         alike = all(a.nbytes == b.nbytes * self.size() for a, b in pairs)
         if not alike or not _fit([*outputs, *inputs]):
@@ -219,7 +232,7 @@ class SharedGroup(dist.ProcessGroup):
     def _scatters(
         self, outputs: Any, inputs: Any, name: str, given: tuple[Any, ...], options: Any
     ) -> dist.Work:
-        """Of each input's parts the one for this rank, summed up, one after another."""
+        """Reduce the part of each input that belongs to this rank over all ranks."""
         how, pairs = _how(given), list(zip(outputs, inputs, strict=True))
         alike = all(b.nbytes == a.nbytes * self.size() and a.dtype == b.dtype for a, b in pairs)
         if how is None or not alike or not _fit([*outputs, *inputs], how):
@@ -250,9 +263,9 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return method
 
 
-# All the rest. Left to torch, a method that a Python group does not have is called with the
-# interpreter's lock held (PyProcessGroup.hpp), and gloo's thread may want that lock to free the
-# tensor before, while it holds what the call waits for.
+# All other methods. torch calls a method that a Python group does not have with the interpreter
+# lock held (PyProcessGroup.hpp). This may deadlock: gloo's thread may wait for the interpreter lock
+# to free an earlier tensor, while it holds what the call waits for.
 for _name in (*METHODS, "monitored_barrier"):
     if _name not in SharedGroup.__dict__ and hasattr(dist.ProcessGroup, _name):
         setattr(SharedGroup, _name, _passed_on(_name))
@@ -260,7 +273,7 @@ for _name in (*METHODS, "monitored_barrier"):
 
 @contextlib.contextmanager
 def _in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor as one piece of memory; what is written there is in the tensor then."""
+    """Yield the tensor as contiguous memory, and copy the result back on exit if it is a copy."""
     flat = tensor.contiguous()
     yield flat
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
@@ -268,14 +281,17 @@ def _in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _how(given: tuple[Any, ...]) -> int | None:
-    """What is asked of the ranks' elements, where that can be done here."""
+    """Return the index of the reduction in REDUCTIONS, or None if it is not supported here."""
     if not given or not hasattr(given[0], "reduceOp"):
         return None
     return HOW_OF.get(getattr(given[0].reduceOp, "op", given[0].reduceOp))
 
 
 def _fit(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:
-    """Whether these are of a kind that is exchanged here. how: they are summed up, or the like."""
+    """Return whether these tensors are supported here.
+
+    how: Index of the reduction that is applied to them; None without a reduction.
+    """
     return all(
         one.device.type == "cpu"
         and one.layout == torch.strided
