@@ -1,8 +1,9 @@
-"""How fast devices compute: matrix products and convolutions by precision, in FLOP/s.
+"""Compute speed of devices in FLOP/s: matrix products and convolutions, by precision.
 
-The size grows until one repetition takes some tens of milliseconds, so that neither a call's own
-cost nor the clock counts. A convolution's operations are those of the direct algorithm, whatever
-the library does."""
+The size grows until one repetition takes some tens of milliseconds, so that neither the overhead of
+a call nor the resolution of the clock matters. The operation count of a convolution is that of the
+direct algorithm, whichever algorithm the library uses.
+"""
 
 import contextlib
 import functools
@@ -15,16 +16,21 @@ from .repeat import rate, repeated
 
 CPU = ("float32", "float64", "bfloat16")
 CUDA = ("float64", "float32", "tf32", "float16", "bfloat16")
-LONG_ENOUGH = 0.02  # seconds of one repetition
-CHANNELS, PIXELS, KERNEL = 256, 14, 3  # a layer of a ResNet, one of those with most channels
+LONG_ENOUGH = 0.02  # minimum seconds of one repetition
+CHANNELS, PIXELS, KERNEL = 256, 14, 3  # a late convolution layer of a ResNet, with many channels
 
-# So much of a size: what to call, its operations and its bytes.
+# A function of size, dtype and device that returns a call and its number of operations.
 Work = Callable[[int, Any, str], tuple[Callable[[], Any], float]]
 
 
 def arithmetic(device: str, seconds: float, threads: int = 1) -> list[Arithmetic]:
-    """Every operation and precision on a device; threads: of the processor, where it is "cpu".
-    What a device can't do is left out. seconds: of each figure, about."""
+    """Measure every operation and precision on a device; unsupported combinations are left out.
+
+    Args:
+        device: "cpu", or a device such as "cuda:0".
+        seconds: Approximate time for each combination.
+        threads: CPU threads, if the device is "cpu".
+    """
     import torch
 
     found = []
@@ -60,7 +66,7 @@ def _measured(
         took = min(times)
         if took >= LONG_ENOUGH or size * 2 > most:
             break
-        # By no more than 8 at once: small ones are slower for what they are.
+        # At most by a factor of 8: small sizes reach a lower rate, so they overestimate the factor.
         size = min(most, size * min(8, max(2, round(1.5 * LONG_ENOUGH / took))))
     times = repeated(call, seconds)
     return Arithmetic(device, operation, precision, rate(amount, times, FLOPS))
@@ -75,7 +81,7 @@ def _finished(call: Callable[[], Any], device: str) -> None:
 
 
 def _product(size: int, dtype: Any, device: str) -> tuple[Callable[[], Any], float]:
-    """Square matrices whose product is about ``size`` times that of 256 x 256."""
+    """Multiply square matrices with about ``size`` times the operations of 256 x 256 ones."""
     import torch
 
     n = round(256 * size ** (1 / 3) / 64) * 64
@@ -85,7 +91,7 @@ def _product(size: int, dtype: Any, device: str) -> tuple[Callable[[], Any], flo
 
 
 def _convolution(size: int, dtype: Any, device: str) -> tuple[Callable[[], Any], float]:
-    """A batch of ``size`` images, laid out as the libraries like it best."""
+    """Convolve a batch of ``size`` images in channels-last layout, which libraries prefer."""
     import torch
 
     def random(*shape: int) -> Any:
@@ -99,20 +105,20 @@ def _convolution(size: int, dtype: Any, device: str) -> tuple[Callable[[], Any],
 
 
 def _largest(operation: str, device: str) -> int:
-    """The largest size that leaves three quarters of the free memory free."""
+    """Return the largest size that uses at most a quarter of the free memory."""
     import torch
 
     free = free_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     if operation == "matrix product":
         return int((free / 4 / (3 * 8)) ** 1.5 / 256**3) + 1
-    # In and out, twice; on a processor also the images unfolded, once for each of the kernel.
+    # Inputs and outputs, twice; on a CPU also the unfolded images, one copy per kernel element.
     copies = 4 + (KERNEL**2 if device == "cpu" else 0)
     return int(free / 4 / (8 * CHANNELS * PIXELS**2 * copies)) + 1
 
 
 @contextlib.contextmanager
 def _tf32(device: str, allowed: bool) -> Iterator[None]:
-    """Whether a GPU may compute float32 as TF32: both of PyTorch's switches, and back after it."""
+    """Set whether a GPU may compute float32 as TF32 (matmul and cuDNN); restore it afterwards."""
     import torch
 
     if device == "cpu":

@@ -1,5 +1,8 @@
-"""How far each host's clock is from the first host's: it is asked for its time again and again,
-and the answer that came quickest says it best."""
+"""Clock offset of each host relative to the first host.
+
+The first host requests each host's time repeatedly and uses the answer with the shortest round
+trip, which has the smallest uncertainty.
+"""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +20,10 @@ Offset = tuple[float, float]
 
 
 def offsets(hosts: Sequence[Host], rank: int, group: Any) -> dict[str, Offset]:
-    """By the host's name, on the first host's leader; the others answer."""
+    """Return each host's offset and uncertainty by name; empty except on the first host's leader.
+
+    The leaders of the other hosts answer. ``group`` is the group of all leaders.
+    """
     first, *others = hosts
     if rank != first.leader:
         for _ in range(PINGS):

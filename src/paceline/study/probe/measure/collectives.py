@@ -1,8 +1,10 @@
 """Latency and bandwidth of collectives within a group of ranks, by size.
 
-A repetition's time is the mean over the group's ranks, as nccl-tests and OSU's benchmarks have
-it: ranks call again and again without a pause, and one that comes early waits inside of its call.
-All ranks of a group decide alike how often and up to which size, from times that they share."""
+The time of a repetition is the mean over the group's ranks, as in nccl-tests and the OSU
+benchmarks: ranks call the collective repeatedly without a pause, and a rank that arrives early
+waits inside its call. All ranks of a group choose the same number of repetitions and the same largest size, because
+they decide from shared times.
+"""
 
 import time
 from collections.abc import Callable
@@ -16,27 +18,33 @@ from ....comm.shared_group import SharedGroup
 from ....cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ....record.hooks.collectives import RecordedGroup
 
-LATENCY = 8  # bytes of the vector whose time is the latency
+LATENCY = 8  # size in bytes of the vector whose time counts as the latency
 SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 QUICK = tuple(1 << power for power in range(12, 25, 4))  # 4 KiB to 16 MiB
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-LEAST, MOST = 5, 200  # repetitions
+LEAST, MOST = 5, 200  # minimum and maximum number of repetitions
 
-# By their names before PyTorch 2.13 and since.
+# PyTorch 2.13 renamed these collectives.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Members:
-    """A group of ranks that measures together, and where its vectors lie."""
+    """A group of ranks that measures together.
 
-    group: Any  # torch.distributed's
+    Attributes:
+        group: Process group of torch.distributed.
+        size: Number of ranks in the group.
+        device: Device of the vectors.
+    """
+
+    group: Any
     size: int
     device: torch.device
 
     def share(self, values: list[float]) -> list[float]:
-        """The mean over all members of each."""
+        """Return the mean of each value over all members; must be called by every member."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
         found: list[float] = (tensor / self.size).tolist()
@@ -46,7 +54,14 @@ class Members:
 def collectives(
     members: Members, name: str, hosts: tuple[str, ...], seconds: float, sizes: tuple[int, ...]
 ) -> list[Collective]:
-    """Every operation; name and hosts: see cost.machine. seconds: of each operation, about."""
+    """Measure every collective within the group.
+
+    Args:
+        name: Name of the kind of group; see ``Collective`` in cost.machine.
+        hosts: Names of the group's hosts.
+        seconds: Approximate time for each collective.
+        sizes: Vector sizes in bytes.
+    """
     cuda = members.device.type == "cuda"
     found = []
     for operation in OPERATIONS:
@@ -55,7 +70,7 @@ def collectives(
         except RuntimeError as error:
             if "support" not in str(error):
                 raise
-            continue  # not in this version of the backend: on all ranks alike
+            continue  # this version of the backend lacks the collective, on all ranks alike
         found.append(
             Collective(
                 name,
@@ -72,7 +87,7 @@ def collectives(
 
 
 def backend_of(group: Any) -> str:
-    """What moves the bytes of CPU tensors in a group, by its name."""
+    """Return the name of the backend that transfers CPU tensors in a group."""
     inner = group.inner if isinstance(group, RecordedGroup) else group
     return "paceline" if isinstance(inner, SharedGroup) else "gloo"
 
@@ -87,14 +102,15 @@ def _measured(
         if _expected(latency, table, size) * (LEAST + 2) > 2 * seconds:
             break
         exact, times = _timed(members, operation, size, left / (len(sizes) - i))
-        if not table or table[-1].bytes < exact:  # many ranks: a little for each may be more
+        # With many ranks, the minimum of one element per rank may give two sizes the same bytes.
+        if not table or table[-1].bytes < exact:
             table.append(AtSize(exact, Figure.of(times, SECONDS)))
         left -= sum(times)
     return latency, table
 
 
 def _expected(latency: Figure, table: list[AtSize], size: int) -> float:
-    """Seconds of a larger vector, on the line through the last two."""
+    """Return the expected seconds for a larger vector, extrapolated linearly from the last two."""
     if not table:
         return 0.0
     points = [(LATENCY, latency.low), *((one.bytes, one.seconds.low) for one in table)]
@@ -103,7 +119,7 @@ def _expected(latency: Figure, table: list[AtSize], size: int) -> float:
 
 
 def _timed(members: Members, operation: str, size: int, seconds: float) -> tuple[int, list[float]]:
-    """The bytes of the whole vector, and the time of each repetition: the same on all members."""
+    """Return the vector's bytes and the seconds of each repetition, the same on all members."""
     exact, call = prepared(members, operation, size)
     call()
     once = min(members.share([_once(call), _once(call)]))
@@ -118,8 +134,11 @@ def _once(call: Callable[[], Any]) -> float:
 
 
 def prepared(members: Members, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
-    """A call, and the bytes of its vector (defined in docs/reference/measures.md): for all-gather
-    that of all parts together. A few more than ``size`` where it does not divide."""
+    """Return the number of bytes of the vector, and a function that calls the collective once.
+
+    The size of a vector is defined in docs/reference/measures.md; for all-gather it is that of all
+    parts together. It may differ slightly from ``size`` if that is not divisible by the ranks.
+    """
     group, item = members.group, torch.float32.itemsize
     each = max(1, size // item // members.size)
     count = max(1, size // item) if operation == "all-reduce" else each * members.size

@@ -1,4 +1,4 @@
-"""What a host is and has, without measuring: versions, processor, mask, memory, limits, cards."""
+"""Facts of a host that need no measurement: versions, CPU, affinity, memory, limits, devices."""
 
 import os
 import platform
@@ -21,8 +21,14 @@ TEMPORARY = Path("/tmp")
 
 
 def facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> HostFacts:
-    """Of this host. name: what the job calls it. cpus: hardware threads that its ranks may run
-    on together. folder: whose free space counts; None: that of /tmp."""
+    """Return the facts of this host.
+
+    Args:
+        name: The host's name in the job.
+        ranks: Number of ranks on this host.
+        cpus: Hardware threads that these ranks may run on together.
+        folder: Folder whose free disk space is reported; None means /tmp.
+    """
     known = topology()
     mask = sorted(cpus)
     missing = {"cores": known.guessed} if known.guessed else {}
@@ -52,7 +58,7 @@ def facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> Ho
 
 
 def more(folder: Path | None) -> dict[str, Any]:
-    """What a machine file has no place for, for the table only."""
+    """Return facts that the machine file format has no field for; only the table shows them."""
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     return {
         "hostname": socket.gethostname(),
@@ -64,13 +70,15 @@ def more(folder: Path | None) -> dict[str, Any]:
 
 
 def boot_id() -> str:
-    """The same in all containers and namespaces of one running kernel; the host's name where
-    nobody says it."""
+    """Return the kernel's boot ID, or the host name where it is not available.
+
+    The boot ID is the same in all containers and namespaces of one running kernel.
+    """
     return text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def free_space(folder: Path) -> int | None:
-    """Bytes that this user may still write there; None where nobody says it."""
+    """Return the bytes that this user may still write to a folder; None if unknown."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -92,7 +100,7 @@ def _versions() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """As /proc/cpuinfo names it: on x86, then on POWER; else the board's name, as on Arm."""
+    """Return the CPU's name from /proc/cpuinfo (x86, then POWER), else the board's name (Arm)."""
     said = text(Path("/proc/cpuinfo"))
     for key in ("model name", "cpu"):
         found = re.search(rf"^{key}\s*:\s*(.+)$", said, re.MULTILINE)
@@ -128,7 +136,7 @@ def _limits() -> Limits:
 
 
 def _gpus() -> list[Gpu]:
-    """Those that torch sees; else those on the PCI bus, by the name that their driver has."""
+    """Return the GPUs that torch sees, else those on the PCI bus with their driver's name."""
     import torch
 
     if torch.cuda.is_available():
@@ -153,5 +161,5 @@ def _network(card: Card) -> Network:
             return Network(card.name)
         return Network(card.name, text(port / "link_layer"), text(port / "rate"))
     speed = text(Path(f"/sys/class/net/{card.name}/speed"))
-    known = speed.isdigit() and int(speed) > 0  # virtual cards say -1
+    known = speed.isdigit() and int(speed) > 0  # virtual interfaces report -1
     return Network(card.name, "Ethernet", f"{int(speed) / 1000:g} Gb/s" if known else "")

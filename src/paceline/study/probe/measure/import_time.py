@@ -1,8 +1,8 @@
-"""What ``import torch`` takes in a fresh interpreter: seconds, how many of them it computed, and
-calls to the file system.
+"""Cost of ``import torch`` in a fresh interpreter: seconds, CPU seconds and file system calls.
 
-On a shared file system these calls are what a start costs. strace counts them all; without it an
-audit hook counts opens and listings only, which are about a tenth."""
+On a shared file system these calls dominate the startup time. strace counts all of them; without
+strace an audit hook counts only opens and directory listings, which are about a tenth.
+"""
 
 import re
 import shutil
@@ -39,8 +39,15 @@ STRACE, HOOK = "strace", "audit hook: opens and listings only"
 
 @dataclass(frozen=True)
 class Timed:
-    """One import. busy_s: of its seconds those of a core, its own or another's that it waited for:
-    the rest are waits for files. opened: opens and listings. file: where torch is."""
+    """Measurements of one import.
+
+    Attributes:
+        seconds: Wall-clock time of the import.
+        busy_s: Seconds of it in which the process computed or waited for a core; in the rest it
+            waited for files.
+        opened: Number of opens and directory listings.
+        file: Path of the imported torch package.
+    """
 
     seconds: float
     busy_s: float
@@ -50,8 +57,17 @@ class Timed:
 
 @dataclass(frozen=True)
 class Import:
-    """first_s, first_busy_s: of the first time alone, when what it reads may not be in memory
-    yet. file: where torch is."""
+    """Measurements of several imports.
+
+    Attributes:
+        seconds: Wall-clock time of all imports.
+        busy: Seconds of these in which the process computed or waited for a core.
+        first_s: Wall-clock time of the first import, whose files may not be in the page cache yet.
+        first_busy_s: The same part of it as ``busy``.
+        calls: Number of file system calls.
+        counted_by: How they were counted.
+        file: Path of the imported torch package.
+    """
 
     seconds: Figure
     busy: Figure
@@ -63,7 +79,16 @@ class Import:
 
 
 def import_torch(times: int = 3, interpreter: str = sys.executable, count: bool = True) -> Import:
-    """Measured so many times; count: by strace, where it is, in an interpreter of its own."""
+    """Measure ``import torch`` several times.
+
+    Args:
+        times: Number of imports, each in a new process.
+        interpreter: Path of the Python interpreter.
+        count: Count the calls by strace, if it is installed, in one more process.
+
+    Raises:
+        ValueError: The import failed or took more than 120 s.
+    """
     found = [timed(interpreter) for _ in range(times)]
     calls = _traced(interpreter) if count else None
     return Import(
@@ -78,7 +103,7 @@ def import_torch(times: int = 3, interpreter: str = sys.executable, count: bool 
 
 
 def timed(interpreter: str) -> Timed:
-    """Once, in an interpreter of its own."""
+    """Measure one import in a new process."""
     said = _run([interpreter, "-P", "-c", CODE])
     # Packages may print when they are imported.
     line = next(one for one in said.splitlines() if one.startswith("paceline "))
@@ -87,8 +112,11 @@ def timed(interpreter: str) -> Timed:
 
 
 def _traced(interpreter: str) -> int | None:
-    """Calls with a file's name, and fstat and getdents, of the interpreter's start and the
-    import; None without a strace that may trace."""
+    """Return the number of file system calls of the interpreter's start and the import.
+
+    These are calls with a file name, fstat and getdents.
+    None if strace is missing or not allowed.
+    """
     strace = shutil.which("strace")
     if strace is None:
         return None
@@ -98,7 +126,7 @@ def _traced(interpreter: str) -> int | None:
         try:
             _run([*words, interpreter, "-P", "-c", "import torch"])
             said = table.read_text()
-        except (ValueError, OSError):  # many containers forbid it
+        except (ValueError, OSError):  # many containers forbid tracing
             return None
     total = re.search(r"^\s*100\.00\s+\S+\s+\S+\s+(\d+).*total$", said, re.MULTILINE)
     return int(total[1]) if total else None

@@ -1,5 +1,8 @@
-"""The link between each two hosts: their leaders send a message to and fro, in rounds in which
-every host is in one pair, so that disjoint pairs are measured at the same time."""
+"""Latency and bandwidth of the link between each two hosts.
+
+The leaders of two hosts send messages back and forth. Every host is in at most one pair of a round,
+so that disjoint pairs are measured at the same time.
+"""
 
 import statistics
 import time
@@ -13,19 +16,21 @@ import torch.distributed as dist
 from ....cost.machine.machine_file import BANDWIDTH, SECONDS, Figure, Pair
 from ..participants import Host
 
-EVERY_PAIR = 32  # hosts; of more only neighbours and some rounds
-SOME_ROUNDS = 12
+EVERY_PAIR = 32  # maximum number of hosts of which every pair is measured
+SOME_ROUNDS = 12  # rounds with more hosts, in addition to neighbors
 SMALL, FIRST = 8, 256 << 10
 LARGE = (1 << 20, 4 << 20, 16 << 20)
-LONG = 0.1  # seconds that one large message may take
+LONG = 0.1  # maximum seconds of one large message
 PINGS, LARGE_PINGS = 50, 5
 
 Both = tuple[int, int]
 
 
 def rounds(count: int) -> list[list[Both]]:
-    """Pairs of the numbers below count, lower first, in rounds of disjoint ones: every pair, or
-    of more than EVERY_PAIR a ring and some rounds."""
+    """Return pairs of the numbers below ``count``, lower first, in rounds of disjoint pairs.
+
+    All pairs are returned up to EVERY_PAIR hosts; with more, a ring and SOME_ROUNDS rounds.
+    """
     every = _tournament(count)
     if count <= EVERY_PAIR:
         return every
@@ -43,7 +48,10 @@ def rounds(count: int) -> list[list[Both]]:
 
 
 def _tournament(count: int) -> list[list[Both]]:
-    """The circle method: one stays, the others walk around; in odd ones somebody pauses."""
+    """Return all pairs by the circle method: one position is fixed, the others rotate.
+
+    With an odd count, one host is idle in each round.
+    """
     places = list(range(count + count % 2))
     found = []
     for _ in range(len(places) - 1):
@@ -56,7 +64,7 @@ def _tournament(count: int) -> list[list[Both]]:
 
 
 def apart(pairs: Iterable[Both], machine: Sequence[str]) -> list[list[Both]]:
-    """The same pairs, in as many rounds as it takes that no machine is in two pairs of one."""
+    """Split the pairs into rounds in which each machine is in at most one pair."""
     found: list[tuple[list[Both], set[str]]] = []
     for pair in pairs:
         own = {machine[pair[0]], machine[pair[1]]}
@@ -71,7 +79,12 @@ def apart(pairs: Iterable[Both], machine: Sequence[str]) -> list[list[Both]]:
 
 
 def pairs(hosts: Sequence[Host], rank: int, group: Any, device: torch.device) -> list[Pair]:
-    """Of the leader that calls it: the pairs in which it is first. group: of all leaders."""
+    """Measure all pairs of hosts; return those in which the calling leader's host is first.
+
+    Args:
+        group: Process group of all leaders.
+        device: Device of the messages.
+    """
     machine = [host.machine for host in hosts]
     me = [host.leader for host in hosts].index(rank)
     found = []
@@ -87,7 +100,7 @@ def pairs(hosts: Sequence[Host], rank: int, group: Any, device: torch.device) ->
 
 
 def _pair(first: Host, second: Host, begins: bool, group: Any, device: torch.device) -> Pair:
-    """The bandwidth is that of the slower direction."""
+    """Measure one pair; its bandwidth is that of the slower direction."""
     link = _Link(second.leader if begins else first.leader, begins, group, device)
     try:
         small = [link.forth(SMALL) for _ in range(PINGS + 1)][1:]
@@ -100,7 +113,7 @@ def _pair(first: Host, second: Host, begins: bool, group: Any, device: torch.dev
         text = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"between {first.name} and {second.name}: {text}") from None
     slower = max(forth, back, key=statistics.median)
-    # What is left of a round trip without the small message back.
+    # The time of the large message: the round trip without the small message in return.
     alone = [max(seconds - latency.median, seconds / 2) for seconds in slower]
     rate = Figure.of([size / seconds for seconds in alone], BANDWIDTH)
     return Pair(first.name, second.name, latency, rate)
@@ -108,7 +121,7 @@ def _pair(first: Host, second: Host, begins: bool, group: Any, device: torch.dev
 
 @dataclass(frozen=True)
 class _Link:
-    """One end of a pair: both call the same, and the end that begins has the right times."""
+    """One end of a pair. Both call the same methods; times are valid on the end that begins."""
 
     other: int
     begins: bool
@@ -116,15 +129,15 @@ class _Link:
     device: torch.device
 
     def forth(self, size: int) -> float:
-        """Seconds of a message there and a small one back."""
+        """Return the round-trip seconds of a message of this size and a small reply."""
         return self._to_and_fro(size, SMALL)
 
     def back(self, size: int) -> float:
-        """Seconds of a small message there and one of that size back."""
+        """Return the round-trip seconds of a small message and a reply of this size."""
         return self._to_and_fro(SMALL, size)
 
     def told(self, number: int) -> int:
-        """The number that the end that begins has."""
+        """Return on both ends the number that the beginning end passes."""
         tensor = torch.tensor([number])
         self._pass(tensor, send=self.begins)
         return int(tensor)

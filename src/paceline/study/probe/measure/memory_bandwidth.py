@@ -1,7 +1,8 @@
-"""How fast memory is read and written: STREAM's triad a = b + s c, on doubles.
+"""Memory bandwidth: STREAM's triad a = b + s c, in float64.
 
-Bytes are counted as STREAM does, 3 x 8 a turn: the read of ``a`` that a processor makes before it
-writes there, unless it writes around its caches, is not."""
+Bytes are counted as in STREAM, 3 x 8 per element. The read of ``a`` that a CPU makes before it
+writes there, unless it uses non-temporal stores, is not counted.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +18,20 @@ SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 1) -> Memory:
-    """Of a device; where it is "cpu", of these hardware threads, by so many threads. Each array
-    is four times the caches at least, unless that were more than an eighth of what is free."""
+    """Measure the memory bandwidth of a device.
+
+    Each array has at least four times the size of the last-level caches, but at most an eighth of
+    the free memory.
+
+    Args:
+        device: "cpu", or a device such as "cuda:0".
+        seconds: Approximate time for the measurement.
+        cpus: Hardware threads whose caches count, if the device is "cpu".
+        threads: CPU threads, if the device is "cpu".
+
+    Raises:
+        ValueError: The result of the triad is wrong.
+    """
     import torch
 
     if device == "cpu":
@@ -34,7 +47,7 @@ def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 
             torch.set_num_threads(threads)
         a, b, c = (torch.empty(count, dtype=torch.float64, device=device) for _ in range(3))
         for array, value in ((a, 0.0), (b, 1.0), (c, 2.0)):
-            array.fill_(value)  # by the threads that will use it, so that it is near them
+            array.fill_(value)  # first touch by the threads that use it places it on their node
 
         def call() -> None:
             torch.add(b, c, alpha=3.0, out=a)
@@ -50,7 +63,7 @@ def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 
 
 
 def last_level_caches(cpus: Iterable[int], root: Path = Path("/")) -> int:
-    """Bytes of the largest caches of those hardware threads, all together."""
+    """Return the total bytes of the last-level caches of these hardware threads."""
     found: dict[tuple[int, str], int] = {}
     for cpu in cpus:
         levels = {}

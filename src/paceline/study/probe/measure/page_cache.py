@@ -1,22 +1,25 @@
-"""The system's cache of files: how much of one is in memory, and asking to forget it."""
+"""The kernel's page cache: query how much of a file is cached, and drop it from the cache."""
 
 import ctypes
 import mmap
 import os
 from pathlib import Path
 
-# File systems that have a cache of their own, which nobody outside can see or empty.
+# File systems with a separate cache, which cannot be queried or dropped from outside.
 OWN_CACHE = ("gpfs", "zfs", "fuse", "pvfs2", "beegfs", "9p", "wekafs")
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def forget(file: int) -> None:
-    """Ask to drop a file's pages from memory; those that are not on the disk yet stay."""
+    """Ask the kernel to drop a file's pages from the page cache; dirty pages stay.
+
+    ``file`` is a file descriptor.
+    """
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def resident(file: int) -> float | None:
-    """The part of a file that is in memory; None where the system does not say."""
+    """Return the fraction of a file that is in the page cache; None if unknown."""
     size = os.fstat(file).st_size
     if not size:
         return None
@@ -42,13 +45,16 @@ _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
 
 
 def flush(folder: int) -> None:
-    """Write what waits to be written on the file system of an open folder."""
+    """Write all dirty pages of a file system to disk.
+
+    ``folder`` is a file descriptor of a folder or file on it.
+    """
     if ctypes.CDLL(None, use_errno=True).syncfs(folder) != 0:
         os.sync()
 
 
 def kind(folder: Path) -> str:
-    """The type of a folder's file system, as the kernel lists it; "" where it does not."""
+    """Return the type of a folder's file system as the kernel lists it; "" if unknown."""
     real, best, found = os.path.realpath(folder), "", ""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -56,7 +62,8 @@ def kind(folder: Path) -> str:
         return ""
     for line in lines:
         before, _, after = line.partition(" - ")
-        point = before.split(" ")[4].encode().decode("unicode_escape")  # a space is \040
+        # The kernel writes a space in a path as \040.
+        point = before.split(" ")[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):  # the last of several mounts covers the others
             best, found = point, after.split(" ")[0]

@@ -1,4 +1,4 @@
-"""A call, timed again and again within a budget."""
+"""Repeated timing of a call within a time budget."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,13 @@ from ....cost.machine.machine_file import Figure
 def repeated(
     call: Callable[[], Any], seconds: float, least: int = 5, most: int = 500
 ) -> list[float]:
-    """Seconds of each repetition. The first one, which warms up, is left out."""
+    """Return the seconds of each repetition, without a first call that warms up.
+
+    Args:
+        seconds: Time budget.
+        least: Minimum number of repetitions, also beyond the budget.
+        most: Maximum number of repetitions.
+    """
     call()
     found: list[float] = []
     start = end = time.perf_counter()
@@ -23,5 +29,5 @@ def repeated(
 
 
 def rate(amount: float, times: list[float], unit: str) -> Figure:
-    """So much of something in each of those times."""
+    """Return the rates of an amount that was processed in each of these times (seconds)."""
     return Figure.of([amount / seconds for seconds in times], unit)

@@ -1,7 +1,8 @@
-"""How fast a folder is: large files written and read, small files made and read.
+"""Storage speed of a folder: large files written and read, small files created and read.
 
-All in a subfolder of its own that is removed at the end. Written data is on the disk when the
-clock stops (fsync). Before reading, the system is asked to forget it, and asked whether it did."""
+All files are in a temporary subfolder that is removed at the end. Write times include fsync. Before
+reading, the kernel is asked to drop the files from the page cache, and the result is checked.
+"""
 
 import os
 import random
@@ -17,18 +18,18 @@ from .host_facts import free_space
 from .repeat import rate
 
 CHUNK = 4 << 20
-LARGEST = 128 << 20  # bytes of a file
-LONG_ENOUGH = 0.1  # seconds of one file
-FILES_MOST = 64  # large ones
-SMALL, IN_FOLDER, FOLDERS = 4096, 100, 20
+LARGEST = 128 << 20  # maximum bytes of a file
+LONG_ENOUGH = 0.1  # seconds of one file above which the size no longer grows
+FILES_MOST = 64  # maximum number of large files
+SMALL, IN_FOLDER, FOLDERS = 4096, 100, 20  # bytes of a small file, files per folder, folders
 LEAST_FREE = 64 << 20
-UNKNOWN_FREE = 4 << 30  # some file systems don't say it
-DROPPED = 0.02  # of a file that may still be in memory where it counts as forgotten
+UNKNOWN_FREE = 4 << 30  # assumed where a file system does not report its free space
+DROPPED = 0.02  # maximum cached fraction of a file that counts as dropped from the page cache
 
 
 @dataclass(frozen=True)
 class Written:
-    """A large file and how long its writing took."""
+    """A large file, its size in bytes, and the seconds that writing it took."""
 
     path: Path
     size: int
@@ -36,8 +37,15 @@ class Written:
 
 
 def storage(folder: Path, seconds: float) -> Storage:
-    """Of a folder, as this host reaches it; seconds: for writing, for reading, and for small
-    files, about. Raises ValueError where it can't be written to or is full."""
+    """Measure the storage of a folder as seen from this host.
+
+    Args:
+        folder: An existing folder.
+        seconds: Approximate time for each of writing, reading and small files.
+
+    Raises:
+        ValueError: The folder does not exist, is not writable or is full.
+    """
     free = free_space(folder)
     if not folder.is_dir():
         raise ValueError(f"--data {folder}: {_missing(folder)}. HINT: a folder that all hosts have")
@@ -91,7 +99,7 @@ def _measured(folder: Path, own: Path, free: int, seconds: float) -> Storage:
 
 
 def _of_cache(filesystem: str, resident: list[float | None]) -> str:
-    """Whether reading was from memory in part."""
+    """Return "in" if files were read partly from the page cache, "out" if not, or "unknown"."""
     known = [part for part in resident if part is not None]
     if filesystem in page_cache.IN_MEMORY or (known and max(known) > DROPPED):
         return "in"
@@ -100,7 +108,10 @@ def _of_cache(filesystem: str, resident: list[float | None]) -> str:
 
 
 def _write(own: Path, room: int, seconds: float) -> list[Written]:
-    """Files, each as large as can be written in a moment, until time or room is over."""
+    """Write files until the time or the space is used up.
+
+    The size doubles until writing one file takes LONG_ENOUGH.
+    """
     data, size = os.urandom(CHUNK), CHUNK
     found: list[Written] = []
     used, end = 0, time.perf_counter() + seconds
@@ -117,7 +128,7 @@ def _write(own: Path, room: int, seconds: float) -> list[Written]:
             size *= 2
         elif time.perf_counter() > end:
             break
-    # The first ones were small, and mostly waited for the disk to answer.
+    # The first files are small, and their times are mostly the latency of the disk.
     return [one for one in found if 4 * one.size >= found[-1].size]
 
 
@@ -128,7 +139,7 @@ def _forgotten(path: Path) -> float | None:
 
 
 def _read(files: list[Written], seconds: float) -> list[float]:
-    """Bytes per second of each, until time is over."""
+    """Return the bytes per second of each file, until the time is used up."""
     buffer, found = memoryview(bytearray(CHUNK)), []
     end = time.perf_counter() + seconds
     for one in files:
@@ -143,8 +154,11 @@ def _read(files: list[Written], seconds: float) -> list[float]:
 
 
 def _small(own: Path, seconds: float) -> tuple[Figure, Figure]:
-    """Rates of making and of reading files of 4 KiB, by subfolders. They are made as an archive
-    is unpacked, without waiting for the disk; when read, their names are still in memory."""
+    """Return the rates of creating and of reading files of 4 KiB, one value for each subfolder.
+
+    Files are created as when an archive is unpacked, without fsync. When they are read, their
+    directory entries are still cached.
+    """
     data, times = os.urandom(SMALL), []
     folders: list[Path] = []
     end = time.perf_counter() + seconds / 2
