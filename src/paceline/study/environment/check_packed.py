@@ -1,5 +1,8 @@
-"""``paceline check --pack-env``: the environment as one file, and what that changes for ``import
-torch``: first, after its pages were asked to be dropped, and repeated."""
+"""``paceline check --pack-env``: compare ``import torch`` from an environment and from one file.
+
+Each is measured twice: the first import after its files were dropped from the page cache, and
+repeated imports.
+"""
 
 import os
 import signal
@@ -17,17 +20,25 @@ from .mount_packed import NoWayError, Place, mounted, unpacked
 from .pack_environment import SQUASHFS, chosen, pack, ready, told
 
 ROUNDS = 3
-NOT_ROOM = 1.1  # folders and the ends of blocks take room, too
+NOT_ROOM = 1.1  # space on disk per byte of files: folders and partly filled blocks need space too
 
 
 def pack_environment(file: Path | None) -> Packed:
-    """Pack the environment of this process, and measure. Raises ValueError for what can't be."""
+    """Pack the environment of this process into a file, and measure ``import torch`` from both.
+
+    Args:
+        file: File to write; None chooses env.squashfs or env.tar in the working directory.
+
+    Raises:
+        ValueError: The environment can't be packed, the file can't be written, or torch can't be
+            imported from the environment.
+    """
     target = chosen(file)
     own = environment()
     ready(own, target)
     with _ended_gently():
         with told("import torch as it is"):
-            # Once before: then __pycache__ is complete, and there is something to pack.
+            # One import first: it completes __pycache__, and fails early if torch is missing.
             file_of_torch = timed(own.interpreter).file
             _inside(file_of_torch, own.prefix, "HINT: pip install torch in this environment")
             own = environment()
@@ -60,7 +71,7 @@ Use = tuple[str, Figure | None, Load | None, list[str]]
 
 
 def _used(own: Environment, file: Path) -> Use:
-    """The file, as well as it can be used here: mounted, else unpacked."""
+    """Measure imports from the file: mounted if possible, else unpacked."""
     notes: list[str] = []
     if file.suffix in SQUASHFS:
         try:
@@ -80,7 +91,7 @@ def _used(own: Environment, file: Path) -> Use:
 
 
 def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
-    """Each round with a mount of its own, which has nothing in memory yet."""
+    """Measure with a new mount in each round, because its page cache is empty."""
     places: list[Place] = []
     firsts, others = [], []
     kept = 0.0
@@ -131,24 +142,27 @@ def _load(firsts: list[Timed], others: list[Timed], kept: float | None) -> Load:
 
 
 def _visible(folder: Path) -> bool:
-    """Whether what this system keeps in memory of a folder is all that is kept."""
+    """Return whether the page cache is the only cache of a folder's file system on this host."""
     return page_cache.kind(folder).partition(".")[0] not in page_cache.OWN_CACHE
 
 
 def forgotten(files: Iterable[Path]) -> float | None:
-    """Ask to drop the pages of files; the part of their bytes that stays in memory."""
+    """Drop files from the page cache; return the fraction of their bytes that stays cached.
+
+    None if the fraction is unknown for all files.
+    """
     size = kept = 0.0
     synced: set[int] = set()
     for path in files:
         try:
             with path.open("rb") as file:
                 own = os.fstat(file.fileno())
-                if own.st_dev not in synced:  # pages that wait to be written would stay
+                if own.st_dev not in synced:  # dirty pages can't be dropped
                     page_cache.flush(file.fileno())
                     synced.add(own.st_dev)
                 page_cache.forget(file.fileno())
                 part = page_cache.resident(file.fileno())
-        except OSError:  # it has gone, or is another's
+        except OSError:  # the file was removed, or is not readable for this user
             continue
         if part is not None:
             size += own.st_size
@@ -166,7 +180,7 @@ def _inside(file: str, folder: Path, hint: str) -> None:
 
 @contextmanager
 def _ended_gently() -> Iterator[None]:
-    """SIGTERM and SIGHUP are exceptions, so that files and mounts are removed."""
+    """Turn SIGTERM and SIGHUP into exceptions, so that temporary files and mounts are removed."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {n: signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers}
     try:

@@ -1,5 +1,8 @@
-"""What is packed: the environment that runs, a venv or a conda environment, and what lies outside
-of its folder, so that a node needs it besides the file."""
+"""The environment to pack, and its dependencies outside its folder.
+
+The environment is the venv or conda environment of this process. Whatever it uses outside its
+folder must be present on a node in addition to the packed file.
+"""
 
 import os
 import sys
@@ -26,7 +29,14 @@ class DirectUrl:
 
 @dataclass(frozen=True)
 class Environment:
-    """prefix: its folder. files, bytes: of regular files. outside: in words."""
+    """A venv or conda environment.
+
+    Attributes:
+        prefix: Folder of the environment.
+        files: Number of regular files.
+        bytes: Total size of the regular files; hard links count once.
+        outside: Descriptions of dependencies outside the folder.
+    """
 
     prefix: Path
     files: int
@@ -39,8 +49,11 @@ class Environment:
 
 
 def environment() -> Environment:
-    """That of this process. Raises ValueError for a system's Python, which has no folder of its
-    own."""
+    """Return the environment of this process.
+
+    Raises:
+        ValueError: This is the system's Python, which has no separate folder.
+    """
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     if prefix == base and not (prefix / "conda-meta").is_dir():
         raise ValueError(
@@ -52,13 +65,13 @@ def environment() -> Environment:
     count = 0
     for path in regular(prefix):
         found = path.lstat()
-        sizes[found.st_dev, found.st_ino] = found.st_size  # of hard links once
+        sizes[found.st_dev, found.st_ino] = found.st_size  # hard links count once
         count += 1
     return Environment(prefix, count, sum(sizes.values()), tuple(_outside(prefix, base)))
 
 
 def regular(folder: Path) -> Iterator[Path]:
-    """Every regular file under a folder."""
+    """Yield every regular file under a folder."""
     folders = [os.fspath(folder)]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -98,7 +111,7 @@ def _under(path: str, folders: set[str]) -> bool:
 
 
 def _editable(prefix: Path) -> Iterator[tuple[str, str]]:
-    """Packages that pip installed as links to their source, and its folder."""
+    """Yield the name and the source folder of each editable install."""
     for path in sorted(prefix.glob("lib/python*/site-packages/*.dist-info/direct_url.json")):
         try:
             said = read_json(path, DirectUrl, MAX_URL_BYTES)
@@ -109,7 +122,7 @@ def _editable(prefix: Path) -> Iterator[tuple[str, str]]:
 
 
 def _searched(prefix: Path, base: Path) -> list[str]:
-    """Other folders that .pth files, or the system's site-packages, add to the search."""
+    """Return other folders on the module search path, from .pth files or system site-packages."""
     own = str(Path(sys.argv[0]).resolve().parent)
     found = [one for one in sys.path if os.path.isabs(one) and one not in (own, os.getcwd())]
     version = f"python{sys.version_info[0]}{sys.version_info[1]}.zip"
@@ -126,8 +139,10 @@ def _searched(prefix: Path, base: Path) -> list[str]:
 
 
 def _links(prefix: Path, base: Path) -> Iterator[str]:
-    """Where symbolic links lead that leave the folder; each folder once. The interpreter's own
-    lead to the base Python."""
+    """Yield each folder that symbolic links outside the environment point to, once.
+
+    Links to the base Python are left out: the interpreter itself is such a link.
+    """
     seen = set()
     for folder, folders, names in os.walk(prefix):
         for name in (*names, *folders):

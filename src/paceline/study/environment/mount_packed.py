@@ -1,5 +1,7 @@
-"""Where a packed environment is used: a temporary folder that its file is mounted on or unpacked
-into, and that is gone afterwards, however this ends."""
+"""Temporary folder on which a packed environment is mounted, or into which it is unpacked.
+
+The folder is removed afterwards, also if the process is interrupted.
+"""
 
 import os
 import shutil
@@ -15,18 +17,24 @@ from pathlib import Path
 
 from ..probe.measure.host_facts import free_space
 
-PATIENCE_S = 30.0  # for mount
-BUSY_S = 3.0  # so long something may still use what is to be unmounted
+PATIENCE_S = 30.0  # timeout of mount and unmount commands
+BUSY_S = 3.0  # how long a busy mount is retried before it is unmounted lazily
 FUSE = "/dev/fuse"
 
 
 class NoWayError(Exception):
-    """It can't be used here, and why."""
+    """Raised if the packed file can't be mounted or unpacked on this host, with the reason."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """how: in words, with the tool's name. seconds: that it took."""
+    """A mounted or unpacked environment.
+
+    Attributes:
+        folder: The temporary folder.
+        how: Description for the user, with the name of the tool.
+        seconds: Time to mount or unpack.
+    """
 
     folder: Path
     how: str
@@ -35,7 +43,11 @@ class Place:
 
 @contextmanager
 def mounted(file: Path) -> Iterator[Place]:
-    """A squashfs file, mounted. Raises NoWayError."""
+    """Mount a squashfs file for the duration of the context.
+
+    Raises:
+        NoWayError: The file can't be mounted on this host.
+    """
     with _folder() as folder:
         how = ""
         try:
@@ -49,7 +61,14 @@ def mounted(file: Path) -> Iterator[Place]:
 
 @contextmanager
 def unpacked(file: Path, needed: int) -> Iterator[Place]:
-    """A file of either kind, in a local folder with so many bytes of room. Raises NoWayError."""
+    """Unpack a squashfs or tar file into a temporary folder for the duration of the context.
+
+    Args:
+        needed: Required free space in bytes.
+
+    Raises:
+        NoWayError: The tool is not installed, the space does not suffice, or unpacking failed.
+    """
     tool = "tar" if file.suffix == ".tar" else "unsquashfs"
     if shutil.which(tool) is None:
         raise NoWayError(f"{tool} is not installed")
@@ -97,7 +116,7 @@ def _opens(device: str) -> str:
 
 
 def _failure(words: list[str], seconds: float | None) -> str:
-    """Run it; why it failed, in a line."""
+    """Run a command; return the reason of a failure in one line, or ""."""
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=seconds
@@ -111,7 +130,7 @@ def _failure(words: list[str], seconds: float | None) -> str:
 
 
 def _unmount(folder: Path) -> None:
-    """Whatever mounted it; a mount that stays in use is at least gone from its folder."""
+    """Unmount with any of the installed tools; a mount that stays busy is detached lazily."""
     tools = [["fusermount3", "-u"], ["fusermount", "-u"], ["umount"]]
     known = [tool for tool in tools if shutil.which(tool[0])]
     end = time.monotonic() + BUSY_S
@@ -142,7 +161,7 @@ def _folder() -> Iterator[Path]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C does not break off what cleans up."""
+    """Ignore signals, so that a second Ctrl-C does not interrupt the cleanup."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

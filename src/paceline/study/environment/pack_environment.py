@@ -1,5 +1,7 @@
-"""An environment as one file: a squashfs image, which is mounted, or a tar archive, which is
-unpacked. It is written beside under another name, whole or not at all."""
+"""Pack an environment into one file: a squashfs image to mount, or a tar archive to unpack.
+
+The file is written under a temporary name in the same folder and renamed when it is complete.
+"""
 
 import errno
 import os
@@ -19,15 +21,19 @@ from ..probe.measure.host_facts import free_space
 from .find_environment import Environment
 
 SQUASHFS, TAR = (".squashfs", ".sqsh"), (".tar",)
-# The first one that mksquashfs offers. zstd's third level packs several times faster than its
-# usual one, and is unpacked as fast.
+# The first compression that mksquashfs supports is used. Level 3 of zstd compresses several times
+# faster than the default level, and decompresses equally fast.
 COMPRESSIONS = {"zstd": ["-Xcompression-level", "3"], "lz4": [], "gzip": []}
 LOOK_S = 0.2
-Step = Callable[[float], None]  # takes the part that is done
+Step = Callable[[float], None]  # called with the completed fraction
 
 
 def chosen(file: Path | None) -> Path:
-    """The file to write. Raises ValueError where it can't be."""
+    """Return the absolute path of the file to write; None chooses a name in the working directory.
+
+    Raises:
+        ValueError: The suffix is unknown, or mksquashfs is needed and not installed.
+    """
     tool = shutil.which("mksquashfs")
     file = file or Path("env.squashfs" if tool else "env.tar")
     if file.suffix not in (*SQUASHFS, *TAR):
@@ -44,7 +50,11 @@ def chosen(file: Path | None) -> Path:
 
 
 def ready(environment: Environment, file: Path) -> None:
-    """Raises ValueError where there is such a file already, or no room for it."""
+    """Check that the file can be written.
+
+    Raises:
+        ValueError: The file exists, its folder is not usable, or the space does not suffice.
+    """
     folder = file.parent
     if os.path.lexists(file):
         raise ValueError(
@@ -71,8 +81,15 @@ def ready(environment: Environment, file: Path) -> None:
 
 
 def pack(environment: Environment, file: Path, step: Step) -> float:
-    """Write it; seconds that it took."""
-    # Random, so that nobody can put a link there before a tool opens it.
+    """Write the file; return the seconds that it took.
+
+    Args:
+        step: Called with the completed fraction.
+
+    Raises:
+        ValueError: The file can't be written, or was created by another process meanwhile.
+    """
+    # A random name, so that another user can't create a link there before the tool opens it.
     part = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     write = _squashfs if file.suffix in SQUASHFS else _tar
     start = time.perf_counter()
@@ -106,7 +123,7 @@ def _squashfs(environment: Environment, part: Path, step: Step) -> None:
     words += ["-no-xattrs", "-no-progress", "-quiet", "-mem", "1G"]
     words += ["-processors", str(len(os.sched_getaffinity(0)))]
     words += ["-comp", kind, *COMPRESSIONS[kind]] if kind else []
-    # It would set back the times of files, and __pycache__ goes by them.
+    # mksquashfs would set the files' times to it, and Python validates __pycache__ by these times.
     known = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
@@ -131,7 +148,7 @@ def _squashfs(environment: Environment, part: Path, step: Step) -> None:
 
 
 def _read_by(pid: int) -> int:
-    """Bytes that a process has read so far."""
+    """Return the number of bytes that a process has read; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/io") as file:
             return int(file.readline().split()[1])
@@ -141,7 +158,7 @@ def _read_by(pid: int) -> int:
 
 def _tar(environment: Environment, part: Path, step: Step) -> None:
     done = 0
-    # GNU's: a header is one block, as long as names are short; times are whole seconds in it.
+    # GNU format: a header is one block if the name is short, and times are whole seconds.
     with tarfile.open(part, "w", format=tarfile.GNU_FORMAT) as archive:
         for path in sorted(environment.prefix.rglob("*")):
             archive.add(path, path.relative_to(environment.prefix), recursive=False)
@@ -151,7 +168,10 @@ def _tar(environment: Environment, part: Path, step: Step) -> None:
 
 @contextmanager
 def told(what: str) -> Iterator[Step]:
-    """Long work, on standard error: per cent in place on a terminal, else begin and end."""
+    """Show the progress of a long operation on standard error.
+
+    On a terminal the percentage is updated in place; otherwise only start and end are printed.
+    """
     terminal, start, last = sys.stderr.isatty(), time.perf_counter(), -1
 
     def write(text: str) -> None:

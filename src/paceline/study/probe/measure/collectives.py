@@ -2,8 +2,8 @@
 
 The time of a repetition is the mean over the group's ranks, as in nccl-tests and the OSU
 benchmarks: ranks call the collective repeatedly without a pause, and a rank that arrives early
-waits inside its call. All ranks of a group choose the same number of repetitions and the same largest size, because
-they decide from shared times.
+waits inside its call. All ranks of a group choose the same number of repetitions and the
+same largest size, because they decide from shared times.
 """
 
 import time
