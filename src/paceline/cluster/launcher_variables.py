@@ -113,7 +113,7 @@ def _are_twins(environment: Environment, first: str, other: str) -> bool:
 
 
 def _is_slurms(environment: Environment, name: str) -> bool:
-    """Return whether Slurm's own plugins set these variables, for any step."""
+    """Return whether Slurm's own plugins set these environment variables, for any step."""
     if name == "PMIx":
         return environment.get("PMIX_NAMESPACE", "").startswith(SLURM_PMIX)
     job = environment.get("SLURM_JOB_ID")

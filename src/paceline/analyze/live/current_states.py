@@ -102,7 +102,7 @@ def _over(record: Record) -> bool:
     if begun.state in _IN_FLIGHT:
         ended = np.isin(record.states, _IN_FLIGHT)
         same = (events["group"] == begun.group) & (events["seq"] == begun.seq)
-        same &= events["end"] > begun.since  # earlier: the check that ranks agree
+        same &= events["end"] > begun.since  # an earlier event is the check that ranks agree
         if begun.op in POINT_TO_POINT_OPS:  # they are numbered separately for each peer
             same &= events["op"] == begun.op
         return bool((ended & same).any())

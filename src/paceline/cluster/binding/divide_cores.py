@@ -1,5 +1,6 @@
-"""Division of a host's cores among its ranks: even over sockets and NUMA nodes, adjacent cores.
+"""Division of a host's cores among its ranks.
 
+It is even over sockets and NUMA nodes, and gives adjacent cores to the same rank.
 No rank gets cores of two sockets or NUMA nodes, unless there are too few ranks or the nodes are too
 small.
 """
@@ -64,7 +65,7 @@ def _joined(parts: Sequence[Group]) -> Group:
 
 
 def even(host: Group, ranks: int) -> int:
-    """Return how many cores each rank gets; 0 where there are fewer cores than ranks."""
+    """Return how many cores each rank gets; 0 if there are fewer cores than ranks."""
     nodes = [node for socket in host.parts for node in socket.parts]
     each = _most(nodes, ranks)
     for smaller, larger in ((nodes, host.parts), (host.parts, (host,))):
@@ -86,7 +87,7 @@ def _most(groups: Sequence[Group], ranks: int) -> int:
 def deal(group: Group, ranks: int, each: int) -> list[int] | None:
     """Return how many ranks each part gets, in proportion to its cores.
 
-    ``each``: cores per rank. None where a rank would have to span two parts.
+    ``each``: cores per rank. None if a rank would have to span two parts.
     """
     rooms = [part.fits(each) for part in group.parts]
     if sum(rooms) < ranks:
@@ -127,7 +128,7 @@ def blocks(group: Group, ranks: int, each: int) -> list[tuple[Core, ...]]:
 
 
 def homes(group: Group, ranks: int, each: int) -> list[Group] | None:
-    """Return one of the smallest groups for every rank, or None where they have too few cores."""
+    """Return one of the smallest groups for every rank, or None if they have too few cores."""
     if not group.parts:
         return [group] * ranks
     counts = deal(group, ranks, each)

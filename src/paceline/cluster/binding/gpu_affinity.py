@@ -49,7 +49,7 @@ def near_gpus(
 
 
 def local(topology: Topology, card: Card) -> set[int]:
-    """Return the hardware threads near a card; empty where the host does not report them."""
+    """Return the hardware threads near a card; empty if the host does not report them."""
     known = {cpu.number for cpu in topology.cpus}
     if known & set(card.cpus):
         return known & set(card.cpus)
@@ -71,7 +71,7 @@ def _within(cores: Sequence[Core], cpus: set[int]) -> tuple[Core, ...]:
 
 
 def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None:
-    """Return ``each`` cores for every rank from its pool, or None where a pool has too few.
+    """Return ``each`` cores for every rank from its pool, or None if a pool has too few.
 
     each None: As many as all ranks can have. Ranks with the same pool divide it.
     """

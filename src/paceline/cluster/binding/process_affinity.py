@@ -27,7 +27,7 @@ class Process:
 
 
 def process(pid: int, proc: Path = Path("/proc")) -> Process | None:
-    """Return the affinity of a process, or None where it has ended."""
+    """Return the affinity of a process, or None if it has ended."""
     folder = proc / str(pid)
     try:
         name = (folder / "comm").read_text().strip()

@@ -11,8 +11,9 @@ RACKS = "PACELINE_RACKS"  # host lists of the racks, separated by spaces: "n[1-1
 def rack_of(host: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return a name for the host's rack, the same for all its hosts; empty if unknown.
 
-    PACELINE_RACKS lists the hosts of each rack. Without it, the name is the path of switches that
-    lead to this host, from Slurm's SLURM_TOPOLOGY_ADDR (topology/tree and topology/block).
+    PACELINE_RACKS lists the hosts of each rack. Without it, the rack is the lowest switch
+    above this host in Slurm's SLURM_TOPOLOGY_ADDR (topology/tree and topology/block), and its name
+    is the path of switches down to it.
 
     Raises:
         ValueError: PACELINE_RACKS does not contain the host, or is not a list of host lists.

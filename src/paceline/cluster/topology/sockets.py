@@ -36,6 +36,6 @@ def socket_of(
     for cpu in cpus:
         package = whole(root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id")
         if package is None or package < 0 or (found != NOWHERE and found != package):
-            return NOWHERE  # found after reading a few files if the process is not bound
+            return NOWHERE  # for an unbound process, this returns after reading a few files
         found = package
     return found

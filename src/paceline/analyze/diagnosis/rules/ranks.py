@@ -76,7 +76,7 @@ def noisy(e: Evidence) -> NamedCause | None:
 
 
 def foreign_delay_share(e: Evidence) -> float:
-    """Return the least share of time that any rank waits for a core used by other programs.
+    """Return the smallest share of time that a rank waits for a core used by other programs.
 
     The ladder cannot measure it, because other programs slow all rungs and a single rank alike. A
     loss that only some ranks have is a separate bar.
