@@ -1,4 +1,4 @@
-"""Errors as the user sees them: the script's own lines, and not Paceline's inside."""
+"""Error messages for the user: tracebacks without Paceline's internal frames."""
 
 import sys
 import traceback
@@ -9,45 +9,50 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 _RUNNERS = ("<frozen runpy>",)
 
 
-# What a rank says whose peer has gone: its own failure only follows from that one's.
+# Parts of exception texts that a rank raises after a peer process has ended. Such a failure is a
+# consequence of the peer's failure, not its cause.
 PEER_GONE_PHRASES = (
     *("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote worker"),
     *("NCCL communicator was aborted", "remote process exited"),
 )
-# The same, and whose.
+# As above, in Paceline's own exception, which also names the peer's rank.
 NAMED_PEER_GONE = "can't go on: rank"
 
 
 def find_peer_gone(text: str) -> str | None:
-    """The phrase by which an exception's text says only that another rank has gone."""
+    """Return the phrase in ``text`` which shows that another rank has ended, or None."""
     return next(
         (phrase for phrase in (*PEER_GONE_PHRASES, NAMED_PEER_GONE) if phrase in text), None
     )
 
 
 def is_internal_file(filename: str) -> bool:
-    """Whether a file is Paceline's, or what starts a script."""
+    """Return whether a file belongs to Paceline or to ``runpy``, which starts the script."""
     return filename.startswith(_PACKAGE) or filename in _RUNNERS
 
 
 def summarize_error(error: BaseException) -> str:
-    """Kind and first line of an exception."""
+    """Return the type of an exception and the first line of its text."""
     first = str(error).strip().splitlines()[:1]
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
 def format_error(error: BaseException) -> str:
-    """The traceback of ``error``; where Paceline refused the user's input (a ValueError raised
-    in it), only the script's line and the message."""
+    """Return the text that is shown for an uncaught exception.
+
+    This is the traceback without the frames that started the script. Only the line of the script
+    and the message are returned if Paceline raised a ValueError about the user's input, or if the
+    exception shows that another rank has ended.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and is_internal_file(frames[-1].filename):
         return f"{_place(frames)}error: {error}\n"
     phrase = find_peer_gone(str(error))
     if phrase == NAMED_PEER_GONE:
         return f"{_place(frames)}error: {error}\n"
-    if phrase:  # the rest of gloo's and NCCL's text says no more
+    if phrase:  # the rest of gloo's and NCCL's text adds no information
         return f"{_place(frames)}error: another rank has gone ({phrase})\n"
-    # What started the script stands on top of every traceback; it says nothing to the user.
+    # Every traceback begins with the frames that started the script, which do not help the user.
     outer = error.__traceback__
     while (
         outer is not None and is_internal_file(outer.tb_frame.f_code.co_filename) and outer.tb_next
@@ -57,7 +62,7 @@ def format_error(error: BaseException) -> str:
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    """The innermost line that is neither Paceline's nor a library's."""
+    """Return the innermost frame that is neither in Paceline nor in an installed library."""
     own = [
         f for f in frames if not is_internal_file(f.filename) and "site-packages" not in f.filename
     ]
@@ -68,7 +73,7 @@ def _place(frames: traceback.StackSummary) -> str:
 
 
 def install() -> None:
-    """Show uncaught exceptions as ``told`` does, and remember that there was one."""
+    """Install an exception hook that prints uncaught exceptions with ``format_error``."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):

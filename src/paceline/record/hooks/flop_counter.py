@@ -1,9 +1,10 @@
-"""What one sampled step computes: the FLOPs and the memory traffic of its operators.
+"""Counter of the FLOPs and the memory traffic of the operators of one sampled step.
 
-A dispatch mode of PyTorch sees every operator of that step, in the backward and the optimizer
-too. FLOPs are those of torch.utils.flop_counter: matrix products, convolutions, attention (a
-multiply-add is two); elementwise work counts none. Traffic is each operator's inputs and outputs
-once, as if nothing stayed in a cache between two operators. Code of torch.compile runs
+A dispatch mode of PyTorch intercepts every operator of that step, including those of the backward
+pass and the optimizer. FLOPs are counted as in torch.utils.flop_counter: matrix products,
+convolutions and attention, with 2 FLOPs per multiply-add; elementwise operators count as 0. The
+memory traffic of an operator is the size of its inputs and outputs, each counted once; reuse of
+data in caches between operators is not considered. Code compiled with torch.compile runs
 uncompiled in that step.
 """
 
@@ -20,9 +21,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ..ring.launcher_messages import notify
 from ..ring.recorder import Recorder
 
-COUNTED_STEP = 10  # counted from 0: warm, and before kernels are sampled (kernels.FIRST)
-MAX_LISTED_OPERATORS = 8  # operators that are written one by one: a record's header is small
-# They give memory or another view of it, and move nothing.
+COUNTED_STEP = 10  # from 0; after the warm-up, before gpu_kernels.FIRST_SAMPLED_STEP
+MAX_LISTED_OPERATORS = 8  # listed individually: the record's header is small
+# They allocate memory or return a view, without reading or writing data.
 FREE_OPERATORS = (
     "empty",
     "empty_like",
@@ -31,26 +32,26 @@ FREE_OPERATORS = (
     "new_empty_strided",
     "_unsafe_view",
 )
-# Of communication and of profilers.
+# Namespaces of communication and profiling operators.
 UNCOUNTED_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler")
 PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 aten: Any = torch.ops.aten
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts in one step of the recorder's process, and writes the sum into its header."""
+    """Dispatch mode that writes the FLOPs and bytes of one step to the record's header."""
 
     def __init__(self, recorder: Recorder, step: int = COUNTED_STEP) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.step = recorder, step
-        self._thread = 0  # that trains, while it is counted
+        self._thread = 0  # identifier of the training thread during the counted step, else 0
         self._ops: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
         self._kinds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._uncounted: set[str] = set()
         self._started = 0.0
 
     def after_step(self) -> None:
-        """Called at the end of every step of the job."""
+        """Start or end the count; called at the end of every training step."""
         if self.recorder.step == self.step:
             self._thread = threading.get_ident()
             self._started = time.perf_counter()
@@ -61,7 +62,7 @@ class FlopCounter(TorchDispatchMode):
     def _end(self) -> None:
         inside = _get_current_dispatch_mode() is self and self._thread == threading.get_ident()
         self._thread = 0
-        if not inside:  # a mode of the script's own lies above, or another thread trains
+        if not inside:  # the script entered a dispatch mode, or trains in another thread
             notify(f"warning: the FLOPs of step {self.step} could not be counted\n")
             return
         seconds = time.perf_counter() - self._started
@@ -84,7 +85,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not PLAIN_DISPATCH for kind in types):
-            return NotImplemented  # a DTensor, say: what it makes of it comes here by itself
+            return NotImplemented  # e.g. DTensor: the operators that it calls are dispatched here
         kwargs = kwargs or {}
         start = time.perf_counter()
         out = func(*args, **kwargs)
@@ -106,14 +107,14 @@ class FlopCounter(TorchDispatchMode):
             return
         try:
             flops = _flops(packet, args, kwargs, out)
-        except Exception:  # a formula that does not fit must not end a training
+        except Exception:  # a formula that does not apply must not end the training
             self._uncounted.add(func.name())
             return
         figures = self._ops[name]
         figures[0] += 1
         figures[1] += flops
         figures[2] += sum(map(_bytes, (*tensors.values(), *written)))
-        on_cpu = written[0].device.type == "cpu"  # elsewhere the call returns before the work
+        on_cpu = written[0].device.type == "cpu"  # on GPUs the call returns early
         figures[3] += seconds if on_cpu else 0.0
         if flops:
             first = next(t for t in tensors.values() if t.is_floating_point())
@@ -121,11 +122,11 @@ class FlopCounter(TorchDispatchMode):
 
 
 def _lstm(given: torch.Tensor, weights: Iterable[torch.Tensor]) -> float:
-    """Of a fused LSTM's forward: each weight meets each vector of the input once."""
+    """Return the FLOPs of a fused LSTM's forward: 2 per weight and input vector."""
     return 2.0 * given.shape[0] * given.shape[1] * sum(w.numel() for w in weights if w.dim() > 1)
 
 
-# What flop_counter does not know: attention on the processor, and fused LSTMs.
+# FLOPs of operators that torch.utils.flop_counter lacks: attention on the CPU, fused LSTMs.
 _MORE: dict[Any, Callable[[Any], float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda a: sdpa_flop_count(
         *(t.shape for t in a[:3])
@@ -155,12 +156,12 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of an expanded tensor those that there are."""
+    """Return the bytes of a tensor; at most those of its storage, if the tensor is expanded."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _precision(tensor: torch.Tensor) -> str:
-    """As the machine file names it."""
+    """Return the precision of a product of this tensor, named as in the machine file."""
     name = str(tensor.dtype).removeprefix("torch.")
     fast = tensor.is_cuda and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if name == "float32" and fast else name

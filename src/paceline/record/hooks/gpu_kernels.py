@@ -1,8 +1,9 @@
-"""On a GPU: what its kernels did, by PyTorch's profiler, in one block of sampled steps.
+"""Sampler of GPU kernels: PyTorch's profiler records them during one block of steps.
 
-The host runs ahead of the device, so its times say little there. Kernels become events with the
-host's clock: those that compute, merged where they follow each other closely, and each one that
-communicates, with the group and number of the collective that launched it.
+Kernels run asynchronously to the CPU code that launches them, so the times that the hooks measure
+on the CPU do not show when the GPU computes. Kernels are written as events with times of the
+host's clock. Compute kernels with only short gaps between them are merged into one event. Each
+communication kernel is one event, with the group and number of the collective that launched it.
 """
 
 import os
@@ -18,8 +19,8 @@ from ..ring.launcher_messages import notify
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
 
-FIRST_SAMPLED_STEP, SAMPLED_STEPS = 20, 20  # the block of steps that is sampled
-MAX_MERGED_GAP_NS = 1_000  # compute kernels this close to each other are one event
+FIRST_SAMPLED_STEP, SAMPLED_STEPS = 20, 20  # the sampled block of steps
+MAX_MERGED_GAP_NS = 1_000  # between compute kernels of one event
 COMMUNICATION_LIBRARIES = ("nccl", "rccl", "nvshmem")
 
 
@@ -37,7 +38,7 @@ class Kernel:
 
 
 def read_kernels(profiler: Any) -> list[Kernel]:
-    """What ran on CUDA devices in a profiler's session that has ended."""
+    """Return the kernels, copies and fills on CUDA devices that a stopped profiler recorded."""
     events = profiler.profiler.kineto_results.events()
     on_device = (e for e in events if e.device_type() == DeviceType.CUDA)
     return [Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_device]
@@ -46,11 +47,17 @@ def read_kernels(profiler: Any) -> list[Kernel]:
 def write_kernels(
     recorder: Recorder, kernels: Iterable[Kernel], offset: int, launched: list[dict[str, int]]
 ) -> bool:
-    """Write kernels as events; whether communication kernels could be told by collective.
+    """Write kernels as events; return whether communication kernels match the collectives.
 
-    offset: the recorder's clock minus the profiler's (ns). launched: the collectives that this
-    rank launched meanwhile, in order. A kernel is the collective in the same place of the order
-    where both are as many; else its collective is unknown, and its time is transfer.
+    The i-th communication kernel is assigned to the i-th collective if there are as many kernels
+    as collectives. Otherwise the collective of each kernel is unknown, and its time is counted as
+    transfer.
+
+    Args:
+        recorder: Recorder that writes the events.
+        kernels: Kernels in any order.
+        offset: The recorder's clock minus the profiler's clock, in ns.
+        launched: The collectives that this rank launched while kernels were sampled, in order.
     """
     by_start = sorted(kernels, key=lambda kernel: kernel.start)
     computing = [kernel for kernel in by_start if not kernel.communicates]
@@ -75,8 +82,11 @@ def write_kernels(
 
 
 class KernelSampler:
-    """Profiles steps FIRST to FIRST + STEPS, unless the script has a session of its own then:
-    a second one would silently take the first one's events."""
+    """Profiler of ``SAMPLED_STEPS`` steps, from ``FIRST_SAMPLED_STEP`` or $PACELINE_KERNELS_FROM.
+
+    Nothing is sampled while the script runs a profiler itself: a second profiling session would
+    silently take the events of the first one.
+    """
 
     def __init__(
         self,
@@ -93,7 +103,7 @@ class KernelSampler:
         self.first = int(os.environ.get("PACELINE_KERNELS_FROM", FIRST_SAMPLED_STEP))
 
     def after_step(self) -> None:
-        """Called at the end of every step of the job."""
+        """Start or end the sampling; called at the end of every training step."""
         step = self.recorder.step
         if step == self.first:
             self._begin()
@@ -129,7 +139,7 @@ class KernelSampler:
             )
 
     def give_way(self) -> None:
-        """The script starts a session: ours ends first, and what it saw is forgotten."""
+        """Stop sampling and discard the kernels, because the script starts a profiler."""
         if self._profiler is not None and not self._starting:
             self._stopped()
             self.recorder.launched_collectives = None

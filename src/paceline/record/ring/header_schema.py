@@ -1,7 +1,7 @@
-"""The JSON in a record's header, as a schema: what each key holds, and in which range.
+"""Schema of the JSON in a record's header: the type and the range of each key.
 
-The header of a record may have been written by anyone. ``parse`` returns only keys that the
-schema names, so what reads ``Record.meta`` needs no checks of its own.
+A record's header is untrusted input. ``parse_header`` returns only keys of the schema, with
+checked values, so code that reads ``Record.meta`` needs no further checks.
 """
 
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -23,11 +23,11 @@ NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 GroupNumber = Annotated[str, Meta(pattern="^[1-9][0-9]{0,4}$")]
-MAX_GROUP_NUMBER = (1 << 16) - 1  # an event has 16 bits for it
+MAX_GROUP_NUMBER = (1 << 16) - 1  # an event stores the group number in 16 bits
 
 
 class GroupMember(TypedDict):
-    """One process group that the rank is a member of."""
+    """A process group of which the rank is a member."""
 
     name: str
     size: WorldSize
@@ -48,7 +48,7 @@ class StepWork(TypedDict):
 
 
 class LoaderTotals(TypedDict):
-    """What a rank's ``paceline.data.Loader`` did."""
+    """Totals of a rank's ``paceline.data.Loader``; times in seconds."""
 
     seconds: NonNegativeFloat
     busy_s: NonNegativeFloat
@@ -58,14 +58,14 @@ class LoaderTotals(TypedDict):
 
 
 class Knob(TypedDict):
-    """Whether a knob was set in this rank (knobs/apply.py)."""
+    """Whether a knob was set on this rank, and if not, why (knobs/apply.py)."""
 
     set: bool
     why_not: str
 
 
 class LoaderOnly(TypedDict):
-    """A loader that was measured without training (record/experiments/experiment.py)."""
+    """Measurements of a loader without training (record/experiments/experiment.py)."""
 
     batches: NonNegativeInt
     seconds: NonNegativeFloat
@@ -88,8 +88,10 @@ class OtherThread(TypedDict, total=False):
 
 
 class Elements(TypedDict):
-    """How the time of steps depends on the elements in their batches
-    (record/experiments/observer.py)."""
+    """Dependence of the step time on the number of elements in a batch.
+
+    Written by record/experiments/observer.py.
+    """
 
     mean: FiniteFloat
     spread: FiniteFloat
@@ -98,7 +100,7 @@ class Elements(TypedDict):
 
 
 class ResourceUsage(TypedDict, total=False):
-    """What one phase of a diagnosis used of the machine (record/ring/resource_usage.py)."""
+    """Resources used in one phase of a diagnosis (record/ring/resource_usage.py)."""
 
     seconds: FiniteFloat
     thread: FiniteFloat
@@ -118,7 +120,7 @@ class ResourceUsage(TypedDict, total=False):
 
 
 class DdpOptions(TypedDict):
-    """Options and figures of DistributedDataParallel."""
+    """Options and sizes of DistributedDataParallel."""
 
     bytes: NonNegativeInt
     bucket_bytes: NonNegativeInt
@@ -127,8 +129,10 @@ class DdpOptions(TypedDict):
 
 
 class RungTotals(TypedDict, total=False):
-    """What a run of ``paceline diagnose`` found (record/experiments/experiment.py,
-    record/experiments/observer.py)."""
+    """Results of one run of ``paceline diagnose``.
+
+    Written by record/experiments/experiment.py and record/experiments/observer.py.
+    """
 
     cached: NonNegativeInt
     silent: NonNegativeInt
@@ -183,7 +187,8 @@ def parse_header(text: bytes, name: str) -> RecordHeader:
     """Return the checked header of the record ``name``.
 
     Raises:
-        InvalidFileError: It is no JSON, lacks a key, or has a value of another type or range.
+        InvalidFileError: The text is not JSON, lacks a key, or has a value of a wrong type or out
+            of range.
     """
     about: RecordHeader = without_line_breaks(parse_json(text, RecordHeader, name))
     if about["rank"] >= about["size"]:
@@ -198,7 +203,7 @@ def parse_header(text: bytes, name: str) -> RecordHeader:
 
 
 def without_line_breaks(tree: Any) -> Any:
-    """Return a checked tree whose texts have no line ends: names are printed inside of lines."""
+    """Return the tree with line breaks removed from its strings, which are printed within lines."""
     if isinstance(tree, str):
         return printable(tree)
     if isinstance(tree, dict):

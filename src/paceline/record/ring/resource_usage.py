@@ -1,5 +1,8 @@
-"""What a stretch of a rank's life took beside its time: processors, page faults, files, and who
-else was busy. All from /proc, as sums that only grow: two looks and their difference."""
+"""Resource usage of a rank: CPU time, page faults, files, and CPU use of other processes.
+
+All figures come from /proc as cumulative counters. The usage of an interval is the difference of
+two readings.
+"""
 
 import mmap
 import os
@@ -15,18 +18,25 @@ from .stack_sampler import LIBRARY_PREFIXES
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = mmap.PAGESIZE
-# Threads of Python that belong to this package or to a DataLoader: no surprise to anybody.
+# Name prefixes of Python threads of Paceline or a DataLoader, which are not reported.
 OWN = ("paceline", "QueueFeederThread")
 
 
 def read_usage() -> dict[str, float]:
-    """Sums up to now, of the calling thread (which trains), its process and its host.
+    """Return cumulative counters of the calling (training) thread, its process and its host.
 
-    seconds: the clock; thread, delayed: of the calling thread, on a core and waiting for one;
-    crowded: that its process's other threads (of the exchange, say) waited for one;
-    process, system: of all threads, the latter inside the kernel; children: of processes that it
-    started and that run; faults: of pages, minor; host: of the cores that this process may run
-    on, whoever used them; squeezed: that some process of the host waited for memory.
+    All values are in seconds, except ``faults``:
+
+    - seconds: Time of the monotonic clock.
+    - thread: Time that the calling thread ran on a core.
+    - delayed: Time that the calling thread was ready to run and waited for a core.
+    - crowded: Time that the other threads of the process (e.g. of the exchange) waited for a core.
+    - process: CPU time of all threads of the process.
+    - system: The part of ``process`` that was spent in the kernel.
+    - children: CPU time of the running child processes.
+    - faults: Number of minor page faults.
+    - host: CPU time of all processes on the cores that this process may use.
+    - squeezed: Time in which at least one process of the host waited for memory.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     thread, delayed = _schedstat("thread-self")
@@ -45,12 +55,12 @@ def read_usage() -> dict[str, float]:
 
 
 def usage_between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What was used from one look to another."""
+    """Return the difference of two results of ``read_usage``."""
     return {name: after[name] - before[name] for name in before}
 
 
 def child_pids() -> list[str]:
-    """Processes that this one has started: a loader's workers."""
+    """Return the ids of the child processes of this process, e.g. workers of a loader."""
     try:
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     except OSError:
@@ -58,17 +68,19 @@ def child_pids() -> list[str]:
 
 
 def cpu_seconds(pid: str) -> tuple[float, float]:
-    """Seconds that a process computed, outside of the kernel and inside of it."""
+    """Return the CPU seconds of a process in user mode and in the kernel."""
     try:
         after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(after[11]) / TICKS, int(after[12]) / TICKS
-    except (OSError, ValueError, IndexError):  # it has just ended
+    except (OSError, ValueError, IndexError):  # the process has just ended
         return 0.0, 0.0
 
 
 def bytes_read(pid: str) -> tuple[int, int]:
-    """That a process asked the system for (from files, pipes and sockets), and those of them that
-    had to come from storage, as they were not in memory."""
+    """Return the bytes that a process has read, and those of them that came from storage.
+
+    The former include pipes, sockets and the page cache.
+    """
     try:
         words = Path(f"/proc/{pid}/io").read_text().split()
         return int(words[1]), int(words[words.index("read_bytes:") + 1])
@@ -77,7 +89,7 @@ def bytes_read(pid: str) -> tuple[int, int]:
 
 
 def _schedstat(place: str) -> tuple[float, float]:
-    """Seconds on a core, and seconds ready to run without one."""
+    """Return the seconds a thread ran on a core, and the seconds it waited for a core."""
     try:
         ran, waited, _ = Path(f"/proc/{place}/schedstat").read_text().split()
         return int(ran) / 1e9, int(waited) / 1e9
@@ -86,7 +98,7 @@ def _schedstat(place: str) -> tuple[float, float]:
 
 
 def _crowded() -> float:
-    """Of all threads that live."""
+    """Return the seconds that all live threads of this process waited for a core."""
     try:
         threads = os.listdir("/proc/self/task")
     except OSError:
@@ -117,15 +129,20 @@ def _squeezed() -> float:
 
 
 class OtherThreads:
-    """Python threads of the script beside the one that trains: they hold the interpreter's lock
-    while they compute."""
+    """CPU time of the script's Python threads other than the training thread.
+
+    These threads hold the global interpreter lock while they compute.
+    """
 
     def __init__(self) -> None:
         self._before = self._seconds()
 
     def busiest(self) -> dict[str, Any]:
-        """The one that computed longest since then: seconds, name, and the line of the script
-        that it is in; empty where there is none."""
+        """Return the thread with the most CPU time since this object was created.
+
+        Returns the CPU seconds of all these threads, and the name of the busiest one with the file
+        and line of the script that it executes. The result is empty if there are no such threads.
+        """
         spent = {
             thread: seconds - self._before.get(thread, 0.0)
             for thread, seconds in self._seconds().items()
@@ -151,8 +168,11 @@ class OtherThreads:
 
 
 class FileOpenCounter:
-    """Files opened by Python, in this process and those that it forks: one number in memory that
-    they share. An opening may be missed where two processes count at once."""
+    """Number of files that Python opens in this process and in the processes that it forks.
+
+    The counter is in shared memory. It is not atomic: when two processes count at the same time,
+    one of the two may be missed.
+    """
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, 8)
@@ -171,7 +191,7 @@ def _no_data(path: str | bytes) -> bool:
 
 
 def measure_open_s(times: int = 200) -> float:
-    """What it takes here to open and read a small file that is in memory already."""
+    """Return the seconds to open and read a small file that is in the page cache."""
     path = os.path.realpath(__file__)
     start = now()
     for _ in range(times):
@@ -181,7 +201,7 @@ def measure_open_s(times: int = 200) -> float:
 
 
 def measure_page_fault_s(size: int = 8 << 20) -> float:
-    """What the first touch of a page takes here, all of it: fault, zeroing, page table."""
+    """Return the seconds that the first access to a page takes: fault, zeroing, page table."""
     room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         room.madvise(mmap.MADV_NOHUGEPAGE)

@@ -1,12 +1,13 @@
-"""Where in the script the main thread is, a few times per second; and when nothing of it ran.
+"""Sampler of the main thread's position in the script, and detector of stalls of the process.
 
-What no hook sees is ``other``; the lines say what it was. A sample is an event whose amount is
-the number of a line (its peer is 1 where a ``for`` asks for its next there); the lines stand in
-a file beside the ring, one JSON object each.
+Time that no hook covers is reported as ``other``; the sampled lines show what the script did in
+it. A sample is an event whose amount is the number of a line; its peer is 1 if that line, or a
+calling line of the script, requests the next item of an iterator. The lines are stored in a file
+next to the ring, one JSON object per line.
 
-A sampler that wakes up late could not run: nothing of its process did, or another thread kept the
-interpreter's lock. The latter takes processor time, so a late sampler that finds little of it used
-writes that the rank stood still.
+If the sampler wakes up late, either no thread of the process could run, or another thread held the
+global interpreter lock. The latter uses CPU time. A late sampler therefore writes an event that
+the rank was stalled, if the process used little CPU time meanwhile.
 """
 
 import json
@@ -24,9 +25,9 @@ from .recorder import Recorder, now
 from .states import State
 
 SAMPLE_INTERVAL_S = 0.15
-MIN_STALL_S = 0.5  # s too late: longer than a busy host lets one wait
-_IDLE = 0.2  # of the time that it was late: who computes takes more
-_BEFORE = 0.3  # ... of it more at most, for what all threads used before they stood still
+MIN_STALL_S = 0.5  # delay of the sampler; longer than a wait for a core on a busy host
+_IDLE = 0.2  # CPU time as a share of the delay; a process that computes uses more
+_BEFORE = 0.3  # additional share at most, for CPU time used before the stall began
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 LIBRARY_PREFIXES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
@@ -38,7 +39,7 @@ _SITES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platli
 
 
 class StackSampler:
-    """Samples the main thread's stack from a thread of its own."""
+    """Background thread that samples the main thread's stack."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -54,7 +55,7 @@ class StackSampler:
     def _run(self) -> None:
         gap = StallDetector()
         while not self._end.wait(SAMPLE_INTERVAL_S):
-            at, began = now(), time.thread_time_ns()  # without the wait for the interpreter's lock
+            at, began = now(), time.thread_time_ns()  # excludes the wait for the GIL
             frame = sys._current_frames().get(self._main or 0)
             if frame is not None and self.recorder.path is not None:
                 number, iterates = self._look(frame)
@@ -66,8 +67,11 @@ class StackSampler:
             gap.begins()
 
     def _look(self, frame: FrameType) -> tuple[int, bool]:
-        """The number of the innermost line that is the script's own, and whether any of its
-        lines that are being executed asks an iterator for its next."""
+        """Return the number of the innermost line of the script on the stack.
+
+        Also return whether any line of the script on the stack requests the next item of an
+        iterator.
+        """
         own: FrameType | None = None
         iterates = False
         at: FrameType | None = frame
@@ -105,11 +109,11 @@ class StackSampler:
             with open(fd, "a") as lines:
                 lines.write(json.dumps(known) + "\n")
         except OSError:
-            pass  # the job's folder has gone: so will this process
+            pass  # the job's folder was removed, so this process will end soon, too
 
 
 class StallDetector:
-    """The time from one look to the next, which is ``SECONDS`` where the sampler can run."""
+    """Detector of late samples: each is due ``SAMPLE_INTERVAL_S`` after the previous one."""
 
     def __init__(self) -> None:
         self._used, self._usual = time.process_time_ns(), 0
@@ -119,8 +123,10 @@ class StallDetector:
         self._due = now() + int(SAMPLE_INTERVAL_S * 1e9)
 
     def stood_still(self, at: int) -> int:
-        """Since when (ns) nothing of the process ran, if the gap that is over ``at`` was too long
-        for that reason, else 0."""
+        """Return when the stall began that ended at ``at`` (both in ns), or 0 without a stall.
+
+        A stall is a delay of at least ``MIN_STALL_S`` in which the process used little CPU time.
+        """
         used, before = time.process_time_ns(), self._used
         self._used = used
         late, took = at - self._due, used - before
@@ -131,8 +137,11 @@ class StallDetector:
 
 
 def _library(frame: FrameType, own: FrameType) -> str:
-    """Where in a library that ``own`` called the rank was: module.function of the innermost
-    frame that is neither Python's own nor torch's, or else of the innermost of all."""
+    """Return module.function of the library code that ``own`` called.
+
+    This is the innermost frame of an installed package other than torch and Paceline, or else the
+    innermost frame.
+    """
     at: FrameType | None = frame
     while at is not None and at is not own:
         name = str(at.f_globals.get("__name__", ""))

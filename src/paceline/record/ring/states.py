@@ -1,31 +1,31 @@
-"""Numbers of states and collectives in an event. See docs/reference/record-format.md."""
+"""Numeric codes of states and collectives in an event. See docs/reference/record-format.md."""
 
 from enum import IntEnum
 
 
 class State(IntEnum):
-    """What an event says the rank was doing from its start to its end."""
+    """The state of a rank between the start and the end of an event."""
 
-    INPUT = 1  # waiting for the next batch
-    FORWARD = 2  # the outermost module
-    LOSS = 3  # from the forward's end to the backward's start
+    INPUT = 1  # wait for the next batch
+    FORWARD = 2  # of the outermost module
+    LOSS = 3  # from the end of the forward to the start of the backward
     BACKWARD = 4
     OPTIMIZER = 5
-    CHECKPOINT = 6  # training stands still for a copy or a write
+    CHECKPOINT = 6  # training waits for a copy or a write
     VALIDATION = 7
-    COLLECTIVE = 8  # in flight: from the call to its known completion
-    BLOCKED = 9  # the rank stands still for the collective of the same group and number
-    STEP = 10  # from one optimizer step's end to the next one's; amount = samples of this rank
-    GAP = 11  # from a step's end to the next forward, where no DataLoader was asked meanwhile
-    CALL = 13  # the call that launches a collective, where nobody waits right after it
-    KERNEL = 14  # on a GPU, in sampled steps: kernels that compute; amount = how many
-    COMMUNICATION_KERNEL = 15  # on a GPU, in sampled steps: one kernel that communicates
-    SAMPLE = 12  # an instant: where in the script the rank was; amount = number of the line
-    STILL = 16  # none of its threads ran, whatever it was in
+    COLLECTIVE = 8  # from the call to the observed completion
+    BLOCKED = 9  # the rank waits for the collective of the same group and number
+    STEP = 10  # between the ends of two optimizer steps; amount = samples of this rank
+    GAP = 11  # from the end of a step to the next forward, without a DataLoader call between
+    CALL = 13  # the launch of a collective that is not waited for immediately
+    KERNEL = 14  # compute kernels on a GPU in sampled steps; amount = number of kernels
+    COMMUNICATION_KERNEL = 15  # one communication kernel on a GPU in sampled steps
+    SAMPLE = 12  # position in the script at an instant; amount = number of the line
+    STILL = 16  # stall: no thread of the rank ran, in whichever state it was
 
 
 class Op(IntEnum):
-    """Which collective a COLLECTIVE or BLOCKED event belongs to."""
+    """The collective operation of a COLLECTIVE or BLOCKED event."""
 
     ALL_REDUCE = 1
     BROADCAST = 2
@@ -43,7 +43,7 @@ class Op(IntEnum):
 SAMPLER_STATES = (
     State.SAMPLE,
     State.STILL,
-)  # the sampler's, about a rank that may stand still in a call
+)  # written by the stack sampler, possibly while the rank waits in a call
 POINT_TO_POINT_OPS = (Op.SEND, Op.RECV)
 BLOCKING_STATES = (State.BLOCKED, State.CALL)
 USEFUL_STATES = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)
