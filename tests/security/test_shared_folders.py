@@ -51,7 +51,7 @@ RIGHT = {
     "launch/single_node.py": {
         "job.summary.write_text(report.to_json())": "the user's file, of --json"
     },
-    "launch/monitor/live_records.py": {"SOCKETS.open('rb')": "the kernel's"},
+    "launch/monitor/live_records.py": {"UNIX_SOCKETS_FILE.open('rb')": "the kernel's"},
     "launch/records/job_folder.py": {
         "target.mkdir(parents=True, exist_ok=True)": "the user's folder, of --record",
     },

@@ -89,7 +89,9 @@ def _mended(content: bytes) -> bytes:
     """Lengths' checksums, right."""
     made, at = bytearray(content), 0
     while at + 12 <= len(made):
-        made[at + 8 : at + 12] = tfrecord.FOOTER.pack(tfrecord._masked_crc(bytes(made[at : at + 8])))
+        made[at + 8 : at + 12] = tfrecord.FOOTER.pack(
+            tfrecord._masked_crc(bytes(made[at : at + 8]))
+        )
         at += int.from_bytes(made[at : at + 8], "little") + 16
     return bytes(made)
 

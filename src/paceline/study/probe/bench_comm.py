@@ -70,7 +70,7 @@ def _by_socket() -> Any:
     """Create another group, whose all-reduce first reduces within each CPU socket."""
     group = dist.new_group()
     inner: Any = group.inner if isinstance(group, RecordedGroup) else group
-    inner.kernel.by_socket(True)
+    inner.kernel.use_socket_reduction(True)
     return group
 
 
