@@ -1,5 +1,7 @@
-"""``paceline check --data SET``: what limits how fast a set is read here, each term measured by
-itself, and the prediction compared with loaders that run."""
+"""``paceline check --data DATASET``: find what limits the input rate of a dataset on this host.
+
+Each term is measured separately, and the prediction is compared with running loaders.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +23,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Advice:
-    """rates: predicted, from storage and from memory, of several numbers of ranks; measured: of
-    ``feed.ranks``, by state. hosts: from how many on the storage limits. fits: whether memory holds
-    the set."""
+    """Measured and predicted input rates of a dataset.
+
+    Attributes:
+        feed: What was loaded, and how.
+        filesystem: Type of the dataset's file system.
+        terms: The measured terms of the prediction.
+        rates: Predicted rates for several numbers of ranks, by state ("storage", "memory").
+        measured: Measured samples per second of ``feed.ranks`` ranks, by state.
+        remedies: Changes with their predicted effects.
+        fits: Whether the dataset fits into memory.
+        hosts: Number of hosts from which on the storage is the limit; None if not measured.
+        notes: Remarks as text.
+    """
 
     feed: Feed
     filesystem: str
@@ -56,7 +68,14 @@ class Advice:
 
 
 def advised(feed: Feed, say: Say) -> Advice:
-    """Raises ValueError for what is no set, or too small to be measured."""
+    """Measure the terms of a dataset's input rate, predict the rates and measure loaders.
+
+    Args:
+        say: Called with a line of progress before each step.
+
+    Raises:
+        ValueError: The source is not a dataset, or too small to be measured.
+    """
     data = dataset(feed)
     if feed.ranks < 1:
         raise ValueError(f"{feed.ranks} ranks load nothing. HINT: 1 or more")
@@ -69,7 +88,7 @@ def advised(feed: Feed, say: Say) -> Advice:
     filesystem, notes = kind_of(root_of(data)), list[str]()
     say("reading from storage")
     told = from_storage(data, some, feed.seconds, notes)
-    if told:  # memory is to have them as the first epoch leaves them there
+    if told:  # so that the files are in the page cache as after a first epoch
         all_forgotten(data, some)
     say("reading from memory, decoding, transforming")
     terms = _with(from_memory(feed, data, some), told)
@@ -97,13 +116,13 @@ def _rates(terms: Terms, feed: Feed, stored: bool) -> list[Rate]:
 
 
 def _with(terms: Terms, told: dict[str, Any]) -> Terms:
-    """Storage's terms, too."""
+    """Return the terms with those of storage added."""
     more = told.pop("stored_s", 0.0)
     return replace(terms, stored_s=terms.stored_s + more, **told)
 
 
 def cache_room() -> int:
-    """Bytes of memory that files may be kept in."""
+    """Return the bytes of memory available to the page cache; 0 if unknown."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

@@ -1,4 +1,4 @@
-"""What a sample takes of the processors, when the files are in memory."""
+"""CPU time per sample when the files are in the page cache."""
 
 import os
 import time
@@ -17,14 +17,18 @@ from .load_rank import Feed, listed
 from .run_loaders import loaded
 from .sample_files import Place, order_of, together
 
-MOST_THREADS = 8  # of one process that shows what all cores can do; and processes that do
+# Maximum threads of the process that measures one loader on all cores, and maximum number of
+# processes that measure the cost per sample while all cores are busy.
+MOST_THREADS = 8
 MANY = 10_000
 
 
 def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
-    """What a sample takes of one core while the others are as busy, and its parts; and what one
-    process makes of all cores. The processes are such as training has, and none has what this one
-    has done before."""
+    """Measure the CPU seconds per sample and its parts, and the rate of one process on all cores.
+
+    The cost per sample is that of one core while the other cores are equally busy. It is measured
+    in new processes with loaders as in training, so that state of this process has no effect.
+    """
     mine = sorted(os.sched_getaffinity(0))
     alone = replace(feed, rank=0, ranks=1)
     samples_s = loaded([replace(alone, threads=min(len(mine), MOST_THREADS))])
@@ -53,8 +57,11 @@ def _kind(data: Any) -> str:
 
 
 def _parts(feed: Feed, data: Any) -> tuple[float, float, float, float]:
-    """CPU-seconds a sample, of one thread: read, decoded as well, transformed as well; and what the
-    first pass takes more."""
+    """Return CPU seconds per sample of one thread, each value including the previous ones.
+
+    The first three are: read; read and decoded; read, decoded and transformed. The fourth is the
+    additional cost of the first pass.
+    """
     change = import_function(feed.transform, "--transform") if feed.transform else None
     order, budget = order_of(data, feed), feed.seconds / 3
     first = plain = _timed(lambda i: data.read(i, _scratch), order, budget)

@@ -1,9 +1,10 @@
-"""One rank that only loads: what ``paceline check --data`` compares its prediction with.
+"""One rank that only loads data; ``paceline check --data`` compares its prediction with such ranks.
 
     python -m paceline.study.input_rate.load_rank '{"source": ..., "rank": 0, "ranks": 2, ...}'
 
-It says "ready" once its first batches are there, waits for a line, loads for so many seconds, and
-prints its samples a second."""
+The rank prints "ready" when it has its first batch, waits for a line on standard input, loads for
+``Feed.seconds`` and prints the number of samples and seconds as JSON.
+"""
 
 import json
 import os
@@ -26,14 +27,25 @@ from ...data.sources import formats
 from ...data.sources.open_source import import_function
 
 BATCH_BYTES, BATCH = 32 << 20, 64
-LOOKS = 16  # samples, whether they have one shape
-AHEAD = 2  # batches
-BATCHES = 10  # of a rank's pass at least
+LOOKS = 16  # samples whose shapes are compared
+AHEAD = 2  # prefetched batches
+BATCHES = 10  # minimum number of batches in a rank's pass
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What is loaded, and how. transform: "MODULE:FUNCTION"."""
+    """What to load, and how.
+
+    Attributes:
+        source: Path of the dataset.
+        transform: "MODULE:FUNCTION".
+        threads: Loader threads of each rank.
+        seconds: Duration of the measurement.
+        most: Maximum number of samples, of all ranks together.
+        cores: CPUs that the rank is bound to; empty keeps the binding of the parent process.
+        again: Measure from memory: load all samples once before the clock starts, and start again
+            after the last sample.
+    """
 
     source: str
     labels: str | None = None
@@ -42,17 +54,22 @@ class Feed:
     rank: int = 0
     ranks: int = 1
     seconds: float = 2.0
-    most: int | None = None  # samples, of all ranks together
-    cores: tuple[int, ...] = ()  # that it is bound to; none: as its parent is
-    again: bool = True  # from memory: once before the clock, and on after its last sample
+    most: int | None = None
+    cores: tuple[int, ...] = ()
+    again: bool = True
 
     def words(self) -> list[str]:
-        quiet = ("-W", "ignore::RuntimeWarning:runpy")  # that the package has it imported
+        # runpy warns because the package has already imported this module.
+        quiet = ("-W", "ignore::RuntimeWarning:runpy")
         return [sys.executable, *quiet, "-m", __name__, json.dumps(asdict(self))]
 
 
 def dataset(feed: Feed) -> Any:
-    """Raises ValueError for what a Loader can't read as it is."""
+    """Open the dataset.
+
+    Raises:
+        ValueError: A Loader can't read the source without packing it.
+    """
     path, _ = formats.split_path(feed.source)
     if is_stored_array(feed.source):
         return StoredArrays(feed.source, feed.labels)
@@ -67,8 +84,10 @@ def dataset(feed: Feed) -> Any:
 
 
 def loader(feed: Feed, data: Any) -> Loader:
-    """This rank's part of the order that training has: of chunks of several samples in blocks,
-    else at random."""
+    """Return a loader of this rank's part of the samples, in the same order as in training.
+
+    Datasets stored in chunks of several samples are shuffled in blocks, others sample by sample.
+    """
     change = import_function(feed.transform, "--transform") if feed.transform else None
     blocks = in_blocks(data)
     whole = Loader(data, shuffle="blocks" if blocks else True, transform=change, num_workers=0)
@@ -92,7 +111,7 @@ def in_blocks(data: Any) -> bool:
 
 
 def _outlines(data: Any, change: Any) -> tuple[int, int]:
-    """How large a sample is, once decoded, and how many shapes some of them have."""
+    """Return the maximum bytes of a decoded sample, and the number of shapes, of some samples."""
     step = max(len(data) // LOOKS, 1)
     recipe = SamplePipeline(data, adapt_transform(change), None, 0, False, False)
     try:
@@ -107,7 +126,7 @@ def _outlines(data: Any, change: Any) -> tuple[int, int]:
 
 
 def _may_differ(data: Any) -> bool:
-    """Whether some of the samples may have another shape than those that were looked at."""
+    """Return whether samples may have other shapes than those examined."""
     return isinstance(data, Files) or (isinstance(data, Shards) and data.meta.array is None)
 
 
@@ -128,7 +147,7 @@ def main() -> None:
     print("ready", flush=True)
     if not sys.stdin.readline():
         return
-    for _ in range(AHEAD):  # that were made before the clock
+    for _ in range(AHEAD):  # prefetched before the clock starts
         next(batches)
     samples, start = 0, time.perf_counter()
     end = start
@@ -136,7 +155,7 @@ def main() -> None:
     for _ in chain(batches, chain.from_iterable(more)):
         samples += source.batch_size or 1
         end = time.perf_counter()
-        if end - start > feed.seconds or os.getppid() != parent:  # which was killed
+        if end - start > feed.seconds or os.getppid() != parent:  # the parent was killed
             break
     print(json.dumps({"samples": samples, "seconds": end - start}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Loaders that run on all ranks at once, and nothing else: what a prediction is compared with."""
+"""Loaders running on all ranks at once, without training, to compare a prediction with."""
 
 import json
 import os
@@ -17,7 +17,7 @@ Running = list["subprocess.Popen[str]"]
 
 
 def proven(feed: Feed, data: Any, some: list[Place], state: str) -> float:
-    """Samples a second of all ranks."""
+    """Measure the samples per second of all ranks together, from "storage" or "memory"."""
     stored = state == "storage"
     cores = shares(feed.ranks)
     feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
@@ -27,7 +27,10 @@ def proven(feed: Feed, data: Any, some: list[Place], state: str) -> float:
 
 
 def loaded(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> float:
-    """Samples a second of them all together. before: is called when they are ready."""
+    """Run one process per feed; return their samples per second together.
+
+    ``before`` is called when all processes are ready, before the measurement starts.
+    """
     running = started(feeds)
     try:
         before()
@@ -39,14 +42,18 @@ def loaded(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> fl
 
 
 def shares(ranks: int) -> list[tuple[int, ...]]:
-    """The cores of each rank, as a launcher binds them: some each, or one for several ranks."""
+    """Return the CPUs of each rank as a launcher binds them: several each, or one shared."""
     mine = sorted(os.sched_getaffinity(0))
     each = max(len(mine) // ranks, 1)
     return [tuple(mine[rank * each % len(mine) :][:each]) for rank in range(ranks)]
 
 
 def started(feeds: list[Feed]) -> Running:
-    """Ranks that have their first batches. Raises ValueError where one has not."""
+    """Start the processes and wait for their first batches.
+
+    Raises:
+        ValueError: A process failed.
+    """
     running: Running = []
     try:
         running.extend(
@@ -76,7 +83,7 @@ def ended(running: Running) -> None:
 
 
 def all_forgotten(data: Any, some: list[Place]) -> bool:
-    """``forgotten``, of every file that samples are in."""
+    """Drop every file that contains samples from the page cache; return whether that succeeded."""
     return forgotten([(path, 0, 0) for path in _every_file(data, some)])
 
 

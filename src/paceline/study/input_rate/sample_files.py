@@ -1,4 +1,4 @@
-"""Where a set's samples lie, and which of them are looked at."""
+"""Positions of a dataset's samples in files, and the choice of samples to measure with."""
 
 import random
 from dataclasses import replace
@@ -10,9 +10,9 @@ from ...data.loading.stored_arrays import CACHE_BYTES, StoredArrays
 from ...data.shards import Shards
 from .load_rank import Feed, loader
 
-MOST_BYTES = 1 << 30  # of samples that are looked at, so that memory holds them
-MOST = 20_000  # of them
-LEAST = 100  # samples: fewer are read before a clock says anything
+MOST_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into memory
+MOST = 20_000  # maximum number of samples used
+LEAST = 100  # minimum number of samples: fewer are read too quickly to be timed
 Place = tuple[Path, int, int]  # file, offset, bytes
 
 
@@ -22,7 +22,7 @@ def root_of(data: Any) -> Path:
 
 
 def files_of(data: Any) -> list[Path]:
-    """All, but those of ``Files``, of which there may be millions."""
+    """Return all files of a dataset. Not for ``Files``, which may have millions of them."""
     if isinstance(data, Shards):
         return [data.shard_path(number) for number in range(len(data.meta.shards))]
     path: Path = data.path
@@ -30,7 +30,7 @@ def files_of(data: Any) -> list[Path]:
 
 
 def size_of(data: Any) -> int:
-    """Bytes of the whole set, by some of it."""
+    """Return the bytes of the dataset; for ``Files`` estimated from some of the samples."""
     if isinstance(data, Files):
         step = max(len(data) // LEAST, 1)
         looked = [data.location(i)[2] for i in range(0, len(data), step)]
@@ -39,16 +39,21 @@ def size_of(data: Any) -> int:
 
 
 def most_of(data: Any) -> int:
-    """Samples that memory holds, in a time that one waits; of a store whose chunks are kept
-    unpacked, more than that keeps."""
+    """Return the number of samples to measure with.
+
+    They fit into memory and are read in an acceptable time. For a store that caches decoded chunks,
+    they are more than the cache holds.
+    """
     if isinstance(data, StoredArrays):
         return min(len(data), 2 * CACHE_BYTES // max(data.array_spec.nbytes, 1) + 1)
     return min(len(data), max(MOST_BYTES * len(data) // max(size_of(data), 1), LEAST), MOST)
 
 
 def places(data: Any, feed: Feed) -> list[Place]:
-    """Of the samples that are looked at, in their order. A store's files are taken for chunks one
-    after the other, of which any may be next."""
+    """Return the file, offset and bytes of the samples to measure with, in reading order.
+
+    A store's files are treated as consecutive chunks that are read in random order.
+    """
     if not isinstance(data, StoredArrays):
         return [data.location(i) for i in order_of(data, feed)]
     files = [(path, path.stat().st_size) for path in files_of(data)]
@@ -63,7 +68,7 @@ def places(data: Any, feed: Feed) -> list[Place]:
 
 
 def together(data: Any) -> int:
-    """Samples that lie at one place."""
+    """Return the number of samples that are stored together in one place."""
     return data.chunk_samples if isinstance(data, StoredArrays) else 1
 
 

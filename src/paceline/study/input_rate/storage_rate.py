@@ -1,4 +1,4 @@
-"""What storage gives: each term by itself, of files that memory has forgotten."""
+"""Storage terms of the input rate, each measured on files dropped from the page cache."""
 
 import os
 import time
@@ -13,13 +13,19 @@ from ..probe.measure import page_cache
 from ..probe.measure.storage import storage
 from .sample_files import LEAST, Place, files_of, together
 
-PIECE = 4 << 20  # bytes that are read at once where storage is at its best
-AT_ONCE = 16  # reads, to find how many storage answers in a second
-DROPPED = 0.1  # of a file may still be in memory, where it counts as forgotten
+PIECE = 4 << 20  # bytes per read when measuring the maximum bandwidth
+AT_ONCE = 16  # concurrent reads when measuring operations per second
+DROPPED = 0.1  # maximum cached fraction of files that count as dropped from the page cache
 
 
 def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str]) -> dict[str, Any]:
-    """The terms of it; empty where all of it stays in memory."""
+    """Measure the storage terms; empty if the files can't be dropped from the page cache.
+
+    Args:
+        some: Places to read.
+        seconds: Approximate time for each measurement.
+        notes: Remarks are appended to it.
+    """
     if not forgotten(some):
         notes.append("its files are in memory, or in a cache that can not be emptied from here")
         return {}
@@ -40,7 +46,7 @@ def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str])
 
 
 def forgotten(some: list[Place]) -> bool:
-    """Ask to forget the files; whether that was done."""
+    """Drop the files from the page cache; return whether that succeeded."""
     left = []
     for number, path in enumerate(sorted({path for path, _, _ in some})):
         with open(os.open(path, OPEN_FLAGS), "rb") as file:
@@ -53,7 +59,7 @@ def forgotten(some: list[Place]) -> bool:
 
 
 def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
-    """A second, and CPU-seconds each; read by so many at once."""
+    """Read places with ``count`` threads; return the reads per second and CPU seconds per read."""
     paths = set() if opens else {path for path, _, _ in some}
     handles = {path: os.open(path, OPEN_FLAGS) for path in paths}
     end = time.perf_counter() + seconds
@@ -80,7 +86,7 @@ def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple
 
 
 def _large(files: list[Path], seconds: float) -> float:
-    """Bytes a second, in large pieces one after the other."""
+    """Return the bytes per second of sequential reads in large pieces."""
     buffer, done = memoryview(bytearray(PIECE)), 0
     start = time.perf_counter()
     for path in files:
@@ -91,7 +97,7 @@ def _large(files: list[Path], seconds: float) -> float:
 
 
 def _bandwidth_beside(data: Files, seconds: float, notes: list[str]) -> float:
-    """Of a large file beside the small ones, which is made for that, and removed."""
+    """Return the bandwidth of a temporary large file in the same folder as the small files."""
     try:
         read = storage(data.folder, seconds).read
     except ValueError as error:

@@ -32,10 +32,10 @@ from ...security.text import printable
 
 RANK_MODULE = "paceline.study.packing"
 TASK, FAILED = "task.json", "failed"  # files in the job's folder
-# For what other hosts have written to become visible here.
+# Maximum delay until files that other hosts have written become visible on this host.
 MAX_PIECE_DELAY_S = 60.0
 INTERRUPTED_EXIT_CODE = 130
-MAX_TASK_BYTES = 1 << 28  # it lists the pieces
+MAX_TASK_BYTES = 1 << 28  # the task lists all pieces
 MAX_FAILURE_BYTES = 1 << 20
 
 
@@ -74,7 +74,11 @@ class PackRequest:
 
     @property
     def encoding_options(self) -> EncodingOptions:
-        """Return the encoding options. Raises ValueError for a function that can't be imported."""
+        """Return the encoding options.
+
+        Raises:
+            ValueError: The function ``apply`` can't be imported.
+        """
         apply = None if self.apply is None else import_function(self.apply, "--apply")
         return EncodingOptions(**self.encoding, apply=apply)
 
@@ -122,11 +126,14 @@ class Task:
 def pack_on_ranks(
     asked: PackRequest, placement: RankPlacement, step: ProgressCallback
 ) -> PackReport:
-    """Pack as ``data.pack`` does. step: called while a source is spooled; rank 0 prints the
-    progress of the ranks.
+    """Pack a source on several ranks; the result is the same as that of ``data.pack``.
 
-    Raises ValueError as ``data.pack`` does, for invalid hosts, and if a rank ends before the
-    others; KeyboardInterrupt if the user ends them.
+    Args:
+        step: Called while a source is spooled. Rank 0 prints the progress of the ranks.
+
+    Raises:
+        ValueError: As for ``data.pack``; also if hosts are invalid or a rank failed.
+        KeyboardInterrupt: The user interrupted the ranks.
     """
     ranks = _expected_ranks(placement)
     began = time.monotonic()

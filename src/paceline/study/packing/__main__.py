@@ -1,7 +1,8 @@
 """One rank of ``paceline pack``: ``-m paceline.study.packing RUN``, where RUN is its job's folder.
 
-It needs no GPU, torch or process group: ranks claim pieces, report their progress and report
-failures by files in that folder."""
+A rank needs no GPU, torch or process group: ranks claim pieces, report their progress and report
+failures through files in that folder.
+"""
 
 import os
 import socket
@@ -24,16 +25,16 @@ from ...report.terminal.packed_dataset import progress
 from ...security.files import InvalidFileError, open_regular, read_regular
 from . import FAILED, Task
 
-PROGRESS_INTERVAL_S = 1.0  # between two looks at the other ranks' progress
-FINAL_PROGRESS_INTERVAL_S = 0.1  # the same for rank 0 when its own pieces are done
-MAX_RANKS_AT_FULL_RATE = 64  # more ranks look less often
-LOG_INTERVAL_S = 10.0  # between two lines of progress without a terminal
+PROGRESS_INTERVAL_S = 1.0  # interval between reports of progress
+FINAL_PROGRESS_INTERVAL_S = 0.1  # interval on rank 0 when it has no piece left
+MAX_RANKS_AT_FULL_RATE = 64  # with more ranks, the interval grows in proportion
+LOG_INTERVAL_S = 10.0  # interval between progress lines without a terminal
 COUNTS = struct.Struct("<qq")  # samples and bytes
 MIN_AHEAD_BYTES = 32 << 20
 
 
 def main() -> int:
-    """Pack and return the exit code. An error of the user is left to the launcher to report."""
+    """Pack and return the exit code. The launcher reports errors of the user."""
     run, rank_place = Path(sys.argv[1]), place(dict(os.environ))
     host = socket.gethostname()
     try:
@@ -63,7 +64,7 @@ def main() -> int:
 
 
 def _fail(run: Path, rank: int, mistake: ValueError) -> None:
-    """Write down why this rank can't continue: the launcher reports it, and the other ranks end."""
+    """Record why this rank can't continue: the launcher reports it, and the other ranks end."""
     write_atomically(run / f"failing-{rank}", str(mistake).encode(errors="replace"))
     (run / f"failing-{rank}").replace(run / FAILED)
 
@@ -106,8 +107,10 @@ def _pack(
 
 
 class ProgressReporter(threading.Thread):
-    """Report this rank's progress, end the rank if another one has failed, and on rank 0 show the
-    progress of all."""
+    """Thread that reports this rank's progress and, on rank 0, shows that of all ranks.
+
+    The thread ends the rank if another rank has failed.
+    """
 
     def __init__(self, run: Path, rank_place: Place, task: Task, pieces: PieceWriter) -> None:
         super().__init__(daemon=True)
