@@ -1,1 +1,1 @@
-"""What a change would gain, before it is tried. No torch."""
+"""Predict the gain of a change before it is tried. Needs no torch."""

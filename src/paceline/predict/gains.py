@@ -1,5 +1,8 @@
-"""What each knob would save of a step's time: a function a knob, from the ladder, the record, or a
-formula over both. A saving is a share of the step as it was measured, with an interval."""
+"""Predict how much of a step's time each knob saves.
+
+There is one function per knob. It uses the ladder, the record, or a formula over both. A saving is
+a share of the measured step time, with an interval.
+"""
 
 import math
 from collections.abc import Callable
@@ -12,17 +15,23 @@ from ..analyze.diagnosis.evidence import WORTH, Evidence
 from ..analyze.diagnosis.ladder import Interval
 
 LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
-TRIED = "a few steps"  # a micro-measurement
-MOST_WORKERS = 16  # beside a rank
-SPARE = 0.5  # of the training's own time is what workers together take for a batch
-AHEAD = 8  # batches of each worker, where two were not enough
-HANDING = 0.03  # of a step: what a batch that a worker has made costs beside, by trials here
-KEPT_STARTS = 0.3  # of the start of a loader may remain, with workers that live on
+TRIED = "a few steps"  # a measurement of a few steps with the knob set
+MOST_WORKERS = 16  # loader workers per rank
+SPARE = 0.5  # target time of all workers together per batch, as a share of the training's own time
+AHEAD = 8  # prefetched batches per worker, if the default of two was not enough
+HANDING = 0.03  # share of a step: cost of receiving a batch from a worker, measured
+KEPT_STARTS = 0.3  # share of a loader's start that may remain with persistent workers
 
 
 @dataclass(frozen=True)
 class Saving:
-    """value: of the knob. saves: of a step; None where only a few steps with it can tell."""
+    """Predicted saving of one knob.
+
+    Attributes:
+        value: Value of the knob.
+        saves: Saved share of a step; None if it must be measured in a few steps.
+        source: Kind of the prediction: LADDER, RECORD, FORMULA or TRIED.
+    """
 
     value: Any
     saves: Interval | None
@@ -33,10 +42,13 @@ Gain = Callable[[Evidence, Cause], Saving | None]
 
 
 def workers(e: Evidence, cause: Cause) -> Saving | None:
-    """In units of the real step, with C what it takes without input, S what one process takes to
-    make its batches, b the share of S that is computing and c the cores of a rank: with W workers
-    a step takes max(C, S / W, (S b + C u) / c) and HANDING, where u is how many cores training
-    keeps busy."""
+    """Predict the saving of loader workers.
+
+    All times are in units of the measured step. With W workers a step takes
+    max(C, S / W, (S b + C u) / c) + HANDING, where C is the step time without input, S the time in
+    which one process makes a step's batches, b the share of S that uses the CPU, c the number of
+    cores per rank, and u the number of cores that training keeps busy.
+    """
     bar = e.waterfall.of_step("input")
     if bar is None or e.loader is None or not e.loader["seconds"]:
         return None
@@ -54,7 +66,7 @@ def workers(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def persistent(e: Evidence, cause: Cause) -> Saving | None:
-    """Of the starts that were measured, all but the wait for an epoch's first batch."""
+    """Predict the saving of persistent workers: all starts but the wait for the first batch."""
     if e.loader is not None and not e.loader["workers"]:
         return None
     share = e.used("everything", "starting")
@@ -63,31 +75,34 @@ def persistent(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def prefetch(e: Evidence, cause: Cause) -> Saving | None:
-    """Where there are workers, and batches that take long now and then."""
+    """Propose more prefetched batches, if there are workers; it helps if some batches take long."""
     if e.loader is None or not e.loader["workers"]:
         return None
     return Saving(AHEAD, None, TRIED)
 
 
 def pinned(e: Evidence, cause: Cause) -> Saving | None:
-    """Where there are GPUs to copy batches to."""
+    """Propose pinned memory, if there are GPUs to copy batches to."""
     return Saving(True, None, TRIED) if e.first_facts.get("gpu") else None
 
 
 def by_name(e: Evidence, cause: Cause) -> Saving | None:
-    """On GPUs; elsewhere only where it is asked for by its name."""
+    """Propose a lower matmul precision on GPUs; on CPUs it is tried only if requested by name."""
     return Saving("high", None, TRIED) if e.first_facts.get("gpu") else None
 
 
 def bucket(e: Evidence, cause: Cause) -> Saving | None:
-    """DDP's own size: what it saves hangs on what overlaps, which a few steps tell."""
+    """Propose DDP's default bucket size; its saving depends on the overlap, to be measured."""
     return Saving(25.0, None, TRIED)
 
 
 def over_memory(e: Evidence, cause: Cause) -> Saving | None:
-    """Of processors, where that is not what exchanges. Between hosts it is less that crosses the
-    network: in a ring of N ranks that leaves a host h times, each of H hosts sends h / H times
-    2 (N - 1) / N of a vector, and 2 (H - 1) / H of it once for all of its ranks."""
+    """Propose Paceline's exchange on CPUs, if the job does not use it yet.
+
+    Between nodes it sends fewer bytes over the network. In a ring of N ranks that crosses nodes h
+    times, each of H nodes sends h / H times 2 (N - 1) / N of a vector. Paceline's exchange sends
+    2 (H - 1) / H of a vector once for all ranks of a node.
+    """
     if e.first_facts.get("gpu") or e.first_facts.get("exchange") == "paceline":
         return None
     hosts = e.report.hosts
@@ -100,12 +115,15 @@ def over_memory(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def not_proposed(e: Evidence, cause: Cause) -> Saving | None:
-    """Only where it is asked for by its name: paceline run --tune-exchange finds it."""
+    """Propose nothing: the knob is tried only if requested by name.
+
+    ``paceline run --tune-exchange`` finds its value.
+    """
     return None
 
 
 def of_nccl(bandwidth: str, latency: str) -> Gain:
-    """On GPUs: by what the exchange is held back."""
+    """Return a function that proposes an NCCL setting on GPUs, by what limits the exchange."""
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
         value = latency if cause.id == "exchange-latency" else bandwidth
@@ -119,12 +137,15 @@ def tried(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def by_asking(value: Any) -> Gain:
-    """Between hosts; elsewhere only where it is asked for by its name: it changes the training."""
+    """Return a function that proposes ``value`` between nodes only.
+
+    On one node the knob is tried only if requested by name, because it changes the training.
+    """
     return lambda e, cause: Saving(value, None, TRIED) if len(set(e.report.hosts)) > 1 else None
 
 
 def whole(source: str) -> Gain:
-    """All of what the cause takes."""
+    """Return a function that predicts that all of the cause's share is saved."""
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
         return Saving(True, Interval(cause.share, *cause.interval), source)
@@ -133,13 +154,13 @@ def whole(source: str) -> Gain:
 
 
 def scaled(e: Evidence, cause: Cause, factor: float, source: str) -> Saving:
-    """So much of what the cause takes."""
+    """Return a saving of ``factor`` times the cause's share."""
     low, high = cause.interval
     return Saving(True, Interval(factor * cause.share, factor * low, factor * high), source)
 
 
 def waited(e: Evidence, cause: Cause) -> Saving | None:
-    """What the loader's processes did not compute: they waited for storage."""
+    """Predict a saving of the time in which the loader's processes waited for storage."""
     if e.loader is None or not e.loader["seconds"]:
         return None
     workers = max(e.loader["workers"], e.loader["ranks"])
@@ -147,33 +168,39 @@ def waited(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def locally(e: Evidence, cause: Cause) -> Saving | None:
-    """k exchanges become one: (k - 1) / k of them."""
+    """Predict the saving of accumulating locally: (k - 1) / k, as k exchanges become one."""
     k = e.gradients.exchanging if e.gradients is not None else 0.0
     return scaled(e, cause, (k - 1) / k, RECORD) if k > 1 else None
 
 
 def threads(e: Evidence, cause: Cause) -> Saving | None:
-    """What the ladder's rung with one thread a rank took less."""
+    """Predict the saving of one thread per rank, from the ladder's rung that measured it."""
     found = e.gained("one thread", "silent")
     return Saving(1, found, LADDER) if found is not None else None
 
 
 def unbound(e: Evidence, cause: Cause) -> Saving | None:
-    """Only where the script itself has narrowed the cores that its launcher left it."""
+    """Predict the saving without the script's own CPU binding.
+
+    Only if the script itself has narrowed the set of cores that its launcher assigned.
+    """
     narrowed = any(one.get("mask") != one.get("mask_at_start") for one in e.facts)
     return whole(LADDER)(e, cause) if narrowed else None
 
 
 def kept(e: Evidence, cause: Cause) -> Saving | None:
-    """The first touches of pages at least; at most all that the kernel computes meanwhile, as pages
-    are given back as well."""
+    """Predict the saving of keeping memory.
+
+    It is at least the first touches of pages, and at most all kernel CPU time in that phase, as
+    pages are also returned to the system.
+    """
     kernel = e.used("silent", "system") / max(e.threads or 1, 1) * e.of_step("silent")
     most = max(kernel, cause.share)
     return Saving(True, Interval((cause.share + most) / 2, cause.share, most), RECORD)
 
 
 def narrow(e: Evidence, cause: Cause) -> Saving | None:
-    """At most what a product of matrices is faster in bfloat16, where ranks have measured it."""
+    """Propose bfloat16, if the ranks measured sufficiently faster matrix products in it."""
     told = e.first_facts.get("product_s", {})
     if "bfloat16" not in told or "float32" not in e.first_facts.get("parameters", {}):
         return None
@@ -182,12 +209,12 @@ def narrow(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def compiling(e: Evidence, cause: Cause) -> Saving | None:
-    """Where DDP takes the model: the one that is compiled."""
+    """Propose to compile the model, if DDP wraps it: the model that DDP wraps is compiled."""
     return Saving(True, None, TRIED) if "ddp" in e.first_facts else None
 
 
 def half(source: str) -> Gain:
-    """Half of what the cause takes."""
+    """Return a function that predicts that half of the cause's share is saved."""
     return lambda e, cause: scaled(e, cause, 0.5, source)
 
 
@@ -196,7 +223,10 @@ def without_rank(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def fewer(count: int, cause: Cause) -> Saving | None:
-    """One of so many takes no part: the others are not held back, and samples/s count."""
+    """Predict the saving without one of ``count`` ranks or nodes.
+
+    The others no longer wait for it, but the throughput loses its samples.
+    """
     if count < 2:
         return None
     left = (count - 1) / count
@@ -206,20 +236,20 @@ def fewer(count: int, cause: Cause) -> Saving | None:
 
 
 def one_exchange(e: Evidence, cause: Cause) -> Saving | None:
-    """n collectives become one."""
+    """Predict the saving if n collectives per step become one: (n - 1) / n."""
     n = cause.evidence.get("calls_a_step", 1.0)
     return scaled(e, cause, max(n - 1, 0) / n, FORMULA) if n else None
 
 
 def overlapped(e: Evidence, cause: Cause) -> Saving | None:
-    """What fits under the backward: at most half of the computing."""
+    """Predict the saving of overlap with the backward pass: at most half of the computing time."""
     own = [rank["useful"] for rank in e.report.states]
     most = min(cause.share, sum(own) / len(own) / 2)
     return Saving(True, Interval(most / 2, 0.0, most), FORMULA)
 
 
 def on_all(e: Evidence, cause: Cause) -> Saving | None:
-    """N ranks do what one did."""
+    """Predict the saving if N ranks share the work that one rank did: (N - 1) / N."""
     n = e.report.size
     return scaled(e, cause, (n - 1) / n, FORMULA)
 
@@ -228,7 +258,7 @@ def without_host(e: Evidence, cause: Cause) -> Saving | None:
     return fewer(len(set(e.report.hosts)), cause)
 
 
-# By knob (knobs/registry.py).
+# Keys are names of knobs (knobs/registry.py).
 GAINS: dict[str, Gain] = {
     "loader-workers": workers,
     "persistent-workers": persistent,

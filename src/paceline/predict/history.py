@@ -1,5 +1,8 @@
-"""Predicted and measured gains of this user, so that the tool's own error is known and shown: a
-line of JSON each in ``$XDG_STATE_HOME/paceline/predictions.jsonl`` (``~/.local/state``)."""
+"""Predicted and measured gains of this user, to know and show the prediction error.
+
+They are stored as lines of JSON in ``$XDG_STATE_HOME/paceline/predictions.jsonl`` (default:
+``~/.local/state``).
+"""
 
 import json
 import os
@@ -14,12 +17,23 @@ from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import parse_json
 
 MAX_BYTES = 16 << 20  # some 50,000 lines
-ENOUGH = 3  # pairs that say something of a kind
+ENOUGH = 3  # minimum number of pairs for an error estimate of one kind
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Gains of the throughput, as shares of it. source: what kind of prediction it was."""
+    """Predicted and measured gain of one trial.
+
+    Attributes:
+        date: Date of the trial.
+        script: Training script.
+        knob: Name of the knob.
+        source: Kind of the prediction.
+        predicted: Predicted gain, as a share of the throughput.
+        low: Lower end of the predicted interval.
+        high: Upper end of the predicted interval.
+        measured: Measured gain, as a share of the throughput.
+    """
 
     date: str
     script: str
@@ -33,7 +47,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Off:
-    """By how many percentage points predictions of a kind were off: the median of ``count``."""
+    """Prediction error of one kind of predictions.
+
+    Attributes:
+        points: Median absolute error in percentage points.
+        count: Number of predictions.
+    """
 
     points: float
     count: int
@@ -45,7 +64,7 @@ def path() -> Path:
 
 
 def remember(pairs: Iterable[Pair]) -> str:
-    """Append them; why that could not be, or ""."""
+    """Append pairs to the file; return the reason if that failed, else ""."""
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +77,7 @@ def remember(pairs: Iterable[Pair]) -> str:
 
 
 def off() -> dict[str, Off]:
-    """By kind (source), of all that were remembered; kinds with few of them are left out."""
+    """Return the prediction error by kind (source), for kinds with at least ENOUGH pairs."""
     each: dict[str, list[float]] = {}
     for pair in _all():
         each.setdefault(pair.source, []).append(100 * abs(pair.measured - pair.predicted))
@@ -78,6 +97,6 @@ def _all() -> list[Pair]:
     for line in lines:
         try:
             found.append(parse_json(line, Pair, path()))
-        except InvalidFileError:  # a line that was cut short, or of another version
+        except InvalidFileError:  # a truncated line, or one of another version
             continue
     return found

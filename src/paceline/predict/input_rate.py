@@ -1,37 +1,48 @@
-"""How many samples a second a set can be read at: the least of what storage, its operations, the
-processors and the loaders' threads allow; and what would raise that.
+"""Predict the rate in samples/s at which a dataset can be read, and what would raise it.
 
-    bandwidth     bytes a second / bytes a sample        of the storage, for all ranks
-    operations    reads a second, a sample's each        of the storage, for all ranks
-    processor     cores / CPU-seconds a sample           of the host
-    interpreter   ranks * what one process can make      whatever its threads are: they wait for a
-                                                         lock, Python's or a library's
-    threads       threads / (CPU-seconds + waiting)      one sample at a time each
+The rate is the minimum of these terms:
 
-The first two, and the waiting, are only there where the set does not come from memory. There the
-rate is below the least of them as well, where two are near each other: see ``beside``.
+    bandwidth     bytes/s / bytes per sample             of the storage, for all ranks
+    operations    reads/s, one per sample                of the storage, for all ranks
+    processor     cores / CPU-seconds per sample         of the node
+    interpreter   ranks * rate of one process            with any number of threads: they wait for
+                                                         a lock, of Python or of a library
+    threads       threads / (CPU-seconds + waiting)      each processes one sample at a time
+
+The first two terms and the waiting apply only if the dataset is not read from memory. In that case
+the rate is also below the minimum if two terms are nearly equal: see ``beside``.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-HINDERED = 0.8  # of what the processors allow is what one process makes, if its threads wait
-WORTH = 1.1  # a remedy that gains less is none
-MOST_THREADS = 16  # of a rank
+HINDERED = 0.8  # share of the processor or thread limit below which the interpreter is the limit
+WORTH = 1.1  # minimum factor by which a remedy raises the rate
+MOST_THREADS = 16  # per rank
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What was measured. bytes: a sample's, as it is stored. cores: that the ranks may use; *_s:
-    CPU-seconds a sample, which a read of it, its decoding and its transform take while all cores
-    are busy; alone: samples a second of one process that has the cores for itself.
+    """Measured quantities of a dataset and a node.
 
-    bandwidth: bytes a second from storage, in large pieces; operations: samples a second from
-    there, each by itself (of a store: a chunk), many at once; wait_s: of one at a time; None where
-    the set comes from memory anyway. stored_s: CPU-seconds a sample that its first reading takes
-    more than later ones. kind: "packed", "files" (each sample is one) or "store", whose chunks of
-    ``chunk`` samples each rank unpacks for itself; decoded: bytes of one that is unpacked; blocks:
-    whether a packed set is read in blocks."""
+    Attributes:
+        samples: Number of samples.
+        bytes: Stored bytes per sample.
+        cores: Number of cores that the ranks may use.
+        read_s: CPU-seconds per sample for reading, while all cores are busy.
+        decode_s: CPU-seconds per sample for decoding, while all cores are busy.
+        transform_s: CPU-seconds per sample for the transform, while all cores are busy.
+        alone: Samples/s of one process that has all cores for itself.
+        bandwidth: Bytes/s from storage in large reads; None if the dataset is read from memory.
+        operations: Samples/s from storage, one read per sample (of a store: per chunk), many reads
+            at once; None if the dataset is read from memory.
+        wait_s: Seconds of one such read at a time; None if the dataset is read from memory.
+        stored_s: Additional CPU-seconds per sample of the first read compared with later ones.
+        kind: "packed", "files" (one file per sample) or "store" (chunks, which each rank unpacks).
+        chunk: Samples per chunk of a store.
+        decoded: Bytes of an unpacked sample.
+        blocks: Whether a packed dataset is read in blocks.
+    """
 
     samples: int
     bytes: float
@@ -55,13 +66,21 @@ class Terms:
 
     @property
     def stored(self) -> bool:
-        """Whether there is a storage below the memory."""
+        """Whether the dataset is read from storage, and not from memory."""
         return self.bandwidth is not None
 
 
 @dataclass(frozen=True)
 class Rate:
-    """samples_s: predicted, of all ranks together; limit: the term that it is."""
+    """Predicted rate of all ranks together.
+
+    Attributes:
+        ranks: Number of ranks on the node.
+        threads: Loader threads per rank.
+        samples_s: Predicted samples/s.
+        limit: Name of the limiting term.
+        terms: Samples/s that each term allows.
+    """
 
     ranks: int
     threads: int
@@ -71,9 +90,12 @@ class Rate:
 
 
 def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
-    """Of so many ranks on one host, with so many loader threads each. stored: from storage, as in
-    the first epoch; else from memory."""
-    again = min(ranks, t.chunk)  # as its samples are for all ranks
+    """Predict the rate of ``ranks`` ranks on one node with ``threads`` loader threads each.
+
+    Args:
+        stored: Whether samples come from storage, as in the first epoch, or from memory.
+    """
+    again = min(ranks, t.chunk)  # ranks that unpack the same chunk: its samples go to all ranks
     cpu_s = t.cpu_s + (again - 1) * t.decode_s + (again * t.stored_s if stored else 0.0)
     wait_s = t.wait_s if stored and not t.blocks and t.wait_s is not None else 0.0
     found = {"processor": t.cores / cpu_s}
@@ -103,9 +125,16 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
 
 
 def beside(computing: float, reading: float, jobs: int) -> float:
-    """Samples a second of ``jobs`` threads that each read a sample and then compute for it, where
-    so many a second could be computed, and read: a closed network of two queues (Gordon and Newell
-    1967). With many threads the less of the two; n / (n + 1) of it where both are the same."""
+    """Return the samples/s of threads that each read a sample and then compute on it.
+
+    Model: a closed network of two queues (Gordon and Newell 1967). With many threads the result is
+    the minimum of both rates; if the rates are equal it is n / (n + 1) of them, for n threads.
+
+    Args:
+        computing: Samples/s of computing alone.
+        reading: Samples/s of reading alone.
+        jobs: Number of threads.
+    """
     low, high = sorted((computing, reading))
     ratio = low / high
     share = jobs / (jobs + 1) if ratio == 1 else (1 - ratio**jobs) / (1 - ratio ** (jobs + 1))
@@ -113,15 +142,23 @@ def beside(computing: float, reading: float, jobs: int) -> float:
 
 
 def _longest(t: Terms, ranks: int, cpu_s: float) -> float:
-    """Seconds that one process takes a sample, with its share of the cores: with several its
-    threads wait for each other."""
+    """Return the seconds per sample of one process with its share of the cores.
+
+    With more than one core, its threads wait for each other.
+    """
     share = t.cores / ranks
     return max(cpu_s / share, cpu_s / t.cpu_s / t.alone if share > 1 else 0.0)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """samples_s: what the rate is predicted to be with it."""
+    """Change that raises the rate.
+
+    Attributes:
+        id: Identifier of the remedy.
+        samples_s: Predicted samples/s with the remedy.
+        sentence: Description for the user.
+    """
 
     id: str
     samples_s: float
@@ -129,7 +166,10 @@ class Remedy:
 
 
 def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[Remedy]:
-    """What raises the rate by a tenth or more, the best first: each by itself."""
+    """Return the remedies that raise the rate by a tenth or more, the best first.
+
+    The gain of each is predicted without the others.
+    """
     now = rate(t, ranks, threads, stored)
     found = [*_threads(t, now, stored), *_less_work(t, now, stored)]
     if stored and t.stored:
@@ -189,7 +229,7 @@ def _less_work(t: Terms, now: Rate, stored: bool) -> list[Remedy]:
 
 
 def _faster(t: Terms, less_s: float) -> Terms:
-    """With so much less of the processor a sample, of the transform or else of the decoding."""
+    """Return the terms with ``less_s`` fewer CPU-seconds per sample, of transform or decoding."""
     scale = t.cpu_s / max(t.cpu_s - less_s, 1e-9)
     alone = t.alone * scale
     if t.transform_s >= less_s:
@@ -198,8 +238,11 @@ def _faster(t: Terms, less_s: float) -> Terms:
 
 
 def hosts(t: Terms, ranks: int, threads: int) -> int | None:
-    """From how many such hosts on their storage is what limits, as it is one for all of them;
-    None where it does not, or always has."""
+    """Return from how many such nodes on the shared storage is the limit.
+
+    All nodes share one storage system. Return None if it never becomes the limit, or already is
+    with one node.
+    """
     one = rate(t, ranks, threads, True)
     shared = [one.terms[name] for name in ("bandwidth", "operations") if name in one.terms]
     own = [value for name, value in one.terms.items() if name not in ("bandwidth", "operations")]
@@ -209,7 +252,7 @@ def hosts(t: Terms, ranks: int, threads: int) -> int | None:
 
 
 def striping(filesystem: str, shard_bytes: int) -> str | None:
-    """What to set on a parallel file system, from its documentation: not tried here."""
+    """Return advice for a parallel file system, from its documentation; it was not tested."""
     if filesystem == "lustre":
         return (
             "on Lustre a shard lies on one server unless it is striped: lfs setstripe -c 4 -S 4M "

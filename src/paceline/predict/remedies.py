@@ -1,4 +1,4 @@
-"""For every cause the knobs that answer it, each with what it would gain."""
+"""Select the knobs that address each cause, each with its predicted gain."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,29 @@ from ..analyze.diagnosis.ladder import Interval
 from ..knobs.registry import COMPUTING, KNOBS, Knob
 from .gains import GAINS
 
-LEAST = 0.01  # of a step: what saves less is not proposed
-MOST = 0.95  # of a step: more than that is not believed
-DOUBT = 0.2  # of a gain, either way: what predictions were off by that looked surer than that
-HALF = 0.5  # of a step that ranks compute: then computing itself is worth to be made faster
+LEAST = 0.01  # share of a step: smaller savings are not proposed
+MOST = 0.95  # share of a step: larger savings are not credible and are clipped
+DOUBT = 0.2  # minimum relative uncertainty of a gain: error of narrower predictions
+HALF = 0.5  # minimum share of computing in a step for which faster computing is proposed
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """gain: of the throughput, predicted; None where only a few steps with it can tell. source:
-    where the prediction is from. settable: from outside; else the script is to be edited, as
-    ``edit`` says, in ``line``, which reads ``code``, where that could be found. numbers: results
-    change by more than the order of sums. costs: what else it may cost."""
+    """Change of one knob, proposed for a cause.
+
+    Attributes:
+        knob: Name of the knob.
+        cause: Identifier of the cause.
+        value: Proposed value.
+        gain: Predicted gain, as a share of the throughput; None if it must be measured.
+        source: Source of the prediction.
+        settable: Whether Paceline can set the knob; otherwise the script must be edited.
+        edit: Description of the edit.
+        line: Line of the script to edit, if it was found.
+        code: Content of that line.
+        numbers: Whether results change by more than the order of sums does.
+        costs: Other possible costs.
+    """
 
     knob: str
     cause: str
@@ -40,7 +51,12 @@ class Remedy:
 def remedies(
     e: Evidence, causes: Sequence[Cause], script: str, known: Mapping[str, Any]
 ) -> list[Remedy]:
-    """What can be set first, the largest gain first. script: its source. known: what is set."""
+    """Return the remedies, those that Paceline can set first, then by decreasing gain.
+
+    Args:
+        script: Source code of the training script.
+        known: Values of the knobs that are already set.
+    """
     found = [
         remedy
         for cause in (*causes, *_computing(e))
@@ -57,35 +73,39 @@ def remedies(
 
 
 def _computing(e: Evidence) -> list[Cause]:
-    """What ranks compute, where that is most of a step; no cause, and last in line."""
+    """Return computing as a pseudo-cause, if it is most of a step; it is ranked last."""
     own = [rank["useful"] for rank in e.report.states]
     share = sum(own) / len(own) if own else 0.0
     return [Cause(COMPUTING, share, (share, share), "", {})] if share >= HALF else []
 
 
 def _most(remedy: Remedy) -> float:
-    """By what it comes before others: what must be tried to be known comes last."""
+    """Return the sort key: the mean gain; remedies that must be measured come last."""
     return remedy.gain.mean if remedy.gain is not None else 0.0
 
 
 def gain_of(saves: Interval) -> Interval:
-    """Of the throughput, from what is saved of a step's time: s / (1 - s)."""
+    """Convert a saved share s of the step time to a gain of the throughput: s / (1 - s)."""
     mean, low, high = (min(one, MOST) for one in (saves.mean, saves.low, saves.high))
     return Interval(mean / (1 - mean), low / (1 - low), high / (1 - high))
 
 
 def _doubted(gain: Interval) -> Interval:
-    """At least DOUBT wide: what was measured is sure, what is concluded from it less so."""
+    """Widen an interval to at least DOUBT: a conclusion is less certain than its measurements."""
     least = DOUBT * abs(gain.mean)
     low, high = min(gain.low, gain.mean - least), max(gain.high, gain.mean + least)
     return Interval(gain.mean, low, high)
 
 
 def after(gain: Interval, faster: float) -> Interval:
-    """The same seconds less of a step that is ``faster`` times as fast by now."""
+    """Return the gain for a step that is already ``faster`` times as fast.
+
+    The remedy still saves the same number of seconds.
+    """
     if faster == 1:
         return gain
-    each = (one / (1 + one) for one in (gain.mean, gain.low, gain.high))  # of the step before
+    # Saved shares of the original step.
+    each = (one / (1 + one) for one in (gain.mean, gain.low, gain.high))
     mean, low, high = (min(one * faster, MOST) for one in each)
     return gain_of(Interval(mean, low, high))
 
@@ -113,7 +133,7 @@ def _remedy(name: str, knob: Knob, e: Evidence, cause: Cause, script: str) -> Re
 
 
 def _line(knob: Knob, cause: Cause, script: str) -> tuple[int | None, str]:
-    """Where the edit belongs: a line that the record saw, else the only one that fits."""
+    """Find the line to edit: one that the record contains, else the only one that matches."""
     seen = cause.evidence.get("lines") or []
     if seen and not knob.hook:
         return int(seen[0]["line"]), str(seen[0]["code"])

@@ -1,5 +1,8 @@
-"""How a set's files come to a host: those that it claims from where they were packed, the others
-from the hosts that have claimed them (sharing.py)."""
+"""Bring the files of a dataset to a node.
+
+A node reads the files that it claims from the origin (the folder where the dataset was packed), and
+fetches the others from the nodes that have claimed them (peer_transfer.py).
+"""
 
 import os
 import stat
@@ -20,17 +23,31 @@ from ..format.shard_format import DataError, Shard
 from .origin import Origin
 from .peer_transfer import LOOK_S, QUIET_S, UNCHECKED, Exchange, GoneError
 
-FETCHERS = 4  # threads, each of which asks one host
-CHUNK = 256 << 10  # what a kernel has free at once; larger ones can take it several times as long
-Step = Callable[[int, int], None]  # shards that are done, and bytes
+FETCHERS = 4  # threads that fetch shards, each from one host at a time
+CHUNK = 256 << 10  # bytes; the kernel can take several times as long to allocate larger ones
+Step = Callable[[int, int], None]  # arguments: number of copied shards, bytes
 
 
 @dataclass
 class Staged:
-    """What is there now. here, copied: shards, all and those of this call; fetched: of these from
-    other hosts. bytes: that came; read: of these from where the set was packed. left: shards that
-    are not here. evicted: other sets that made room. hosts: each host's own, of those that staged
-    together. notes: in words. error: what ended this host's part, of those that staged together."""
+    """Result of staging a dataset on one node.
+
+    Attributes:
+        folder: Folder of the staged dataset.
+        shards: Number of shards of the dataset.
+        host: Name of the node.
+        here: Number of shards that are now on this node.
+        copied: Number of shards that this call brought to the node.
+        fetched: Number of shards in ``copied`` that came from other nodes.
+        bytes: Bytes that this call brought to the node.
+        read: Bytes in ``bytes`` that were read from the origin.
+        seconds: Duration of this call.
+        left: File names of the shards that are not on this node.
+        evicted: Folder names of other datasets that were removed to make room.
+        hosts: Results of all nodes that staged together, one dictionary each.
+        notes: Messages for the user.
+        error: Error that ended staging on this node, if nodes staged together.
+    """
 
     folder: Path
     shards: int
@@ -49,7 +66,7 @@ class Staged:
 
 
 class Bringing:
-    """One call's. Numbers are places in ``files``."""
+    """Transfer of the missing files of one ``stage`` call. Numbers are indices into ``files``."""
 
     def __init__(
         self,
@@ -60,8 +77,12 @@ class Bringing:
         exchange: Exchange | None,
         found: Staged,
     ) -> None:
-        """budget: bytes that may come. Where that is less than what is missing, what this host
-        claims comes first."""
+        """Find the files that are missing on this node.
+
+        Args:
+            budget: Maximum number of bytes to transfer. If it is less than the missing bytes, the
+                files that this node claims are transferred first.
+        """
         self._origin, self._folder, self._files = origin, folder, files
         self._exchange, self._found = exchange, found
         self._missing = {at for at, one in enumerate(files) if not whole(folder, one)}
@@ -74,7 +95,11 @@ class Bringing:
         self._stopped = False
 
     def run(self, threads: int, step: Step) -> None:
-        """step: called several times a second; what it raises ends this."""
+        """Transfer the missing files with ``threads`` threads that read from the origin.
+
+        Args:
+            step: Called several times a second; an exception that it raises ends the transfer.
+        """
         self._say_what_it_is()
         here = [at for at in range(len(self._files)) if at not in self._missing]
         for at in here:
@@ -98,7 +123,7 @@ class Bringing:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self) -> None:
-        """What this host claims, until all is claimed or there is no room."""
+        """Read the files that this node claims, until all are claimed or there is no room."""
         while not self._stopped and self._first_missing() is not None:
             number = self._of_others(Exchange.claim)
             if self._exchange is None:
@@ -111,9 +136,9 @@ class Bringing:
                 self._of_others(Exchange.give_up, number)
 
     def _fetch(self) -> None:
-        """What other hosts have claimed, once they have it."""
+        """Fetch the files that other nodes have claimed, as soon as those nodes have them."""
         while not self._stopped and self._wanted():
-            if self._exchange is None:  # it has gone
+            if self._exchange is None:  # the store of the job does not answer any more
                 self._read()
                 return
             number = self._there()
@@ -127,12 +152,12 @@ class Bringing:
                 self._from_host(number)
 
     def _wanted(self) -> bool:
-        """Whether something is missing that has room."""
+        """Whether a missing file fits into the remaining budget, or is being transferred."""
         with self._changed:
             return any(at in self._coming or self._fits(at) for at in self._missing)
 
     def _fits(self, number: int) -> bool:
-        """Beside what a set can't be read without."""
+        """Whether a file fits in addition to the small files, which every dataset needs."""
         kept = 0
         if number not in self._small:
             due = (at for at in self._small if at in self._missing and at not in self._coming)
@@ -140,13 +165,17 @@ class Bringing:
         return self._files[number].bytes + kept <= self._left
 
     def _first_missing(self) -> int | None:
-        """That has room, and that no thread brings."""
+        """Return the first missing file that fits and that no thread transfers, if any."""
         with self._changed:
             some = (at for at in self._missing - self._coming if self._fits(at))
             return min(some, default=None)
 
     def _there(self) -> int | None:
-        """One that another host has. Where there is no room for all, first what no other has."""
+        """Choose a missing file that another node has; None if there is none.
+
+        Without room for all files, first make sure that every shard is on some node. Until then
+        only small files are fetched, and the room is left for shards that no other node has.
+        """
         exchange = self._exchange
         with self._changed:
             some = [at for at in self._missing - self._coming if exchange and exchange.has(at)]
@@ -156,12 +185,12 @@ class Bringing:
         return exchange.chosen(some) if exchange and some else None
 
     def _all_kept(self) -> bool:
-        """Whether every shard is somewhere, or comes here."""
+        """Whether each missing file is on another node, or is being transferred to this one."""
         exchange, due = self._exchange, self._missing - self._coming
         return exchange is None or all(exchange.has(at) for at in due)
 
     def _look_after(self) -> None:
-        """Nothing has come for a while: where who reads a shard has gone, this host reads it."""
+        """Take over a file after an interval without progress, if its reader is lost."""
         with self._changed:
             self._news_at = time.monotonic()
             some = [at for at in self._missing - self._coming if self._fits(at)]
@@ -174,8 +203,10 @@ class Bringing:
                 return
 
     def _begins(self, number: int, claimed: bool = False) -> bool:
-        """Whether it is to come now, in this thread. One that is claimed, but that another host
-        has, comes from there."""
+        """Reserve room for a file, and return whether this thread transfers it now.
+
+        A file that this node has claimed but another node already has is fetched from that node.
+        """
         exchange = self._exchange
         with self._changed:
             if number not in self._missing or number in self._coming:
@@ -208,7 +239,7 @@ class Bringing:
             self._came(number, came, fetched=True)
 
     def _written(self, number: int, write: Callable[[BinaryIO], bool]) -> bool:
-        """Under its name, once it is whole."""
+        """Write a file, which gets its name only when it is complete; return whether it is."""
         name = self._files[number].file
         try:
             with (
@@ -241,7 +272,7 @@ class Bringing:
             self._of_others(Exchange.tell, number)
 
     def _say_what_it_is(self) -> None:
-        """paceline.json, as soon as the index is there: a set is then read from here."""
+        """Write paceline.json once the index is complete: from then on the dataset is read here."""
         meta, small = shard_format.META_FILE, (self._files[at] for at in self._small)
         if all(whole(self._folder, one) for one in small) and self._folder.status(meta) is None:
             with open(self._origin.open(meta), "rb") as file:
@@ -254,7 +285,7 @@ class Bringing:
             self._changed.notify_all()
 
     def _of_others(self, ask: Callable[..., Any], *given: Any) -> Any:
-        """What the exchange answers; without one, or when it has gone, None."""
+        """Return the answer of the exchange; None without an exchange, or if the store is lost."""
         exchange = self._exchange
         if exchange is None:
             return None
@@ -266,20 +297,20 @@ class Bringing:
 
 
 class _NotWholeError(Exception):
-    """No host has sent the whole file."""
+    """No node has sent the whole file."""
 
 
 def whole(folder: Folder, one: Shard) -> bool:
-    """Whether a file of a set is there: it gets its name when it is."""
+    """Whether a file of a dataset is complete: a file gets its name only when it is."""
     try:
         status = folder.status(one.file)
-    except OSError:  # what can't be looked at is not there
+    except OSError:  # a file whose status can't be read counts as missing
         return False
     return status is not None and stat.S_ISREG(status.st_mode) and status.st_size == one.bytes
 
 
 def _copied(origin: Origin, one: Shard, to: BinaryIO) -> bool:
-    """Raises DataError where it is not what was packed."""
+    """Copy a file from the origin. Raises DataError if its checksum differs from the packed one."""
     crc, buffer, path = 0, memoryview(bytearray(CHUNK)), origin.path / one.file
     with open(origin.open(one.file), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -1,16 +1,19 @@
-"""How much may be written to a folder: of a disk what is free, of memory what the job may use."""
+"""Bytes that may be written to a folder: free disk space, or memory that the job may still use."""
 
 import os
 from pathlib import Path
 
-KEPT = 0.1  # of what is free stays so
+KEPT = 0.1  # share of the free space that stays free
 IN_MEMORY = ("tmpfs", "ramfs")
-UNLIMITED = 1 << 60  # and more is what a control group without a limit says
+UNLIMITED = 1 << 60  # bytes; a control group without a limit reports this or more
 
 
 def free(folder: Path) -> int:
-    """Bytes. What lies in /dev/shm counts as memory of the job, which a scheduler ends when it
-    takes more than it asked for."""
+    """Return the number of bytes that may be written to a folder.
+
+    Files in /dev/shm count as memory of the job, and a scheduler ends a job that uses more memory
+    than it requested.
+    """
     told = os.statvfs(folder)
     found = told.f_bavail * told.f_frsize
     if kind_of(folder) in IN_MEMORY:
@@ -19,7 +22,7 @@ def free(folder: Path) -> int:
 
 
 def kind_of(folder: Path) -> str:
-    """The kind of the file system that it is on."""
+    """Return the type of the file system that a folder is on."""
     best, kind = "", ""
     path = str(folder.resolve())
     for line in Path("/proc/mounts").read_text().splitlines():
@@ -32,7 +35,7 @@ def kind_of(folder: Path) -> str:
 
 
 def _memory() -> list[int]:
-    """What the host, and the control groups that this process is in, have left."""
+    """Return the bytes left on the node, and in each control group of this process."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -1,8 +1,9 @@
-"""Where a set was packed, as staging reads it: each file is opened once, and looked at open.
+"""Read the files of a packed dataset for staging: each is opened once, and checked while open.
 
-What is shared with a group is copied for it, so each file must be one that the group can read where
-it lies. That is looked at on the opened descriptor, in a folder that is held open: a link, or a
-folder that is exchanged meanwhile, leads nowhere else.
+A dataset that is shared with a group is copied for that group, so the group must be able to read
+each file at the origin. Permissions are checked on the opened descriptor, relative to a folder that
+is held open. A symbolic link, or a folder that is exchanged meanwhile, can therefore not redirect
+the access.
 """
 
 import contextlib
@@ -21,17 +22,17 @@ GROUP_OBJ, GROUP, MASK = 0x04, 0x08, 0x10  # tags (linux/posix_acl.h)
 
 
 class Origin:
-    """The folder of a packed set.
+    """Folder of a packed dataset.
 
     Args:
         path: The folder.
-        shared: Whether what is opened is for the members of the group that owns the folder.
+        shared: Whether the files are staged for the members of the group that owns the folder.
 
     Attributes:
-        group: ID of that group; None where nothing is shared.
+        group: ID of that group; None if the dataset is not shared.
 
     Raises:
-        ValueError: This user is no member of the group, or the folder is closed to it.
+        ValueError: This user is not a member of the group, or the group can't enter the folder.
     """
 
     def __init__(self, path: Path, shared: bool = False) -> None:
@@ -57,11 +58,11 @@ class Origin:
             os.close(self._fd)
 
     def open(self, name: str) -> int:
-        """Open a file of the set; its descriptor.
+        """Open a file of the dataset and return its descriptor.
 
         Raises:
-            ValueError: It is to be shared, and the group can't read it here, or it is a link.
-            OSError: It can't be opened, or is no regular file.
+            ValueError: The dataset is shared, and the file is a link or the group can't read it.
+            OSError: The file can't be opened, or is not a regular file.
         """
         if self.group is None:
             return open_regular(self.path / name)
@@ -75,8 +76,11 @@ class Origin:
         return fd
 
     def mode(self, name: str) -> int:
-        """Return the permissions for a copy of a file: the file's own. In a group's folder nobody
-        but the owner may write to it, and the group may read it. Raises as ``open``."""
+        """Return the permissions for the copy of a file.
+
+        They are the permissions of the file itself. In a group's folder only the owner may write to
+        the copy, and the group may read it. Raises the same errors as ``open``.
+        """
         fd = self.open(name)
         try:
             mode = stat.S_IMODE(os.fstat(fd).st_mode) & 0o777
@@ -86,7 +90,7 @@ class Origin:
 
 
 def check_entered(folder: Path, group: int, hint: str) -> None:
-    """Raise ValueError where members of a group can't enter a folder."""
+    """Raise ValueError if the members of a group can't enter a folder."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not group_may(fd, group, ENTER):
@@ -96,13 +100,15 @@ def check_entered(folder: Path, group: int, hint: str) -> None:
 
 
 def group_may(fd: int, group: int, permission: int) -> bool:
-    """Whether members of a group may read (4) or enter (1) what is open, by its mode and its
-    access control list."""
+    """Whether members of a group may read (4) or enter (1) an open file or folder.
+
+    The mode and the access control list (ACL) decide.
+    """
     status = os.fstat(fd)
     if status.st_gid != group and status.st_mode & permission:
         return True
     entries: list[tuple[int, int, int]] = []
-    with contextlib.suppress(OSError):  # none, or a file system without them
+    with contextlib.suppress(OSError):  # no ACL, or a file system without ACLs
         raw = os.getxattr(f"/proc/self/fd/{fd}", ACL)
         entries = list(_ENTRY.iter_unpack(raw[4:]))
     if not entries:

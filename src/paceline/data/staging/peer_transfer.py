@@ -1,20 +1,23 @@
-"""Shards between the hosts of a job: each is read once from where it was packed, by the host that
-claims it, and the others fetch it from that host.
+"""Transfer of shards between the nodes of a job.
 
-In the job's store (torch's TCPStore), under "paceline-stage/ATTEMPT/SET/":
+Each shard is read once from the origin by the node that claims it; the other nodes fetch it from
+that node.
 
-    turn         a counter: who adds to it claims the shard of that number
-    by/N         who reads shard N; "" where that host gave it up
-    up           a counter: entries of a log
-    up/K         its K-th entry: the number of a shard that was given up
-    there        a counter: entries of a log
-    there/K      its K-th entry: the number of a shard that is whole on a host, and which that is
-    ready        a counter: hosts that have told what they had before
-    told         a counter: hosts that have what they want
-    told/K       what the K-th of them did
+Keys in the store of the job (torch's TCPStore), under "paceline-stage/ATTEMPT/DATASET/":
 
-A host is "address port token": where it listens, on the address by which it reaches the store, and
-what has to be known to be answered. What comes is compared with its checksum like any shard.
+    turn         counter: the node that increments it claims the shard of that number
+    by/N         node that reads shard N; "" if that node gave it up
+    up           counter: length of the log of shards that were given up
+    up/K         its K-th entry: number of the shard
+    there        counter: length of the log of complete shards
+    there/K      its K-th entry: number of the shard, and the node on which it is complete
+    ready        counter: nodes that have published the shards they had before
+    told         counter: nodes that have finished
+    told/K       result of the K-th of them
+
+A node is written as "address port token": the address by which it reaches the store, the port on
+which it listens, and the token that a request must contain. Received shards are verified with their
+checksum, like shards that were read.
 """
 
 import contextlib
@@ -40,46 +43,53 @@ from ...security.greeting import Acceptor, Greeting, RefusedError, Step
 from ..format.shard_format import DataError, Shard
 
 PREFIX = "paceline-stage"
-PATIENCE_S = 20.0  # of a host that is asked for a shard, for its answer and for each piece
-ALIVE_S = 5.0  # within which a host that still reads answers
-QUIET_S = 3.0  # without news, after which is looked who still reads
-LOOK_S = 0.05  # between two looks at the log
+PATIENCE_S = 20.0  # time-out for the answer of a host, and for each piece of a shard
+ALIVE_S = 5.0  # time-out for the answer of a host that is asked whether it is alive
+QUIET_S = 3.0  # without progress, before the hosts that read the missing shards are checked
+LOOK_S = 0.05  # polling interval of the log
 JOIN_S = 60.0
-READY_S = 3.0  # that the first host waits for the others, so that what they have is not read again
-RETRIES_S = (0.05, 0.1, 0.2)  # pauses before a host that has dropped us is asked again
+READY_S = 3.0  # wait for the lists of shards that other hosts have, so as not to read these again
+RETRIES_S = (0.05, 0.1, 0.2)  # pauses before retries, after a host has closed the connection
 PIECE = 256 << 10
 MAX_SENDERS = 64  # threads that send shards
-MAX_WAITING = 1024  # visitors that know the token and wait for one of these
-ALIVE = 0xFFFFFFFF  # asked for in the place of a shard
+MAX_WAITING = 1024  # authenticated connections that wait for a sender thread
+ALIVE = 0xFFFFFFFF  # requested instead of a shard number, to check that the host is alive
 NOT_THERE = (1 << 64) - 1
-UNCHECKED = -1  # in the place of a file's checksum: the index and names of older sets
+UNCHECKED = -1  # no checksum: the index and names files of datasets that an older Paceline packed
 _WORD, _SIZE = struct.Struct("!32sI"), struct.Struct("!Q")
 
 
 class GoneError(Exception):
-    """The store does not answer: the job ends, or its first host is lost."""
+    """The store does not answer: the job ends, or its first node is lost."""
 
 
 class Exchange:
-    """One host's part in it. Threads may call all of it at the same time."""
+    """One node's part in the transfer. All methods are thread-safe."""
 
     def __init__(
         self, store: Any, address: str, folder: Folder | None, shards: Sequence[Shard], hosts: int
     ) -> None:
-        """store: of the job, under a prefix for this set. folder: where whole shards lie. hosts:
-        that take part, at most."""
+        """Start to serve the shards of ``folder``.
+
+        Args:
+            store: Store of the job, with a prefix for this dataset.
+            folder: Folder of the complete shards.
+            hosts: Maximum number of nodes that take part.
+        """
         self.hosts, self._shards, self._store = hosts, shards, store
         self._server = Server(address, folder, shards)
         self._own = self._server.name
-        self._lock = threading.Lock()  # a store's client serves one call at a time
+        self._lock = threading.Lock()  # the client of a store serves one call at a time
         self._where: dict[int, set[str]] = {}
         self._seen = 0
-        self._had: set[int] = set()  # claimed here at some time
+        self._had: set[int] = set()  # shards that this host has ever claimed
         self._ended = False
 
     def claim(self) -> int | None:
-        """The number of a shard that this host alone reads; None when all are claimed. What other
-        hosts have given up comes last."""
+        """Return the number of a shard that only this node reads; None if all are claimed.
+
+        Shards that other nodes have given up come last.
+        """
         with self._asked():
             while (number := int(self._store.add("turn", 1)) - 1) < len(self._shards):
                 if self._is_own(number):
@@ -92,25 +102,25 @@ class Exchange:
             return None
 
     def _is_own(self, number: int) -> bool:
-        """From now on, if it was nobody's; not what this host had once."""
+        """Claim a shard without a reader, unless this node claimed it before; return success."""
         return number not in self._had and self._takes(number, "")
 
     def _takes(self, number: int, before: str) -> bool:
-        """If it is still that host's."""
+        """Replace ``before`` as the reader of a shard, if it still is; return the success."""
         now = self._store.compare_set(f"by/{number}", before, self._own).decode()
         if now == self._own:
             self._had.add(number)
         return bool(now == self._own)
 
     def give_up(self, number: int) -> None:
-        """It could not be read, or has no room here: another host may try."""
+        """Release a shard that this node could not read or store: another node may try."""
         with self._asked():
             self._store.compare_set(f"by/{number}", self._own, "")
             entry = int(self._store.add("up", 1)) - 1
             self._store.set(f"up/{entry}", str(number))
 
     def take_over(self, number: int) -> bool:
-        """Whether this host is to read a shard whose reader has gone."""
+        """Claim a shard whose reader is lost, and return whether this node is to read it."""
         with self._asked():
             key = f"by/{number}"
             by = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -120,13 +130,13 @@ class Exchange:
             return self._takes(number, by)
 
     def tell(self, number: int) -> None:
-        """It is whole here."""
+        """Publish that a shard is complete on this node."""
         with self._asked():
             entry = int(self._store.add("there", 1)) - 1
             self._store.set(f"there/{entry}", f"{number} {self._own}")
 
     def ready(self, step: Callable[[], None]) -> None:
-        """This host has told what it has; wait for the others, but not for long."""
+        """Publish that this node has listed its shards; wait up to READY_S for the other nodes."""
         end = time.monotonic() + READY_S
         with self._asked():
             count = int(self._store.add("ready", 1))
@@ -138,7 +148,7 @@ class Exchange:
         self.news()
 
     def news(self) -> bool:
-        """Look at the log; whether there was something new."""
+        """Read new entries of the log of complete shards, and return whether there were any."""
         with self._asked():
             before, count = self._seen, int(self._store.add("there", 0))
             while self._seen < count and self._store.check([f"there/{self._seen}"]):
@@ -150,15 +160,15 @@ class Exchange:
             return self._seen > before
 
     def has(self, number: int) -> bool:
-        """Whether another host has it."""
+        """Whether another node has a shard."""
         return bool(self._where.get(number))
 
     def chosen(self, numbers: Sequence[int]) -> int:
-        """One of them, so that not all hosts fetch the same one from the same host."""
+        """Choose one number at random, so that not all nodes fetch the same shard from one node."""
         return random.choice(numbers)
 
     def fetch(self, number: int, file: BinaryIO) -> bool:
-        """Write it to ``file``, from one of the hosts that have it; False where none gave it."""
+        """Write a shard to ``file`` from a node that has it; return False if none sent it."""
         while hosts := list(self._where.get(number, ())):
             host = random.choice(hosts)
             try:
@@ -171,7 +181,7 @@ class Exchange:
         return False
 
     def end(self, told: Mapping[str, Any]) -> None:
-        """This host has what it wants, or wants no more: the others need not wait. Said once."""
+        """Publish the result of this node, once, so that the other nodes do not wait for it."""
         if self._ended:
             return
         self._ended = True
@@ -180,14 +190,17 @@ class Exchange:
             self._store.set(f"told/{place}", json.dumps(dict(told)))
 
     def all_told(self) -> list[dict[str, Any]]:
-        """What each host said at its end, of those that have ended."""
+        """Return the results of the nodes that have finished."""
         with self._asked():
             keys = [f"told/{place}" for place in range(int(self._store.add("told", 0)))]
             return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
     def linger(self, step: Callable[[], None]) -> list[dict[str, Any]]:
-        """Serve until all hosts have what they want; what each has told. step: called now and
-        then, and may raise."""
+        """Serve until all nodes have finished, and return their results.
+
+        Args:
+            step: Called periodically; it may raise.
+        """
         try:
             while len(told := self.all_told()) < self.hosts:
                 step()
@@ -204,16 +217,25 @@ class Exchange:
         with self._lock:
             try:
                 yield
-            except RuntimeError as error:  # DistError and all its kinds
+            except RuntimeError as error:  # DistError and its subclasses
                 raise GoneError from error
 
 
 def join(
     name: str, folder: Folder | None, shards: Sequence[Shard], environ: Mapping[str, str]
 ) -> Exchange | None:
-    """With the other hosts of this process's job, as torchrun's variables say; None where there
-    is no other, or no store. name: of the set, the same on all hosts. folder: None, where this
-    host has none. Raises GoneError where the store does not answer."""
+    """Join the exchange of the job that torchrun's environment variables describe.
+
+    Args:
+        name: Name of the dataset, the same on all nodes.
+        folder: Folder of the dataset; None if this node has none.
+
+    Returns:
+        None if the job has no other node or no store.
+
+    Raises:
+        GoneError: The store does not answer.
+    """
     hosts = int(environ.get("GROUP_WORLD_SIZE") or 1)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if hosts < 2 or not address or not port:
@@ -231,7 +253,7 @@ def join(
 
 
 def own_address(address: str, port: int) -> str:
-    """That this host has on the way to another one. Nothing is sent."""
+    """Return this node's address on the route to another one. Nothing is sent."""
     family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as one:
         one.connect(where)
@@ -239,10 +261,10 @@ def own_address(address: str, port: int) -> str:
 
 
 class Server:
-    """Sends whole shards of a folder to whoever knows its token.
+    """Server that sends complete shards of a folder to clients that know its token.
 
-    One thread accepts and greets; visitors that know the token are sent a shard by at most
-    MAX_SENDERS others.
+    One thread accepts connections and checks the token; at most MAX_SENDERS other threads send
+    shards to the authenticated clients.
     """
 
     def __init__(self, address: str, folder: Folder | None, shards: Sequence[Shard]) -> None:
@@ -262,14 +284,14 @@ class Server:
             self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
 
     def greeting(self) -> Greeting[int]:
-        """Read the token and the number of the wanted shard."""
+        """Read the token and the number of the requested shard."""
         token, number = _WORD.unpack((yield Step(read=_WORD.size)))
         if not hmac.compare_digest(token, self._token.encode()):
             raise RefusedError("the visitor does not know the token")
         return int(number)
 
     def _serve(self) -> None:
-        with self._acceptor, contextlib.suppress(OSError):  # once it is shut down
+        with self._acceptor, contextlib.suppress(OSError):  # after the socket was shut down
             while True:
                 for visitor, number in self._acceptor.wait(JOIN_S):
                     self._admit(visitor, number)
@@ -289,7 +311,7 @@ class Server:
             self._senders += 1
         try:
             threading.Thread(target=self._send_in_turn, daemon=True).start()
-        except RuntimeError:  # no more threads for this user: an earlier one sends it, or nobody
+        except RuntimeError:  # this user's thread limit is reached: a running sender may send it
             with self._lock:
                 self._senders -= 1
 
@@ -300,7 +322,7 @@ class Server:
                     self._senders -= 1
                     return
                 visitor, number = self._waiting.popleft()
-            with visitor, contextlib.suppress(OSError):  # the visitor goes elsewhere
+            with visitor, contextlib.suppress(OSError):  # the client then asks another host
                 self._send(visitor, self._shards[number])
 
     def _send(self, visitor: socket.socket, shard: Shard) -> None:
@@ -316,7 +338,7 @@ def _opened(folder: Folder, name: str) -> BinaryIO:
 
 
 def alive(host: str) -> bool:
-    """Whether a host's process answers."""
+    """Whether the process of a host answers."""
     try:
         channel, size = _answered(host, ALIVE, ALIVE_S)
         channel.close()
@@ -326,8 +348,11 @@ def alive(host: str) -> bool:
 
 
 def _answered(host: str, number: int, seconds: float) -> tuple[socket.socket, int]:
-    """Ask a host, and again where it drops us: it may be busy with strangers. Return the connection
-    and the size that it says. Raises OSError or EOFError where it does not answer."""
+    """Request a shard from a host, and retry if it closes the connection.
+
+    The host may be busy with connections from strangers. Return the connection and the size in
+    bytes that the host reports. Raises OSError or EOFError if it does not answer.
+    """
     pauses = iter(RETRIES_S)
     while True:
         channel = _asked(host, number, seconds)
@@ -353,7 +378,12 @@ def _asked(host: str, number: int, patience: float) -> socket.socket:
 
 
 def _fetched(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
-    """Raises OSError where the host does not send it whole, DataError for another checksum."""
+    """Fetch a shard from a host into ``file``.
+
+    Raises:
+        OSError: The host does not send the whole shard.
+        DataError: The checksum differs.
+    """
     crc, left, buffer = 0, shard.bytes, memoryview(bytearray(PIECE))
     try:
         channel, size = _answered(host, number, PATIENCE_S)
@@ -384,8 +414,12 @@ def _size_from(channel: socket.socket, seconds: float) -> int:
 
 
 def _fill(channel: socket.socket, piece: memoryview, seconds: float) -> None:
-    """Receive a whole piece. Raises TimeoutError where it is not whole within ``seconds``, however
-    its bytes come, and EOFError where the connection was closed."""
+    """Receive a whole piece.
+
+    Raises:
+        TimeoutError: The piece is not complete within ``seconds``, even if bytes still arrive.
+        EOFError: The connection was closed.
+    """
     deadline, done = time.monotonic() + seconds, 0
     while done < len(piece):
         channel.settimeout(max(0.001, deadline - time.monotonic()))

@@ -1,19 +1,21 @@
-"""``paceline stage``: a packed set's shards on storage of the host's own.
+"""``paceline stage``: copy the shards of a packed dataset to node-local storage.
 
-    ROOT/paceline-stage-USER/NAME-CHECKSUM/shard-00000.bin   whole, or not there
-                                          /.*.part           what is being copied
-                                          /paceline.json     of what set it is
+    ROOT/paceline-stage-USER/NAME-CHECKSUM/shard-00000.bin   complete, or missing
+                                          /.*.part           being copied
+                                          /paceline.json     metadata of the dataset
 
-The folder is this user's alone (security.folders; USER is his number). Shared with a group it is
-ROOT/paceline-stage-group-GROUP, made and read by the members of the group that owns the set: then
-the index is always the origin's, so that each sample is compared with the origin's checksum.
-Files have the permissions that they have in the origin, never more.
+Only this user can access the folder (security.folders; USER is the user ID). For a dataset that is
+shared with a group the folder is ROOT/paceline-stage-group-GROUP, made and read by the members of
+the group that owns the dataset. Then the index is always the one of the origin, so that each sample
+is compared with the origin's checksum. Files have the permissions that they have at the origin,
+never more.
 
-A set is known by the checksum of its paceline.json, so one of that name that was packed anew is
-another. Shards come one by one under their names, each compared with its checksum; a set is read
-from here as far as it is here (``Shards``), and from where it was packed for the rest. So training
-may begin while it comes, and a kill leaves nothing half trusted. One process at a time stages to
-such a folder: the next one waits, and finds what was done.
+A dataset is identified by the checksum of its paceline.json, so a dataset that was packed again
+under the same name is a different one. Shards get their names one by one, each after its checksum
+was verified. Reading uses the staged shards, and the origin for the others (``Shards``). Training
+may therefore begin during staging, and a killed process leaves no file that is trusted although it
+is incomplete. One process at a time stages to such a folder: the next one waits, and then finds the
+staged files.
 """
 
 import errno
@@ -42,10 +44,10 @@ from .origin import Origin, check_entered
 from .peer_transfer import UNCHECKED, Exchange, GoneError, join
 
 PLACE, VARIABLE = "paceline-stage", "PACELINE_STAGE"
-SETS = "PACELINE_STAGE_SETS"  # that ``paceline run --stage`` names
+SETS = "PACELINE_STAGE_SETS"  # datasets given to ``paceline run --stage``
 LOCK = ".lock"
-USED = ".used"  # its time: when the set was staged or opened last
-THREADS = 2  # a checksum beside a read
+USED = ".used"  # its modification time: when the dataset was last staged or opened
+THREADS = 2  # one computes a checksum while the other reads
 
 
 def stage(
@@ -60,23 +62,32 @@ def stage(
     ended: Callable[[Staged], None] | None = None,
     shared: bool = False,
 ) -> Staged:
-    """Bring the packed set ``source`` to the folder ``root``. room: bytes that all staged sets
-    together may take there; default what is free (in memory: what the job may still use) but for
-    a tenth. Sets that were not used for longest make room. Shards that have none stay where they
-    are, and are read from there. waits: is called where another process has to end first.
+    """Copy the packed dataset ``source`` to the folder ``root``.
 
-    together: with the other hosts of the job that this process's variables name, each of which
-    calls this once: every byte is read once from ``source``, and fetched by the others from the
-    host that has read it (sharing.py). A host without room for all reads a part that no other
-    host reads. Returns when all hosts have what they want; ended: is called when this one has.
-    What goes wrong on one host is then in the result, and the others go on.
+    Args:
+        source: Folder of the packed dataset.
+        root: Folder on node-local storage.
+        room: Maximum number of bytes of all staged datasets together. Default: 90 % of the free
+            space (in memory: of what the job may still use). Datasets that have not been used for
+            the longest time are removed to make room. Shards without room are read from
+            ``source``.
+        threads: Number of threads that read from ``source``.
+        step: Called several times a second with the number of copied shards and of bytes.
+        waits: Called if another process has to end first.
+        together: Stage together with the other nodes of the job that the environment variables of
+            this process describe; each node calls this function once. Every byte is read once
+            from ``source``, and the other nodes fetch it from the node that has read it
+            (peer_transfer.py). A node without room for all shards reads a part that no other node
+            reads. The call returns when all nodes have finished. An error on one node is then
+            returned in the result, and the other nodes continue.
+        ended: Called when this node has finished.
+        shared: Stage for the group that owns ``source``, which must be able to read its files. A
+            member's datasets may be removed to make room for another member's.
 
-    shared: for the group that owns ``source``, which its files must be readable for; a member's
-    sets may make room for another's.
-
-    Raises ValueError for a source that is no whole set, a root that can't be written to, a source
-    that may not be shared, and a disk that fills up meanwhile; DataError where a shard is not what
-    was packed.
+    Raises:
+        ValueError: ``source`` is not a complete dataset or may not be shared, ``root`` can't be
+            written to, or the disk is full.
+        DataError: A shard differs from what was packed.
     """
     began, path = time.monotonic(), Path(source)
     meta = shard_format.load_meta(path)
@@ -96,7 +107,7 @@ def stage(
             _brought(origin, folder, files, room, threads, tell, waits, exchange, found)
         except ValueError as mistake:
             if exchange is None and together:
-                exchange = _joined(folder, files, found)  # the others hear of it
+                exchange = _joined(folder, files, found)  # publish the error to the other hosts
             if exchange is None:
                 raise
             found.error = str(mistake)
@@ -109,7 +120,7 @@ def stage(
             exchange.end(_plain(found))
             found.hosts = exchange.linger(lambda: tell(found.copied, found.bytes))
     except BaseException as error:
-        if exchange is not None:  # nobody waits for this host
+        if exchange is not None:  # so that no other host waits for this one
             exchange.end(_plain(found) | {"error": found.error or type(error).__name__})
         raise
     finally:
@@ -133,7 +144,7 @@ def _brought(
 ) -> None:
     root = folder.path.parent
     with _told(root), Folder.open(root, folder.group) as own, _alone(own, waits):
-        if not _same(own, folder):  # another process made room while this one waited
+        if not _same(own, folder):  # another process removed the folder to make room meanwhile
             with own.subfolder(folder.path.name, make=True) as again:
                 os.dup2(again.fd, folder.fd, inheritable=False)
         touch(folder)
@@ -148,14 +159,18 @@ def _brought(
 
 
 def _same(own: Folder, folder: Folder) -> bool:
-    """Whether a set's folder is still the one of its name."""
+    """Whether an open dataset folder still has its name."""
     status, opened = own.status(folder.path.name), os.fstat(folder.fd)
     return status is not None and os.path.samestat(status, opened)
 
 
 def _may_share(origin: Origin, files: list[Shard], root: Path) -> None:
-    """Raises ValueError where members of the group can't read all of a set where it lies, can't
-    enter the folder that it is staged to, or where a file has no checksum to be compared with."""
+    """Check that a dataset may be shared with its group.
+
+    Raises:
+        ValueError: Members of the group can't read all files of the dataset at the origin, can't
+            enter the folder that it is staged to, or a file has no checksum to compare with.
+    """
     for name in (shard_format.META_FILE, *(one.file for one in files)):
         try:
             os.close(origin.open(name))
@@ -178,8 +193,11 @@ def _may_share(origin: Origin, files: list[Shard], root: Path) -> None:
 
 
 def _files(origin: Path, meta: DatasetMeta) -> list[Shard]:
-    """All of a set but for paceline.json: what has no samples first, as it is small. Sets of an
-    older Paceline have no checksums of these files."""
+    """Return all files of a dataset except paceline.json.
+
+    Files without samples come first, as they are small. Datasets that an older Paceline packed have
+    no checksums of these files.
+    """
     names = [shard_format.INDEX_FILE, *([shard_format.NAMES_FILE] if meta.names else [])]
     small = []
     for name in names:
@@ -203,16 +221,21 @@ def _plain(found: Staged) -> dict[str, Any]:
 
 
 def place(origin: Path, root: Path, group: int | None = None) -> Path:
-    """Return the folder where a set is, or would be: this user's, or a group's."""
+    """Return the path of a staged dataset, for this user or for a group; it need not exist."""
     told = shard_format.read_meta_checksum(origin)
     whose = f"{os.geteuid()}" if group is None else f"group-{group}"
     return root / f"{PLACE}-{whose}" / f"{origin.resolve().name}-{told}"
 
 
 def open_set(origin: Path, root: Path, group: int | None = None, make: bool = False) -> Folder:
-    """Open the folder of a staged set. make: it and what leads to it may be new.
+    """Open the folder of a staged dataset.
 
-    Raises UnsafeFileError where the folder is not this user's, or the group's; OSError.
+    Args:
+        make: Whether to create the folder and its parents if they do not exist.
+
+    Raises:
+        UnsafeFileError: The folder does not belong to this user, or to the group.
+        OSError: The folder can't be opened.
     """
     path = place(origin, root, group)
     if make:
@@ -226,7 +249,7 @@ def open_set(origin: Path, root: Path, group: int | None = None, make: bool = Fa
 
 
 def touch(folder: Folder) -> None:
-    """Note that a set is used now. Raises OSError."""
+    """Record that a dataset is used now. Raises OSError."""
     fd = _opened(folder, USED)
     try:
         os.utime(fd)
@@ -235,26 +258,31 @@ def touch(folder: Folder) -> None:
 
 
 def _opened(folder: Folder, name: str) -> int:
-    """Open a file that all who may write to the folder can write to; it may be new."""
+    """Open or create a file that everyone who may write to the folder can write to."""
     if folder.group is not None and folder.status(name) is None:
         folder.make_file(name, 0o660)
     return folder.open_file(name, os.O_RDWR | os.O_CREAT)
 
 
 def begin_all() -> None:
-    """At a rank's start: what ``paceline run --stage`` names comes before the script asks for it,
-    on all hosts."""
+    """Start to stage the datasets given to ``paceline run --stage``, at the start of a rank.
+
+    Staging begins on all nodes before the script opens the datasets.
+    """
     root = os.environ.get(VARIABLE)
     for one in filter(None, os.environ.get(SETS, "").split(os.pathsep)):
         try:
             begin(Path(one), Path(root or ""))
-        except (OSError, ValueError):  # the script says so, if it opens it
+        except (OSError, ValueError):  # reported when the script opens the dataset
             continue
 
 
 def here(origin: Path) -> Folder | None:
-    """Open the set's folder on this host, if some of it was staged to $PACELINE_STAGE: by this
-    user, or by a member of the group that owns the set."""
+    """Open the dataset's folder on this node, if some of it was staged to $PACELINE_STAGE.
+
+    It may have been staged by this user, or by a member of the group that owns the dataset. Return
+    None otherwise.
+    """
     root = os.environ.get(VARIABLE)
     if not root:
         return None
@@ -263,7 +291,7 @@ def here(origin: Path) -> Folder | None:
     for whose in (None, group) if own_group(group) else (None,):
         try:
             folder = open_set(origin, Path(root), whose)
-            with suppress(OSError):  # a disk that can only be read, say
+            with suppress(OSError):  # for example a read-only disk
                 touch(folder)
             return folder
         except UnsafeFileError as error:
@@ -276,19 +304,21 @@ def here(origin: Path) -> Folder | None:
     return None
 
 
-_refused: set[str] = set()  # folders that are not this user's or a group's, named once
-_begun: dict[Path, "subprocess.Popen[bytes]"] = {}  # by this process
+_refused: set[str] = set()  # folders of other users, each reported once
+_begun: dict[Path, "subprocess.Popen[bytes]"] = {}  # staging processes that this process started
 
 
 def begin(origin: Path, root: Path) -> None:
-    """Of a set that ``paceline run --stage`` names: the first rank of each host has it staged
-    beside the training, by a process that ends with it."""
+    """Start to stage a dataset, if it was given to ``paceline run --stage``.
+
+    The first rank of each node starts a process that stages during training and ends with it.
+    """
     if str(origin.resolve()) not in os.environ.get(SETS, "").split(os.pathsep):
         return
     folder = place(origin, root)
     try:
-        open_set(origin, root, make=True).close()  # all ranks look here for what comes
-    except OSError:  # staging says so
+        open_set(origin, root, make=True).close()  # all ranks look for staged shards in this folder
+    except OSError:  # reported by the staging process
         pass
     first = os.environ.get("LOCAL_RANK", "0") == "0" and multiprocessing.parent_process() is None
     if first and folder not in _begun:
@@ -305,7 +335,10 @@ def _made_room(
     room: int | None,
     found: Staged,
 ) -> int:
-    """Bytes that may come: other sets go until what is missing fits, the longest unused first."""
+    """Return the number of bytes that may be transferred.
+
+    Other datasets are removed until the missing files fit, the longest unused first.
+    """
     meta = shard_format.META_FILE
     beside = 0 if folder.status(meta) is not None else (origin.path / meta).stat().st_size
     wanted = sum(one.bytes for one in missing) + beside
@@ -321,7 +354,7 @@ def _made_room(
             return left - beside
         gone = others.pop(0)
         try:
-            own.remove(gone)  # who reads it has it open, or goes to the source
+            own.remove(gone)  # a reader has the files open, or falls back to the origin
         except OSError as error:
             found.notes.append(f"{own.path / gone} can't make room: {error.strerror}")
             continue
@@ -330,7 +363,7 @@ def _made_room(
 
 
 def _sets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None]]]:
-    """Of each set that is staged there: its name, its bytes, and when it was used last."""
+    """Yield the name of each staged dataset, its bytes, and when it was last used."""
     for name in own.names():
         try:
             with own.subfolder(name) as folder:
@@ -338,13 +371,16 @@ def _sets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None]]]:
                 size = sum(one.st_size for one in all_of_it if one is not None)
                 used = folder.status(USED)
                 yield name, (size, None if used is None else used.st_mtime)
-        except OSError:  # no folder, or removed meanwhile
+        except OSError:  # not a folder, or removed meanwhile
             continue
 
 
 @contextmanager
 def _alone(own: Folder, waits: Callable[[], None] | None) -> Iterator[None]:
-    """While no other process stages to the same folder; the lock ends with this one."""
+    """Hold the lock of a folder, so that no other process stages to it.
+
+    The kernel releases the lock when this process ends.
+    """
     lock = _opened(own, LOCK)
     try:
         try:
