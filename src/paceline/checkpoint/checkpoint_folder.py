@@ -1,10 +1,10 @@
-"""The folder of a checkpoint: shards, a manifest with their checksums, and one rename.
+"""The folder of a checkpoint: shards, and a manifest with their checksums.
 
-    DIR/step-00001200/rank-00000.pt ... manifest.json     whole
+    DIR/step-00001200/rank-00000.pt ... manifest.json     complete
     DIR/.step-00001500.7.tmp/                             being written; never read
 
-A checkpoint exists only under its final name, and it gets that name by one rename after
-everything in it was flushed to the disk. The previous one stays beside it.
+A checkpoint is written to a temporary folder, flushed to disk, and then renamed atomically. So a
+folder with a final name is always complete. The previous checkpoint is kept.
 """
 
 import errno
@@ -43,17 +43,17 @@ __all__ = [
     "verify",
 ]
 
-_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # as the saver names them
+_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
 
 
 class _ChecksummingFile:
-    """A file that counts and checksums what is written through it."""
+    """A file wrapper that counts the written bytes and computes their CRC-32."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.bytes = 0
         self.crc = 0
-        self.error: OSError | None = None  # torch says something else of it
+        self.error: OSError | None = None  # torch raises a RuntimeError instead of it
 
     def write(self, data: Any) -> int:
         self.bytes += len(data)
@@ -69,12 +69,12 @@ class _ChecksummingFile:
 
 
 def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, Any]:
-    """Write and flush one rank's shard; its manifest entry (name, bytes, crc32).
+    """Write and flush the shard of one rank. Return its manifest entry (name, bytes, crc32).
 
     Raises:
         UnsafeFileError: The folder belongs to another user.
         OSError: The shard can't be written.
-        ValueError: The shard is larger than what ``read_shard`` reads.
+        ValueError: The shard exceeds the limits of ``read_shard``.
     """
     name = f"rank-{rank:05}.pt"
     with folder.new_file(name) as new:
@@ -92,11 +92,11 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
 
 
 def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, flush everything, and give the checkpoint its name.
+    """Write the manifest, flush the folder, and rename it to its final name.
 
     Raises:
         UnsafeFileError: The folder belongs to another user, or was replaced.
-        FileExistsError: A file has the name of the checkpoint.
+        FileExistsError: A file with the name of the checkpoint exists.
         OSError: The checkpoint can't be written.
     """
     body = {"format": "paceline-checkpoint", "version": VERSION, **manifest}
@@ -104,9 +104,9 @@ def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> N
     with folder.new_file(MANIFEST) as file:
         file.write(json.dumps(body, indent=1).encode())
         os.fsync(file.fd)
-    # Nobody can have made something of this name before.
+    # The name is random, so that no other user can have created it before.
     old = final.with_name(f".{final.name}.{secrets.token_hex(8)}.old.tmp")
-    if os.path.lexists(final):  # the same step again: at an epoch's end, or after a restart
+    if os.path.lexists(final):  # saved again: at an epoch's end, or after a restart
         mode = final.lstat().st_mode
         if not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
             reason = f"{final.name} is {kind_of_file(mode)} and no folder"
@@ -126,10 +126,10 @@ def _flush_folder(folder: Path) -> None:
 
 
 def verify(folder: Path) -> Manifest:
-    """Return the manifest of a whole checkpoint. Every byte is read.
+    """Verify all shards of a checkpoint by reading every byte. Return its manifest.
 
     Raises:
-        DamagedError: A file of it is missing or damaged; the error names it.
+        DamagedCheckpointError: A file is missing or corrupted; the error names the file.
     """
     manifest = read_manifest(folder)
     for entry in manifest["files"]:
@@ -138,7 +138,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints in ``directory``, the newest first; not yet verified."""
+    """Return the checkpoints in ``directory``, newest first, without verifying them."""
     if not directory.is_dir():
         return []
     names = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
@@ -152,13 +152,17 @@ def remove_old(directory: Path, keep: int) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what interrupted writes left; only while nobody writes."""
+    """Remove the temporary folders of interrupted writes. No write may be in progress."""
     for path in directory.glob(".step-*.tmp"):
         remove(path)
 
 
 def check_writable(directory: Path) -> None:
-    """Raise ValueError now rather than at the first save."""
+    """Check that checkpoints can be written to ``directory``, so that errors appear at the start.
+
+    Raises:
+        ValueError: The directory can't be created or written to.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:

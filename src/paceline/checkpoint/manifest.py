@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, and the shards that it names.
+"""Reading and verification of the manifest and the shards of a checkpoint.
 
-A checkpoint's folder may have been written by anyone, its checksums included. Names of shards must
-be those that Paceline gives, and a shard must be a file that torch.save writes, as large as the
-manifest says: reading it then takes no more memory than the file has bytes.
+A checkpoint is untrusted input: anyone may have written its folder, including the checksums. So
+shards must have the names that Paceline gives, the format of torch.save, and the size in the
+manifest. Reading a shard then takes no more memory than the size of its file.
 """
 
 import json
@@ -24,20 +24,20 @@ from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pick
 
 VERSION = 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 256 << 20  # some 100 bytes a rank
+MAX_MANIFEST_BYTES = 256 << 20  # about 100 bytes per rank
 BLOCK_BYTES = 1 << 22
 ARCHIVE_START = b"PK\x03\x04"
-MEMBER = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")  # names in an archive of torch
+MEMBER = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")  # member names in a torch archive
 
 ShardName = Annotated[str, Meta(pattern=r"^rank-[0-9]{5,7}\.pt$")]
 
 
 class DamagedCheckpointError(InvalidFileError):
-    """A checkpoint that can't be used; the message names the file."""
+    """A checkpoint that is corrupted or can't be read. The message names the file."""
 
 
 class ShardEntry(TypedDict):
-    """One rank's shard."""
+    """Manifest entry of the shard of one rank."""
 
     name: ShardName
     bytes: Count
@@ -45,7 +45,7 @@ class ShardEntry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """What a manifest says."""
+    """Content of a manifest, without its checksum."""
 
     format: Literal["paceline-checkpoint"]
     version: Literal[1]
@@ -57,15 +57,16 @@ class Manifest(TypedDict):
 
 
 def checksum(body: dict[str, Any]) -> int:
-    """Return the checksum of a manifest without its ``check``."""
+    """Return the CRC-32 of a manifest without its ``check`` field."""
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the checked manifest of a checkpoint. No shard is opened.
+    """Return the validated manifest of a checkpoint, without opening shards.
 
     Raises:
-        DamagedError: It is missing, damaged, newer, or names other files than shards.
+        DamagedCheckpointError: The manifest is missing, corrupted, of a newer version, or names
+            files other than shards.
     """
     path = folder / MANIFEST
     try:
@@ -95,7 +96,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_shard(folder: Path, entry: ShardEntry) -> None:
-    """Read every byte of a shard. Raises DamagedError where it is not what the manifest says."""
+    """Verify the size and the checksum of a shard by reading every byte.
+
+    Raises:
+        DamagedCheckpointError: The shard can't be read, or does not match the manifest.
+    """
     path = folder / entry["name"]
     try:
         with open(open_regular(path, follow_links=False), "rb") as file:
@@ -114,35 +119,41 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
 
 
 def read_shard(folder: Path, name: str) -> Any:
-    """Return a shard's content; nothing in it is run (weights_only)."""
+    """Return the content of a shard. No code in it is executed (weights_only).
+
+    Raises:
+        DamagedCheckpointError: The shard can't be read, or is not a file that Paceline writes.
+    """
     path = folder / name
     try:
         with open(open_regular(path, follow_links=False), "rb") as file:
             _check_archive(file, path)
-            # b"" is pickled as a call of bytes; the check above allows no argument of it.
+            # b"" is pickled as a call of bytes(); the check above rejects calls with arguments.
             with torch.serialization.safe_globals([bytes]):
                 return torch.load(file, map_location="cpu", weights_only=True)
     except DamagedCheckpointError:
         raise
-    except Exception as error:  # whatever torch makes of a file that isn't its own
+    except Exception as error:  # torch may raise any exception for an invalid file
         first = str(error).strip().splitlines()[:1]
         raise DamagedCheckpointError(path, f"can't be loaded ({' '.join(first)})") from None
 
 
 def check_readable(path: Path, folder_fd: int) -> None:
-    """Check that a shard that was just written is not too large for ``read_shard``.
+    """Check that a newly written shard does not exceed the limits of ``read_shard``.
 
     Args:
-        folder_fd: Descriptor of the folder that holds the file.
+        path: Path of the shard, for its name.
+        folder_fd: Descriptor of the folder that contains the shard.
 
     Raises:
-        ValueError: The values beside the tensors take too much room.
+        ValueError: The values other than tensors are too large.
         OSError: The shard can't be read.
     """
     fd = open_regular(path.name, dir_fd=folder_fd, follow_links=False)
     with open(fd, "rb") as file, zipfile.ZipFile(file) as archive:
         (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
-        if entry.file_size > MAX_OPCODES:  # an opcode has at least a byte
+        # An opcode has at least one byte, so smaller pickles do not exceed the limit.
+        if entry.file_size > MAX_OPCODES:
             pickled, records = archive.read(entry), _records(archive.infolist())
             try:
                 check_pickle(pickled, records)
@@ -154,7 +165,7 @@ def check_readable(path: Path, folder_fd: int) -> None:
 
 
 def _records(members: list[zipfile.ZipInfo]) -> dict[str, int]:
-    """Return the size in bytes of each storage of an archive, by its key."""
+    """Return the size in bytes of each tensor storage in an archive, by its key."""
     prefix = f"{members[0].filename.partition('/')[0]}/data/"
     return {
         one.filename.removeprefix(prefix): one.file_size
@@ -164,14 +175,14 @@ def _records(members: list[zipfile.ZipInfo]) -> dict[str, int]:
 
 
 def _check_archive(file: BinaryIO, path: Path) -> None:
-    """Check an archive before torch reads it.
+    """Check a torch.save archive before torch reads it.
 
     Raises:
-        DamagedError: The archive would take more memory than it has bytes, or is not what
-            ``torch.save`` writes.
+        DamagedCheckpointError: Reading the archive would take more memory than its size, or
+            ``torch.save`` does not write such archives.
     """
     size = os.fstat(file.fileno()).st_size
-    # Without it torch takes the file for a plain pickle, whatever archive follows.
+    # Without this prefix torch reads the file as a plain pickle, even if an archive follows.
     if file.read(len(ARCHIVE_START)) != ARCHIVE_START:
         raise DamagedCheckpointError(path, "can't be loaded (it is no archive)")
     try:
@@ -190,10 +201,10 @@ def _check_archive(file: BinaryIO, path: Path) -> None:
 
 
 def _pickle_of(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> bytes:
-    """Return data.pkl of an archive that torch reads in the same way as zipfile.
+    """Return data.pkl of an archive, if torch and zipfile read the archive in the same way.
 
     Raises:
-        PickleError: Torch may find other members than zipfile, or data.pkl is too large.
+        PickleError: torch may find other members than zipfile does, or data.pkl is too large.
     """
     names = [one.orig_filename for one in members]
     prefix = names[0].partition("/")[0] if names else ""

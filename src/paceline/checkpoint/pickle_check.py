@@ -1,10 +1,11 @@
 """Check the pickle of a shard before torch loads it.
 
-The unpickler of ``torch.load(weights_only=True)`` runs no foreign code, but a file of some hundred
-bytes can make it take any amount of memory or time: ``bytearray(n)``, ``torch.FloatTensor(n)``, an
-encoding that doubles its input, tuples that hold each other. ``check_pickle`` interprets the
-opcodes on placeholders and allows only the objects that ``Saver`` writes, with arguments that are
-bounded by the size of the file.
+The unpickler of ``torch.load(weights_only=True)`` does not execute arbitrary code. But a file of a
+few hundred bytes can make it use any amount of memory or time: ``bytearray(n)``,
+``torch.FloatTensor(n)``, an encoding that doubles its input, tuples that contain the same tuple
+several times, at each level. ``check_pickle`` interprets the opcodes on placeholders. It allows
+only the objects that ``CheckpointSaver`` writes, with arguments that are bounded by the size of the
+file.
 """
 
 import math
@@ -18,9 +19,9 @@ MAX_PICKLE_BYTES = 256 << 20
 MAX_OPCODES = 10_000_000
 MAX_TENSORS = 1_000_000
 MAX_TUPLE_DEPTH = 200
-MAX_KEY_PARTS = 10_000_000  # of all keys that are tuples: a key is hashed part by part
-MAX_EQUAL_HASHES = 64  # integers with one hash value: a dict of them takes quadratic time
-MAX_SHORT_TEXT = 64  # characters; longer texts are no arguments of an allowed function
+MAX_KEY_PARTS = 10_000_000  # in all tuple keys, as hashing a tuple takes time for each part
+MAX_EQUAL_HASHES = 64  # integers with the same hash; a dict of them takes quadratic time
+MAX_SHORT_TEXT = 64  # characters; allowed functions take no longer strings as arguments
 MAX_DIMENSIONS = 64
 
 _STORAGES_OF_ITEM_BYTES = {
@@ -44,7 +45,7 @@ _QSCHEMES = frozenset(
 
 
 class PickleError(ValueError):
-    """A pickle that ``Saver`` does not write."""
+    """A pickle with content that ``CheckpointSaver`` does not write."""
 
 
 class _Global:
@@ -77,21 +78,22 @@ class _Storage:
     __slots__ = ("count",)
 
     def __init__(self, count: int) -> None:
-        self.count = count  # elements
+        self.count = count  # number of elements
 
 
 _DICT, _OTHER = object(), object()
 
 
 def check_pickle(data: bytes, records: Mapping[str, int]) -> None:
-    """Check that a pickle holds only what ``Saver`` writes.
+    """Check that a pickle contains only objects that ``CheckpointSaver`` writes.
 
     Args:
         data: Content of ``data.pkl``.
-        records: Size in bytes of each storage in the same archive, by its key.
+        records: Size in bytes of each tensor storage in the same archive, by its key.
 
     Raises:
-        PickleError: The pickle has another opcode, global or argument, or exceeds a limit.
+        PickleError: The pickle contains a disallowed opcode, global or argument, or exceeds a
+            limit.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise PickleError(f"its data.pkl has {len(data):,} bytes, more than {MAX_PICKLE_BYTES:,}")
@@ -110,7 +112,7 @@ def check_pickle(data: bytes, records: Mapping[str, int]) -> None:
 
 
 class _Machine:
-    """The stack and the memo of an unpickler, with placeholders for the objects."""
+    """Stack and memo of an unpickler, with placeholders for the objects."""
 
     def __init__(self, size: int, records: Mapping[str, int]) -> None:
         self.records = records
@@ -156,7 +158,7 @@ class _Machine:
             self.key(key)
 
     def key(self, key: Any) -> None:
-        """Count what hashing a key of a dict or an item of a set takes."""
+        """Limit the time that hashing a dict key or a set item takes."""
         if isinstance(key, _Tuple):
             self.key_parts_left -= key.parts
             if self.key_parts_left < 0:
@@ -207,7 +209,7 @@ class _Machine:
         return _OTHER
 
     def ordered_dict(self) -> Any:
-        return _OTHER  # the hooks of a tensor: always empty
+        return _OTHER  # hooks of a tensor, always empty
 
     def empty_bytes(self) -> Any:
         return _OTHER

@@ -1,7 +1,7 @@
-"""Asynchronous checkpoints: training waits only for the copy; a thread writes it to disk.
+"""Asynchronous checkpoints: training waits only for the copy, and a thread writes it to disk.
 
-Ranks coordinate through the job's store: each rank reports there that its shard is on disk. Rank 0
-then writes the manifest and renames the checkpoint to its final name.
+Ranks coordinate through the job's store. Each rank reports to the store that its shard is on disk.
+Rank 0 then writes the manifest and renames the checkpoint to its final name.
 """
 
 import json
@@ -32,7 +32,16 @@ class Store(Protocol):
 
 
 class CheckpointSaver:
-    """Write the checkpoints of one job to ``directory``, one at a time, from a thread."""
+    """Writer of the checkpoints of one job, one at a time, in a background thread.
+
+    Args:
+        directory: Directory of the checkpoints.
+        rank: Global rank.
+        size: World size.
+        store: Store of the job; None with one rank.
+        warn: Function that prints a warning.
+        timeout: Seconds that rank 0 waits for the shards of the other ranks.
+    """
 
     def __init__(
         self,
@@ -56,7 +65,11 @@ class CheckpointSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self, shared: Any, own: Any) -> None:
-        """Raise ValueError if the state holds a value that a checkpoint can't hold."""
+        """Check that a checkpoint can hold all values of the state.
+
+        Raises:
+            ValueError: A value can't be saved; the message names its position.
+        """
         state_tree.flatten(shared)
         state_tree.flatten(own, "this rank's state")
 
@@ -68,11 +81,17 @@ class CheckpointSaver:
         about: dict[str, Any],
         leading: frozenset[int] = frozenset(),
     ) -> None:
-        """Copy the state, then write it from a thread.
+        """Copy the state and start a thread that writes the copy. All ranks must call it.
 
-        ``shared``: tree that is the same on all ranks; each writes its share of the tensors.
-        ``leading``: addresses of tensors in it of which rank 0's are the ones that count.
-        ``own``: this rank's tree. ``about`` goes into the manifest. Collective.
+        Args:
+            step: Training step.
+            shared: Tree that is the same on all ranks. Each rank writes a part of its tensors.
+            own: Tree of this rank.
+            about: Fields for the manifest.
+            leading: Addresses of tensors in ``shared`` of which rank 0's values are saved.
+
+        Raises:
+            ValueError: A value can't be saved; the message names its position.
         """
         self.wait()
         skeleton, tensors = state_tree.flatten(shared)
@@ -106,7 +125,7 @@ class CheckpointSaver:
         path = self.directory / f".{name}.{save}.tmp"  # the same step may be saved twice
         folder: UnfinishedFolder | None = None
         entry: dict[str, Any]
-        trusted = True  # whether what has the folder's name may be removed
+        trusted = True  # whether the folder with this name may be removed
         try:
             folder = UnfinishedFolder(path)
             entry = checkpoint_folder.write_shard(folder, self.rank, state)
@@ -144,7 +163,7 @@ class CheckpointSaver:
         if self.rank:
             return None
         deadline = time.monotonic() + self.timeout
-        # Polled: a blocking wait would hold the store's lock against the training thread.
+        # Polled, because a blocking wait would hold the store's lock against the training thread.
         while not self.store.check(keys):
             if time.monotonic() > deadline:
                 raise OSError(f"not every rank wrote its shard within {self.timeout:.0f} s")
@@ -153,7 +172,7 @@ class CheckpointSaver:
 
 
 def _problems(entries: list[dict[str, Any]]) -> str:
-    """Return each failure reason with its ranks; "" if all ranks have written their shards."""
+    """Return the failure reasons with their ranks; "" if all ranks have written their shards."""
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         if "error" in entry:
@@ -162,10 +181,13 @@ def _problems(entries: list[dict[str, Any]]) -> str:
 
 
 def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest valid checkpoint; warn of each damaged one, naming the file.
+    """Return the newest valid checkpoint, None if there are no checkpoints.
 
-    Raises ValueError if there are checkpoints and all are damaged: starting from the beginning
-    would overwrite what a user might still recover.
+    Print a warning for each corrupted checkpoint that is skipped, with the name of the file.
+
+    Raises:
+        ValueError: All existing checkpoints are corrupted. Starting from the beginning would
+            overwrite data that the user might still recover.
     """
     candidates = checkpoint_folder.list_checkpoints(directory)
     for folder in candidates:
@@ -183,10 +205,10 @@ def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | No
 
 
 def load_checkpoint(folder: Path) -> tuple[Any, list[Any], Manifest]:
-    """Return ``(shared, own, manifest)`` of a verified checkpoint; ``own`` has a tree per rank.
+    """Return ``(shared, own, manifest)`` of a verified checkpoint; ``own`` has one tree per rank.
 
     Raises:
-        DamagedError: A shard does not hold what the saver writes.
+        DamagedCheckpointError: The content of a shard is invalid.
     """
     manifest = checkpoint_folder.read_manifest(folder)
     skeleton, tensors, own = None, {}, []
@@ -203,7 +225,11 @@ def load_checkpoint(folder: Path) -> tuple[Any, list[Any], Manifest]:
 
 
 def _checked(shard: Any, path: Path) -> dict[str, Any]:
-    """Return a shard's content if it has the parts that ``save`` writes."""
+    """Return the content of a shard after checking that it has the parts that ``save`` writes.
+
+    Raises:
+        DamagedCheckpointError: A part is missing or has the wrong type.
+    """
     parts = shard if isinstance(shard, dict) else {}
     tensors, own = parts.get("tensors"), parts.get("own_tensors")
     whole = isinstance(tensors, dict) and isinstance(own, list) and {"shared", "own"} <= set(parts)

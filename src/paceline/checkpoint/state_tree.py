@@ -1,8 +1,8 @@
-"""State trees: what may stand in a checkpoint, and how its tensors are shared out over ranks.
+"""State trees: the values that a checkpoint can hold, and the assignment of tensors to ranks.
 
-A tree is made of dicts, lists, tuples, sets, numbers, strings, bytes, None, tensors and numpy
-arrays. It is cut into a skeleton, in which tensors are numbered, and the list of tensors.
-Only such types are written, so that loading needs no code of anybody's (weights_only).
+A tree consists of dicts, lists, tuples, sets, deques, numbers, strings, bytes, None, tensors and
+NumPy arrays. For saving it is split into a skeleton, in which tensors are replaced by numbers, and
+the list of tensors. No other types are allowed, so that loading executes no code (weights_only).
 """
 
 import sys
@@ -30,9 +30,14 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.
 
 
 def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
-    """``(skeleton, tensors)`` of a tree; the tensors are the tree's own, not copies.
+    """Return ``(skeleton, tensors)`` of a tree. Tensors are not copied; NumPy arrays are.
 
-    Raises ValueError that names the place of a value that can't be saved.
+    Args:
+        tree: The tree.
+        path: Name of the tree in error messages.
+
+    Raises:
+        ValueError: A value can't be saved; the message names its position.
     """
     tensors: list[torch.Tensor] = []
 
@@ -81,20 +86,23 @@ def _key(key: Any, path: str) -> Any:
 
 
 class SkeletonError(ValueError):
-    """A skeleton that ``cut`` has not made."""
+    """A skeleton that ``flatten`` does not produce."""
 
 
 def unflatten(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the tree again, from what ``cut`` gave.
+    """Return the tree of a skeleton and its tensors; the inverse of ``flatten``.
 
     Raises:
-        SkeletonError: The skeleton is too deep or too large, or names what is not there.
+        SkeletonError: The skeleton is too deep, too large or invalid, or refers to missing tensors.
     """
     return _Joining(tensors).whole(skeleton, 0)
 
 
 class _Joining:
-    """One skeleton; counts its parts, as a list in a file may hold another one many times."""
+    """Conversion of one skeleton to a tree.
+
+    The parts are counted, because a list in a file may contain the same list many times.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -142,9 +150,10 @@ class _Joining:
 
 
 def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
-    """Which rank writes which replicated tensor: the largest first, to the least loaded rank.
+    """Return the rank that writes each replicated tensor.
 
-    A function of the sizes alone, so every rank finds the same answer.
+    Tensors are assigned in order of decreasing size, each to the rank with the fewest bytes. The
+    result depends only on the sizes, so it is the same on every rank.
     """
     load = [0] * ranks
     owner = [0] * len(tensors)
@@ -157,5 +166,5 @@ def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the CPU's memory that training can't change any more."""
+    """Return a copy in CPU memory, which training no longer modifies."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()

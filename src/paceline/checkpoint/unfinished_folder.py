@@ -1,9 +1,10 @@
 """The temporary folder in which the ranks of a job write one checkpoint.
 
-The name of the folder is predictable, as all ranks must agree on it. So another user can make a
-folder or a link of that name first, and links in it. The folder is opened without following a link,
-its files are new files relative to its descriptor, and its owner must be the owner of these files.
-The owner is not compared with the user ID of the process: NFS may give the files of root to nobody.
+The name of the folder is predictable, because all ranks must use the same name. So another user can
+create a folder or a link of that name first, and links in the folder. Therefore the folder is
+opened without following links, files are created relative to its descriptor, and the owner of the
+folder must be the owner of these files. The owner is not compared with the user ID of the process,
+because NFS may assign the files of root to the user nobody.
 """
 
 import contextlib
@@ -20,19 +21,19 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UnfinishedFolder:
-    """The temporary folder of one checkpoint, held open as a descriptor.
+    """The temporary folder of one checkpoint, with an open descriptor.
 
     Attributes:
         path: Path of the folder.
-        fd: Its descriptor.
+        fd: Descriptor of the folder.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, or open the one that another rank made.
+        """Create the folder, or open it if another rank has created it.
 
         Raises:
-            UnsafeFileError: A link or a file has its name.
-            OSError: The folder can't be made or opened.
+            UnsafeFileError: A link or a file has the name of the folder.
+            OSError: The folder can't be created or opened.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,11 +48,11 @@ class UnfinishedFolder:
             raise self._unsafe(f"is {kind} and no folder") from None
 
     def new_file(self, name: str) -> NewFile:
-        """Open a new file, which replaces a file or link of that name when it is complete.
+        """Open a new file, which replaces an existing file or link of that name when complete.
 
         Raises:
             UnsafeFileError: The folder belongs to another user.
-            OSError: The file can't be made.
+            OSError: The file can't be created.
         """
         file = NewFile(name, dir_fd=self.fd)
         owner = os.fstat(self.fd).st_uid
@@ -61,10 +62,10 @@ class UnfinishedFolder:
         return file
 
     def rename(self, final: Path) -> None:
-        """Flush the folder and give it its final name.
+        """Flush the folder and rename it to its final name.
 
         Raises:
-            UnsafeFileError: Another folder has the temporary name by now.
+            UnsafeFileError: The folder was replaced by another one under the temporary name.
             OSError: The folder can't be renamed.
         """
         os.fsync(self.fd)
@@ -73,7 +74,7 @@ class UnfinishedFolder:
         self.path.rename(final)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor of the folder."""
         os.close(self.fd)
 
     def _unsafe(self, reason: str) -> UnsafeFileError:
@@ -81,7 +82,7 @@ class UnfinishedFolder:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its content, or a file or link itself; what can't be removed stays."""
+    """Remove a folder with its content, a file, or a link (not its target). Ignore errors."""
     with contextlib.suppress(OSError):
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path, ignore_errors=True)  # does not follow links

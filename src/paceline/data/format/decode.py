@@ -124,7 +124,7 @@ def image_to_array(picture: Any) -> np.ndarray[Any, Any]:
     mode = PILLOW_MODES.get(picture.mode, "RGB")
     try:
         array = np.asarray(picture if picture.mode == mode else picture.convert(mode))
-    except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
+    except Exception as error:  # Pillow's plugins may raise anything for a corrupted file
         raise ValueError(f"does not decode: {_words(error)}") from None
     return array if array.ndim == 3 else array[:, :, None]
 
@@ -138,7 +138,7 @@ def open_image(data: Bytes) -> Any:
     package, formats = _pillow()
     try:
         picture = package.open(io.BytesIO(data), formats=formats)
-    except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
+    except Exception as error:  # Pillow's plugins may raise anything for a corrupted file
         raise ValueError(f"is no image that can be opened: {_words(error)}") from None
     pixels = picture.width * picture.height
     if pixels > MAX_IMAGE_PIXELS:

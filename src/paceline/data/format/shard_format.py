@@ -34,7 +34,7 @@ from .meta_schema import MAX_META_BYTES, FileChecksum
 FORMAT, VERSION = "paceline-shards", 1
 META_FILE, INDEX_FILE, NAMES_FILE = "paceline.json", "index.bin", "names.txt"
 CHECKSUM_PLACEHOLDER = (
-    "........"  # replaces the checksum while the checksum of paceline.json is computed
+    "........"  # stands for the checksum of paceline.json while that checksum is computed
 )
 ROW_STRUCT = struct.Struct("<qQII4IBBBxI")
 CHECKSUMMED_ROW_BYTES = ROW_STRUCT.size - 4  # the first bytes of a row, which its checksum covers

@@ -1,7 +1,7 @@
 """NVIDIA DALI as the decoder of a Loader (``Loader(..., dali=function)``).
 
-The Loader reads the samples in order and verifies their checksums. A graph of DALI operators makes
-tensors of whole batches, on the GPU if there is one.
+The Loader reads the samples in order and verifies their checksums. A graph of DALI operators
+processes whole batches into tensors, on the GPU if there is one.
 """
 
 import re
@@ -20,14 +20,20 @@ from .batch import Key, SamplePipeline, accepts_rng
 from .concat_dataset import ConcatDataset
 from .file_dataset import Files
 
-DRAWS, STATES = 0x64616C69, 0x73746174  # set these draws apart from a transform's
+DRAWS, STATES = 0x64616C69, 0x73746174  # separate these random numbers from a transform's
 STATE_WORDS = 7  # uint32, of DALI's Philox generator
 HINT = "pip install nvidia-dali-cuda130, or nvidia-dali-cuda120 for older drivers"
-Pull = Callable[[], tuple[int, Any] | None]  # a batch, as a pass's
+Pull = Callable[[], tuple[int, Any] | None]  # returns the next batch, None at the end
 
 
 class Raw(NamedTuple):
-    """A sample for DALI, as it is stored. draws: its random numbers, float32."""
+    """An undecoded sample for DALI.
+
+    Attributes:
+        key: (epoch, sample).
+        array: Encoded bytes as uint8, or an array.
+        draws: Random numbers of the sample, float32, or None.
+    """
 
     key: Key
     array: Any
@@ -35,8 +41,10 @@ class Raw(NamedTuple):
 
 
 class Draws:
-    """The second argument of a function for DALI: random numbers, one a sample, that depend on
-    (seed, epoch, sample) alone."""
+    """Per-sample random numbers, the second argument of a function for DALI.
+
+    The numbers depend only on (seed, epoch, sample).
+    """
 
     def __init__(self, made: Callable[[], Any]) -> None:
         self.count = 0
@@ -44,21 +52,27 @@ class Draws:
         self._node: Any = None
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Any:
-        """A DataNode of float32 numbers, low <= x < high; others at each call."""
+        """Return a DataNode of float32 numbers, low <= x < high.
+
+        Each call returns different numbers.
+        """
         if self._node is None:
             self._node = self._made()
         self.count += 1
         return self._node[self.count - 1] * (high - low) + low
 
     def coin(self, share: float = 0.5) -> Any:
-        """A DataNode of int32: 1 in a ``share`` of the samples, and 0 in the others."""
+        """Return a DataNode of int32: 1 with probability ``share``, else 0."""
         fn, types = _package("fn"), _package("types")
         return fn.cast(self.uniform() < share, dtype=types.INT32)
 
 
 class Undecoded(SamplePipeline):
-    """Samples as they are stored; a batch is a list of Raw, or of (Raw, label). draws: how many
-    random numbers each has."""
+    """Pipeline of undecoded samples. A batch is a list of Raw, or of (Raw, label).
+
+    Attributes:
+        draws: Number of random numbers per sample.
+    """
 
     draws = 0
 
@@ -75,8 +89,11 @@ class Undecoded(SamplePipeline):
 
 
 def stored(source: Any, i: int) -> tuple[Any, Any]:
-    """(array, label) of a sample: a file's bytes as uint8, or what is stored as an array. Raises
-    DataError."""
+    """Return (array, label) of a sample; encoded files are returned as bytes in a uint8 array.
+
+    Raises:
+        DataError: The sample can't be read or is corrupted.
+    """
     if isinstance(source, ConcatDataset):
         return stored(*source.location(i))
     if isinstance(source, Shards):
@@ -91,10 +108,17 @@ def stored(source: Any, i: int) -> tuple[Any, Any]:
 
 
 class Graph:
-    """function's graph of operators, and the batches that are in it. size: samples of a batch, at
-    most. ahead: batches that are in it at a time.
+    """A graph of DALI operators, and the batches that it is processing.
 
-    Raises ValueError where DALI is not there or too old, and for what is no graph.
+    Args:
+        function: Function that defines the graph.
+        pipeline: Source of the undecoded samples.
+        size: Maximum number of samples in a batch.
+        threads: Number of CPU threads of DALI.
+        ahead: Number of batches that DALI prefetches.
+
+    Raises:
+        ValueError: DALI is not installed or too old, or the function does not return a graph.
     """
 
     def __init__(
@@ -103,9 +127,9 @@ class Graph:
         self._pipeline, self._coming = pipeline, deque[tuple[int, list[Key], list[Any]]]()
         self._inputs: list[_Input] = []
         self._pull: Pull = lambda: None
-        self._begun = self._ended = False  # whether it was given batches, and all of them
-        self._error: Exception | None = None  # that has ended the batches
-        self._failed: Exception | None = None  # of the graph itself, which is of no use then
+        self._begun = self._ended = False  # whether the first and the last batch were fed
+        self._error: Exception | None = None  # error that ended the pass
+        self._failed: Exception | None = None  # error after which the graph is unusable
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._on_gpu = device is not None
         how = {"batch_size": size, "num_threads": threads, "device_id": device}
@@ -119,7 +143,7 @@ class Graph:
             operators = list(_operators(outputs))
             self._seed(operators)
             self._pipe.set_outputs(*outputs)
-        # DALI asks for no others
+        # DALI does not call the sources of unused inputs.
         self._inputs = [one for one in self._inputs if one.node.source in operators]
         pipeline.draws = drawn.count
         try:
@@ -127,10 +151,10 @@ class Graph:
         except RuntimeError as error:
             raise ValueError(f"Loader: dali: {_said(error)}") from error
 
-    # batches
+    # Batches
 
     def begin_pass(self, pull: Pull) -> bool:
-        """Begin a pass and discard what is left of another one.
+        """Begin a pass and discard the remaining batches of the previous one.
 
         Return False if the graph has failed and can't be used again.
         """
@@ -147,9 +171,16 @@ class Graph:
         return self._failed is None
 
     def next(self) -> tuple[int, Any] | None:
-        """Samples of the epoch, and the batch of them: [x, label], x, or [x, z, label] where the
-        function gives several; None at the end. Raises DataError for a sample that can't be
-        read, and ValueError for what DALI can't do with it."""
+        """Return the next batch, or None at the end of the pass.
+
+        Returns:
+            The number of samples of the epoch in the batch, and the batch: x or [x, label], or
+            [x, z, label] if the function returns several outputs.
+
+        Raises:
+            DataError: A sample can't be read.
+            ValueError: DALI can't process the batch.
+        """
         if self._failed is not None:
             raise self._failed
         stream = (torch.cuda.current_stream(),) if self._on_gpu else ()
@@ -187,8 +218,10 @@ class Graph:
         return tensor
 
     def _fresh(self) -> Exception | None:
-        """The graph is empty, and can be filled again; what has ended the batches, if not their
-        number."""
+        """Reset the empty graph for the next pass.
+
+        Return the error that ended the pass, None if the pass was complete.
+        """
         self._pipe.reset()
         self._coming.clear()
         for one in self._inputs:
@@ -196,15 +229,18 @@ class Graph:
         error, self._error, self._begun, self._ended = self._error, None, False, False
         return error
 
-    # the graph
+    # Graph
 
     def _input(self, make: Callable[[list[Raw]], Any]) -> Any:
-        """A DataNode of what is made of each batch's samples."""
+        """Return a DataNode of what ``make`` returns for the samples of each batch."""
         self._inputs.append(_Input(make, self._take))
         return self._inputs[-1].node
 
     def _take(self) -> None:
-        """The next batch to all inputs. An error is told when it is its turn."""
+        """Pass the next batch to all inputs.
+
+        An error ends the pass; it is raised after the preceding batches were returned.
+        """
         self._begun = True
         if self._ended:
             raise StopIteration
@@ -224,7 +260,7 @@ class Graph:
             one.waiting.append(one.make(raws))
 
     def _seed(self, operators: list[Any]) -> None:
-        """Operators that draw by themselves do so by (seed, epoch, the batch's first sample)."""
+        """Seed operators with random state by (seed, epoch, first sample of the batch)."""
         random = [one for one in operators if _schema(one).HasRandomStateArg()]
         if not random:
             return
@@ -237,7 +273,10 @@ class Graph:
         operators += _operators([states])
 
     def _states(self, count: int, raws: list[Raw]) -> Any:
-        """(samples, count, words); DALI takes those of the first sample."""
+        """Return the random states of ``count`` operators, for a batch.
+
+        The uint32 array has the shape (samples, count, STATE_WORDS); DALI uses the first sample's.
+        """
         states = np.zeros((len(raws), count, STATE_WORDS), np.uint32)
         for number in range(count):
             seed = derive_seed(self._pipeline.seed, *raws[0].key, STATES, number)
@@ -245,7 +284,10 @@ class Graph:
         return states
 
     def _blamed(self, error: Exception) -> Exception:
-        """The sample that DALI has stumbled over, where it can't be decoded here either."""
+        """Return the error to raise for a failure of DALI.
+
+        The error names the sample if one of the batches can't be decoded without DALI either.
+        """
         for _, keys, _ in self._coming:
             for _, i in keys:
                 try:
@@ -256,11 +298,16 @@ class Graph:
 
 
 class _Input:
-    """A DataNode of what is made of each batch's samples. take: gives all inputs the next one."""
+    """One external source of the graph.
+
+    Args:
+        make: Function that converts the samples of a batch to the input.
+        take: Function that passes the next batch to all inputs.
+    """
 
     def __init__(self, make: Callable[[list[Raw]], Any], take: Callable[[], None]) -> None:
         self.make, self._take = make, take
-        self.waiting = deque[Any]()  # what DALI has not asked for yet
+        self.waiting = deque[Any]()  # batches that DALI has not requested yet
         self.node = _package("fn").external_source(source=self._next, batch=True)
 
     def _next(self) -> Any:
@@ -270,7 +317,7 @@ class _Input:
 
 
 def _check(function: Any, outputs: list[Any], samples: Any) -> None:
-    """Raises ValueError for what is no graph of the samples."""
+    """Raise ValueError if the outputs are not DataNodes that depend on the samples."""
     name, node = getattr(function, "__name__", function), _package("data_node").DataNode
     for one in outputs or [None]:
         if not isinstance(one, node):
@@ -286,7 +333,7 @@ def _check(function: Any, outputs: list[Any], samples: Any) -> None:
 
 
 def _operators(outputs: list[Any]) -> Iterator[Any]:
-    """All that the outputs depend on, in an order that depends on the graph alone."""
+    """Yield all operators that the outputs depend on, in an order determined by the graph alone."""
     seen, waiting = set(), [one.source for one in reversed(outputs)]
     while waiting:
         one = waiting.pop()
@@ -314,6 +361,6 @@ def _package(module: str) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """DALI's own words in a line, without the stack behind them."""
+    """Return the message of a DALI error as one line, without the stack trace."""
     text = re.split(r"\n\s*(?:Stacktrace|C\+\+ context|Current pipeline)", str(error))[0]
     return " ".join(text.rpartition("encountered:")[2].split())

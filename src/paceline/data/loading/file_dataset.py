@@ -14,7 +14,7 @@ from ..shards import RaggedError
 from ..sources.folder_source import FolderSource
 from ..sources.source import LoadedSample
 
-Place = tuple[Path, int, int]  # file, offset, bytes
+Place = tuple[Path, int, int]  # file, offset and size in bytes
 
 
 class Files:

@@ -30,7 +30,7 @@ from .read_ahead import ReadAhead, read_ahead_samples
 from .stored_arrays import StoredArrays, is_stored_array
 from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
-Pull = Callable[[], tuple[int, Any] | None]  # a batch: samples of the epoch, and what is made of it
+Pull = Callable[[], tuple[int, Any] | None]  # a batch: number of samples, tensors
 
 # Totals over all loaders of this process, written to the record for the report.
 _totals: dict[str, Any] = {
@@ -43,37 +43,51 @@ _totals: dict[str, Any] = {
 
 
 class Loader(DataLoader[Any]):
-    """Batches of a packed set (its folder, or ``Shards``), of arrays (x, or (x, y)), of arrays in
-    HDF5, netCDF or zarr ("FILE:ARRAY", or ("FILE:ARRAY", "LABELS")), of a folder of files that are
-    not packed (``Files``), or of a list of such, as a DataLoader gives them: [x, y], or x where
-    there are no labels.
+    """DataLoader for packed datasets, arrays, and files. Yields [x, y], or x without labels.
 
-    batch_size: samples, a rank's under ``world.shard``. shuffle: True, or "blocks" for storage
-    that is slow at small pieces; the order depends on (seed, epoch) alone. sampler: any of
-    torch's instead. num_workers: threads; default 2, or 1 where the rank has one core; 0: none,
-    batches are made when they are asked for.
-    prefetch_factor: batches that are made ahead. transform: of a sample's array, ``f(x)`` or
-    ``f(x, rng)`` with a numpy Generator that depends on (seed, epoch, sample) alone, or one of
-    albumentations, which is seeded so; images are
-    (height, width, channels) and stay so. mix_up: each sample is mixed with another one of
-    the set, shares drawn from Beta(mix_up, mix_up) by (seed, epoch, sample) alone (Zhang et al.,
-    arXiv 1710.09412); labels are float32 then, of classes the share of each; two samples are made
-    for one. processes: num_workers are processes, for a transform
-    that holds the interpreter's lock; in these the global generators are seeded for each sample,
-    too. collate_fn: of a list of samples, where they don't stack. on_error: "stop", or "skip" what
-    can't be read, with a warning and a count (``skipped``).
-    dali: a function that is given samples as they are stored, as NVIDIA DALI's DataNode (files'
-    bytes as uint8, or arrays), and returns one or several DataNodes, of which DALI makes the
-    batches: ``f(samples)``, or ``f(samples, rng)`` with ``rng.uniform(low, high)`` and
-    ``rng.coin(share)``, DataNodes that depend on (seed, epoch, sample) alone. On the GPU of this
-    process where there is one.
+    Images have the shape (batch, channels, height, width) in channels-last memory format, and the
+    dtype uint8 unless a transform changes it. If a transform returns tensors, their layout is kept.
+    The memory of a batch is reused when no references to the batch are left.
 
-    Images come as (batch, channels, height, width) in channels-last memory, uint8, unless a
-    transform says otherwise; a transform that returns a tensor has them as it likes. A batch's
-    memory is used again once nothing refers to it any more.
+    Args:
+        source: A packed dataset (its folder, or ``Shards``), arrays (x or (x, y)), arrays in HDF5,
+            netCDF or zarr ("FILE:ARRAY" or ("FILE:ARRAY", "LABELS")), a folder of files that are
+            not packed (``Files``), or a list of such sources.
+        batch_size: Samples per batch; with ``world.shard``, per rank.
+        shuffle: True, or "blocks" for storage that is slow at small reads. The order depends only
+            on (seed, epoch).
+        sampler: Any torch sampler, instead of ``shuffle``.
+        num_workers: Number of worker threads. Default: 2, or 1 if the rank has one core. With 0,
+            batches are loaded in the calling thread when they are requested.
+        prefetch_factor: Number of batches that are prefetched.
+        transform: Transform of the array of a sample: ``f(x)``, or ``f(x, rng)`` with a NumPy
+            Generator whose state depends only on (seed, epoch, sample), or an albumentations
+            transform, which is seeded in the same way. Images have the shape
+            (height, width, channels), for the input and the output.
+        mix_up: Parameter of mix-up (Zhang et al., arXiv 1710.09412): each sample is mixed with
+            another sample of the dataset, with weights from Beta(mix_up, mix_up) that depend only
+            on (seed, epoch, sample). Labels are then float32; class labels become the weight of
+            each class. Two samples are decoded for each sample of a batch.
+        collate_fn: Function that makes a batch of a list of samples, for samples that can't be
+            stacked.
+        drop_last: Whether to drop the last batch if it is smaller than ``batch_size``.
+        pin_memory: Whether batches are in pinned memory. Not supported with ``processes``.
+        processes: Whether the workers are processes, for transforms that hold the GIL. In worker
+            processes, the global random generators are seeded for each sample, too.
+        seed: Seed of the order and of the transforms.
+        on_error: "stop", or "skip" to leave out samples that can't be read, with a warning. The
+            errors are listed in ``skipped``.
+        dali: Function that defines a graph of NVIDIA DALI operators, ``f(samples)`` or
+            ``f(samples, rng)``. ``samples`` is a DataNode of undecoded samples (bytes of files as
+            uint8, or arrays). ``rng.uniform(low, high)`` and ``rng.coin(share)`` return DataNodes
+            that depend only on (seed, epoch, sample). The function returns one or several
+            DataNodes, from which DALI makes the batches, on the GPU of this process if there is
+            one.
 
-    Raises ValueError for a source that is none, and, in the loop, DataError for a sample that
-    can't be read and ValueError where samples of a batch differ in shape.
+    Raises:
+        ValueError: The source is not supported or arguments contradict each other; during
+            iteration, samples of a batch differ in shape.
+        DataError: During iteration, a sample can't be read.
     """
 
     def __init__(
@@ -135,7 +149,7 @@ class Loader(DataLoader[Any]):
 
             self._pipeline = Undecoded(dataset, seed, skips)
         self._epoch, self._start = 0, 0
-        self._given = 0  # samples of the running epoch
+        self._given = 0  # samples of the current epoch that were returned
         self._ranks, self._skipped_before = 1, 0
         self._pool: tuple[int, ThreadWorkers | ProcessWorkers] | None = None
 
@@ -145,7 +159,7 @@ class Loader(DataLoader[Any]):
         return self._pipeline.skipped
 
     def check_worker_number_rationality(self) -> None:
-        """Override DataLoader's warning about too many worker processes: threads are none."""
+        """Override DataLoader's warning about too many worker processes, as workers are threads."""
 
     def over(self, batches: Any, seed: int, ranks: int) -> "Loader":
         """Return a copy that loads the batches of one rank, for ``world.shard``.
@@ -156,12 +170,12 @@ class Loader(DataLoader[Any]):
         changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._pipeline.seeded(seed)}
         changed["_ranks"] = ranks
         changed["_max_batch_size"], changed["_graph"] = -(-batches.split.batch // ranks), None
-        # a base seed of torch's is drawn from here, not from the training's generator
+        # DataLoader draws its base seed from this generator, not from that of the training.
         changed["generator"] = torch.Generator().manual_seed(seed)
         other.__dict__.update({**self.__dict__, **changed, "_pool": None, "_iterator": None})
         return other
 
-    # position
+    # Position
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass; without a call, epochs count up from 0."""
@@ -178,7 +192,7 @@ class Loader(DataLoader[Any]):
         """Continue from this position in the next pass; the batch size may differ."""
         self._epoch, self._start = state["epoch"], state["sample"]
 
-    # passes
+    # Passes
 
     def _get_iterator(self) -> "_Pass":
         return _Pass(self)
@@ -187,7 +201,7 @@ class Loader(DataLoader[Any]):
         """Begin a pass and return the position of its first sample."""
         if isinstance(self.sampler, Ordered):
             self.sampler.set_epoch(self._epoch)
-        self._workers()  # processes are forked by the thread that trains
+        self._workers()  # worker processes must be forked by the training thread
         start, self._start = self._start, 0
         self._given, self._pipeline.busy_s = start, 0.0
         return start
@@ -209,7 +223,11 @@ class Loader(DataLoader[Any]):
         update_all_headers(loader=dict(_totals))
 
     def batch(self, keys: list[Any]) -> PendingBatch:
-        """Start to make a batch. keys: (epoch, sample), or samples of the current epoch."""
+        """Start to load a batch.
+
+        Args:
+            keys: List of (epoch, sample), or of samples of the current epoch.
+        """
         if not isinstance(keys[0], tuple):
             keys = [(self._epoch, int(i)) for i in keys]
         workers = self._workers()
@@ -217,7 +235,7 @@ class Loader(DataLoader[Any]):
         return PendingBatch(self._pipeline, keys, workers.submit, self.num_workers, pinned)
 
     def wrap_with_dali(self, pull: Pull) -> Pull:
-        """Return the source of batches: DALI's graph fed by ``pull``, or ``pull`` itself."""
+        """Return the source of batches: a DALI graph with ``pull`` as input, or ``pull``."""
         if self._dali is None:
             return pull
         from .dali import Graph, Undecoded
@@ -251,7 +269,7 @@ class Loader(DataLoader[Any]):
 
 
 class _Pass(_BaseDataLoaderIter):
-    """Iterator of one pass, a subclass of torch's, so that hooks on DataLoader see it."""
+    """Iterator over one pass; a subclass of torch's iterator, so that hooks on DataLoader apply."""
 
     def __init__(self, loader: Loader) -> None:
         start = loader.begin_pass()

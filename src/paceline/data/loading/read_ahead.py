@@ -1,5 +1,8 @@
-"""Reading ahead of what is trained on, a large block at a time: what makes ``shuffle="blocks"`` as
-fast as the storage reads on, though single samples are asked for."""
+"""Prefetch for ``shuffle="blocks"``: large blocks are read before their samples are requested.
+
+With it, loading reaches the sequential bandwidth of the storage, although single samples are
+requested.
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -12,8 +15,14 @@ Keys = list[Any]
 
 
 class ReadAhead:
-    """``batches`` passed on, each when the blocks of those that come so many samples later have
-    been asked for. submit: runs a function beside the training."""
+    """Iterator over batches of keys that prefetches the blocks of later batches.
+
+    Args:
+        shards: The dataset.
+        batches: Iterator over lists of keys, one list per batch.
+        samples: Number of samples to prefetch ahead of the current batch.
+        submit: Function that runs a function in a worker.
+    """
 
     def __init__(
         self, shards: Shards, batches: Iterator[Keys], samples: int, submit: Callable[..., Any]
@@ -38,7 +47,10 @@ class ReadAhead:
         return first
 
     def _ask(self, keys: Keys) -> None:
-        """The kernel reads them while others are used; what it has already costs nothing."""
+        """Ask the kernel to read the blocks of these samples in the background.
+
+        Blocks that are in the page cache already are not read again.
+        """
         for key in keys:
             row = self._shards.row(key[1] if isinstance(key, tuple) else int(key))
             block = row.offset // BLOCK_BYTES
@@ -54,6 +66,9 @@ class ReadAhead:
 
 
 def read_ahead_samples(shards: Shards) -> int:
-    """Half of a window: the next one is asked for while there is still as much of this one."""
+    """Return the number of samples to prefetch: half of a window.
+
+    The next window is then requested while half of the current one is still unused.
+    """
     each = max(shards.meta.bytes / len(shards), 1)
     return max(int(WINDOW * BLOCK_BYTES / each / 2), 1)

@@ -1,4 +1,4 @@
-"""HDF5, netCDF and zarr as a Loader's source, for sets that other programs read as well."""
+"""HDF5, netCDF and zarr arrays as a dataset for Loader, without packing."""
 
 import os
 import threading
@@ -17,24 +17,31 @@ from ..sources import formats
 from ..sources.formats.stores import Rows, StoreSource
 from ..sources.source import are_images
 
-CACHE_BYTES = 256 << 20  # of chunks that are kept unpacked
+CACHE_BYTES = 256 << 20  # limit of the decompressed chunks in memory
 STORES = ("hdf5", "netcdf", "zarr")
 
 
 def is_stored_array(source: Any) -> bool:
-    """Whether it is the name of such a file, or of an array in it."""
+    """Return whether ``source`` names an HDF5, netCDF or zarr file, or an array in one."""
     if not isinstance(source, (str, os.PathLike)):
         return False
     return formats.detect_format(formats.split_path(os.fspath(source))[0]) in STORES
 
 
 class StoredArrays:
-    """x: "FILE:ARRAY", or the file's name where it is clear which array is meant. y: labels, an
-    array's name in the same file, "FILE:ARRAY" or a .npy file.
+    """Dataset of the rows of an array in an HDF5, netCDF or zarr file.
 
-    A chunk that holds several samples is unpacked once for those that come soon after each other:
-    as many chunks as CACHE_BYTES hold are kept. Each process opens the file anew. Raises
-    ValueError for what is no array of numbers, DataError where it can't be read.
+    Decompressed chunks that hold several samples are cached, up to CACHE_BYTES. So a chunk is
+    decompressed once for samples that are read soon after each other. Each process opens the file
+    again.
+
+    Args:
+        x: "FILE:ARRAY", or the name of the file if the choice of the array is unambiguous.
+        y: Labels: the name of an array in the same file, "FILE:ARRAY", or a .npy file.
+
+    Raises:
+        ValueError: The array is not numeric, or its samples differ in length.
+        DataError: The file can't be read.
     """
 
     def __init__(self, x: str | os.PathLike[str], y: str | os.PathLike[str] | None = None) -> None:
@@ -72,23 +79,26 @@ class StoredArrays:
 
     @property
     def chunk_samples(self) -> int:
-        """Samples that are unpacked together."""
+        """Return the number of samples in a chunk."""
         return int(self._source.x.chunk)
 
     @property
     def kept(self) -> bool:
-        """Whether all of it stays unpacked, once it has been read."""
+        """Return whether the cache holds the whole dataset decompressed."""
         return self.chunk_samples > 1 and len(self) * self.array_spec.nbytes <= CACHE_BYTES
 
     @property
     def path(self) -> Path:
-        """The file, or the folder of them."""
+        """Return the path of the file, or of the folder (zarr)."""
         return formats.split_path(self._told[0])[0]
 
     @property
     def classes(self) -> int:
-        """How many whole numbers there are from 0 to the largest label. Raises DataError where
-        labels go beyond MAX_CLASSES."""
+        """Return the number of classes: the largest label + 1 if the classes have no names.
+
+        Raises:
+            DataError: There are more than MAX_CLASSES classes.
+        """
         if self._source.classes:
             return len(self._source.classes)
         count = 1 + int(max(map(self._label, range(len(self)))))
@@ -98,15 +108,24 @@ class StoredArrays:
         return count
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
-        """What each sample and label is."""
+        """Return dtype and shape of the samples and of the labels."""
         return self.array_spec, self.label
 
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        """(array, label), copies."""
+        """Return (array, label) of a sample; the array is a copy.
+
+        Raises:
+            DataError: The sample can't be read.
+        """
         return self._row(i).copy(), None if self.label is None else self._label(i)
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        """A sample to ``arrays[k]``, its label to ``labels[k]``."""
+        """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
+
+        Raises:
+            RaggedError: The dtype or shape of the samples differs from that of the batch.
+            DataError: The sample can't be read.
+        """
         if self.array_spec.shape != arrays.shape[1:] or self.array_spec.dtype != arrays.dtype:
             raise RaggedError(i, self.array_spec)
         arrays[k] = self._row(i)
@@ -114,14 +133,14 @@ class StoredArrays:
             labels[k] = self._label(i)
 
     def in_blocks(self, seed: int) -> BlockShuffled:
-        """An order in which each chunk is unpacked once, or nearly."""
+        """Return a shuffled order in which almost every chunk is decompressed only once."""
         each = max(self.array_spec.nbytes, 1)
         block = max(BLOCK_BYTES // each // self.chunk_samples, 1) * self.chunk_samples
         window = min(max(CACHE_BYTES // 2 // (block * each), 1), WINDOW)
         return BlockShuffled(len(self), block, seed, window)
 
     def fights(self) -> None:
-        """Says where an order of single samples unpacks chunks again and again."""
+        """Warn if shuffling single samples decompresses each chunk many times."""
         size = self.chunk_samples * self.array_spec.nbytes
         if self.chunk_samples > 1 and not self.kept:
             warnings.warn(
@@ -139,14 +158,14 @@ class StoredArrays:
         labels: Any = source.y
         if isinstance(labels, Rows):
             size = ArraySpec(labels.dtype, labels.shape).nbytes * len(labels)
-            if size <= CACHE_BYTES:  # once: a chunk of labels is not unpacked for each sample
+            if size <= CACHE_BYTES:  # read once, not one chunk per sample
                 labels = labels.read(0, len(labels))
         self._labels = labels
         self._lock = threading.Lock()
         self._chunks: OrderedDict[int, Future[Any]] = OrderedDict()
 
     def _row(self, i: int) -> Any:
-        if self._process != os.getpid():  # forked: a file's handle is not for two
+        if self._process != os.getpid():  # forked: processes must not share a file handle
             self._open()
         rows, size = self._source.x, self.chunk_samples
         try:
@@ -156,7 +175,7 @@ class StoredArrays:
             raise DataError(self._told[0], -1, 0, f"sample {i}: {reason}") from None
 
     def _unpacked(self, rows: Rows, number: int) -> Any:
-        """A chunk, read by the first thread that wants it."""
+        """Return a chunk. The first thread that needs it reads it, and the others wait."""
         with self._lock:
             done = self._chunks.get(number)
             mine = done is None

@@ -1,7 +1,7 @@
 """Assign samples to global batches, and parts of each global batch to ranks.
 
-Everything here is a pure function of (seed, epoch) and of positions: any rank can compute any
-other rank's part, so nothing has to be exchanged to know an uneven batch's true size.
+The assignment is a pure function of (seed, epoch) and of positions. So every rank can compute the
+part of every other rank, and no communication is needed to know the size of an uneven batch.
 """
 
 import random
@@ -19,7 +19,7 @@ def derive_seed(*numbers: int) -> int:
     value = 0x9E3779B97F4A7C15
     for number in numbers:
         value ^= number & 0xFFFFFFFFFFFFFFFF
-        # the finaliser of splitmix64 (Steele, Lea, Flood: OOPSLA 2014)
+        # the finalizer of splitmix64 (Steele, Lea, Flood: OOPSLA 2014)
         value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         value ^= value >> 31
@@ -27,7 +27,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch's, Python's and (where it is imported) numpy's global generators."""
+    """Seed the global generators of torch, Python and, if it is imported, NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -36,7 +36,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def preserve_random_states() -> Iterator[None]:
-    """Restore the states of the CPU's global random generators on exit."""
+    """Restore the states of the global CPU random generators on exit."""
     states = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
@@ -53,8 +53,13 @@ def preserve_random_states() -> Iterator[None]:
 class BatchShare:
     """One rank's part of one global batch.
 
-    ``count`` samples of ``total``; ``filler`` where there were fewer samples than ranks and
-    this rank repeats one with weight zero, so that it takes part in the exchange.
+    Attributes:
+        position: Number of the global batch in the epoch.
+        count: Samples of this rank.
+        total: Samples of the global batch.
+        filler: Whether the rank has no sample of its own, because there are fewer samples than
+            ranks. It then repeats one with weight zero, to take part in the collectives.
+        last: Whether the batch is the last one of the epoch.
     """
 
     position: int
@@ -66,7 +71,14 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """``samples`` in global batches of ``batch``, cut for ``ranks`` ranks."""
+    """Split of an epoch into global batches, and of each global batch between ranks.
+
+    Attributes:
+        samples: Samples per epoch.
+        batch: Samples per global batch.
+        ranks: Number of ranks.
+        drop_last: Whether to drop the last global batch if it is smaller.
+    """
 
     samples: int
     batch: int
@@ -78,12 +90,14 @@ class BatchSplit:
         return full if self.drop_last or not rest else full + 1
 
     def total(self, position: int) -> int:
-        """Samples in the global batch at ``position``."""
+        """Return the number of samples in the global batch at ``position``."""
         return min(self.batch, self.samples - position * self.batch)
 
     def bounds(self, position: int, rank: int) -> tuple[int, int]:
-        """First and one past the last sample of ``rank`` in the epoch's order; sizes differ
-        by at most one between ranks."""
+        """Return the range of a rank's samples in the epoch's order: first, last + 1.
+
+        The sizes of the ranges differ by at most one between ranks.
+        """
         each, more = divmod(self.total(position), self.ranks)
         first = position * self.batch + rank * each + min(rank, more)
         return first, first + each + (rank < more)
@@ -99,7 +113,7 @@ class BatchSplit:
         )
 
     def group_total(self, position: int, accumulate: int) -> int:
-        """Samples in all micro-batches that are accumulated together with ``position``."""
+        """Return the number of samples in the micro-batches accumulated with ``position``."""
         if accumulate == 1:
             return self.total(position)
         first = position - position % accumulate
@@ -107,11 +121,11 @@ class BatchSplit:
 
 
 def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """A permutation of ``samples`` numbers (int64) that depends on seed and epoch alone."""
+    """Return a permutation of ``samples`` numbers (int64) that depends only on seed and epoch."""
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     return torch.randperm(samples, generator=generator)
 
 
 def checksum(order: torch.Tensor) -> int:
-    """Return a CRC-32 of an order, to compare it between ranks."""
+    """Return the CRC-32 of an order, to compare it between ranks."""
     return zlib.crc32(order.numpy().tobytes())

@@ -1,5 +1,7 @@
-"""Orders of samples, each a pure function of (seed, epoch): samplers for a DataLoader, and for
-``world.shard``, which cuts them for its ranks."""
+"""Samplers for a DataLoader and for ``world.shard``, which splits their order between ranks.
+
+Each order is a pure function of (seed, epoch).
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,12 +11,12 @@ from torch.utils.data import Sampler
 
 from .sample_order import derive_seed, shuffled
 
-WINDOW = 64  # blocks whose samples are mixed
+WINDOW = 64  # blocks whose samples are shuffled together
 BLOCK_BYTES = 4 << 20
 
 
 class Ordered(Sampler[int]):
-    """All samples, in the order of ``order(seed, epoch)``."""
+    """Sampler that yields all samples in the order of ``order(seed, epoch)``: here, by number."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed, self.epoch = samples, seed, 0
@@ -29,23 +31,29 @@ class Ordered(Sampler[int]):
         self.epoch = epoch
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        """int64, the number of samples."""
+        """Return the order of the samples: an int64 tensor of shape (samples,)."""
         return torch.arange(self.samples)
 
 
 class Shuffled(Ordered):
-    """A permutation of all of them, another one in each epoch."""
+    """Sampler that yields a different random permutation of all samples in each epoch."""
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
         return shuffled(self.samples, seed, epoch)
 
 
 class BlockShuffled(Ordered):
-    """Shuffled for storage that reads large pieces fast and small ones slowly: blocks of
-    neighbours in a random order, and the samples of each ``window`` of blocks mixed.
+    """Block-wise shuffle, for storage with fast large reads and slow small reads.
 
-    block: samples of a block. A set that was packed in random order is as well mixed as by a
-    permutation of all samples where the window is many batches.
+    Blocks of consecutive samples are taken in random order, and the samples of each ``window`` of
+    blocks are shuffled. If the dataset was packed in random order and the window is as large as
+    many batches, the samples are mixed as well as by a permutation of all samples.
+
+    Args:
+        samples: Number of samples.
+        block: Samples per block.
+        seed: Seed of the order.
+        window: Number of blocks that are shuffled together.
     """
 
     def __init__(self, samples: int, block: int, seed: int = 0, window: int = WINDOW) -> None:
@@ -66,10 +74,15 @@ class BlockShuffled(Ordered):
 
 
 class Weighted(Ordered):
-    """Samples drawn with replacement, each as often as its weight says.
+    """Sampler that draws samples with replacement, with probabilities proportional to weights.
 
-    weights: one a sample, not negative. samples: of an epoch; as many as there are weights.
-    Raises ValueError where no weight is above zero.
+    Args:
+        weights: One non-negative weight per sample.
+        samples: Samples per epoch. Default: the number of weights.
+        seed: Seed of the order.
+
+    Raises:
+        ValueError: A weight is negative, or no weight is above zero.
     """
 
     def __init__(self, weights: Any, samples: int | None = None, seed: int = 0) -> None:
@@ -81,7 +94,10 @@ class Weighted(Ordered):
 
     @classmethod
     def balanced(cls, labels: Any, samples: int | None = None, seed: int = 0) -> "Weighted":
-        """Each class as often as any other: ``Weighted.balanced(shards.labels())``."""
+        """Return a sampler that draws all classes equally often.
+
+        For a packed dataset: ``Weighted.balanced(shards.labels())``.
+        """
         classes = torch.as_tensor(labels)
         _, which, counts = torch.unique(classes, return_inverse=True, return_counts=True)
         return cls(1 / counts[which].double(), samples, seed)
@@ -94,7 +110,19 @@ class Weighted(Ordered):
         samples: int | None = None,
         seed: int = 0,
     ) -> "Weighted":
-        """Of several sets (``Loader([a, b], sampler=...)``) these shares of the samples."""
+        """Return a sampler that draws from several datasets with the given proportions.
+
+        For ``Loader([a, b], sampler=...)``.
+
+        Args:
+            sizes: Number of samples of each dataset.
+            shares: Proportion of each dataset in the drawn samples.
+            samples: Samples per epoch. Default: the samples of all datasets.
+            seed: Seed of the order.
+
+        Raises:
+            ValueError: ``sizes`` and ``shares`` differ in length.
+        """
         if len(sizes) != len(shares):
             raise ValueError(f"Weighted: {len(sizes)} sets and {len(shares)} shares")
         parts = [

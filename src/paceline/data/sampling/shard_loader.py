@@ -29,20 +29,22 @@ from .sample_order import (
 )
 from .samplers import Ordered
 
-_COPIED = (  # what the sharded loader takes over from the user's
+_COPIED = (  # options of the user's DataLoader that the sharded loader takes over
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
 
 
 class _SeededSamples(Dataset[Any]):
-    """``dataset`` with the random generators seeded by (seed, epoch, sample) for each sample,
-    so that augmentation is the same on any number of ranks and workers."""
+    """A dataset whose random generators are seeded by (seed, epoch, sample) for each sample.
+
+    So augmentation gives the same result with any number of ranks and workers.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # A TensorDataset draws nothing: spare it the seeding.
+        # A TensorDataset draws no random numbers and needs no seeding.
         self.draws = type(dataset) is not TensorDataset
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
@@ -61,7 +63,7 @@ class _SeededSamples(Dataset[Any]):
 
 
 class _Batches:
-    """The batch sampler of one rank: keys (epoch, sample) from a position on."""
+    """Batch sampler of one rank: yields lists of (epoch, sample), starting at a position."""
 
     def __init__(self, split: BatchSplit, rank: int) -> None:
         self.split = split
@@ -78,7 +80,7 @@ class _Batches:
         assert self.order is not None
         for position in range(self.start, len(self.split)):
             first, end = self.split.bounds(position, self.rank)
-            if first == end:  # fewer samples than ranks: repeat one, or sit out
+            if first == end:  # fewer samples than ranks: repeat one, or skip the batch
                 if not self.fill:
                     continue
                 first, end = position * self.split.batch, position * self.split.batch + 1
@@ -88,8 +90,8 @@ class _Batches:
 class ShardedLoader:
     """One rank's part of a map-style ``DataLoader``.
 
-    ``iterate(epoch, start)`` yields ``(batch, share)``; iterating it plainly yields the
-    batches of epoch 0, 1, 2 ... without positions.
+    ``iterate(epoch, start)`` yields ``(batch, share)``. ``iter(loader)`` yields batches only;
+    each call iterates over the next epoch, from epoch 0.
     """
 
     def __init__(
@@ -130,11 +132,11 @@ class ShardedLoader:
         self.loader = _over(loader, self._batches, seed)
 
     def __len__(self) -> int:
-        """Global batches an epoch: the steps that every rank makes."""
+        """Return the number of global batches, and so of steps of every rank, per epoch."""
         return len(self.split)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
-        """Batches of this rank from position ``start`` of ``epoch`` on."""
+        """Yield (batch, share) of this rank, from position ``start`` of ``epoch``."""
         self._batches.epoch, self._batches.start = epoch, start
         self._batches.order = self._order(epoch)
         shares = (self.split.share(p, self.rank) for p in range(start, len(self.split)))
@@ -156,7 +158,7 @@ class ShardedLoader:
             return self._sampler.order(derive_seed(self.seed, self._sampler.seed), epoch)
         if _is_plain_shuffle(self._sampler):
             return shuffled(self.split.samples, self.seed, epoch)
-        # Any other sampler draws from seeded generators, alike on every rank.
+        # Other samplers draw from generators that have the same seed on every rank.
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         with preserve_random_states():
@@ -177,15 +179,16 @@ class ShardedLoader:
 
 
 def _over(loader: DataLoader[Any], batches: _Batches, seed: int) -> DataLoader[Any]:
-    """The user's loader with these batches, and a seed for each sample."""
-    over: Any = getattr(loader, "over", None)  # data.Loader: not imported at every start
+    """Return a copy of the user's loader with these batches and with seeded samples."""
+    # data.Loader has this method. Its class is not imported, to keep every start fast.
+    over: Any = getattr(loader, "over", None)
     if over is not None:
         made: DataLoader[Any] = over(batches, seed, batches.split.ranks)
         return made
     return DataLoader(
         _SeededSamples(loader.dataset, seed),
         batch_sampler=batches,
-        # workers' base seed is drawn from here, not from the training's generator
+        # DataLoader draws the workers' base seed from this generator, not the training's.
         generator=torch.Generator().manual_seed(seed),
         **_options(loader),
     )
@@ -199,10 +202,11 @@ def _options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class ShardedStream:
-    """One rank's part of an ``IterableDataset``; its length is not known beforehand.
+    """One rank's part of an ``IterableDataset``, whose length is not known in advance.
 
-    ``count_all(n)`` tells how many samples all ranks have for the next step; a rank that
-    has run out repeats its last batch with weight zero until all have.
+    ``count_all(n)`` returns the number of samples that all ranks together have for the next step.
+    A rank without further samples repeats its last batch with weight zero until all ranks have
+    reached the end.
     """
 
     def __init__(
@@ -241,7 +245,7 @@ class ShardedStream:
         batch, position = None, 0
         ahead = self._next(source)
         while ahead[2]:
-            # One batch ahead: whether this is the last one is known before it is used.
+            # Read one batch ahead, to know whether this batch is the last one before its use.
             (fresh, count, total), ahead = ahead, self._next(source)
             if fresh is not None:
                 batch = fresh
@@ -264,12 +268,15 @@ class ShardedStream:
         return (batch for batch, _ in self.iterate(epoch))
 
     def group_total(self, share: BatchShare, accumulate: int) -> int | None:
-        """None: batches to come may be uneven, so the sum is not known yet."""
+        """Return the number of samples accumulated together with ``share``, None if unknown.
+
+        With accumulation it is unknown, because later batches may be uneven.
+        """
         return share.total if accumulate == 1 else None
 
 
 class _EveryNth(IterableDataset[Any]):
-    """Every ``ranks``-th sample of a stream that each rank reads whole (asked for by name)."""
+    """Every ``ranks``-th sample of a stream that each rank reads completely (split="stride")."""
 
     def __init__(self, dataset: Any, rank: int, ranks: int) -> None:
         self.dataset, self.rank, self.ranks = dataset, rank, ranks
@@ -300,8 +307,16 @@ def _own_part(dataset: Any, rank: int, ranks: int, split: str | None, name: str)
 
 
 def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | None) -> int:
-    """The global batch: as given, or the loader's batch size on each rank. ranks: as many as the
-    job has at its full size."""
+    """Return the global batch size in samples: as given, or the loader's batch size times ranks.
+
+    Args:
+        loader: The user's DataLoader.
+        ranks: Number of ranks of the job at its full size.
+        global_batch: Global batch size, or None.
+
+    Raises:
+        ValueError: The loader has no batch size, or ``global_batch`` is not divisible by ``ranks``.
+    """
     if global_batch is None:
         if loader.batch_size is None:
             raise ValueError(
@@ -342,7 +357,7 @@ def _checked_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def shard(loader: Any, *, split: str | None = None, **options: Any) -> Any:
-    """Make a ShardedLoader or ShardedStream; see ``World.shard``."""
+    """Return a ShardedLoader or ShardedStream for a DataLoader; see ``World.shard``."""
     if not isinstance(loader, DataLoader):
         kind = type(loader).__name__
         raise ValueError(
