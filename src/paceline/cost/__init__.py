@@ -1,1 +1,1 @@
-"""What work costs on a machine: what was measured of it, what its makers say, and its limits."""
+"""Cost of work on a machine: measured figures, vendor specifications, and performance limits."""

@@ -1,4 +1,4 @@
-"""Hardware as its makers describe it: catalogue.toml, each row with its source."""
+"""Hardware specifications by the vendors: catalogue.toml, each row with its source."""
 
 import re
 import tomllib
@@ -17,37 +17,45 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Row:
-    """A GPU, one socket or one port. None, or a precision that is not there: not known for
-    certain. Rates are FLOP/s and bytes/s, of links in one direction."""
+    """A GPU, one CPU socket or one network port.
+
+    None, or a missing precision, means not known for certain. Rates are in FLOP/s and bytes/s,
+    those of links for one direction.
+    """
 
     name: str
     kind: str  # "gpu", "cpu", "network"
     names: tuple[str, ...]
     source: str
-    peak: Mapping[str, float] = field(hash=False)  # of matrix products, by precision, dense
-    vector: Mapping[str, float] = field(hash=False)  # without matrix units, all precisions too
+    peak: Mapping[str, float] = field(hash=False)  # FLOP/s of dense matrix products, by precision
+    vector: Mapping[str, float] = field(hash=False)  # FLOP/s without matrix units, by precision
     cores: int | None = None
     memory_bytes: int | None = None
-    bandwidth: float | None = None  # of the memory; of a network's port
-    link: float | None = None  # to all GPUs of its kind together
-    host_link: float | None = None  # to its processor
+    bandwidth: float | None = None  # bytes/s of the memory, or of a network port
+    link: float | None = None  # bytes/s to all GPUs of its kind together
+    host_link: float | None = None  # bytes/s to its processor
 
 
 def lookup(name: str) -> Row | None:
-    """The row of a name as a driver, lscpu or sysfs reports it; None for what is not in the
-    catalogue, and for names that may mean several things."""
+    """Return the row of a name as a driver, lscpu or sysfs reports it.
+
+    Return None if the name is not in the catalogue, or is ambiguous.
+    """
     return _by_name().get(plain(name))
 
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """The whole catalogue."""
+    """Return all rows of the catalogue."""
     text = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
     return tuple(_row(entry) for entry in tomllib.loads(text)["row"])
 
 
 def plain(name: str) -> str:
-    """What of a name makes a difference: "NVIDIA A100-SXM4-80GB" and "A100-SXM4-80GB" are one."""
+    """Return the distinguishing part of a name.
+
+    "NVIDIA A100-SXM4-80GB" and "A100-SXM4-80GB" give the same result.
+    """
     name = _NOISE.sub(" ", _CLOCK.sub("", _MARKS.sub("", name.lower())))
     return " ".join(re.findall(r"[a-z0-9.+]+", name))
 

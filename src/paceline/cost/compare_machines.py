@@ -1,4 +1,4 @@
-"""Two machine files of one machine: what has changed, as before and after a maintenance."""
+"""Compare two machine files of one machine, for example before and after a maintenance."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,13 +10,22 @@ from .machine.named_figures import Named, of_groups, of_hosts, of_links, usual
 from .machine.units import listed, size, told
 from .outliers.slower_than_peers import SPREADS
 
-_MOST = 0.5  # of the hosts: what so many share is told once
+_MOST = 0.5  # share of the hosts above which a common change is reported once
 
 
 @dataclass(frozen=True)
 class Change:
-    """by: after over before, less one; better: whether that is good. Both are None for what is no
-    speed. hosts is empty for what is of all ranks together."""
+    """Difference between two machine files.
+
+    Attributes:
+        hosts: Names of the affected hosts; empty if the quantity belongs to all ranks together.
+        what: Name of the quantity.
+        before: Value in the first file.
+        after: Value in the second file.
+        sentence: Description for the user.
+        by: Relative change, after / before - 1; None if the quantity is not a speed.
+        better: Whether the change is an improvement; None if the quantity is not a speed.
+    """
 
     hosts: tuple[str, ...]
     what: str
@@ -28,8 +37,11 @@ class Change:
 
 
 def compare(before: Machine, after: Machine) -> list[Change]:
-    """Hosts that went and came, versions and parts, then figures that moved by more than both
-    their spreads, those that moved most first. Empty: nothing has changed."""
+    """Return the differences between two machine files; empty if nothing has changed.
+
+    First come removed and new hosts, then versions and hardware, then figures that changed by more
+    than both their spreads, the largest change first.
+    """
     found = []
     then, now = ({host.name: host for host in machine.hosts} for machine in (before, after))
     for name in [name for name in then if name not in now]:
@@ -43,7 +55,7 @@ def compare(before: Machine, after: Machine) -> list[Change]:
 
 
 def _moved(by: float) -> float:
-    """How much that is: half as fast counts as much as twice as fast."""
+    """Return the size of a change: half as fast counts as much as twice as fast."""
     return max(1 + by, 1 / (1 + by)) if by > -1 else float("inf")
 
 
@@ -63,7 +75,7 @@ def _facts(hosts: list[tuple[HostFacts, HostFacts]]) -> list[Change]:
 
 
 def _told(host: HostFacts) -> Iterator[tuple[str, str]]:
-    """What of a host should stay as it is; not what is free at the moment."""
+    """Yield the properties of a host that should not change; what is currently free is left out."""
     yield from host.versions.items()
     yield "processor", host.processor or "not known"
     for what, count in (
@@ -110,7 +122,7 @@ def _all(machine: Machine) -> list[Named]:
 
 
 def _real(old: Named, new: Named, noise: float) -> bool:
-    """Whether the figure moved by more than both spreads, and by as much as anybody would care."""
+    """Whether the change exceeds both spreads and the smallest relevant difference."""
     gap = abs(new.figure.median - old.figure.median)
     most = max(old.figure.spread, new.figure.spread, noise)
     return gap > most and gap > old.worth * old.figure.median
@@ -124,7 +136,7 @@ def _change(old: Named, new: Named) -> Change:
 
 
 def _together(pairs: list[tuple[Named, Named]], count: int) -> Change:
-    """What changed on most hosts, links or devices in the same direction."""
+    """Report a change in the same direction on most hosts, links or devices."""
     first = pairs[0][0]
     ends = [tuple(median(pair[i].figure.median for pair in pairs) for i in (0, 1))]
     hosts = tuple(dict.fromkeys(host for old, _ in pairs for host in old.hosts))

@@ -1,4 +1,4 @@
-"""What one file instead of many changes for ``import torch``: the figures, and what they say."""
+"""Gain of one file instead of many for ``import torch``: figures and their interpretation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,16 +7,22 @@ from .machine.dataclass_tree import tree
 from .machine.machine_file import Figure
 from .machine.units import told
 
-CARED = 1.2  # times as fast: less is not worth a file to keep
-# Whose files are on this machine itself, and one process of which waits for no server.
+CARED = 1.2  # minimum speedup for which the additional file is worth it
+# File systems on the machine itself, whose readers wait for no server.
 LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
 class Load:
-    """Imports in fresh interpreters. busy: of ``repeated``, as in probe/imports.py. in_memory: the
-    part of the bytes that stayed in memory though it was asked to drop them; None: not known, or
-    nothing was dropped."""
+    """Imports in fresh interpreters.
+
+    Attributes:
+        first: Seconds of the first import.
+        repeated: Seconds of repeated imports.
+        busy: CPU-seconds of ``repeated``, as in probe/imports.py.
+        in_memory: Share of the bytes that stayed in memory although the system was asked to drop
+            them; None if unknown, or if nothing was dropped.
+    """
 
     first: Figure
     repeated: Figure
@@ -26,8 +32,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Packed:
-    """What was packed, and both ways to load it. place: seconds to mount or to unpack; None, as
-    ``load``, where the file can't be used here. notes: in words."""
+    """Packed environment, and both ways to load it.
+
+    ``place`` is the time in seconds to mount or unpack the file. ``place`` and ``load`` are None if
+    the file can't be used on this machine. ``notes`` are messages for the user.
+    """
 
     environment: str
     filesystem: str
@@ -48,15 +57,14 @@ class Packed:
 
     @property
     def faster(self) -> float | None:
-        """How many times as fast the first import is from the file, mounting or unpacking
-        included."""
+        """Speedup of the first import from the file, including mounting or unpacking."""
         if self.load is None or self.place is None:
             return None
         return self.as_it_is.first.median / (self.load.first.median + self.place.median)
 
     @property
     def worth_it(self) -> bool:
-        """Whether that is more than the spread, and as much as anybody would care about."""
+        """Whether the speedup exceeds the spread and the smallest relevant speedup."""
         if self.load is None or self.place is None or self.faster is None:
             return False
         packed = self.load.first.high + self.place.high
@@ -64,7 +72,7 @@ class Packed:
 
     @property
     def sentence(self) -> str:
-        """How much faster or slower, and whether that is worth it here."""
+        """Description of the speedup or slowdown, and whether the file is worth it."""
         if self.load is None or self.place is None or self.faster is None:
             return "The file was written; what it changes can't be measured here."
         does = self.how.partition(" ")[0].replace("mounted", "mounting").replace(
@@ -83,7 +91,7 @@ class Packed:
 
 
 def as_json(found: Packed) -> dict[str, Any]:
-    """Every figure, and what follows from them."""
+    """Return every figure, and the derived values."""
     data: dict[str, Any] = tree(found, complete=True)
     follows = {"faster": found.faster, "worth_it": found.worth_it, "sentence": found.sentence}
     return {**data, **follows}

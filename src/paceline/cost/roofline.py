@@ -1,8 +1,9 @@
-"""The roofline: how fast work of some arithmetic intensity can be on a device at most.
+"""Roofline model: the maximum rate of work of some arithmetic intensity on a device.
 
 Williams, Waterman, Patterson: Roofline, an insightful visual performance model for multicore
 architectures. Communications of the ACM 52(4), 2009. Attainable FLOP/s = min(peak, intensity x
-memory bandwidth), with intensity = FLOP per byte of memory traffic."""
+memory bandwidth), with intensity = FLOP per byte of memory traffic.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from .machine.machine_file import HostFacts
 
 @dataclass(frozen=True)
 class Roof:
-    """FLOP/s of one precision, and bytes/s of the memory."""
+    """Peak FLOP/s of one precision, and memory bandwidth in bytes/s."""
 
     peak: float
     bandwidth: float
@@ -21,19 +22,19 @@ class Roof:
 class Placed:
     """A kernel or a step on the roofline."""
 
-    intensity: float  # FLOP/byte; infinite for work that needs no memory
+    intensity: float  # FLOP/byte; infinite for work without memory traffic
     rate: float  # FLOP/s
-    limit: float  # FLOP/s that are attainable at this intensity
+    limit: float  # attainable FLOP/s at this intensity
     bound: str  # "compute" or "memory"
 
     @property
     def share(self) -> float:
-        """Of what is attainable."""
+        """Measured share of the attainable rate."""
         return self.rate / self.limit
 
 
 def attainable(intensity: float, peak: float, bandwidth: float) -> float:
-    """FLOP/s at most for work of so many FLOP/byte."""
+    """Return the attainable FLOP/s of work of an intensity in FLOP/byte."""
     _positive("peak", peak)
     _positive("bandwidth", bandwidth)
     if not intensity >= 0:
@@ -42,7 +43,7 @@ def attainable(intensity: float, peak: float, bandwidth: float) -> float:
 
 
 def ridge(peak: float, bandwidth: float) -> float:
-    """FLOP/byte from which on the arithmetic is the limit, and no longer the memory."""
+    """Return the intensity in FLOP/byte above which arithmetic, and not memory, is the limit."""
     _positive("peak", peak)
     _positive("bandwidth", bandwidth)
     return peak / bandwidth
@@ -51,7 +52,15 @@ def ridge(peak: float, bandwidth: float) -> float:
 def place(
     flops: float, bytes_moved: float, seconds: float, *, peak: float, bandwidth: float
 ) -> Placed:
-    """Where work of so many operations and bytes of memory traffic, done in that time, stands."""
+    """Place work on the roofline.
+
+    Args:
+        flops: Number of floating-point operations.
+        bytes_moved: Bytes of memory traffic.
+        seconds: Measured time.
+        peak: Peak rate in FLOP/s.
+        bandwidth: Memory bandwidth in bytes/s.
+    """
     _positive("flops", flops)
     _positive("seconds", seconds)
     if not bytes_moved >= 0:
@@ -63,8 +72,11 @@ def place(
 
 
 def roofs(host: HostFacts, device: str = "cpu") -> dict[str, Roof]:
-    """The measured roofs of a device, by precision, the highest first: the rate of matrix products
-    and the triad's bandwidth. Empty, where either was not measured."""
+    """Return the measured roofs of a device by precision, the highest first.
+
+    They consist of the rate of matrix products and the triad's bandwidth. The result is empty if
+    either was not measured.
+    """
     triad = next((one.triad.median for one in host.memory if one.device == device), None)
     if not triad:
         return {}

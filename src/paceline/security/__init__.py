@@ -1,10 +1,10 @@
-"""What Paceline believes of files, text and connections that others may have made.
+"""Checks of files, text and connections that are not trusted.
 
 files      open a file that must be a regular one, of this user, of limited size
 folders    private folders in shared places (/dev/shm, node-local disks), by descriptors
 schema     parsed JSON and TOML, checked against types before it is used
 text       text of a file, script or job, without the control characters of terminals
-greeting   connections of strangers, without a thread for each
+greeting   authentication of incoming connections, without a thread for each
 
-The threat model is in docs/security.md. Nothing here needs torch.
+The threat model is in docs/security.md. These modules need no torch.
 """

@@ -1,11 +1,11 @@
-"""Why a file could not be used, as one line of an error message."""
+"""Return the reason why a file could not be used, as one line of an error message."""
 
 from .files import InvalidFileError
 from .text import printable
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says beside the name of its file, printable and in one line."""
+    """Return the message of an error without the file's name, printable and on one line."""
     if isinstance(error, InvalidFileError):
         return printable(error.reason)
     if isinstance(error, OSError) and error.strerror:

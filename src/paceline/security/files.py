@@ -1,7 +1,7 @@
-"""Open files that another user, or another program, may have made.
+"""Open files that another user or another program may have created.
 
-A FIFO would block whoever opens it, a device never ends, and a link leads anywhere: each open here
-is non-blocking and is checked on the open descriptor, never on the path.
+Opening a FIFO would block, a device never ends, and a link may point anywhere. Each open is
+therefore non-blocking, and is checked on the open descriptor, never on the path.
 """
 
 import errno
@@ -15,11 +15,11 @@ Name = str | os.PathLike[str]
 
 
 class UnsafeFileError(OSError):
-    """A file that is not believed: no regular file, a link, or another user's."""
+    """File that is not trusted: not a regular file, a link, or owned by another user."""
 
 
 class InvalidFileError(ValueError):
-    """A file whose content is not what its format allows.
+    """File whose content violates its format.
 
     Attributes:
         file: Path of the file.
@@ -46,15 +46,16 @@ def open_regular(
     """Open ``path`` and return its descriptor if it is a regular file.
 
     Args:
-        path: The file; relative to ``dir_fd`` where that is given.
-        flags: Of ``os.open``; O_NONBLOCK and O_CLOEXEC are added.
+        path: The file; relative to ``dir_fd`` if that is given.
+        flags: Flags of ``os.open``; O_NONBLOCK, O_CLOEXEC and O_NOCTTY are added.
+        dir_fd: Descriptor of the folder that ``path`` is relative to.
         follow_links: Whether ``path`` itself may be a symbolic link.
-        owner: User ID that the file must belong to; None: any.
-        mode: Permissions of a file that O_CREAT makes, less the umask.
+        owner: User ID that must own the file; None: any.
+        mode: Permissions of a file that O_CREAT creates, before the umask is applied.
 
     Raises:
-        UnsafeFileError: It is a FIFO, socket, device, folder or link, or another user's.
-        OSError: It can't be opened.
+        UnsafeFileError: The path is a FIFO, socket, device, folder or link, or has another owner.
+        OSError: The file can't be opened.
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     if not follow_links:
@@ -76,7 +77,7 @@ def open_regular(
 
 
 def check_regular(fd: int, path: Name, owner: int | None = None) -> os.stat_result:
-    """Return the status of an open file. Raises UnsafeFileError as ``open_regular`` does."""
+    """Return the status of an open file. Raises UnsafeFileError like ``open_regular``."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         kind = kind_of_file(status.st_mode)
@@ -87,7 +88,7 @@ def check_regular(fd: int, path: Name, owner: int | None = None) -> os.stat_resu
 
 
 def kind_of_file(mode: int) -> str:
-    """Name the kind of a file, from its ``st_mode``: "a FIFO", "a character device" ..."""
+    """Return the kind of a file from its ``st_mode``: "a FIFO", "a character device" ..."""
     kinds = (
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
@@ -110,15 +111,16 @@ def read_regular(
     """Return the content of a regular file.
 
     Raises:
-        InvalidFileError: It has more than ``max_bytes`` bytes; nothing of it has been read then.
-        UnsafeFileError, OSError: As ``open_regular``.
+        InvalidFileError: The file has more than ``max_bytes`` bytes. Nothing is read if its status
+            already reports a larger size.
+        UnsafeFileError, OSError: Same as for ``open_regular``.
     """
     fd = open_regular(path, dir_fd=dir_fd, follow_links=follow_links, owner=owner)
-    with open(fd, "rb") as file:  # from here on the descriptor is the file's
+    with open(fd, "rb") as file:  # the file object now owns the descriptor
         size = os.fstat(fd).st_size
         if size > max_bytes:
             raise InvalidFileError(path, f"has {size:,} bytes, and at most {max_bytes:,} are read")
-        data = file.read(max_bytes + 1)  # /proc and files that grow say a smaller size
+        data = file.read(max_bytes + 1)  # files in /proc and growing files report a smaller size
     if len(data) > max_bytes:
         raise InvalidFileError(path, f"has more than the {max_bytes:,} bytes that are read")
     return data

@@ -1,8 +1,8 @@
-"""Folders of this user, or of a group, in places that other users write to as well.
+"""Folders of this user, or of a group, in places that other users can write to.
 
 ``/dev/shm``, ``/tmp`` and a node's disk are shared: a name in them may be another user's folder, or
-a link. So a folder is believed by what ``fstat`` says of the opened descriptor, and everything in
-it is opened, made and removed relative to that descriptor, without following links.
+a link. A folder is therefore trusted only by the ``fstat`` of its opened descriptor, and all files
+in it are opened, created and removed relative to that descriptor, without following links.
 """
 
 import contextlib
@@ -19,16 +19,18 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NewFile:
-    """A file that gets its name when it is whole: at ``commit``. Until then it has another, random
-    one beside it; ``discard`` removes it. A link of its name is replaced and never followed.
+    """File that gets its name at ``commit``, when it is complete.
+
+    Until then it has a random name in the same folder; ``discard`` removes it. A link of the final
+    name is replaced and never followed.
 
     Attributes:
-        fd: Its descriptor, for writing.
-        part: Its name until then.
+        fd: Descriptor for writing.
+        part: Temporary name.
     """
 
     def __init__(self, path: Name, mode: int = 0o666, dir_fd: int | None = None) -> None:
-        """mode: less the umask. Raises OSError."""
+        """Create the file; the umask is applied to ``mode``. Raises OSError."""
         self._name, self._dir_fd = str(path), dir_fd
         folder, base = os.path.split(self._name)
         self.part = os.path.join(folder, f".{base[:200]}.{secrets.token_hex(8)}.part")
@@ -42,12 +44,12 @@ class NewFile:
             view = view[os.write(self.fd, view) :]
 
     def commit(self) -> None:
-        """Give the file its name. Raises OSError."""
+        """Rename the file to its final name. Raises OSError."""
         self._close()
         os.replace(self.part, self._name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
 
     def discard(self) -> None:
-        """Remove the file, if it is not committed; never raises."""
+        """Remove the file if it is not committed; never raises."""
         self._close()
         with contextlib.suppress(OSError):
             os.unlink(self.part, dir_fd=self._dir_fd)
@@ -72,18 +74,23 @@ class NewFile:
 
 
 class Folder:
-    """A folder that only this user, or only the members of one group, can write to.
+    """Folder that only this user, or only the members of one group, can write to.
 
-    Held open as a descriptor until ``close`` or the end of the object. Names of files are plain:
-    no ``/``, not ``.`` or ``..``.
+    It is held open as a descriptor until ``close`` or the end of the object. Names of files are
+    plain: without ``/``, and not ``.`` or ``..``.
 
     Attributes:
-        path: Where it was when it was opened; for messages, and for programs that need a path.
-        group: ID of the group whose members share it; None: this user's alone.
+        path: Path when the folder was opened; for messages, and for programs that need a path.
+        fd: Descriptor of the folder.
+        group: ID of the group whose members share it; None if it is private to this user.
     """
 
     def __init__(self, path: Path, fd: int, group: int | None = None) -> None:
-        """Take over ``fd``, an open folder. Raises UnsafeFileError where others can write to it."""
+        """Take ownership of ``fd``, an open folder.
+
+        Raises:
+            UnsafeFileError: Others can write to the folder.
+        """
         self.path, self.fd, self.group = path, fd, group
         try:
             self._check()
@@ -124,24 +131,25 @@ class Folder:
         """Open an existing folder.
 
         Raises:
-            UnsafeFileError: It is a link, no folder, another user's, or open to other users.
-            OSError: It can't be opened.
+            UnsafeFileError: The path is a link or not a folder, or the folder is another user's or
+                open to other users.
+            OSError: The folder can't be opened.
         """
         return cls(path, _opened(path, str(path), None), group)
 
     @classmethod
     def make(cls, path: Path, group: int | None = None, exist_ok: bool = False) -> "Folder":
-        """Make the folder ``path``, mode 0700 (2770 for a group), in a folder that exists.
+        """Create the folder ``path``, mode 0700 (2770 for a group); its parent must exist.
 
         Raises:
-            FileExistsError: It is there already, and not ``exist_ok``.
-            UnsafeFileError, OSError: As ``open``.
+            FileExistsError: The folder exists, and ``exist_ok`` is False.
+            UnsafeFileError, OSError: Same as for ``open``.
         """
         _make(path, None, group, exist_ok)
         return cls.open(path, group)
 
     def subfolder(self, name: str, make: bool = False) -> "Folder":
-        """Open the folder ``name`` in this one, with the same access; ``make``: it may be new."""
+        """Open the subfolder ``name`` with the same access; create it if ``make`` is True."""
         _plain(name)
         if make:
             _make(Path(name), self.fd, self.group, exist_ok=True)
@@ -149,38 +157,41 @@ class Folder:
         return Folder(path, _opened(path, name, self.fd), self.group)
 
     def names(self) -> list[str]:
-        """Return the names of what is in it, sorted."""
+        """Return the sorted names of the folder's entries."""
         return sorted(os.listdir(self.fd))
 
     def status(self, name: str) -> os.stat_result | None:
-        """Return the status of a file, or of a link itself; None where there is none."""
+        """Return the status of a file, or of a link itself; None if it does not exist."""
         try:
             return os.stat(_plain(name), dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def open_file(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-        """Open a regular file of the folder's owner (in a group's folder: of anyone); its
-        descriptor. Raises UnsafeFileError, OSError."""
+        """Open a regular file and return its descriptor.
+
+        This user must own the file; in a group's folder any user may. Raises UnsafeFileError,
+        OSError.
+        """
         owner = os.geteuid() if self.group is None else None
         return open_regular(
             _plain(name), flags, dir_fd=self.fd, follow_links=False, owner=owner, mode=mode
         )
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return a file's content. Raises InvalidFileError, UnsafeFileError, OSError."""
+        """Return the content of a file. Raises InvalidFileError, UnsafeFileError, OSError."""
         owner = os.geteuid() if self.group is None else None
         return read_regular(
             _plain(name), max_bytes, dir_fd=self.fd, follow_links=False, owner=owner
         )
 
     def write(self, name: str, data: bytes, mode: int = 0o600) -> None:
-        """Write a file, whole or not at all, in the place of one of that name. mode: exactly."""
+        """Write or replace a file, completely or not at all, with exactly this mode."""
         with self.replacing(name, mode) as file:
             file.write(data)
 
     def make_file(self, name: str, mode: int) -> None:
-        """Make an empty file of exactly this mode, unless there is one. Raises OSError."""
+        """Create an empty file of exactly this mode if it does not exist. Raises OSError."""
         new = self.replacing(name, mode)
         try:
             os.link(new.part, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
@@ -190,19 +201,23 @@ class Folder:
             new.discard()
 
     def replacing(self, name: str, mode: int = 0o600) -> NewFile:
-        """Open a new file that gets its name when the body of a ``with`` ends without an error;
-        else it is removed. mode: exactly, whatever the umask."""
+        """Open a new file that gets its name when the body of a ``with`` statement succeeds.
+
+        Otherwise it is removed. ``mode`` is set exactly, without the umask.
+        """
         file = NewFile(_plain(name), 0o600, self.fd)
         os.fchmod(file.fd, mode)
         return file
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or folder in it."""
+        """Rename a file or subfolder."""
         os.rename(_plain(old), _plain(new), src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def remove(self, name: str) -> None:
-        """Remove a file, a link itself, or a folder with all that is in it; nothing where there is
-        none. Raises OSError."""
+        """Remove a file, a link itself, or a subfolder with its content, if it exists.
+
+        Raises OSError.
+        """
         status = self.status(name)
         if status is None:
             return
@@ -212,16 +227,19 @@ class Folder:
             os.unlink(name, dir_fd=self.fd)
 
     def remove_all(self, last: str = "") -> None:
-        """Remove the folder with all that is in it; what can't be removed stays. last: name of a
-        file that goes after all others, a lock say."""
+        """Remove the folder with its content, except what can't be removed.
+
+        Args:
+            last: Name of a file that is removed after all others, for example a lock.
+        """
         for name in sorted(self.names(), key=lambda name: name == last):
             with contextlib.suppress(OSError):
                 self.remove(name)
         with contextlib.suppress(OSError):
-            os.rmdir(self.path)  # only an empty folder goes, whatever lies there by now
+            os.rmdir(self.path)  # removes only an empty folder, whatever the path names by now
 
     def move(self, path: Path) -> None:
-        """Give the folder another name in the same place."""
+        """Rename the folder within the same parent."""
         os.rename(self.path, path)
         self.path = path
 
@@ -242,21 +260,22 @@ class Folder:
 
 
 def is_member(user: int, group: int) -> bool:
-    """Whether a user belongs to a group, as the system's accounts say; False where they don't
-    know the user or the group."""
+    """Whether a user belongs to a group; False if the system does not know the user or group."""
     import pwd
 
     try:
         account = pwd.getpwuid(user)
-        # Not by the group's list of members, which many directory services leave empty.
+        # The group's list of members is not used, as many directory services leave it empty.
         return group in os.getgrouplist(account.pw_name, account.pw_gid)
     except KeyError:
         return False
 
 
 def root_ids() -> set[int]:
-    """Return the user IDs that root's files have here: 0, or in a user namespace that does not
-    map it the one of all IDs that are not mapped."""
+    """Return the user IDs that files of root may have on this system.
+
+    This is 0, and in a user namespace that does not map 0 also the ID of all unmapped users.
+    """
     try:
         maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         if any(int(first) == 0 for first, _, _ in maps):
@@ -267,8 +286,11 @@ def root_ids() -> set[int]:
 
 
 def can_be_renamed_by_others(place: Path) -> bool:
-    """Whether others may rename what is in ``place``: it is another user's, or others can write to
-    it and it lacks the sticky bit. A path below it may mean something else at any time."""
+    """Whether other users may rename entries of ``place``.
+
+    They may if another user owns it, or if others can write to it and it lacks the sticky bit. A
+    path below it may then refer to something else at any time.
+    """
     status = place.stat()
     if status.st_uid not in {os.geteuid(), *root_ids()}:
         return True
@@ -280,7 +302,7 @@ def can_be_renamed_by_others(place: Path) -> bool:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is the one that has its only user's name."""
+    """Whether a group has the name of this user, which then is its only member."""
     import grp
     import pwd
 
@@ -296,22 +318,27 @@ def own_group(group: int) -> bool:
 
 
 def open_subfolder(path: Path) -> int:
-    """Open the folder ``path``, which may be new, and return its descriptor. What leads to it is
-    believed; it may not be a link itself. Raises UnsafeFileError, OSError."""
+    """Open the folder ``path``, creating it if needed, and return its descriptor.
+
+    The parents of ``path`` are trusted; ``path`` itself must not be a link. Raises UnsafeFileError,
+    OSError.
+    """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     return _opened(path, str(path), None)
 
 
 def replace_file(path: Name, data: bytes, mode: int = 0o666, dir_fd: int | None = None) -> None:
-    """Write ``path`` whole or not at all, in a folder that others may write to as well: a link of
-    that name is replaced and never followed.
+    """Write ``path`` completely or not at all, in a folder that others may write to.
+
+    A link of that name is replaced and never followed.
 
     Args:
-        mode: Permissions, less the umask.
-        dir_fd: Folder that ``path`` is relative to.
+        mode: Permissions, before the umask is applied.
+        dir_fd: Descriptor of the folder that ``path`` is relative to.
 
-    Raises OSError; nothing new is left in the folder then.
+    Raises:
+        OSError: The file can't be written; no new file is left in the folder.
     """
     with NewFile(path, mode, dir_fd) as file:
         file.write(data)
@@ -333,13 +360,13 @@ def _opened(path: Path, name: str, dir_fd: int | None) -> int:
             kind = kind_of_file(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
         except OSError:
             raise error from None
-        if kind == "a folder":  # what leads to it is none
+        if kind == "a folder":  # a parent is not a folder
             raise
         raise UnsafeFileError(error.errno, f"is {kind} and no folder", str(path)) from None
 
 
 def _make(path: Path, dir_fd: int | None, group: int | None, exist_ok: bool) -> None:
-    """Make a folder. One for a group is made for this user alone first, under another name."""
+    """Create a folder. A group's folder is first created as private under a temporary name."""
     try:
         if group is None:
             os.mkdir(path, 0o700, dir_fd=dir_fd)

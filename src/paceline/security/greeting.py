@@ -1,11 +1,12 @@
-"""Greet the visitors of listening sockets before anything is believed of them.
+"""Authenticate incoming connections before their data is trusted.
 
-Everybody on a network can connect to a listening socket, say nothing, and wait. All servers of
-Paceline accept connections through ``Acceptor``: one thread, non-blocking sockets, a deadline, and
-limits of the connections that have not proved yet who they are.
+Anyone on a network can connect to a listening socket, send nothing, and wait. All servers of
+Paceline therefore accept connections through ``Acceptor``: one thread, non-blocking sockets, a
+deadline, and limits on the number of connections that are not authenticated yet.
 
-A greeting is a generator. It yields a ``Step``, bytes to send and bytes to read, and gets back what
-was read; what it returns is the result. It raises OSError or ValueError to refuse the visitor::
+A greeting is a generator. It yields a ``Step``, which holds bytes to send and a number of bytes to
+read, and receives the bytes that were read; its return value is the result. It raises OSError or
+ValueError to refuse the connection::
 
     def greeting(address: str) -> Greeting[int]:
         token, number = WORD.unpack((yield Step(read=WORD.size)))
@@ -28,20 +29,20 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 GREETING_S = 1.0  # from accept until the greeting must be complete
-MAX_PENDING = 1024  # connections whose greeting is not complete
+MAX_PENDING = 1024  # maximum number of connections with an incomplete greeting
 MAX_PENDING_PER_ADDRESS = 256
-MAX_ACCEPTED_PER_TURN = 64  # before pending connections are served again
-MAX_STRANGER_ADDRESSES = 1024  # that are counted one by one
+MAX_ACCEPTED_PER_TURN = 64  # then pending connections are served again
+MAX_STRANGER_ADDRESSES = 1024  # addresses that are counted separately
 SHOWN_ADDRESSES = 4
-RESUME_S = 0.1  # without accepting, where the process has no descriptors left
+RESUME_S = 0.1  # pause of accepting when the process has no descriptors left
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class RefusedError(OSError):
-    """The other side is not whom the greeting is for."""
+    """The other side fails the greeting."""
 
 
-# What a connecting side sees whose connection was made and then closed.
+# Errors on the connecting side if its connection was accepted and then closed.
 DROPPED = (RefusedError, ConnectionResetError, BrokenPipeError)
 
 
@@ -50,12 +51,12 @@ class NoAnswerError(RefusedError, TimeoutError):
 
 
 class Step(NamedTuple):
-    """What a greeting does next.
+    """Next step of a greeting.
 
     Attributes:
-        send: Bytes to send first; few, so that they fit into an empty socket buffer.
-        read: Number of bytes to read then; of a line, its maximum.
-        line: Whether to read up to a line end only. A line that is too long is refused.
+        send: Bytes to send first; few enough to fit into an empty socket buffer.
+        read: Number of bytes to read then; maximum length if ``line`` is True.
+        line: Whether to read only up to a line end. A line that is too long is refused.
     """
 
     send: bytes = b""
@@ -70,7 +71,7 @@ class Conversation(Generic[T]):
     """One greeting on one non-blocking socket.
 
     Attributes:
-        result: What the greeting returned, once ``proceed`` has returned True.
+        result: Return value of the greeting, available after ``proceed`` has returned True.
     """
 
     def __init__(self, connection: socket.socket, greeting: Greeting[T]) -> None:
@@ -83,10 +84,10 @@ class Conversation(Generic[T]):
         """Send and read as far as possible without waiting.
 
         Returns:
-            Whether the greeting is complete. Nothing that follows it has been read.
+            Whether the greeting is complete. No bytes after the greeting have been read.
 
         Raises:
-            OSError, ValueError: The other side is refused, has gone, or does not read.
+            OSError, ValueError: The other side is refused, has disconnected, or does not read.
         """
         try:
             if self._step is None:
@@ -106,7 +107,7 @@ class Conversation(Generic[T]):
             raise RefusedError("the other side does not read the greeting")
 
     def _receive(self, step: Step) -> bool:
-        """Read what has come; whether the step has all its bytes."""
+        """Read the available bytes, and return whether the step is complete."""
         while (left := step.read - len(self._data)) > 0:
             try:
                 more = self._recv_line(left) if step.line else self.connection.recv(left)
@@ -127,16 +128,16 @@ class Conversation(Generic[T]):
 
 
 def converse(connection: socket.socket, greeting: Greeting[T], seconds: float) -> T:
-    """Run a greeting on a connected socket and wait for it; the socket is non-blocking then.
+    """Run a greeting on a connected socket until it is complete; makes the socket non-blocking.
 
     Raises:
         NoAnswerError: The greeting was not complete within ``seconds``.
-        OSError, ValueError: As ``Conversation.proceed``.
+        OSError, ValueError: Same as for ``Conversation.proceed``.
     """
     deadline = time.monotonic() + seconds
     connection.setblocking(False)
     conversation = Conversation(connection, greeting)
-    poll = select.poll()  # select takes no descriptors above 1023
+    poll = select.poll()  # select does not support descriptors above 1023
     poll.register(connection, select.POLLIN)
     while not conversation.proceed():
         left = deadline - time.monotonic()
@@ -146,11 +147,11 @@ def converse(connection: socket.socket, greeting: Greeting[T], seconds: float) -
 
 
 class Strangers:
-    """Number of connections, by address, whose greeting was not completed."""
+    """Number of connections with an incomplete greeting, by address."""
 
     def __init__(self) -> None:
         self.by_address: Counter[str] = Counter()
-        self.elsewhere = 0  # from addresses beyond MAX_STRANGER_ADDRESSES
+        self.elsewhere = 0  # connections from addresses beyond MAX_STRANGER_ADDRESSES
 
     def add(self, address: str) -> None:
         """Count one connection."""
@@ -165,7 +166,7 @@ class Strangers:
         return self.by_address.total() + self.elsewhere
 
     def __str__(self) -> str:
-        """Return the addresses with most connections: ``10.0.0.5 (200), 10.0.0.6 (12)``."""
+        """Return the addresses with the most connections: ``10.0.0.5 (200), 10.0.0.6 (12)``."""
         shown = self.by_address.most_common(SHOWN_ADDRESSES)
         words = [f"{address} ({count})" for address, count in shown]
         rest = self.total - sum(count for _, count in shown)
@@ -173,7 +174,7 @@ class Strangers:
 
 
 def _descriptors_for_visitors() -> int:
-    """Return the part of this process's descriptors that pending connections may take."""
+    """Return the maximum number of this process's descriptors for pending connections."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_PENDING if limit == resource.RLIM_INFINITY else max(1, limit // 4)
 
@@ -188,21 +189,21 @@ class _Visitor(Generic[T]):
 class Acceptor(Generic[T]):
     """Accept connections on listening sockets and return those that complete a greeting.
 
-    Connections that are silent, slow or wrong are closed after ``seconds`` and counted as
-    strangers. Where there are too many pending ones, of all or of one address, the oldest of them
-    is closed. Not thread-safe; ``fileno`` is readable when ``wait(0)`` has something to do.
+    Connections that do not complete a correct greeting within ``seconds`` are closed and counted as
+    strangers. If too many connections are pending, in total or from one address, the oldest of them
+    is closed. Not thread-safe; ``fileno`` is readable when ``wait(0)`` has work to do.
 
     Args:
-        listening: Listening sockets; the acceptor closes them in the end.
-        greeting: Called with the visitor's address for each connection; returns the generator.
+        listening: Listening sockets; ``close`` closes them.
+        greeting: Called with the peer's address for each connection; returns the generator.
         seconds: Time from accept until the greeting must be complete.
-        max_pending: Maximum number of connections whose greeting is not complete; at most a quarter
+        max_pending: Maximum number of connections with an incomplete greeting; at most a quarter
             of the descriptors that the process may have.
-        max_per_address: The same, from one address.
+        max_per_address: Maximum number of such connections from one address.
 
     Attributes:
-        strangers: Connections that were closed here, by address.
-        pending: Number of connections whose greeting is not complete.
+        strangers: Connections that the acceptor closed, by address.
+        pending: Number of connections with an incomplete greeting.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class Acceptor(Generic[T]):
         self.close()
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for; deadlines need a call of ``wait`` now and then."""
+        """Return the descriptor to poll; for the deadlines, also call ``wait`` periodically."""
         return self._epoll.fileno()
 
     @property
@@ -244,13 +245,13 @@ class Acceptor(Generic[T]):
         return len(self._visitors)
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, T]]:
-        """Serve visitors until one has completed its greeting, or ``seconds`` are over.
+        """Serve connections until one has completed its greeting, or ``seconds`` have passed.
 
         Returns:
             Connections (non-blocking) with the results of their greetings.
 
         Raises:
-            OSError: No listening socket is left open.
+            OSError: No listening socket is open any more.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -289,7 +290,7 @@ class Acceptor(Generic[T]):
         if self._resume_at is not None and now >= self._resume_at:
             self._resume_at = None
             self._listen_for(select.EPOLLIN)
-        # New ones last: they must not displace those whose answers have just come.
+        # New connections come last: they must not displace those that have just answered.
         for fd, _ in events:
             if fd in self._listening:
                 self._accept(fd)
@@ -307,7 +308,7 @@ class Acceptor(Generic[T]):
                 if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                     self._forget(fd)
                     return
-                continue  # of that connection alone: it was reset before it was accepted
+                continue  # affects only that connection: it was reset before it was accepted
             self._greet(connection, str(peer[0]) if peer else "")
 
     def _greet(self, connection: socket.socket, address: str) -> None:
@@ -326,7 +327,7 @@ class Acceptor(Generic[T]):
             self._epoll.register(fd, select.EPOLLIN)
 
     def _proceed(self, fd: int) -> bool:
-        """Go on with a greeting; whether it is still pending."""
+        """Continue a greeting, and return whether it is still pending."""
         conversation = self._visitors[fd].conversation
         try:
             if not conversation.proceed():
@@ -344,7 +345,7 @@ class Acceptor(Generic[T]):
         visitor.conversation.connection.close()
 
     def _remove(self, fd: int) -> _Visitor[T]:
-        # Not left to close: a process that is being forked holds the same open file.
+        # Closing is not enough: a process that is being forked holds the same open file.
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
         visitor = self._visitors.pop(fd)
@@ -355,7 +356,10 @@ class Acceptor(Generic[T]):
         return visitor
 
     def _make_room(self) -> None:
-        """The process has no descriptor for another connection."""
+        """Handle a process without a free descriptor for another connection.
+
+        Drop the oldest pending connection; if there is none, pause accepting.
+        """
         if self._visitors:
             self._drop(next(iter(self._visitors)))
         else:

@@ -1,7 +1,7 @@
 """Write files whose names the user chose: reports, timelines, machine files.
 
-A name may stand for a terminal, a pipe or a device, which must be written to and never replaced. In
-``/tmp`` it may as well be a link that another user made, which must be replaced and never followed.
+A name may refer to a terminal, a pipe or a device, which must be written to and never replaced. In
+``/tmp`` it may also be a link that another user made, which must be replaced and never followed.
 """
 
 import errno
@@ -16,13 +16,13 @@ from typing import IO
 from .files import UnsafeFileError, kind_of_file
 from .folders import NewFile, root_ids
 
-MAX_LINKS = 40  # as the kernel
+MAX_LINKS = 40  # same as in the kernel
 BUFFER_BYTES = 1 << 20
 _OWN_DESCRIPTOR = re.compile(r"/proc/(\d{1,9})(?:/task/\d{1,9})?/fd/(\d{1,9})")
 
 
 def write_output(path: Path, data: bytes | str) -> None:
-    """Write ``path`` as ``open_output`` does; text as UTF-8. Raises OSError."""
+    """Write ``path`` with ``open_output``; text is encoded as UTF-8. Raises OSError."""
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")
     with open_output(path) as file:
@@ -34,12 +34,12 @@ def open_output(path: Path) -> Iterator[IO[bytes]]:
     """Open the file ``path`` for writing, for the body of a ``with`` statement.
 
     Terminals, pipes and character devices are written to. Links that belong to this user or to root
-    are followed, other links are replaced. Any other file gets its content when the body ends
-    without an error; otherwise it stays as it was.
+    are followed, other links are replaced. Any other file is replaced when the body ends without an
+    error; otherwise it remains unchanged.
 
     Raises:
-        UnsafeFileError: It is a socket or a block device.
-        OSError: It can't be written.
+        UnsafeFileError: The path is a socket or a block device.
+        OSError: The file can't be written.
     """
     target = output_target(path)
     fd = _open_in_place(target)
@@ -54,10 +54,10 @@ def open_output(path: Path) -> Iterator[IO[bytes]]:
 
 
 def output_target(path: Path) -> Path:
-    """Return the path that ``open_output`` writes to: ``path`` after the links that it follows.
+    """Return the path that ``open_output`` writes to: ``path`` after following trusted links.
 
     Raises:
-        OSError: There are too many links, or one can't be read.
+        OSError: There are too many links, or a link can't be read.
     """
     for _ in range(MAX_LINKS):
         if _own_descriptor(path) is not None:
@@ -73,10 +73,10 @@ def output_target(path: Path) -> Path:
 
 
 def _open_in_place(path: Path) -> int | None:
-    """Return a descriptor of a file that must not be replaced; None for all other names."""
+    """Return a descriptor if the file must not be replaced; None for all other names."""
     own = _own_descriptor(path)
     if own is not None:
-        return os.dup(own)  # a new open file would begin at the start of what stdout has written
+        return os.dup(own)  # reopening would start at offset 0 and overwrite earlier output
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -98,21 +98,23 @@ def _open_in_place(path: Path) -> int | None:
 
 
 def _own_descriptor(path: Path) -> int | None:
-    """Return N where ``path`` is descriptor N of this process: /proc/self/fd/N, /dev/fd/N."""
+    """Return N if ``path`` is descriptor N of this process: /proc/self/fd/N, /dev/fd/N."""
     place = Path(os.path.realpath(path.parent)) / path.name
     match = _OWN_DESCRIPTOR.fullmatch(str(place))
     return int(match[2]) if match and int(match[1]) == os.getpid() else None
 
 
 def _is_trusted(path: Path, status: os.stat_result) -> bool:
-    """Whether only this user or the system can have made ``path``. In a container, the owner of
-    what is in /dev may have no number."""
+    """Whether only this user or the system can have created ``path``.
+
+    In a container, the owner of files in /dev may have no user ID, so /dev is always trusted.
+    """
     system = os.path.realpath(path.parent) == "/dev"
     return status.st_uid in {os.geteuid(), *root_ids()} or system
 
 
 def _keep_mode(path: Path, fd: int) -> None:
-    """Give a new file the permissions of the regular file of this user that it replaces."""
+    """Copy the permissions of the regular file of this user that a new file replaces."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Parsed JSON and TOML, checked against a type before anything uses it.
+"""Check parsed JSON and TOML against a type before it is used.
 
 A schema is a dataclass, a TypedDict or any other type that msgspec converts to, with ranges as
-``Annotated[int, msgspec.Meta(ge=0)]``. Keys that a schema does not know are left out.
+``Annotated[int, msgspec.Meta(ge=0)]``. Keys that are not in a schema are ignored.
 """
 
 import json
@@ -19,25 +19,25 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 def check(tree: Any, schema: type[T], file: Name, *, escape: bool = True) -> T:
-    """Return ``tree`` (dicts, lists, numbers, texts) as ``schema``.
+    """Convert ``tree`` (dicts, lists, numbers, strings) to the type ``schema``.
 
     Args:
-        file: Where it is from, for the error.
-        escape: Whether its texts become printable. Not for paths that are to be opened.
+        file: Source of the tree, for the error message.
+        escape: Whether to make its strings printable; False for paths that are to be opened.
 
     Raises:
-        InvalidFileError: It does not fit; the reason names the key.
+        InvalidFileError: The tree does not match; the reason names the key.
     """
     try:
         return msgspec.convert(printable_tree(tree) if escape else tree, schema)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        # At `$.shards[0].bytes` is where a reader looks for it in the file.
+        # The message contains the position in the file: At `$.shards[0].bytes`.
         reason = printable(str(error)).replace("`", "")
         raise InvalidFileError(file, f"says what its format does not allow: {reason}") from None
 
 
 def parse_json(data: bytes, schema: type[T], file: Name, *, escape: bool = True) -> T:
-    """Parse JSON and ``check`` it. Raises InvalidFileError for what is no JSON, too."""
+    """Parse JSON and ``check`` it. Raises InvalidFileError, also if it is not JSON."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -58,8 +58,8 @@ def read_json(
     """Read a JSON file of at most ``max_bytes``.
 
     Raises:
-        InvalidFileError: As ``parse_json``, or where it is larger.
-        OSError: As ``files.open_regular``.
+        InvalidFileError: Same as for ``parse_json``, or the file is larger.
+        OSError: Same as for ``files.open_regular``.
     """
     data = read_regular(path, max_bytes, dir_fd=dir_fd, follow_links=follow_links, owner=owner)
     return parse_json(data, schema, path, escape=escape)

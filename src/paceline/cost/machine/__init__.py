@@ -1,1 +1,1 @@
-"""The machine file: what was measured of a machine, with units."""
+"""The machine file: measurements of a machine, with units."""

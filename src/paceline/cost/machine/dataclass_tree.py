@@ -1,8 +1,9 @@
-"""Frozen dataclasses as trees of plain values and back, checked by what their fields say.
+"""Convert frozen dataclasses to trees of plain values and back, with checks by field.
 
-A field's type says what it holds. Its metadata may say more: ``unit`` of a Figure; ``signed``,
-where a number may be negative; ``least``, below which it may not be; ``unlimited``, where the word
-stands for ``UNLIMITED``."""
+The type of a field defines its content. Its metadata may contain: ``unit``, the unit of a Figure;
+``signed``, if a number may be negative; ``least``, the minimum of a number; ``unlimited``, if the
+word "unlimited" stands for ``UNLIMITED``.
+"""
 
 import math
 import types
@@ -13,12 +14,12 @@ from typing import Any
 
 from ...security.text import printable
 
-LEAST, MOST = 1e-30, 1e30  # of a figure that is not 0: quotients of two have room
-UNLIMITED = (1 << 63) - 1  # of a limit; "unlimited" in files
+LEAST, MOST = 1e-30, 1e30  # range of a figure other than 0: quotients of two do not overflow
+UNLIMITED = (1 << 63) - 1  # value of a limit; "unlimited" in files
 
 
 def tree(value: Any, complete: bool = False) -> Any:
-    """Dicts and lists. A field that is as by default is left out, unless complete."""
+    """Return a value as dicts and lists; fields with default values only if ``complete``."""
     if is_dataclass(value):
         result = {}
         for field in fields(value):
@@ -38,8 +39,11 @@ def tree(value: Any, complete: bool = False) -> Any:
 
 
 def build(kind: Any, data: Any, where: str, unknown: list[str]) -> Any:
-    """The dataclass from its tree; names of keys that it has no field for are added to
-    ``unknown``. Raises ValueError that names the key and its value."""
+    """Return the dataclass ``kind`` built from its tree.
+
+    Names of keys without a field are added to ``unknown``. Raises ValueError that names the key and
+    its value.
+    """
     if not isinstance(data, dict):
         raise ValueError(f"{where or 'the file'} = {shown(data)} is no table")
     hints, given = _hints(kind), {}
@@ -118,6 +122,6 @@ def shown(value: Any) -> str:
     """Return a value as an error message quotes it."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of over 4,300 digits; a list in itself
+    except (ValueError, RecursionError):  # a number of over 4,300 digits; a recursive list
         return f"a {type(value).__name__}"
     return printable(text if len(text) <= 60 else f"{text[:57]}...")

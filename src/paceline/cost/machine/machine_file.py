@@ -1,6 +1,8 @@
 """The machine file: what ``paceline check`` measured of a machine, each figure with its spread.
 
-TOML, versioned; docs/reference/machine-file.md has every key, its unit and what measures it."""
+The format is versioned TOML; docs/reference/machine-file.md lists every key, its unit and what
+measures it.
+"""
 
 import re
 import statistics
@@ -22,11 +24,11 @@ from .read_toml import read_toml
 from .write_toml import dumps
 
 VERSION = 1
-MAX_BYTES = 32 << 20  # 100,000 links between hosts
+MAX_BYTES = 32 << 20  # enough for 100,000 links between hosts
 MAX_MASK_CHARS = 4096
 _MASK = re.compile(r"(\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)?")  # up to core 9,999
 FLOPS, BANDWIDTH, SECONDS, FILES = "FLOP/s", "B/s", "s", "files/s"
-# Bus bandwidth over algorithm bandwidth, by operation, for p ranks: as in nccl-tests.
+# Bus bandwidth over algorithm bandwidth, by operation, for p ranks; defined as in nccl-tests.
 _BUS = {
     "all-reduce": lambda p: 2 * (p - 1) / p,
     "reduce-scatter": lambda p: (p - 1) / p,
@@ -35,14 +37,22 @@ _BUS = {
 }
 
 
-# What a field's figure is measured in, and what else its number may be: see shapes.py.
+# Field metadata: the unit of a figure, and whether a number may be unlimited (dataclass_tree.py).
 _FLOPS, _BANDWIDTH, _SECONDS, _FILES = ({"unit": u} for u in (FLOPS, BANDWIDTH, SECONDS, FILES))
 _LIMIT = {"unlimited": True}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value: the median of n repetitions, and their quartiles."""
+    """Measured value.
+
+    Attributes:
+        median: Median of the repetitions.
+        low: Lower quartile.
+        high: Upper quartile.
+        n: Number of repetitions.
+        unit: Unit of the values.
+    """
 
     median: float
     low: float
@@ -60,7 +70,7 @@ class Figure:
 
     @classmethod
     def of(cls, values: Iterable[float], unit: str) -> "Figure":
-        """The figure of these repetitions."""
+        """Return the figure of these repetitions. Raises ValueError if there are none."""
         known = [float(value) for value in values]
         if not known:
             raise ValueError("no repetition was measured. HINT: leave the figure out (None)")
@@ -72,13 +82,13 @@ class Figure:
 
     @property
     def spread(self) -> float:
-        """Between its quartiles."""
+        """Distance between the quartiles."""
         return self.high - self.low
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """As its driver names it; its number in the list is that in "cuda:0"."""
+    """GPU, named as its driver names it; its index in the list is the number in "cuda:0"."""
 
     name: str
     memory_bytes: int | None = None
@@ -87,7 +97,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Network:
-    """A port as sysfs has it: "mlx5_0", "InfiniBand", "100 Gb/sec (4X EDR)"."""
+    """Network port as sysfs describes it: "mlx5_0", "InfiniBand", "100 Gb/sec (4X EDR)"."""
 
     name: str
     layer: str = ""
@@ -96,19 +106,19 @@ class Network:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process on a host. None: not known."""
+    """Limits of one process on a host; None if unknown."""
 
-    nofile: int | None = field(default=None, metadata=_LIMIT)  # files that may be open
+    nofile: int | None = field(default=None, metadata=_LIMIT)  # maximum number of open files
     memlock_bytes: int | None = field(default=None, metadata=_LIMIT)
     stack_bytes: int | None = field(default=None, metadata=_LIMIT)
-    shm_bytes: int | None = None  # /dev/shm
+    shm_bytes: int | None = None  # size of /dev/shm
     shm_free_bytes: int | None = None
     cgroup_memory_bytes: int | None = field(default=None, metadata=_LIMIT)
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How fast a device computes; "cpu" is all the cores of the mask together."""
+    """Arithmetic rate of a device; "cpu" means all cores of the mask together."""
 
     device: str  # "cpu", "cuda:0"
     operation: str  # "matrix product", "convolution"
@@ -118,7 +128,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Memory:
-    """How fast a device reads and writes its memory: the bytes of a = b + s c over the time."""
+    """Memory bandwidth of a device: the bytes of a = b + s c over the time."""
 
     device: str
     triad: Figure = field(metadata=_BANDWIDTH)
@@ -126,8 +136,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder, as one host reaches it. cache: whether reading was from the system's memory in
-    part: "out" (no), "in" (yes) or "unknown"."""
+    """Folder as one host reaches it.
+
+    ``cache`` tells whether reads were partly served from the page cache: "out" (no), "in" (yes) or
+    "unknown".
+    """
 
     folder: str
     filesystem: str = ""
@@ -145,8 +158,10 @@ class Storage:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host: what it has, what a process may use of it, and how fast that is. None, or an
-    empty list: not known; ``missing`` then says why, by the field's name."""
+    """One host: its hardware, the part that a process may use, and its measured speed.
+
+    None or an empty list means unknown; ``missing`` then gives the reason, by the field's name.
+    """
 
     name: str
     processor: str = ""  # as lscpu names it
@@ -154,7 +169,7 @@ class HostFacts:
     cores: int | None = None
     threads: int | None = None  # hardware threads
     numa_nodes: int | None = None
-    ranks: int | None = None  # of the job that measured
+    ranks: int | None = None  # ranks on this host, of the job that measured
     mask: str = ""  # hardware threads that a process may run on, as "0-43"
     memory_bytes: int | None = None
     free_memory_bytes: int | None = None
@@ -162,7 +177,8 @@ class HostFacts:
     clock_offset_s: float | None = field(default=None, metadata={"signed": True})
     clock_uncertainty_s: float | None = None
     import_torch: Figure | None = field(default=None, metadata=_SECONDS)
-    # Of that, and of the first time alone: a core's seconds; the rest are waits for files.
+    # CPU-seconds of the import, and time and CPU-seconds of the first import alone. The rest of
+    # the time is spent waiting for files.
     import_torch_busy: Figure | None = field(default=None, metadata=_SECONDS)
     import_torch_first_s: float | None = None
     import_torch_first_busy_s: float | None = None
@@ -182,11 +198,11 @@ class HostFacts:
 
     @property
     def cpus(self) -> list[int]:
-        """The hardware threads of the mask."""
+        """Hardware threads of the mask."""
         return unspanned(self.mask)
 
     def hardware(self, device: str) -> str:
-        """What a device is: the processor, or the GPU by its number."""
+        """Return the name of a device's hardware: the processor, or the GPU of that number."""
         kind, _, number = device.partition(":")
         if kind == "cpu":
             return self.processor
@@ -196,7 +212,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class AtSize:
-    """One collective, of vectors of that many bytes."""
+    """Time of one collective on vectors of ``bytes`` bytes."""
 
     bytes: int
     seconds: Figure = field(metadata=_SECONDS)
@@ -213,8 +229,10 @@ class AtSize:
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation within a group of ranks: "in host" (``hosts`` is that host), "between hosts"
-    (one rank a host) or "all"."""
+    """One operation within a group of ranks.
+
+    The group is "in host" (``hosts`` is that host), "between hosts" (one rank per host) or "all".
+    """
 
     group: str
     operation: str  # "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"
@@ -226,7 +244,7 @@ class Collective:
     sizes: tuple[AtSize, ...] = ()
 
     def busbw(self, size: AtSize) -> Figure | None:
-        """Bus bandwidth, as in nccl-tests."""
+        """Return the bus bandwidth, defined as in nccl-tests."""
         rate = size.algbw
         if rate is None:
             return None
@@ -237,8 +255,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two hosts and the link between them: half a round trip of a small message, and the rate of
-    a large one."""
+    """Link between two hosts.
+
+    The latency is half the round trip of a small message, the bandwidth the rate of a large one.
+    """
 
     first: str
     second: str
@@ -248,14 +268,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that one ``paceline check`` found."""
+    """All results of one ``paceline check``."""
 
     version: int = field(default=VERSION, kw_only=True)
-    made: str  # ISO 8601, with its zone
+    made: str  # ISO 8601 with time zone
     hosts: tuple[HostFacts, ...]
     command: str = ""
     job: str = ""
-    unreachable: dict[str, str] = field(default_factory=dict)  # hosts that did not answer, and why
+    unreachable: dict[str, str] = field(default_factory=dict)  # reasons by host that did not answer
     collectives: tuple[Collective, ...] = ()
     pairs: tuple[Pair, ...] = ()
 
@@ -274,13 +294,17 @@ class Machine:
                     raise ValueError(f"pairs: {name!r} is none of the hosts")
 
     def host(self, name: str) -> HostFacts | None:
-        """The host of that name."""
+        """Return the host of that name; None if there is none."""
         return next((host for host in self.hosts if host.name == name), None)
 
 
 def load(path: str | Path) -> Machine:
-    """The machine in a file. Raises ValueError, with the key, its value and the way out, for what
-    is no machine file of this version. Keys that nobody knows are named in one warning."""
+    """Read a machine file. Unknown keys are listed in one warning.
+
+    Raises:
+        ValueError: The file is not a machine file of this version. The message names the key, its
+            value and a solution.
+    """
     again = "HINT: paceline check writes a new one"
     try:
         data = read_toml(path, MAX_BYTES)
@@ -310,7 +334,7 @@ def load(path: str | Path) -> Machine:
 
 
 def save(machine: Machine, path: str | Path) -> None:
-    """Write the file, whole or not at all."""
+    """Write a machine file completely or not at all. Raises ValueError if that fails."""
     data = tree(machine)
     build(Machine, data, "", [])
     path = Path(path)
@@ -324,8 +348,10 @@ def save(machine: Machine, path: str | Path) -> None:
 
 
 def as_json(machine: Machine) -> dict[str, Any]:
-    """Every key of the file, null where unknown, and what follows from them: algbw and busbw of
-    each collective's sizes."""
+    """Return every key of the file, null if unknown, and derived values.
+
+    Derived values are algbw and busbw for each size of the collectives.
+    """
     result: dict[str, Any] = tree(machine, complete=True)
     for collective, told in zip(machine.collectives, result["collectives"], strict=True):
         for size, each in zip(collective.sizes, told["sizes"], strict=True):

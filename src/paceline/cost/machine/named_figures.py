@@ -1,4 +1,4 @@
-"""Every figure of a machine with a name, so that hosts, links and machines can be compared."""
+"""Named figures of a machine, for the comparison of hosts, links and machines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,20 +7,29 @@ from statistics import median
 from .machine_file import Collective, Figure, HostFacts, Machine
 from .units import size
 
-_NORMAL = 1.349  # quartiles of a normal distribution are so many standard deviations apart
-_NEARER = 1.35  # over n: by that part quartiles of n repetitions are nearer to each other
-_FEW = 3  # repetitions; with fewer nobody knows the spread ...
-_GUESSED = 0.05  # ... and it is taken for this part of the median
+_NORMAL = 1.349  # distance of the quartiles of a normal distribution, in standard deviations
+_NEARER = 1.35  # over n: share by which the quartiles of n repetitions are nearer to each other
+_FEW = 3  # repetitions; with fewer the spread is unknown ...
+_GUESSED = 0.05  # ... and is assumed to be at least this share of the median
 
 
 @dataclass(frozen=True)
 class Named:
-    """A figure and what it is of. like: only figures that are alike in it are compared with each
-    other. worth: the relative difference that anybody would care about."""
+    """Figure with its name and owner.
+
+    Attributes:
+        what: Name of the measured quantity.
+        hosts: One host, or the two ends of a link.
+        device: "cpu" or "cuda:3"; empty for a host or a link.
+        like: Only figures with the same value are compared with each other.
+        figure: Measured value.
+        more_is_better: Whether a larger value is better.
+        worth: Smallest relevant relative difference.
+    """
 
     what: str
-    hosts: tuple[str, ...]  # one, or the two ends of a link
-    device: str  # "cpu", "cuda:3"; empty: of the host or the link
+    hosts: tuple[str, ...]
+    device: str
     like: str
     figure: Figure
     more_is_better: bool
@@ -28,26 +37,31 @@ class Named:
 
     @property
     def member(self) -> str:
-        """Whose figure it is, in words."""
+        """Host, link or device that the figure belongs to, for messages."""
         ends = " - ".join(self.hosts)
         return f"{ends} {self.device}" if ":" in self.device else ends
 
 
 def deviation(figure: Figure) -> float:
-    """The standard deviation of one repetition, by the figure's quartiles."""
+    """Return the standard deviation of one repetition, estimated from the quartiles."""
     if figure.n < _FEW:
         return max(figure.spread, _GUESSED * figure.median)
     return figure.spread / (_NORMAL * (1 - _NEARER / figure.n))
 
 
 def usual(figures: list[Figure]) -> float:
-    """The deviation that figures of one kind have: one's own, from few repetitions, may be small
-    by chance."""
+    """Return the median deviation of figures of one kind.
+
+    The deviation of a single figure with few repetitions may be small by chance.
+    """
     return median(deviation(figure) for figure in figures)
 
 
 def of_hosts(machine: Machine) -> list[Named]:
-    """Of each host: arithmetic, memory, storage, collectives within it, the import of torch."""
+    """Return the figures of each host.
+
+    These are arithmetic, memory, storage, collectives within the host, and the import of torch.
+    """
     found = [named for host in machine.hosts for named in _of_host(host)]
     names = {host.name: host for host in machine.hosts}
     for collective in machine.collectives:
@@ -81,7 +95,7 @@ def _of_host(host: HostFacts) -> Iterator[Named]:
 
 
 def _of_collective(collective: Collective, host: HostFacts | None = None) -> Iterator[Named]:
-    """Its latency, and its bandwidth at the largest size."""
+    """Yield the latency, and the bandwidth at the largest size."""
     device = collective.device.partition(":")[0]
     what = f"{collective.operation} ({collective.backend or device})"
     where = {"in host": "in the host", "all": "over all ranks"}.get(
@@ -101,7 +115,7 @@ def _of_collective(collective: Collective, host: HostFacts | None = None) -> Ite
 
 
 def of_groups(machine: Machine) -> list[Named]:
-    """Of collectives over several hosts."""
+    """Return the figures of collectives over several hosts."""
     return [
         named
         for collective in machine.collectives
@@ -111,7 +125,7 @@ def of_groups(machine: Machine) -> list[Named]:
 
 
 def of_links(machine: Machine) -> list[Named]:
-    """Of each pair of hosts."""
+    """Return the bandwidth and latency of each pair of hosts."""
     found = []
     for pair in machine.pairs:
         ends = (pair.first, pair.second)

@@ -1,4 +1,4 @@
-"""Read TOML files that anyone may have written."""
+"""Read untrusted TOML files."""
 
 import re
 import tomllib
@@ -7,17 +7,17 @@ from typing import Any
 from ...security.files import InvalidFileError, Name, read_regular
 from ...security.text import printable_tree
 
-MAX_INTEGER = (1 << 63) - 1  # of TOML's 64 bits
-MAX_KEY_PARTS = 32  # a.b.c: tomllib takes the square of their number
+MAX_INTEGER = (1 << 63) - 1  # TOML integers have 64 bits
+MAX_KEY_PARTS = 32  # parts of a key a.b.c: tomllib's run time is quadratic in their number
 _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++\s*+\.\s*+)" + f"{{{MAX_KEY_PARTS}}}")
 
 
 def read_toml(path: Name, max_bytes: int) -> dict[str, Any]:
-    """Return the tree of a TOML file, its texts printable.
+    """Return the tree of a TOML file, with all strings printable.
 
     Raises:
-        InvalidFileError: It is larger than ``max_bytes``, no UTF-8, or no TOML.
-        OSError: It can't be opened, or is no regular file.
+        InvalidFileError: The file is larger than ``max_bytes``, not UTF-8, or not TOML.
+        OSError: The file can't be opened, or is not a regular file.
     """
     data = read_regular(path, max_bytes)
     try:
@@ -33,7 +33,7 @@ def read_toml(path: Name, max_bytes: int) -> dict[str, Any]:
         raise
     except RecursionError:
         raise InvalidFileError(path, "is no TOML: its tables are nested too deeply") from None
-    except ValueError as error:  # tomllib.TOMLDecodeError, and a number of over 4,300 digits
+    except ValueError as error:  # tomllib.TOMLDecodeError, or a number of over 4,300 digits
         raise InvalidFileError(path, f"is no TOML: {error}") from None
     if not isinstance(tree, dict):
         raise InvalidFileError(path, "is no TOML")

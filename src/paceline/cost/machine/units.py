@@ -1,4 +1,4 @@
-"""Measured values as people read them, in the units of the field: powers of ten."""
+"""Format measured values for people: units of the field, powers of ten."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ _DOWN = ("", "m", "µ", "n")
 
 
 def told(value: float, unit: str) -> str:
-    """1.23e12 FLOP/s as "1.23 TFLOP/s", 1.2e-6 s as "1.2 µs"."""
+    """Return a value with its unit: 1.23e12 FLOP/s as "1.23 TFLOP/s", 1.2e-6 s as "1.2 µs"."""
     if unit == "files/s":
         return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.3g} {unit}"
     step, prefix = 0, ""
@@ -24,7 +24,7 @@ def told(value: float, unit: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes of memory: 2048 as "2 KiB"."""
+    """Return a number of bytes with a binary unit: 2048 as "2 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"
@@ -33,7 +33,7 @@ def size(count: float) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """ "a", "a and b", "a, b and c"; of many the rest is counted."""
+    """Return "a", "a and b" or "a, b and c"; names beyond ``most`` are only counted."""
     if len(names) > most + 1:
         names = [*names[:most], f"{len(names) - most} more"]
     if len(names) < 2:

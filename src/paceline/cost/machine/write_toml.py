@@ -1,16 +1,19 @@
-"""A small writer of TOML: what ``tomllib`` reads back is equal to what was written."""
+"""Minimal TOML writer: ``tomllib`` reads back what was written."""
 
 import re
 from typing import Any
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
-LINE = 140  # characters: a figure has room; a longer table has lines of its own
+LINE = 140  # characters: enough for a figure; a longer table is written as a section
 
 
 def dumps(tree: dict[str, Any]) -> str:
-    """A tree of dicts, lists, strings, numbers and booleans. In each table plain values come
-    first, then short tables in a line each, then long ones and lists of tables."""
+    """Return a tree of dicts, lists, strings, numbers and booleans as TOML.
+
+    In each table plain values come first, then short tables as one line each, then long tables and
+    lists of tables.
+    """
     lines: list[str] = []
     _table(tree, "", lines)
     return "\n".join(lines).strip() + "\n"
@@ -35,7 +38,7 @@ def _table(tree: dict[str, Any], path: str, lines: list[str]) -> None:
 
 
 def _long(value: Any) -> bool:
-    """Whether it can't stand in one line: a table of tables, or a list of tables."""
+    """Whether a value does not fit on one line: a table of tables, or a list of tables."""
     if isinstance(value, dict):
         return any(isinstance(inner, dict | list) for inner in value.values())
     return isinstance(value, list) and any(isinstance(inner, dict) for inner in value)
@@ -49,7 +52,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int):
         return str(int(value))
     if isinstance(value, float):
-        return repr(float(value))  # the shortest text that is read back as the same number
+        return repr(float(value))  # shortest text that is parsed to the same number
     if isinstance(value, list):
         return "[" + ", ".join(_value(inner) for inner in value) + "]"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What differs between hosts though it should not, and limits that are too low."""
+"""Find unwanted differences between hosts, and limits that are too low."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -9,17 +9,21 @@ from ..machine.machine_file import UNLIMITED, HostFacts, Machine
 from ..machine.units import listed, size, told
 from .outlier import Odd
 
-FILES = 4096  # that a process should be allowed to open: sockets to peers, tensors of workers
-_CORES = 16  # where so many workers have room that they need the files
-SHM, SHM_FREE = 1 << 30, 1 << 28  # bytes: workers hand their batches over through /dev/shm
+FILES = 4096  # open files that a process needs: sockets to peers, tensors of workers
+_CORES = 16  # with this many cores there may be enough workers to need these files
+SHM, SHM_FREE = 1 << 30, 1 << 28  # bytes: workers pass batches through /dev/shm
 CLOCK_S = 1.0
 T = TypeVar("T")
-WAITING = 2.0  # times as long as it computes: then an import mostly waits for files
-_MEMORY = 0.02  # relative difference of two memories of one kind
+WAITING = 2.0  # ratio of time to CPU time above which an import mostly waits for files
+_MEMORY = 0.02  # relative difference of the sizes of two memories of one kind
 
 
 def facts(machine: Machine) -> list[Odd]:
-    """Unreachable hosts, what could not be measured, versions, parts, masks, limits, clocks."""
+    """Return outliers that are not speeds.
+
+    These are unreachable hosts, missing measurements, versions, parts, masks, limits, the import of
+    torch, and clocks.
+    """
     found = [
         Odd("unreachable", (host,), "reach", "", "", f"{host} can't be reached: {why}")
         for host, why in machine.unreachable.items()
@@ -43,7 +47,7 @@ def facts(machine: Machine) -> list[Odd]:
 def _alike(
     hosts: tuple[HostFacts, ...], told_of: Callable[[HostFacts], list[T]]
 ) -> list[tuple[T, list[str]]]:
-    """What is told of hosts, once, with the hosts' names."""
+    """Return each item that ``told_of`` returns once, with the names of its hosts."""
     found: dict[T, list[str]] = defaultdict(list)
     for host in hosts:
         for one in told_of(host):
@@ -61,7 +65,7 @@ def _versions(machine: Machine) -> list[Odd]:
 
 
 def _parts(machine: Machine) -> list[Odd]:
-    """Hosts that have more or less of something than most."""
+    """Return hosts whose hardware differs in kind or number from most hosts."""
     known = [(host.name, host) for host in machine.hosts]
     found = _differing("parts", "processor", {n: h.processor for n, h in known if h.processor})
     for what, counts in (
@@ -86,7 +90,7 @@ def _gpus(host: HostFacts) -> str:
 
 
 def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Odd]:
-    """Those with another value than most; without a majority all of them."""
+    """Return hosts whose value differs from the majority; all hosts if there is no majority."""
     groups: dict[str, list[str]] = defaultdict(list)
     for host, value in values.items():
         groups[value].append(host)
@@ -144,7 +148,7 @@ def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]
 
 
 def _imports(machine: Machine) -> list[Odd]:
-    """Hosts where ``import torch`` mostly waits for files, told by the one that waits most."""
+    """Return hosts where ``import torch`` mostly waits for files, described by the slowest one."""
     waits = {host.name: _waiting(host) for host in machine.hosts}
     slow = {name: wait for name, wait in waits.items() if wait[0] >= WAITING * wait[1]}
     if not slow:
@@ -162,8 +166,11 @@ def _imports(machine: Machine) -> list[Odd]:
 
 
 def _waiting(host: HostFacts) -> tuple[float, float, str]:
-    """Seconds of an import, those of them that a core took, and which it was: the repeated one
-    if that waits already, else the first. Zero: not known, or it took none to speak of."""
+    """Return the seconds and CPU-seconds of an import, and which import it was.
+
+    It is the repeated import if that already waits, else the first. Zero seconds mean unknown, or a
+    negligible time.
+    """
     again, busy = host.import_torch, host.import_torch_busy
     if again is not None and busy is not None and again.median >= WAITING * busy.median > 0:
         return again.median, busy.median, "import torch"

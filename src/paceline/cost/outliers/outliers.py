@@ -1,4 +1,4 @@
-"""What is odd in a machine: the host, the link, the version, the limit that differs or is low."""
+"""Find the outliers of a machine: hosts, links, versions and limits that differ or are too low."""
 
 from ..machine.machine_file import Machine
 from .host_differences import facts
@@ -8,6 +8,6 @@ from .slow_links import links
 
 
 def odd(machine: Machine) -> list[Odd]:
-    """Everything, facts first, then what is slow, the slowest first. Empty: nothing is odd."""
+    """Return all outliers: facts first, then slow hosts and links, the slowest first."""
     speeds = [*hosts(machine), *links(machine)]
     return [*facts(machine), *sorted(speeds, key=lambda one: -one.by)]

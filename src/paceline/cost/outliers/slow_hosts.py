@@ -1,4 +1,4 @@
-"""Which host, or which GPU of one, computes, reads or exchanges slower than its peers."""
+"""Find hosts or GPUs that compute, read or communicate slower than their peers."""
 
 from collections import defaultdict
 
@@ -10,7 +10,10 @@ from .slower_than_peers import Worse, differ, slower
 
 
 def hosts(machine: Machine) -> list[Odd]:
-    """Slower than their peers by more than their spread; of GPUs each is compared with all."""
+    """Return hosts that are slower than their peers by more than the spread.
+
+    Each GPU is compared with all GPUs of its kind.
+    """
     kinds: dict[tuple[str, str, str], list[Named]] = defaultdict(list)
     for named in of_hosts(machine):
         kinds[named.what, named.device.partition(":")[0], named.like].append(named)
@@ -46,7 +49,7 @@ def _one(worse: Worse, members: list[Named]) -> Odd:
 
 
 def _all_of(ones: list[Worse], members: list[Named]) -> Odd:
-    """Every device of a host is slow."""
+    """Report a host all of whose devices are slow."""
     first = ones[0]
     unit, host = first.named.figure.unit, first.named.hosts[0]
     value, peers = told(first.named.figure.median, unit), told(first.peers, unit)
@@ -59,7 +62,7 @@ def _all_of(ones: list[Worse], members: list[Named]) -> Odd:
 
 
 def _two(worse: Worse, members: list[Named]) -> Odd:
-    """Two that differ: nobody can say which of them is as it should be."""
+    """Report two members that differ: it is unknown which of them is the outlier."""
     unit, slow = worse.named.figure.unit, worse.named
     value, peers = told(slow.figure.median, unit), told(worse.peers, unit)
     both = tuple(dict.fromkeys(named.hosts[0] for named in members))

@@ -1,4 +1,4 @@
-"""Which link between two hosts is bad, or which host all of whose links are."""
+"""Find slow links between two hosts, and hosts all of whose links are slow."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -9,11 +9,14 @@ from ..machine.units import listed, told
 from .outlier import Odd
 from .slower_than_peers import APART, SPREADS, Worse, around, behind, slower
 
-_MANY = 0.25  # part of the links: with more slow ones it is the network that has parts
+_MANY = 0.25  # share of the links: if more are slow, the network itself consists of parts
 
 
 def links(machine: Machine) -> list[Odd]:
-    """Hosts first, so that a bad card is not told as many bad links; needs three hosts."""
+    """Return the outliers among the links; needs three hosts.
+
+    Hosts come first, so that a bad network card is not reported as many bad links.
+    """
     found = []
     every = of_links(machine)
     for metric in ("bandwidth", "latency"):
@@ -27,7 +30,7 @@ def links(machine: Machine) -> list[Odd]:
 
 
 def _worst_host(rest: Sequence[Named]) -> tuple[str, Worse] | None:
-    """The host whose best link is worse than what links between other hosts usually are."""
+    """Return the host whose best link is worse than the usual link between other hosts."""
     if len(rest) < 3:
         return None
     of_host: dict[str, list[Named]] = {}
@@ -79,7 +82,7 @@ def _of_link(worse: Worse) -> Odd:
 
 
 def _parts(bad: list[Worse], count: int) -> Odd:
-    """So many are slow that it is how the network is built."""
+    """Report many slow links as one outlier: their number indicates the network's structure."""
     named, peers = bad[0].named, bad[0].peers
     middle = median(worse.named.figure.median for worse in bad)
     value, fast = told(middle, named.figure.unit), told(peers, named.figure.unit)

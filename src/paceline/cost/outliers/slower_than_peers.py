@@ -1,4 +1,4 @@
-"""Which of some figures of one kind are worse than the others, by more than all of them vary."""
+"""Find the figures of one kind that are worse than the others by more than the variation of all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,15 +6,21 @@ from statistics import median
 
 from ..machine.named_figures import Named, usual
 
-_ALONE = 0.05  # relative difference between two pieces of one kind that nobody would call odd
-SPREADS = 4.0  # usual deviations of one repetition, and ...
-APART = 4 * 1.4826  # ... medians of absolute deviations between the peers, that are not odd yet
-_EACH = 64  # members; with more the median with and without one of them is the same
+_ALONE = 0.05  # relative difference between two devices of one kind that is normal
+SPREADS = 4.0  # threshold in usual deviations of one repetition, and ...
+APART = 4 * 1.4826  # ... in median absolute deviations between the peers
+_EACH = 64  # members; with more, leaving one out does not change the median
 
 
 @dataclass(frozen=True)
 class Worse:
-    """One figure that is worse than its peers' median; by: the part of the speed that is lost."""
+    """Figure that is worse than its peers.
+
+    Attributes:
+        named: The figure.
+        peers: Median of the peers.
+        by: Lost share of the speed.
+    """
 
     named: Named
     peers: float
@@ -22,9 +28,12 @@ class Worse:
 
 
 def slower(members: Sequence[Named]) -> list[Worse]:
-    """Those that are worse than the median of their peers by more than their own spread, than the
-    usual one and than the peers differ among each other. Needs three members, to have a median
-    that a single one can't be; of two nobody can say which is odd: see ``differ``."""
+    """Return the members that are worse than the median of their peers.
+
+    The difference must exceed the member's own spread, the usual spread, and the differences among
+    the peers. At least three members are needed, so that the outlier itself can't be the median. Of
+    two members it is unknown which is the outlier: see ``differ``.
+    """
     if len(members) < 3:
         return []
     noise = SPREADS * usual([named.figure for named in members])
@@ -40,7 +49,7 @@ def slower(members: Sequence[Named]) -> list[Worse]:
 
 
 def differ(members: Sequence[Named]) -> Worse | None:
-    """Of two members the worse one, if they differ by more than their spreads."""
+    """Return the worse of two members if they differ by more than their spreads."""
     first, second = members
     if not first.figure.median or not second.figure.median:
         return None
@@ -53,14 +62,16 @@ def differ(members: Sequence[Named]) -> Worse | None:
 
 
 def around(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and the median of the distances from it."""
+    """Return the median, and the median absolute deviation from it."""
     middle = median(values)
     return middle, median(abs(value - middle) for value in values)
 
 
 def behind(named: Named, middle: float) -> Worse | None:
-    """The figure as worse than that by more than its own spread, if it is so and anybody would
-    care."""
+    """Return a figure as worse than ``middle``; None if the difference is irrelevant.
+
+    The difference must exceed the figure's spread and the smallest relevant difference.
+    """
     value = named.figure.median
     slow, fast = (value, middle) if named.more_is_better else (middle, value)
     by = 1 - slow / fast if fast > 0 else 0.0
