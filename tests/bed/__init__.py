@@ -1,4 +1,4 @@
-"""A bed of real hosts, with real ssh, Slurm and MPI, on one machine: what the cluster tests use.
+"""Test cluster of several hosts with ssh, Slurm and MPI, in namespaces of one machine.
 
 The fixtures ``hosts``, ``slurm`` and ``shared_folder`` are in conftest.py.
 """

@@ -1,4 +1,4 @@
-"""Real hosts: host0, where a user logs in, and host1 .. hostN, brought up by hosts.sh."""
+"""Hosts in Linux namespaces: the login host host0 and host1 to hostN, started by hosts.sh."""
 
 import fcntl
 import os
@@ -15,20 +15,20 @@ from . import inside
 from .needs import PRIVATE, hidden
 
 HERE = Path(__file__).parent
-PARENT = Path("/var/tmp")  # seen by all hosts
+PARENT = Path("/var/tmp")  # shared by all hosts
 PREFIX = "paceline-bed-"
-CACHES = "torchinductor_"  # PyTorch's own, made by its import and kept from run to run
+CACHES = "torchinductor_"  # cache folder that importing PyTorch creates and does not remove
 
 
 class Guest(Protocol):
-    """What runs on the hosts for the whole of the tests, as Slurm does."""
+    """A service that runs on the hosts during all tests, such as Slurm."""
 
-    def leave(self) -> None: ...  # end what a test started
-    def heal(self) -> None: ...  # be whole again, after the hosts are
+    def leave(self) -> None: ...  # end the jobs of a test
+    def heal(self) -> None: ...  # repair the service after the hosts are restored
 
 
 class Hosts:
-    """Between tests ``restore`` makes them as new: what a test changed need not be undone."""
+    """The hosts of the test cluster. ``restore`` undoes between tests what a test has changed."""
 
     def __init__(self, number: int = 4) -> None:
         self.names = [f"host{i}" for i in range(number + 1)]
@@ -44,7 +44,7 @@ class Hosts:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the tests; it goes down when they end
+            start_new_session=True,  # Ctrl-C must reach the tests only; they end this process
             pass_fds=[lock],
             env={**os.environ, "SEEN": "\n".join(hidden())},
         )
@@ -62,15 +62,15 @@ class Hosts:
         return "10.77.0.100" if name == "host0" else f"10.77.0.{name.removeprefix('host')}"
 
     def dead_address(self, name: str) -> str:
-        """That of its second network."""
+        """Return the host's address on the second network, which reaches no host."""
         return self.address(name).replace("10.77", "10.78")
 
     def new_folder(self) -> Path:
-        """A folder that all hosts see."""
+        """Create a folder that all hosts share."""
         return Path(tempfile.mkdtemp(dir=self.folder))
 
     def first(self, name: str) -> int:
-        """The machine's number of a host's first process."""
+        """Return the PID, on this machine, of a host's first process."""
         return int((self.root / name / "pid").read_text())
 
     def start(
@@ -81,8 +81,11 @@ class Hosts:
         env: dict[str, str] | None = None,
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """A process in the host, with ``options`` of Popen; stdout and stderr are pipes unless
-        told. It leads a session: ``os.killpg(it.pid, SIGINT)`` is the user's Ctrl-C."""
+        """Start a process in the host, with ``options`` of Popen.
+
+        stdout and stderr are pipes by default. The process leads a session, so that
+        ``os.killpg(process.pid, SIGINT)`` has the effect of Ctrl-C.
+        """
         words = [str(word) for word in command]
         made = inside.start(self.first(name), words, cwd or self.folder, env or {}, **options)
         self._started = [one for one in self._started if one.poll() is None] + [made]
@@ -96,9 +99,9 @@ class Hosts:
         env: dict[str, str] | None = None,
         timeout: float = 120,
         check: bool = True,
-        input: str | None = None,  # noqa: A002 - as subprocess.run has it
+        input: str | None = None,  # noqa: A002 - same name as in subprocess.run
     ) -> subprocess.CompletedProcess[str]:
-        """Run and wait; with ``check`` a failure shows all that was said."""
+        """Run a command in the host and wait; with ``check``, a failure shows the whole output."""
         stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
         process = self.start(name, *command, cwd=cwd, env=env, stdin=stdin)
         try:
@@ -116,16 +119,19 @@ class Hosts:
         return result
 
     def link(self, name: str, up: bool) -> None:
-        """Plug the cable in or pull it: what is sent there then meets silence."""
+        """Connect or disconnect a host's network link; without it, packets are dropped."""
         self._ask(f"link {name} {'up' if up else 'down'}")
 
     def crash(self, name: str) -> None:
-        """All its processes end at once and the others' connections to it break. With its link
-        down before, it is a host that lost power: nobody hears of it."""
+        """End all processes of a host at once; connections to it break.
+
+        If its link was disconnected before, this simulates a power failure: other hosts get no
+        notification.
+        """
         self._ask(f"crash {name}")
 
     def boot(self, name: str) -> None:
-        """Up again after a crash, with an empty /tmp; guests come back with ``restore``."""
+        """Start a host after a crash, with an empty /tmp. ``restore`` restarts the services."""
         self._ask(f"boot {name}")
         self.settle(name)
 
@@ -133,29 +139,34 @@ class Hosts:
         return (self.root / name / "pid").exists()
 
     def second_network(self, *names: str, listed_in: list[str] | None = None) -> None:
-        """Give hosts (all unless named) an interface eth1 that is up, has the address
-        ``dead_address``, and reaches nobody, without a word. In the /etc/hosts of the hosts
-        ``listed_in`` these names then stand for those addresses."""
+        """Give hosts (default: all) a second interface eth1 that drops all packets silently.
+
+        The interface is up and has the address ``dead_address``. In /etc/hosts of the hosts
+        ``listed_in``, the names refer to these addresses.
+        """
         for name in names or self.names:
             self._ask(f"second {name} on")
             for reader in listed_in or []:
                 path = self.root / reader / "hosts"
                 text = path.read_text()
-                path.write_text(  # in place: the file is mounted
+                path.write_text(  # not replaced, because the file itself is mounted
                     text.replace(
                         f"{self.address(name)} {name}\n", f"{self.dead_address(name)} {name}\n"
                     )
                 )
 
     def one_network(self) -> None:
-        """Take the second network away again."""
+        """Remove the second network."""
         for name in self.names:
             self._ask(f"second {name} off")
             self._write_back(self.root / name / "hosts")
 
     def left_over(self, seconds: float = 2.0) -> list[str]:
-        """What a test left: processes in any host and files in its /tmp, /dev/shm and /run. Some
-        need a moment to end: it is looked again until nothing is there or time is up."""
+        """Return what a test left: processes in any host, and files in /tmp, /dev/shm and /run.
+
+        Some processes need a moment to end: the check is repeated for up to ``seconds`` until
+        nothing is left.
+        """
         deadline = time.monotonic() + seconds
         while True:
             running, files = self._new()
@@ -166,7 +177,7 @@ class Hosts:
             time.sleep(0.05)
 
     def settle(self, *names: str) -> None:
-        """What runs and lies in these hosts (all unless named) now belongs there."""
+        """Exclude the present processes and files of hosts (default: all) from leftovers."""
         names = names or tuple(self.names)
         firsts = {name: self.first(name) for name in names}
         if set(names) == set(self.names):
@@ -176,7 +187,7 @@ class Hosts:
         self._lying |= self._files_in(firsts)
 
     def restore(self) -> None:
-        """As new: all up, linked, on one network, with nothing left of a test."""
+        """Restore the initial state: all hosts up, linked, on one network, without leftovers."""
         for guest in self.guests:
             guest.leave()
         for name in self.names:
@@ -211,7 +222,7 @@ class Hosts:
         return new, self._files_in(firsts) - self._lying
 
     def _files_in(self, firsts: dict[str, int]) -> set[tuple[str, str]]:
-        """The uppermost only: a new folder stands for all that is in it."""
+        """Return top-level entries only: a new folder represents its contents."""
         found = set()
         for name, first in firsts.items():
             for folder in PRIVATE:
@@ -233,7 +244,8 @@ class Hosts:
         self._answer(line)
 
     def _answer(self, line: str) -> None:
-        # A host that crashes is gone once its processes are; those started here are ours to reap.
+        # A crash is complete when the host's processes are gone; those that are children of this
+        # process must be reaped here.
         while not select.select([self._keeper.stdout], [], [], 0.05)[0]:
             for process in self._started:
                 process.poll()
@@ -244,8 +256,11 @@ class Hosts:
 
 
 def _new_folder() -> tuple[Path, int]:
-    """A folder and the lock on it, which its hosts hold as long as they live. Folders that
-    nobody holds are removed: they are of runs that were killed with their keeper."""
+    """Create a folder; return it and the file descriptor of its lock.
+
+    The hosts hold the lock as long as they run. Folders whose lock is not held are removed: they
+    are left over from runs that were killed together with the process that keeps the hosts.
+    """
     gate = os.open(PARENT, os.O_RDONLY)
     try:
         fcntl.flock(gate, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Processes inside a host: starting them there, and finding which are there."""
+"""Start and list processes inside a host."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def environment(**more: str) -> dict[str, str]:
-    """As ``ranks.environment()``, without what a scheduler around the tests may have set."""
+    """Return ``ranks.environment()`` without variables of a scheduler that runs the tests."""
     kept = ranks.environment().items()
     return {n: v for n, v in kept if not n.startswith(_LAUNCHERS)} | more
 
@@ -23,8 +23,11 @@ def environment(**more: str) -> dict[str, str]:
 def start(
     first: int, command: list[str], cwd: Path, env: dict[str, str], **options: Any
 ) -> subprocess.Popen[str]:
-    """A process in the host of process ``first``. It is this process's own child (nsenter would
-    put itself in between, and keep the signals), in a session of its own."""
+    """Start a process in the host whose first process is ``first``.
+
+    It is a direct child of this process and leads a new session: ``nsenter`` with a PID namespace
+    would fork and would not forward signals.
+    """
     enter = ["nsenter", "-t", str(first), "-m", "-u", "-i", "-n", "--", "env", "-C", str(cwd)]
     with _children_born_in(first):
         return subprocess.Popen(
@@ -60,8 +63,10 @@ def _set_namespace(path: str) -> None:
 
 
 def processes(firsts: dict[str, int]) -> dict[tuple[str, int, str], str]:
-    """What runs in the hosts: (host, process, its start) and the command line. ``firsts``: the
-    first process of each host."""
+    """Return the processes in the hosts: (host, PID, start time) and the command line.
+
+    ``firsts`` maps each host to the PID of its first process.
+    """
     spaces = {_link(first): name for name, first in firsts.items()}
     found = {}
     for entry in Path("/proc").iterdir():

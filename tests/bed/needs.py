@@ -1,4 +1,4 @@
-"""What of this machine the bed needs and does not find, in words."""
+"""Requirements of the test cluster that this machine lacks, as text."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .mpi import MPIEXEC, MPIRUN
 
-PRIVATE = ("/tmp", "/dev/shm", "/run")  # each host has its own
+PRIVATE = ("/tmp", "/dev/shm", "/run")  # separate on each host
 
 _HOSTS = {
     "openssh-server": ["sshd"],
@@ -40,8 +40,7 @@ def _missing_hosts() -> tuple[str, ...]:
 
 
 def hidden() -> list[str]:
-    """The checkout and its virtual environment, where they lie in what each host has of its
-    own."""
+    """Return the checkout and its virtual environment if they are below a PRIVATE folder."""
     checkout, environment = Path(__file__).resolve().parents[2], Path(sys.prefix).resolve()
     found = [checkout] if environment.is_relative_to(checkout) else [checkout, environment]
     return [str(p) for p in found if any(p.is_relative_to(folder) for folder in PRIVATE)]

@@ -1,6 +1,6 @@
-"""A real Slurm over the hosts: its controller on host0, where users submit, a node on each other.
+"""Slurm on the test cluster: the controller and login on host0, a node on each other host.
 
-Each node has 2 CPUs, bound by task/affinity, and 2 GPUs that no job gets without asking.
+Each node has 2 CPUs, bound by task/affinity, and 2 GPUs that a job gets only on request.
 """
 
 import re
@@ -32,7 +32,7 @@ class Slurm:
         env: dict[str, str] | None = None,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """``hosts.run`` for a user of Slurm, with its options."""
+        """Run a command with Slurm's environment variables. options: those of ``hosts.run``."""
         return self.hosts.run(host, *command, env=self.variables | (env or {}), **options)
 
     def start(
@@ -45,8 +45,10 @@ class Slurm:
         return self.hosts.start(host, *command, env=self.variables | (env or {}), **options)
 
     def batch(self, text: str, *options: object, **more: Any) -> str:
-        """Submit a script with sbatch's ``options``; the job's number. It writes what it says
-        into slurm-NUMBER.out in ``cwd``, the shared folder unless told."""
+        """Submit a script with ``options`` of sbatch; return the job ID.
+
+        The output is in slurm-ID.out in ``cwd``, by default the shared folder.
+        """
         return self.run("sbatch", "--parsable", *options, input=text, **more).stdout.strip()
 
     def state(self, job: str) -> str:
@@ -54,11 +56,14 @@ class Slurm:
         return re.findall(r"JobState=(\w+)", said)[-1]
 
     def wait(self, job: str, seconds: float = 60) -> str:
-        """The state in which the job ended: COMPLETED, FAILED, CANCELLED, TIMEOUT ..."""
+        """Wait for a job; return its final state: COMPLETED, FAILED, CANCELLED, TIMEOUT ..."""
         return self.wait_while(job, _GOING, seconds)
 
     def wait_while(self, job: str, states: tuple[str, ...], seconds: float = 60) -> str:
-        """The first state that is none of these: with ("PENDING",) it waits for the start."""
+        """Wait while a job is in one of these states; return the next state.
+
+        With ("PENDING",), wait for the job's start.
+        """
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) in states:
             if time.monotonic() > deadline:
@@ -67,7 +72,7 @@ class Slurm:
         return state
 
     def _told(self, job: str) -> str:
-        """What Slurm and the job say, and what runs: where a job hangs, this is all one has."""
+        """Return Slurm's information, the output and the processes, to debug a job that hangs."""
         told = self.run("scontrol", "show", "job", job).stdout
         file = re.search(r"StdOut=(.+)", told)
         if file and Path(file[1]).exists():
@@ -81,13 +86,18 @@ class Slurm:
         self.run("scancel", *options, job)
 
     def pbs(self, on: bool = True) -> None:
-        """Whether jobs get PBS's variables beside Slurm's, as sites with slurm-wlm-torque can
-        have it. qsub and qstat work without, too."""
+        """Set whether jobs also get PBS variables, as sites with slurm-wlm-torque may configure.
+
+        qsub and qstat work without these variables, too.
+        """
         (self.folder / "plugstack.conf").write_text("optional spank_pbs.so\n" if on else "")
 
     def left_over(self, seconds: float = 2.0) -> list[str]:
-        """As ``hosts.left_over``, then jobs that are not over. salloc ends before all nodes have
-        told Slurm that they are done: a job that is COMPLETING has time for it."""
+        """Return the unfinished jobs, and ``hosts.left_over``.
+
+        salloc ends before all nodes have reported to Slurm that they are done; therefore the check
+        waits for jobs that are COMPLETING.
+        """
         left = self.hosts.left_over(seconds)
         deadline = time.monotonic() + 10
         while (jobs := self._jobs()) and set(jobs.values()) == {"COMPLETING"}:
@@ -100,12 +110,12 @@ class Slurm:
         if not self.hosts.up("host0") or not (jobs := self._jobs()):
             return
         self.run("scancel", *jobs, check=False)
-        deadline = time.monotonic() + 5  # what lasts longer is killed with all that is new
+        deadline = time.monotonic() + 5  # Hosts.restore kills the processes of remaining jobs
         while self._jobs() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def heal(self) -> None:
-        """After hosts crashed or were cut off: daemons and nodes as they were."""
+        """Restart daemons and resume nodes after hosts crashed or were disconnected."""
         self.pbs(False)
         asleep = {name for name in self.nodes if not self._has_daemon(name)}
         for name in asleep:
@@ -121,7 +131,7 @@ class Slurm:
             time.sleep(0.2)
 
     def _jobs(self) -> dict[str, str]:
-        """The state of each job that is not over."""
+        """Return the state of each unfinished job."""
         lines = self.run("squeue", "-h", "-o", "%i %T").stdout.splitlines()
         return dict(line.split() for line in lines)
 
@@ -131,7 +141,7 @@ class Slurm:
 
     def _has_daemon(self, name: str) -> bool:
         first = self.hosts.first(name)
-        pid = self.folder / "run" / f"slurmd.{name}.pid"  # as the host itself counts
+        pid = self.folder / "run" / f"slurmd.{name}.pid"  # PID in the host's namespace
         if not pid.exists():
             return False
         comm = Path(f"/proc/{first}/root/proc/{pid.read_text().strip()}/comm")

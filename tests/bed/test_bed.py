@@ -1,4 +1,4 @@
-"""The bed itself: hosts that are apart, ssh, Slurm and MPI between them, and what is left there."""
+"""Tests of the test cluster: separate hosts, ssh, Slurm, MPI, and the detection of leftovers."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
-"""Scripts whose ranks exchange, in one host or on several."""
+"""Scripts whose ranks call collectives, on one host or on several."""
 
-# Every rank knows what all ranks have, and so what each collective gives.
+# Every rank can compute the tensors of all ranks, and therefore the result of each collective.
 ANY = """
     import random, sys
     import torch, torch.distributed as dist

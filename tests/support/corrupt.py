@@ -1,4 +1,4 @@
-"""Random damage to a packed set, and whether it was noticed."""
+"""Random damage to a packed dataset, and its detection."""
 
 import random
 import shutil
@@ -9,7 +9,7 @@ from paceline.data.verify import verify
 
 
 def damaged(whole: Path, copy: Path, draw: random.Random) -> str:
-    """A copy of a set with one thing wrong with one of its files; what it is."""
+    """Copy a dataset, damage one of its files and return a description of the damage."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(whole, copy)
     path = draw.choice(sorted(copy.iterdir()))
@@ -39,7 +39,7 @@ def damaged(whole: Path, copy: Path, draw: random.Random) -> str:
 
 
 def noticed(folder: Path) -> list[DataError]:
-    """What is said of it; nothing else may be raised."""
+    """Return the errors of a damaged dataset; any exception other than DataError is raised."""
     try:
         return verify(folder, workers=1)
     except DataError as error:

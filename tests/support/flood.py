@@ -22,8 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# In the place of srun or mpirun: strangers know the port before agents do, and have their
-# time.
+# Replacement for srun or mpirun: unauthorized clients know the port before the agents do, and have
+# enough time to connect.
 ANNOUNCED = """#!/bin/sh
 case "$*" in *--connect*)
     printf '%s\\n' "$*" > where.part
@@ -33,9 +33,9 @@ case "$*" in *--connect*)
 esac
 exec {program} "$@"
 """
-SWEEP_S = 0.25  # between two looks which idle connections were closed
-PIECE = 100  # garbage connections between two looks at everything else
-KEPT = 200  # of them; the oldest is closed first
+SWEEP_S = 0.25  # interval between checks for closed idle connections
+PIECE = 100  # garbage connections opened between these checks
+KEPT = 200  # maximum number of open garbage connections; the oldest is closed first
 
 
 def main() -> None:
@@ -54,8 +54,11 @@ def main() -> None:
 
 
 def announced(folder: Path, program: str) -> dict[str, str]:
-    """Variables with which ``program``, of /usr/bin, writes its words into ``where`` in the working
-    directory and waits for ``go`` to be there; then it writes the time into ``released``."""
+    """Return environment variables that replace ``program`` of /usr/bin by a script.
+
+    The script writes its arguments into the file ``where`` in the working directory, waits for the
+    file ``go``, writes the time into ``released`` and runs the program.
+    """
     path = folder / "bin" / program
     path.parent.mkdir(exist_ok=True)
     path.write_text(ANNOUNCED.format(program=f"/usr/bin/{program}"))
@@ -67,7 +70,10 @@ def announced(folder: Path, program: str) -> dict[str, str]:
 def running(
     folder: Path, address: str, port: int, idle: int = 1000, garbage: int = 0
 ) -> Iterator[None]:
-    """Strangers in another process, whose first connections are open. folder: for a file."""
+    """Run the flood in another process, after its first connections are open.
+
+    ``folder`` is for a temporary file.
+    """
     ready = folder / f"ready-{port}"
     words = [address, port, "--idle", idle, "--garbage", garbage, "--ready", ready]
     with subprocess.Popen([sys.executable, __file__, *map(str, words)]) as process:
@@ -83,7 +89,7 @@ def running(
 
 
 def found_in(path: Path) -> tuple[str, int]:
-    """The first address after ``--connect``."""
+    """Wait for the file; return the first address and port after ``--connect``."""
     while not path.exists():
         time.sleep(0.01)
     words = path.read_text().split()
@@ -121,7 +127,7 @@ def connected(target: tuple[str, int]) -> socket.socket:
 
 
 def still_open(connections: list[socket.socket]) -> list[socket.socket]:
-    """Those that the other side has not closed; what it says is thrown away."""
+    """Return the connections that the other side has not closed; received data is discarded."""
     poll = select.poll()
     by_fd = {one.fileno(): one for one in connections}
     for fd in by_fd:

@@ -1,4 +1,4 @@
-"""Packed sets as somebody with bad intentions makes them: every checksum is right."""
+"""Malicious packed datasets: all their checksums are valid."""
 
 import json
 from pathlib import Path
@@ -9,19 +9,19 @@ from paceline.data.format.shard_format import INDEX_FILE, META_FILE, ROW_STRUCT,
 
 
 def sealed(tree: dict) -> bytes:
-    """paceline.json of a tree, with the right checksum."""
+    """Return the contents of paceline.json for these values, with a valid checksum."""
     text = json.dumps(tree | {"checksum": "........"}).encode()
     return text.replace(b"........", f"{crc32c(text):08x}".encode(), 1)
 
 
 def resealed(folder: Path, **changes: object) -> None:
-    """Change values of paceline.json."""
+    """Change values in paceline.json and update its checksum."""
     tree = json.loads((folder / META_FILE).read_bytes())
     (folder / META_FILE).write_bytes(sealed(tree | changes))
 
 
 def sample_replaced(folder: Path, i: int, data: bytes, shape, dtype="uint8", encoding=0, **meta):
-    """Give sample ``i`` other bytes, at the end of the first shard, and the row that is said."""
+    """Append new bytes for sample ``i`` to the first shard, and give it a row with these values."""
     tree = json.loads((folder / META_FILE).read_bytes())
     shard = folder / tree["shards"][0]["file"]
     whole = shard.read_bytes()

@@ -5,10 +5,11 @@ from pathlib import Path
 
 
 def modules_imported(path: Path, source: Path) -> set[tuple[str, ...]]:
-    """Return the modules of paceline that a file imports, inside its functions too.
+    """Return the modules of paceline that a file imports, also inside its functions.
 
-    Each is a tuple of the parts of its name below the package ``source``: ("record", "ring",
-    "states"). The last part may be a name inside a module."""
+    Each module is a tuple of the parts of its name below the package ``source``, such as
+    ("record", "ring", "states"). The last part may be a name inside a module.
+    """
     package = ["paceline", *path.relative_to(source).with_suffix("").parts][:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):

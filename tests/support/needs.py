@@ -1,4 +1,4 @@
-"""What a test needs of the machine."""
+"""Requirements of tests on the machine."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def need(missing: list[str], hint: str = "make test-packages, and run as root") -> None:
-    """Skip a test that this machine cannot run; fail it where none may be skipped."""
+    """Skip a test whose requirements are missing; fail it if PACELINE_ALL_TESTS=required."""
     if missing:
         text = f"this test needs {', '.join(missing)}. HINT: {hint}"
         if os.environ.get("PACELINE_ALL_TESTS") == "required":

@@ -1,5 +1,8 @@
-"""Pages as tests open them in Chromium: nothing may be asked for, said or wrong in one, and its
-figures are compared with those of --json."""
+"""Report pages opened in Chromium.
+
+A page must make no requests and cause no console messages, errors or dialogs. Its figures are
+compared with those of --json.
+"""
 
 import contextlib
 
@@ -9,7 +12,7 @@ UNITS = {"%": 0.01, "s": 1, "ms": 1e-3, "µs": 1e-6, "min": 60, "h": 3600}
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.ours=1</script>\"'&{{7*7}}"
 
-# What can't be read: text and ground are too near to each other (WCAG AA).
+# Elements whose contrast between text and background is too low (WCAG AA: 4.5).
 CONTRAST = """() => {
   const parse = (c) => c.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
@@ -28,7 +31,11 @@ CONTRAST = """() => {
 
 
 class Opening:
-    """Opens pages; ``troubles``: every request, error, warning and dialog of theirs."""
+    """Opener of pages.
+
+    Attributes:
+        troubles: Every request, console message, error and dialog of the pages.
+    """
 
     def __init__(self, browser):
         self.browser, self.troubles, self.contexts = browser, [], []
@@ -56,7 +63,7 @@ class Opening:
 
 @contextlib.contextmanager
 def watched(browser):
-    """An Opening, closed in the end; fails where one of its pages had troubles."""
+    """Yield an Opening, close its pages at the end and fail if one of them had troubles."""
     opening = Opening(browser)
     try:
         yield opening
@@ -67,7 +74,7 @@ def watched(browser):
 
 
 def drawn(page, name):
-    """A chart's traces, as plotly holds them, once it is drawn."""
+    """Wait until a chart is drawn and return its plotly traces."""
     plot = page.locator(f"[data-chart={name}]")
     plot.scroll_into_view_if_needed()
     page.wait_for_selector(f"[data-chart={name}] .main-svg")
@@ -80,7 +87,7 @@ def drawn(page, name):
 
 
 def number(text):
-    """What a displayed figure says, as half of its last digit's worth allows."""
+    """Return the value of a displayed figure, with a tolerance of half its last digit."""
     value, _, unit = text.strip().replace(",", "").partition(" ")
     last = 10.0 ** -len(value.partition(".")[2]) if "e" not in value else abs(float(value)) / 10
     one = UNITS.get(unit, 1)
@@ -94,12 +101,12 @@ def at(data, path):
 
 
 def agree(page, data):
-    """Every figure on the page is that of the JSON; how many there are."""
+    """Assert that every figure on the page equals that of the JSON; return their number."""
     shown = page.eval_on_selector_all(
         "[data-figure]", "all => all.map(one => [one.dataset.figure, one.textContent.trim()])"
     )
     for path, text in shown:
-        # mean.*: of the ranks' states; a/b: a ratio of two figures.
+        # mean.*: the mean of a state's share over the ranks; a/b: the ratio of two figures.
         if path.startswith("mean."):
             shares = [rank[path[5:]] for rank in data["states"]]
             wanted = sum(shares) / len(shares)

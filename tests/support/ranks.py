@@ -1,4 +1,4 @@
-"""The one helper that starts ranks: a real script, under a real launcher, in a real folder."""
+"""Helpers that start ranks: a script, run by a launcher in a temporary folder."""
 
 import fcntl
 import os
@@ -15,14 +15,17 @@ PACELINE = str(BIN / "paceline")
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> Path:
-    """A script of the user's, dedented."""
+    """Write a user script, dedented, and return its path."""
     path = folder / name
     path.write_text(textwrap.dedent(text))
     return path
 
 
 def command(script: Path, *args: object, ranks: int = 2, launcher: str = "paceline") -> list[str]:
-    """``launcher``: "paceline" with any options of run after it, "torchrun", or "python"."""
+    """Return the command that starts a script on ranks.
+
+    ``launcher`` is "paceline", optionally followed by options of run, "torchrun", or "python".
+    """
     name, *options = launcher.split()
     start = {
         "paceline": [PACELINE, "run", "-n", str(ranks), *options],
@@ -33,7 +36,7 @@ def command(script: Path, *args: object, ranks: int = 2, launcher: str = "paceli
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without what an outer launcher or terminal may have set."""
+    """Return environment variables without those of an outer launcher or terminal."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR")
     kept = {n: v for n, v in os.environ.items() if n not in names and not n.startswith("PACELINE")}
     return {"OMP_NUM_THREADS": "1", **kept, **more}
@@ -48,7 +51,7 @@ def run(
     check: bool = True,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script on ranks and wait; with ``check`` a failure shows all that was said."""
+    """Run a script on ranks and wait; with ``check``, a failure shows the whole output."""
     result = subprocess.run(
         command(script, *args, ranks=ranks, launcher=launcher),
         capture_output=True,
@@ -64,12 +67,12 @@ def run(
 
 
 def untagged(text: str) -> set[str]:
-    """The different lines of a job's output, whichever ranks they are from."""
+    """Return the distinct lines of a job's output, without the tags of ranks."""
     return {re.sub(r"^\[[\d,-]+\] ", "", line) for line in text.splitlines()}
 
 
 def alive(marker: str) -> list[str]:
-    """Command lines of running processes that contain ``marker``."""
+    """Return command lines of running processes that contain ``marker``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -84,7 +87,7 @@ def alive(marker: str) -> list[str]:
 
 
 def family(pid: int) -> list[int]:
-    """The process and all below it, the lowest last."""
+    """Return a process and all its descendants; children come after their parents."""
     found = [pid]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -98,7 +101,7 @@ def family(pid: int) -> list[int]:
 
 
 def wait_until(condition, seconds: float = 20.0) -> None:
-    """Wait for a condition, not for a time."""
+    """Wait until a condition is true; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -107,7 +110,7 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 
 def in_memory() -> set[str]:
-    """Paceline's files in /dev/shm that no running job holds the lock of."""
+    """Return Paceline's files in /dev/shm whose lock no running job holds."""
     found = set()
     for path in Path("/dev/shm").glob("paceline-*"):
         try:
@@ -129,8 +132,7 @@ def free_port() -> int:
 
 
 def run_by_hand(script: Path, record: Path, prefixes: list[list[str]]) -> None:
-    """One recorded rank for each prefix of its command, without any launcher: what a cluster's
-    own tools would start."""
+    """Start one recorded rank per command prefix without a launcher, as a cluster's tools do."""
     port, size = free_port(), len(prefixes)
     started = []
     for rank, prefix in enumerate(prefixes):

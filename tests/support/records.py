@@ -1,4 +1,4 @@
-"""Hand-made records with known answers; times in milliseconds."""
+"""Synthetic records with known results; times are in milliseconds."""
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import Run
@@ -10,7 +10,10 @@ MS = 1_000_000
 
 
 class Rank:
-    """One rank's record. groups: name -> (size, this rank's number in it)."""
+    """The record of one rank.
+
+    ``groups`` maps the name of a process group to its size and this rank's number in it.
+    """
 
     def __init__(self, folder, rank, size, host="host", groups=None, **meta):
         known = {"rank": rank, "size": size, "host": host, "started_ns": 0, **meta}
@@ -47,12 +50,12 @@ class Rank:
 
 
 def report_of(ranks, **options):
-    """The report of hand-made ranks."""
+    """Return the report of synthetic ranks."""
     return analyse(Run("test", [rank.record() for rank in ranks], missing=[]), **options)
 
 
 def made(folder, size=2, steps=40, compute=20.0, run="a", host="node", **meta):
-    """A run's folder: ``size`` ranks; the last of them computes 10 ms longer."""
+    """Write a run of ``size`` ranks, the last of which computes 10 ms longer in each step."""
     folder.mkdir(parents=True)
     for i in range(size):
         rank = Rank(folder, i, size, host=f"{host}{i // 2}", clock="one", run=run, **meta)

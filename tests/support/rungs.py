@@ -1,8 +1,8 @@
-"""Rungs of a ladder, made by hand."""
+"""Synthetic results of the rungs of a ladder."""
 
 from paceline.analyze.diagnosis.ladder import RungResult
 
-STEP = 0.1  # s, with everything
+STEP = 0.1  # seconds of a step with all parts
 USED = {
     "seconds": 1.0,
     "thread": 0.97,
@@ -15,8 +15,11 @@ USED |= {"children": 0.0, "faults": 100.0, "host": 1.0, "squeezed": 0.0}
 
 
 def climbs(step=STEP, ranks=2, slow=1.0, batch=10, **used):
-    """Three rounds of a rung. slow: by how much rank 1 takes longer than rank 0. batch: of a
-    rank."""
+    """Return the results of three rounds of a rung.
+
+    ``slow`` is the factor by which rank 1 takes longer than rank 0, ``batch`` the batch size of a
+    rank.
+    """
     return [
         RungResult(
             together=ranks * batch / step,

@@ -1,4 +1,4 @@
-"""Small sources to pack, made by seed."""
+"""Small sources to pack, generated from a seed."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def images(folder: Path, count: int = 30, size: tuple[int, int] = (20, 24), seed: int = 0) -> Path:
-    """Class folders of JPEGs, and a PNG among each ten; (height, width) as given."""
+    """Write class folders of JPEG files; every tenth file is a PNG. size: (height, width)."""
     draw = np.random.default_rng(seed)
     for k in range(count):
         path = folder / CLASSES[k % 3] / f"{k:04}{'.png' if k % 10 == 9 else '.jpg'}"
@@ -20,12 +20,12 @@ def images(folder: Path, count: int = 30, size: tuple[int, int] = (20, 24), seed
 
 
 def arrays(count: int = 50, shape: tuple[int, ...] = (3, 4), dtype: str = "float32", seed: int = 0):
-    """(x, y): of samples that tell which they are, and their classes."""
+    """Return samples and their classes. The first value of each sample is its index."""
     x = np.random.default_rng(seed).normal(size=(count, *shape)).astype(dtype)
     x.reshape(count, -1)[:, 0] = np.arange(count)
     return x, np.arange(count) % 7
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a packed set but the one that has a date in it."""
+    """Return all files of a packed dataset except paceline.json, which contains a date."""
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "paceline.json"}

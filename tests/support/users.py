@@ -1,8 +1,8 @@
-"""Unprivileged users of this machine, whose accounts are known to the commands that run as them.
+"""Unprivileged users, and commands that run as one of them. Needs root.
 
-Commands run as one of them, with the Python and the source of the tests, also where these lie
-below a folder that is closed to others (/root): a mount namespace of the command's own opens the
-way to them, and to nothing else. Needs root.
+Commands run with the Python and the source of the tests. These may be below a folder that other
+users can't access (/root): each command has a separate mount namespace in which only they are
+accessible, and in which the users have accounts.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from needs import need
 import paceline
 
 VICTIM, ATTACKER, MEMBER = 54321, 54322, 54331
-GROUP = 54400  # of the victim and the other member
+GROUP = 54400  # VICTIM and MEMBER are members
 
 
 def missing() -> list[str]:
-    """What the machine lacks for commands of other users."""
+    """Return what this machine lacks to run commands as other users."""
     tools = [tool for tool in ("unshare", "setpriv") if shutil.which(tool) is None]
     return ["root"] * (os.geteuid() != 0) + tools
 
 
 def command(user: int, words: Sequence[object], groups: Sequence[int] = ()) -> list[str]:
-    """The words that run ``words`` as ``user``. groups: IDs of more groups that he is in."""
+    """Return the command that runs ``words`` as ``user``. groups: IDs of additional groups."""
     need(missing())
     also = f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups"
     drop = ["setpriv", f"--reuid={user}", f"--regid={user}", also, "--inh-caps=-all"]
@@ -37,26 +37,26 @@ def command(user: int, words: Sequence[object], groups: Sequence[int] = ()) -> l
 
 
 def run(user: int, *words: object, groups: Sequence[int] = (), **more: object):
-    """Run a command to its end; its output as text."""
+    """Run a command as a user and wait; output is captured as text."""
     options = {"capture_output": True, "text": True, "timeout": 120, "env": _environment(user)}
     return subprocess.run(command(user, words, groups), **(options | more))
 
 
 def start(user: int, *words: object, groups: Sequence[int] = (), **more: object):
-    """Start a command."""
+    """Start a command as a user."""
     options = {"stdout": -1, "stderr": -1, "text": True, "env": _environment(user)}
     return subprocess.Popen(command(user, words, groups), **(options | more))
 
 
 def python(user: int, code: str, *args: object, **more: object):
-    """Run Python code, which has to succeed; its output."""
+    """Run Python code as a user; return its output. The code must succeed."""
     done = run(user, sys.executable, "-c", code, *args, **more)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def folder(path: Path, user: int, mode: int = 0o700, group: int | None = None) -> Path:
-    """Make a folder of a user's."""
+    """Create a folder owned by a user."""
     path.mkdir(parents=True, exist_ok=True)
     os.chown(path, user, user if group is None else group)
     path.chmod(mode)
@@ -69,7 +69,7 @@ def _environment(user: int) -> dict[str, str]:
 
 
 def _opened() -> str:
-    """Shell lines that open the way to this Python and this source for everybody."""
+    """Return shell lines that make this Python and this source accessible to all users."""
     needed = {Path(paceline.__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix)}
     needed |= {Path(__file__).parents[1]}
     by_gate: dict[Path, set[Path]] = {}
@@ -89,7 +89,7 @@ def _opened() -> str:
 
 
 def _accounts() -> list[str]:
-    """Shell lines that make the users known, in the command's own view of /etc."""
+    """Return shell lines that add the users' accounts to /etc in the command's namespace."""
     members = ",".join(f"user{user}" for user in (VICTIM, MEMBER))
     people = [f"user{user}:x:{user}:{user}::/:/bin/sh" for user in (VICTIM, ATTACKER, MEMBER)]
     lines = []
