@@ -99,9 +99,9 @@ def bucket(e: Evidence, cause: Cause) -> Saving | None:
 def over_memory(e: Evidence, cause: Cause) -> Saving | None:
     """Propose Paceline's exchange on CPUs, if the job does not use it yet.
 
-    Between nodes it sends fewer bytes over the network. In a ring of N ranks that crosses nodes h
-    times, each of H nodes sends h / H times 2 (N - 1) / N of a vector. Paceline's exchange sends
-    2 (H - 1) / H of a vector once for all ranks of a node.
+    Between nodes it sends fewer bytes over the network. In a ring of N ranks that crosses node
+    boundaries h times, each of H nodes sends h / H times 2 (N - 1) / N of a vector. Paceline's
+    exchange sends 2 (H - 1) / H of a vector once for all ranks of a node.
     """
     if e.first_facts.get("gpu") or e.first_facts.get("exchange") == "paceline":
         return None
@@ -182,7 +182,7 @@ def threads(e: Evidence, cause: Cause) -> Saving | None:
 def unbound(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving without the script's own CPU binding.
 
-    Only if the script itself has narrowed the set of cores that its launcher assigned.
+    It applies only if the script itself has narrowed the set of cores that its launcher assigned.
     """
     narrowed = any(one.get("mask") != one.get("mask_at_start") for one in e.facts)
     return whole(LADDER)(e, cause) if narrowed else None
@@ -209,7 +209,7 @@ def narrow(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def compiling(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose to compile the model, if DDP wraps it: the model that DDP wraps is compiled."""
+    """Propose to compile the model, if the script wraps it in DDP: it is compiled at that point."""
     return Saving(True, None, TRIED) if "ddp" in e.first_facts else None
 
 

@@ -16,7 +16,7 @@ from ..security.error_reason import reason_of
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import parse_json
 
-MAX_BYTES = 16 << 20  # some 50,000 lines
+MAX_BYTES = 16 << 20  # about 50,000 lines
 ENOUGH = 3  # minimum number of pairs for an error estimate of one kind
 
 

@@ -99,7 +99,7 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
     cpu_s = t.cpu_s + (again - 1) * t.decode_s + (again * t.stored_s if stored else 0.0)
     wait_s = t.wait_s if stored and not t.blocks and t.wait_s is not None else 0.0
     found = {"processor": t.cores / cpu_s}
-    if t.kind == "store":  # its library reads for one thread at a time
+    if t.kind == "store":  # the library of the store reads for one thread at a time
         found["interpreter"] = ranks / (_longest(t, ranks, cpu_s) + wait_s)
     else:
         found["threads"] = ranks * threads / (cpu_s + wait_s)
@@ -192,7 +192,7 @@ def _storage(t: Terms, now: Rate) -> list[Remedy]:
     found = []
     if t.kind != "packed":
         packed = replace(t, blocks=True, kind="packed")
-        if t.kind == "store":  # as arrays
+        if t.kind == "store":  # packed as arrays, which need no decoding
             alone = t.alone * t.cpu_s / max(t.cpu_s - t.decode_s, 1e-9)
             packed = replace(packed, decode_s=0.0, alone=alone, chunk=1, bytes=t.decoded)
         said = "paceline pack, and shuffle='blocks': large reads instead of a sample at a time"
@@ -238,7 +238,7 @@ def _faster(t: Terms, less_s: float) -> Terms:
 
 
 def hosts(t: Terms, ranks: int, threads: int) -> int | None:
-    """Return from how many such nodes on the shared storage is the limit.
+    """Return the smallest number of such nodes for which the shared storage is the limit.
 
     All nodes share one storage system. Return None if it never becomes the limit, or already is
     with one node.

@@ -65,7 +65,7 @@ def remedies(
         if known.get(name) != remedy.value
     ]
     best: dict[str, Remedy] = {}
-    for remedy in found:  # one knob may answer several causes
+    for remedy in found:  # one knob may address several causes
         other = best.get(remedy.knob)
         if other is None or _most(remedy) > _most(other):
             best[remedy.knob] = remedy

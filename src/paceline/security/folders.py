@@ -222,7 +222,7 @@ class Folder:
         if status is None:
             return
         if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(name, dir_fd=self.fd)  # by descriptors, without following links
+            shutil.rmtree(name, dir_fd=self.fd)  # works on descriptors and does not follow links
         else:
             os.unlink(name, dir_fd=self.fd)
 

@@ -164,7 +164,7 @@ class HostFacts:
     """
 
     name: str
-    processor: str = ""  # as lscpu names it
+    processor: str = ""  # name reported by lscpu
     sockets: int | None = None
     cores: int | None = None
     threads: int | None = None  # hardware threads
@@ -240,7 +240,7 @@ class Collective:
     hosts: tuple[str, ...]
     backend: str = ""  # "gloo", "nccl"
     device: str = "cpu"
-    latency: Figure | None = field(default=None, metadata=_SECONDS)  # of the smallest vector
+    latency: Figure | None = field(default=None, metadata=_SECONDS)  # time of the smallest vector
     sizes: tuple[AtSize, ...] = ()
 
     def busbw(self, size: AtSize) -> Figure | None:
