@@ -1,15 +1,16 @@
-"""What the benchmarks share: options, launching a command, statistics, and the JSON.
+"""Common code of the benchmarks: options, running a command, statistics, and the JSON output.
 
 Every benchmark writes one JSON object:
 
-    benchmark, date    which one, and when (UTC)
+    benchmark, date    name of the benchmark, and time (UTC)
     machine            cores, cpu, platform, python, torch, and the load average at the start
-    settings           the options it ran with; settings.repeats is the number of rounds
-    measurements       every single measurement, one entry a round
-    medians            of each alternative: median, q1, q3, low, high over the rounds
-    ratios             of two alternatives, taken within each round: rounds, and the same five
-    targets            claim, limit, value (the median of a ratio), interval (holds the true
-                       median 19 times in 20), met, and decided: whether the interval says the same
+    settings           options of the benchmark; settings.repeats is the number of rounds
+    measurements       every single measurement, one entry per round
+    medians            for each alternative: median, q1, q3, low, high over the rounds
+    ratios             ratios of two alternatives within each round: rounds, and the same statistics
+    targets            claim, limit, value (the median of a ratio), interval (95 % confidence
+                       interval of the median), met, and decided: whether the interval excludes the
+                       limit and there are enough rounds
 """
 
 import argparse
@@ -47,17 +48,20 @@ def options(name: str, what: str, repeats: int) -> argparse.ArgumentParser:
 
 
 def rounds(alternatives: list[Any], repeats: int) -> list[list[Any]]:
-    """The alternatives in turn, every other round backwards: a drift meets all of them alike."""
+    """Return the alternatives of each round; every other round is reversed.
+
+    A drift of the machine's speed then affects all alternatives equally.
+    """
     return [alternatives[:: -1 if i % 2 else 1] for i in range(repeats)]
 
 
 def launch(command: list[str], **environment: str) -> tuple[float, float]:
-    """Run a command to its end; when it was started and when it ended, on ``time.monotonic()``."""
+    """Run a command to its end; return its start and end as values of ``time.monotonic()``."""
     early: list[int] = []
     with tempfile.TemporaryFile() as output:
         handler = signal.signal(signal.SIGINT, lambda number, _: early.append(number))
         start = time.monotonic()
-        # A session of its own: Ctrl-C reaches it once, through us.
+        # In a new session, so that Ctrl-C reaches the command only once, through this process.
         process = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -68,7 +72,7 @@ def launch(command: list[str], **environment: str) -> tuple[float, float]:
         )
         try:
             signal.signal(signal.SIGINT, handler)
-            if early:  # while there was no process yet to end
+            if early:  # Ctrl-C before the process was started
                 raise KeyboardInterrupt
             code = process.wait()
         except KeyboardInterrupt:
@@ -92,8 +96,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Heard:
-    """Listens to launchers: ``times`` are when a line of their standard error had one of the
-    words, on ``time.monotonic()``. After ``with`` none of them runs."""
+    """Readers of the standard error of launchers, which are terminated at the end of ``with``.
+
+    Attributes:
+        times: Values of ``time.monotonic()`` when a line contained one of the words.
+    """
 
     def __init__(self, launchers: list[subprocess.Popen[str]], words: tuple[str, ...]) -> None:
         self.times: list[float] = []
@@ -112,7 +119,7 @@ class Heard:
                 self.times.append(time.monotonic())
 
     def wait(self, seconds: float) -> bool:
-        """Whether the first launcher has ended by then, and all it said is heard."""
+        """Wait up to ``seconds``; return whether all output of the first launcher was read."""
         self._readers[0].join(seconds)
         return not self._readers[0].is_alive()
 
@@ -138,14 +145,16 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def ratio(above: list[float], below: list[float]) -> dict[str, Any]:
-    """Of two alternatives, round by round."""
+    """Return the ratios of two alternatives in each round, and their statistics."""
     values = [a / b for a, b in zip(above, below, strict=True)]
     return {"rounds": values, **spread(values)}
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Two of the values that have the true median between them 19 times in 20 (the sign test);
-    of fewer than six values the least and the most, which say less."""
+    """Return a 95 % confidence interval of the median, between two of the values (sign test).
+
+    With fewer than six values, return the minimum and maximum, whose confidence is lower.
+    """
     n, cut, outside = len(values), 0, 2 / 2 ** len(values)
     while (outside := outside + 2 * math.comb(n, cut + 1) / 2**n) <= 0.05:
         cut += 1
@@ -153,7 +162,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def target(claim: str, limit: float, found: dict[str, Any]) -> dict[str, Any]:
-    """Whether the median of a ratio is within its limit, and whether the rounds decide that."""
+    """Return whether the median of a ratio is within its limit, and whether that is significant."""
     low, high = interval(found["rounds"])
     return {
         "claim": claim,
@@ -184,7 +193,7 @@ def _cpu() -> str:
 
 
 def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result: Any) -> None:
-    """Say which targets were met, and write the JSON."""
+    """Print which targets were met, and write the JSON."""
     for goal in result["targets"]:
         word = "[green]met[/]" if goal["met"] else "[bold red]MISSED[/]"
         low, high = goal["interval"]
@@ -203,7 +212,7 @@ def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result:
 
 
 def run(main: Callable[[], None]) -> None:
-    """``main()``, and a quiet end on Ctrl-C."""
+    """Call ``main``; exit without a traceback on Ctrl-C."""
     try:
         main()
     except KeyboardInterrupt:

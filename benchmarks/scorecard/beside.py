@@ -1,5 +1,7 @@
-"""Faults that no script has in itself: programs that take its cores, a slow host, a narrow link.
-The hosts are Linux namespaces of this machine (tests/bed)."""
+"""Faults planted outside the script: programs that use its cores, a slow host, a slow link.
+
+The hosts are Linux namespaces of this machine (tests/bed).
+"""
 
 import contextlib
 import os
@@ -27,8 +29,11 @@ while True:
 
 
 def runner(outside: str, strength: float) -> contextlib.AbstractContextManager:
-    """Where a command is run, and with what: called with its words it gives the whole command's
-    process, finished; and the options of diagnose for its hosts."""
+    """Return a context with the fault: a function that runs a command, and options of diagnose.
+
+    The function takes the command's arguments and returns its CompletedProcess. The options select
+    the hosts.
+    """
     if outside in ("throttled", "narrow"):
         return _hosts(outside, strength)
     return _on_this_machine(outside, strength)
@@ -72,7 +77,7 @@ def _hosts(outside: str, strength: float) -> Iterator[tuple]:
                 hosts.run("host2", *shaped, "burst", "100kb", "latency", "50ms")
             else:
                 group.mkdir()
-                quota = round(PERIOD_US / (1 + strength))  # of one core
+                quota = round(PERIOD_US / (1 + strength))  # CPU time of one core per period
                 (group / "cpu.cfs_period_us").write_text(f"{PERIOD_US}")
                 (group / "cpu.cfs_quota_us").write_text(f"{quota}")
                 for pid in _processes(hosts, "host2"):
@@ -86,7 +91,7 @@ def _hosts(outside: str, strength: float) -> Iterator[tuple]:
 
 
 def _processes(hosts: object, name: str) -> list[str]:
-    """The machine's numbers of a host's processes."""
+    """Return the PIDs, on this machine, of a host's processes."""
     space = os.readlink(f"/proc/{hosts.first(name)}/ns/pid")
     found = []
     for entry in Path("/proc").iterdir():

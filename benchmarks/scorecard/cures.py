@@ -21,17 +21,26 @@ from rich.console import Console
 from rich.table import Table
 from scorecard import HERE, PACELINE, PLANTED, SCRIPTS, base_step, write
 
-RECOVERED, MEDIAN, WORST = 0.8, 5.0, 15.0  # targets: a share, and percentage points
-WORTH = 0.05  # what a hand gains at least, if there was something to cure
+RECOVERED, MEDIAN, WORST = 0.8, 5.0, 15.0  # targets: a fraction, and percentage points
+WORTH = 0.05  # minimum gain of the manual cure for a fault to count as curable
 ROUNDS = 3
 STEPS = 60
 
 
 @dataclass
 class Cure:
-    """by_hand, tried: gains of the throughput, by the script's own options and by what --try kept.
-    off: of each prediction, percentage points of the throughput. slower: knobs that were kept and
-    made steps slower. trials: what was predicted and measured of each."""
+    """The result for one planted fault.
+
+    Attributes:
+        kind: Kind of the fault.
+        by_hand: Relative gain of throughput by the script's options that undo the fault.
+        tried: Relative gain of throughput by the settings that --try kept.
+        kept: Settings that --try kept.
+        off: Error of each prediction, in percentage points of the throughput.
+        slower: Settings that were kept although they made steps slower.
+        trials: Prediction and measurement of each trial.
+        error: Error message of a failed run.
+    """
 
     kind: str
     by_hand: float = 0.0
@@ -48,7 +57,7 @@ class Cure:
 
 
 def rate(words: list[str], *options: str) -> float:
-    """Samples/s of a run."""
+    """Run a script and return its throughput in samples per second."""
     with tempfile.TemporaryDirectory() as folder:
         record = str(Path(folder) / "record")
         run = ["run", "-n", "2", "--threads", "1", *options, "--record", record, *words]
@@ -60,7 +69,11 @@ def rate(words: list[str], *options: str) -> float:
 
 
 def judge(fault: Fault, strength: float, base_s: float, minutes: float) -> Cure:
-    """Let --try find its cure, and then measure in turns: as it is, by hand, with what was kept."""
+    """Let --try find settings for a fault, and measure their gain.
+
+    The script is measured in interleaved rounds: unchanged, with the fault undone by its options,
+    and with the settings that were kept.
+    """
     plant = fault.plant(base_s * (strength + fault.beside), strength)
     words = [*map(str, SCRIPTS[PLANTED]), *plant]
     cure = Cure(fault.kind)
@@ -117,7 +130,7 @@ def main() -> None:
 
 
 def resumed(path: Path) -> list[Cure]:
-    """What an earlier run has measured."""
+    """Return the results of an earlier run."""
     before = json.loads(path.read_text())["cases"] if path.exists() else []
     return [Cure(**one) for one in before if not one["error"]]
 
@@ -133,7 +146,7 @@ def said(cure: Cure) -> str:
 
 
 def figures(cures: list[Cure]) -> dict[str, float]:
-    """Of those that a hand can cure; what is off counts for all."""
+    """Return the figures over curable faults; errors of predictions count for all faults."""
     curable = [one for one in cures if one.by_hand >= WORTH] or cures
     off = [abs(one) for cure in cures for one in cure.off]
     return {

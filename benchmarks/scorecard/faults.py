@@ -1,26 +1,33 @@
-"""What the scorecard plants: kinds of faults, and what of the script or beside it makes each."""
+"""Kinds of faults that the scorecard plants, and the script options or programs that cause them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-STRENGTHS = (0.3, 0.6, 1.2)  # of the base step's time, that the fault adds
+STRENGTHS = (0.3, 0.6, 1.2)  # time that a fault adds, as a fraction of the base step's time
 WEAK, _, STRONG = STRENGTHS
-# What things take on the machine that this was written on; only strengths rest on them.
-# A small file: opened and read by two ranks at once, with what diagnose's look at it takes.
+# Durations on the machine on which this was developed; only the strengths depend on them.
+# A small file is opened and read by two ranks at the same time, while diagnose observes them.
 SMALL_FILE_S, READ_S_PER_BYTE = 28e-6, 2e-10
 REDUCE_S, BARRIER_S, PRINT_S = 0.0004, 0.0004, 0.00003
-EXCHANGE_S = 0.003  # of 4 MiB: a layer of 1024 x 1024
+EXCHANGE_S = 0.003  # all-reduce of 4 MiB, a layer of 1024 x 1024
 LAYER_S, START_S, FAULT_S = 0.001, 0.1, 2.5e-6
 PAGE, BATCH, CHUNK = 4096, 64, 1 << 20
 
 
 @dataclass(frozen=True)
 class Fault:
-    """named: the ids of diagnose that are right. plant: the script's options for so many seconds a
-    step, or for a strength where that is what counts. beside: these seconds are beside the step,
-    which hides as many of them as it takes itself. outside: what is done beside the script
-    (beside.py). alone: not to be combined with another fault, as it changes what the step is.
-    cure: the script's options that undo it by hand, where a knob of `--try` can."""
+    """One kind of fault.
+
+    Attributes:
+        kind: Name of the kind.
+        named: IDs of causes in diagnose that are correct for this fault.
+        plant: Function of seconds per step and strength that returns the script's options.
+        beside: Whether the seconds overlap with the step, so that only the part that exceeds the
+            duration of the step adds to it.
+        outside: Fault that is caused outside the script (beside.py), or "".
+        alone: Whether the fault can't be combined with another, because it changes the step itself.
+        cure: Script options that undo the fault, if a setting of `--try` can cure it.
+    """
 
     kind: str
     named: tuple[str, ...]
@@ -32,7 +39,7 @@ class Fault:
 
 
 def _large(seconds: float) -> list[str]:
-    """Layers that are quickly computed, and long to exchange."""
+    """Return options for layers with little computation and long gradient synchronization."""
     return ["--batch", "8", "--width", "1024", "--layers", f"{max(2, round(seconds / EXCHANGE_S))}"]
 
 

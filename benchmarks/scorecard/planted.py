@@ -1,4 +1,4 @@
-"""A plain DDP script in which something can be made slow. Nothing in it knows of Paceline."""
+"""A plain DDP script with options that plant faults. It does not use Paceline."""
 
 import argparse
 import contextlib
@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-INPUTS = 64  # of a sample
-LARGE = 64 << 20  # bytes of the file that is read from
+INPUTS = 64  # number of values of a sample
+LARGE = 64 << 20  # bytes of the large file that samples are read from
 CHUNK = 1 << 20
 SMALL = 4 << 10
 FILES = 512
@@ -30,8 +30,14 @@ def busy(seconds: float) -> None:
 
 
 class Samples(Dataset):
-    """sleep, work: seconds that a sample takes waiting, and computing; folder: with files of which
-    a sample opens ``small``, and reads ``large`` bytes of one that is open."""
+    """Dataset whose samples wait, compute and read files.
+
+    Attributes:
+        sleep: Seconds that a sample waits.
+        work: Seconds that a sample computes.
+        small: Number of small files in the folder that a sample opens.
+        large: Number of bytes that a sample reads from the open large file.
+    """
 
     def __init__(self, count: int, args: argparse.Namespace, folder: Path | None = None) -> None:
         self.count, self.folder = count, folder
@@ -65,7 +71,10 @@ class Samples(Dataset):
 
 
 class Sequences(Dataset):
-    """Samples of different lengths: a batch is one of them, up to ``longer`` times the shortest."""
+    """Dataset of samples of different lengths, up to ``longer`` times the shortest.
+
+    Each sample is one batch.
+    """
 
     def __init__(self, count: int, longer: float, dim: int = 256) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -121,7 +130,7 @@ def options() -> argparse.Namespace:
 
 
 class SlowFile:
-    """Takes its time for what is written to it."""
+    """File-like object that takes a given time for all writes and discards the data."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -149,7 +158,7 @@ def validate(net: nn.Module, loader: DataLoader, seconds: float) -> None:
 
 def network(args: argparse.Namespace) -> nn.Module:
     if args.longer:
-        # One layer, again and again: long to compute, and little to exchange.
+        # One layer, applied repeatedly: much computation, little gradient synchronization.
         return nn.Sequential(*[nn.Linear(256, 256)] * args.sequence_products, nn.Linear(256, 1))
     inner = [nn.Linear(args.width, args.width, bias=False) for _ in range(args.layers)]
     parts = [nn.Linear(INPUTS, args.width), nn.ReLU(), *inner, nn.Linear(args.width, 1)]
@@ -165,7 +174,7 @@ def hold(share: float) -> None:
 
 
 def files() -> Path:
-    """A folder of this machine with what the samples read."""
+    """Return a folder on this machine with the files that samples read; create it if needed."""
     folder = Path(tempfile.gettempdir()) / f"paceline-scorecard-{os.getuid()}"
     if not (folder / "done").exists():
         folder.mkdir(exist_ok=True)
@@ -222,7 +231,7 @@ def main() -> None:
             if args.local:
                 model.require_backward_grad_sync = last
             loss = nn.functional.mse_loss(model(x), y)
-            for _ in range(args.products):  # part of the forward, of no use
+            for _ in range(args.products):  # additional computation in the forward pass
                 loss = loss + 0 * (matrix @ matrix)[0, 0]
             if args.touch:
                 ones = room.fill_(1) if args.reuse else torch.ones(args.touch, dtype=torch.uint8)

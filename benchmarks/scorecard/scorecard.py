@@ -32,8 +32,9 @@ HERE = Path(__file__).parent
 PACELINE = Path(sysconfig.get_path("scripts")) / "paceline"
 EXAMPLES = HERE.parents[1] / "examples"
 PLANTED = "planted"
-# In the planted script steps are long beside the exchange of a small model, so that nothing holds
-# it back; the examples' are short, and only faults that outweigh all of that are planted there.
+# In the planted script, steps are long compared with the gradient synchronization of a small model,
+# so that no other cause slows it down. The steps of the examples are short, so only faults that
+# outweigh their other causes are planted there.
 PRODUCTS = 100
 SCRIPTS = {
     PLANTED: [HERE / "planted.py", "--products", PRODUCTS],
@@ -41,16 +42,25 @@ SCRIPTS = {
     "surrogate": [HERE / "wrapped.py", EXAMPLES / "surrogate.py", "--epochs", "300"],
 }
 WRAPPED = ("input-waiting", "input-preprocessing", "slow-rank", "exchange-latency", "script")
-OUTWEIGHS = 3.0  # base steps
-FIRST, FALSE = 0.95, 0.0  # targets
+OUTWEIGHS = 3.0  # strength of faults in the examples, in base steps
+FIRST, FALSE = 0.95, 0.0  # targets: rate of correct first causes, and of false alarms
 TWO = ("-n", "2", "--threads", "1")
 HEALTHY = "healthy"
-NOISE = "jitter"  # of a machine that is not quiet: no false alarm
+NOISE = "jitter"  # caused by other load on the machine, so it does not count as a false alarm
 
 
 @dataclass
 class Case:
-    """Planted faults with their strengths, the strongest first; none: a healthy run."""
+    """A run with planted faults, and what diagnose found.
+
+    Attributes:
+        faults: Kinds and strengths, the strongest first; empty for a healthy run.
+        script: Name of the script in SCRIPTS.
+        found: IDs and shares of the causes that diagnose names.
+        ideal: Measured throughput as a fraction of the ideal.
+        seconds: Duration of diagnose.
+        error: Error message of a failed run.
+    """
 
     faults: list[tuple[str, float]]
     script: str = PLANTED
@@ -66,7 +76,7 @@ class Case:
 
     @property
     def first(self) -> bool:
-        """Whether the strongest is named first; of a healthy run, whether nothing is named."""
+        """Whether the strongest fault is named first, or nothing is named in a healthy run."""
         if not self.faults:
             return not self.error and all(name == NOISE for name, _ in self.found)
         named = [name for name, _ in self.found if name != NOISE]
@@ -74,13 +84,13 @@ class Case:
 
     @property
     def named(self) -> int:
-        """How many of the planted are named."""
+        """Number of planted faults that are named."""
         ids = {name for name, _ in self.found}
         return sum(bool(ids & set(BY_KIND[kind].named)) for kind, _ in self.faults)
 
 
 def chosen(args: argparse.Namespace) -> list[Case]:
-    """The cases, by seed: kinds drawn without putting them back, pairs, and healthy runs."""
+    """Return the cases for the seed: kinds drawn without replacement, pairs and healthy runs."""
     draw = random.Random(args.seed)
     if args.kinds:
         kinds = args.kinds.split(",")
@@ -91,7 +101,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
         pairs = [_pair(draw) for _ in range(len(FAULTS))]
         other = [_on(name, kind) for name in SCRIPTS if name != PLANTED for kind in WRAPPED]
         cases = [*alone, *pairs, *other, *(Case([]) for _ in range(20))]
-        draw.shuffle(cases)  # what a part of them shows is then true of all
+        draw.shuffle(cases)  # so that the first part of the cases represents all of them
         return cases
     healthy = pairs = args.cases // 6
     cases = [_on(name, draw.choice(WRAPPED)) for name in SCRIPTS if name != PLANTED]
@@ -104,18 +114,21 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 
 
 def _faults(kinds: str, strength: float) -> list[tuple[str, float]]:
-    """Those of "slow-rank+script", each half as strong as the one before; none of "healthy"."""
+    """Return the faults of a text such as "slow-rank+script"; none for "healthy".
+
+    Each fault has half the strength of the previous one.
+    """
     named = [] if kinds == HEALTHY else kinds.split("+")
     return [(kind, strength / 2**at) for at, kind in enumerate(named)]
 
 
 def _on(script: str, kind: str) -> Case:
-    """In somebody's script."""
+    """Return a case in one of the example scripts."""
     return Case([(kind, OUTWEIGHS)], script)
 
 
 def _pair(draw: random.Random) -> Case:
-    """Two of different names, one clearly stronger."""
+    """Return a case of two faults with different causes, one of them clearly stronger."""
     while True:
         one, other = draw.sample([fault for fault in FAULTS if not fault.alone], 2)
         if not set(one.named) & set(other.named):
@@ -123,7 +136,7 @@ def _pair(draw: random.Random) -> Case:
 
 
 def base_step(script: str, long_s: float) -> float:
-    """Seconds of a step in which nothing is planted; the planted script's are made that long."""
+    """Return the seconds of a step without faults; the planted script is adjusted to ``long_s``."""
     words = [*SCRIPTS[script], *(["--steps", "40"] if script == PLANTED else ["--epochs", "2"])]
     with tempfile.TemporaryDirectory() as folder:
         record = str(Path(folder) / "record")
@@ -136,7 +149,7 @@ def base_step(script: str, long_s: float) -> float:
 
 
 def reduce_time(script: str) -> float:
-    """Seconds of a small all-reduce as the script's ranks exchange."""
+    """Return the seconds of a small all-reduce with the backend of the script."""
     if script == PLANTED:
         return REDUCE_S
     wrapped, *rest = SCRIPTS[script]
@@ -145,7 +158,7 @@ def reduce_time(script: str) -> float:
 
 
 def _done(*words: object) -> str:
-    """What Paceline printed."""
+    """Run a Paceline command and return its output; exit if it fails."""
     done = here([str(PACELINE), *map(str, words)])
     if done.returncode:
         sys.exit(done.stderr)
@@ -153,19 +166,19 @@ def _done(*words: object) -> str:
 
 
 def judge(case: Case, minutes: float, base_s: float) -> None:
-    """Run diagnose on a case, and take in what it names."""
+    """Run diagnose on a case, and store the causes that it names."""
     case.error = ""
     plant: list[str] = []
     outside, strongest = "", 0.0
     for kind, strength in case.faults:
         fault = BY_KIND[kind]
         seconds = base_s * (strength + fault.beside)
-        if kind == "exchange-latency":  # as many as take that long in this script
+        if kind == "exchange-latency":  # the number of all-reduces depends on their time here
             seconds *= REDUCE_S / reduce_time(case.script)
         plant += fault.plant(seconds, strength)
         outside, strongest = outside or fault.outside, max(strongest, strength)
     program, *rest = map(str, SCRIPTS[case.script])
-    # What is planted comes last, as it may say the script's own options once more.
+    # Options of faults come last, because they may override options of the script.
     script = [program, *rest, *plant] if case.script == PLANTED else [program, *plant, *rest]
     start = time.monotonic()
     with runner(outside, strongest) as (run, where):
@@ -226,7 +239,7 @@ def main() -> None:
 
 
 def resumed(path: Path, cases: list[Case]) -> int:
-    """Fill in the first of the cases with what is in the file; how many those are."""
+    """Fill in the first cases with the results in the file; return their number."""
     before = json.loads(path.read_text())["cases"] if path.exists() else []
     for case, told in zip(cases, before, strict=False):
         same = Case([(kind, s) for kind, s in told["faults"]], told["script"])
@@ -265,7 +278,7 @@ def report(console: Console, args: argparse.Namespace, cases: list[Case]) -> Non
 
 
 def write(args: argparse.Namespace, name: str, figures: dict, cases: list) -> None:
-    """After each case: hours of them are not lost with the last."""
+    """Write the results; called after each case, so that a failure loses only the last one."""
     args.json.parent.mkdir(parents=True, exist_ok=True)
     whole = {
         "benchmark": name,

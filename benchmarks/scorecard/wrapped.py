@@ -20,7 +20,7 @@ from paceline.data.loading import workers
 
 
 def tell_reduce(count: int = 200) -> None:
-    """Of a small all-reduce as this script's ranks exchange."""
+    """Print the seconds of a small all-reduce with the backend of this script."""
     start = time.perf_counter()
     for _ in range(count):
         dist.all_reduce(torch.zeros(1))
@@ -47,7 +47,7 @@ def main() -> None:
         return plain(*task)
 
     if args.load_sleep or args.load_work:
-        workers.make_piece = slowly  # the examples' loaders have no threads: a batch is one piece
+        workers.make_piece = slowly  # without loader threads in the examples, a batch is one piece
     mine = int(os.environ["RANK"]) == args.slow_rank
 
     def before_step(*_: object) -> None:
