@@ -1,1 +1,1 @@
-"""What can be set from outside of a training script, and how it is set in each rank."""
+"""Knobs: settings that Paceline changes in each rank without an edit of the training script."""

@@ -1,7 +1,8 @@
-"""Gradients that are accumulated over several backwards are exchanged in the last one alone.
+"""Knob of gradient accumulation: synchronize gradients only in the last backward of a step.
 
-How many backwards a step has is what the step before had: where one has fewer, what is missing
-of its exchange is made up for before the optimizer's step, and the knob is off from then on.
+The number of backwards of a step is assumed to be that of the previous step. If a step has fewer,
+the missing gradient synchronization is done before the optimizer's step, and the knob is disabled
+from then on.
 """
 
 from typing import Any
@@ -19,9 +20,9 @@ def locally(_: bool, turned: Turned) -> None:
 class _Locally:
     def __init__(self, turned: Turned) -> None:
         self.turned = turned
-        self.usual = 0  # forwards of the step before
-        self.replicas: dict[int, tuple[Any, int]] = {}  # with their forwards in this step
-        self.mine: set[int] = set()  # replicas whose exchange is left out
+        self.usual = 0  # forwards per replica in the previous step
+        self.replicas: dict[int, tuple[Any, int]] = {}  # by id: replica, forwards in this step
+        self.mine: set[int] = set()  # ids of replicas whose synchronization is disabled
         self.off = False
 
     def install(self) -> None:
@@ -29,7 +30,7 @@ class _Locally:
         after_import({"torch.optim.optimizer": self._optimizers})
 
     def forward(self, replica: Any) -> None:
-        """The exchange of this forward's backward is left out, unless it is the last one's."""
+        """Disable gradient synchronization of the next backward unless it is the step's last."""
         if not replica.require_backward_grad_sync and id(replica) not in self.mine:
             self.off = True
             self.turned.not_done("the script has a no_sync of its own")
@@ -65,7 +66,7 @@ class _Locally:
         self.replicas.clear()
 
     def _exchange(self, replica: Any) -> None:
-        """The mean over the ranks, which DDP's backward would have made."""
+        """Average the gradients over the ranks, as DDP's backward would have done."""
         import torch.distributed as dist
 
         for parameter in replica.parameters():

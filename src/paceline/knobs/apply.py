@@ -1,4 +1,4 @@
-"""Set the knobs in a rank, before its script runs, and tell what became of each."""
+"""Apply the knobs in a rank before its script runs, and report the result of each."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from .registry import KNOBS, VARIABLE
 
 
 class Turned:
-    """What became of one knob in this rank; the record's header has it, too."""
+    """The result of one knob in this rank, which is also written to the record's header."""
 
     all: ClassVar[dict[str, dict[str, Any]]] = {}
 
@@ -26,20 +26,20 @@ class Turned:
             self._tell()
 
     def not_done(self, why: str) -> None:
-        """It can't be set here; told once."""
+        """Report once that the knob cannot be set on this rank, and why."""
         if not self.why_not:
             self.why_not = why
             self._tell()
             self._say(f"{self.name} has no effect: {why}")
 
     def overrides(self, call: str) -> None:
-        """The script's own ``call`` is passed over; told once."""
+        """Report once that the script's ``call`` is ignored."""
         if not self.overrode:
             self.overrode = True
             self._say(f"{self.name} is set, so the script's own {call} is passed over")
 
     def passes_over(self, module: Any, name: str) -> None:
-        """The script's calls of a module's function have no effect from now on."""
+        """Ignore all later calls of a module's function by the script."""
 
         @functools.wraps(getattr(module, name))
         def passed_over(*_: Any) -> None:
@@ -57,7 +57,7 @@ class Turned:
 
 
 def turn() -> None:
-    """Set what this process's settings say, after the recorder listens."""
+    """Apply the settings of this process; called after the recorder has installed its hooks."""
     for name, value in json.loads(os.environ.get(VARIABLE) or "{}").items():
         module, _, function = KNOBS[name].hook.partition(":")
         getattr(import_module(f"paceline.{module}"), function)(value, Turned(name))

@@ -1,5 +1,8 @@
-"""Convolutions as channels-last: their weights before DDP takes them or at their first call, and
-the images that they get."""
+"""Knob that runs 2D convolutions in the channels-last memory format.
+
+Weights are converted before DDP wraps the model; without DDP, after the first optimizer step.
+Inputs of shape (N, C, H, W) are converted in each call.
+"""
 
 import functools
 from typing import Any
@@ -42,7 +45,7 @@ def channels_last(_: bool, turned: Turned) -> None:
         kind.__init__ = init
 
     def optimizers(module: Any) -> None:
-        """Before the first step of a script without DDP: its layers have been called by then."""
+        """Convert the layers of a script without DDP after its first step, when all were called."""
         called: list[Any] = []
 
         def look(layer: Any, _: Any) -> None:

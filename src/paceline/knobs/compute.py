@@ -1,4 +1,4 @@
-"""Knobs of how a model computes: in bfloat16, in products of fewer bits, or compiled."""
+"""Knobs of computation: bfloat16 autocast, precision of matrix products, torch.compile."""
 
 import functools
 import os
@@ -12,8 +12,11 @@ from .ddp import MODULE, made
 
 
 def autocast(_: bool, turned: Turned) -> None:
-    """Forwards of DDP's replicas in bfloat16, where torch.autocast says that this is safe; what
-    they give back is float32 again."""
+    """Run the forward of DDP's replicas under torch.autocast with bfloat16.
+
+    torch.autocast uses bfloat16 only for operators where it is numerically safe. Outputs of dtype
+    bfloat16 are converted to float32.
+    """
 
     def install(module: Any) -> None:
         import torch
@@ -52,7 +55,7 @@ def _not_cast(replica: Any, device: str) -> str:
 
 
 def products(precision: str, turned: Turned) -> None:
-    """Of float32 matrices, inside; the script's own word is passed over."""
+    """Set the internal precision of float32 matrix products; ignore the script's own setting."""
 
     def install(torch: Any) -> None:
         if not torch.cuda.is_available() and not _short_products(precision):
@@ -66,7 +69,10 @@ def products(precision: str, turned: Turned) -> None:
 
 
 def _short_products(precision: str) -> bool:
-    """Whether this host's processors have them: "medium" is bfloat16, and oneDNN's "high" TF32."""
+    """Return whether the CPU supports matrix products of this precision.
+
+    "medium" uses bfloat16, and "high" TF32 in oneDNN.
+    """
     needs = {"medium": ("avx512_bf16", "amx_bf16"), "high": ("amx_fp16",)}[precision]
     try:
         with open("/proc/cpuinfo") as file:
@@ -77,7 +83,10 @@ def _short_products(precision: str) -> bool:
 
 
 def compiled(_: bool, turned: Turned) -> None:
-    """The model that DDP takes, in place: its backward stays cut where DDP's buckets end."""
+    """Compile in place the model that DDP wraps.
+
+    The compiled backward remains split at the boundaries of DDP's buckets.
+    """
 
     def compile_inside(replica: Any) -> None:
         own = replica.module._compiled_call_impl is not None

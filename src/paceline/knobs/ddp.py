@@ -1,4 +1,4 @@
-"""Knobs of DistributedDataParallel: what its constructor gets, and its communication hook."""
+"""Knobs of DistributedDataParallel: its constructor arguments and its communication hook."""
 
 import functools
 from collections.abc import Callable
@@ -36,21 +36,23 @@ def _compressed(name: str, turned: Turned) -> None:
 
 
 def torchs_hook(name: str) -> Callable[..., Any]:
-    """One of PyTorch's default hooks."""
+    """Return the default communication hook of PyTorch with this name."""
 
     def hook(group: Any, bucket: Any) -> Any:
-        # DDP refuses bfloat16's by its name where there is no CUDA; gloo can do it.
+        # Without CUDA DDP rejects the bfloat16 hook by its name, although gloo supports it.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         return getattr(default_hooks, name)(group, bucket)
 
-    hook.__annotations__.clear()  # DDP takes none, or its own
+    hook.__annotations__.clear()  # DDP accepts no annotations or exactly its own
     return hook
 
 
 def hooked(turned: Turned, make: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
-    """Every replica gets the state and the hook that ``make`` returns for it; where the script has
-    a hook of its own that stays."""
+    """Register on every replica the state and the communication hook that ``make`` returns.
+
+    A hook that the script has registered stays in place.
+    """
 
     def first_forward(replica: Any) -> None:
         if replica._comm_hooks:
@@ -63,7 +65,7 @@ def hooked(turned: Turned, make: Callable[[Any], tuple[Any, Callable[..., Any]]]
 
 
 def before_forward(look: Callable[[Any], None], once: bool = False) -> None:
-    """Call ``look`` with the replica before its forwards in which gradients are on."""
+    """Call ``look`` with the replica before each (or the first) forward with gradients enabled."""
 
     def install(module: Any) -> None:
         import torch
@@ -88,7 +90,7 @@ def _constructed(turned: Turned, **options: Any) -> None:
 
 
 def made(look: Callable[[Any], None], **options: Any) -> None:
-    """Every replica is made with these options, and looked at right after."""
+    """Construct every replica with these options, then call ``look`` with it."""
 
     def install(module: Any) -> None:
         kind = module.DistributedDataParallel

@@ -1,5 +1,7 @@
-"""Knobs of torch's DataLoader, set when the training's first iterates: on every loader that is
-asked while gradients are on, so that those of a validation stay as they are."""
+"""Knobs of torch's DataLoader, set when a loader is first iterated with gradients enabled.
+
+Loaders that are iterated with gradients disabled, as in validation, are not changed.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ from .apply import Turned
 
 
 def workers(count: int, turned: Turned) -> None:
-    """Processes beside each rank, which live on; two batches ahead each, unless it is said."""
+    """Use persistent worker processes; prefetch 2 batches per worker unless the script says."""
 
     def change(loader: Any) -> None:
         loader.num_workers = count
@@ -40,7 +42,10 @@ def pinned(_: bool, turned: Turned) -> None:
 
 
 def _set(loader: Any, name: str, value: Any) -> None:
-    """What a loader does not let go of once it is made, and reads when it is iterated."""
+    """Set an attribute that DataLoader reads when it is iterated.
+
+    DataLoader.__setattr__ rejects changes of this attribute after construction.
+    """
     loader.__dict__[name] = value
 
 
@@ -56,7 +61,10 @@ def _has_none(loader: Any) -> str:
 
 
 def _each(change: Callable[[Any], None], turned: Turned, unfit: Callable[[Any], str]) -> None:
-    """Changes are made in the order in which they are asked for; unfit: why one can't be, or ""."""
+    """Register a change of every training loader; changes are made in the order of the calls.
+
+    ``unfit`` returns why a loader cannot be changed, or "".
+    """
     _changes.append((change, turned, unfit))
     if len(_changes) == 1:
         after_import({"torch.utils.data.dataloader": _install})

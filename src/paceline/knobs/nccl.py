@@ -1,8 +1,9 @@
-"""Knobs of NCCL: its own variables (NCCL's manual, "Environment Variables"), which it reads as a
-communicator is made.
+"""Knobs of NCCL: environment variables that NCCL reads when it creates a communicator.
 
-Each is tried in runs of its own (paceline diagnose --try) and never in a job that trains: with an
-algorithm or a protocol that it does not have for these GPUs, NCCL ends the communicator."""
+They are documented in NCCL's manual, "Environment Variables". Paceline tries each one in a
+separate run (paceline diagnose --try) and never in a training job: NCCL aborts the communicator if
+it does not support an algorithm or a protocol on these GPUs.
+"""
 
 import functools
 import os
@@ -25,7 +26,10 @@ def channels(count: int, turned: Turned) -> None:
 
 
 def _set(variable: str, value: str, turned: Turned) -> None:
-    """Whatever the environment says; told once the script's first group is made."""
+    """Set an NCCL environment variable, replacing a value from the environment.
+
+    The result is reported after the script creates a process group.
+    """
     os.environ[variable] = value
 
     def install(c10d: Any) -> None:
@@ -46,7 +50,7 @@ def _set(variable: str, value: str, turned: Turned) -> None:
 
 
 def _is_nccl(backend: str) -> bool:
-    """Without a word of the script's torch takes it for GPUs, if there are some."""
+    """Return whether a group uses NCCL, which torch selects for GPUs if no backend is named."""
     import torch
 
     named = "nccl" in backend or backend in ("", "none", "undefined")

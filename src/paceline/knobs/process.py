@@ -1,4 +1,4 @@
-"""Knobs of a rank's process: its threads, its cores, and what it does with freed memory."""
+"""Knobs of a rank's process: its threads, its CPU binding, and its memory allocator."""
 
 import ctypes
 import ctypes.util
@@ -12,20 +12,20 @@ from typing import Any
 from ..record.hooks.import_hooks import after_import
 from .apply import Turned
 
-# glibc's malloc.h.
+# Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-KEPT = 1 << 30  # bytes: so much of freed memory is kept, and only larger pieces are mapped anew
-# Nothing that is freed goes back, and large pieces are no exception: one that is 8 MiB or more is
-# else given back at once (jemalloc's manual, opt.oversize_threshold and opt.dirty_decay_ms).
+KEPT = 1 << 30  # bytes of freed memory that are kept; only larger blocks use mmap
+# Do not return freed memory to the system, including large blocks: by default jemalloc returns
+# blocks of 8 MiB or more at once (jemalloc's manual, opt.oversize_threshold, opt.dirty_decay_ms).
 OF_JEMALLOC = "oversize_threshold:1,dirty_decay_ms:-1,muzzy_decay_ms:-1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def environment(settings: Iterable[str]) -> dict[str, str]:
-    """Variables that a rank's process has to have from its very start for these knobs."""
+    """Return the environment variables with which a rank must be started for these knobs."""
     found = {}
     if "huge-pages" in settings:
-        found["THP_MEM_ALLOC_ENABLE"] = "1"  # of torch's own tensors, from 2 MiB on
+        found["THP_MEM_ALLOC_ENABLE"] = "1"  # for torch's tensors of 2 MiB or more
     if "jemalloc" in settings and (library := _jemalloc()):
         before = os.environ.get("LD_PRELOAD")
         found["LD_PRELOAD"] = f"{library}:{before}" if before else library
@@ -35,13 +35,13 @@ def environment(settings: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _jemalloc() -> str:
-    """Beside this Python (conda), or where the linker looks."""
+    """Return the jemalloc library of the Python environment (conda) or of the system, or ""."""
     here = Path(sys.prefix) / "lib" / "libjemalloc.so.2"
     return str(here) if here.exists() else ctypes.util.find_library("jemalloc") or ""
 
 
 def threads(count: int, turned: Turned) -> None:
-    """So many, and the script's own word is passed over."""
+    """Set the number of threads, and ignore the script's own setting."""
     os.environ["OMP_NUM_THREADS"] = str(count)
 
     def install(torch: Any) -> None:
@@ -53,7 +53,7 @@ def threads(count: int, turned: Turned) -> None:
 
 
 def unbound(_: bool, turned: Turned) -> None:
-    """The script's own binding is passed over, for itself and for processes that it starts."""
+    """Ignore the script's CPU binding of its own process and of processes that it starts."""
 
     def passed_over(*_: Any) -> None:
         turned.overrides("os.sched_setaffinity")
@@ -76,7 +76,7 @@ def kept(_: bool, turned: Turned) -> None:
 
 
 def jemalloc(_: bool, turned: Turned) -> None:
-    """The launcher has preloaded it (``environment``)."""
+    """Report whether jemalloc is loaded; the launcher preloads it (``environment``)."""
     if hasattr(ctypes.CDLL(None), "mallctl"):
         turned.done()
     else:
@@ -84,7 +84,10 @@ def jemalloc(_: bool, turned: Turned) -> None:
 
 
 def huge_pages(_: bool, turned: Turned) -> None:
-    """torch asks for them where its variable is set (``environment``)."""
+    """Report whether huge pages are available.
+
+    torch requests them if its environment variable is set (``environment``).
+    """
     try:
         mode = HUGE_PAGES.read_text()
     except OSError:

@@ -1,25 +1,36 @@
-"""The knobs: a row for each thing that can be changed about a training, from outside where that is
-safe, else by an edit of its script. ``paceline diagnose`` proposes them, ``--try`` measures them,
-and ``paceline run --settings`` sets them."""
+"""The table of knobs: everything that Paceline can change or propose to change in a training job.
+
+A knob is set without an edit of the script if that is safe; otherwise the script must be edited.
+``paceline diagnose`` proposes knobs, ``--try`` measures them, and ``paceline run --settings`` sets
+them.
+"""
 
 from dataclasses import dataclass
 
 from .value_types import ON, Choice, Range, Switch
 
-# Each is a communication hook, of which DDP has one.
+# Each is a communication hook, and DDP accepts only one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
 
-VARIABLE = "PACELINE_SETTINGS"  # knobs and their values, as JSON: how a rank hears of them
+VARIABLE = "PACELINE_SETTINGS"  # passes knobs and their values to a rank, as JSON
 
 
 @dataclass(frozen=True)
 class Knob:
-    """does: what it changes. answers: the causes (ids of diagnose) that it may cure, or COMPUTING.
-    hook: what sets it in a rank, as module:function under paceline; none: the script has to be
-    edited. edit: how that is done by hand. value: what the setting is. looks_for: in which line of
-    the script the edit belongs, a regular expression. costs: what it may cost. numbers: whether
-    results change by more than the order of sums. excludes: knobs that can't be set together with
-    it."""
+    """One knob.
+
+    Attributes:
+        does: What the knob changes, for the user.
+        answers: Ids of the causes in ``paceline diagnose`` that it may remove, or ``COMPUTING``.
+        edit: The equivalent edit of the script.
+        hook: module:function under ``paceline`` that sets the knob in a rank; empty if the script
+            must be edited.
+        value: Values that the knob accepts; None if the script must be edited.
+        looks_for: Regular expression that finds the line of the script to edit.
+        costs: Possible costs, for the user.
+        numbers: Whether results change by more than the order of summation causes.
+        excludes: Names of knobs that cannot be set together with this one.
+    """
 
     does: str
     answers: tuple[str, ...]
@@ -32,7 +43,7 @@ class Knob:
     excludes: tuple[str, ...] = ()
 
 
-COMPUTING = "computing"  # no cause: what is left where nothing holds the training back
+COMPUTING = "computing"  # not a cause: applies if no cause limits the training
 _LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
 
 KNOBS: dict[str, Knob] = {

@@ -1,7 +1,8 @@
-"""A settings file: which knobs are set, why, and what each gained where it was measured.
+"""Settings files: the knobs to set, the reason for each, and its measured gain.
 
-TOML, with ``format``, ``version``, a table ``knobs`` (name = value, with comments) and a table
-``made``, which says of which script on which machine the figures are."""
+A settings file is TOML with the keys ``format`` and ``version``, a table ``knobs`` (name = value,
+with comments) and a table ``made``, which names the script and the machine of the measurements.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ MAX_KNOBS = 256
 
 
 class SettingsFile(TypedDict):
-    """What a settings file says. Values of knobs are checked one by one."""
+    """The content of a settings file. Each knob's value is checked separately."""
 
     format: Literal["paceline-settings"]
     version: Literal[1]
@@ -34,7 +35,12 @@ class SettingsFile(TypedDict):
 
 @dataclass(frozen=True)
 class Setting:
-    """why: lines that say it, for whoever reads the file."""
+    """The value of one knob.
+
+    Attributes:
+        value: The value.
+        why: Reasons for it, written as comment lines to the settings file.
+    """
 
     value: Any
     why: tuple[str, ...] = ()
@@ -54,9 +60,10 @@ def write(path: Path, knobs: dict[str, Setting], made: dict[str, Any]) -> None:
 
 
 def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
-    """The knobs that a run of ``script`` is to set, and what is to be said of the others.
+    """Return the knobs to set for ``script``, and messages about those that are ignored.
 
-    Raises ValueError where the file is no settings file, or two of its knobs exclude each other.
+    Raises:
+        ValueError: The file is not a settings file, or two of its knobs exclude each other.
     """
     tree = read(path)
     made = tree.get("made", {})
@@ -70,10 +77,10 @@ def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def fitting(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], list[str]]:
-    """Return the knobs of a file that can be set, and what is to be said of the others.
+    """Return the knobs of a file that can be set, and messages about those that are ignored.
 
     Raises:
-        ValueError: Two of them exclude each other.
+        ValueError: Two of the knobs exclude each other.
     """
     knobs, notes = {}, []
     for name, value in tree.get("knobs", {}).items():
@@ -86,7 +93,11 @@ def fitting(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], list[str]]:
 
 
 def exclude(knobs: dict[str, Any]) -> None:
-    """Raises ValueError for two that can't be set together."""
+    """Check that no two knobs exclude each other.
+
+    Raises:
+        ValueError: Two knobs exclude each other.
+    """
     for name in knobs:
         for other in KNOBS[name].excludes:
             if other in knobs and other != name:
@@ -94,7 +105,11 @@ def exclude(knobs: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> SettingsFile:
-    """Return the whole file. Raises ValueError where it is none of these."""
+    """Return the content of a settings file.
+
+    Raises:
+        ValueError: The file cannot be read or is not a settings file.
+    """
     try:
         tree = read_toml(path, MAX_BYTES)
     except OSError as error:
@@ -115,7 +130,7 @@ def read(path: Path) -> SettingsFile:
 
 
 def _unfit(name: str, value: object) -> str:
-    """Why a knob can't be set, or ""."""
+    """Return why a knob cannot be set, or ""."""
     if name not in KNOBS:
         return f"no such knob here. HINT: {', '.join(settable())}"
     knob = KNOBS[name]

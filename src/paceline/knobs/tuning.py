@@ -1,4 +1,4 @@
-"""What ``paceline run --tune-exchange`` asks of every rank (comm/tune)."""
+"""Options of ``paceline run --tune-exchange`` that are passed to every rank (comm/tune)."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,13 +8,19 @@ from typing import Any
 from .settings import SettingsFile
 
 VARIABLE = "PACELINE_TUNE"
-BY = "--tune-exchange"  # in a settings file's table ``made``
+BY = "--tune-exchange"  # value of ``by`` in the settings file's table ``made``
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """file: where the answer is kept. script: of whom it is. gloo: what all-reduces go through if
-    nobody tunes them, whatever the group is made for. bf16: whether gradients may travel so."""
+    """Options of the tuner.
+
+    Attributes:
+        file: Settings file to which the result is written.
+        script: Name of the script.
+        gloo: Whether all-reduces use gloo if they are not tuned, whatever backend the group has.
+        bf16: Whether gradients may be exchanged in bfloat16.
+    """
 
     file: str
     script: str
@@ -30,7 +36,11 @@ class Tuning:
 
 
 def made(path: Path, tree: SettingsFile) -> dict[str, Any]:
-    """Its table ``made``. Raises ValueError where something else wrote it."""
+    """Return the table ``made`` of a settings file.
+
+    Raises:
+        ValueError: The file was not written by ``--tune-exchange``.
+    """
     found = tree.get("made", {})
     if found.get("by") != BY:
         raise ValueError(

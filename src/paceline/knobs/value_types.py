@@ -1,11 +1,11 @@
-"""What a knob can be set to."""
+"""Types of knob values."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, whole ones or any."""
+    """Numbers from ``low`` to ``high``, inclusive; only integers if ``whole``."""
 
     low: float
     high: float
@@ -22,7 +22,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Switch:
-    """On; what is not wanted is left out."""
+    """The value True. To leave a knob off, omit it from the settings."""
 
     def fits(self, value: object) -> bool:
         return value is True
@@ -33,7 +33,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of these words."""
+    """One of several strings."""
 
     words: tuple[str, ...]
 
