@@ -1,10 +1,10 @@
-"""The command line: one file a command; parse, call, print."""
+"""The command line interface. Each command has one module, which parses, calls and prints."""
 
 from ..launch.ranks.local_host import ForkedRankServer
 from ..launch.single_node import run_rank_server
 from .common.base import app
 
-# In the order in which --help lists them.
+# The order of imports is the order of the commands in --help.
 # isort: off
 from . import run, check, diagnose, record, report, top, submit, pack, stage, bench
 
@@ -26,9 +26,9 @@ __all__ = [
 
 
 def main() -> None:
-    """The ``paceline`` command."""
+    """Run the ``paceline`` command."""
     try:
         app()
     except ForkedRankServer as forked:
         job = forked
-    run_rank_server(job)  # not in the handler: a rank's exceptions have no context of ours
+    run_rank_server(job)  # outside of ``except``: a rank's exceptions get no __context__

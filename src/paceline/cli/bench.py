@@ -1,4 +1,4 @@
-"""``paceline bench``."""
+"""The command ``paceline bench``."""
 
 from json import dumps
 from pathlib import Path

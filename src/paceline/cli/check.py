@@ -1,4 +1,4 @@
-"""``paceline check``."""
+"""The command ``paceline check``."""
 
 import sys
 from json import dumps
@@ -9,8 +9,8 @@ import typer
 
 from .common.base import app, mistakes_told
 
-QUICK_S = 0.5  # of each look at a set
-BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # exit code 1
+QUICK_S = 0.5  # seconds per measurement of a dataset with --quick
+BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # lead to exit code 1
 
 
 @app.command(
@@ -176,7 +176,7 @@ def check(
 
 
 def _is_set(data: str) -> bool:
-    """Whether there are samples in it: what packing or others wrote, or images and arrays."""
+    """Return whether a path holds samples: a packed dataset, another format, images or arrays."""
     from itertools import islice
 
     from ..data.format.shard_format import META_FILE

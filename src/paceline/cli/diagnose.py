@@ -1,4 +1,4 @@
-"""``paceline diagnose``."""
+"""The command ``paceline diagnose``."""
 
 import sys
 from json import dumps
@@ -174,7 +174,7 @@ def diagnose(
 
 
 def _written(found: "Diagnosis", path: Path, json: bool) -> None:
-    """The page. What is said of it goes beside the JSON, not into it."""
+    """Write the HTML page; with JSON on stdout, print the message about it to stderr."""
     from ..report.page.diagnosis_page import diagnosis
     from ..report.page.write_page import save
     from ..study.diagnose.ladder import WORDS
@@ -184,7 +184,7 @@ def _written(found: "Diagnosis", path: Path, json: bool) -> None:
 
 
 def _progress(text: str) -> None:
-    """In place on a terminal, else a line each."""
+    """Print progress to stderr: in one line on a terminal, else one line per message."""
     terminal = sys.stderr.isatty()
     sys.stderr.write(f"\r\x1b[2Kpaceline: {text}" if terminal else f"paceline: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``paceline pack``."""
+"""The command ``paceline pack``."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..data.packing.pack import PackReport
     from ..study.packing import PackRequest, RankPlacement
 
-QUIET_S = 10.0  # between two lines of progress where there is no terminal
+QUIET_S = 10.0  # seconds between progress lines without a terminal
 
 
 @app.command(
@@ -171,7 +171,7 @@ def pack(
         asked = PackRequest(source, str(dest), table, apply, workers, encoding, wish)
         work = partial(_pack, asked, where, to, json)
         library = "" if where else _library(source)
-        if library:  # made in C, and not all of it checks what it reads
+        if library:  # a C library, which may not validate all of its input
             watched(work, partial(_at_fault, source, library), hangs=apply is None)
         else:
             work()
@@ -191,7 +191,7 @@ def _pack(asked: "PackRequest", where: "RankPlacement", to: str | None, json: bo
 
 
 def _library(source: str) -> str:
-    """That reads the source, where it is a file of another format; or ""."""
+    """Return the library that reads the source if it has another file format, or ""."""
     from ..data.sources import formats
 
     kind = formats.detect_format(formats.split_path(source)[0])
@@ -233,13 +233,13 @@ def _of_one_process(where: "RankPlacement", option: str) -> None:
 
 
 def _all_of_it() -> None:
-    """In an allocation: how to use it."""
+    """Print how to use all hosts, if this process runs inside an allocation."""
     import os
     from contextlib import suppress
 
     from ..cluster.schedulers.detect import find
 
-    with suppress(ValueError):  # what is said of it contradicts itself: not needed here
+    with suppress(ValueError):  # inconsistent allocation; not needed for this hint
         found = find(dict(os.environ))
         if found is not None:
             job = f"{found.scheduler} job {found.job}"
@@ -272,7 +272,7 @@ def _check(folder: Path, workers: int | None, json: bool) -> int:
 def progress(
     what: str, whole: int | None, each: str = "samples"
 ) -> Iterator[Callable[[int, int], None]]:
-    """On stderr: a line that moves, or one now and then."""
+    """Show progress on stderr: an updated line on a terminal, else a line every ``QUIET_S``."""
     from ..report.console import PlainConsole
     from ..report.terminal.packed_dataset import progress as told
 

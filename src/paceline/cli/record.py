@@ -1,4 +1,4 @@
-"""``paceline record``."""
+"""The command ``paceline record``."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``paceline report``."""
+"""The command ``paceline report``."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""``paceline run``."""
+"""The command ``paceline run``."""
 
 import os
 import sys
@@ -177,4 +177,4 @@ def run(
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # nothing is left to tear down, and torch takes half a second for it
+    os._exit(code)  # nothing needs cleanup, and torch's takes half a second

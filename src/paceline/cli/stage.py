@@ -1,4 +1,4 @@
-"""``paceline stage``."""
+"""The command ``paceline stage``."""
 
 import os
 import sys
@@ -123,7 +123,7 @@ def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool)
 
 
 def _ended(found: "Staged") -> None:
-    """This host's part: what a user should know of it while the script trains."""
+    """Print warnings about this host's staging while the script trains."""
     from ..report.terminal.packed_dataset import concerns
 
     for line in concerns(asdict(found)):

@@ -1,4 +1,4 @@
-"""``paceline submit``."""
+"""The command ``paceline submit``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -164,7 +164,7 @@ def submit(
             module=module,
             max_restarts=max_restarts,
             min_hosts=min_hosts,
-            record=None if dry_run else record,  # looked at only where the job is meant
+            record=None if dry_run else record,  # validated only if the job is submitted
         )
         text = command.written(kind, batch, setup or [], job, record, run_option or [])
         if kind.no_warning and warn:

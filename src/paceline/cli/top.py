@@ -1,4 +1,4 @@
-"""``paceline top``."""
+"""The command ``paceline top``."""
 
 from pathlib import Path
 from typing import Annotated

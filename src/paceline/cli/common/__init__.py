@@ -1,1 +1,1 @@
-"""What several commands share: options, errors, sizes."""
+"""Code shared by several commands: options, error messages, sizes."""

@@ -1,4 +1,4 @@
-"""What every command shares: the application, and how a user's mistake is told."""
+"""Code shared by all commands: the Typer application and the printing of user errors."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,14 +21,16 @@ app = typer.Typer(
 
 @contextlib.contextmanager
 def mistakes_told() -> Iterator[None]:
-    """Print the user's mistakes, and files that can't be used, in a line; exit code 2. A line for
-    Ctrl-C, and 130."""
+    """Print errors of the user, and of files that cannot be used, without a traceback.
+
+    The exit code is 2 for ValueError and OSError, and 130 for Ctrl-C.
+    """
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("paceline: interrupted", err=True)
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # whoever reads the output has gone
+    except BrokenPipeError:  # the process that reads the output has ended
         raise
     except (ValueError, OSError) as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)
@@ -36,7 +38,7 @@ def mistakes_told() -> Iterator[None]:
 
 
 def in_words(mistake: ValueError | OSError) -> str:
-    """Return what is wrong, as a terminal may show it: of a file in one line."""
+    """Return the text of an error, safe for terminals; in one line if it concerns a file."""
     if isinstance(mistake, OSError):
         file = f"{mistake.filename}: " if mistake.filename else ""
         return printable(f"{file}{mistake.strerror or mistake}")

@@ -1,5 +1,7 @@
-"""What may crash or hang inside a library made in C, in a process of its own: so that it is told in
-a line."""
+"""Run work that may crash or hang inside a C library in a child process.
+
+A crash or a hang is then reported in one line.
+"""
 
 import contextlib
 import os
@@ -20,17 +22,27 @@ from .base import mistakes_told
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FROM_THE_KERNEL = 0x80  # SI_KERNEL: Ctrl-C, which every process of the terminal gets
-HUNG_S = 60.0  # of a processor, while nothing is read and each thread is in the same call
+FROM_THE_KERNEL = 0x80  # SI_KERNEL: Ctrl-C, which the child receives from the terminal, too
+HUNG_S = 60.0  # seconds without I/O while every thread stays in the same call
 LOOK_S = 0.5
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def watched(work: Callable[[], None], fault: Callable[[str], str], hangs: bool = True) -> None:
-    """Do ``work`` in a child, and exit as it does. fault: what is said where a library "crashed
-    (SIGSEGV)" or "has not come back ..."; it is a ValueError then. hangs: whether one that does
-    not come back is looked for: not where it may be a function of the user's that takes so long.
-    The child ends with this process, and gets the signals that this one gets."""
+    """Run ``work`` in a child process and exit with the child's exit code or signal.
+
+    The child ends when this process ends, and receives the signals that this process receives.
+
+    Args:
+        work: Function to run.
+        fault: Returns the error message for a crash ("has crashed (SIGSEGV)") or a hang ("has not
+            come back ...").
+        hangs: Whether to detect hangs. False if ``work`` calls a function of the user, which may
+            legitimately take as long.
+
+    Raises:
+        ValueError: The child crashed, hung or was killed.
+    """
     waited = {signal.SIGCHLD, *PASSED_ON}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     sys.stdout.flush()
@@ -62,11 +74,11 @@ def watched(work: Callable[[], None], fault: Callable[[str], str], hangs: bool =
             "short; the same again goes on where it was"
         )
     signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)  # as it would have ended without a child
+    os.kill(os.getpid(), number)  # end as without a child process
 
 
 def _ended(child: int, moves: int, waited: set[signal.Signals], hangs: bool) -> int | None:
-    """How it has: its status; None where it was ended, as it hung."""
+    """Return the wait status of the child, or None if it hung and was killed."""
     since, used, before = time.monotonic(), 0.0, ""
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -80,7 +92,8 @@ def _ended(child: int, moves: int, waited: set[signal.Signals], hangs: bool) -> 
             if now == before:
                 os.read(moves, 1 << 16)
             since, used, before = time.monotonic(), _processor_s(child), now
-        # half of it: processors are shared, and a storage that is slow burns none
+        # Half of the time must be CPU time: cores are shared, and waiting for slow storage
+        # uses no CPU time.
         long = hangs and time.monotonic() - since > HUNG_S
         if long and _processor_s(child) - used > HUNG_S / 2:
             os.kill(child, signal.SIGKILL)
@@ -97,7 +110,7 @@ def _processor_s(process: int) -> float:
 
 
 def _transferred(process: int) -> str:
-    """What it has read and written so far, as the kernel tells it."""
+    """Return the I/O counters of a process from /proc, as text."""
     try:
         return " ".join(Path(f"/proc/{process}/io").read_text().split()[:4])
     except OSError:
@@ -105,8 +118,10 @@ def _transferred(process: int) -> str:
 
 
 def _moves(line: int) -> None:
-    """In the child: a byte whenever one of its threads is somewhere else than at the last look. A
-    call that holds the interpreter's lock keeps this thread from looking, too."""
+    """Write a byte whenever the position of a thread has changed; runs in the child.
+
+    A call that holds the global interpreter lock also blocks this thread, so nothing is written.
+    """
     own, before = threading.get_ident(), None
     while True:
         now = {k: list(_stack(f)) for k, f in sys._current_frames().items() if k != own}
@@ -117,15 +132,18 @@ def _moves(line: int) -> None:
 
 
 def _stack(frame: FrameType | None) -> Iterator[tuple[int, int]]:
-    """Where each of its calls is. The innermost alone says little: Python hands its lock on at few
-    places of a function."""
+    """Yield the code object and the instruction offset of each frame of a stack.
+
+    The innermost frame is not sufficient: Python releases its lock at only a few places of a
+    function, so a running thread may always be seen at the same place.
+    """
     while frame is not None:
         yield id(frame.f_code), frame.f_lasti
         frame = frame.f_back
 
 
 def _works(work: Callable[[], None], parent: int) -> NoReturn:
-    """In the child, which has no other end than here."""
+    """Run ``work`` in the child process and end the process."""
     code = 1
     try:
         if os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Options that several commands have: which ranks of which script run where, and how."""
+"""Options shared by several commands: the script, its ranks, and where and how they run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,7 +7,7 @@ import typer
 
 from ...security.text import printable
 
-if TYPE_CHECKING:  # each command loads this module
+if TYPE_CHECKING:  # every command imports this module
     from ...knobs.tuning import Tuning
 
 Script = Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")]
@@ -151,8 +151,11 @@ TuneCompression = Annotated[
 
 
 def knobs_of(settings: Path | None, script: str, exchange: str | None = None) -> dict[str, Any]:
-    """What --settings and --exchange set for the script; what is ignored is told. Raises
-    ValueError."""
+    """Return the knobs that --settings and --exchange set; print a message for ignored ones.
+
+    Raises:
+        ValueError: The settings file is not valid, or the exchange is unknown.
+    """
     if settings is None and exchange is None:
         return {}
     from ...knobs.registry import KNOBS
@@ -170,7 +173,11 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
 
 
 def can_be_written(path: Path, option: str) -> None:
-    """Said before the minutes that come first. Raises ValueError where it can't be."""
+    """Check that a file can be written, before work that takes minutes.
+
+    Raises:
+        ValueError: The path is a folder, or its folder does not exist.
+    """
     why = "it is a folder" if path.is_dir() else ""
     why = why or ("" if path.parent.is_dir() else f"{path.parent} is no folder")
     if why:
@@ -182,7 +189,12 @@ def can_be_written(path: Path, option: str) -> None:
 def tuning_of(
     file: Path | None, compression: bool, script: str, knobs: dict[str, Any]
 ) -> "Tuning | None":
-    """What --tune-exchange asks for; ``knobs`` get what it needs. Raises ValueError."""
+    """Return the options of --tune-exchange, and add the knobs that it needs to ``knobs``.
+
+    Raises:
+        ValueError: The options or the knobs contradict --tune-exchange, or the file exists and is
+            not from --tune-exchange.
+    """
     if file is None:
         if compression:
             raise ValueError(
@@ -199,6 +211,6 @@ def tuning_of(
     can_be_written(file, "--tune-exchange")
     if file.exists():
         made(file, read(file))
-    gloo = "exchange" not in knobs  # what a script that says so goes back to
+    gloo = "exchange" not in knobs  # untuned all-reduces use gloo, as without this option
     knobs.setdefault("exchange", "paceline")
     return Tuning(str(file.absolute()), Path(script).name, gloo, compression)

@@ -1,10 +1,14 @@
-"""Sizes as people say them."""
+"""Parser of sizes such as 16M."""
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def bytes_of(text: str, option: str) -> int:
-    """16M as 16777216. Raises ValueError, with the option's name, for what is no size."""
+    """Return the number of bytes of a size, e.g. 16777216 for 16M.
+
+    Raises:
+        ValueError: ``text`` is not a size; the message names ``option``.
+    """
     number, unit = text.strip().rstrip("iB"), 1
     if number[-1:].upper() in UNITS:
         unit = UNITS[number[-1].upper()]

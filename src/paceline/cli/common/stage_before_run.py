@@ -1,4 +1,4 @@
-"""Before the ranks start: the sets that ``paceline run --stage`` names are there, or packed."""
+"""Check or pack the datasets of ``paceline run --stage`` before the ranks start."""
 
 import os
 import shlex
@@ -12,15 +12,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Where:
-    """The hosts, as the options of ``paceline run`` say."""
+    """The options of ``paceline run`` that select the hosts."""
 
     hosts: str | None = None
     hostfile: Path | None = None
     launcher: str | None = None
 
     def of_pack(self) -> list[str]:
-        """The options that have ``paceline pack`` use them, a rank for each core that is known of;
-        none on one host, where threads do."""
+        """Return the options with which ``paceline pack`` uses these hosts.
+
+        They request one rank per known core. The list is empty for a single host, on which threads
+        are sufficient.
+        """
         from ...launch.target import target
 
         found = target(self.hosts, self.hostfile, self.launcher).hosts
@@ -33,10 +36,16 @@ class Where:
 
 
 def sets_of(stage: Sequence[Path], pack: Sequence[str], where: Where) -> list[str]:
-    """Their absolute paths; what is not packed yet is packed. stage, pack: as the options say, the
-    first with the first.
+    """Return the absolute paths of the datasets to stage; pack those that are not packed yet.
 
-    Raises ValueError for what is no packed set, or has nowhere to go, and where packing fails.
+    Args:
+        stage: Values of --stage, in order.
+        pack: Values of --pack, in order; the i-th belongs to the i-th value of ``stage``.
+        where: The hosts of the job, which pack the datasets.
+
+    Raises:
+        ValueError: A path is not a packed dataset, there is no folder to pack or stage into, or
+            packing fails.
     """
     from ...data.format.shard_format import META_FILE, load_meta
     from ...data.staging.stage import VARIABLE
@@ -60,7 +69,11 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: Where) -> list[st
 
 
 def _packed(words: list[str], dest: Path, where: Where) -> None:
-    """By a process that ends with this one, so that nobody packs there when it is said again."""
+    """Pack a dataset in a child process.
+
+    The child ends with this process, so that no process still packs into ``dest`` when the user
+    repeats the command.
+    """
     if not {"-n", "--ranks", "-H", "--hosts", "--hostfile"} & set(words):
         words = [*words, *where.of_pack()]
     command = ["pack", *words, str(dest)]
