@@ -1,4 +1,4 @@
-"""A file that a background thread writes."""
+"""File written by a background thread."""
 
 import os
 from collections import deque
@@ -9,14 +9,17 @@ from typing import Any, BinaryIO
 
 from ..format.shard_format import checksum, create_new_file
 
-CHUNK_BYTES = 1 << 20  # handed to the thread at once, about
+CHUNK_BYTES = 1 << 20  # approximate bytes passed to the thread at once
 MAX_WAITING_CHUNKS = 4
 MAX_PARTS = 16  # per chunk; more of them are joined before they are written
 
 
 class BackgroundFile:
-    """Call ``write``, then ``flush`` and ``sync``, or ``abort``. A later call raises an error of
-    the thread."""
+    """A file that a background thread writes.
+
+    Call ``write``, then ``flush`` and ``sync``, or ``abort``. An error of the thread is raised by
+    the next call.
+    """
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
         self._path = path
@@ -34,7 +37,7 @@ class BackgroundFile:
             self._submit()
 
     def flush(self) -> None:
-        """Hand what is left to the thread."""
+        """Pass the remaining data to the thread."""
         self._submit()
 
     def sync(self) -> int:

@@ -140,8 +140,13 @@ def _encode_data(
 
 
 def load_array(loaded: LoadedSample) -> Any:
-    """Return a sample's array, decoded and writable; the bytes of a file that is neither an array
-    nor an image. Raises ValueError."""
+    """Return a sample's array, decoded and writable.
+
+    For a file that is neither an array nor an image, return its bytes.
+
+    Raises:
+        ValueError: The sample can't be decoded.
+    """
     data = (
         parse_npy(loaded.data) if loaded.extension in ARRAYS and _is_file(loaded) else loaded.data
     )
@@ -158,8 +163,10 @@ def _is_file(loaded: LoadedSample) -> bool:
 
 
 def function_name(function: Callable[..., Any] | None) -> str | None:
-    """Return "MODULE:QUALNAME" of a function or, for a callable object, of its class. Unlike
-    ``repr`` it holds no memory address, so it is the same in each process."""
+    """Return "MODULE:QUALNAME" of a function or, for a callable object, of its class.
+
+    Unlike ``repr``, the name contains no memory address, so it is the same in each process.
+    """
     if function is None:
         return None
     kind = function if hasattr(function, "__qualname__") else type(function)
@@ -196,8 +203,10 @@ def _encode_array(
 
 
 def _array_bytes(array: np.ndarray[Any, Any]) -> Any:
-    """Return the bytes of a C-ordered array: a view if the memory is immutable, else a copy, as
-    the array could be changed before it is written."""
+    """Return the bytes of a C-ordered array: a view if the memory is immutable, else a copy.
+
+    A mutable array could be changed before it is written.
+    """
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -227,7 +236,7 @@ def _resize_jpeg(data: Any, side: int, quality: int) -> bytes:
             image = image.resize((round(width * scale), round(height * scale)), reducing_gap=2)
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=quality)
-    except Exception as error:  # Pillow's plugins raise whatever a damaged file leads them to
+    except Exception as error:  # Pillow's plugins raise exceptions of any type for damaged files
         raise ValueError(f"does not decode: {error}") from None
     return buffer.getvalue()
 

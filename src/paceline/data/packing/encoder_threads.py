@@ -1,5 +1,7 @@
-"""Read and encode the samples of a source, by threads ahead of the writer or, where that is faster,
-without threads."""
+"""Read and encode the samples of a source.
+
+Threads read and encode ahead of the writer; no threads are used if that is faster.
+"""
 
 import time
 from collections import deque
@@ -17,7 +19,7 @@ from .encode import EncodedSample, EncodingOptions, decoded_array, encode_sample
 from .statistics import Statistics
 
 MAX_AHEAD_BYTES = 256 << 20  # encoded and not yet written
-CHUNK_BYTES = 1 << 20  # target size of what one thread takes at a time
+CHUNK_BYTES = 1 << 20  # target size of the chunk that one thread encodes
 MAX_CHUNK_SAMPLES = 256
 CHUNK_S = 0.25  # target duration of a chunk; progress is reported after each
 # CPU seconds per sample up to which threads bring no gain.
@@ -108,8 +110,11 @@ class Encoder:
         return results, (time.monotonic() - start) / len(chosen)
 
     def encode_one(self, i: int, in_statistics: bool) -> EncodedSample | str:
-        """Return an encoded sample, or the reason why it can't be read. Raises ValueError for such
-        a sample unless ``skip_unreadable``."""
+        """Return an encoded sample, or the reason why it can't be read.
+
+        Raises:
+            ValueError: The sample can't be read, and ``skip_unreadable`` is false.
+        """
         try:
             packed = encode_sample(self.source.load(i), self.options, self.source.label)
             array = decoded_array(packed) if in_statistics else None
@@ -165,8 +170,11 @@ class _ThreadingPolicy:
 
 
 def shuffled_order(samples: int, seed: int) -> Any:
-    """Return the sample index at each place, a permutation by the seed. Raises ValueError for more
-    samples than a dataset may have."""
+    """Return the sample index at each place, a permutation by the seed.
+
+    Raises:
+        ValueError: The source has more than MAX_SAMPLES samples.
+    """
     if samples > MAX_SAMPLES:
         raise ValueError(
             f"the source says that it has {samples:,} samples, and at most {MAX_SAMPLES:,} are "

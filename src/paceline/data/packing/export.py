@@ -1,4 +1,4 @@
-"""Write a packed dataset in another format, sample by sample, each with its checksum compared."""
+"""Write a packed dataset in another format, sample by sample, and verify each checksum."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ from .pack import PackReport, describe_source, pack
 
 PLAN_FILE = ".plan"
 MAX_PLAN_BYTES = 1 << 20
-MAX_EXTENSION_CHARS = 16  # a longer one is not taken for a kind of file
+MAX_EXTENSION_CHARS = 16  # a longer suffix is not treated as a file extension
 CONTENT_OPTIONS = ("decode", "resize", "compress", "cast", "apply")  # options that change samples
 WRITABLE_FORMATS = tuple(name for name, kind in FORMATS.items() if kind.writable)
 
@@ -35,14 +35,19 @@ def export(
     fresh: bool = False,
     step: Callable[[int, int], None] | None = None,
 ) -> float:
-    """Write a packed dataset to ``dest``, in its order: a file for hdf5, a folder for lmdb,
-    tfrecord and webdataset. Return the seconds it took.
+    """Write a packed dataset in another format, in its order; return the seconds that it took.
 
-    shard_bytes: target size of each output file. fresh: replace an existing ``dest``. Nothing is
-    left if it fails.
+    The result is a file for hdf5, and a folder for lmdb, tfrecord and webdataset. If writing fails,
+    the unfinished output is removed.
 
-    Raises ValueError for an unknown format, a ``dest`` that exists, data that the format can't
-    hold, and a full disk; DataError for a sample that can't be read.
+    Args:
+        shard_bytes: Target size of each output file.
+        fresh: Replace an existing ``dest``.
+
+    Raises:
+        ValueError: The format is unknown or can't hold the data, ``dest`` exists, or the disk is
+            full.
+        DataError: A sample can't be read.
     """
     check_destination(dest, to, fresh)
     began, folder, shards = time.monotonic(), Path(dest), Shards(packed)
@@ -75,8 +80,8 @@ def convert(
 ) -> PackReport:
     """Write any source of ``pack``, with its options, in another format.
 
-    The source is first packed beside ``dest``, which needs twice the space; an interrupted call is
-    continued. A packed dataset whose samples do not change is written directly.
+    The source is first packed into a folder next to ``dest``, which needs twice the space; an
+    interrupted call is continued. A packed dataset whose samples do not change is written directly.
     """
     check_destination(dest, to, fresh)
     folder, report = Path(dest), None

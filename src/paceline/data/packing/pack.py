@@ -219,7 +219,7 @@ class PackJob:
         """Return the partition of an earlier call, if it begins where the kept shards end."""
         found = Partition.load(self.work)
         if found is None:
-            if (self.work / PARTITION_FILE).exists():  # damaged: where its pieces lie is not known
+            if (self.work / PARTITION_FILE).exists():  # damaged: the ranges of pieces are unknown
                 self._discard_pieces()
             return None
         if (found.first, found.samples) != (self.writer.next_place, self.samples):

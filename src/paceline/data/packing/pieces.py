@@ -60,8 +60,11 @@ class Partition:
         ranks: int,
         channels: tuple[int, ...] | None,
     ) -> "Partition":
-        """Partition ``places`` into pieces of about one shard, or smaller ones if each rank would
-        get too few. size: mean bytes of a sample."""
+        """Partition ``places`` into pieces of about one shard.
+
+        Pieces are smaller if each rank would get fewer than MIN_PIECES_PER_RANK. ``size`` is the
+        mean bytes of a sample.
+        """
         first, samples = places
         shard = int(SHARD_FILL * shard_bytes / max(size, 1.0))
         share = -(-(samples - first) // (MIN_PIECES_PER_RANK * ranks))
@@ -117,8 +120,15 @@ class PieceWriter:
         step: Callable[[], None],
         ahead: int = MAX_AHEAD_BYTES,
     ) -> None:
-        """Pack the pieces ``chosen``. step: called after each sample. Raises ValueError for a
-        sample that can't be packed, OSError if it can't be written."""
+        """Pack the pieces ``chosen``.
+
+        Args:
+            step: Called after each sample.
+
+        Raises:
+            ValueError: A sample can't be packed.
+            OSError: A sample can't be written.
+        """
         # Small chunks use all threads within a piece, and claim the next piece only late.
         chunk = min(max(self.partition.each // (4 * workers), 1), MAX_CHUNK_SAMPLES)
         spans = (self.partition.span(piece) for piece in chosen)
@@ -156,8 +166,11 @@ class PieceWriter:
 
 
 class PieceClaims:
-    """Iterate over the pieces that one rank packs: first its own share, then pieces that other
-    ranks have not begun. A rank claims a piece by creating its file, which only one rank can."""
+    """Iterator over the pieces that one rank packs.
+
+    A rank first packs the pieces assigned to it, then pieces that other ranks have not begun. It
+    claims a piece by creating the piece's file, in which only one rank can succeed.
+    """
 
     def __init__(self, run: Path, pieces: list[int], rank: int, size: int) -> None:
         self.run, self.pieces, self.rank, self.size = run, pieces, rank, size
@@ -195,8 +208,9 @@ def piece_name(piece: int) -> str:
 def complete_pieces(
     partition: Partition, work: Path, folder: Path, shards: int
 ) -> dict[int, tuple[int, int]]:
-    """Return (samples, bytes) of each complete piece. A piece whose files do not match its state is
-    discarded.
+    """Return (samples, bytes) of each complete piece.
+
+    A piece whose files do not match its state is discarded.
 
     shards: number of shards before the first piece. A call that was killed while it joined the
     pieces has already moved some shards to their final names, so these are checked, too.

@@ -19,8 +19,9 @@ PIECE_STATE_FILE = "whole.json"  # written when all shards of a piece are comple
 
 
 class ShardWriter:
-    """Write samples as shards: call ``add_or_skip`` or ``add``, then ``close`` and ``finish``, and
-    in any case ``abort``.
+    """Writer of samples as shards.
+
+    Call ``add_or_skip`` or ``add``, then ``close`` and ``finish``, and in any case ``abort``.
 
     One thread writes the open shard. A second one completes the previous shard, because it waits
     until the data is on storage.
@@ -95,15 +96,17 @@ class ShardWriter:
         self._note_field((packed.dtype, packed.shape))
 
     def close(self, place: int) -> None:
-        """Complete the open shard and wait until all are kept. place: the first one in the order
-        that the shards do not hold."""
+        """Complete the open shard and wait until all shards are on storage.
+
+        ``place`` is the first place in the order that the shards do not contain.
+        """
         if self._file is not None:
             self._end_shard(place)
         if self._completing is not None:
             self._completing.result()
 
     def _end_shard(self, place: int) -> None:
-        """Hand the open shard to the thread that completes it, after the one before."""
+        """Pass the open shard to the thread that completes it, after the previous shard."""
         assert self._file is not None
         if self._completing is not None:
             self._completing.result()
@@ -149,8 +152,10 @@ class ShardWriter:
         shard_format.write_atomically(self.work / PIECE_STATE_FILE, pack_state.as_json(state))
 
     def adopt_piece(self, part: Path) -> None:
-        """Append the shards of a folder whose writer has called ``finish_piece``. If the process is
-        killed meanwhile, calling it again gives the same result."""
+        """Append the shards of a folder whose writer has called ``finish_piece``.
+
+        If the process is killed meanwhile, calling the method again gives the same result.
+        """
         found = pack_state.piece_state(part / PIECE_STATE_FILE)
         for number, old in enumerate(found.shards):
             new_number = len(self.shards)
@@ -236,8 +241,10 @@ class ShardWriter:
             self._fields.append(ArraySpec(*kind))
 
     def _state(self, saved_left_out: int) -> dict[str, Any]:
-        """Return the state after the samples so far. saved_left_out: number of entries of
-        ``left_out`` that are saved elsewhere."""
+        """Return the state after the samples added until now.
+
+        ``saved_left_out`` is the number of entries of ``left_out`` that are saved elsewhere.
+        """
         return {
             "left_out": self.left_out[saved_left_out:],
             "statistics": self.statistics.as_state(),

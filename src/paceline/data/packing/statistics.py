@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-MAX_CHANNELS = 64  # a shorter first dim is taken for channels
-MAX_FEATURES = 4096  # of a one-dim sample, each with a mean of its own
+MAX_CHANNELS = 64  # a first dimension up to this size is treated as channels
+MAX_FEATURES = 4096  # one-dimensional samples up to this size have a mean per feature
 MAX_CLASSES = 100_000
 
 
 @dataclass
 class Statistics:
-    """Moments over all values of a channel, in float64, merged by Chan's formula (Chan, Golub,
-    LeVeque 1979).
+    """Moments over all values of a channel, in float64.
+
+    They are merged by the formula of Chan, Golub and LeVeque (1979).
 
     Attributes:
         images: Whether channels are the last dim.
@@ -75,8 +76,11 @@ class Statistics:
         return tuple(range(array.ndim))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the number of samples, mean and population deviation per channel, and the samples
-        per class."""
+        """Return the results as JSON values.
+
+        They are the number of samples, mean and population standard deviation per channel, and the
+        number of samples per class.
+        """
         result: dict[str, Any] = {}
         if self.mean is not None and self.count and np.all(np.isfinite(self.squares)):
             deviation = np.sqrt(np.asarray(self.squares) / self.count)

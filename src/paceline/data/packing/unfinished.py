@@ -61,8 +61,8 @@ def open_work_folder(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterato
                 write_atomically(work / PLAN_FILE, json.dumps(plan).encode())
             yield work
         except BaseException:
-            # Mostly a user error before anything was packed: remove the folder. A process forked
-            # from this one to be the ranks' server also comes here, and must not.
+            # Mostly a user error before anything was packed: remove the folder. The exception also
+            # passes through here in the rank server, a fork of this process, which must not.
             if os.getpid() == owner and not has_progress(work):
                 shutil.rmtree(work, ignore_errors=True)
             raise
@@ -116,8 +116,10 @@ def has_progress(work: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that ranks of a killed job may still write to: it is renamed first, so that
-    their writes fail."""
+    """Remove a folder that ranks of a killed job may still write to.
+
+    The folder is renamed first, so that their writes fail.
+    """
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
         return
