@@ -55,7 +55,7 @@ def test_every_two_hosts_have_a_connection():
             if a != b:
                 assert found[a].sockets[b].recv(10) == bytes([b])
         found[a].close()
-    assert found[0].of[2] == "host3 (lo 127.0.0.1)"
+    assert found[0].descriptions[2] == "host3 (lo 127.0.0.1)"
 
 
 def test_who_does_not_know_the_word_is_turned_away():
