@@ -123,7 +123,7 @@ GROUPS = """
 @pytest.mark.long
 def test_groups_in_hosts_and_over_them(hosts, shared_folder):
     done = run(hosts, shared_folder, GROUPS, "host1:2,host2:2")
-    expected = {f"{rank} 3.0 3.0 Hierarchy Kernel" for rank in range(4)}
+    expected = {f"{rank} 3.0 3.0 CKernel HierarchicalKernel" for rank in range(4)}
     assert expected <= ranks.untagged(done.stdout)
 
 
