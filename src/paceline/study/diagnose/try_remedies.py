@@ -199,7 +199,7 @@ def joined(first: Interval, steps: Interval) -> Interval:
 
 class _Trying:
     def __init__(self, runner: Runner, steps: int, until: float) -> None:
-        self.runner, self.steps, self.cumulative_by_state = runner, steps, until
+        self.runner, self.steps, self.deadline = runner, steps, until
         self.measured = 0  # number of knobs measured so far
 
     def all(self, remedies: list[Remedy], found: Tried) -> None:
@@ -238,7 +238,7 @@ class _Trying:
 
     def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
         """Return the gain over a few steps; None if there is no time left or no value to set."""
-        if remedy.value is None or time.monotonic() > self.cumulative_by_state:
+        if remedy.value is None or time.monotonic() > self.deadline:
             return None
         steps = min(self.steps, GLIMPSE_STEPS)
         pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
@@ -250,7 +250,7 @@ class _Trying:
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
         promising = predicted is not None and predicted.mean > 0
-        if time.monotonic() > self.cumulative_by_state and (self.measured or not promising):
+        if time.monotonic() > self.deadline and (self.measured or not promising):
             why = "not tried: the time is over. HINT: more --minutes, or this one by its name"
             return Trial(remedy, predicted, None, False, why, late=True)
         if remedy.value is None:
