@@ -12,7 +12,7 @@ MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: then not only the last one syn
 MIN_DELAYED = 0.5  # of the communication time, spent waiting for a core: then that is the cause
 SCHEDULER_DELAY_S = 1e-3  # a small collective that takes longer waits for the OS scheduler
 MAX_FEW_CALLS = 10  # per step: with more, the number of calls is the cause
-MANY = 6  # buckets per backward
+MIN_SMALL_BUCKETS = 6  # buckets per backward
 SMALL_BUCKET_BYTES = 1 << 20  # below it, buckets are too small if there are many
 # DDP's default. With it, larger models have several buckets, unless a single parameter is larger
 # than SINGLE_BUCKET_BYTES.
@@ -86,9 +86,9 @@ def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | No
     each = g.calls / g.exchanging
     figures = _figures(e, calls) | {"buckets": each, "bucket_bytes": ddp.get("bucket_bytes")}
     if (
-        each >= MANY
+        each >= MIN_SMALL_BUCKETS
         and g.bytes_per_call < SMALL_BUCKET_BYTES
-        and ddp["bytes"] >= MANY * g.bytes_per_call / 2
+        and ddp["bytes"] >= MIN_SMALL_BUCKETS * g.bytes_per_call / 2
     ):
         sentence = (
             f"{each:.3g} buckets a backward of {g.bytes_per_call / 1e3:.3g} kB each: fewer and "
