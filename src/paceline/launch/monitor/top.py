@@ -53,20 +53,20 @@ def top(folder: Path | None, name: str | None, every: float, once: bool, as_json
         raise ValueError(f"--every {every:g}: HINT: more than 0 seconds")
     job = find(folder, name)
     os.nice(19)
-    pictures = _pictures(job)
+    frames = _frames(job)
     if as_json or once:
-        return _lines(job, pictures, every, once, as_json)
+        return _lines(job, frames, every, once, as_json)
     console = PlainConsole()
     if not console.is_terminal:
-        return _plainly(job, pictures, every)
-    return _on_screen(job, pictures, every, console)
+        return _plainly(job, frames, every)
+    return _on_screen(job, frames, every, console)
 
 
 # Snapshots
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Frame:
     """One view of the job.
 
     Attributes:
@@ -78,19 +78,19 @@ class Snapshot:
     said: str
 
 
-def _pictures(job: RunningJob) -> Iterator[Snapshot]:
+def _frames(job: RunningJob) -> Iterator[Frame]:
     """Yield snapshots of the job until it has ended. The caller determines the interval."""
     shown, most = None, LEAST
     while True:
         try:
             seen = job.snapshot(most)
         except ValueError as mistake:  # the launcher is suspended and may continue
-            yield Snapshot(shown, str(mistake))
+            yield Frame(shown, str(mistake))
             continue
         if seen is None:
             return
         if seen.ending:
-            yield Snapshot(shown, "the job is ending: its records are being kept")
+            yield Frame(shown, "the job is ending: its records are being kept")
             continue
         fresh = _view(job, seen)
         if fresh is not None and fresh.size and most != (wanted := _events(fresh.size)):
@@ -99,7 +99,7 @@ def _pictures(job: RunningJob) -> Iterator[Snapshot]:
                 shown = fresh
                 continue
         shown = fresh
-        yield Snapshot(shown, _silence(seen) or _elsewhere(job, shown))
+        yield Frame(shown, _silence(seen) or _elsewhere(job, shown))
 
 
 def _events(size: int) -> int:
@@ -133,16 +133,16 @@ def _elsewhere(job: RunningJob, shown: View | None) -> str:
 
 
 def _renderable(
-    job: RunningJob, picture: Snapshot, width: int, height: int | None = None
+    job: RunningJob, frame: Frame, width: int, height: int | None = None
 ) -> RenderableType:
     parts: list[RenderableType] = []
-    if picture.view is not None:
+    if frame.view is not None:
         rows = EACH + MOST_RANKS if height is None else max(4, height - BESIDE)
-        parts.append(drawn(picture.view, width, rows))
-    elif not picture.said:
+        parts.append(drawn(frame.view, width, rows))
+    elif not frame.said:
         parts.append(Text(printable(_nothing_yet(job))))
-    if picture.said:
-        parts.append(Text(printable(picture.said), style="yellow"))
+    if frame.said:
+        parts.append(Text(printable(frame.said), style="yellow"))
     return Group(*parts)
 
 
@@ -157,16 +157,16 @@ def _nothing_yet(job: RunningJob) -> str:
 
 
 def _lines(
-    job: RunningJob, pictures: Iterator[Snapshot], every: float, once: bool, as_json: bool
+    job: RunningJob, frames: Iterator[Frame], every: float, once: bool, as_json: bool
 ) -> int:
     """Print views as JSON, or a single view. Raises ValueError if no single view is available."""
-    for picture in pictures:
-        if once and picture.view is None and picture.said:
-            raise ValueError(picture.said)
+    for frame in frames:
+        if once and frame.view is None and frame.said:
+            raise ValueError(frame.said)
         if as_json:
-            print(json.dumps(_as_json(job, picture)), flush=True)
+            print(json.dumps(_as_json(job, frame)), flush=True)
         else:
-            _print(_renderable(job, picture, _width()))
+            _print(_renderable(job, frame, _width()))
         if once:
             return 0
         time.sleep(every)
@@ -175,18 +175,18 @@ def _lines(
     return 0
 
 
-def _as_json(job: RunningJob, picture: Snapshot) -> dict[str, Any]:
-    if picture.view is None:
+def _as_json(job: RunningJob, frame: Frame) -> dict[str, Any]:
+    if frame.view is None:
         empty = {"format": "paceline-live", "version": 1, "command": job.command, "step": 0}
-        return {**empty, "ranks": [], "now": [], "notes": [picture.said or _nothing_yet(job)]}
-    found = picture.view.as_dict()
-    return found | {"notes": [*found["notes"], *([picture.said] if picture.said else [])]}
+        return {**empty, "ranks": [], "now": [], "notes": [frame.said or _nothing_yet(job)]}
+    found = frame.view.as_dict()
+    return found | {"notes": [*found["notes"], *([frame.said] if frame.said else [])]}
 
 
-def _plainly(job: RunningJob, pictures: Iterator[Snapshot], every: float) -> int:
+def _plainly(job: RunningJob, frames: Iterator[Frame], every: float) -> int:
     """Print one view after another, to a file or a pipe."""
-    for picture in pictures:
-        _print(_renderable(job, picture, _width()))
+    for frame in frames:
+        _print(_renderable(job, frame, _width()))
         print(flush=True)
         time.sleep(every)
     print(f"the job has ended{_hint(job)}", flush=True)
@@ -194,16 +194,16 @@ def _plainly(job: RunningJob, pictures: Iterator[Snapshot], every: float) -> int
 
 
 def _on_screen(
-    job: RunningJob, pictures: Iterator[Snapshot], every: float, console: PlainConsole
+    job: RunningJob, frames: Iterator[Frame], every: float, console: PlainConsole
 ) -> int:
     last: View | None = None
     with _ended_by_signals(), Live(console=console, screen=True, auto_refresh=False) as screen:
-        for picture in pictures:
-            last = picture.view or last  # while the job ends, its ring files may be removed
-            screen.update(_renderable(job, picture, *console.size), refresh=True)
+        for frame in frames:
+            last = frame.view or last  # while the job ends, its ring files may be removed
+            screen.update(_renderable(job, frame, *console.size), refresh=True)
             time.sleep(every)
     if last is not None:
-        console.print(_renderable(job, Snapshot(last, ""), console.width))
+        console.print(_renderable(job, Frame(last, ""), console.width))
     console.print(f"the job has ended{_hint(job)}", style="bold", highlight=False)
     return 0
 
