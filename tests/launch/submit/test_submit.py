@@ -324,7 +324,10 @@ def test_pbs_says_that_it_cannot_warn(tmp_path):
         (["--scheduler", "lsf", "--array", "0-3", "x.py"], "LSF's numbers begin at 1. HINT"),
         (["--scheduler", "pbs", "--array", "1,3", "x.py"], "PBS Pro takes one range only. HINT"),
         (["--scheduler", "torque", "--array", "1-9:2", "x.py"], "Torque has no steps. HINT"),
-        ([*LESS, "--min-hosts", "3", "x.py"], "--min-hosts 3: the job has 2 hosts. HINT: --min-h"),
+        (
+            [*LESS, "--min-hosts", "3", "x.py"],
+            "--min-hosts 3: the job has 2 hosts. HINT: --min-hosts 2 or fewer",
+        ),
         (["--min-hosts", "1", "x.py"], "--min-hosts 1: without restarts .* HINT: --max-restarts 3"),
         ([*LESS, *ONE, "--scheduler", "lsf", "x.py"], "profile has DJOB_COMMFAIL.*HINT.*-app NAME"),
         ([*LESS, *ONE, "--scheduler", "torque", "x.py"], "Torque ends a job with .*HINT: --option"),

@@ -111,7 +111,7 @@ class Evidence:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a real step, with everything: the mean of its rounds."""
+        """Return the mean duration of a step with nothing switched off, in seconds."""
         found = [one.step_s for one in self.climbs.get("everything", [])]
         return sum(found) / len(found) if found else 0.0
 

@@ -45,7 +45,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Group:
-    """One process group. Shares are of its members' time.
+    """Figures of one process group. Shares refer to the time of its members.
 
     Attributes:
         wait, transfer: Blocked in communication of the group.

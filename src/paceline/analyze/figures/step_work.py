@@ -82,7 +82,7 @@ def _operators(ranks: list[list[list[float]]], timed: bool) -> list[Operator]:
 def on_roofline(
     records: list[Record], machine: Machine, median_s: float | None, useful: float | None
 ) -> Roofline | None:
-    """Place a step of the first counted device on the roofs of its host.
+    """Compare the sampled step of the first counted device with the limits of its host.
 
     Returns None where nothing was counted. median_s: Duration of a step. useful: Share of it that
     is computing.

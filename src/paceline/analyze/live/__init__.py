@@ -1,1 +1,1 @@
-"""Figures of a running job, computed from the tails of its records."""
+"""Figures of a running job, from the newest events of its records."""

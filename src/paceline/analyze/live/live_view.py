@@ -1,4 +1,4 @@
-"""Figures of a running job, computed from the tails of its records.
+"""Figures of a running job, from the newest events of its records.
 
 Shares and rates come from the same analysis as those of a report, over the steps that all tails
 contain. current_states.py determines the current state of each rank.

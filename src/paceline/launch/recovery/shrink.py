@@ -24,7 +24,7 @@ def check_min_hosts(min_hosts: int | None, hosts: int) -> None:
     if min_hosts is not None and min_hosts > hosts:
         raise ValueError(
             f"--min-hosts {min_hosts}: the job has {counted(hosts, 'host')}. "
-            f"HINT: --min-hosts {hosts}{' or is_reduced' if hosts > 1 else ''}"
+            f"HINT: --min-hosts {hosts}{' or fewer' if hosts > 1 else ''}"
         )
 
 
