@@ -40,7 +40,8 @@ TRAIN = """
             world.backward(model(x).mean())
             world.step(optimizer)
             masks |= {{tuple(pair) for pair in where.tolist()}}
-            time.sleep(0.05)
+            while "Bindings, as" not in open("stderr").read():  # workers exist until then
+                time.sleep(0.05)
     tasks = {{tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}}
     found = {{"rank": sorted(os.sched_getaffinity(0)), "threads": sorted(tasks),
              "workers": sorted(masks), "torch": torch.get_num_threads(),
@@ -53,17 +54,20 @@ def train(folder, options, *, before=(), number=2, more="pass", **env):
     """What each rank has found, and what was said, on one line."""
     script = ranks.write(folder, TRAIN.format(more=more))
     launcher = f"paceline {options} --report-bindings"
-    result = subprocess.run(
-        [*before, *ranks.command(script, ranks=number, launcher=launcher)],
-        cwd=folder,
-        env={k: v for k, v in ranks.environment(**env).items() if k in env or k[:4] != "OMP_"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    errors = folder / "stderr"  # the ranks read it
+    with open(errors, "w") as file:
+        result = subprocess.run(
+            [*before, *ranks.command(script, ranks=number, launcher=launcher)],
+            cwd=folder,
+            env={k: v for k, v in ranks.environment(**env).items() if k in env or k[:4] != "OMP_"},
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            timeout=120,
+        )
+    said = errors.read_text()
+    assert result.returncode == 0, said
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("out-*"))]
-    return found, result.stderr
+    return found, said
 
 
 def row(said, rank):
@@ -139,11 +143,12 @@ def test_in_a_cpuset_only_its_cores_are_used(tmp_path):
 @two_cores
 @pytest.mark.long
 def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
-    ranks.write(shared_folder, TRAIN.format(more="pass").replace("return 160", "return 3200"))
+    ranks.write(shared_folder, TRAIN.format(more="pass"))
     line = f"{ranks.PACELINE} run -n 4 --report-bindings script.py"
     torch = f"export TORCHINDUCTOR_CACHE_DIR={shared_folder}/torch"
-    job = slurm.batch(f"#!/bin/sh\n{torch}\nexec {line}\n", "-N2", "--exclusive", cwd=shared_folder)
-    state, said = slurm.wait(job), (shared_folder / f"slurm-{job}.out").read_text()
+    commands = f"#!/bin/sh\n{torch}\nexec {line} 2> stderr\n"
+    job = slurm.batch(commands, "-N2", "--exclusive", cwd=shared_folder)
+    state, said = slurm.wait(job), (shared_folder / "stderr").read_text()
     assert state == "COMPLETED", said
     found = [json.loads(path.read_text()) for path in sorted(shared_folder.glob("out-*"))]
     assert [one["rank"] for one in found] == [[0], [1], [0], [1]]
