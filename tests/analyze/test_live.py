@@ -14,7 +14,7 @@ from paceline.record.ring.ring import LAST_BEGUN, LAST_BEGUN_OFFSET
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, read_tail
 from paceline.report.numbers import elapsed
-from paceline.report.terminal.top import drawn
+from paceline.report.terminal.top import render
 
 
 def seen(rank, now, process="S", most=1000):
@@ -39,7 +39,7 @@ def trained(folder, number, size, steps=10, late=0, host="host", at=0, **meta):
 
 def text(found, width=80, **options):
     out = io.StringIO()
-    Console(file=out, width=width, force_terminal=True, **options).print(drawn(found, width))
+    Console(file=out, width=width, force_terminal=True, **options).print(render(found, width))
     return out.getvalue()
 
 
@@ -173,7 +173,7 @@ def test_it_fits_the_terminal_and_needs_no_colours(tmp_path):
             assert "░" not in rows[0]  # all wait for it
         assert "\x1b[32m" in text(found, color_system="standard")
         short = io.StringIO()
-        Console(file=short, width=80).print(drawn(found, 80, rows=10))
+        Console(file=short, width=80).print(render(found, 80, rows=10))
         assert len(short.getvalue().splitlines()) <= 24
         hosts = [line for line in lines if re.match(r"\d-has-a-long-name ", line)]
         assert len(hosts) == (10 if size == 40 else 0)

@@ -2,7 +2,7 @@
 
 import records
 
-from paceline.report.terminal.run_report import drawn
+from paceline.report.terminal.run_report import render
 
 
 def report(tmp_path, *told):
@@ -25,7 +25,7 @@ def test_cores_are_the_mean_of_the_ranks_and_the_most(tmp_path):
     loading = found.loading
     assert (loading.workers, loading.processes, loading.left_out) == (2, False, 4)
     assert (loading.cores, loading.most, loading.rank) == (0.4, 0.6, 1)
-    said = " ".join(drawn(found).replace("│", "").split())
+    said = " ".join(render(found).replace("│", "").split())
     assert "the loader's 2 threads kept 0.40 cores busy beside each rank's training" in said
     assert "(most 0.60, rank 1)" in said
     assert "4 samples could not be read, and left out" in said
@@ -34,4 +34,4 @@ def test_cores_are_the_mean_of_the_ranks_and_the_most(tmp_path):
 def test_other_loaders_have_nothing_to_tell(tmp_path):
     found = report(tmp_path, None, None)
     assert found.loading is None
-    assert "loader" not in drawn(found)
+    assert "loader" not in render(found)

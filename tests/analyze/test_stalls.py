@@ -8,9 +8,9 @@ from records import Rank, report_of
 from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
-from paceline.report.page.wording import largest
+from paceline.report.page.wording import largest_losses
 from paceline.report.sentences import cause, outliers, sentence, troubles
-from paceline.report.terminal.run_report import drawn
+from paceline.report.terminal.run_report import render
 from paceline.report.trace import timeline
 
 HOSTS = ("host0", "host0", "host1", "host1")
@@ -69,7 +69,7 @@ def test_a_rank_that_stood_still_is_named_with_its_step_and_who_waited(tmp_path)
     assert sentence(report.losses[0], report) == (
         "waiting for rank 2 (host1), which had stood still; mostly in all-reduce, in steps 7 to 9."
     )
-    assert "who stopped it or its host" in largest(report)[0].look
+    assert "who stopped it or its host" in largest_losses(report)[0].look
 
 
 def test_all_ranks_of_a_host_together_are_the_host(tmp_path):
@@ -128,7 +128,7 @@ def test_a_step_that_stands_out_for_another_reason_is_still_told(tmp_path):
     assert "Rank 1 (host0) stood still for 600 ms in step 7" in line
     (other,) = outliers(report)
     assert other.startswith("Step 20: the ranks exchanged data")
-    shown = " ".join(drawn(report).replace("│", " ").split())
+    shown = " ".join(render(report).replace("│", " ").split())
     assert "Rank 1 (host0) stood still for 600 ms in step 7: none of its threads ran" in shown
 
 

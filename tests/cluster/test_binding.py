@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fake_sysfs import HOSTS, Host, write
 
-from paceline.cluster.binding.binding_plan import Place, odd, plan
+from paceline.cluster.binding.binding_plan import RankBinding, binding_problems, plan
 from paceline.cluster.topology.local_resources import spans, unspanned
 from paceline.cluster.topology.pci_devices import Card, cards
 from paceline.cluster.topology.topology import Cpu, Node, Topology, topology
@@ -39,7 +39,7 @@ class Machine:
         return str(said.value)
 
     def odd(self, places, **known):
-        return odd(places, self.topology, self.cards, **known)
+        return binding_problems(places, self.topology, self.cards, **known)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,12 @@ def test_the_recipe_of_summit(ac922):
     places = ac922.plan(6, allowed=SUMMIT, bind="device")
     near, far = ("mlx5_0", "mlx5_1"), ("mlx5_2", "mlx5_3")
     assert places == [
-        Place(tuple(range(28)), (0,), (0,), 0, near, (0,), 7),
-        Place(tuple(range(28, 56)), (0,), (0,), 1, near, (0,), 7),
-        Place(tuple(range(56, 84)), (0,), (0,), 2, near, (0,), 7),
-        Place(tuple(range(88, 116)), (8,), (8,), 3, far, (8,), 7),
-        Place(tuple(range(116, 144)), (8,), (8,), 4, far, (8,), 7),
-        Place(tuple(range(144, 172)), (8,), (8,), 5, far, (8,), 7),
+        RankBinding(tuple(range(28)), (0,), (0,), 0, near, (0,), 7),
+        RankBinding(tuple(range(28, 56)), (0,), (0,), 1, near, (0,), 7),
+        RankBinding(tuple(range(56, 84)), (0,), (0,), 2, near, (0,), 7),
+        RankBinding(tuple(range(88, 116)), (8,), (8,), 3, far, (8,), 7),
+        RankBinding(tuple(range(116, 144)), (8,), (8,), 4, far, (8,), 7),
+        RankBinding(tuple(range(144, 172)), (8,), (8,), 5, far, (8,), 7),
     ]
     assert ac922.odd(places, allowed=set(unspanned(SUMMIT))) == []
     assert ac922.plan(6, allowed=SUMMIT, bind="core") == places
@@ -270,7 +270,7 @@ def test_on_this_machine_every_rank_has_its_own_core():
     places = plan(found, mine, ranks, bind="core", cpus_per_rank=1)
     assert len({cpu for place in places for cpu in place.cpus}) >= ranks
     assert {cpu for place in places for cpu in place.cpus} <= mine
-    assert odd(places, found, cards(), allowed=mine) == []
+    assert binding_problems(places, found, cards(), allowed=mine) == []
 
 
 def test_what_can_not_be_had_is_refused_with_the_nearest_that_can(ac922, small, dgx, workstation):
@@ -350,20 +350,26 @@ def test_mistakes_are_named_with_a_way_out(small):
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        ([Place((0, 8)), Place((8,))], ["ranks 0-1: on the same core (hardware threads 0,8)"]),
         (
-            [Place((0, 1, 2)), Place((1, 2, 3)), Place((3,))],
+            [RankBinding((0, 8)), RankBinding((8,))],
+            ["ranks 0-1: on the same core (hardware threads 0,8)"],
+        ),
+        (
+            [RankBinding((0, 1, 2)), RankBinding((1, 2, 3)), RankBinding((3,))],
             [
                 "ranks 0-1: on the same 2 cores (hardware threads 1-2,9-10)",
                 "ranks 1-2: on the same core (hardware threads 3,11)",
             ],
         ),
-        ([Place((0, 8)), Place((0, 8))], ["ranks 0-1: 2 threads on 1 core (0,8)"]),
-        ([Place((0, 1), threads=1), Place((0, 1), threads=1)], []),
-        ([Place((3, 4)), Place((1,)), Place((2, 5))], ["ranks 0,2: over sockets 0-1"]),
-        ([Place((0, 1, 8, 9), threads=4)], ["rank 0: 4 threads on 2 cores (0-1,8-9)"]),
-        ([Place((7, 15))], ["rank 0: hardware threads 7,15 are not granted to this job"]),
-        ([Place((1, 40))], ["rank 0: hardware threads 40 are not on this host"]),
+        ([RankBinding((0, 8)), RankBinding((0, 8))], ["ranks 0-1: 2 threads on 1 core (0,8)"]),
+        ([RankBinding((0, 1), threads=1), RankBinding((0, 1), threads=1)], []),
+        (
+            [RankBinding((3, 4)), RankBinding((1,)), RankBinding((2, 5))],
+            ["ranks 0,2: over sockets 0-1"],
+        ),
+        ([RankBinding((0, 1, 8, 9), threads=4)], ["rank 0: 4 threads on 2 cores (0-1,8-9)"]),
+        ([RankBinding((7, 15))], ["rank 0: hardware threads 7,15 are not granted to this job"]),
+        ([RankBinding((1, 40))], ["rank 0: hardware threads 40 are not on this host"]),
     ],
 )
 def test_what_is_odd_is_said_in_words(small, places, words):

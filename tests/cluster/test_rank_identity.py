@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.rank_identity import Place, hosts_of, job_key, launched_by, place
+from paceline.cluster.rank_identity import (
+    RankIdentity,
+    hosts_of,
+    job_key,
+    launched_by,
+    rank_identity,
+)
 
 ENVS = Path(__file__).parent / "envs"
-ALONE = Place(0, 1, 0, 1, "alone", alone=True)
+ALONE = RankIdentity(0, 1, 0, 1, "alone", alone=True)
 HOSTS = ["host1", "host2"]
 MPIRUN = ["host1", "host2", "host0", "10.77.0.100"]  # mpirun's own host has no rank: last
 
@@ -34,10 +40,10 @@ def recorded(name):
 )
 def test_four_ranks_on_two_hosts_find_their_places(name, source, hosts, key):
     processes = recorded(name)
-    places = sorted((place(env) for _, env in processes), key=lambda found: found.rank)
-    assert places == [Place(rank, 4, rank % 2, 2, source) for rank in range(4)]
+    places = sorted((rank_identity(env) for _, env in processes), key=lambda found: found.rank)
+    assert places == [RankIdentity(rank, 4, rank % 2, 2, source) for rank in range(4)]
     for host, env in processes:
-        found = place(env)
+        found = rank_identity(env)
         assert HOSTS.index(host) == found.rank // 2
         assert hosts_of(env, found) == hosts
         assert job_key(env, found) == key
@@ -46,8 +52,8 @@ def test_four_ranks_on_two_hosts_find_their_places(name, source, hosts, key):
 
 def test_torchrun_in_a_step_counts_before_the_step():
     for rank, (_, env) in enumerate(recorded("torchrun-in-srun")):
-        found = place(env)
-        assert found == Place(rank, 2, rank, 2, "torchrun")
+        found = rank_identity(env)
+        assert found == RankIdentity(rank, 2, rank, 2, "torchrun")
         assert hosts_of(env, found) == ["host1"]
         assert job_key(env, found) == "5bf97280-445e-4694-a4e5-273a0ff3efb6 host1 35037"
         assert launched_by(env) is None  # the step has one task
@@ -57,11 +63,11 @@ def test_a_batch_script_is_alone():
     [(_, env)] = recorded("slurm-sbatch")
     assert (env["SLURM_PROCID"], env["SLURM_NTASKS"]) == ("0", "4")
     for more in ({}, {"SLURM_STEP_ID": "4294967290"}, {"SLURM_STEP_ID": "batch"}):
-        assert place(env | more) == ALONE
+        assert rank_identity(env | more) == ALONE
         assert launched_by(env | more) is None
     assert hosts_of(env, ALONE) == []
     assert job_key(env, ALONE) == ""
-    assert place({}) == ALONE
+    assert rank_identity({}) == ALONE
 
 
 def step(rank=0, size=4, **more):
@@ -72,13 +78,13 @@ def step(rank=0, size=4, **more):
 
 
 def test_hosts_with_unequal_numbers_of_ranks():
-    assert place(step(0)).local_size == 3
-    assert place(step(3)) == Place(3, 4, 0, 1, "Slurm")
+    assert rank_identity(step(0)).local_size == 3
+    assert rank_identity(step(3)) == RankIdentity(3, 4, 0, 1, "Slurm")
 
 
 def test_a_step_of_one_task_has_nobody_to_join():
     env = step(0, 1, SLURM_STEP_TASKS_PER_NODE="1")
-    assert place(env) == Place(0, 1, 0, 1, "Slurm", alone=True)
+    assert rank_identity(env) == RankIdentity(0, 1, 0, 1, "Slurm", alone=True)
     assert launched_by(env) is None
 
 
@@ -98,9 +104,9 @@ SPECTRUM |= {"OMPI_COMM_WORLD_LOCAL_RANK": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "6
     ],
 )
 def test_jsrun_with_and_without_pmix_and_spectrum_mpi(env, source, key):
-    assert place(env) == Place(5, 12, 5, 6, source)
-    assert hosts_of(env, place(env)) == ["a01", "a02"]
-    assert job_key(env, place(env)) == key
+    assert rank_identity(env) == RankIdentity(5, 12, 5, 6, source)
+    assert hosts_of(env, rank_identity(env)) == ["a01", "a02"]
+    assert job_key(env, rank_identity(env)) == key
 
 
 @pytest.fixture
@@ -112,27 +118,29 @@ def pals(tmp_path):
 
 def test_pals_has_no_size_and_it_is_derived(pals):
     for env, source in ((pals, "PALS"), (pals | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "a"}, "PMIx")):
-        assert place(env) == Place(5, 8, 1, 4, source)
-        assert hosts_of(env, place(env)) == ["x1", "x2"]
-        assert "ab-12" in job_key(env, place(env))
-        assert place(env | {"WORLD_SIZE": "7"}).size == 7  # an uneven start, in the user's words
+        assert rank_identity(env) == RankIdentity(5, 8, 1, 4, source)
+        assert hosts_of(env, rank_identity(env)) == ["x1", "x2"]
+        assert "ab-12" in job_key(env, rank_identity(env))
+        assert (
+            rank_identity(env | {"WORLD_SIZE": "7"}).size == 7
+        )  # an uneven start, in the user's words
     cray = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
-    assert place(pals | cray) == Place(5, 7, 1, 4, "PMI")
+    assert rank_identity(pals | cray) == RankIdentity(5, 7, 1, 4, "PMI")
     with pytest.raises(ValueError, match="PALS_RANKID=8 is not below PALS_LOCAL_SIZE=4 on 2 hosts"):
-        place(pals | {"PALS_RANKID": "8"})
+        rank_identity(pals | {"PALS_RANKID": "8"})
     for gone in ("", "/gone"):  # a file that the job's other hosts need not have
         with pytest.raises(ValueError, match=r"PALS_RANKID=5.*HINT: export WORLD_SIZE"):
-            place(pals | {"PBS_NODEFILE": gone})
+            rank_identity(pals | {"PBS_NODEFILE": gone})
 
 
 def test_slurm_on_a_cray_sets_the_variables_of_pals():
     env = step(3, SLURMD_NODENAME="n2", PALS_RANKID="3", PALS_LOCAL_RANKID="0", PALS_APID="9.2")
-    assert place(env) == Place(3, 4, 0, 1, "PALS")
+    assert rank_identity(env) == RankIdentity(3, 4, 0, 1, "PALS")
     env |= {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"}
     env["PMI_JOBID"] = "9"
-    assert place(env) == Place(3, 4, 0, 1, "PMI")
-    assert hosts_of(env, place(env)) == ["n1", "n2"]
-    assert job_key(env, place(env)) == "9 9.2"
+    assert rank_identity(env) == RankIdentity(3, 4, 0, 1, "PMI")
+    assert hosts_of(env, rank_identity(env)) == ["n1", "n2"]
+    assert job_key(env, rank_identity(env)) == "9 9.2"
 
 
 FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "2", "FLUX_TASK_LOCAL_ID": "0"}
@@ -144,23 +152,27 @@ FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "2", "FLUX_
 )
 def test_flux_tasks(more, source):
     env = FLUX | more
-    assert place(env) == Place(2, 4, 0, None, source)
-    assert hosts_of(env, place(env)) == []
-    assert job_key(env, place(env)) == "f1"
+    assert rank_identity(env) == RankIdentity(2, 4, 0, None, source)
+    assert hosts_of(env, rank_identity(env)) == []
+    assert job_key(env, rank_identity(env)) == "f1"
 
 
 def test_mvapich_and_cobalt():
     env = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
     env |= {"MV2_COMM_WORLD_LOCAL_RANK": "0", "MV2_COMM_WORLD_LOCAL_SIZE": "1"}
-    assert place(env) == Place(1, 2, 0, 1, "MVAPICH")
-    assert place({"COBALT_JOBID": "5", "COBALT_JOBSIZE": "4"}) == ALONE  # it starts no ranks
+    assert rank_identity(env) == RankIdentity(1, 2, 0, 1, "MVAPICH")
+    assert (
+        rank_identity({"COBALT_JOBID": "5", "COBALT_JOBSIZE": "4"}) == ALONE
+    )  # it starts no ranks
 
 
 def test_pmix_alone_needs_the_size_from_somewhere():
     env = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-77@1"}
     with pytest.raises(ValueError, match=r"PMIX_RANK=1.*HINT: export WORLD_SIZE"):
-        place(env)
-    assert place(env | {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == Place(1, 2, 0, None, "PMIx")
+        rank_identity(env)
+    assert rank_identity(env | {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == RankIdentity(
+        1, 2, 0, None, "PMIx"
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,19 +187,19 @@ def test_mpiexec_in_a_shell_of_srun_counts_and_not_the_shell(left_over):
     """MPICH's and Intel MPI's, inside `srun --pty bash` where Slurm's MPI plugin is the default."""
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     env = step(0, 1) | left_over | hydra
-    assert place(env) == Place(1, 2, 1, 2, "PMI")
-    assert job_key(env, place(env)) == ""
+    assert rank_identity(env) == RankIdentity(1, 2, 1, 2, "PMI")
+    assert job_key(env, rank_identity(env)) == ""
 
 
 def test_variables_left_over_from_a_step_that_is_not_this_one():
     old = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.9.0", "PALS_RANKID": "0"}
-    assert place(step(3, **old, PALS_APID="9.0")) == Place(3, 4, 0, 1, "Slurm")
-    assert place(FLUX | old | {"SLURM_JOB_ID": "9", "PALS_APID": "9.0"}).source == "Flux"
+    assert rank_identity(step(3, **old, PALS_APID="9.0")) == RankIdentity(3, 4, 0, 1, "Slurm")
+    assert rank_identity(FLUX | old | {"SLURM_JOB_ID": "9", "PALS_APID": "9.0"}).source == "Flux"
 
 
 def test_one_rank_of_all_on_its_own_host_knows_that_rank_0_is_there():
     env = step(1, SLURM_LOCALID="1", SLURMD_NODENAME="n2")  # srun --distribution=arbitrary
-    assert hosts_of(env, place(env)) == ["n2", "n1"]
+    assert hosts_of(env, rank_identity(env)) == ["n2", "n1"]
 
 
 @pytest.mark.parametrize(
@@ -205,31 +217,35 @@ def test_one_rank_of_all_on_its_own_host_knows_that_rank_0_is_there():
 )
 def test_hosts_in_the_words_of_open_mpis_daemons(regex, hosts):
     env = SPECTRUM | {"OMPI_MCA_orte_node_regex": regex, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert hosts_of(env, place(env)) == hosts.split()
+    assert hosts_of(env, rank_identity(env)) == hosts.split()
     env["OMPI_MCA_orte_hnp_uri"] = "1.0;tcp://10.0.0.1,192.168.0.1:99;tcp6://[fd00::2]:98"
     more = ["10.0.0.1", "192.168.0.1", "fd00::2"]
-    assert hosts_of(env, place(env)) == hosts.split() + more
+    assert hosts_of(env, rank_identity(env)) == hosts.split() + more
 
 
 def test_world_size_by_hand_beside_srun_must_be_true():
     env = step(3, MASTER_ADDR="n1", MASTER_PORT="29500")
-    assert place(env | {"WORLD_SIZE": "4"}) == Place(3, 4, 0, 1, "Slurm")
+    assert rank_identity(env | {"WORLD_SIZE": "4"}) == RankIdentity(3, 4, 0, 1, "Slurm")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=8 beside SLURM_STEP_NUM_TASKS=4.*HINT"):
-        place(env | {"WORLD_SIZE": "8"})
+        rank_identity(env | {"WORLD_SIZE": "8"})
     assert launched_by(env | {"WORLD_SIZE": "8"}).size == 4
 
 
 def test_rank_by_hand_in_the_launchers_words():
     env = step(3, RANK="3", WORLD_SIZE="4")
-    assert place(env) == Place(3, 4, 0, 1, "torchrun")  # the local rank is the step's
-    assert hosts_of(env, place(env)) == ["n1", "n2"]
-    assert job_key(env, place(env)) == "9.2"
-    assert place(env | {"LOCAL_RANK": "2"}).local_rank == 2
-    assert place(env | {"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 1, None, "torchrun")
+    assert rank_identity(env) == RankIdentity(
+        3, 4, 0, 1, "torchrun"
+    )  # the local rank is the step's
+    assert hosts_of(env, rank_identity(env)) == ["n1", "n2"]
+    assert job_key(env, rank_identity(env)) == "9.2"
+    assert rank_identity(env | {"LOCAL_RANK": "2"}).local_rank == 2
+    assert rank_identity(env | {"RANK": "1", "WORLD_SIZE": "2"}) == RankIdentity(
+        1, 2, 1, None, "torchrun"
+    )
     del env["WORLD_SIZE"]
-    assert place(env) == Place(3, 4, 0, 1, "Slurm")
+    assert rank_identity(env) == RankIdentity(3, 4, 0, 1, "Slurm")
     with pytest.raises(ValueError, match="RANK=2 beside SLURM_PROCID=3"):
-        place(env | {"RANK": "2"})
+        rank_identity(env | {"RANK": "2"})
 
 
 @pytest.mark.parametrize(
@@ -269,5 +285,5 @@ def test_rank_by_hand_in_the_launchers_words():
 )
 def test_contradictions_name_both_variables_and_their_values(env, words):
     with pytest.raises(ValueError, match="HINT") as said:
-        place(env)
+        rank_identity(env)
     assert all(word in str(said.value) for word in words.split())

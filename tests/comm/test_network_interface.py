@@ -8,7 +8,7 @@ import time
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from paceline.comm.network_interface import settle
+from paceline.comm.network_interface import agree_on_interface
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -30,7 +30,7 @@ def test_ranks_of_one_host_need_no_interface(store):
     found = {}
 
     def rank(number):
-        found[number] = settle(client(store), number, 3, 10.0)
+        found[number] = agree_on_interface(client(store), number, 3, 10.0)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -46,6 +46,6 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(store):
     with pytest.raises(
         ValueError, match=r"^paceline.init: 1 of 2 ranks came within 1 s. HINT: are the others"
     ):
-        settle(store, 0, 2, 1.0)
+        agree_on_interface(store, 0, 2, 1.0)
     assert time.monotonic() - begun < 4.0
     assert not set(VARIABLES) & set(os.environ)

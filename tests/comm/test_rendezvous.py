@@ -15,7 +15,7 @@ import pytest
 from paceline.cluster.topology.network_interfaces import links
 from paceline.comm import rendezvous as module
 from paceline.comm.reachable_address import listen_on
-from paceline.comm.rendezvous import Appointment, meet
+from paceline.comm.rendezvous import RendezvousSpec, join
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def closing():
 
 
 def appointment(rank, size, hosts=("127.0.0.1",), key=None, one_host=True):
-    return Appointment(rank, size, list(hosts), key or uuid.uuid4().hex, one_host)
+    return RendezvousSpec(rank, size, list(hosts), key or uuid.uuid4().hex, one_host)
 
 
 def all_of(size, timeout=10.0, key=None, **more):
@@ -35,7 +35,7 @@ def all_of(size, timeout=10.0, key=None, **more):
 
     def rank(number):
         try:
-            found[number] = meet(appointment(number, size, key=key, **more), timeout)
+            found[number] = join(appointment(number, size, key=key, **more), timeout)
         except ValueError as mistake:
             found[number] = mistake
 
@@ -81,7 +81,7 @@ def test_rank_0_is_found_where_its_hosts_name_is_another_loopback_address():
 def test_real_processes_meet_without_anybody_telling_a_port(tmp_path):
     code = (
         "import sys\n"
-        "from paceline.comm.rendezvous import Appointment, meet\n"
+        "from paceline.comm.rendezvous import RendezvousSpec, join\n"
         f"when = Appointment(int(sys.argv[1]), 2, ['localhost'], '{uuid.uuid4().hex}', False)\n"
         "store = meet(when, 30.0)\n"
         "store.set(sys.argv[1], 'here')\n"
@@ -130,11 +130,11 @@ def test_all_ports_taken_is_an_error_that_names_them(closing):
         closing.enter_context(listen_on("127.0.0.1", port))
     first, last = when.ports[0], when.ports[-1]
     with pytest.raises(ValueError, match=f"ports {first} to {last} are all in use on .*HINT"):
-        meet(when, 5.0)
+        join(when, 5.0)
 
 
 def test_two_starts_with_the_same_ports_do_not_mix(monkeypatch):
-    monkeypatch.setattr(Appointment, "ports", property(lambda _: [PORT + i for i in range(8)]))
+    monkeypatch.setattr(RendezvousSpec, "ports", property(lambda _: [PORT + i for i in range(8)]))
     keys = uuid.uuid4().hex, uuid.uuid4().hex
     found = {}
     threads = [
@@ -155,25 +155,25 @@ PORT = 32_100  # above those of meet()
 
 def test_a_rank_that_does_not_come_is_named_in_time():
     key = uuid.uuid4().hex
-    came = threading.Thread(target=lambda: meet(appointment(1, 4, key=key), 5.0), daemon=True)
+    came = threading.Thread(target=lambda: join(appointment(1, 4, key=key), 5.0), daemon=True)
     came.start()
     begun = time.monotonic()
     with pytest.raises(ValueError, match=r"ranks 2, 3 did not come within 1 s to .*HINT: are they"):
-        meet(appointment(0, 4, key=key), 1.0)
+        join(appointment(0, 4, key=key), 1.0)
     assert time.monotonic() - begun < 4.0
     came.join(10.0)
 
 
 def test_many_absent_ranks_are_named_in_short():
     with pytest.raises(ValueError, match=r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more did not come"):
-        meet(appointment(0, 100), 0.2)
+        join(appointment(0, 100), 0.2)
 
 
 def test_rank_0_that_never_starts_is_told_with_what_was_tried():
     when = appointment(1, 2, hosts=["localhost"], one_host=False)
     begun = time.monotonic()
     with pytest.raises(ValueError, match=r"rank 1 on .* did not find rank 0 in 1 s") as raised:
-        meet(when, 1.0)
+        join(when, 1.0)
     assert time.monotonic() - begun < 4.0
     assert f"Tried ports {when.ports[0]} to {when.ports[-1]} of:" in str(raised.value)
     assert "localhost = 127.0.0.1: connection refused\n" in str(raised.value)
@@ -181,13 +181,13 @@ def test_rank_0_that_never_starts_is_told_with_what_was_tried():
 
 def test_a_host_that_does_not_exist_is_an_error_within_seconds(monkeypatch, closing):
     """Not only when the time for ranks that come late is over."""
-    monkeypatch.setattr(module, "UNREACHABLE_SECONDS", 0.5)
-    monkeypatch.setattr(module, "KNOCK_SECONDS", 1.0)
+    monkeypatch.setattr(module, "UNREACHABLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 1.0)
     when = appointment(1, 2, hosts=["no-such-host.invalid", "127.0.0.9"], one_host=False)
     full(closing, "127.0.0.9", when.ports[0])
     begun = time.monotonic()
     with pytest.raises(ValueError, match="did not find rank 0") as raised:
-        meet(when, 300.0)
+        join(when, 300.0)
     assert time.monotonic() - begun < 10.0
     assert "\n    no-such-host.invalid: the name is not known (" in str(raised.value)
     assert "\n    127.0.0.9: no answer in 1 s\n" in str(raised.value)
@@ -205,13 +205,13 @@ def full(closing, address, port):
 
 
 def test_rank_0_says_so_where_it_reaches_none_of_the_others_either(monkeypatch, closing):
-    monkeypatch.setattr(module, "UNREACHABLE_SECONDS", 0.5)
-    monkeypatch.setattr(module, "KNOCK_SECONDS", 1.0)
+    monkeypatch.setattr(module, "UNREACHABLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 1.0)
     when = appointment(0, 2, hosts=["no-such-host.invalid", "127.0.0.9"], one_host=False)
     full(closing, "127.0.0.9", when.ports[0])
     begun = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 did not come to") as raised:
-        meet(when, 300.0)
+        join(when, 300.0)
     assert time.monotonic() - begun < 10.0
     assert "does not reach the other hosts either:\n" in str(raised.value)
     assert "    127.0.0.9: no answer in 1 s\n" in str(raised.value)
@@ -220,7 +220,7 @@ def test_rank_0_says_so_where_it_reaches_none_of_the_others_either(monkeypatch, 
 def test_strangers_are_not_served_and_keep_nobody_out():
     when = appointment(1, 2)
     found = []
-    host = threading.Thread(target=lambda: found.append(meet(appointment(0, 2, key=when.key), 10)))
+    host = threading.Thread(target=lambda: found.append(join(appointment(0, 2, key=when.key), 10)))
     host.start()
     own = {"tag": when.tag, "rank": 1}
     for said in (
@@ -235,7 +235,7 @@ def test_strangers_are_not_served_and_keep_nobody_out():
         assert answer_to(when.ports[0], json.dumps(said).encode() + b"\n") == b""
     assert answer_to(when.ports[0], b"\xff\xfe\n") == b""
     assert answer_to(when.ports[0], b"[" * 4096) == b""
-    found.insert(0, meet(when, 10.0))
+    found.insert(0, join(when, 10.0))
     host.join(10.0)
     assert_shared(found)
 

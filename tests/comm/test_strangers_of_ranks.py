@@ -15,7 +15,7 @@ import sets
 from paceline.cluster.topology.network_interfaces import Link
 from paceline.comm import rendezvous as module
 from paceline.comm.hosts.connect import PeerListener
-from paceline.comm.rendezvous import Appointment, meet
+from paceline.comm.rendezvous import RendezvousSpec, join
 from paceline.data import Shards, pack
 from paceline.data.staging import peer_transfer
 from paceline.security.folders import Folder
@@ -24,13 +24,13 @@ from paceline.security.greeting import RefusedError, Step
 
 def test_ranks_meet_among_a_thousand_idle_connections(flooded):
     key = uuid.uuid4().hex
-    first, second = (Appointment(rank, 2, ["127.0.0.1"], key, True) for rank in range(2))
+    first, second = (RendezvousSpec(rank, 2, ["127.0.0.1"], key, True) for rank in range(2))
     found = []
-    host = threading.Thread(target=lambda: found.append(meet(first, 60.0)))
+    host = threading.Thread(target=lambda: found.append(join(first, 60.0)))
     host.start()
     flooded("127.0.0.1", first.ports[0], garbage=2000)
     begun = time.monotonic()
-    store = meet(second, 30.0)
+    store = join(second, 30.0)
     host.join(10.0)
     assert time.monotonic() - begun < 20.0
     store.set("here", "1")
@@ -39,12 +39,12 @@ def test_ranks_meet_among_a_thousand_idle_connections(flooded):
 
 @pytest.mark.parametrize("rank", ["Infinity", "1e400", "1" * 4000, "true", "1.0", '"1"', "-1"])
 def test_a_knock_with_a_strange_number_does_not_end_rank_0(rank):
-    when = Appointment(0, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
-    host = threading.Thread(target=lambda: found.append(meet(when, 20.0)))
+    when = RendezvousSpec(0, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
+    host = threading.Thread(target=lambda: found.append(join(when, 20.0)))
     found: list = []
     host.start()
     knock(when.ports[0], f'{{"tag": "{when.tag}", "rank": {rank}}}\n'.encode())
-    meet(replace(when, rank=1), 10.0)
+    join(replace(when, rank=1), 10.0)
     host.join(10.0)
     assert len(found) == 1
 
@@ -77,7 +77,7 @@ def knock(port, said):
 )
 def test_an_answer_that_is_none_of_rank_0_is_passed_over(closing, said):
     """By a program that another user has put on the port, who knows the job's number."""
-    when = Appointment(1, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
+    when = RendezvousSpec(1, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
     door = closing.enter_context(socket.create_server(("127.0.0.1", when.ports[0])))
 
     def answer():
@@ -89,14 +89,14 @@ def test_an_answer_that_is_none_of_rank_0_is_passed_over(closing, said):
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert module._ask(when, "127.0.0.1", when.ports[0], 5.0) == module.NOT_RANK_0
+    assert module._request_store(when, "127.0.0.1", when.ports[0], 5.0) == module.NOT_RANK_0
     thread.join(5.0)
 
 
 def test_connections_that_say_the_same_rank_are_limited():
     """Whoever knows the job's number can make some; those of this host wait for the others."""
-    when = Appointment(0, 3, ["127.0.0.1"], uuid.uuid4().hex, False)
-    doorman = module._Doorman(when, 5.0)
+    when = RendezvousSpec(0, 3, ["127.0.0.1"], uuid.uuid4().hex, False)
+    doorman = module._Rank0Server(when, 5.0)
     here = socket.create_server(("127.0.0.1", 0))
     made = []
     for _ in range(20):
@@ -109,8 +109,8 @@ def test_connections_that_say_the_same_rank_are_limited():
 
 
 def test_a_connection_that_is_reset_after_the_greeting_is_not_counted():
-    when = Appointment(0, 3, ["127.0.0.1"], uuid.uuid4().hex, True)
-    doorman = module._Doorman(when, 5.0)
+    when = RendezvousSpec(0, 3, ["127.0.0.1"], uuid.uuid4().hex, True)
+    doorman = module._Rank0Server(when, 5.0)
     with socket.create_server(("127.0.0.1", 0)) as here:
         visitor = socket.create_connection(here.getsockname())
         accepted = here.accept()[0]

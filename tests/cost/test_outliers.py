@@ -8,15 +8,15 @@ import pytest
 from machines import GPU, Maker, with_host, with_links
 
 from paceline.cost.machine.machine_file import UNLIMITED, Figure, Gpu, Limits, Network
-from paceline.cost.outliers.outliers import odd
+from paceline.cost.outliers.outliers import find_outliers
 
 
 def kinds(machine):
-    return [(one.kind, one.hosts) for one in odd(machine)]
+    return [(one.kind, one.hosts) for one in find_outliers(machine)]
 
 
 def sentences(machine):
-    return " | ".join(one.sentence for one in odd(machine))
+    return " | ".join(one.sentence for one in find_outliers(machine))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 16])
@@ -37,7 +37,7 @@ def test_noise_of_128_hosts_is_nobodys_fault_and_soon_told():
 @pytest.mark.parametrize(("count", "gpus"), [(3, 0), (4, 2), (16, 0), (128, 1)])
 def test_a_slow_host_is_named(count, gpus):
     machine = Maker(3).machine(count, slow=[1], gpus=gpus, links=count < 20)
-    found = odd(machine)
+    found = find_outliers(machine)
     assert {(one.kind, one.hosts) for one in found} == {("slow", ("host1",))}
     assert {one.what for one in found} >= {"float32 matrix product", "memory bandwidth"}
     assert all(one.by == pytest.approx(0.3, abs=0.06) for one in found)
@@ -45,7 +45,7 @@ def test_a_slow_host_is_named(count, gpus):
 
 def test_the_sentence_says_who_what_and_what_others_have():
     machine = Maker(3, noise=1e-4, apart=0).machine(3, slow=[2], links=False)
-    told = next(one for one in odd(machine) if one.what == "float32 matrix product")
+    told = next(one for one in find_outliers(machine) if one.what == "float32 matrix product")
     assert told.sentence == (
         "host2 is slow: float32 matrix product of its processors is 1.4 TFLOP/s, that of host0 "
         "and host1 2 TFLOP/s"
@@ -61,7 +61,7 @@ def test_a_host_that_a_busy_process_disturbs_is_named_by_its_median():
         for one in machine.hosts[2].arithmetic
     )
     machine = with_host(machine, "host2", arithmetic=rates)
-    assert {one.hosts for one in odd(machine)} == {("host2",)}
+    assert {one.hosts for one in find_outliers(machine)} == {("host2",)}
     assert "1 TFLOP/s" in sentences(machine)
 
 
@@ -75,8 +75,8 @@ def importing(machine, name, again, busy, first=None, first_busy=None):
 
 def test_an_import_that_takes_twice_its_computing_waits_for_files():
     machine = Maker(3).machine(1, links=False)
-    assert odd(importing(machine, "host0", 3.9, 2.0, 3.95, 2.0)) == []
-    (found,) = odd(importing(machine, "host0", 12.0, 3.0, 40.0, 3.0))
+    assert find_outliers(importing(machine, "host0", 3.9, 2.0, 3.95, 2.0)) == []
+    (found,) = find_outliers(importing(machine, "host0", 12.0, 3.0, 40.0, 3.0))
     assert (found.kind, found.hosts, found.what) == ("import", ("host0",), "import torch")
     assert found.sentence == (
         "import torch waited for files 9 s of 12 s on host0: one file instead of many may load up "
@@ -91,20 +91,20 @@ def test_hosts_that_wait_for_files_are_told_once_by_the_one_that_waits_most():
     machine = Maker(3).machine(4, links=False)
     for number, seconds in enumerate((10.0, 10.0, 10.2, 10.1)):
         machine = importing(machine, f"host{number}", seconds, 2.0)
-    (found,) = odd(machine)
+    (found,) = find_outliers(machine)
     assert found.hosts == ("host0", "host1", "host2", "host3")
     assert "8.2 s of 10.2 s on host0, host1, host2 and host3 (most on host2): " in found.sentence
 
 
 def test_of_two_hosts_nobody_can_say_which_is_odd():
-    found = odd(Maker(3).machine(2, slow=[1]))
+    found = find_outliers(Maker(3).machine(2, slow=[1]))
     assert {(one.kind, one.hosts) for one in found} == {("slow", ("host0", "host1"))}
     assert found[0].sentence.startswith("host1 and host0 differ: ")
     assert "nobody can say which" in found[0].sentence
 
 
 def test_two_hosts_with_gpus_differ_too():
-    found = odd(Maker(3).machine(2, slow=[0], gpus=4, links=False))
+    found = find_outliers(Maker(3).machine(2, slow=[0], gpus=4, links=False))
     assert {one.hosts for one in found} == {("host0", "host1")}
     assert len(found) == 10  # five figures, of processors and of GPUs
 
@@ -118,7 +118,7 @@ def test_a_slow_gpu_is_named_by_its_number():
         else one
         for one in machine.hosts[1].arithmetic
     )
-    (found,) = odd(with_host(machine, "host1", arithmetic=rates))
+    (found,) = find_outliers(with_host(machine, "host1", arithmetic=rates))
     assert found.hosts == ("host1",)
     assert "float32 convolution of its cuda:2 is 1 TFLOP/s, that of the others 2" in (
         found.sentence
@@ -129,7 +129,7 @@ def test_hosts_of_another_kind_are_not_slow():
     machine = Maker(3).machine(8, slow=[6, 7])
     for name in ("host6", "host7"):
         machine = with_host(machine, name, processor="AMD EPYC 7742 64-Core Processor")
-    (found,) = odd(machine)
+    (found,) = find_outliers(machine)
     assert (found.kind, found.hosts) == ("parts", ("host6", "host7"))
     assert found.sentence.startswith("host6 and host7 differ in processor: AMD EPYC 7742")
 
@@ -159,7 +159,7 @@ def test_a_network_of_two_parts_is_told_once():
     machine = with_links(
         maker.machine(16), maker, lambda a, b: 0.5 if (a in far) != (b in far) else 1
     )
-    found = [one for one in odd(machine) if one.kind == "link"]
+    found = [one for one in find_outliers(machine) if one.kind == "link"]
     assert len(found) <= 2
     assert all("as between hosts at different switches" in one.sentence for one in found)
 
@@ -182,7 +182,7 @@ def test_a_host_that_lost_a_gpu_or_memory_is_told():
     machine = with_host(machine, "host0", memory_bytes=(512 << 30) - (1 << 20))
     assert f"host2 differs in GPUs: 3 {GPU}; most hosts: 4 {GPU}" in sentences(machine)
     assert "host1 differs in memory: 480 GiB; most hosts: 512 GiB" in sentences(machine)
-    assert len(odd(machine)) == 2
+    assert len(find_outliers(machine)) == 2
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_host_that_lost_a_gpu_or_memory_is_told():
 )
 def test_low_limits_are_told(limits, message):
     machine = with_host(Maker(1).machine(1), "host0", limits=limits)
-    (found,) = odd(machine)
+    (found,) = find_outliers(machine)
     assert found.kind == "limit"
     assert re.search(message, found.sentence)
 
@@ -207,9 +207,9 @@ def test_limits_that_do_are_not_told():
     machine = with_host(machine, "host0", limits=plenty)
     ethernet = (Network("eth0", "Ethernet", "100 GbE"),)
     machine = with_host(machine, "host1", networks=ethernet, limits=Limits(memlock_bytes=65536))
-    assert odd(machine) == []
+    assert find_outliers(machine) == []
     small = with_host(Maker(1).machine(1), "host0", limits=Limits(nofile=1024), threads=2)
-    assert odd(with_host(small, "host0", mask="0-1")) == []
+    assert find_outliers(with_host(small, "host0", mask="0-1")) == []
 
 
 def test_a_limit_of_many_hosts_is_told_once():
@@ -217,7 +217,7 @@ def test_a_limit_of_many_hosts_is_told_once():
     for host in machine.hosts:
         machine = with_host(machine, host.name, limits=Limits(nofile=1024))
     assert "is 1024 on host0, host1, host2, host3 and 12 more: many ranks" in sentences(machine)
-    assert len(odd(machine)) == 1
+    assert len(find_outliers(machine)) == 1
 
 
 def test_clocks_that_are_off_or_unknown_are_told():
@@ -225,14 +225,14 @@ def test_clocks_that_are_off_or_unknown_are_told():
     machine = with_host(machine, "host1", clock_offset_s=-3.2)
     machine = with_host(machine, "host2", clock_offset_s=None)
     machine = with_host(machine, "host3", clock_offset_s=2.0, clock_uncertainty_s=1.5)
-    found = odd(machine)
+    found = find_outliers(machine)
     assert [one.hosts for one in found] == [("host1",), ("host2",), ("host3",)]
     assert found[0].sentence.startswith("the clock of host1 is 3.2 s behind. HINT: let chrony")
     assert found[1].sentence == "the clock of host2 is not compared with the launcher's"
     assert found[2].sentence.endswith("is known to 1.5 s only")
     for name in ("host0", "host1", "host3"):
         machine = with_host(machine, name, clock_offset_s=None)
-    (one,) = odd(machine)
+    (one,) = find_outliers(machine)
     assert one.hosts == ("host0", "host1", "host2", "host3")
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from paceline.cluster.schedulers.hostfile import Host
-from paceline.launch.layout import Seat, counts, seats, share, told
+from paceline.launch.layout import Seat, default_ranks, format_layout, make_seats, ranks_per_host
 
 
 def test_ranks_of_a_host_are_neighbours_in_rank_order():
-    assert seats([2, 1]) == [Seat(0, 0, 2), Seat(0, 1, 2), Seat(1, 0, 1)]
-    assert seats([0, 2]) == [Seat(1, 0, 2), Seat(1, 1, 2)]
+    assert make_seats([2, 1]) == [Seat(0, 0, 2), Seat(0, 1, 2), Seat(1, 0, 1)]
+    assert make_seats([0, 2]) == [Seat(1, 0, 2), Seat(1, 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -22,42 +22,45 @@ def test_ranks_of_a_host_are_neighbours_in_rank_order():
     ids=["GPUs", "tasks", "NUMA domains", "nothing known"],
 )
 def test_a_host_gets_its_gpus_else_its_tasks_else_its_numa_domains(host, ranks):
-    assert share(host) == ranks
-    assert counts([host, host], None, explicit=False) == [ranks, ranks]
+    assert default_ranks(host) == ranks
+    assert ranks_per_host([host, host], None, explicit=False) == [ranks, ranks]
 
 
 def test_the_users_own_slots_come_before_gpus_and_are_filled_in_order():
     hosts = [Host("a", slots=2, devices=8), Host("b", slots=3), Host("c", slots=1)]
-    assert counts(hosts, None, explicit=True) == [2, 3, 1]
-    assert counts(hosts, 6, explicit=True) == [2, 3, 1]
-    assert counts(hosts, 3, explicit=True) == [2, 1, 0]
+    assert ranks_per_host(hosts, None, explicit=True) == [2, 3, 1]
+    assert ranks_per_host(hosts, 6, explicit=True) == [2, 3, 1]
+    assert ranks_per_host(hosts, 3, explicit=True) == [2, 1, 0]
 
 
 def test_other_slots_are_no_limit_and_ranks_are_spread_evenly():
     hosts = [Host("a", slots=1), Host("b", slots=1), Host("c", slots=1)]
-    assert counts(hosts, 8, explicit=False) == [3, 3, 2]
-    assert counts(hosts, 2, explicit=False) == [1, 1, 0]
+    assert ranks_per_host(hosts, 8, explicit=False) == [3, 3, 2]
+    assert ranks_per_host(hosts, 2, explicit=False) == [1, 1, 0]
     # -H a,b,c: names without numbers
-    assert counts([Host("a"), Host("b")], 3, explicit=True) == [2, 1]
-    assert counts([Host("a", devices=4), Host("b", devices=2)], None, explicit=True) == [4, 2]
+    assert ranks_per_host([Host("a"), Host("b")], 3, explicit=True) == [2, 1]
+    assert ranks_per_host([Host("a", devices=4), Host("b", devices=2)], None, explicit=True) == [
+        4,
+        2,
+    ]
 
 
 def test_more_ranks_than_slots_and_no_ranks_are_refused():
     hosts = [Host("a", slots=2), Host("b", slots=3)]
     with pytest.raises(ValueError, match=r"-n 6: 6 ranks for 5 slots \(a:2, b:3\)\. HINT: -n 5"):
-        counts(hosts, 6, explicit=True)
+        ranks_per_host(hosts, 6, explicit=True)
     for explicit in (True, False):
         with pytest.raises(ValueError, match="-n 0: at least one rank is needed"):
-            counts(hosts, 0, explicit)
+            ranks_per_host(hosts, 0, explicit)
     many = [Host(f"n{i}", slots=1) for i in range(20)]
     with pytest.raises(ValueError, match=r"n7:1, \.\.\.\)"):
-        counts(many, 21, explicit=True)
+        ranks_per_host(many, 21, explicit=True)
 
 
 def test_where_ranks_sit_is_told_in_one_line():
-    assert told(["a", "b"], [4, 4]) == "a: 0-3, b: 4-7"
-    assert told(["a", "b", "c"], [1, 0, 2]) == "a: 0, c: 1-2"
-    text = told([f"n{i}" for i in range(100)], [2] * 100)
+    assert format_layout(["a", "b"], [4, 4]) == "a: 0-3, b: 4-7"
+    assert format_layout(["a", "b", "c"], [1, 0, 2]) == "a: 0, c: 1-2"
+    text = format_layout([f"n{i}" for i in range(100)], [2] * 100)
     assert text == (
         "n0: 0-1, n1: 2-3, n2: 4-5, n3: 6-7, ... 94 more ..., n98: 196-197, n99: 198-199"
     )

@@ -227,11 +227,11 @@ def test_what_cannot_be_kept_stays_and_is_named(tmp_path, capsys):
     folder, target = tmp_path / "job", tmp_path / "gone" / "record"
     folder.mkdir(0o700)
     target.mkdir(parents=True)
-    job_folder.promise(folder, target, ["script.py"], "run")
+    job_folder.write_destination(folder, target, ["script.py"], "run")
     shutil.rmtree(target.parent)
     target.parent.write_text("a file where the folder was")
     assert not job_folder.clear(folder)
-    assert (folder / job_folder.PROMISE).exists()
+    assert (folder / job_folder.DESTINATION_FILE).exists()
     said = capsys.readouterr().err
     assert str(folder) in said
     assert not job_folder.clear(folder)  # by the launcher, after the rank server: it is said once
@@ -246,8 +246,8 @@ def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_on
     folder.mkdir(0o700)
     target.mkdir()
     Rank(folder, 1, 2, attempt=0).step(0, 1)
-    job_folder.note_attempt(folder, 1)
-    job_folder.promise(folder, target, ["script.py"], "run")
+    job_folder.write_attempt(folder, 1)
+    job_folder.write_destination(folder, target, ["script.py"], "run")
     job_folder.clear(folder)
     assert [str(p.relative_to(target)) for p in target.rglob("*.ring")] == ["attempt-0/rank-1.ring"]
     assert not folder.exists()
@@ -263,8 +263,8 @@ def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path)
     later = {path: path.read_bytes() for path in target.iterdir()}
     for rank in (1, 2):
         Rank(folder, rank, 3, attempt=0).step(0, 1)
-    job_folder.note_attempt(folder, 0)
-    job_folder.promise_to(folder, target)
+    job_folder.write_attempt(folder, 0)
+    job_folder.copy_on_clear(folder, target)
     job_folder.clear(folder)
     assert {path: path.read_bytes() for path in later} == later
     assert sorted(str(path.relative_to(target)) for path in target.rglob("*.ring")) == [
@@ -330,6 +330,6 @@ def test_a_record_goes_to_the_folder_that_was_named_whatever_its_name_holds(tmp_
     folder.mkdir(0o700)
     target.mkdir()
     Rank(folder, 0, 1).step(0, 1)
-    job_folder.promise(folder, target, ["script.py"], "run")
+    job_folder.write_destination(folder, target, ["script.py"], "run")
     assert job_folder.clear(folder)
     assert (target / "rank-0.ring").exists()

@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 from paceline.cluster.schedulers.hostfile import Host
-from paceline.launch.target import target
+from paceline.launch.target import find_target
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
 HERE = socket.gethostname().partition(".")[0]
@@ -47,7 +47,7 @@ def run(folder, *words, **variables):
 
 
 def test_without_hosts_and_allocation_ranks_are_this_machines():
-    found = target(None, None, None)
+    found = find_target(None, None, None)
     assert found.tool is None
     assert [host.devices for host in found.hosts] == [0]
     assert found.hosts[0].numa >= 1
@@ -59,7 +59,7 @@ def test_named_hosts_come_before_the_allocation_and_take_ssh(tmp_path, monkeypat
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("# ours\nhost1 slots=2\nhost2:3\n")
     for hosts, path, why in (("host1:2,host2:3", None, "-H"), (None, hostfile, str(hostfile))):
-        found = target(hosts, path, None)
+        found = find_target(hosts, path, None)
         assert found.hosts == [Host("host1", 2), Host("host2", 3)]
         assert found.tool.name == "ssh"
         assert found.explicit
@@ -96,18 +96,18 @@ def test_a_hostfile_that_is_not_there_and_a_host_without_a_name_are_mistakes(tmp
     with pytest.raises(
         ValueError, match=r"none.txt can't be read: No such file or directory. HINT"
     ):
-        target(None, tmp_path / "none.txt", None)
+        find_target(None, tmp_path / "none.txt", None)
     with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
-        target("host1,,host2", None, None)
+        find_target("host1,,host2", None, None)
     with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
-        target("", None, None)
+        find_target("", None, None)
 
 
 def test_a_launcher_without_hosts_is_refused():
     with pytest.raises(
         ValueError, match=r"--launcher ssh: on which hosts. HINT: -H host1:4,host2:4"
     ):
-        target(None, None, "ssh")
+        find_target(None, None, "ssh")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_one_that_srun_started_alone_is_welcome(monkeypatch):
     variables = {**slurm(HERE, 1), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert target(None, None, None).tool is None
+    assert find_target(None, None, None).tool is None
 
 
 def test_an_allocation_of_this_host_alone_needs_no_tool(tmp_path):

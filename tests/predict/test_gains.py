@@ -10,9 +10,9 @@ from paceline.analyze.diagnosis.causes import Cause, Evidence
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
 from paceline.analyze.diagnosis.ladder import Interval, waterfall
 from paceline.predict import history
-from paceline.predict.gains import GAINS, HANDING
+from paceline.predict.gains import GAINS, HANDOVER_SHARE
 from paceline.predict.history import Pair
-from paceline.predict.remedies import after, gain_of, remedies
+from paceline.predict.remedies import gain_after, gain_of, remedies
 
 
 def evidence(cached=STEP, alone=STEP, cores=4, gradients=None, loader=None, facts=None, **rungs):
@@ -44,8 +44,8 @@ def test_workers_take_a_loader_that_waits_out_of_the_step():
     # 60 ms of 100 are input: with W workers the 60 are shared by W, beside 40 of training.
     found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02)), cause())
     assert found.value == 3  # 60 / 3 is half of 40
-    assert found.saves.mean == pytest.approx(0.6 - HANDING, abs=0.01)
-    assert found.saves.low < 0.6 - HANDING < 0.59 < found.saves.high
+    assert found.saves.mean == pytest.approx(0.6 - HANDOVER_SHARE, abs=0.01)
+    assert found.saves.low < 0.6 - HANDOVER_SHARE < 0.59 < found.saves.high
     assert found.source == "a formula"
     # A step of 43 ms in place of 100.
     assert gain_of(found.saves).mean == pytest.approx(1 / 0.43 - 1, abs=0.05)
@@ -55,15 +55,15 @@ def test_workers_that_compute_need_cores():
     busy = loading(2.0)
     # A core a rank: training keeps half of one busy (20 of its 40 ms), loading 60 ms of it.
     full = GAINS["loader-workers"](evidence(0.04, 0.04, cores=2, loader=busy), cause())
-    assert full.saves.mean == pytest.approx(0.2 - HANDING, abs=0.01)
+    assert full.saves.mean == pytest.approx(0.2 - HANDOVER_SHARE, abs=0.01)
     free = GAINS["loader-workers"](evidence(0.04, 0.04, cores=8, loader=busy), cause())
-    assert free.saves.mean == pytest.approx(0.6 - HANDING, abs=0.01)
+    assert free.saves.mean == pytest.approx(0.6 - HANDOVER_SHARE, abs=0.01)
 
 
 def test_more_workers_than_there_are_where_they_do_not_keep_up():
     found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02, workers=2)), cause())
     assert found.value == 10  # each of two takes 200 ms: over 10 that is half of 40
-    assert found.saves.mean == pytest.approx(0.6 - HANDING, abs=0.01)
+    assert found.saves.mean == pytest.approx(0.6 - HANDOVER_SHARE, abs=0.01)
 
 
 def test_of_k_exchanges_one_is_left():
@@ -127,8 +127,8 @@ def test_what_was_saved_before_is_not_saved_again():
     assert (half.mean, half.low) == pytest.approx((1.0, 0.8182), abs=1e-3)
     # A tenth of the step; when the step is half as long, a fifth of it.
     tenth = gain_of(Interval(0.1, 0.1, 0.1))
-    assert after(tenth, 2.0).mean == pytest.approx(0.25)
-    assert after(tenth, 1.0).mean == pytest.approx(tenth.mean)
+    assert gain_after(tenth, 2.0).mean == pytest.approx(0.25)
+    assert gain_after(tenth, 1.0).mean == pytest.approx(tenth.mean)
 
 
 SCRIPT = """import torch
@@ -159,19 +159,19 @@ def test_remedies_come_with_their_line_and_the_settable_first():
 
 def test_what_was_predicted_and_measured_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert history.off() == {}
+    assert history.prediction_errors() == {}
     pairs = [
         Pair("2026-11-22", "train.py", "threads", source, 0.2, 0.1, 0.3, measured)
         for source, measured in (
             ("the ladder", 0.21), ("the ladder", 0.25), ("the ladder", 0.17), ("a formula", 0.3),
         )
     ]  # fmt: skip
-    assert history.remember(pairs) == ""
+    assert history.append(pairs) == ""
     with history.path().open("a") as file:
         file.write('{"cut sho')
-    found = history.off()
+    found = history.prediction_errors()
     assert found.keys() == {"the ladder"}
     assert (found["the ladder"].points, found["the ladder"].count) == (pytest.approx(3.0), 3)
     history.path().unlink()
     history.path().mkdir()
-    assert "these predictions are not remembered" in history.remember(pairs)
+    assert "these predictions are not remembered" in history.append(pairs)

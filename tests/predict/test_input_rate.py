@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.input_rate import Terms, beside, hosts, rate, remedies, striping
+from paceline.predict.input_rate import Terms, max_hosts, overlapped_rate, rate, remedies, striping
 
 # 100 kB a sample; 1 ms of a processor; storage of 1 GB/s and 5,000 reads a second, 2 ms each
 TERMS = Terms(
@@ -34,10 +34,10 @@ def test_the_least_of_the_terms_limits(changed, ranks, limit, samples_s):
 
 
 def test_reading_and_computing_hold_each_other_up_where_both_are_as_fast():
-    assert beside(1000.0, 1000.0, 1) == pytest.approx(500)  # one after the other
-    assert beside(1000.0, 1000.0, 4) == pytest.approx(800)
-    assert beside(1000.0, 1e9, 1) == pytest.approx(1000)
-    assert beside(500.0, 1000.0, 3) == pytest.approx(500 * (1 + 0.5 + 0.25) / 1.875)
+    assert overlapped_rate(1000.0, 1000.0, 1) == pytest.approx(500)  # one after the other
+    assert overlapped_rate(1000.0, 1000.0, 4) == pytest.approx(800)
+    assert overlapped_rate(1000.0, 1e9, 1) == pytest.approx(1000)
+    assert overlapped_rate(500.0, 1000.0, 3) == pytest.approx(500 * (1 + 0.5 + 0.25) / 1.875)
     both = rate(replace(TERMS, wait_s=0.0, operations=4000.0), 4, 2, stored=True)
     assert both.samples_s == pytest.approx(8 / 9 * 4000)
     blocks = replace(TERMS, wait_s=0.0, operations=4000.0, blocks=True)
@@ -72,9 +72,9 @@ def test_remedies_answer_what_limits_and_say_what_they_gain():
 
 
 def test_from_how_many_hosts_on_their_storage_limits():
-    assert hosts(replace(TERMS, wait_s=0.0), 4, 2) == 2
-    assert hosts(replace(TERMS, operations=1000.0), 4, 2) is None
-    assert hosts(replace(TERMS, wait_s=0.0, operations=39_000.0, bandwidth=1e10), 4, 2) == 10
+    assert max_hosts(replace(TERMS, wait_s=0.0), 4, 2) == 2
+    assert max_hosts(replace(TERMS, operations=1000.0), 4, 2) is None
+    assert max_hosts(replace(TERMS, wait_s=0.0, operations=39_000.0, bandwidth=1e10), 4, 2) == 10
 
 
 def test_what_to_set_is_said_for_parallel_file_systems_only():

@@ -10,7 +10,7 @@ import ranks
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
-from paceline.report.page.wording import largest
+from paceline.report.page.wording import largest_losses
 
 pytestmark = pytest.mark.alone
 ZOO = Path(__file__).parent / "zoo"
@@ -52,7 +52,7 @@ def waits_for(report, rank, doing):
 
 def page_says(report, words):
     """The page's first loss says why, for those who have never seen a profiler."""
-    first = largest(report)[0]
+    first = largest_losses(report)[0]
     assert words in first.why, first
 
 
@@ -129,7 +129,7 @@ def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
     assert report.slowest_rank == 0
     what = {"validation": "evaluated alone", "checkpoint": "saved a checkpoint"}[state]
     stood = {"validation": "was evaluated", "checkpoint": "copied or written"}[state]
-    both = [one.why for one in largest(report)[:2]]
+    both = [one.why for one in largest_losses(report)[:2]]
     assert any(f"Rank 0 {what} while" in why for why in both)
     assert any(stood in why for why in both)
 

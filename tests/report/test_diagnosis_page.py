@@ -17,15 +17,15 @@ from paceline.analyze.diagnosis.causes import RULES, WORTH, Cause, Witness
 from paceline.analyze.diagnosis.ladder import Interval, RungResult, waterfall
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
-from paceline.predict.history import Off
+from paceline.predict.history import PredictionError
 from paceline.predict.remedies import Remedy
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.diagnosis_page import chart, diagnosis
 from paceline.report.terminal.diagnose import NAMES, as_json
-from paceline.report.terminal.diagnose import drawn as in_terminal
+from paceline.report.terminal.diagnose import render as in_terminal
 from paceline.study.diagnose.diagnose import Diagnosis
 from paceline.study.diagnose.ladder import WORDS, Ladder
-from paceline.study.diagnose.try_remedies import Losses, Trial, Tried
+from paceline.study.diagnose.try_remedies import Losses, Trial, TrialResults
 
 LINE = {"file": "train.py", "line": 7, "function": "step", "code": "x.item() < 3 & y", "share": 0.8}
 
@@ -270,7 +270,7 @@ LESS = Remedy(
     *("script-beside", "script", True, Interval(0.054, 0.054, 0.054), "the record", False),
     *("less often", 7, "x.item()"),
 )
-OFF = {"a formula": Off(3.1, 41)}
+OFF = {"a formula": PredictionError(3.1, 41)}
 
 
 def words_of(told, width=200):
@@ -311,7 +311,7 @@ def test_what_was_tried_stands_beside_what_was_predicted(tmp_path, opened):
     told = dataclasses.replace(
         before,
         remedies=[WORKERS, SHORTER, LESS],
-        tried=Tried(trials, {"loader-workers": 4}, 1.69),
+        tried=TrialResults(trials, {"loader-workers": 4}, 1.69),
         after=dataclasses.replace(after, remedies=[LESS]),
     )
     page = opened(told)

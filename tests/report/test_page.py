@@ -26,7 +26,7 @@ from paceline.cost.machine.machine_file import (
 from paceline.record.ring.states import State
 from paceline.report.page.comparison import before_and_after
 from paceline.report.page.definitions import DEFINITIONS
-from paceline.report.page.wording import largest
+from paceline.report.page.wording import largest_losses
 from paceline.report.report_command import report_text as told
 
 
@@ -329,6 +329,8 @@ def test_a_late_ranks_own_loss_and_the_waiting_for_it_are_one(tmp_path):
             rank.collective(*([begin + (35 if i == 0 else 20)] * 2), begin + 40)
             rank.step(begin, begin + 40, samples=8, number=step + 1)
     report = analyse_with_window(load_run(folder)).report
-    own = next(one for one in largest(report) if one.what.startswith("Waiting for the next batch"))
+    own = next(
+        one for one in largest_losses(report) if one.what.startswith("Waiting for the next batch")
+    )
     assert own.share == pytest.approx(15 / 80, rel=0.01)
     assert own.together == pytest.approx(30 / 80, rel=0.01)

@@ -199,8 +199,8 @@ def test_earlier_attempts_records_go_through_no_link(tmp_path):
     (tmp_path / "outside").mkdir()
     (target / "attempt-0").symlink_to(tmp_path / "outside")
     Rank(folder, 0, 1, attempt=0).step(0, 1)
-    job_folder.note_attempt(folder, 1)
-    job_folder.promise(folder, target, ["script.py"], "run")
+    job_folder.write_attempt(folder, 1)
+    job_folder.write_destination(folder, target, ["script.py"], "run")
     assert not job_folder.clear(folder)
     assert os.listdir(tmp_path / "outside") == []
     assert list(folder.glob("*.ring"))
@@ -215,9 +215,11 @@ def test_what_a_killed_job_left_is_cleared_and_is_no_running_job(tmp_path, monke
     orphan.mkdir(0o700)
     Rank(orphan, 0, 1).step(0, 1)
     (tmp_path / "gone").write_text("a file where the folder was")
-    (orphan / job_folder.PROMISE).write_text(json.dumps({"target": str(tmp_path / "gone" / "x")}))
+    (orphan / job_folder.DESTINATION_FILE).write_text(
+        json.dumps({"target": str(tmp_path / "gone" / "x")})
+    )
     descriptors = len(os.listdir("/proc/self/fd"))
-    job_folder.rescue()
+    job_folder.clear_orphans()
     assert not half.exists()
     assert orphan.exists()
     assert job_folder.running() == []

@@ -71,7 +71,7 @@ def test_a_folder_that_another_user_made_before_is_neither_written_nor_read(pack
     assert f"{place}/{name}: belongs to user {ATTACKER}. HINT: choose another ROOT" in said
     assert os.listdir(bait) == []
     # A whole set with other samples, under the right name.
-    from paceline.data.staging.stage import place as place_of
+    from paceline.data.staging.stage import staged_path as place_of
 
     forged = bait / place_of(packed, place).name
     x, y = sets.arrays(60, (50,), seed=3)

@@ -16,7 +16,7 @@ from paceline.analyze.live.live_view import view
 from paceline.analyze.records.load_run import Run, load_run
 from paceline.analyze.records.stacks import Frame, innermost_user_frame, main_thread_frames
 from paceline.cli import app
-from paceline.cli.common.base import mistakes_told
+from paceline.cli.common.base import exit_on_mistake
 from paceline.knobs.settings import taken
 from paceline.launch.monitor.failures import RankStatus, describe_failure
 from paceline.launch.monitor.output import ERR, MAX_MESSAGE_BYTES, STATUS, RankOutput
@@ -85,7 +85,7 @@ def test_a_live_view_prints_none(folder):
     ]
     seen = view(tails, [HOSTILE, 3], silent=[HOSTILE])
     text = io.StringIO()
-    PlainConsole(file=text, width=200).print(top.drawn(seen, 200))
+    PlainConsole(file=text, width=200).print(top.render(seen, 200))
     assert clean(text.getvalue())
     assert "owned" in text.getvalue()
     assert clean("".join([*seen.silent_hosts, *seen.command]))
@@ -137,7 +137,7 @@ def test_the_last_lines_of_a_rank_are_quoted_printable():
     ids=str,
 )  # fmt: skip
 def test_a_mistake_is_told_in_printable_words(error, said, capsys):
-    with pytest.raises(typer.Exit) as end, mistakes_told():
+    with pytest.raises(typer.Exit) as end, exit_on_mistake():
         raise error
     assert end.value.exit_code == 2
     assert capsys.readouterr().err == f"paceline: {said}\n"

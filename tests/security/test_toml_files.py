@@ -122,16 +122,16 @@ def test_the_tuner_believes_no_knob_that_can_not_be_set(tmp_path, knobs):
 def test_remembered_predictions_of_wrong_types_are_passed_over(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     pair = history.Pair("2026", "train.py", "threads", "ladder", 0.1, 0.0, 0.2, 0.3)
-    assert history.remember([pair] * 3) == ""
+    assert history.append([pair] * 3) == ""
     good = vars(pair)
     with history.path().open("a") as file:
         for bad in ("[" * 5000, "{", "[1]", "5", json.dumps(good | {"measured": "x"})):
             file.write(bad + "\n")
         file.write(json.dumps(good | {"predicted": float("inf")}) + "\n")
         file.write(json.dumps(good | {"source": [1]}) + "\n")
-    (found,) = history.off().values()
+    (found,) = history.prediction_errors().values()
     assert (found.count, round(found.points)) == (3, 20)
     history.path().unlink()
     os.mkfifo(history.path())
-    assert history.off() == {}
-    assert "are not remembered" in history.remember([pair])
+    assert history.prediction_errors() == {}
+    assert "are not remembered" in history.append([pair])

@@ -13,9 +13,9 @@ import sets
 from rich.console import Console
 
 from paceline.data import pack
-from paceline.predict.input_rate import HINDERED
-from paceline.report.terminal.input_rate import drawn
-from paceline.study.input_rate import Feed, advised
+from paceline.predict.input_rate import INTERPRETER_LIMIT_SHARE
+from paceline.report.terminal.input_rate import render
+from paceline.study.input_rate import Feed, advise
 
 SLOW = """
 import numpy as np
@@ -29,7 +29,7 @@ def slow(x):
 
 def told(source, **options):
     """As --json has it; each look is short."""
-    return advised(Feed(str(source), seconds=0.2, **options), lambda what: None).as_json()
+    return advise(Feed(str(source), seconds=0.2, **options), lambda what: None).as_json()
 
 
 def now(found, state):
@@ -57,7 +57,7 @@ def test_the_prediction_is_the_least_of_its_terms_and_loaders_run_beside_it(pack
         assert [one["ranks"] for one in rates][:2] == [1, 2]
         for one in rates:
             least = min(one["terms"].values())
-            assert HINDERED * one["terms"][one["limit"]] <= least
+            assert INTERPRETER_LIMIT_SHARE * one["terms"][one["limit"]] <= least
             assert (
                 one["samples_s"] == least
                 if state == "memory"
@@ -102,7 +102,7 @@ def test_images_of_several_sizes_in_files(tmp_path):
     found = told(folder, ranks=1)
     assert found["terms"]["kind"] == "files"
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(drawn(found))
+    console.print(render(found))
     text = console.export_text()
     assert "210 samples of" in text
     assert f"{found['measured']['memory']:,.0f} (" in text

@@ -9,8 +9,8 @@ import pytest
 import ranks
 
 from paceline.study.diagnose import ladder
-from paceline.study.diagnose.diagnose import diagnosed
-from paceline.study.diagnose.run_script import Asked
+from paceline.study.diagnose.diagnose import run_diagnosis
+from paceline.study.diagnose.run_script import RunRequest
 
 pytestmark = pytest.mark.alone
 TRAIN = """
@@ -67,8 +67,8 @@ def test_a_slow_loader_is_named_and_files_stay_as_they_are(script, monkeypatch, 
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)
     said = []
-    asked = Asked(str(script), ["0.015"], [], ["--threads", "1"], 2, steps=16, warm=4)
-    found = diagnosed(asked, said.append)
+    asked = RunRequest(str(script), ["0.015"], [], ["--threads", "1"], 2, steps=16, warm=4)
+    found = run_diagnosis(asked, said.append)
     assert len(said) == 1 + 2 * 2
     assert found.notes == []
     assert found.report.size == 2
@@ -148,8 +148,10 @@ IMAGES = """
 def test_a_script_that_ends_early_with_images_and_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)
-    asked = Asked(str(ranks.write(tmp_path, IMAGES)), [], [], ["--threads", "2"], 2, minutes=0.5)
-    found = diagnosed(asked, lambda said: None)
+    asked = RunRequest(
+        str(ranks.write(tmp_path, IMAGES)), [], [], ["--threads", "2"], 2, minutes=0.5
+    )
+    found = run_diagnosis(asked, lambda said: None)
     # fewer than ladder.LEAST_STEPS: too early for a machine of any speed
     assert found.ladder.steps == 56 // 4 - 5
     assert found.notes[0].startswith("the script ends after 56 steps: 9 are measured at a time")

@@ -3,27 +3,33 @@
 import pytest
 
 from paceline.analyze.diagnosis.ladder import Interval
-from paceline.study.diagnose.try_remedies import UNSURE, joined
+from paceline.study.diagnose.try_remedies import MICRO_UNCERTAINTY, combine_predictions
 
 
 def test_the_surer_of_two_predictions_counts_for_more():
-    alike = joined(Interval(0.4, 0.2, 0.6), Interval(0.5, 0.3, 0.7))
+    alike = combine_predictions(Interval(0.4, 0.2, 0.6), Interval(0.5, 0.3, 0.7))
     assert alike.mean == pytest.approx(0.45)
     assert alike.high - alike.low == pytest.approx(0.4 / 2**0.5)
-    rough = joined(Interval(0.6, -0.4, 1.6), Interval(0.4, 0.2, 0.6))
+    rough = combine_predictions(Interval(0.6, -0.4, 1.6), Interval(0.4, 0.2, 0.6))
     assert rough.mean == pytest.approx(0.4 + 0.2 / 26)
 
 
 def test_a_few_rounds_are_not_believed_beyond_what_rounds_differ_by():
-    both = joined(Interval(0.0, -UNSURE, UNSURE), Interval(0.0, 0.0, 0.0))
-    assert both.high == pytest.approx(UNSURE / 2**0.5)
-    half = joined(Interval(1.0, 1 - 2 * UNSURE, 1 + 2 * UNSURE), Interval(0.9, 0.9, 0.9))
+    both = combine_predictions(
+        Interval(0.0, -MICRO_UNCERTAINTY, MICRO_UNCERTAINTY), Interval(0.0, 0.0, 0.0)
+    )
+    assert both.high == pytest.approx(MICRO_UNCERTAINTY / 2**0.5)
+    half = combine_predictions(
+        Interval(1.0, 1 - 2 * MICRO_UNCERTAINTY, 1 + 2 * MICRO_UNCERTAINTY), Interval(0.9, 0.9, 0.9)
+    )
     assert 0.9 < half.mean < 1.0
 
 
 def test_of_predictions_that_do_not_meet_the_measured_one_counts():
-    apart = joined(Interval(0.2, 0.1, 0.3), Interval(0.8, 0.75, 0.85))
+    apart = combine_predictions(Interval(0.2, 0.1, 0.3), Interval(0.8, 0.75, 0.85))
     assert apart.mean == pytest.approx(0.8)
-    assert apart.high - apart.mean == apart.mean - apart.low == pytest.approx(UNSURE * 1.8)
-    near = joined(Interval(0.5, 0.3, 0.7), Interval(0.8, 0.75, 0.85))  # these do
+    assert (
+        apart.high - apart.mean == apart.mean - apart.low == pytest.approx(MICRO_UNCERTAINTY * 1.8)
+    )
+    near = combine_predictions(Interval(0.5, 0.3, 0.7), Interval(0.8, 0.75, 0.85))  # these do
     assert 0.5 < near.mean < 0.8

@@ -16,8 +16,8 @@ from needs import need
 
 import paceline
 from paceline.study.environment.find_environment import Environment
-from paceline.study.environment.mount_packed import NoWayError, mounted
-from paceline.study.environment.pack_environment import chosen
+from paceline.study.environment.mount_packed import CannotMountError, mounted
+from paceline.study.environment.pack_environment import choose_format
 from paceline.study.environment.pack_environment import pack as packed
 from paceline.study.probe.measure.import_time import import_torch, timed
 
@@ -174,7 +174,7 @@ def test_root_mounts_without_squashfuse(tmp_path, squashfs, monkeypatch):
         with mounted(tmp_path / "a.sqsh") as place:
             assert place.how == "mounted by the kernel"
             assert (place.folder / "file").read_text() == "words"
-    except NoWayError as why:
+    except CannotMountError as why:
         pytest.skip(f"this container may not mount: {why}")
     assert not place.folder.exists()
 
@@ -268,9 +268,9 @@ def test_what_cant_be_packed_is_said_with_a_way_out(environment, tmp_path):
 
 def test_without_mksquashfs_a_tar_is_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert chosen(None) == Path.cwd() / "env.tar"
+    assert choose_format(None) == Path.cwd() / "env.tar"
     with pytest.raises(ValueError, match=r"mksquashfs is not installed\. HINT: .*env\.tar"):
-        chosen(Path("env.sqsh"))
+        choose_format(Path("env.sqsh"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

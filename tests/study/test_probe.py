@@ -17,7 +17,7 @@ import ranks
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from paceline.cost.machine.dataclass_tree import build
+from paceline.cost.machine.dataclass_tree import from_tree
 from paceline.cost.machine.machine_file import HostFacts, Machine
 from paceline.study.probe.measure.arithmetic import arithmetic
 from paceline.study.probe.measure.import_time import HOOK, import_torch
@@ -25,7 +25,7 @@ from paceline.study.probe.measure.link_pairs import EVERY_PAIR, apart, rounds
 from paceline.study.probe.measure.memory_bandwidth import last_level_caches, triad
 from paceline.study.probe.measure.page_cache import forget, resident
 from paceline.study.probe.measure.storage import storage
-from paceline.study.probe.participants import Crew, Dropped, hosts_of
+from paceline.study.probe.participants import HostDropped, Participants, hosts_of
 
 
 def best(call, repetitions=7):
@@ -232,7 +232,7 @@ def test_a_host_that_says_nothing_is_named_and_the_others_go_on():
     store, ends = HashStore(), {}
 
     def one(rank):
-        crew = Crew(store, rank, 3, about(str(rank), f"host{rank}", f"m{rank}"))
+        crew = Participants(store, rank, 3, about(str(rank), f"host{rank}", f"m{rank}"))
 
         def work():
             if rank == 1:
@@ -245,7 +245,7 @@ def test_a_host_that_says_nothing_is_named_and_the_others_go_on():
             said = crew.step("work", work, 0.3)
             again = crew.step("again", lambda: rank, 5.0)
             ends[rank] = said, again, crew.silent, [host.name for host in crew.hosts]
-        except Dropped:
+        except HostDropped:
             ends[rank] = "dropped"
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
@@ -277,7 +277,9 @@ def test_a_whole_check_is_one_job_and_one_machine(tmp_path):
     assert "no such folder" in note["text"]
     parts = {key: found[key] for key in ("hosts", "collectives", "pairs", "unreachable")}
     unknown = []
-    machine = build(Machine, {"version": 1, "made": "2026-01-31T12:00:00Z", **parts}, "", unknown)
+    machine = from_tree(
+        Machine, {"version": 1, "made": "2026-01-31T12:00:00Z", **parts}, "", unknown
+    )
     assert unknown == ["hosts[0].more"]
     [host] = machine.hosts
     assert isinstance(host, HostFacts)

@@ -13,11 +13,12 @@ from paceline.knobs.settings import taken
 from paceline.predict import history
 from paceline.predict.remedies import Remedy
 from paceline.study.diagnose import diagnose as diagnose_module
-from paceline.study.diagnose import ladder, try_remedies
-from paceline.study.diagnose.diagnose import Diagnosis, diagnosed, proven
-from paceline.study.diagnose.run_script import Asked
+from paceline.study.diagnose import ladder
+from paceline.study.diagnose import try_remedies as trials_module
+from paceline.study.diagnose.diagnose import Diagnosis, run_diagnosis, try_all
+from paceline.study.diagnose.run_script import RunRequest
 from paceline.study.diagnose.save_settings import saved
-from paceline.study.diagnose.try_remedies import Trial, Tried, tried
+from paceline.study.diagnose.try_remedies import Trial, TrialResults, try_remedies
 
 # Batches of 20 ms that a loader waits for, and a parameter that is not used.
 TRAIN = """
@@ -59,11 +60,11 @@ TRAIN = """
 def asked(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
-    monkeypatch.setattr(try_remedies, "ROUNDS", (3, 3))
-    monkeypatch.setattr(try_remedies, "GLIMPSE", 1)
+    monkeypatch.setattr(trials_module, "ROUNDS", (3, 3))
+    monkeypatch.setattr(trials_module, "MICRO_ROUNDS", 1)
     monkeypatch.chdir(tmp_path)
     script = ranks.write(tmp_path, TRAIN)
-    return Asked(str(script), [], [], ["--threads", "1"], 2, steps=16, warm=4)
+    return RunRequest(str(script), [], [], ["--threads", "1"], 2, steps=16, warm=4)
 
 
 @pytest.mark.alone
@@ -73,8 +74,8 @@ def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
     workers = Remedy("loader-workers", "input-waiting", 3, foreseen, "a formula", True, "")
     unused = Remedy("unused-search-off", "", True, foreseen, "", True, "")
     nothing = Remedy("bucket-mb", "", None, None, "", True, "")
-    found, said = Tried(), []
-    tried(asked, asked.steps, [unused, workers, nothing], found, said.append)
+    found, said = TrialResults(), []
+    try_remedies(asked, asked.steps, [unused, workers, nothing], found, said.append)
     each = {one.remedy.knob: one for one in found.trials}
     assert each["loader-workers"].kept
     assert each["loader-workers"].gain.low > 0.5
@@ -92,11 +93,11 @@ def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
-    found = diagnosed(asked, lambda _: None)
+    found = run_diagnosis(asked, lambda _: None)
     first = found.remedies[0]
     assert (first.knob, first.cause, first.settable) == ("loader-workers", "input-waiting", True)
     assert first.gain.mean > 0.5
-    result = proven(asked, found, ["loader-workers", "compress-fp16"], lambda _: None)
+    result = try_all(asked, found, ["loader-workers", "compress-fp16"], lambda _: None)
     each = {one.remedy.knob: one for one in result.tried.trials}
     workers = each["loader-workers"]
     if first.gain.high - first.gain.low > 0.2:  # a few steps were asked as well, before it
@@ -169,9 +170,9 @@ def test_what_was_found_before_it_was_stopped_is_not_lost(asked, monkeypatch, st
     def again(asked, say):
         raise stop
 
-    monkeypatch.setattr(diagnose_module, "tried", once)
-    monkeypatch.setattr(diagnose_module, "diagnosed", again)
-    result = proven(asked, found, ["loader-workers=3"], lambda _: None)
+    monkeypatch.setattr(diagnose_module, "try_remedies", once)
+    monkeypatch.setattr(diagnose_module, "run_diagnosis", again)
+    result = try_all(asked, found, ["loader-workers=3"], lambda _: None)
     assert result.tried.kept == {"loader-workers": 3}
     assert result.after is None
     said = {True: "interrupted: not all was tried", False: "it could not be diagnosed again: no lo"}
@@ -199,9 +200,9 @@ def test_what_no_time_was_left_for_comes_in_the_next_pass(asked, monkeypatch):
         into.kept[remedies[0].knob] = True
 
     second = replace(first, remedies=[workers, views, kept, remedy("threads", -0.1)])
-    monkeypatch.setattr(diagnose_module, "tried", once)
-    monkeypatch.setattr(diagnose_module, "diagnosed", lambda asked, say: second)
-    result = proven(asked, replace(first, remedies=[workers, views]), ["all"], lambda _: None)
+    monkeypatch.setattr(diagnose_module, "try_remedies", once)
+    monkeypatch.setattr(diagnose_module, "run_diagnosis", lambda asked, say: second)
+    result = try_all(asked, replace(first, remedies=[workers, views]), ["all"], lambda _: None)
     late = ["gradient-views", "keep-memory", "threads"]
     assert seen == [["loader-workers", "gradient-views"], late, ["keep-memory"]]
     told = [(one.remedy.knob, one.kept, one.late) for one in result.tried.trials]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 from .common.options import Hostfile, Hosts, Launcher
 from .common.sizes import bytes_of
 
@@ -67,15 +67,15 @@ def comm(
     from ..cost.machine.machine_file import load, save
     from ..report.console import PlainConsole
     from ..report.terminal import bench_comm as shown
-    from ..study.bench_comm import SIZES, Wish, bench, merged
+    from ..study.bench_comm import SIZES, BenchRequest, bench, merged
 
-    with mistakes_told():
+    with exit_on_mistake():
         before = load(machine) if machine is not None else None
         most = bytes_of(largest, "--to")
         sizes = tuple(one for one in SIZES if one <= most)
         if not sizes:
             raise ValueError(f"--to {largest}: less than the smallest vector. HINT: 1K or more")
-        wish = Wish(operation, sizes, ranks, hosts, hostfile, launcher, bind)
+        wish = BenchRequest(operation, sizes, ranks, hosts, hostfile, launcher, bind)
         found = bench(wish, lambda text: typer.echo(f"paceline: {text}", err=True))
         if before is not None and machine is not None:
             save(merged(before, found.collectives), machine)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 
 QUICK_S = 0.5  # seconds per measurement of a dataset with --quick
 BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # lead to exit code 1
@@ -124,7 +124,7 @@ def check(
     from ..report.console import PlainConsole
     from ..report.terminal import check as shown
 
-    with mistakes_told():
+    with exit_on_mistake():
         if packed is not None and not pack_env:
             raise ValueError("--packed names the file of --pack-env. HINT: give both")
         if compare is not None and pack_env:
@@ -157,15 +157,15 @@ def check(
             _feed(data, labels, transform, threads, ranks, quick, json)
             return
         from ..cost.machine.machine_file import as_json, save
-        from ..cost.outliers.outliers import odd
-        from ..study.check import Wish
+        from ..cost.outliers.outliers import find_outliers
+        from ..study.check import CheckRequest
         from ..study.check import check as measured
 
         folder = None if data is None else Path(data)
-        wish = Wish(hosts, hostfile, launcher, tuple(env or ()), ranks, folder, quick)
+        wish = CheckRequest(hosts, hostfile, launcher, tuple(env or ()), ranks, folder, quick)
         checked = measured(wish)
         save(checked.machine, out)
-    oddities = odd(checked.machine)
+    oddities = find_outliers(checked.machine)
     if json:
         found_json = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
         typer.echo(dumps(found_json))
@@ -203,8 +203,8 @@ def _feed(
     import os
 
     from ..report.console import PlainConsole
-    from ..report.terminal.input_rate import drawn
-    from ..study.input_rate import Feed, advised
+    from ..report.terminal.input_rate import render
+    from ..study.input_rate import Feed, advise
 
     cores = len(os.sched_getaffinity(0))
     console = PlainConsole(stderr=True)
@@ -217,12 +217,12 @@ def _feed(
             ranks=ranks or min(2, cores),
             seconds=QUICK_S if quick else Feed.seconds,
         )
-        found = advised(feed, lambda what: status.update(f"paceline: {what}"))
+        found = advise(feed, lambda what: status.update(f"paceline: {what}"))
     told = found.as_json()
     if json:
         typer.echo(dumps(told))
         return
-    PlainConsole().print(drawn(told))
+    PlainConsole().print(render(told))
 
 
 def _pack(file: Path | None, json: bool) -> None:
@@ -235,4 +235,4 @@ def _pack(file: Path | None, json: bool) -> None:
     if json:
         typer.echo(dumps(as_json(found)))
     else:
-        PlainConsole().print(shown.drawn(found))
+        PlainConsole().print(shown.render(found))

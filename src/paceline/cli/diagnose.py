@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 from .common.options import (
     Args,
     Bind,
@@ -122,10 +122,10 @@ def diagnose(
     """
     from ..cost.machine.machine_file import load
     from ..report.terminal import diagnose as shown
-    from ..study.diagnose.diagnose import diagnosed, proven
-    from ..study.diagnose.run_script import Asked
+    from ..study.diagnose.diagnose import run_diagnosis, try_all
+    from ..study.diagnose.run_script import RunRequest
     from ..study.diagnose.save_settings import saved
-    from ..study.diagnose.try_remedies import can_be_tried
+    from ..study.diagnose.try_remedies import check_arguments
 
     options = ["-m"] * module + ["--fresh"] * fresh
     if smt is not None:
@@ -142,8 +142,8 @@ def diagnose(
     where = ["-H", hosts] if hosts else []
     where += ["--hostfile", str(hostfile)] if hostfile else []
     where += ["--launcher", launcher] if launcher else []
-    with mistakes_told():
-        can_be_tried(try_ or [])
+    with exit_on_mistake():
+        check_arguments(try_ or [])
         if save_settings is not None:
             if not try_:
                 raise ValueError("--save-settings: nothing is tried. HINT: with --try all")
@@ -152,12 +152,12 @@ def diagnose(
             can_be_written(html, "--html")
         known = load(machine) if machine is not None else None
         knobs = knobs_of(settings, script)
-        asked = Asked(
+        asked = RunRequest(
             script, args or [], where, options, ranks, minutes, steps, warm_up, settings=knobs
         )
-        found = diagnosed(asked, _progress, known)
+        found = run_diagnosis(asked, _progress, known)
         if try_:
-            found = proven(asked, found, try_, _progress)
+            found = try_all(asked, found, try_, _progress)
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K")
     if json:
@@ -166,7 +166,7 @@ def diagnose(
         from ..report.console import PlainConsole
 
         console = PlainConsole()
-        console.print(shown.drawn(found, console.width))
+        console.print(shown.render(found, console.width))
     if save_settings is not None:
         typer.echo(saved(found, save_settings), err=json)
     if html is not None:
@@ -179,7 +179,7 @@ def _written(found: "Diagnosis", path: Path, json: bool) -> None:
     from ..report.page.write_page import save
     from ..study.diagnose.ladder import WORDS
 
-    with mistakes_told():
+    with exit_on_mistake():
         typer.echo(save(diagnosis(found, WORDS), path), err=json)
 
 

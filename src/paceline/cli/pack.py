@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common.base import app, mistakes_told
-from .common.guarded_process import watched
+from .common.base import app, exit_on_mistake
+from .common.guarded_process import run_guarded
 from .common.options import Env, Hostfile, Hosts, Launcher
 from .common.sizes import bytes_of
 
@@ -143,7 +143,7 @@ def pack(
 
     Exit code 1 where --check has found something.
     """
-    with mistakes_told():
+    with exit_on_mistake():
         from ..data.packing.pack import PackOptions
         from ..study.packing import PackRequest, RankPlacement
 
@@ -172,7 +172,7 @@ def pack(
         work = partial(_pack, asked, where, to, json)
         library = "" if where else _library(source)
         if library:  # a C library, which may not validate all of its input
-            watched(work, partial(_at_fault, source, library), hangs=apply is None)
+            run_guarded(work, partial(_at_fault, source, library), hangs=apply is None)
         else:
             work()
 
@@ -187,7 +187,7 @@ def _pack(asked: "PackRequest", where: "RankPlacement", to: str | None, json: bo
     from ..report.console import PlainConsole
     from ..report.terminal import packed_dataset as shown
 
-    PlainConsole().print(shown.drawn(meta, report.left_out, report.notes, report.seconds))
+    PlainConsole().print(shown.render(meta, report.left_out, report.notes, report.seconds))
 
 
 def _library(source: str) -> str:
@@ -264,7 +264,7 @@ def _check(folder: Path, workers: int | None, json: bool) -> int:
         from ..report.terminal import packed_dataset as shown
 
         took = time.monotonic() - began
-        PlainConsole().print(shown.checked(str(folder), asdict(meta), lines, took))
+        PlainConsole().print(shown.render_check(str(folder), asdict(meta), lines, took))
     return int(bool(bad))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 
 
 @app.command(
@@ -33,7 +33,7 @@ def record(
     """
     from ..launch.ranks.rank_process import record_here
 
-    with mistakes_told():
+    with exit_on_mistake():
         if count_flops:
             os.environ["PACELINE_COUNT_FLOPS"] = "1"
         record_here(folder, {"name": script, "args": args or [], "module": module})

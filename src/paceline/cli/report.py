@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 
 
 @app.command(
@@ -59,7 +59,7 @@ def report(
     from ..launch.monitor.partial_record import load_so_far
     from ..report.report_command import report_text
 
-    with mistakes_told():
+    with exit_on_mistake():
         typer.echo(
             report_text(folders, steps, json, html, timeline, load_so_far, machine), nl=False
         )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..launch.job import Job
-from .common.base import app, in_words, mistakes_told
+from .common.base import app, exit_on_mistake, in_words
 from .common.options import (
     Args,
     Bind,
@@ -31,7 +31,7 @@ from .common.options import (
     knobs_of,
     tuning_of,
 )
-from .common.stage_before_run import Where, sets_of
+from .common.stage_before_run import PackHosts, sets_of
 
 
 @app.command(
@@ -142,10 +142,12 @@ def run(
     """
     from ..launch.start import start
 
-    with mistakes_told():
+    with exit_on_mistake():
         knobs = knobs_of(settings, script, exchange)
         tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
-        sets = sets_of(stage or [], [] if show else pack or [], Where(hosts, hostfile, launcher))
+        sets = sets_of(
+            stage or [], [] if show else pack or [], PackHosts(hosts, hostfile, launcher)
+        )
     job = Job(
         name=script,
         args=args or [],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 from .common.options import Env, Hostfile, Hosts, Launcher
 from .common.sizes import bytes_of
 from .pack import progress
@@ -77,16 +77,16 @@ def stage(
     there, and the rest from where it was packed. What other sets have left makes room, the longest
     unused first. Killed, the same command goes on. Exit code 1 where a host could not do its part.
     """
-    with mistakes_told():
+    with exit_on_mistake():
         from ..data.format.shard_format import load_meta
         from ..data.staging.stage import VARIABLE
-        from ..study.stage import Wish, over_hosts, summed
+        from ..study.stage import StageRequest, over_hosts, summed
 
         given = os.environ.get(VARIABLE) if root is None else str(root)
         if not given:
             raise ValueError("where to? HINT: paceline stage SET ROOT, or PACELINE_STAGE=ROOT")
         most = None if room is None else bytes_of(room, "--room")
-        wish = Wish(hosts, hostfile, launcher, tuple(env or []))
+        wish = StageRequest(hosts, hostfile, launcher, tuple(env or []))
         where = None if beside else wish.target()
         if where is not None:
             load_meta(source)
@@ -113,12 +113,12 @@ def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool)
     if not beside:
         with progress("staged", None, "shards") as said:
             return staged(source, root, room=room, step=said, waits=_waits, shared=shared)
-    step = _while_it_lives(os.getppid())
+    step = _run_guarded_stage(os.getppid())
     found = staged(source, root, room=room, step=step, together=True, ended=_ended)
     if found.hosts and os.environ.get("GROUP_RANK") == "0":
-        from ..report.terminal.packed_dataset import staged_together
+        from ..report.terminal.packed_dataset import render_staged_hosts
 
-        _say(staged_together(str(source), found.hosts))
+        _say(render_staged_hosts(str(source), found.hosts))
     return found
 
 
@@ -134,10 +134,10 @@ def _show(told: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     from ..report.console import PlainConsole
-    from ..report.terminal.packed_dataset import staged as shown
+    from ..report.terminal.packed_dataset import render_staged
 
     console = PlainConsole()
-    for text, style in shown(told):
+    for text, style in render_staged(told):
         console.print(Text(text, style=style))
 
 
@@ -145,7 +145,7 @@ def _say(text: str) -> None:
     sys.stderr.write(f"paceline stage: {text}\n")
 
 
-def _while_it_lives(parent: int) -> Callable[[int, int], None]:
+def _run_guarded_stage(parent: int) -> Callable[[int, int], None]:
     def step(done: int, size: int) -> None:
         if os.getppid() != parent:
             raise typer.Exit

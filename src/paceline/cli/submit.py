@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..launch.job import Job
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 
 _SUBMIT_EPILOG = (
     "Examples:  paceline submit --hosts 2 --gpus-per-host 4 --time 2h train.py --epochs 10   ·   "
@@ -136,7 +136,7 @@ def submit(
     from ..launch.submit import batch_options as said
     from ..launch.submit import submit as command
 
-    with mistakes_told():
+    with exit_on_mistake():
         kind = command.scheduler(scheduler)
         limit = None if time is None else said.seconds(time)
         batch = said.Batch(
@@ -166,13 +166,13 @@ def submit(
             min_hosts=min_hosts,
             record=None if dry_run else record,  # validated only if the job is submitted
         )
-        text = command.written(kind, batch, setup or [], job, record, run_option or [])
+        text = command.batch_script(kind, batch, setup or [], job, record, run_option or [])
         if kind.no_warning and warn:
             typer.echo(f"paceline: --warn {warn}: {kind.no_warning}", err=True)
         if dry_run:
             typer.echo(text, nl=False)
             return
-        number = command.sent(kind, batch, text)
+        number = command.submit_script(kind, batch, text)
     typer.echo(number)
     where = kind.output(batch, number)
     typer.echo(f"paceline: {kind.title} has it as job {number}; output: {where}", err=True)

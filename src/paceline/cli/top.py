@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, mistakes_told
+from .common.base import app, exit_on_mistake
 
 
 @app.command(
@@ -39,7 +39,7 @@ def top(
     from ..launch.monitor.top import top as shown
 
     try:
-        with mistakes_told():
+        with exit_on_mistake():
             code = shown(folder, job, every, once, json)
     except KeyboardInterrupt:
         code = 130

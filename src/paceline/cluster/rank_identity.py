@@ -14,7 +14,7 @@ from .schedulers.hostlist import counts, expand
 
 
 @dataclass(frozen=True)
-class Place:
+class RankIdentity:
     """The rank of this process.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place:
     alone: bool = False
 
 
-def place(environment: Environment) -> Place:
+def rank_identity(environment: Environment) -> RankIdentity:
     """Return the rank of this process, from RANK and WORLD_SIZE, else from the launcher.
 
     A process without either is a world of size 1. For PALS without PMI, the world size is the
@@ -44,12 +44,12 @@ def place(environment: Environment) -> Place:
     """
     try:
         if "RANK" in environment and "WORLD_SIZE" in environment:
-            return _given(environment)
-        found = _launcher(environment)
+            return _from_torchrun(environment)
+        found = _from_launcher(environment)
         if found is None:
             if "RANK" not in environment and "WORLD_SIZE" not in environment:
-                return Place(0, 1, 0, 1, "alone", alone=True)
-            return _given(environment)  # raises an error that names the missing one
+                return RankIdentity(0, 1, 0, 1, "alone", alone=True)
+            return _from_torchrun(environment)  # raises an error that names the missing one
         sources = start(environment)
         _agree(environment, "WORLD_SIZE", *_size(environment, sources))
         _agree(environment, "RANK", found.rank, sources[0].rank)
@@ -58,13 +58,13 @@ def place(environment: Environment) -> Place:
         raise ValueError(f"paceline.init: {mistake}") from None
 
 
-def launched_by(environment: Environment) -> Place | None:
+def launched_by(environment: Environment) -> RankIdentity | None:
     """Return the rank from a launcher other than torchrun, or None if it started only one rank."""
-    found = _launcher(environment)
+    found = _from_launcher(environment)
     return None if found is None or found.alone else found
 
 
-def tell_others(place: Place) -> None:
+def set_torchrun_variables(place: RankIdentity) -> None:
     """Set those of torchrun's environment variables that are missing: other libraries read them."""
     if place.alone:
         return
@@ -75,7 +75,7 @@ def tell_others(place: Place) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def hosts_of(environment: Environment, place: Place) -> list[str]:
+def hosts_of(environment: Environment, place: RankIdentity) -> list[str]:
     """Return names and addresses of hosts that rank 0 may be on, the most likely first.
 
     Empty if the launcher does not report any.
@@ -94,7 +94,7 @@ def hosts_of(environment: Environment, place: Place) -> list[str]:
     return list(dict.fromkeys(hosts))
 
 
-def job_key(environment: Environment, place: Place) -> str:
+def job_key(environment: Environment, place: RankIdentity) -> str:
     """Return a key that all ranks of this start share and no other start on these hosts has.
 
     Empty if there is none.
@@ -117,7 +117,7 @@ def job_key(environment: Environment, place: Place) -> str:
     return " ".join(value for value in dict.fromkeys(values) if value)
 
 
-def _given(environment: Environment) -> Place:
+def _from_torchrun(environment: Environment) -> RankIdentity:
     """Return the place from RANK, WORLD_SIZE and LOCAL_RANK.
 
     torchrun has set them, or the user has set them to a launcher's values.
@@ -135,17 +135,17 @@ def _given(environment: Environment) -> Place:
                 "HINT: start with `paceline run` or torchrun, or unset them to run alone"
             )
     rank, size, local_rank = (int(text) for text in words.values())
-    _below(rank, size, "RANK", "WORLD_SIZE")
+    _check_below(rank, size, "RANK", "WORLD_SIZE")
     local_size = number(environment, "LOCAL_WORLD_SIZE")
     if local_size is None and launcher is not None:
         local_size = launcher.local_size
-    return Place(rank, size, local_rank, local_size, "torchrun")
+    return RankIdentity(rank, size, local_rank, local_size, "torchrun")
 
 
-def _same(environment: Environment) -> Place | None:
+def _same(environment: Environment) -> RankIdentity | None:
     """Return the launcher's place if the user has set RANK and WORLD_SIZE to its values."""
     try:
-        found = _launcher(environment)
+        found = _from_launcher(environment)
     except ValueError:  # of another start, which encloses torchrun
         return None
     if found is None:
@@ -154,7 +154,7 @@ def _same(environment: Environment) -> Place | None:
     return found if words == (str(found.rank), str(found.size)) else None
 
 
-def _launcher(environment: Environment) -> Place | None:
+def _from_launcher(environment: Environment) -> RankIdentity | None:
     sources = start(environment)
     if not sources:
         return None
@@ -164,14 +164,14 @@ def _launcher(environment: Environment) -> Place | None:
     for other in others:
         _agree(environment, other.rank, rank, first.rank)
     size, size_name = _size(environment, sources)
-    _below(rank, size, first.rank, size_name)
+    _check_below(rank, size, first.rank, size_name)
     local_rank = _first(environment, [name for s in sources for name in s.local_rank])
     if local_rank is None:
         local_rank = number(environment, "LOCAL_RANK")
     local_size = _first(environment, [name for s in sources for name in s.local_size])
     if local_size is None and sources[-1].name == "Slurm":
         local_size = _slurm_local_size(environment)
-    return Place(
+    return RankIdentity(
         rank,
         size,
         rank if local_rank is None else local_rank,
@@ -181,7 +181,7 @@ def _launcher(environment: Environment) -> Place | None:
     )
 
 
-def _start_of(environment: Environment, place: Place) -> list[Source]:
+def _start_of(environment: Environment, place: RankIdentity) -> list[Source]:
     if place.source == "torchrun" and _same(environment) is None:
         return []
     return start(environment)
@@ -257,7 +257,7 @@ def _agree(environment: Environment, name: str, expected: int, other: str) -> No
     )
 
 
-def _below(rank: int, size: int, rank_name: str, size_name: str) -> None:
+def _check_below(rank: int, size: int, rank_name: str, size_name: str) -> None:
     if rank >= size:
         total = size_name if "=" in size_name else f"{size_name}={size}"
         raise ValueError(f"{rank_name}={rank} is not below {total}. HINT: ranks count from 0")

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from ..knobs.apply import Turned
+from ..knobs.apply import KnobResult
 from ..knobs.ddp import hooked
 
 FIRST = 4  # first steps without compression: DDP rebuilds its buckets after the first one
 
 
-def powersgd(rank: int, turned: Turned) -> None:
+def powersgd(rank: int, turned: KnobResult) -> None:
     """Compress gradients with PyTorch's PowerSGD.
 
     A gradient of shape m x n is sent as two matrices of ``rank`` columns (Vogels, Karimireddy,
@@ -37,7 +37,7 @@ def powersgd(rank: int, turned: Turned) -> None:
     hooked(turned, make)
 
 
-def topk(share: float, turned: Turned) -> None:
+def topk(share: float, turned: KnobResult) -> None:
     """Send only the share ``share`` of each bucket's elements with the largest absolute values."""
 
     def make(replica: Any) -> tuple[Any, Callable[..., Any]]:

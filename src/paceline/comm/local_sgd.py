@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..knobs.apply import Turned
+from ..knobs.apply import KnobResult
 from ..knobs.ddp import hooked
 
 FIRST = 4  # first steps, with gradient synchronization
 
 
-def every(steps: int, turned: Turned) -> None:
+def every(steps: int, turned: KnobResult) -> None:
     """Train with post-local SGD (Lin, Stich, Patel, Jaggi 2020, arXiv 1808.07217).
 
     After FIRST optimizer steps, gradients are no longer synchronized. Parameters are averaged after

@@ -17,10 +17,10 @@ from typing import Any
 
 from .reachable_address import Listener, asked, choose, others_of, try_all, variables
 
-SAY_SECONDS = 10.0
+NOTICE_INTERVAL_S = 10.0
 
 
-def settle(store: Any, rank: int, size: int, timeout: float) -> str:
+def agree_on_interface(store: Any, rank: int, size: int, timeout: float) -> str:
     """Set those environment variables of network interfaces that are not set yet.
 
     Return the chosen interface and address, for messages; empty on a single host.
@@ -101,11 +101,11 @@ def _wait(store: Any, key: str, size: int, timeout: float, say: bool) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
-            store.wait([key], datetime.timedelta(seconds=max(0.1, min(left, SAY_SECONDS))))
+            store.wait([key], datetime.timedelta(seconds=max(0.1, min(left, NOTICE_INTERVAL_S))))
             return
         except RuntimeError:
             here = store.add("ranks", 0)
-            if left < SAY_SECONDS:
+            if left < NOTICE_INTERVAL_S:
                 raise ValueError(
                     f"paceline.init: {here} of {size} ranks came within {timeout:.0f} s. HINT: "
                     "are the others running? paceline.init(timeout=...) waits longer"

@@ -10,7 +10,7 @@ import os
 import select
 from collections.abc import Mapping
 
-MOST = 1024  # bytes per read
+READ_BYTES = 1024  # bytes per read
 
 
 class Pmi:
@@ -61,7 +61,7 @@ class Pmi:
                     f"PMI_FD={self._fd}: the launcher has not answered for {self._timeout:.0f} s. "
                     "HINT: do all ranks call paceline.init()?"
                 )
-            data = os.read(self._fd, MOST)
+            data = os.read(self._fd, READ_BYTES)
             if not data:
                 raise ValueError(f"PMI_FD={self._fd}: the launcher has closed it")
             self._buffer += data

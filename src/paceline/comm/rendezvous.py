@@ -35,9 +35,9 @@ from .reachable_address import listen_on
 
 PORTS = 8  # tried in order: another program may use the first
 FIRST_PORT, LAST_PORT = 10_000, 32_000  # below the kernel's ephemeral ports
-UNREACHABLE_SECONDS = 12.0  # without any answer, rank 0's host is considered unreachable
-KNOCK_SECONDS = 2.0
-SAY_SECONDS = 10.0
+UNREACHABLE_TIMEOUT_S = 12.0  # without any answer, rank 0's host is considered unreachable
+CONNECT_TIMEOUT_S = 2.0
+NOTICE_INTERVAL_S = 10.0
 NOT_RANK_0 = "not rank 0"
 MAX_LINE_BYTES = 4096
 # Connections that claim the same rank: any process that knows the job can open some.
@@ -45,7 +45,7 @@ MAX_WAITING_PER_RANK = 4
 
 
 @dataclass
-class _Knock:
+class _JoinRequest:
     """The first message of a rank to rank 0."""
 
     tag: str
@@ -60,7 +60,7 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class Appointment:
+class RendezvousSpec:
     """The parameters of a rendezvous; equal on all ranks of a start, except ``rank``.
 
     Attributes:
@@ -86,7 +86,7 @@ class Appointment:
         return [FIRST_PORT + start + i for i in range(PORTS)]
 
 
-def meet(when: Appointment, timeout: float) -> Any:
+def join(when: RendezvousSpec, timeout: float) -> Any:
     """Return the TCPStore of all ranks, which runs in rank 0's process.
 
     Args:
@@ -96,8 +96,8 @@ def meet(when: Appointment, timeout: float) -> Any:
         ValueError: The rendezvous failed. The message lists what was tried, or the missing ranks.
     """
     if when.rank == 0:
-        return _Doorman(when, timeout).store()
-    address, port = _knock(when, timeout)
+        return _Rank0Server(when, timeout).store()
+    address, port = _find_rank_0(when, timeout)
     return _store(address, port, when.size, timeout)
 
 
@@ -115,7 +115,7 @@ def _store(address: str, port: int, size: int, timeout: float, listening: int | 
     )
 
 
-class _Doorman:
+class _Rank0Server:
     """The server of the rendezvous on rank 0, which sends the store's address to each other rank.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Doorman:
         made: The store, once created.
     """
 
-    def __init__(self, when: Appointment, timeout: float) -> None:
+    def __init__(self, when: RendezvousSpec, timeout: float) -> None:
         self.when = when
         self.deadline = time.monotonic() + timeout
         self.timeout = timeout
@@ -150,10 +150,10 @@ class _Doorman:
                         f"to {socket.gethostname()}. HINT: are they running, and is there a "
                         "firewall? MASTER_ADDR=HOST MASTER_PORT=PORT takes an address by hand"
                     )
-                if now - begun > UNREACHABLE_SECONDS and self.where is None and not asked:
+                if now - begun > UNREACHABLE_TIMEOUT_S and self.where is None and not asked:
                     asked = True
                     self._are_they_there()
-                if now - said > SAY_SECONDS:
+                if now - said > NOTICE_INTERVAL_S:
                     said = now
                     sys.stderr.write(f"paceline: waiting for {self._absent()} ...\n")
         finally:
@@ -181,7 +181,7 @@ class _Doorman:
 
     def greeting(self) -> Greeting[int]:
         """Read the rank of a connecting process of this job, and identify this as rank 0."""
-        knock = parse_json((yield Step(read=MAX_LINE_BYTES, line=True)), _Knock, "knock")
+        knock = parse_json((yield Step(read=MAX_LINE_BYTES, line=True)), _JoinRequest, "knock")
         if knock.tag != self.when.tag or not 0 < knock.rank < self.when.size:
             raise RefusedError("the visitor is of another job")
         yield Step(send=self.when.tag.encode() + b"\n")
@@ -237,7 +237,7 @@ class _Doorman:
         mine = {link.address for link in links()} | {"127.0.0.1"}
         for host in [] if self.when.one_host else self.when.hosts[:16]:
             for address in set(_addresses(host, tried)) - mine:
-                answer = _ask(self.when, address, self.when.ports[0], KNOCK_SECONDS)
+                answer = _request_store(self.when, address, self.when.ports[0], CONNECT_TIMEOUT_S)
                 if not isinstance(answer, str) or "refused" in answer or answer == NOT_RANK_0:
                     return
                 tried[f"{host} = {address}" if host != address else host] = answer
@@ -256,7 +256,7 @@ class _Doorman:
         return f"rank{many} {some}{f' and {more} more' if more > 0 else ''}"
 
 
-def _knock(when: Appointment, timeout: float) -> tuple[str, int]:
+def _find_rank_0(when: RendezvousSpec, timeout: float) -> tuple[str, int]:
     """Try all hosts and ports in order until rank 0 answers; return the store's address and port.
 
     Raises:
@@ -271,7 +271,7 @@ def _knock(when: Appointment, timeout: float) -> tuple[str, int]:
             for address in _addresses(host, tried):
                 for port in when.ports:
                     left = begun + timeout - time.monotonic()
-                    answer = _ask(when, address, port, left)
+                    answer = _request_store(when, address, port, left)
                     if isinstance(answer, tuple):
                         return answer
                     tried[f"{host} = {address}" if host != address else host] = answer
@@ -280,7 +280,7 @@ def _knock(when: Appointment, timeout: float) -> tuple[str, int]:
                     else:
                         break  # a host that does not answer on one port does not answer on others
         waited = time.monotonic() - begun
-        if waited > (timeout if alive else min(UNREACHABLE_SECONDS, timeout)):
+        if waited > (timeout if alive else min(UNREACHABLE_TIMEOUT_S, timeout)):
             lines = "".join(f"\n    {where}: {why}" for where, why in tried.items())
             raise ValueError(
                 f"paceline.init: rank {when.rank} on {socket.gethostname()} did not find rank 0 in "
@@ -307,24 +307,26 @@ def _addresses(host: str, tried: dict[str, str]) -> list[str]:
     return list(dict.fromkeys(addresses))
 
 
-def _ask(when: Appointment, address: str, port: int, left: float) -> tuple[str, int] | str:
+def _request_store(
+    when: RendezvousSpec, address: str, port: int, left: float
+) -> tuple[str, int] | str:
     """Return the store's address and port, or the reason why there is no answer."""
     try:
-        with socket.create_connection((address, port), timeout=KNOCK_SECONDS) as door:
+        with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as door:
             try:
-                converse(door, knocking(when), KNOCK_SECONDS)
+                converse(door, request_greeting(when), CONNECT_TIMEOUT_S)
             except NoAnswerError:
                 return NOT_RANK_0  # rank 0 would have answered
-            return converse(door, waiting_for_store(), max(0.1, left))
+            return converse(door, store_greeting(), max(0.1, left))
     except TimeoutError:
-        return f"no answer in {KNOCK_SECONDS:.0f} s"
+        return f"no answer in {CONNECT_TIMEOUT_S:.0f} s"
     except (*DROPPED, ValueError):
         return NOT_RANK_0  # or it is busy with other connections; the caller tries again
     except OSError as error:
         return (error.strerror or str(error)).lower()
 
 
-def knocking(when: Appointment) -> Greeting[None]:
+def request_greeting(when: RendezvousSpec) -> Greeting[None]:
     """Identify this rank to rank 0.
 
     Raises:
@@ -336,7 +338,7 @@ def knocking(when: Appointment) -> Greeting[None]:
         raise RefusedError(NOT_RANK_0)
 
 
-def waiting_for_store() -> Greeting[tuple[str, int]]:
+def store_greeting() -> Greeting[tuple[str, int]]:
     """Read the store's address, which rank 0 sends once it knows where it can be reached."""
     said = yield Step(read=MAX_LINE_BYTES, line=True)
     address, port = parse_json(said, _Answer, "rank 0's answer").store

@@ -7,12 +7,12 @@ import functools
 import os
 from typing import Any
 
-from ..knobs.apply import Turned
+from ..knobs.apply import KnobResult
 from ..knobs.tuning import VARIABLE, Tuning
 from ..record.hooks.import_hooks import after_import
 
 
-def exchange(by: str, turned: Turned) -> None:
+def exchange(by: str, turned: KnobResult) -> None:
     """Set how groups communicate.
 
     by: "paceline" replaces gloo in all gloo groups that the script creates. "gloo" uses gloo also
@@ -40,14 +40,14 @@ def exchange(by: str, turned: Turned) -> None:
     after_import({"torch.distributed.distributed_c10d": install})
 
 
-def algorithm(name: str, turned: Turned) -> None:
+def algorithm(name: str, turned: KnobResult) -> None:
     """Set the algorithm of all-reduces between hosts, for groups that are created from now on."""
     os.environ["PACELINE_ALGORITHM"] = name
     turned.done()
 
 
 def _faster(
-    c10d: Any, group: Any, store: Any, timeout: Any, members: list[int], turned: Turned
+    c10d: Any, group: Any, store: Any, timeout: Any, members: list[int], turned: KnobResult
 ) -> Any:
     """Return the group with shared memory below it; torch's registration of it is unchanged."""
     from ..record.hooks.collectives import RecordedGroup

@@ -6,9 +6,15 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from .machine.machine_file import UNLIMITED, HostFacts, Machine
-from .machine.named_figures import Named, of_groups, of_hosts, of_links, usual
-from .machine.units import listed, size, told
-from .outliers.slower_than_peers import SPREADS
+from .machine.named_figures import (
+    NamedFigure,
+    group_figures,
+    host_figures,
+    link_figures,
+    typical_deviation,
+)
+from .machine.units import format_value, join_words, size
+from .outliers.slower_than_peers import MIN_DEVIATIONS
 
 _MOST = 0.5  # share of the hosts above which a common change is reported once
 
@@ -62,19 +68,19 @@ def _moved(by: float) -> float:
 def _facts(hosts: list[tuple[HostFacts, HostFacts]]) -> list[Change]:
     found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for then, now in hosts:
-        old, new = dict(_told(then)), dict(_told(now))
+        old, new = dict(_named_changes(then)), dict(_named_changes(now))
         for what in dict.fromkeys([*old, *new]):
             pair = old.get(what, "none"), new.get(what, "none")
             if pair[0] != pair[1]:
                 found[what, *pair].append(then.name)
     changes = []
     for (what, one, other), names in found.items():
-        sentence = f"{what} was {one} and is {other} on {listed(names)}"
+        sentence = f"{what} was {one} and is {other} on {join_words(names)}"
         changes.append(Change(tuple(names), what, one, other, sentence))
     return changes
 
 
-def _told(host: HostFacts) -> Iterator[tuple[str, str]]:
+def _named_changes(host: HostFacts) -> Iterator[tuple[str, str]]:
     """Yield the properties of a host that should not change; what is currently free is left out."""
     yield from host.versions.items()
     yield "processor", host.processor or "not known"
@@ -86,8 +92,8 @@ def _told(host: HostFacts) -> Iterator[tuple[str, str]]:
     ):
         if count is not None:
             yield what, str(count)
-    yield "GPUs", listed([gpu.name for gpu in host.gpus], most=16) or "none"
-    yield "network", listed([f"{n.name} {n.rate}".strip() for n in host.networks]) or "none"
+    yield "GPUs", join_words([gpu.name for gpu in host.gpus], most=16) or "none"
+    yield "network", join_words([f"{n.name} {n.rate}".strip() for n in host.networks]) or "none"
     if host.memory_bytes is not None:
         yield "memory", size(host.memory_bytes)
     for name, value in asdict(host.limits).items():
@@ -98,7 +104,7 @@ def _told(host: HostFacts) -> Iterator[tuple[str, str]]:
 
 
 def _figures(before: Machine, after: Machine) -> Iterator[Change]:
-    kinds: dict[tuple[str, str, str], list[tuple[Named, Named]]] = defaultdict(list)
+    kinds: dict[tuple[str, str, str], list[tuple[NamedFigure, NamedFigure]]] = defaultdict(list)
     then, now = (
         {(n.what, n.member, n.device, n.like): n for n in _all(machine)}
         for machine in (before, after)
@@ -107,7 +113,9 @@ def _figures(before: Machine, after: Machine) -> Iterator[Change]:
         if key in now:
             kinds[old.what, old.device.partition(":")[0], old.like].append((old, now[key]))
     for pairs in kinds.values():
-        noise = SPREADS * usual([named.figure for pair in pairs for named in pair])
+        noise = MIN_DEVIATIONS * typical_deviation(
+            [named.figure for pair in pairs for named in pair]
+        )
         changed = [pair for pair in pairs if _real(*pair, noise)]
         for up in (True, False):
             same = [p for p in changed if (p[1].figure.median > p[0].figure.median) == up]
@@ -117,25 +125,25 @@ def _figures(before: Machine, after: Machine) -> Iterator[Change]:
                 yield from (_change(old, new) for old, new in same)
 
 
-def _all(machine: Machine) -> list[Named]:
-    return [*of_hosts(machine), *of_groups(machine), *of_links(machine)]
+def _all(machine: Machine) -> list[NamedFigure]:
+    return [*host_figures(machine), *group_figures(machine), *link_figures(machine)]
 
 
-def _real(old: Named, new: Named, noise: float) -> bool:
+def _real(old: NamedFigure, new: NamedFigure, noise: float) -> bool:
     """Whether the change exceeds both spreads and the smallest relevant difference."""
     gap = abs(new.figure.median - old.figure.median)
     most = max(old.figure.spread, new.figure.spread, noise)
     return gap > most and gap > old.worth * old.figure.median
 
 
-def _change(old: Named, new: Named) -> Change:
+def _change(old: NamedFigure, new: NamedFigure) -> Change:
     whose = f" of {old.member}" if old.hosts else ""
     kind = "of the link " if len(old.hosts) > 1 else ""
     what = f"{old.what} {kind}".strip()
     return _of(old, what, old.hosts, f"{what}{whose}", (old.figure.median, new.figure.median))
 
 
-def _together(pairs: list[tuple[Named, Named]], count: int) -> Change:
+def _together(pairs: list[tuple[NamedFigure, NamedFigure]], count: int) -> Change:
     """Report a change in the same direction on most hosts, links or devices."""
     first = pairs[0][0]
     ends = [tuple(median(pair[i].figure.median for pair in pairs) for i in (0, 1))]
@@ -146,12 +154,12 @@ def _together(pairs: list[tuple[Named, Named]], count: int) -> Change:
 
 
 def _of(
-    named: Named, what: str, hosts: tuple[str, ...], whose: str, values: tuple[float, ...]
+    named: NamedFigure, what: str, hosts: tuple[str, ...], whose: str, values: tuple[float, ...]
 ) -> Change:
     old, new = values
     by = new / old - 1 if old else float("inf")
     better = (new > old) == named.more_is_better
-    before, after = told(old, named.figure.unit), told(new, named.figure.unit)
+    before, after = format_value(old, named.figure.unit), format_value(new, named.figure.unit)
     sentence = f"{whose} was {before} and is {after} ({100 * by:+.0f} %): "
     sentence += "better" if better else "worse"
     return Change(hosts, what, before, after, sentence, by, better)

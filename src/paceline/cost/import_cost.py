@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .machine.dataclass_tree import tree
+from .machine.dataclass_tree import to_tree
 from .machine.machine_file import Figure
-from .machine.units import told
+from .machine.units import format_value
 
-CARED = 1.2  # minimum speedup for which the additional file is worth it
+MIN_SPEEDUP = 1.2  # minimum speedup for which the additional file is worth it
 # File systems on the machine itself, whose readers wait for no server.
 LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs")
 
@@ -68,7 +68,7 @@ class Packed:
         if self.load is None or self.place is None or self.faster is None:
             return False
         packed = self.load.first.high + self.place.high
-        return self.faster >= CARED and packed < self.as_it_is.first.low
+        return self.faster >= MIN_SPEEDUP and packed < self.as_it_is.first.low
 
     @property
     def sentence(self) -> str:
@@ -78,20 +78,20 @@ class Packed:
         does = self.how.partition(" ")[0].replace("mounted", "mounting").replace(
             "unpacked", "unpacking"
         )  # fmt: skip
-        now = told(self.load.first.median + self.place.median, "s")
-        was = told(self.as_it_is.first.median, "s")
+        now = format_value(self.load.first.median + self.place.median, "s")
+        was = format_value(self.as_it_is.first.median, "s")
         start = f"The first import from the file takes {now}, {does} included, and {was} as it is: "
         where = f"from {self.filesystem or 'this file system'}"
         where += " on a local disk" * (self.filesystem in LOCAL)
         if self.worth_it:
             return f"{start}{self.faster:.2g} times faster."
-        if self.faster < 1 / CARED:
+        if self.faster < 1 / MIN_SPEEDUP:
             return f"{start}{1 / self.faster:.2g} times slower. Here, {where}, it is not worth it."
         return f"{start}no real difference. Here, {where}, it is not worth it."
 
 
 def as_json(found: Packed) -> dict[str, Any]:
     """Return every figure, and the derived values."""
-    data: dict[str, Any] = tree(found, complete=True)
+    data: dict[str, Any] = to_tree(found, complete=True)
     follows = {"faster": found.faster, "worth_it": found.worth_it, "sentence": found.sentence}
     return {**data, **follows}

@@ -19,7 +19,7 @@ class Roof:
 
 
 @dataclass(frozen=True)
-class Placed:
+class RooflinePoint:
     """A kernel or a step on the roofline."""
 
     intensity: float  # FLOP/byte; infinite for work without memory traffic
@@ -49,9 +49,9 @@ def ridge(peak: float, bandwidth: float) -> float:
     return peak / bandwidth
 
 
-def place(
+def roofline_point(
     flops: float, bytes_moved: float, seconds: float, *, peak: float, bandwidth: float
-) -> Placed:
+) -> RooflinePoint:
     """Place work on the roofline.
 
     Args:
@@ -68,7 +68,7 @@ def place(
     intensity = flops / bytes_moved if bytes_moved else float("inf")
     bound = "compute" if intensity >= ridge(peak, bandwidth) else "memory"
     limit = attainable(intensity, peak, bandwidth)
-    return Placed(intensity, flops / seconds, limit, bound)
+    return RooflinePoint(intensity, flops / seconds, limit, bound)
 
 
 def roofs(host: HostFacts, device: str = "cpu") -> dict[str, Roof]:

@@ -57,7 +57,7 @@ class Shards:
             told = self.meta.files.get(NAMES_FILE)
             self._names = SampleNames(self.folder / NAMES_FILE, self.meta.samples, told)
         self._open_lock = threading.Lock()
-        self._staged = stage.here(self.folder)
+        self._staged = stage.open_staged_here(self.folder)
         self._index = self._open_index()
         self._next_staged_check: dict[
             int, float

@@ -9,16 +9,16 @@ from typing import Any
 
 from ..record.hooks.import_hooks import after_import
 from ..record.ring.launcher_messages import notify
-from .apply import Turned
+from .apply import KnobResult
 from .ddp import before_forward
 
 
-def locally(_: bool, turned: Turned) -> None:
+def locally(_: bool, turned: KnobResult) -> None:
     _Locally(turned).install()
 
 
 class _Locally:
-    def __init__(self, turned: Turned) -> None:
+    def __init__(self, turned: KnobResult) -> None:
         self.turned = turned
         self.usual = 0  # forwards per replica in the previous step
         self.replicas: dict[int, tuple[Any, int]] = {}  # by id: replica, forwards in this step

@@ -11,7 +11,7 @@ from ..record.ring.launcher_messages import notify
 from .registry import KNOBS, VARIABLE
 
 
-class Turned:
+class KnobResult:
     """The result of one knob in this rank, which is also written to the record's header."""
 
     all: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -56,8 +56,8 @@ class Turned:
             notify(f"paceline: {text}\n")
 
 
-def turn() -> None:
+def apply_knobs() -> None:
     """Apply the settings of this process; called after the recorder has installed its hooks."""
     for name, value in json.loads(os.environ.get(VARIABLE) or "{}").items():
         module, _, function = KNOBS[name].hook.partition(":")
-        getattr(import_module(f"paceline.{module}"), function)(value, Turned(name))
+        getattr(import_module(f"paceline.{module}"), function)(value, KnobResult(name))

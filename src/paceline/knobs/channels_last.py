@@ -8,12 +8,12 @@ import functools
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
-from .apply import Turned
+from .apply import KnobResult
 
 KINDS = ("Conv2d", "ConvTranspose2d")
 
 
-def channels_last(_: bool, turned: Turned) -> None:
+def channels_last(_: bool, turned: KnobResult) -> None:
     def images(layer: Any, inputs: Any) -> Any:
         import torch
 

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
-from .apply import Turned
+from .apply import KnobResult
 from .ddp import MODULE, made
 
 
-def autocast(_: bool, turned: Turned) -> None:
+def autocast(_: bool, turned: KnobResult) -> None:
     """Run the forward of DDP's replicas under torch.autocast with bfloat16.
 
     torch.autocast uses bfloat16 only for operators where it is numerically safe. Outputs of dtype
@@ -54,7 +54,7 @@ def _not_cast(replica: Any, device: str) -> str:
     return "" if "float32" in kinds else f"its parameters are {', '.join(sorted(kinds))}"
 
 
-def products(precision: str, turned: Turned) -> None:
+def products(precision: str, turned: KnobResult) -> None:
     """Set the internal precision of float32 matrix products; ignore the script's own setting."""
 
     def install(torch: Any) -> None:
@@ -82,7 +82,7 @@ def _short_products(precision: str) -> bool:
     return any(one in flags for one in needs)
 
 
-def compiled(_: bool, turned: Turned) -> None:
+def compiled(_: bool, turned: KnobResult) -> None:
     """Compile in place the model that DDP wraps.
 
     The compiled backward remains split at the boundaries of DDP's buckets.

@@ -5,32 +5,32 @@ from collections.abc import Callable
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
-from .apply import Turned
+from .apply import KnobResult
 
 MODULE = "torch.nn.parallel.distributed"
 
 
-def bucket(mib: float, turned: Turned) -> None:
+def bucket(mib: float, turned: KnobResult) -> None:
     _constructed(turned, bucket_cap_mb=mib)
 
 
-def views(_: bool, turned: Turned) -> None:
+def views(_: bool, turned: KnobResult) -> None:
     _constructed(turned, gradient_as_bucket_view=True)
 
 
-def no_search(_: bool, turned: Turned) -> None:
+def no_search(_: bool, turned: KnobResult) -> None:
     _constructed(turned, find_unused_parameters=False)
 
 
-def as_bf16(_: bool, turned: Turned) -> None:
+def as_bf16(_: bool, turned: KnobResult) -> None:
     _compressed("bf16_compress_hook", turned)
 
 
-def as_fp16(_: bool, turned: Turned) -> None:
+def as_fp16(_: bool, turned: KnobResult) -> None:
     _compressed("fp16_compress_hook", turned)
 
 
-def _compressed(name: str, turned: Turned) -> None:
+def _compressed(name: str, turned: KnobResult) -> None:
     hook = torchs_hook(name)
     hooked(turned, lambda replica: (None, hook))
 
@@ -48,7 +48,7 @@ def torchs_hook(name: str) -> Callable[..., Any]:
     return hook
 
 
-def hooked(turned: Turned, make: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
+def hooked(turned: KnobResult, make: Callable[[Any], tuple[Any, Callable[..., Any]]]) -> None:
     """Register on every replica the state and the communication hook that ``make`` returns.
 
     A hook that the script has registered stays in place.
@@ -85,7 +85,7 @@ def before_forward(look: Callable[[Any], None], once: bool = False) -> None:
     after_import({MODULE: install})
 
 
-def _constructed(turned: Turned, **options: Any) -> None:
+def _constructed(turned: KnobResult, **options: Any) -> None:
     made(lambda _: turned.done(), **options)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
-from .apply import Turned
+from .apply import KnobResult
 
 
-def workers(count: int, turned: Turned) -> None:
+def workers(count: int, turned: KnobResult) -> None:
     """Use persistent worker processes; prefetch 2 batches per worker unless the script says."""
 
     def change(loader: Any) -> None:
@@ -21,15 +21,15 @@ def workers(count: int, turned: Turned) -> None:
     _each(change, turned, _streams)
 
 
-def persistent(_: bool, turned: Turned) -> None:
+def persistent(_: bool, turned: KnobResult) -> None:
     _each(lambda loader: _set(loader, "persistent_workers", True), turned, _has_none)
 
 
-def prefetch(count: int, turned: Turned) -> None:
+def prefetch(count: int, turned: KnobResult) -> None:
     _each(lambda loader: setattr(loader, "prefetch_factor", count), turned, _has_none)
 
 
-def pinned(_: bool, turned: Turned) -> None:
+def pinned(_: bool, turned: KnobResult) -> None:
     def change(loader: Any) -> None:
         loader.pin_memory = True
 
@@ -60,7 +60,7 @@ def _has_none(loader: Any) -> str:
     return _streams(loader) or ("" if loader.num_workers else "the loader has no workers")
 
 
-def _each(change: Callable[[Any], None], turned: Turned, unfit: Callable[[Any], str]) -> None:
+def _each(change: Callable[[Any], None], turned: KnobResult, unfit: Callable[[Any], str]) -> None:
     """Register a change of every training loader; changes are made in the order of the calls.
 
     ``unfit`` returns why a loader cannot be changed, or "".
@@ -70,7 +70,7 @@ def _each(change: Callable[[Any], None], turned: Turned, unfit: Callable[[Any], 
         after_import({"torch.utils.data.dataloader": _install})
 
 
-_changes: list[tuple[Callable[[Any], None], Turned, Callable[[Any], str]]] = []
+_changes: list[tuple[Callable[[Any], None], KnobResult, Callable[[Any], str]]] = []
 
 
 def _install(module: Any) -> None:

@@ -10,22 +10,22 @@ import os
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
-from .apply import Turned
+from .apply import KnobResult
 
 
-def algorithm(name: str, turned: Turned) -> None:
+def algorithm(name: str, turned: KnobResult) -> None:
     _set("NCCL_ALGO", name, turned)
 
 
-def protocol(name: str, turned: Turned) -> None:
+def protocol(name: str, turned: KnobResult) -> None:
     _set("NCCL_PROTO", name, turned)
 
 
-def channels(count: int, turned: Turned) -> None:
+def channels(count: int, turned: KnobResult) -> None:
     _set("NCCL_MIN_NCHANNELS", str(count), turned)
 
 
-def _set(variable: str, value: str, turned: Turned) -> None:
+def _set(variable: str, value: str, turned: KnobResult) -> None:
     """Set an NCCL environment variable, replacing a value from the environment.
 
     The result is reported after the script creates a process group.

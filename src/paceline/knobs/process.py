@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
-from .apply import Turned
+from .apply import KnobResult
 
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -40,7 +40,7 @@ def _jemalloc() -> str:
     return str(here) if here.exists() else ctypes.util.find_library("jemalloc") or ""
 
 
-def threads(count: int, turned: Turned) -> None:
+def threads(count: int, turned: KnobResult) -> None:
     """Set the number of threads, and ignore the script's own setting."""
     os.environ["OMP_NUM_THREADS"] = str(count)
 
@@ -52,7 +52,7 @@ def threads(count: int, turned: Turned) -> None:
     after_import({"torch": install})
 
 
-def unbound(_: bool, turned: Turned) -> None:
+def unbound(_: bool, turned: KnobResult) -> None:
     """Ignore the script's CPU binding of its own process and of processes that it starts."""
 
     def passed_over(*_: Any) -> None:
@@ -62,7 +62,7 @@ def unbound(_: bool, turned: Turned) -> None:
     os.sched_setaffinity = passed_over
 
 
-def kept(_: bool, turned: Turned) -> None:
+def kept(_: bool, turned: KnobResult) -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
@@ -75,7 +75,7 @@ def kept(_: bool, turned: Turned) -> None:
     turned.done()
 
 
-def jemalloc(_: bool, turned: Turned) -> None:
+def jemalloc(_: bool, turned: KnobResult) -> None:
     """Report whether jemalloc is loaded; the launcher preloads it (``environment``)."""
     if hasattr(ctypes.CDLL(None), "mallctl"):
         turned.done()
@@ -83,7 +83,7 @@ def jemalloc(_: bool, turned: Turned) -> None:
         turned.not_done("there is no libjemalloc.so.2. HINT: apt or conda install it, or a module")
 
 
-def huge_pages(_: bool, turned: Turned) -> None:
+def huge_pages(_: bool, turned: KnobResult) -> None:
     """Report whether huge pages are available.
 
     torch requests them if its environment variable is set (``environment``).

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from ..cost.machine.dataclass_tree import shown
+from ..cost.machine.dataclass_tree import shorten
 from ..cost.machine.read_toml import read_toml
 from ..cost.machine.write_toml import dumps
 from ..security.error_reason import reason_of
@@ -85,7 +85,7 @@ def fitting(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], list[str]]:
     knobs, notes = {}, []
     for name, value in tree.get("knobs", {}).items():
         if why := _unfit(name, value):
-            notes.append(f"{path}: {shown(name)[1:-1]} = {shown(value)} is ignored: {why}")
+            notes.append(f"{path}: {shorten(name)[1:-1]} = {shorten(value)} is ignored: {why}")
         else:
             knobs[name] = value
     exclude(knobs)

@@ -32,7 +32,7 @@ from .ranks.fork_server import end_children
 from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .records import job_folder
-from .remote.agent_lock import claim
+from .remote.agent_lock import acquire
 from .remote.connect_back import LauncherNotFoundError, connect_to_launcher
 from .remote.handshake import describe_host
 
@@ -135,7 +135,7 @@ class HostAgent:
                 "host: a shared file system, or the same path"
             ) from None
         self.job = Job(**{**check, "record": None, "summary": None})
-        self.source, self.places = check_job(self.job), bind_ranks.places(self.job)
+        self.source, self.places = check_job(self.job), bind_ranks.plan_bindings(self.job)
         self.send(fits=True)
 
     def do_listen(self, listen: str | None) -> None:
@@ -157,10 +157,12 @@ class HostAgent:
         """
         assert self.job is not None
         self._stop_listening()
-        self.agent_lock = claim(begin["PACELINE_RUN"], place)
+        self.agent_lock = acquire(begin["PACELINE_RUN"], place)
         variables_by_rank = bind_ranks.variables_of_all(self.job, self.places)
         self.folder = job_folder.job_folder()
-        job_folder.introduce(self.folder, [self.job.name, *self.job.args], begin["PACELINE_RUN"])
+        job_folder.try_write_label(
+            self.folder, [self.job.name, *self.job.args], begin["PACELINE_RUN"]
+        )
         if record is not None:
             self._choose_record_target(Path(record), begin["PACELINE_RUN"])
         environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}
@@ -234,16 +236,16 @@ class HostAgent:
         """Keep the records in the launcher's folder if it is shared, else send them."""
         assert self.folder is not None
         try:
-            shared = job_folder.about(record).run == run
+            shared = job_folder.read_label(record).run == run
             with tempfile.TemporaryFile(dir=record):
                 pass  # this node can write to it too
         except OSError:
             shared = False
         self.sends_records = not shared
         if self.sends_records:
-            job_folder.promise_to_send(self.folder)
+            job_folder.send_on_clear(self.folder)
         else:
-            job_folder.promise_to(self.folder, record)
+            job_folder.copy_on_clear(self.folder, record)
 
     def send_records(self) -> None:
         """Send the records that exist only on this node, and remove them in any case."""

@@ -21,12 +21,12 @@ class Seat:
     local_size: int
 
 
-def seats(counts: list[int]) -> list[Seat]:
+def make_seats(counts: list[int]) -> list[Seat]:
     """Return the seat of each rank, in rank order, given the number of ranks on each host."""
     return [Seat(host, local, count) for host, count in enumerate(counts) for local in range(count)]
 
 
-def counts(hosts: list[Host], ranks: int | None, explicit: bool) -> list[int]:
+def ranks_per_host(hosts: list[Host], ranks: int | None, explicit: bool) -> list[int]:
     """Return the number of ranks on each host; 0 for a host without ranks.
 
     If ``ranks`` is None, each host gets its default number of ranks: the number of its GPUs, else
@@ -48,12 +48,12 @@ def counts(hosts: list[Host], ranks: int | None, explicit: bool) -> list[int]:
         slots = [host.slots or 0 for host in hosts]
         return slots if ranks is None else _filled(slots, ranks, hosts)
     if ranks is None:
-        return [share(host) for host in hosts]
+        return [default_ranks(host) for host in hosts]
     each, left = divmod(ranks, len(hosts))
     return [each + (place < left) for place in range(len(hosts))]
 
 
-def share(host: Host) -> int:
+def default_ranks(host: Host) -> int:
     """Return the default number of ranks of a host."""
     return host.devices or host.slots or host.numa or 1
 
@@ -72,7 +72,7 @@ def _filled(slots: list[int], ranks: int, hosts: list[Host]) -> list[int]:
     return found
 
 
-def told(names: list[str], counted: list[int]) -> str:
+def format_layout(names: list[str], counted: list[int]) -> str:
     """Return the ranks of each host as "host1: 0-3, host2: 4-7", abbreviated for many hosts."""
     parts, first = [], 0
     for name, count in zip(names, counted, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 from ..cluster.schedulers.hostfile import Host
 from ..comm.reachable_address import asked, choose, others_of
 from .job import Job, check
-from .layout import counts, seats, told
+from .layout import format_layout, make_seats, ranks_per_host
 from .linux_prctl import SUBREAPER, prctl
 from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
 from .monitor.live_records import LiveRecordServer
@@ -103,7 +103,7 @@ def run(
             code = watch(
                 job,
                 remote_hosts,
-                seats(ranks_per_host),
+                make_seats(ranks_per_host),
                 run_id,
                 started,
                 interrupt,
@@ -161,10 +161,10 @@ class RankLayout:
             )
             for host, remote in zip(hosts, found, strict=True)
         ]
-        ranks_per_host = counts(known, self.ranks, self.explicit)
+        counts = ranks_per_host(known, self.ranks, self.explicit)
         if self.ranks is None and any(host.slots is None for host in hosts):
-            ranks_per_host = [max(self.min_ranks_per_host, count) for count in ranks_per_host]
-        return ranks_per_host, {host.name: host.cpus for host in known}
+            counts = [max(self.min_ranks_per_host, count) for count in counts]
+        return counts, {host.name: host.cpus for host in known}
 
 
 def _prepare_hosts(
@@ -292,7 +292,8 @@ def _print_layout(
         network = "/".join(sorted({interface for interface, _ in interfaces}))
         sys.stderr.write(
             f"paceline: {sum(ranks_per_host)} ranks on {len(hosts)} hosts over {tool.name}, "
-            f"network {network} ({told(names, ranks_per_host)}; ranks meet at {interfaces[0][1]})\n"
+            f"network {network} ({format_layout(names, ranks_per_host)}; "
+            f"ranks meet at {interfaces[0][1]})\n"
         )
         sys.stderr.flush()
 

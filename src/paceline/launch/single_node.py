@@ -13,7 +13,7 @@ from typing import NoReturn
 from ..comm.reachable_address import variables as interface_variables
 from ..security.outputs import write_output
 from .job import Job, check, preloads, variables
-from .layout import seats
+from .layout import make_seats
 from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, raise_on_termination
@@ -49,7 +49,7 @@ def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
     """Run the job. Return its exit code, and whether its record was kept."""
     from .affinity import bind_ranks
 
-    source, places = check(job), bind_ranks.places(job)
+    source, places = check(job), bind_ranks.plan_bindings(job)
     prctl(SUBREAPER, 1)
     started_ns = time.monotonic_ns()
     variables_by_rank = bind_ranks.variables_of_all(job, places)
@@ -57,9 +57,9 @@ def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
     server: RankServer | None = None
     try:
         if job.record is not None:
-            job_folder.promise(folder, job.record, command, folder.name)
+            job_folder.write_destination(folder, job.record, command, folder.name)
         else:
-            job_folder.introduce(folder, command, folder.name)
+            job_folder.try_write_label(folder, command, folder.name)
         server = start_server(folder, preloads(job, source))
         interrupt.check()
         from .supervise import watch
@@ -69,7 +69,13 @@ def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
         local_host = LocalHost(server, environment, places, variables_by_rank, smt=job.smt)
         fetch_records = functools.partial(live_records.local_snapshot, folder)
         code = watch(
-            job, [local_host], seats([job.ranks]), folder.name, started_ns, interrupt, fetch_records
+            job,
+            [local_host],
+            make_seats([job.ranks]),
+            folder.name,
+            started_ns,
+            interrupt,
+            fetch_records,
         )
     except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
         raise
@@ -91,7 +97,7 @@ def print_summary(job: Job, folder: Path, code: int) -> None:
     """Print the figures of a recorded run, unless it failed, and where its record is."""
     from ..analyze.figures.report import analyse
     from ..analyze.records.load_run import load_run
-    from ..report.terminal.run_report import drawn
+    from ..report.terminal.run_report import render
 
     try:
         report = analyse(load_run(folder))
@@ -99,7 +105,7 @@ def print_summary(job: Job, folder: Path, code: int) -> None:
         sys.stderr.write(f"paceline: {error}\n")
         return
     if code in (0, STOPPED_EARLY_EXIT_CODE) and report.window_s is not None:
-        sys.stderr.write(drawn(report))
+        sys.stderr.write(render(report))
     sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
     if job.summary is not None:
         write_output(job.summary, report.to_json())

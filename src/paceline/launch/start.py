@@ -7,9 +7,9 @@ from pathlib import Path
 
 from . import single_node
 from .job import Job, check
-from .layout import counts
+from .layout import ranks_per_host
 from .remote.forwarded_env import parse_env_options
-from .target import shown, target
+from .target import find_target, show_plan
 
 
 def start(
@@ -40,14 +40,14 @@ def start(
         ValueError: The options are invalid, or the job can't run.
     """
     environment = parse_env_options(variables)
-    where = target(hosts, hostfile, launcher)
+    where = find_target(hosts, hostfile, launcher)
     if show_only:
         check(replace(job, ranks=1, record=None))
-        sys.stdout.write(shown(job, where, ranks, sorted(environment)))
+        sys.stdout.write(show_plan(job, where, ranks, sorted(environment)))
         return 0
     if where.tool is None:
         os.environ.update(environment)
-        (count,) = counts(where.hosts, ranks, where.explicit)
+        (count,) = ranks_per_host(where.hosts, ranks, where.explicit)
         count = count if ranks is not None else max(min_ranks_per_host, count)
         return single_node.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
     from . import multi_node  # imported late: a job on one node does not need it

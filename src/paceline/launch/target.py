@@ -15,7 +15,7 @@ from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 from ..cluster.topology.local_resources import devices, numa_domains
 from ..cluster.topology.network_interfaces import is_here
 from .job import Job
-from .layout import counts, told
+from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool
 
 
@@ -36,7 +36,7 @@ class Target:
     why: str
 
 
-def target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Target:
+def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Target:
     """Return the hosts given by the options, else those of the scheduler's allocation, else this
     host.
 
@@ -110,7 +110,7 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
     return flux.allocation(environment, asked.stdout.strip())
 
 
-def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> str:
+def show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) -> str:
     """Return the output of ``--show``: hosts, ranks and commands that would be started.
 
     Args:
@@ -127,8 +127,10 @@ def shown(job: Job, where: Target, ranks: int | None, variables: list[str]) -> s
         lines.append("  ranks: on each host its GPUs, else its NUMA domains; asked at the start")
         lines += [f"    {host.name}" for host in where.hosts]
     else:
-        counted = counts(where.hosts, ranks, where.explicit)
-        lines.append(f"  {sum(counted)} ranks: {told([h.name for h in where.hosts], counted)}")
+        counted = ranks_per_host(where.hosts, ranks, where.explicit)
+        lines.append(
+            f"  {sum(counted)} ranks: {format_layout([h.name for h in where.hosts], counted)}"
+        )
     if where.tool is not None:
         names = [host.name for host in where.hosts]
         alone = where.tool.one_call_per_host

@@ -16,11 +16,13 @@ from ..analyze.diagnosis.ladder import Interval
 
 LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
 TRIED = "a few steps"  # a measurement of a few steps with the knob set
-MOST_WORKERS = 16  # loader workers per rank
-SPARE = 0.5  # target time of all workers together per batch, as a share of the training's own time
-AHEAD = 8  # prefetched batches per worker, if the default of two was not enough
-HANDING = 0.03  # share of a step: cost of receiving a batch from a worker, measured
-KEPT_STARTS = 0.3  # share of a loader's start that may remain with persistent workers
+MAX_WORKERS = 16  # loader workers per rank
+WORKER_TIME_SHARE = (
+    0.5  # target time of all workers together per batch, as a share of the training's own time
+)
+PREFETCH_FACTOR = 8  # prefetched batches per worker, if the default of two was not enough
+HANDOVER_SHARE = 0.03  # share of a step: cost of receiving a batch from a worker, measured
+MAX_REMAINING_START_SHARE = 0.3  # share of a loader's start that may remain with persistent workers
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class Saving:
     source: str
 
 
-Gain = Callable[[Evidence, Cause], Saving | None]
+PredictSaving = Callable[[Evidence, Cause], Saving | None]
 
 
-def workers(e: Evidence, cause: Cause) -> Saving | None:
+def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of loader workers.
 
     All times are in units of the measured step. With W workers a step takes
@@ -57,20 +59,22 @@ def workers(e: Evidence, cause: Cause) -> Saving | None:
     making = has or bar.mean
     busy = min(e.loader["busy_s"] / e.loader["seconds"] / max(has, 1), 1.0)
     cores = (e.cores or e.per_host) / e.per_host
-    count = min(max(math.ceil(making / (SPARE * own)), int(has) + 1), MOST_WORKERS)
+    count = min(max(math.ceil(making / (WORKER_TIME_SHARE * own)), int(has) + 1), MAX_WORKERS)
     computing = making * busy + own * e.used("cached", "process")
     step = max(own, making / count, computing / cores)
     half = (bar.high - bar.low) / 2
-    mean = 1 - step - HANDING
-    return Saving(count, Interval(mean, mean - half - HANDING, mean + half + HANDING), FORMULA)
+    mean = 1 - step - HANDOVER_SHARE
+    return Saving(
+        count, Interval(mean, mean - half - HANDOVER_SHARE, mean + half + HANDOVER_SHARE), FORMULA
+    )
 
 
-def persistent(e: Evidence, cause: Cause) -> Saving | None:
+def persistent_workers(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of persistent workers: all starts but the wait for the first batch."""
     if e.loader is not None and not e.loader["workers"]:
         return None
     share = e.used("everything", "starting")
-    low, high = (1 - KEPT_STARTS) * share, share
+    low, high = (1 - MAX_REMAINING_START_SHARE) * share, share
     return Saving(True, Interval((low + high) / 2, low, high), RECORD)
 
 
@@ -78,25 +82,25 @@ def prefetch(e: Evidence, cause: Cause) -> Saving | None:
     """Propose more prefetched batches, if there are workers; it helps if some batches take long."""
     if e.loader is None or not e.loader["workers"]:
         return None
-    return Saving(AHEAD, None, TRIED)
+    return Saving(PREFETCH_FACTOR, None, TRIED)
 
 
-def pinned(e: Evidence, cause: Cause) -> Saving | None:
+def pinned_memory(e: Evidence, cause: Cause) -> Saving | None:
     """Propose pinned memory, if there are GPUs to copy batches to."""
     return Saving(True, None, TRIED) if e.first_facts.get("gpu") else None
 
 
-def by_name(e: Evidence, cause: Cause) -> Saving | None:
+def matmul_precision(e: Evidence, cause: Cause) -> Saving | None:
     """Propose a lower matmul precision on GPUs; on CPUs it is tried only if requested by name."""
     return Saving("high", None, TRIED) if e.first_facts.get("gpu") else None
 
 
-def bucket(e: Evidence, cause: Cause) -> Saving | None:
+def bucket_size(e: Evidence, cause: Cause) -> Saving | None:
     """Propose DDP's default bucket size; its saving depends on the overlap, to be measured."""
     return Saving(25.0, None, TRIED)
 
 
-def over_memory(e: Evidence, cause: Cause) -> Saving | None:
+def paceline_exchange(e: Evidence, cause: Cause) -> Saving | None:
     """Propose Paceline's exchange on CPUs, if the job does not use it yet.
 
     Between nodes it sends fewer bytes over the network. In a ring of N ranks that crosses node
@@ -122,7 +126,7 @@ def not_proposed(e: Evidence, cause: Cause) -> Saving | None:
     return None
 
 
-def of_nccl(bandwidth: str, latency: str) -> Gain:
+def nccl_setting(bandwidth: str, latency: str) -> PredictSaving:
     """Return a function that proposes an NCCL setting on GPUs, by what limits the exchange."""
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
@@ -132,11 +136,11 @@ def of_nccl(bandwidth: str, latency: str) -> Gain:
     return gain
 
 
-def tried(e: Evidence, cause: Cause) -> Saving | None:
+def must_be_tried(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, None, TRIED)
 
 
-def by_asking(value: Any) -> Gain:
+def between_nodes(value: Any) -> PredictSaving:
     """Return a function that proposes ``value`` between nodes only.
 
     On one node the knob is tried only if requested by name, because it changes the training.
@@ -144,7 +148,7 @@ def by_asking(value: Any) -> Gain:
     return lambda e, cause: Saving(value, None, TRIED) if len(set(e.report.hosts)) > 1 else None
 
 
-def whole(source: str) -> Gain:
+def whole_share(source: str) -> PredictSaving:
     """Return a function that predicts that all of the cause's share is saved."""
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
@@ -159,7 +163,7 @@ def scaled(e: Evidence, cause: Cause, factor: float, source: str) -> Saving:
     return Saving(True, Interval(factor * cause.share, factor * low, factor * high), source)
 
 
-def waited(e: Evidence, cause: Cause) -> Saving | None:
+def storage_wait(e: Evidence, cause: Cause) -> Saving | None:
     """Predict a saving of the time in which the loader's processes waited for storage."""
     if e.loader is None or not e.loader["seconds"]:
         return None
@@ -167,28 +171,28 @@ def waited(e: Evidence, cause: Cause) -> Saving | None:
     return scaled(e, cause, max(1 - e.loader["busy_s"] / e.loader["seconds"] / workers, 0), RECORD)
 
 
-def locally(e: Evidence, cause: Cause) -> Saving | None:
+def accumulate_locally(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of accumulating locally: (k - 1) / k, as k exchanges become one."""
     k = e.gradients.exchanging if e.gradients is not None else 0.0
     return scaled(e, cause, (k - 1) / k, RECORD) if k > 1 else None
 
 
-def threads(e: Evidence, cause: Cause) -> Saving | None:
+def one_thread(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of one thread per rank, from the ladder's rung that measured it."""
     found = e.gained("one thread", "silent")
     return Saving(1, found, LADDER) if found is not None else None
 
 
-def unbound(e: Evidence, cause: Cause) -> Saving | None:
+def without_own_binding(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving without the script's own CPU binding.
 
     It applies only if the script itself has narrowed the set of cores that its launcher assigned.
     """
     narrowed = any(one.get("mask") != one.get("mask_at_start") for one in e.facts)
-    return whole(LADDER)(e, cause) if narrowed else None
+    return whole_share(LADDER)(e, cause) if narrowed else None
 
 
-def kept(e: Evidence, cause: Cause) -> Saving | None:
+def keep_memory(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of keeping memory.
 
     It is at least the first touches of pages, and at most all kernel CPU time in that phase, as
@@ -199,7 +203,7 @@ def kept(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, Interval((cause.share + most) / 2, cause.share, most), RECORD)
 
 
-def narrow(e: Evidence, cause: Cause) -> Saving | None:
+def autocast_bf16(e: Evidence, cause: Cause) -> Saving | None:
     """Propose bfloat16, if the ranks measured sufficiently faster matrix products in it."""
     told = e.first_facts.get("product_s", {})
     if "bfloat16" not in told or "float32" not in e.first_facts.get("parameters", {}):
@@ -208,21 +212,21 @@ def narrow(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, None, TRIED) if most >= WORTH else None
 
 
-def compiling(e: Evidence, cause: Cause) -> Saving | None:
+def compile_model(e: Evidence, cause: Cause) -> Saving | None:
     """Propose to compile the model, if the script wraps it in DDP: it is compiled at that point."""
     return Saving(True, None, TRIED) if "ddp" in e.first_facts else None
 
 
-def half(source: str) -> Gain:
+def half_share(source: str) -> PredictSaving:
     """Return a function that predicts that half of the cause's share is saved."""
     return lambda e, cause: scaled(e, cause, 0.5, source)
 
 
 def without_rank(e: Evidence, cause: Cause) -> Saving | None:
-    return fewer(e.report.size, cause)
+    return without_one_of(e.report.size, cause)
 
 
-def fewer(count: int, cause: Cause) -> Saving | None:
+def without_one_of(count: int, cause: Cause) -> Saving | None:
     """Predict the saving without one of ``count`` ranks or nodes.
 
     The others no longer wait for it, but the throughput loses its samples.
@@ -241,66 +245,66 @@ def one_exchange(e: Evidence, cause: Cause) -> Saving | None:
     return scaled(e, cause, max(n - 1, 0) / n, FORMULA) if n else None
 
 
-def overlapped(e: Evidence, cause: Cause) -> Saving | None:
+def overlap_backward(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of overlap with the backward pass: at most half of the computing time."""
     own = [rank["useful"] for rank in e.report.states]
     most = min(cause.share, sum(own) / len(own) / 2)
     return Saving(True, Interval(most / 2, 0.0, most), FORMULA)
 
 
-def on_all(e: Evidence, cause: Cause) -> Saving | None:
+def spread_over_ranks(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving if N ranks share the work that one rank did: (N - 1) / N."""
     n = e.report.size
     return scaled(e, cause, (n - 1) / n, FORMULA)
 
 
 def without_host(e: Evidence, cause: Cause) -> Saving | None:
-    return fewer(len(set(e.report.hosts)), cause)
+    return without_one_of(len(set(e.report.hosts)), cause)
 
 
 # Keys are names of knobs (knobs/registry.py).
-GAINS: dict[str, Gain] = {
-    "loader-workers": workers,
-    "persistent-workers": persistent,
+GAINS: dict[str, PredictSaving] = {
+    "loader-workers": loader_workers,
+    "persistent-workers": persistent_workers,
     "prefetch": prefetch,
-    "pin-memory": pinned,
-    "bucket-mb": bucket,
-    "exchange": over_memory,
+    "pin-memory": pinned_memory,
+    "bucket-mb": bucket_size,
+    "exchange": paceline_exchange,
     "algorithm": not_proposed,
-    "nccl-algorithm": of_nccl("Ring", "Tree"),
-    "nccl-protocol": of_nccl("Simple", "LL"),
+    "nccl-algorithm": nccl_setting("Ring", "Tree"),
+    "nccl-protocol": nccl_setting("Simple", "LL"),
     "nccl-channels": not_proposed,
-    "gradient-views": tried,
-    "unused-search-off": whole(RECORD),
-    "accumulate-locally": locally,
-    "compress-bf16": tried,
-    "compress-fp16": tried,
-    "compress-powersgd": by_asking(2),
-    "compress-topk": by_asking(0.01),
-    "average-every": by_asking(8),
-    "threads": threads,
-    "own-binding-off": unbound,
-    "keep-memory": kept,
-    "jemalloc": kept,
-    "huge-pages": tried,
-    "channels-last": whole(LADDER),
-    "autocast-bf16": narrow,
-    "matmul-precision": by_name,
-    "compile": compiling,
-    "float32": whole(FORMULA),
+    "gradient-views": must_be_tried,
+    "unused-search-off": whole_share(RECORD),
+    "accumulate-locally": accumulate_locally,
+    "compress-bf16": must_be_tried,
+    "compress-fp16": must_be_tried,
+    "compress-powersgd": between_nodes(2),
+    "compress-topk": between_nodes(0.01),
+    "average-every": between_nodes(8),
+    "threads": one_thread,
+    "own-binding-off": without_own_binding,
+    "keep-memory": keep_memory,
+    "jemalloc": keep_memory,
+    "huge-pages": must_be_tried,
+    "channels-last": whole_share(LADDER),
+    "autocast-bf16": autocast_bf16,
+    "matmul-precision": matmul_precision,
+    "compile": compile_model,
+    "float32": whole_share(FORMULA),
     "one-exchange": one_exchange,
-    "ddp": overlapped,
-    "no-synchronisation": whole(RECORD),
-    "script-beside": whole(RECORD),
-    "threads-beside": whole(RECORD),
-    "validate-on-all": on_all,
-    "async-checkpoint": whole(LADDER),
-    "rarer-checkpoint": half(LADDER),
-    "larger-batch": half(FORMULA),
-    "pack": half(FORMULA),
-    "stage": waited,
-    "offline": tried,
+    "ddp": overlap_backward,
+    "no-synchronisation": whole_share(RECORD),
+    "script-beside": whole_share(RECORD),
+    "threads-beside": whole_share(RECORD),
+    "validate-on-all": spread_over_ranks,
+    "async-checkpoint": whole_share(LADDER),
+    "rarer-checkpoint": half_share(LADDER),
+    "larger-batch": half_share(FORMULA),
+    "pack": half_share(FORMULA),
+    "stage": storage_wait,
+    "offline": must_be_tried,
     "leave-rank-out": without_rank,
-    "equal-batches": whole(LADDER),
+    "equal-batches": whole_share(LADDER),
     "leave-host-out": without_host,
 }

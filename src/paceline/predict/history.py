@@ -17,7 +17,7 @@ from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import parse_json
 
 MAX_BYTES = 16 << 20  # about 50,000 lines
-ENOUGH = 3  # minimum number of pairs for an error estimate of one kind
+MIN_PAIRS = 3  # minimum number of pairs for an error estimate of one kind
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Off:
+class PredictionError:
     """Prediction error of one kind of predictions.
 
     Attributes:
@@ -63,7 +63,7 @@ def path() -> Path:
     return Path(state) / "paceline" / "predictions.jsonl"
 
 
-def remember(pairs: Iterable[Pair]) -> str:
+def append(pairs: Iterable[Pair]) -> str:
     """Append pairs to the file; return the reason if that failed, else ""."""
     file = path()
     try:
@@ -76,15 +76,15 @@ def remember(pairs: Iterable[Pair]) -> str:
     return ""
 
 
-def off() -> dict[str, Off]:
+def prediction_errors() -> dict[str, PredictionError]:
     """Return the prediction error by kind (source), for kinds with at least ENOUGH pairs."""
     each: dict[str, list[float]] = {}
     for pair in _all():
         each.setdefault(pair.source, []).append(100 * abs(pair.measured - pair.predicted))
     return {
-        source: Off(statistics.median(points), len(points))
+        source: PredictionError(statistics.median(points), len(points))
         for source, points in each.items()
-        if len(points) >= ENOUGH
+        if len(points) >= MIN_PAIRS
     }
 
 

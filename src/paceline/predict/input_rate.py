@@ -10,15 +10,17 @@ The rate is the minimum of these terms:
     threads       threads / (CPU-seconds + waiting)      each processes one sample at a time
 
 The first two terms and the waiting apply only if the dataset is not read from memory. In that case
-the rate is also below the minimum if two terms are nearly equal: see ``beside``.
+the rate is also below the minimum if two terms are nearly equal: see ``overlapped_rate``.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-HINDERED = 0.8  # share of the processor or thread limit below which the interpreter is the limit
-WORTH = 1.1  # minimum factor by which a remedy raises the rate
-MOST_THREADS = 16  # per rank
+INTERPRETER_LIMIT_SHARE = (
+    0.8  # share of the processor or thread limit below which the interpreter is the limit
+)
+MIN_REMEDY_FACTOR = 1.1  # minimum factor by which a remedy raises the rate
+MAX_THREADS = 16  # per rank
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
     limit = min(found, key=found.__getitem__)
     least = found[limit]
     others = {name: found[name] for name in ("processor", "threads") if name in found}
-    if limit == "interpreter" and least >= HINDERED * min(others.values()):
+    if limit == "interpreter" and least >= INTERPRETER_LIMIT_SHARE * min(others.values()):
         limit = min(others, key=others.__getitem__)
     if "operations" in found:
         jobs = ranks * (1 if t.kind == "store" else threads)
@@ -120,11 +122,11 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
         reading = min(found["bandwidth"], found["operations"])
         if wait_s:
             reading = min(reading, jobs / wait_s)
-        least = min(least, beside(computing, reading, jobs))
+        least = min(least, overlapped_rate(computing, reading, jobs))
     return Rate(ranks, threads, least, limit, found)
 
 
-def beside(computing: float, reading: float, jobs: int) -> float:
+def overlapped_rate(computing: float, reading: float, jobs: int) -> float:
     """Return the samples/s of threads that each read a sample and then compute on it.
 
     Model: a closed network of two queues (Gordon and Newell 1967). With many threads the result is
@@ -174,7 +176,7 @@ def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[Remedy]:
     found = [*_threads(t, now, stored), *_less_work(t, now, stored)]
     if stored and t.stored:
         found += _storage(t, now)
-    worth = [one for one in found if one.samples_s >= WORTH * now.samples_s]
+    worth = [one for one in found if one.samples_s >= MIN_REMEDY_FACTOR * now.samples_s]
     return sorted(worth, key=lambda one: -one.samples_s)
 
 
@@ -183,7 +185,7 @@ def _threads(t: Terms, now: Rate, stored: bool) -> list[Remedy]:
         return []
     others = min(value for name, value in now.terms.items() if name != "threads")
     each = now.terms["threads"] / now.threads
-    wanted = min(max(math.ceil(others / each), now.threads + 1), MOST_THREADS)
+    wanted = min(max(math.ceil(others / each), now.threads + 1), MAX_THREADS)
     after = rate(t, now.ranks, wanted, stored).samples_s
     return [Remedy("threads", after, f"Loader(num_workers={wanted}) instead of {now.threads}")]
 
@@ -237,7 +239,7 @@ def _faster(t: Terms, less_s: float) -> Terms:
     return replace(t, decode_s=t.decode_s - less_s, alone=alone)
 
 
-def hosts(t: Terms, ranks: int, threads: int) -> int | None:
+def max_hosts(t: Terms, ranks: int, threads: int) -> int | None:
     """Return the smallest number of such nodes for which the shared storage is the limit.
 
     All nodes share one storage system. Return None if it never becomes the limit, or already is

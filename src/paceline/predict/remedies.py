@@ -11,10 +11,12 @@ from ..analyze.diagnosis.ladder import Interval
 from ..knobs.registry import COMPUTING, KNOBS, Knob
 from .gains import GAINS
 
-LEAST = 0.01  # share of a step: smaller savings are not proposed
-MOST = 0.95  # share of a step: larger savings are not credible and are clipped
-DOUBT = 0.2  # minimum relative uncertainty of a gain: error of narrower predictions
-HALF = 0.5  # minimum share of computing in a step for which faster computing is proposed
+MIN_SAVING = 0.01  # share of a step: smaller savings are not proposed
+MAX_SAVING = 0.95  # share of a step: larger savings are not credible and are clipped
+MIN_UNCERTAINTY = 0.2  # minimum relative uncertainty of a gain: error of narrower predictions
+MIN_COMPUTING_SHARE = (
+    0.5  # minimum share of computing in a step for which faster computing is proposed
+)
 
 
 @dataclass(frozen=True)
@@ -67,37 +69,37 @@ def remedies(
     best: dict[str, Remedy] = {}
     for remedy in found:  # one knob may address several causes
         other = best.get(remedy.knob)
-        if other is None or _most(remedy) > _most(other):
+        if other is None or _sort_key(remedy) > _sort_key(other):
             best[remedy.knob] = remedy
-    return sorted(best.values(), key=lambda one: (not one.settable, -_most(one)))
+    return sorted(best.values(), key=lambda one: (not one.settable, -_sort_key(one)))
 
 
 def _computing(e: Evidence) -> list[Cause]:
     """Return computing as a pseudo-cause, if it is most of a step; it is ranked last."""
     own = [rank["useful"] for rank in e.report.states]
     share = sum(own) / len(own) if own else 0.0
-    return [Cause(COMPUTING, share, (share, share), "", {})] if share >= HALF else []
+    return [Cause(COMPUTING, share, (share, share), "", {})] if share >= MIN_COMPUTING_SHARE else []
 
 
-def _most(remedy: Remedy) -> float:
+def _sort_key(remedy: Remedy) -> float:
     """Return the sort key: the mean gain; remedies that must be measured come last."""
     return remedy.gain.mean if remedy.gain is not None else 0.0
 
 
 def gain_of(saves: Interval) -> Interval:
     """Convert a saved share s of the step time to a gain of the throughput: s / (1 - s)."""
-    mean, low, high = (min(one, MOST) for one in (saves.mean, saves.low, saves.high))
+    mean, low, high = (min(one, MAX_SAVING) for one in (saves.mean, saves.low, saves.high))
     return Interval(mean / (1 - mean), low / (1 - low), high / (1 - high))
 
 
-def _doubted(gain: Interval) -> Interval:
+def _widen(gain: Interval) -> Interval:
     """Widen an interval to at least DOUBT: a conclusion is less certain than its measurements."""
-    least = DOUBT * abs(gain.mean)
+    least = MIN_UNCERTAINTY * abs(gain.mean)
     low, high = min(gain.low, gain.mean - least), max(gain.high, gain.mean + least)
     return Interval(gain.mean, low, high)
 
 
-def after(gain: Interval, faster: float) -> Interval:
+def gain_after(gain: Interval, faster: float) -> Interval:
     """Return the gain for a step that is already ``faster`` times as fast.
 
     The remedy still saves the same number of seconds.
@@ -106,15 +108,15 @@ def after(gain: Interval, faster: float) -> Interval:
         return gain
     # Saved shares of the original step.
     each = (one / (1 + one) for one in (gain.mean, gain.low, gain.high))
-    mean, low, high = (min(one * faster, MOST) for one in each)
+    mean, low, high = (min(one * faster, MAX_SAVING) for one in each)
     return gain_of(Interval(mean, low, high))
 
 
 def _remedy(name: str, knob: Knob, e: Evidence, cause: Cause, script: str) -> Remedy | None:
     saving = GAINS[name](e, cause)
-    if saving is None or (saving.saves is not None and saving.saves.mean < LEAST):
+    if saving is None or (saving.saves is not None and saving.saves.mean < MIN_SAVING):
         return None
-    gain = _doubted(gain_of(saving.saves)) if saving.saves is not None else None
+    gain = _widen(gain_of(saving.saves)) if saving.saves is not None else None
     line, code = _line(knob, cause, script)
     edit = knob.edit.format(value=saving.value)
     return Remedy(

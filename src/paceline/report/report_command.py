@@ -67,7 +67,7 @@ def report_text(
         changes = compare(before, after)
         if as_json:
             return _to_json("paceline-comparison", reports, [asdict(change) for change in changes])
-        return _render(lambda _: comparison.compared(before, after, changes))
+        return _render(lambda _: comparison.render(before, after, changes))
     scales = scaling(reports)
     if as_json:
         return _to_json("paceline-scaling", reports, [asdict(scale) for scale in scales])

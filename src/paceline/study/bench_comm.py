@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..cost.machine.dataclass_tree import build
+from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import AtSize, Collective, Machine
 from ..launch.job import Job
 from ..launch.start import start
@@ -25,7 +25,7 @@ MPI_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class Benched:
+class BenchResults:
     """Results of ``bench``.
 
     Attributes:
@@ -40,7 +40,7 @@ class Benched:
 
 
 @dataclass(frozen=True)
-class Wish:
+class BenchRequest:
     """What to measure, and on which hosts, from the command's options.
 
     Attributes:
@@ -57,7 +57,7 @@ class Wish:
     bind: str | None = None
 
 
-def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
+def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
     """Measure one collective on all available backends.
 
     Raises:
@@ -81,11 +81,13 @@ def bench(wish: Wish, say: Callable[[str], None]) -> Benched:
         more, why = _mpi(wish, words, say)
         notes += [f"MPI was not measured: {why}"] if why else []
     told = [*found["collectives"], *more.get("collectives", [])]
-    copies = [build(AtSize, one, "", []) for one in found["copies"]]
-    return Benched([build(Collective, one, "", []) for one in told], copies, notes)
+    copies = [from_tree(AtSize, one, "", []) for one in found["copies"]]
+    return BenchResults([from_tree(Collective, one, "", []) for one in told], copies, notes)
 
 
-def _mpi(wish: Wish, words: list[str], say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+def _mpi(
+    wish: BenchRequest, words: list[str], say: Callable[[str], None]
+) -> tuple[dict[str, Any], str]:
     """Return the results of a job started by mpirun, or the reason why there are none."""
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if find_spec("mpi4py") is None or launcher is None:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..cost.machine.dataclass_tree import build
+from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import Machine
 from ..launch.job import Job
 from ..launch.start import start
@@ -18,7 +18,7 @@ PROBE = "paceline.study.probe"
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResults:
     """Results of ``check``.
 
     Attributes:
@@ -35,7 +35,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Wish:
+class CheckRequest:
     """What to measure, and on which hosts, from the options of ``paceline check``."""
 
     hosts: str | None = None
@@ -47,7 +47,7 @@ class Wish:
     quick: bool = False
 
 
-def check(wish: Wish) -> Checked:
+def check(wish: CheckRequest) -> CheckResults:
     """Measure all hosts that answer; hosts that do not answer are listed in the machine file.
 
     Raises:
@@ -79,11 +79,11 @@ def check(wish: Wish) -> Checked:
             f"nothing was measured: the probes ended with exit code {code}. HINT: what they "
             "said is above; paceline run -m paceline.study.probe --quick runs them alone"
         )
-    return Checked(*_read(found, without, wish), code)
+    return CheckResults(*_read(found, without, wish), code)
 
 
 def _read(
-    found: dict[str, Any], without: dict[str, str], wish: Wish
+    found: dict[str, Any], without: dict[str, str], wish: CheckRequest
 ) -> tuple[Machine, dict[str, dict[str, Any]], list[str]]:
     more = {host["name"]: host.pop("more", {}) for host in found["hosts"]}
     words = ["paceline", "check", *(["-H", wish.hosts] if wish.hosts else [])]
@@ -97,6 +97,6 @@ def _read(
         "pairs": found["pairs"],
         "unreachable": {**without, **found["unreachable"]},
     }
-    machine: Machine = build(Machine, data, "", [])
+    machine: Machine = from_tree(Machine, data, "", [])
     notes = [f"{', '.join(note['hosts'][:4])}: {note['text']}" for note in found["notes"]]
     return machine, more, notes

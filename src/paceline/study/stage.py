@@ -11,14 +11,14 @@ from ..cluster.rank_identity import launched_by
 from ..cluster.topology.network_interfaces import is_here
 from ..launch.job import Job
 from ..launch.start import start
-from ..launch.target import Target, target
+from ..launch.target import Target, find_target
 from .rank_summary import summary_of
 
 RANK = "paceline.study.stage_rank"
 
 
 @dataclass(frozen=True)
-class Wish:
+class StageRequest:
     """The hosts to stage on, from the command's options."""
 
     hosts: str | None = None
@@ -39,13 +39,13 @@ class Wish:
             started = launched_by(dict(os.environ))
             if "PACELINE_RUN" in os.environ or (started is not None and started.size > 1):
                 return None
-        found = target(self.hosts, self.hostfile, self.launcher)
+        found = find_target(self.hosts, self.hostfile, self.launcher)
         alone = len(found.hosts) == 1 and (not found.explicit or is_here(found.hosts[0].name))
         return None if alone else found
 
 
 def over_hosts(
-    wish: Wish,
+    wish: StageRequest,
     where: Target,
     source: Path,
     root: str,

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from ..checkpoint.saver import CheckpointSaver
-from ..cluster.rank_identity import place
+from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
@@ -27,7 +27,7 @@ from .checkpointing import Checkpointer
 from .finish import RunFinalizer
 from .loops import TrainingLoops
 from .meter import Meter
-from .optimizer_step import Training, is_filler
+from .optimizer_step import OptimizerSteps, is_filler
 from .process_group import autocast_dtype, join_process_group, select_device
 from .progress import Progress
 from .training_state import Position, TrainingState
@@ -87,7 +87,7 @@ class World:
         nonfinite: str,
         replicas: str,
     ) -> None:
-        identity = place(dict(os.environ))
+        identity = rank_identity(dict(os.environ))
         self.rank, self.size, self.local_rank = identity.rank, identity.size, identity.local_rank
         # Number of ranks before the job lost hosts (launch.recovery.shrink).
         self._full_size = max(self.size, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
@@ -104,7 +104,7 @@ class World:
             self._progress.say(launch_text)
         self._printed_lines: set[str] = set()
         phases = PhaseRecorder(self._recorder)
-        self._training = Training(
+        self._training = OptimizerSteps(
             self.rank, self.size, self.device, self._dtype, phases, nonfinite, replicas
         )
         self._state = TrainingState(self._training, Position())

@@ -14,7 +14,7 @@ from ..record.hooks.batch_size import samples_in
 from ..record.ring.recorder import Recorder, now
 from ..record.ring.states import State
 from .checkpointing import Checkpointer
-from .optimizer_step import Training
+from .optimizer_step import OptimizerSteps
 from .progress import Progress
 from .training_state import Position, TrainingState
 
@@ -27,7 +27,7 @@ class TrainingLoops:
 
     def __init__(
         self,
-        training: Training,
+        training: OptimizerSteps,
         state: TrainingState,
         recorder: Recorder,
         progress: Progress,

@@ -16,7 +16,7 @@ from .nonfinite import FiniteCheck, validate_mode
 from .replicas import ReplicaDivergenceCheck
 
 
-class Training:
+class OptimizerSteps:
     """Models and optimizers of one rank, and the state of their current step."""
 
     def __init__(

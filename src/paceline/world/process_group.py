@@ -10,12 +10,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ..cluster.rank_identity import Place, hosts_of, job_key, launched_by, tell_others
+from ..cluster.rank_identity import (
+    RankIdentity,
+    hosts_of,
+    job_key,
+    launched_by,
+    set_torchrun_variables,
+)
 from ..cluster.topology.network_interfaces import is_here, links
 from ..comm import backend
-from ..comm.network_interface import settle
+from ..comm.network_interface import agree_on_interface
 from ..comm.pmi import from_rank_0
-from ..comm.rendezvous import Appointment, meet
+from ..comm.rendezvous import RendezvousSpec, join
 from ..comm.shared_group import SharedGroup
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.group_shutdown import patch_destroy_process_group
@@ -59,7 +65,7 @@ def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
     return AUTOCAST_DTYPES[name]
 
 
-def join_process_group(identity: Place, recorder: Recorder, timeout: float) -> str:
+def join_process_group(identity: RankIdentity, recorder: Recorder, timeout: float) -> str:
     """Create the default process group, unless the script has created it already.
 
     Return a text for people: number of ranks, launcher and network, where the network had to be
@@ -68,12 +74,14 @@ def join_process_group(identity: Place, recorder: Recorder, timeout: float) -> s
     if identity.alone or dist.is_initialized():
         return ""
     backend.record(recorder)
-    tell_others(identity)
+    set_torchrun_variables(identity)
     network = ""
     try:
         store = _store(identity, timeout)
         if not os.environ.get("PACELINE_STATUS") and identity.local_size != identity.size:
-            network = settle(PrefixStore("network", store), identity.rank, identity.size, timeout)
+            network = agree_on_interface(
+                PrefixStore("network", store), identity.rank, identity.size, timeout
+            )
         dist.init_process_group(
             backend.NAME,
             store=store,
@@ -99,7 +107,7 @@ def join_process_group(identity: Place, recorder: Recorder, timeout: float) -> s
     return f"{identity.size} ranks ({source}), network {network}" if network else ""
 
 
-def _store(identity: Place, timeout: float) -> Any:
+def _store(identity: RankIdentity, timeout: float) -> Any:
     """Return the ranks' store.
 
     It is at MASTER_ADDR and MASTER_PORT where both are set, else where the launcher's own variables
@@ -139,8 +147,8 @@ def _store(identity: Place, timeout: float) -> Any:
             "does not know where rank 0 is. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT, the same "
             "for all ranks"
         )
-    return meet(
-        Appointment(identity.rank, identity.size, hosts, key, one_host),
+    return join(
+        RendezvousSpec(identity.rank, identity.size, hosts, key, one_host),
         min(timeout, RENDEZVOUS_TIMEOUT_S),
     )
 

@@ -5,7 +5,7 @@ import sys
 import time
 
 from ..record.ring.launcher_messages import notify
-from .optimizer_step import Training
+from .optimizer_step import OptimizerSteps
 
 
 class Progress:
@@ -26,7 +26,7 @@ class Progress:
     def epoch(self, epoch: int, count: int) -> None:
         self._epoch = f"epoch {epoch + 1}/{count}  "
 
-    def batch(self, done: int, length: int | None, training: Training) -> None:
+    def batch(self, done: int, length: int | None, training: OptimizerSteps) -> None:
         """Count a batch, and show the progress if an update is due."""
         if not self.enabled:
             return

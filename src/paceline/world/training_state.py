@@ -9,7 +9,7 @@ import torch
 
 from ..parallel.data import unwrap
 from .meter import Meter
-from .optimizer_step import Training
+from .optimizer_step import OptimizerSteps
 
 
 @dataclass
@@ -70,7 +70,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 class TrainingState:
     """The state of one rank: what is the same on all ranks (shared), and what differs (own)."""
 
-    def __init__(self, training: Training, position: Position) -> None:
+    def __init__(self, training: OptimizerSteps, position: Position) -> None:
         self.training = training
         self.position = position
         self.kept: dict[str, Any] = {}

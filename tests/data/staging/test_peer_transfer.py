@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from paceline.data import Shards, pack
 from paceline.data.staging import peer_transfer
 from paceline.data.staging.peer_transfer import Exchange, join
-from paceline.data.staging.stage import _files, place, stage
+from paceline.data.staging.stage import _files, stage, staged_path
 from paceline.security.folders import Folder
 
 
@@ -30,7 +30,7 @@ def job(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setattr(peer_transfer, "QUIET_S", 0.3)
+    monkeypatch.setattr(peer_transfer, "DEAD_PEER_S", 0.3)
     monkeypatch.setattr("paceline.data.staging.fetch_shards.QUIET_S", 0.3)
 
     def of(hosts, absent=0):
@@ -106,7 +106,7 @@ def test_a_host_with_room_has_all_and_one_without_its_part(packed, tmp_path, job
 def dead(packed, claims):
     """A host that claims and is gone; how it looks to the others."""
     files = _files(packed, Shards(packed).meta)
-    one = join(place(packed, packed).name, None, files, os.environ)
+    one = join(staged_path(packed, packed).name, None, files, os.environ)
     claimed = [one.claim() for _ in range(claims)]
     one.tell(claimed[0])  # which it does not give any more
     one.end({"host": "dead", "copied": 0})
@@ -117,7 +117,7 @@ def dead(packed, claims):
 def test_what_one_has_no_room_for_another_claims(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
-    one, other = (join(place(packed, packed).name, None, files, os.environ) for _ in "ab")
+    one, other = (join(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab")
     claimed = [one.claim() for _ in files]
     assert sorted(claimed) == list(range(len(files)))
     one.give_up(3)
@@ -131,7 +131,7 @@ def test_what_one_has_no_room_for_another_claims(packed, job):
 def test_what_was_taken_over_is_not_claimed_once_more(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
-    one, other = (join(place(packed, packed).name, None, files, os.environ) for _ in "ab")
+    one, other = (join(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab")
     assert other.take_over(1)
     assert [one.claim(), one.claim()] == [0, 2]
     for each in (one, other):
@@ -213,7 +213,7 @@ def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatc
     monkeypatch.setattr(peer_transfer, "PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         files = _files(packed, Shards(packed).meta)
-        one = join(place(packed, packed).name, None, files, os.environ)
+        one = join(staged_path(packed, packed).name, None, files, os.environ)
         one._own = f"127.0.0.1 {mute.getsockname()[1]} {'0' * 32}"
         claimed = [one.claim() for _ in range(3)]
         one.tell(claimed[0])

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.comm.hosts import connect
-from paceline.comm.rendezvous import Appointment, _Doorman, knocking, waiting_for_store
+from paceline.comm.rendezvous import RendezvousSpec, _Rank0Server, request_greeting, store_greeting
 from paceline.data.staging import peer_transfer
 from paceline.launch import channel
 from paceline.security.greeting import Conversation, Greeting
 
 SECRET, NONCE, TOKEN = "s" * 64, bytes(range(32)), "0123456789abcdef" * 2
-WHEN = Appointment(1, 4, ["host1"], "key", False)
+WHEN = RendezvousSpec(1, 4, ["host1"], "key", False)
 PIECES = (1, 3, 32, 4096)
 
 
@@ -34,9 +34,9 @@ def _with_token(kind: Any) -> Any:
 GREETINGS: list[Callable[[], Greeting[Any]]] = [
     lambda: channel.host_greeting(SECRET),
     lambda: channel.visitor_greeting(SECRET, "host1 port 1"),
-    _Doorman(WHEN, 1.0).greeting,
-    lambda: knocking(WHEN),
-    waiting_for_store,
+    _Rank0Server(WHEN, 1.0).greeting,
+    lambda: request_greeting(WHEN),
+    store_greeting,
     _with_token(peer_transfer.Server).greeting,
     _with_token(connect.PeerListener)._greeting,
     lambda: connect.introduction(TOKEN, 3),

@@ -12,7 +12,7 @@ from fuzz.scratch import new_folder
 from paceline.cost.catalogue import lookup
 from paceline.cost.compare_machines import compare
 from paceline.cost.machine.machine_file import HostFacts, Machine, as_json, load, save
-from paceline.cost.outliers.outliers import odd
+from paceline.cost.outliers.outliers import find_outliers
 from paceline.report.console import PlainConsole
 from paceline.report.terminal import check as shown
 
@@ -39,7 +39,7 @@ def run(data: bytes) -> None:
         assert len(host.cpus) < 1 << 22
         lookup(host.processor)
     changes = compare(GOOD, machine) + compare(machine, machine)
-    oddities = odd(machine)
+    oddities = find_outliers(machine)
     if len(data) % 8 == 0:
         text = io.StringIO()
         console = PlainConsole(file=text, width=100)

@@ -149,7 +149,7 @@ def live(found: list[bytes], size: int, draw: bool) -> None:
     seen = view(tails, ["train.py"], size)
     if seen is not None:
         json.dumps(seen.as_dict(), allow_nan=False)
-        drawing = top.drawn(seen, 100)
+        drawing = top.render(seen, 100)
         if draw:
             PlainConsole(file=io.StringIO(), width=100).print(drawing)
 
@@ -179,7 +179,7 @@ def told(whole: Run, draw: bool) -> None:
         assert abs(sum(rank.values()) - 1) < 1e-6
     drawings = (
         panel(report, 100, full=True),
-        comparison.compared(report, report, compare(report, report)),
+        comparison.render(report, report, compare(report, report)),
     )
     if draw:
         PlainConsole(file=io.StringIO(), width=100).print(*drawings)

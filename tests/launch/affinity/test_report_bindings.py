@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import ranks
 
-from paceline.cluster.binding.binding_plan import Place
+from paceline.cluster.binding.binding_plan import RankBinding
 from paceline.cluster.binding.process_affinity import process
-from paceline.launch.affinity.report_bindings import of_host
-from paceline.report.terminal.bindings import drawn
+from paceline.launch.affinity.report_bindings import report_host
+from paceline.report.terminal.bindings import render
 
 BOTH = {0, 1} <= os.sched_getaffinity(0)
 two_cores = pytest.mark.skipif(not BOTH, reason="needs the cores 0 and 1")
@@ -160,8 +160,8 @@ def test_a_rank_that_ended_before_the_look_is_named():
     ended = subprocess.Popen(["true"])
     ended.wait()
     here = {0: (os.getpid(), 0), 1: (ended.pid, 1)}
-    told = of_host([Place(cpus=(), threads=1), Place(cpus=(), threads=1)], here)
-    said = drawn([("host1", told)], 4)
+    told = report_host([RankBinding(cpus=(), threads=1), RankBinding(cpus=(), threads=1)], here)
+    said = render([("host1", told)], 4)
     assert "ranks 1-3: ended before this look, so not in the table" in " ".join(said.split())
     assert row(said, 0)[1] == "host1"
 

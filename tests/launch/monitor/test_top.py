@@ -114,7 +114,7 @@ def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
         assert view["command"] == [str(tmp_path / "script.py")]
         assert [now["process"] for now in view["now"]] == ["running"] * 3
         assert all(abs(sum(states.values()) - 1) < 1e-9 for states in view["states"])
-        (name,) = [f.name for f in job_folder.running() if job_folder.promised(f) == record]
+        (name,) = [f.name for f in job_folder.running() if job_folder.read_destination(f) == record]
         assert once("--job", name)["slowest_rank"] == 1
         for columns in (80, 200):
             lines = top("--once", record, columns=columns).stdout.splitlines()
@@ -225,7 +225,9 @@ def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
     script, words = ranks.write(tmp_path, text), [tmp_path / "one", tmp_path / "two"]
 
     def own():
-        return [f for f in job_folder.running() if job_folder.about(f).command[:1] == [str(script)]]
+        return [
+            f for f in job_folder.running() if job_folder.read_label(f).command[:1] == [str(script)]
+        ]
 
     jobs = [
         subprocess.Popen(

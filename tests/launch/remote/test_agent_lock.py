@@ -5,7 +5,7 @@ import socket
 import time
 import uuid
 
-from paceline.launch.remote.agent_lock import claim
+from paceline.launch.remote.agent_lock import acquire
 
 
 def test_a_name_under_which_nobody_listens_is_soon_given_up():
@@ -13,8 +13,8 @@ def test_a_name_under_which_nobody_listens_is_soon_given_up():
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(f"\0paceline-agent-{os.getuid()}-{run}-0")
         begun = time.monotonic()
-        assert claim(run, 0) is None
+        assert acquire(run, 0) is None
         assert time.monotonic() - begun < 3.0
-    mine = claim(run, 0)
+    mine = acquire(run, 0)
     assert mine is not None
     mine.close()

@@ -19,7 +19,7 @@ _IN_FLIGHT = (State.COLLECTIVE, State.BLOCKED)
 
 
 @dataclass(frozen=True)
-class Now:
+class RankState:
     """The current state of one rank.
 
     Attributes:
@@ -49,13 +49,13 @@ class Now:
     last_s: float | None
 
 
-def now_of(record: Record, tail: Tail) -> Now:
+def rank_state(record: Record, tail: Tail) -> RankState:
     """Return the current state of a rank, from its record and its host's clock."""
     events = record.events[~np.isin(record.states, SAMPLER_STATES)]
     done = events[events["state"] == State.STEP]["step"]
     step = max(int(events["step"].max(initial=0)), int(done.max()) + 1 if len(done) else 0)
     newest = events[len(events) - 1 - int(events["end"][::-1].argmax())] if len(events) else None
-    found = Now(
+    found = RankState(
         rank=record.rank,
         host=record.host,
         process={"": "ended", "T": "stopped", "t": "stopped"}.get(tail.process, "running"),
@@ -65,16 +65,16 @@ def now_of(record: Record, tail: Tail) -> Now:
         collective=None,
         group=None,
         number=None,
-        last=_last(newest, step) if newest is not None else None,
+        last=_describe_last_event(newest, step) if newest is not None else None,
         last_s=age(tail.now, int(newest["end"])) if newest is not None else None,
     )
-    return _begun(found, record, tail.now) if found.process != "ended" else found
+    return _with_begun_operation(found, record, tail.now) if found.process != "ended" else found
 
 
-def _begun(found: Now, record: Record, clock: int) -> Now:
+def _with_begun_operation(found: RankState, record: Record, clock: int) -> RankState:
     """Return ``found`` with the operation that the rank began last, unless it has ended."""
     begun = record.begun
-    if begun is None or _over(record):
+    if begun is None or _has_ended(record):
         return found
     since = age(clock, begun.since)
     step = max(found.step, begun.step)
@@ -95,7 +95,7 @@ def _begun(found: Now, record: Record, clock: int) -> Now:
     )
 
 
-def _over(record: Record) -> bool:
+def _has_ended(record: Record) -> bool:
     """Return whether an event records the end of the operation that was begun last."""
     begun, events = record.begun, record.events
     assert begun is not None
@@ -120,7 +120,7 @@ _ENDED = {
 }
 
 
-def _last(event: Any, step: int) -> str:
+def _describe_last_event(event: Any, step: int) -> str:
     state = State(int(event["state"]))
     if state in (State.STEP, State.OPTIMIZER):
         return f"optimizer step {step}"
@@ -136,7 +136,7 @@ def age(clock: int, at: int) -> float:
 
 
 @dataclass(frozen=True)
-class Standing:
+class BlockedCollective:
     """A collective in which ranks are blocked.
 
     Attributes:
@@ -158,7 +158,9 @@ class Standing:
     unseen: int
 
 
-def standing(records: Sequence[Record], doing: Sequence[Now], long_s: float) -> list[Standing]:
+def blocked_collectives(
+    records: Sequence[Record], doing: Sequence[RankState], long_s: float
+) -> list[BlockedCollective]:
     """Return the collectives that a rank has been in for ``long_s`` seconds, longest first."""
     found = {
         (now.group, now.collective, now.number)
@@ -173,11 +175,11 @@ def standing(records: Sequence[Record], doing: Sequence[Now], long_s: float) -> 
         inside = [
             n for n in doing if (n.group, n.collective, n.number) == (group, collective, number)
         ]
-        members = {r.rank: _reached(r, group) for r in records}
+        members = {r.rank: _last_collective_number(r, group) for r in records}
         reached = {rank: last for rank, last in members.items() if last is not None}
         sizes = [int(g["size"]) for r in records for g in _groups(r) if g["name"] == group]
         result.append(
-            Standing(
+            BlockedCollective(
                 collective=collective,
                 group=group,
                 number=number,
@@ -194,7 +196,7 @@ def _groups(record: Record) -> list[dict[str, Any]]:
     return list(record.meta.get("groups", {}).values())
 
 
-def _reached(record: Record, name: str) -> int | None:
+def _last_collective_number(record: Record, name: str) -> int | None:
     """Return the number of the last collective that a rank has begun in a group.
 
     None if the rank is not a member of the group.

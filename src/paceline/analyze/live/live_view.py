@@ -18,13 +18,13 @@ from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
 from ..records.load_run import Run
 from ..records.read_record import Record, parse_record
 from ..records.script_lines import command_words
-from .current_states import Now, Standing, age, now_of, standing
+from .current_states import BlockedCollective, RankState, age, blocked_collectives, rank_state
 
-PAIRS = 3
+MAX_WAIT_PAIRS = 3
 RECENT_S = 10.0  # seconds that a view covers, or LEAST_STEPS steps if these take longer
-LEAST_STEPS = 5
-LONG_S = 1.0  # a rank is blocked after this time in one state, and _LONG_STEPS typical steps
-_LONG_STEPS = 3.0
+MIN_STEPS = 5
+MIN_BLOCKED_S = 1.0  # a rank is blocked after this time in one state, and _LONG_STEPS typical steps
+_MIN_BLOCKED_STEPS = 3.0
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class View:
     slowest_rank: int | None
     slowest_excess: float | None
     waited_for: list[WaitPair]
-    now: list[Now]
-    standing: list[Standing]
+    now: list[RankState]
+    standing: list[BlockedCollective]
     missing_ranks: list[int]
     silent_hosts: list[str]
     notes: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankTail:
     """A rank's record, and the tail that it was read from."""
 
     record: Record
@@ -94,8 +94,8 @@ def view(
     size = max(size or 0, *(int(record.meta["size"]) for record in records))
     missing = sorted(set(range(size)) - {record.rank for record in records})
     figures, typical = _figures(Run("live", records, missing, [], command))
-    doing = [now_of(rank.record, rank.tail) for rank in ranks]
-    long_s = max(LONG_S, _LONG_STEPS * typical)
+    doing = [rank_state(rank.record, rank.tail) for rank in ranks]
+    long_s = max(MIN_BLOCKED_S, _MIN_BLOCKED_STEPS * typical)
     return View(
         command=command_words(command),
         size=size,
@@ -106,14 +106,14 @@ def view(
         step=min(now.step for now in doing),
         **figures,
         now=doing,
-        standing=standing(records, doing, long_s),
+        standing=blocked_collectives(records, doing, long_s),
         missing_ranks=missing,
         silent_hosts=command_words(list(silent)),
         notes=notes,
     )
 
 
-def last_attempt(tails: Sequence[Tail]) -> tuple[list[Seen], list[str]]:
+def last_attempt(tails: Sequence[Tail]) -> tuple[list[RankTail], list[str]]:
     """Return the record of each rank in the last attempt, and notes about unreadable records.
 
     The record of a process that only started the ranks is ignored.
@@ -121,18 +121,18 @@ def last_attempt(tails: Sequence[Tail]) -> tuple[list[Seen], list[str]]:
     notes, ranks = set(), []
     for tail in tails:
         try:
-            ranks.append(Seen(parse_record(tail.data, tail.name), tail))
+            ranks.append(RankTail(parse_record(tail.data, tail.name), tail))
         except ValueError as error:
             notes.add(str(error))
     last = max((int(rank.record.meta.get("attempt", 0)) for rank in ranks), default=0)
     ranks = [rank for rank in ranks if int(rank.record.meta.get("attempt", 0)) == last]
-    sizes = {int(rank.record.meta["size"]) for rank in ranks if _told(rank.record)}
-    best: dict[int, Seen] = {}
+    sizes = {int(rank.record.meta["size"]) for rank in ranks if _event_count(rank.record)}
+    best: dict[int, RankTail] = {}
     for rank in ranks:
         record = rank.record
-        if not _told(record) and sizes and int(record.meta["size"]) not in sizes:
+        if not _event_count(record) and sizes and int(record.meta["size"]) not in sizes:
             continue
-        if record.rank not in best or _told(record) > _told(best[record.rank].record):
+        if record.rank not in best or _event_count(record) > _event_count(best[record.rank].record):
             best[record.rank] = rank
     return [best[number] for number in sorted(best)], sorted(notes)
 
@@ -147,14 +147,14 @@ def _recent(records: list[Record]) -> list[Record]:
         return records
     last = min(int(row["step"].max()) for row in rows)
     row = rows[0][rows[0]["step"] <= last]
-    if len(row) <= LEAST_STEPS + 1:
+    if len(row) <= MIN_STEPS + 1:
         return records
     early = row["step"][row["end"] < row["end"][-1] - int(RECENT_S * 1e9)]
-    first = min(int(early.max(initial=0)), int(row["step"][-LEAST_STEPS - 1]))
+    first = min(int(early.max(initial=0)), int(row["step"][-MIN_STEPS - 1]))
     return [replace(r, events=r.events[r.events["step"] >= first]) for r in records]
 
 
-def _told(record: Record) -> int:
+def _event_count(record: Record) -> int:
     return int(np.count_nonzero(~np.isin(record.states, SAMPLER_STATES)))
 
 
@@ -187,6 +187,6 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
         "caused": caused.tolist(),
         "slowest_rank": report.slowest_rank,
         "slowest_excess": report.slowest_excess,
-        "waited_for": longest_waits(m, PAIRS),
+        "waited_for": longest_waits(m, MAX_WAIT_PAIRS),
     }
     return found, float(np.median(steps.seconds))

@@ -20,7 +20,7 @@ app = typer.Typer(
 
 
 @contextlib.contextmanager
-def mistakes_told() -> Iterator[None]:
+def exit_on_mistake() -> Iterator[None]:
     """Print errors of the user, and of files that cannot be used, without a traceback.
 
     The exit code is 2 for ValueError and OSError, and 130 for Ctrl-C.

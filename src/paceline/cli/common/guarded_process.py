@@ -18,7 +18,7 @@ from typing import NoReturn
 import typer
 
 from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
-from .base import mistakes_told
+from .base import exit_on_mistake
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -28,7 +28,7 @@ LOOK_S = 0.5
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-def watched(work: Callable[[], None], fault: Callable[[str], str], hangs: bool = True) -> None:
+def run_guarded(work: Callable[[], None], fault: Callable[[str], str], hangs: bool = True) -> None:
     """Run ``work`` in a child process and exit with the child's exit code or signal.
 
     The child ends when this process ends, and receives the signals that this process receives.
@@ -147,7 +147,7 @@ def _works(work: Callable[[], None], parent: int) -> NoReturn:
     code = 1
     try:
         if os.getppid() == parent:
-            with mistakes_told():
+            with exit_on_mistake():
                 work()
             code = 0
     except typer.Exit as end:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Where:
+class PackHosts:
     """The options of ``paceline run`` that select the hosts."""
 
     hosts: str | None = None
@@ -24,9 +24,9 @@ class Where:
         They request one rank per known core. The list is empty for a single host, on which threads
         are sufficient.
         """
-        from ...launch.target import target
+        from ...launch.target import find_target
 
-        found = target(self.hosts, self.hostfile, self.launcher).hosts
+        found = find_target(self.hosts, self.hostfile, self.launcher).hosts
         if len(found) < 2:
             return []
         named = {"-H": self.hosts, "--hostfile": self.hostfile, "--launcher": self.launcher}
@@ -35,7 +35,7 @@ class Where:
         return words if self.hosts or self.hostfile else ["-n", str(cores), *words]
 
 
-def sets_of(stage: Sequence[Path], pack: Sequence[str], where: Where) -> list[str]:
+def sets_of(stage: Sequence[Path], pack: Sequence[str], where: PackHosts) -> list[str]:
     """Return the absolute paths of the datasets to stage; pack those that are not packed yet.
 
     Args:
@@ -68,7 +68,7 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: Where) -> list[st
     return [str(one.resolve()) for one in stage]
 
 
-def _packed(words: list[str], dest: Path, where: Where) -> None:
+def _packed(words: list[str], dest: Path, where: PackHosts) -> None:
     """Pack a dataset in a child process.
 
     The child ends with this process, so that no process still packs into ``dest`` when the user

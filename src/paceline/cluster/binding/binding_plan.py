@@ -1,7 +1,7 @@
 """Plan of the cores, GPU, network cards and memory of each rank of a host, and its problems.
 
-This module only plans and binds nothing. ``odd`` checks a plan and the places that were read back
-from running ranks by the same rules.
+This module only plans and binds nothing. ``binding_problems`` checks a plan, and the bindings that
+were read back from running ranks, by the same rules.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ KINDS = ("none", "core", "numa", "socket", "device")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankBinding:
     """The resources that one rank runs on.
 
     Attributes:
@@ -53,7 +53,7 @@ def plan(
     smt: bool | None = None,
     cards: Sequence[Card] = (),
     visible: list[int] | None = None,
-) -> list[Place]:
+) -> list[RankBinding]:
     """Return the place of every rank of this host.
 
     Args:
@@ -77,11 +77,11 @@ def plan(
             f"is one that this host has ({spans([cpu.number for cpu in topology.cpus])}). "
             "HINT: start it where it is to run; a container may hide what its host has"
         )
-    _has_room(bind, ranks, cpus_per_rank, len(cores))
+    _check_cores(bind, ranks, cpus_per_rank, len(cores))
     devices = _visible(cards, visible)
     shares: Sequence[Sequence[Core]]
     if bind in ("core", "device"):
-        cores, note = _strong(cores, ranks * (cpus_per_rank or 1))
+        cores, note = _performance_cores(cores, ranks * (cpus_per_rank or 1))
         notes += note
         if bind == "core":
             host = host_of(cores)
@@ -89,22 +89,22 @@ def plan(
         else:
             shares, note = near_gpus(topology, cores, devices, ranks, cpus_per_rank)
             notes += note
-        notes += _left(cores, shares, bind == "core" and cpus_per_rank is None)
+        notes += _free_cores_note(cores, shares, bind == "core" and cpus_per_rank is None)
     else:
         weak = sum(core[0].efficient for core in cores)
         notes += [f"{weak} of the {len(cores)} cores are efficiency cores"] if weak else []
-        shares = _shared(host_of(cores), ranks, bind, cpus_per_rank)
-    return _places(topology, shares, cards, devices, (cpus_per_rank, threads, smt), notes)
+        shares = _shared_cores(host_of(cores), ranks, bind, cpus_per_rank)
+    return _bind_ranks(topology, shares, cards, devices, (cpus_per_rank, threads, smt), notes)
 
 
-def _places(
+def _bind_ranks(
     topology: Topology,
     shares: Sequence[Sequence[Core]],
     cards: Sequence[Card],
     devices: list[GPU],
     asked: tuple[int | None, int | None, bool | None],
     notes: list[str],
-) -> list[Place]:
+) -> list[RankBinding]:
     cpus_per_rank, threads, smt = asked
     masks = [tuple(sorted(cpu.number for core in share for cpu in core)) for share in shares]
     sharers = Counter(masks)
@@ -120,7 +120,7 @@ def _places(
         if here is None:
             here = Card("", "", nodes[0] if len(nodes) == 1 else None, mask)
         found.append(
-            Place(
+            RankBinding(
                 mask,
                 topology.packages(mask),
                 nodes,
@@ -151,7 +151,7 @@ def _memory(topology: Topology, nodes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(wanted))
 
 
-def _shared(
+def _shared_cores(
     host: Group, ranks: int, bind: str, cpus_per_rank: int | None
 ) -> Sequence[Sequence[Core]]:
     """Return for every rank all cores of the host, or all of one of its sockets or NUMA nodes."""
@@ -166,7 +166,7 @@ def _shared(
         what = "socket" if bind == "socket" else "NUMA node"
         there = f"{len(sizes)} {what}s, of {max(sizes)} allowed cores at most"
         raise ValueError(
-            f"--bind {bind}: {_number(ranks)} with --cpus-per-rank {cpus_per_rank} "
+            f"--bind {bind}: {_rank_count(ranks)} with --cpus-per-rank {cpus_per_rank} "
             f"{'does' if ranks == 1 else 'do'} not fit in this host's "
             f"{there if len(sizes) > 1 else f'one {what}, of {sizes[0]} allowed cores'}. "
             f"HINT: --cpus-per-rank {most}"
@@ -199,7 +199,7 @@ def _check(bind: str, ranks: int, cpus_per_rank: int | None, threads: int | None
             raise ValueError(f"{option} {value}: HINT: 1 or more")
 
 
-def _has_room(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -> None:
+def _check_cores(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -> None:
     verb = "needs" if ranks == 1 else "need"
     there = f"{cores} are allowed here" if cores > 1 else "1 is allowed here"
     plain = bind in ("none", "core")  # the other kinds check their room more precisely
@@ -207,7 +207,7 @@ def _has_room(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -> N
         ways = [f"--cpus-per-rank {cores // ranks}"] if cores >= ranks else []
         ways += [f"-n {cores // cpus_per_rank}"] if cores >= cpus_per_rank else []
         raise ValueError(
-            f"--bind {bind}: {_number(ranks)} with --cpus-per-rank {cpus_per_rank} {verb} "
+            f"--bind {bind}: {_rank_count(ranks)} with --cpus-per-rank {cpus_per_rank} {verb} "
             f"{ranks * cpus_per_rank} cores, and {there}. "
             f"HINT: {' or '.join(ways) or '--bind none without --cpus-per-rank'}"
         )
@@ -240,7 +240,7 @@ def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool |
     return found
 
 
-def _strong(cores: list[Core], needed: int) -> tuple[list[Core], list[str]]:
+def _performance_cores(cores: list[Core], needed: int) -> tuple[list[Core], list[str]]:
     """Return the cores without the efficiency cores if the others suffice, and notes."""
     strong = [core for core in cores if not core[0].efficient]
     weak = len(cores) - len(strong)
@@ -251,7 +251,7 @@ def _strong(cores: list[Core], needed: int) -> tuple[list[Core], list[str]]:
     return strong, [f"{weak} efficiency cores are left out"]
 
 
-def _left(cores: list[Core], shares: Sequence[Sequence[Core]], even: bool) -> list[str]:
+def _free_cores_note(cores: list[Core], shares: Sequence[Sequence[Core]], even: bool) -> list[str]:
     """Return a note about unassigned cores; after an even division, with how to use more."""
     ranks, each = len(shares), len(shares[0])
     left = len(cores) - ranks * each
@@ -265,8 +265,8 @@ def _left(cores: list[Core], shares: Sequence[Sequence[Core]], even: bool) -> li
     return [f"{left} of {len(cores)} cores {'stay' if left > 1 else 'stays'} free{more}"]
 
 
-def odd(
-    places: Sequence[Place],
+def binding_problems(
+    places: Sequence[RankBinding],
     topology: Topology,
     cards: Sequence[Card] = (),
     *,
@@ -281,9 +281,9 @@ def odd(
     """
     said: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
-        for words in _odd_alone(place, topology, allowed, _visible(cards, visible)):
+        for words in _problems_of_rank(place, topology, allowed, _visible(cards, visible)):
             said.setdefault(words, []).append(rank)
-    found = [f"{_named(ranks)}: {words}" for words, ranks in said.items()]
+    found = [f"{_rank_names(ranks)}: {words}" for words, ranks in said.items()]
     sharers: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(places):
         sharers.setdefault(tuple(sorted(place.cpus)), []).append(rank)
@@ -292,12 +292,12 @@ def odd(
         threads = sum(places[rank].threads for rank in ranks)
         if threads > (len(topology.at(mask)) if smt else len(cores)):
             what = "1 core" if len(cores) == 1 else f"{len(cores)} cores"
-            found.append(f"{_named(ranks)}: {threads} threads on {what} ({spans(list(mask))})")
+            found.append(f"{_rank_names(ranks)}: {threads} threads on {what} ({spans(list(mask))})")
     return found + _overlaps(places, topology)
 
 
-def _odd_alone(
-    place: Place, topology: Topology, allowed: set[int] | None, gpus: list[GPU]
+def _problems_of_rank(
+    place: RankBinding, topology: Topology, allowed: set[int] | None, gpus: list[GPU]
 ) -> list[str]:
     found = []
     known = {cpu.number for cpu in topology.cpus}
@@ -323,7 +323,7 @@ def _odd_alone(
     return found
 
 
-def _overlaps(places: Sequence[Place], topology: Topology) -> list[str]:
+def _overlaps(places: Sequence[RankBinding], topology: Topology) -> list[str]:
     """Describe ranks that share only some of their cores.
 
     Ranks that share all their cores are not reported: this is intended.
@@ -340,13 +340,13 @@ def _overlaps(places: Sequence[Place], topology: Topology) -> list[str]:
     for together, cores in meeting.items():
         cpus = [cpu.number for cpu in topology.cpus if cpu.core in cores]
         what = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
-        found.append(f"{_named(list(together))}: on {what} (hardware threads {spans(cpus)})")
+        found.append(f"{_rank_names(list(together))}: on {what} (hardware threads {spans(cpus)})")
     return found
 
 
-def _named(ranks: list[int]) -> str:
+def _rank_names(ranks: list[int]) -> str:
     return f"ranks {spans(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
-def _number(ranks: int) -> str:
+def _rank_count(ranks: int) -> str:
     return f"{ranks} ranks" if ranks > 1 else "1 rank"

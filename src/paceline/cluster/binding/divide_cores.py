@@ -13,7 +13,7 @@ from ..topology.topology import Cpu, Topology
 # If there are fewer ranks than NUMA nodes (sockets), a rank gets several of them only if this
 # gives it more cores by at least this factor. With two ranks and three nodes, one node per rank
 # is better than two ranks that share a node.
-WORTH = 1.5
+MIN_GAIN = 1.5
 
 Core = tuple[Cpu, ...]  # its hardware threads, as far as they may be used
 
@@ -70,7 +70,7 @@ def even(host: Group, ranks: int) -> int:
     each = _most(nodes, ranks)
     for smaller, larger in ((nodes, host.parts), (host.parts, (host,))):
         spread = _most(larger, ranks)
-        if ranks < len(smaller) and spread > WORTH * each:
+        if ranks < len(smaller) and spread > MIN_GAIN * each:
             each = spread
     return each
 

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 
-MOST = 100_000  # hosts or numbers from one text; more is taken for a typing error
+MAX_EXPANDED = 100_000  # hosts or numbers from one text; more is taken for a typing error
 
 
 def expand(text: str) -> list[str]:
@@ -22,8 +22,8 @@ def expand(text: str) -> list[str]:
             choices = [numbers(p) if index % 2 else [p] for index, p in enumerate(pieces)]
         except ValueError as mistake:
             raise _mistake(text, str(mistake)) from None
-        if len(names) + math.prod(len(choice) for choice in choices) > MOST:
-            raise _mistake(text, f"that is more than {MOST} hosts")
+        if len(names) + math.prod(len(choice) for choice in choices) > MAX_EXPANDED:
+            raise _mistake(text, f"that is more than {MAX_EXPANDED} hosts")
         names += ["".join(choice) for choice in itertools.product(*choices)]
     return names
 
@@ -40,8 +40,8 @@ def counts(text: str) -> list[int]:
         if match is None:
             raise ValueError(f"{text!r} is not a list of counts. HINT: as 2(x3),1")
         times = int(match[2] or 1)
-        if len(found) + times > MOST:
-            raise ValueError(f"{text!r} counts more than {MOST} hosts")
+        if len(found) + times > MAX_EXPANDED:
+            raise ValueError(f"{text!r} counts more than {MAX_EXPANDED} hosts")
         found += [int(match[1])] * times
     return found
 
@@ -62,8 +62,8 @@ def numbers(text: str) -> list[str]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part!r} runs backwards")
-        if len(found) + last - first >= MOST:
-            raise ValueError(f"{text!r} is more than {MOST} numbers")
+        if len(found) + last - first >= MAX_EXPANDED:
+            raise ValueError(f"{text!r} is more than {MAX_EXPANDED} numbers")
         found += [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
     return found
 

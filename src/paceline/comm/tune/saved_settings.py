@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...cost.machine.dataclass_tree import shown
+from ...cost.machine.dataclass_tree import shorten
 from ...knobs.settings import Setting, fitting, read, write
 from ...knobs.tuning import BY, made
 from .choice import ExchangeSettings
@@ -53,7 +53,7 @@ def load_settings(
     stored = made(path, tree)
     for name, value in expected.items():
         if stored.get(name) != value:
-            before = shown(stored.get(name))
+            before = shorten(stored.get(name))
             return None, f"{path} was made with {name} = {before}, and this is {value}"
     knobs, notes = fitting(path, tree)
     if notes:

@@ -18,34 +18,34 @@ LEAST, MOST = 1e-30, 1e30  # range of a figure other than 0: quotients of two do
 UNLIMITED = (1 << 63) - 1  # value of a limit; "unlimited" in files
 
 
-def tree(value: Any, complete: bool = False) -> Any:
+def to_tree(value: Any, complete: bool = False) -> Any:
     """Return a value as dicts and lists; fields with default values only if ``complete``."""
     if is_dataclass(value):
         result = {}
         for field in fields(value):
             inner = getattr(value, field.name)
             if not complete and field.default != inner != _fresh(field):
-                result[field.name] = tree(inner)
+                result[field.name] = to_tree(inner)
             elif complete or field.name == "version":
-                result[field.name] = tree(inner, complete)
+                result[field.name] = to_tree(inner, complete)
             if field.metadata.get("unlimited") and inner == UNLIMITED:
                 result[field.name] = "unlimited"
         return result
     if isinstance(value, tuple | list):
-        return [tree(inner, complete) for inner in value]
+        return [to_tree(inner, complete) for inner in value]
     if isinstance(value, dict):
-        return {key: tree(inner, complete) for key, inner in value.items()}
+        return {key: to_tree(inner, complete) for key, inner in value.items()}
     return value
 
 
-def build(kind: Any, data: Any, where: str, unknown: list[str]) -> Any:
+def from_tree(kind: Any, data: Any, where: str, unknown: list[str]) -> Any:
     """Return the dataclass ``kind`` built from its tree.
 
     Names of keys without a field are added to ``unknown``. Raises ValueError that names the key and
     its value.
     """
     if not isinstance(data, dict):
-        raise ValueError(f"{where or 'the file'} = {shown(data)} is no table")
+        raise ValueError(f"{where or 'the file'} = {shorten(data)} is no table")
     hints, given = _hints(kind), {}
     for field in fields(kind):
         name = f"{where}.{field.name}" if where else field.name
@@ -67,25 +67,25 @@ def _read(kind: Any, value: Any, where: str, field: Field[Any], unknown: list[st
     origin = typing.get_origin(kind)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{where} = {shown(value)} is no list")
+            raise ValueError(f"{where} = {shorten(value)} is no list")
         one = typing.get_args(kind)[0]
         return tuple(
             _read(one, inner, f"{where}[{i}]", field, unknown) for i, inner in enumerate(value)
         )
     if origin is dict:
         if not isinstance(value, dict):
-            raise ValueError(f"{where} = {shown(value)} is no table")
+            raise ValueError(f"{where} = {shorten(value)} is no table")
         return {key: _read(str, inner, f"{where}.{key}", field, unknown)
                 for key, inner in value.items()}  # fmt: skip
     if is_dataclass(kind):
-        built = build(kind, value, where, unknown)
+        built = from_tree(kind, value, where, unknown)
         unit = field.metadata.get("unit")
         if unit is not None and built.unit != unit:
-            raise ValueError(f"{where}.unit = {shown(built.unit)}, where {unit!r} is meant")
+            raise ValueError(f"{where}.unit = {shorten(built.unit)}, where {unit!r} is meant")
         return built
     if kind is str:
         if not isinstance(value, str):
-            raise ValueError(f"{where} = {shown(value)} is no text in quotes")
+            raise ValueError(f"{where} = {shorten(value)} is no text in quotes")
         return value
     return _number(kind, value, where, field)
 
@@ -95,9 +95,9 @@ def _number(kind: Any, value: Any, where: str, field: Field[Any]) -> float:
         return UNLIMITED
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
-        raise ValueError(f"{where} = {shown(value)} is no {'whole ' * (kind is int)}number")
+        raise ValueError(f"{where} = {shorten(value)} is no {'whole ' * (kind is int)}number")
     if isinstance(value, int) and abs(value) > UNLIMITED:
-        raise ValueError(f"{where} = {shown(value)} does not fit 64 bits")
+        raise ValueError(f"{where} = {shorten(value)} does not fit 64 bits")
     if not math.isfinite(value):
         raise ValueError(f"{where} = {value} is no finite number")
     if isinstance(value, float) and value and not LEAST <= abs(value) <= MOST:
@@ -118,7 +118,7 @@ def _fresh(field: Field[Any]) -> Any:
     return MISSING if field.default_factory is MISSING else field.default_factory()
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value as an error message quotes it."""
     try:
         text = repr(value)

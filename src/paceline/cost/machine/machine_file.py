@@ -19,7 +19,7 @@ from ...security.error_reason import reason_of
 from ...security.files import InvalidFileError
 from ...security.outputs import write_output
 from .dataclass_tree import UNLIMITED as UNLIMITED
-from .dataclass_tree import build, shown, tree
+from .dataclass_tree import from_tree, shorten, to_tree
 from .read_toml import read_toml
 from .write_toml import dumps
 
@@ -194,7 +194,7 @@ class HostFacts:
 
     def __post_init__(self) -> None:
         if not _MASK.fullmatch(self.mask) or len(self.mask) > MAX_MASK_CHARS:
-            raise ValueError(f"mask = {shown(self.mask)} is no list of cores as '0-3,8'")
+            raise ValueError(f"mask = {shorten(self.mask)} is no list of cores as '0-3,8'")
 
     @property
     def cpus(self) -> list[int]:
@@ -317,12 +317,12 @@ def load(path: str | Path) -> Machine:
     if data["version"] != VERSION or isinstance(data["version"], bool):
         raise InvalidFileError(
             path,
-            f"is a machine file of version {shown(data['version'])}; this Paceline reads "
+            f"is a machine file of version {shorten(data['version'])}; this Paceline reads "
             f"version {VERSION}. {again}, or use the Paceline that wrote it",
         )
     unknown: list[str] = []
     try:
-        machine: Machine = build(Machine, data, "", unknown)
+        machine: Machine = from_tree(Machine, data, "", unknown)
     except ValueError as error:
         hint = "HINT: docs/reference/machine-file.md lists all keys; paceline check writes a file"
         raise InvalidFileError(path, f"{error}. {hint}") from None
@@ -335,8 +335,8 @@ def load(path: str | Path) -> Machine:
 
 def save(machine: Machine, path: str | Path) -> None:
     """Write a machine file completely or not at all. Raises ValueError if that fails."""
-    data = tree(machine)
-    build(Machine, data, "", [])
+    data = to_tree(machine)
+    from_tree(Machine, data, "", [])
     path = Path(path)
     try:
         write_output(path, dumps(data))
@@ -352,9 +352,9 @@ def as_json(machine: Machine) -> dict[str, Any]:
 
     Derived values are algbw and busbw for each size of the collectives.
     """
-    result: dict[str, Any] = tree(machine, complete=True)
+    result: dict[str, Any] = to_tree(machine, complete=True)
     for collective, told in zip(machine.collectives, result["collectives"], strict=True):
         for size, each in zip(collective.sizes, told["sizes"], strict=True):
-            each["algbw"] = tree(size.algbw, complete=True)
-            each["busbw"] = tree(collective.busbw(size), complete=True)
+            each["algbw"] = to_tree(size.algbw, complete=True)
+            each["busbw"] = to_tree(collective.busbw(size), complete=True)
     return result

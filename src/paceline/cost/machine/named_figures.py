@@ -14,7 +14,7 @@ _GUESSED = 0.05  # ... and is assumed to be at least this share of the median
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedFigure:
     """Figure with its name and owner.
 
     Attributes:
@@ -49,7 +49,7 @@ def deviation(figure: Figure) -> float:
     return figure.spread / (_NORMAL * (1 - _NEARER / figure.n))
 
 
-def usual(figures: list[Figure]) -> float:
+def typical_deviation(figures: list[Figure]) -> float:
     """Return the median deviation of figures of one kind.
 
     The deviation of a single figure with few repetitions may be small by chance.
@@ -57,7 +57,7 @@ def usual(figures: list[Figure]) -> float:
     return median(deviation(figure) for figure in figures)
 
 
-def of_hosts(machine: Machine) -> list[Named]:
+def host_figures(machine: Machine) -> list[NamedFigure]:
     """Return the figures of each host.
 
     These are arithmetic, memory, storage, collectives within the host, and the import of torch.
@@ -71,16 +71,16 @@ def of_hosts(machine: Machine) -> list[Named]:
     return found
 
 
-def _of_host(host: HostFacts) -> Iterator[Named]:
+def _of_host(host: HostFacts) -> Iterator[NamedFigure]:
     name = (host.name,)
     for one in host.arithmetic:
         what = f"{one.precision} {one.operation}"
         like = host.hardware(one.device)
-        yield Named(what, name, one.device, like, one.rate, True, 0.03)
+        yield NamedFigure(what, name, one.device, like, one.rate, True, 0.03)
     for triad in host.memory:
         what = "memory bandwidth"
         like = host.hardware(triad.device)
-        yield Named(what, name, triad.device, like, triad.triad, True, 0.03)
+        yield NamedFigure(what, name, triad.device, like, triad.triad, True, 0.03)
     for folder in host.storage:
         for does, figure in (
             ("reading", folder.read),
@@ -89,12 +89,12 @@ def _of_host(host: HostFacts) -> Iterator[Named]:
             ("reading small files", folder.small_read),
         ):
             if figure is not None:
-                yield Named(f"{does} in {folder.folder}", name, "", "", figure, True, 0.1)
+                yield NamedFigure(f"{does} in {folder.folder}", name, "", "", figure, True, 0.1)
     if host.import_torch is not None:
-        yield Named("import torch", name, "", "", host.import_torch, False, 0.1)
+        yield NamedFigure("import torch", name, "", "", host.import_torch, False, 0.1)
 
 
-def _of_collective(collective: Collective, host: HostFacts | None = None) -> Iterator[Named]:
+def _of_collective(collective: Collective, host: HostFacts | None = None) -> Iterator[NamedFigure]:
     """Yield the latency, and the bandwidth at the largest size."""
     device = collective.device.partition(":")[0]
     what = f"{collective.operation} ({collective.backend or device})"
@@ -106,15 +106,15 @@ def _of_collective(collective: Collective, host: HostFacts | None = None) -> Ite
     hosts = collective.hosts[:1] if host is not None else ()
     if collective.latency is not None:
         latency = f"latency of {what} {where}"
-        yield Named(latency, hosts, device, like, collective.latency, False, 0.25)
+        yield NamedFigure(latency, hosts, device, like, collective.latency, False, 0.25)
     largest = max(collective.sizes, key=lambda one: one.bytes, default=None)
     rate = largest.algbw if largest is not None else None
     if largest is not None and rate is not None:
         name = f"bandwidth of {what} {where}, {size(largest.bytes)}"
-        yield Named(name, hosts, device, like, rate, True, 0.1)
+        yield NamedFigure(name, hosts, device, like, rate, True, 0.1)
 
 
-def of_groups(machine: Machine) -> list[Named]:
+def group_figures(machine: Machine) -> list[NamedFigure]:
     """Return the figures of collectives over several hosts."""
     return [
         named
@@ -124,13 +124,13 @@ def of_groups(machine: Machine) -> list[Named]:
     ]
 
 
-def of_links(machine: Machine) -> list[Named]:
+def link_figures(machine: Machine) -> list[NamedFigure]:
     """Return the bandwidth and latency of each pair of hosts."""
     found = []
     for pair in machine.pairs:
         ends = (pair.first, pair.second)
         if pair.bandwidth is not None:
-            found.append(Named("bandwidth", ends, "", "", pair.bandwidth, True, 0.1))
+            found.append(NamedFigure("bandwidth", ends, "", "", pair.bandwidth, True, 0.1))
         if pair.latency is not None:
-            found.append(Named("latency", ends, "", "", pair.latency, False, 0.25))
+            found.append(NamedFigure("latency", ends, "", "", pair.latency, False, 0.25))
     return found

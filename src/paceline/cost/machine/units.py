@@ -6,7 +6,7 @@ _UP = ("", "k", "M", "G", "T", "P", "E")
 _DOWN = ("", "m", "µ", "n")
 
 
-def told(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     """Return a value with its unit: 1.23e12 FLOP/s as "1.23 TFLOP/s", 1.2e-6 s as "1.2 µs"."""
     if unit == "files/s":
         return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.3g} {unit}"
@@ -32,7 +32,7 @@ def size(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
+def join_words(names: Sequence[str], most: int = 4) -> str:
     """Return "a", "a and b" or "a, b and c"; names beyond ``most`` are only counted."""
     if len(names) > most + 1:
         names = [*names[:most], f"{len(names) - most} more"]

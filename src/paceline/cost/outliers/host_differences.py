@@ -6,8 +6,8 @@ from statistics import median
 from typing import TypeVar
 
 from ..machine.machine_file import UNLIMITED, HostFacts, Machine
-from ..machine.units import listed, size, told
-from .outlier import Odd
+from ..machine.units import format_value, join_words, size
+from .outlier import Outlier
 
 FILES = 4096  # open files that a process needs: sockets to peers, tensors of workers
 _CORES = 16  # with this many cores there may be enough workers to need these files
@@ -18,33 +18,35 @@ WAITING = 2.0  # ratio of time to CPU time above which an import mostly waits fo
 _MEMORY = 0.02  # relative difference of the sizes of two memories of one kind
 
 
-def facts(machine: Machine) -> list[Odd]:
+def host_differences(machine: Machine) -> list[Outlier]:
     """Return outliers that are not speeds.
 
     These are unreachable hosts, missing measurements, versions, parts, masks, limits, the import of
     torch, and clocks.
     """
     found = [
-        Odd("unreachable", (host,), "reach", "", "", f"{host} can't be reached: {why}")
+        Outlier("unreachable", (host,), "reach", "", "", f"{host} can't be reached: {why}")
         for host, why in machine.unreachable.items()
     ]
     hosts = machine.hosts
-    for (what, why), names in _alike(hosts, lambda host: list(host.missing.items())):
-        sentence = f"{what} is not known of {listed(names)}: {why}"
-        found.append(Odd("missing", tuple(names), what, "", "", sentence))
+    for (what, why), names in _group_by_item(hosts, lambda host: list(host.missing.items())):
+        sentence = f"{what} is not known of {join_words(names)}: {why}"
+        found.append(Outlier("missing", tuple(names), what, "", "", sentence))
     found += _versions(machine)
     found += _parts(machine)
-    for (value, all_of_it), names in _alike(hosts, _mask):
-        may = f"processes on {listed(names)} may run on"
+    for (value, all_of_it), names in _group_by_item(hosts, _mask):
+        may = f"processes on {join_words(names)} may run on"
         sentence = f"{may} {value} of {all_of_it} hardware threads only"
-        found.append(Odd("mask", tuple(names), "mask", value, all_of_it, sentence))
-    for (what, value, enough, why), names in _alike(hosts, lambda host: _limits(host, machine)):
-        sentence = f"{what} is {value} on {listed(names)}: {why}"
-        found.append(Odd("limit", tuple(names), what, value, enough, sentence))
+        found.append(Outlier("mask", tuple(names), "mask", value, all_of_it, sentence))
+    for (what, value, enough, why), names in _group_by_item(
+        hosts, lambda host: _limits(host, machine)
+    ):
+        sentence = f"{what} is {value} on {join_words(names)}: {why}"
+        found.append(Outlier("limit", tuple(names), what, value, enough, sentence))
     return found + _imports(machine) + _clocks(machine)
 
 
-def _alike(
+def _group_by_item(
     hosts: tuple[HostFacts, ...], told_of: Callable[[HostFacts], list[T]]
 ) -> list[tuple[T, list[str]]]:
     """Return each item that ``told_of`` returns once, with the names of its hosts."""
@@ -55,7 +57,7 @@ def _alike(
     return list(found.items())
 
 
-def _versions(machine: Machine) -> list[Odd]:
+def _versions(machine: Machine) -> list[Outlier]:
     names = dict.fromkeys(name for host in machine.hosts for name in host.versions)
     found = []
     for name in names:
@@ -64,7 +66,7 @@ def _versions(machine: Machine) -> list[Odd]:
     return found
 
 
-def _parts(machine: Machine) -> list[Odd]:
+def _parts(machine: Machine) -> list[Outlier]:
     """Return hosts whose hardware differs in kind or number from most hosts."""
     known = [(host.name, host) for host in machine.hosts]
     found = _differing("parts", "processor", {n: h.processor for n, h in known if h.processor})
@@ -86,10 +88,10 @@ def _parts(machine: Machine) -> list[Odd]:
 def _gpus(host: HostFacts) -> str:
     kinds = dict.fromkeys(gpu.name for gpu in host.gpus)
     counts = [sum(gpu.name == kind for gpu in host.gpus) for kind in kinds]
-    return listed([f"{n} {kind}" for n, kind in zip(counts, kinds, strict=True)]) or "none"
+    return join_words([f"{n} {kind}" for n, kind in zip(counts, kinds, strict=True)]) or "none"
 
 
-def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Odd]:
+def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Outlier]:
     """Return hosts whose value differs from the majority; all hosts if there is no majority."""
     groups: dict[str, list[str]] = defaultdict(list)
     for host, value in values.items():
@@ -98,13 +100,13 @@ def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Odd]:
         return []
     usual = max(groups, key=lambda value: len(groups[value]))
     if 2 * len(groups[usual]) <= len(values):
-        each = listed([f"{value} on {listed(hosts)}" for value, hosts in groups.items()])
+        each = join_words([f"{value} on {join_words(hosts)}" for value, hosts in groups.items()])
         sentence = f"hosts differ in {what}: {each}"
-        return [Odd(kind, tuple(values), what, listed(list(groups)), "", sentence)]
+        return [Outlier(kind, tuple(values), what, join_words(list(groups)), "", sentence)]
     return [
-        Odd(
+        Outlier(
             *(kind, tuple(hosts), what, value, usual),
-            f"{listed(hosts)} differ{'s' if len(hosts) == 1 else ''} in {what}: {value}; "
+            f"{join_words(hosts)} differ{'s' if len(hosts) == 1 else ''} in {what}: {value}; "
             f"most hosts: {usual}",
         )
         for value, hosts in groups.items()
@@ -147,7 +149,7 @@ def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]
     return found
 
 
-def _imports(machine: Machine) -> list[Odd]:
+def _imports(machine: Machine) -> list[Outlier]:
     """Return hosts where ``import torch`` mostly waits for files, described by the slowest one."""
     waits = {host.name: _waiting(host) for host in machine.hosts}
     slow = {name: wait for name, wait in waits.items() if wait[0] >= WAITING * wait[1]}
@@ -155,14 +157,17 @@ def _imports(machine: Machine) -> list[Odd]:
         return []
     most = max(slow, key=lambda name: slow[name][0] / max(slow[name][1], 1e-9))
     seconds, busy, which = slow[most]
-    where = f"on {listed(list(slow))}" + f" (most on {most})" * (len(slow) > 1)
+    where = f"on {join_words(list(slow))}" + f" (most on {most})" * (len(slow) > 1)
     sentence = (
-        f"{which} waited for files {told(seconds - busy, 's')} of {told(seconds, 's')} {where}: "
+        f"{which} waited for files {format_value(seconds - busy, 's')} of "
+        f"{format_value(seconds, 's')} {where}: "
         f"one file instead of many may load up to {seconds / busy:.2g} times faster. "
         "HINT: paceline check --pack-env"
     )
-    wanted = f"{told(busy, 's')} of a core"
-    return [Odd("import", tuple(slow), "import torch", told(seconds, "s"), wanted, sentence)]
+    wanted = f"{format_value(busy, 's')} of a core"
+    return [
+        Outlier("import", tuple(slow), "import torch", format_value(seconds, "s"), wanted, sentence)
+    ]
 
 
 def _waiting(host: HostFacts) -> tuple[float, float, str]:
@@ -180,15 +185,15 @@ def _waiting(host: HostFacts) -> tuple[float, float, str]:
     return 0.0, 1.0, ""
 
 
-def _clocks(machine: Machine) -> list[Odd]:
+def _clocks(machine: Machine) -> list[Outlier]:
     if len(machine.hosts) < 2:
         return []
     found = []
-    for (value, about), names in _alike(machine.hosts, _clock):
-        clocks = f"the clock{'s' if len(names) > 1 else ''} of {listed(names)}"
-        peers = told(CLOCK_S, "s") if value else ""
+    for (value, about), names in _group_by_item(machine.hosts, _clock):
+        clocks = f"the clock{'s' if len(names) > 1 else ''} of {join_words(names)}"
+        peers = format_value(CLOCK_S, "s") if value else ""
         sentence = f"{clocks} {'are' if len(names) > 1 else 'is'} {about}"
-        found.append(Odd("clock", tuple(names), "clock", value or "not known", peers, sentence))
+        found.append(Outlier("clock", tuple(names), "clock", value or "not known", peers, sentence))
     return found
 
 
@@ -197,9 +202,9 @@ def _clock(host: HostFacts) -> list[tuple[str, str]]:
     if offset is None:
         return [("", "not compared with the launcher's")]
     if unsure > CLOCK_S:
-        return [("", f"known to {told(unsure, 's')} only")]
+        return [("", f"known to {format_value(unsure, 's')} only")]
     if abs(offset) - unsure <= CLOCK_S:
         return []
-    value = told(abs(offset), "s")
+    value = format_value(abs(offset), "s")
     hint = "HINT: let chrony or ntpd run there: times of files and logs are wrong"
     return [(value, f"{value} {'ahead' if offset > 0 else 'behind'}. {hint}")]

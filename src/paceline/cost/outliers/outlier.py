@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Odd:
+class Outlier:
     """Outlier of a machine.
 
     Attributes:

@@ -4,21 +4,21 @@ from collections.abc import Sequence
 from statistics import median
 
 from ..machine.machine_file import Machine
-from ..machine.named_figures import Named, of_links, usual
-from ..machine.units import listed, told
-from .outlier import Odd
-from .slower_than_peers import APART, SPREADS, Worse, around, behind, slower
+from ..machine.named_figures import NamedFigure, link_figures, typical_deviation
+from ..machine.units import format_value, join_words
+from .outlier import Outlier
+from .slower_than_peers import MIN_DEVIATIONS, MIN_MADS, SlowerFigure, around, behind, find_slower
 
 _MANY = 0.25  # share of the links: if more are slow, the network itself consists of parts
 
 
-def links(machine: Machine) -> list[Odd]:
+def slow_links(machine: Machine) -> list[Outlier]:
     """Return the outliers among the links; needs three hosts.
 
     Hosts come first, so that a bad network card is not reported as many bad links.
     """
     found = []
-    every = of_links(machine)
+    every = link_figures(machine)
     for metric in ("bandwidth", "latency"):
         rest = [named for named in every if named.what == metric]
         while (bad := _worst_host(rest)) is not None:
@@ -29,15 +29,15 @@ def links(machine: Machine) -> list[Odd]:
     return found
 
 
-def _worst_host(rest: Sequence[Named]) -> tuple[str, Worse] | None:
+def _worst_host(rest: Sequence[NamedFigure]) -> tuple[str, SlowerFigure] | None:
     """Return the host whose best link is worse than the usual link between other hosts."""
     if len(rest) < 3:
         return None
-    of_host: dict[str, list[Named]] = {}
+    of_host: dict[str, list[NamedFigure]] = {}
     for named in rest:
         for host in named.hosts:
             of_host.setdefault(host, []).append(named)
-    noise = SPREADS * usual([named.figure for named in rest])
+    noise = MIN_DEVIATIONS * typical_deviation([named.figure for named in rest])
     found = []
     for host, own in of_host.items():
         others = [named.figure.median for named in rest if host not in named.hosts]
@@ -47,49 +47,55 @@ def _worst_host(rest: Sequence[Named]) -> tuple[str, Worse] | None:
         middle, apart = around(others)
         worse = behind(best, middle)
         gap = abs(best.figure.median - middle)
-        if worse is not None and gap > max(noise, APART * apart):
+        if worse is not None and gap > max(noise, MIN_MADS * apart):
             found.append((host, worse))
     return max(found, key=lambda one: one[1].by, default=None)
 
 
-def _speed(named: Named) -> float:
+def _speed(named: NamedFigure) -> float:
     return named.figure.median if named.more_is_better else -named.figure.median
 
 
-def _of_host(host: str, worse: Worse) -> Odd:
+def _of_host(host: str, worse: SlowerFigure) -> Outlier:
     named = worse.named
-    value, peers = (told(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    value, peers = (format_value(x, named.figure.unit) for x in (named.figure.median, worse.peers))
     sentence = (
         f"all links of {host} are slow: {named.what} is {value} at best, {peers} between other "
         "hosts. HINT: look at its network card and its cable"
     )
-    return Odd("link", (host,), f"{named.what} of all links", value, peers, sentence, worse.by)
+    return Outlier("link", (host,), f"{named.what} of all links", value, peers, sentence, worse.by)
 
 
-def _of_links(rest: Sequence[Named]) -> list[Odd]:
-    bad = slower(rest)
+def _of_links(rest: Sequence[NamedFigure]) -> list[Outlier]:
+    bad = find_slower(rest)
     if len(bad) > max(2, _MANY * len(rest)):
         return [_parts(bad, len(rest))]
     return [_of_link(worse) for worse in bad]
 
 
-def _of_link(worse: Worse) -> Odd:
+def _of_link(worse: SlowerFigure) -> Outlier:
     named = worse.named
-    value, peers = (told(x, named.figure.unit) for x in (named.figure.median, worse.peers))
-    sentence = f"the link between {listed(named.hosts)} is slow: {named.what} is {value}, that of"
+    value, peers = (format_value(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    sentence = (
+        f"the link between {join_words(named.hosts)} is slow: {named.what} is {value}, that of"
+    )
     what = f"{named.what} of the link"
-    return Odd("link", named.hosts, what, value, peers, f"{sentence} other links {peers}", worse.by)
+    return Outlier(
+        "link", named.hosts, what, value, peers, f"{sentence} other links {peers}", worse.by
+    )
 
 
-def _parts(bad: list[Worse], count: int) -> Odd:
+def _parts(bad: list[SlowerFigure], count: int) -> Outlier:
     """Report many slow links as one outlier: their number indicates the network's structure."""
     named, peers = bad[0].named, bad[0].peers
     middle = median(worse.named.figure.median for worse in bad)
-    value, fast = told(middle, named.figure.unit), told(peers, named.figure.unit)
+    value, fast = format_value(middle, named.figure.unit), format_value(peers, named.figure.unit)
     hosts = tuple(dict.fromkeys(host for worse in bad for host in worse.named.hosts))
     sentence = (
         f"{len(bad)} of {count} links are slower than the others: {named.what} is {value} instead "
         f"of {fast}, as between hosts at different switches; the worst is between "
-        f"{listed(named.hosts)}"
+        f"{join_words(named.hosts)}"
     )
-    return Odd("link", hosts, f"{named.what} of {len(bad)} links", value, fast, sentence, bad[0].by)
+    return Outlier(
+        "link", hosts, f"{named.what} of {len(bad)} links", value, fast, sentence, bad[0].by
+    )

@@ -26,8 +26,9 @@ class ConcatDataset:
         for other in sets[1:]:
             if (other.images, other.label) != (first.images, first.label):
                 raise ValueError(
-                    f"Loader: {first!r} and {other!r} don't go together: one has {_told(first)}, "
-                    f"the other {_told(other)}. HINT: sets of one kind, with labels of one kind"
+                    f"Loader: {first!r} and {other!r} don't go together: one has "
+                    f"{_describe(first)}, the other {_describe(other)}. HINT: sets of one kind, "
+                    "with labels of one kind"
                 )
         self.images: bool = first.images
         self.label: ArraySpec | None = first.label
@@ -73,7 +74,7 @@ class ConcatDataset:
         return self.sets[at], i - (self._ends[at - 1] if at else 0)
 
 
-def _told(one: Any) -> str:
+def _describe(one: Any) -> str:
     kind = "images" if one.images else "arrays"
     label = f"{one.label.dtype} of {one.label.shape}" if one.label else "none"
     return f"{kind} (labels: {label})"

@@ -21,7 +21,7 @@ from ..format import shard_format
 from ..format.meta_schema import MAX_META_BYTES
 from ..format.shard_format import DataError, Shard
 from .origin import Origin
-from .peer_transfer import LOOK_S, QUIET_S, UNCHECKED, Exchange, GoneError
+from .peer_transfer import DEAD_PEER_S, LOOK_S, UNCHECKED, Exchange, GoneError
 
 FETCHERS = 4  # threads that fetch shards, each from one host at a time
 CHUNK = 256 << 10  # bytes; the kernel can take several times as long to allocate larger ones
@@ -65,7 +65,7 @@ class Staged:
     error: str = ""
 
 
-class Bringing:
+class ShardFetcher:
     """Transfer of the missing files of one ``stage`` call. Numbers are indices into ``files``."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Bringing:
             if number is None:
                 with self._changed:
                     self._changed.wait(LOOK_S)
-                    quiet = time.monotonic() - self._news_at > QUIET_S
+                    quiet = time.monotonic() - self._news_at > DEAD_PEER_S
                 if quiet:
                     self._look_after()
             elif self._begins(number):

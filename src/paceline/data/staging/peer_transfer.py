@@ -45,7 +45,7 @@ from ..format.shard_format import DataError, Shard
 PREFIX = "paceline-stage"
 PATIENCE_S = 20.0  # time-out for the answer of a host, and for each piece of a shard
 ALIVE_S = 5.0  # time-out for the answer of a host that is asked whether it is alive
-QUIET_S = 3.0  # without progress, before the hosts that read the missing shards are checked
+DEAD_PEER_S = 3.0  # without progress, before the hosts that read the missing shards are checked
 LOOK_S = 0.05  # polling interval of the log
 JOIN_S = 60.0
 READY_S = 3.0  # wait for the lists of shards that other hosts have, so as not to read these again

@@ -38,7 +38,7 @@ from ...security.folders import Folder, own_group
 from ...security.text import printable
 from ..format import shard_format
 from ..format.shard_format import DataError, DatasetMeta, Shard
-from .fetch_shards import Bringing, Staged, Step, whole
+from .fetch_shards import ShardFetcher, Staged, Step, whole
 from .free_space import free
 from .origin import Origin, check_entered
 from .peer_transfer import UNCHECKED, Exchange, GoneError, join
@@ -46,7 +46,7 @@ from .peer_transfer import UNCHECKED, Exchange, GoneError, join
 PLACE, VARIABLE = "paceline-stage", "PACELINE_STAGE"
 SETS = "PACELINE_STAGE_SETS"  # datasets given to ``paceline run --stage``
 LOCK = ".lock"
-USED = ".used"  # its modification time: when the dataset was last staged or opened
+LAST_USED = ".used"  # its modification time: when the dataset was last staged or opened
 THREADS = 2  # one computes a checksum while the other reads
 
 
@@ -93,21 +93,23 @@ def stage(
     meta = shard_format.load_meta(path)
     files, origin = _files(path, meta), Origin(path, shared)
     if shared:
-        _may_share(origin, files, Path(root))
+        _check_may_share(origin, files, Path(root))
     group = origin.group
-    found = Staged(place(path, Path(root), group), len(meta.shards), socket.gethostname())
+    found = Staged(staged_path(path, Path(root), group), len(meta.shards), socket.gethostname())
     tell = step or (lambda done, size: None)
     exchange: Exchange | None = None
     folder: Folder | None = None
     try:
         try:
-            with _told(Path(root)):
-                folder = open_set(path, Path(root), group, make=True)
-            exchange = _joined(folder, files, found) if together else None
-            _brought(origin, folder, files, room, threads, tell, waits, exchange, found)
+            with _explain_errors(Path(root)):
+                folder = open_staged(path, Path(root), group, make=True)
+            exchange = _join_exchange(folder, files, found) if together else None
+            _fetch_shards(origin, folder, files, room, threads, tell, waits, exchange, found)
         except ValueError as mistake:
             if exchange is None and together:
-                exchange = _joined(folder, files, found)  # publish the error to the other hosts
+                exchange = _join_exchange(
+                    folder, files, found
+                )  # publish the error to the other hosts
             if exchange is None:
                 raise
             found.error = str(mistake)
@@ -117,11 +119,11 @@ def stage(
         if ended is not None:
             ended(found)
         if exchange is not None:
-            exchange.end(_plain(found))
+            exchange.end(_as_json(found))
             found.hosts = exchange.linger(lambda: tell(found.copied, found.bytes))
     except BaseException as error:
         if exchange is not None:  # so that no other host waits for this one
-            exchange.end(_plain(found) | {"error": found.error or type(error).__name__})
+            exchange.end(_as_json(found) | {"error": found.error or type(error).__name__})
         raise
     finally:
         if exchange is not None:
@@ -131,7 +133,7 @@ def stage(
     return found
 
 
-def _brought(
+def _fetch_shards(
     origin: Origin,
     folder: Folder,
     files: list[Shard],
@@ -143,28 +145,30 @@ def _brought(
     found: Staged,
 ) -> None:
     root = folder.path.parent
-    with _told(root), Folder.open(root, folder.group) as own, _alone(own, waits):
-        if not _same(own, folder):  # another process removed the folder to make room meanwhile
+    with _explain_errors(root), Folder.open(root, folder.group) as own, _exclusive(own, waits):
+        if not _still_has_its_name(
+            own, folder
+        ):  # another process removed the folder to make room meanwhile
             with own.subfolder(folder.path.name, make=True) as again:
                 os.dup2(again.fd, folder.fd, inheritable=False)
         touch(folder)
         missing = [one for one in files if not whole(folder, one)]
-        budget = _made_room(missing, origin, own, folder, room, found)
+        budget = _make_room(missing, origin, own, folder, room, found)
         try:
-            Bringing(origin, folder, files, budget, exchange, found).run(threads, tell)
+            ShardFetcher(origin, folder, files, budget, exchange, found).run(threads, tell)
         finally:
             for name in folder.names():
                 if name.startswith(".") and name.endswith(".part"):
                     folder.remove(name)
 
 
-def _same(own: Folder, folder: Folder) -> bool:
+def _still_has_its_name(own: Folder, folder: Folder) -> bool:
     """Whether an open dataset folder still has its name."""
     status, opened = own.status(folder.path.name), os.fstat(folder.fd)
     return status is not None and os.path.samestat(status, opened)
 
 
-def _may_share(origin: Origin, files: list[Shard], root: Path) -> None:
+def _check_may_share(origin: Origin, files: list[Shard], root: Path) -> None:
     """Check that a dataset may be shared with its group.
 
     Raises:
@@ -207,7 +211,7 @@ def _files(origin: Path, meta: DatasetMeta) -> list[Shard]:
     return [*small, *meta.shards]
 
 
-def _joined(folder: Folder | None, files: list[Shard], found: Staged) -> Exchange | None:
+def _join_exchange(folder: Folder | None, files: list[Shard], found: Staged) -> Exchange | None:
     try:
         return join(found.folder.name, folder, files, os.environ)
     except GoneError as error:
@@ -216,18 +220,18 @@ def _joined(folder: Folder | None, files: list[Shard], found: Staged) -> Exchang
         return None
 
 
-def _plain(found: Staged) -> dict[str, Any]:
+def _as_json(found: Staged) -> dict[str, Any]:
     return asdict(found) | {"folder": str(found.folder), "hosts": []}
 
 
-def place(origin: Path, root: Path, group: int | None = None) -> Path:
+def staged_path(origin: Path, root: Path, group: int | None = None) -> Path:
     """Return the path of a staged dataset, for this user or for a group; it need not exist."""
     told = shard_format.read_meta_checksum(origin)
     whose = f"{os.geteuid()}" if group is None else f"group-{group}"
     return root / f"{PLACE}-{whose}" / f"{origin.resolve().name}-{told}"
 
 
-def open_set(origin: Path, root: Path, group: int | None = None, make: bool = False) -> Folder:
+def open_staged(origin: Path, root: Path, group: int | None = None, make: bool = False) -> Folder:
     """Open the folder of a staged dataset.
 
     Args:
@@ -237,7 +241,7 @@ def open_set(origin: Path, root: Path, group: int | None = None, make: bool = Fa
         UnsafeFileError: The folder does not belong to this user, or to the group.
         OSError: The folder can't be opened.
     """
-    path = place(origin, root, group)
+    path = staged_path(origin, root, group)
     if make:
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -250,7 +254,7 @@ def open_set(origin: Path, root: Path, group: int | None = None, make: bool = Fa
 
 def touch(folder: Folder) -> None:
     """Record that a dataset is used now. Raises OSError."""
-    fd = _opened(folder, USED)
+    fd = _opened(folder, LAST_USED)
     try:
         os.utime(fd)
     finally:
@@ -264,7 +268,7 @@ def _opened(folder: Folder, name: str) -> int:
     return folder.open_file(name, os.O_RDWR | os.O_CREAT)
 
 
-def begin_all() -> None:
+def start_staging_all() -> None:
     """Start to stage the datasets given to ``paceline run --stage``, at the start of a rank.
 
     Staging begins on all nodes before the script opens the datasets.
@@ -272,12 +276,12 @@ def begin_all() -> None:
     root = os.environ.get(VARIABLE)
     for one in filter(None, os.environ.get(SETS, "").split(os.pathsep)):
         try:
-            begin(Path(one), Path(root or ""))
+            start_staging(Path(one), Path(root or ""))
         except (OSError, ValueError):  # reported when the script opens the dataset
             continue
 
 
-def here(origin: Path) -> Folder | None:
+def open_staged_here(origin: Path) -> Folder | None:
     """Open the dataset's folder on this node, if some of it was staged to $PACELINE_STAGE.
 
     It may have been staged by this user, or by a member of the group that owns the dataset. Return
@@ -286,11 +290,11 @@ def here(origin: Path) -> Folder | None:
     root = os.environ.get(VARIABLE)
     if not root:
         return None
-    begin(origin, Path(root))
+    start_staging(origin, Path(root))
     group = origin.stat().st_gid
     for whose in (None, group) if own_group(group) else (None,):
         try:
-            folder = open_set(origin, Path(root), whose)
+            folder = open_staged(origin, Path(root), whose)
             with suppress(OSError):  # for example a read-only disk
                 touch(folder)
             return folder
@@ -308,16 +312,18 @@ _refused: set[str] = set()  # folders of other users, each reported once
 _begun: dict[Path, "subprocess.Popen[bytes]"] = {}  # staging processes that this process started
 
 
-def begin(origin: Path, root: Path) -> None:
+def start_staging(origin: Path, root: Path) -> None:
     """Start to stage a dataset, if it was given to ``paceline run --stage``.
 
     The first rank of each node starts a process that stages during training and ends with it.
     """
     if str(origin.resolve()) not in os.environ.get(SETS, "").split(os.pathsep):
         return
-    folder = place(origin, root)
+    folder = staged_path(origin, root)
     try:
-        open_set(origin, root, make=True).close()  # all ranks look for staged shards in this folder
+        open_staged(
+            origin, root, make=True
+        ).close()  # all ranks look for staged shards in this folder
     except OSError:  # reported by the staging process
         pass
     first = os.environ.get("LOCAL_RANK", "0") == "0" and multiprocessing.parent_process() is None
@@ -327,7 +333,7 @@ def begin(origin: Path, root: Path) -> None:
         _begun[folder] = subprocess.Popen(words, stdin=quiet, stdout=quiet)
 
 
-def _made_room(
+def _make_room(
     missing: list[Shard],
     origin: Origin,
     own: Folder,
@@ -342,7 +348,7 @@ def _made_room(
     meta = shard_format.META_FILE
     beside = 0 if folder.status(meta) is not None else (origin.path / meta).stat().st_size
     wanted = sum(one.bytes for one in missing) + beside
-    sets = dict(_sets(own))
+    sets = dict(_staged_datasets(own))
     used = {name: at for name, (_, at) in sets.items() if at is not None}
     used.pop(folder.path.name, None)
     others = sorted(used, key=lambda name: used[name])
@@ -362,21 +368,21 @@ def _made_room(
         found.evicted.append(gone)
 
 
-def _sets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None]]]:
+def _staged_datasets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None]]]:
     """Yield the name of each staged dataset, its bytes, and when it was last used."""
     for name in own.names():
         try:
             with own.subfolder(name) as folder:
                 all_of_it = [folder.status(one) for one in folder.names()]
                 size = sum(one.st_size for one in all_of_it if one is not None)
-                used = folder.status(USED)
+                used = folder.status(LAST_USED)
                 yield name, (size, None if used is None else used.st_mtime)
         except OSError:  # not a folder, or removed meanwhile
             continue
 
 
 @contextmanager
-def _alone(own: Folder, waits: Callable[[], None] | None) -> Iterator[None]:
+def _exclusive(own: Folder, waits: Callable[[], None] | None) -> Iterator[None]:
     """Hold the lock of a folder, so that no other process stages to it.
 
     The kernel releases the lock when this process ends.
@@ -395,7 +401,7 @@ def _alone(own: Folder, waits: Callable[[], None] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _told(root: Path) -> Iterator[None]:
+def _explain_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except DataError:

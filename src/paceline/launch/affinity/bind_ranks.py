@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...cluster.binding.binding_plan import Place, plan
+from ...cluster.binding.binding_plan import RankBinding, plan
 from ...cluster.topology.local_resources import cores, devices
 from ...cluster.topology.pci_devices import Card, cards
 from ...cluster.topology.topology import Topology, topology
@@ -18,7 +18,7 @@ from ..job import AUTO, Job
 OWN = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
-def places(job: Job, root: Path = Path("/")) -> list[Place]:
+def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
     """Return the place of each of the job's ranks on this host. A place without cpus is not bound.
 
     With the default ``--bind auto``, ranks that can't be bound are left unbound, with a note.
@@ -59,7 +59,7 @@ def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[st
     return ""
 
 
-def variables_of_all(job: Job, places: list[Place]) -> list[dict[str, str]]:
+def variables_of_all(job: Job, places: list[RankBinding]) -> list[dict[str, str]]:
     """Return the environment variables of each rank.
 
     OMP_NUM_THREADS is set in this process as well, because it takes effect at the import of torch,
@@ -71,7 +71,7 @@ def variables_of_all(job: Job, places: list[Place]) -> list[dict[str, str]]:
     return found
 
 
-def variables(job: Job, place: Place, given: Mapping[str, str]) -> dict[str, str]:
+def variables(job: Job, place: RankBinding, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of a rank at this place, except those in ``given``.
 
     The network cards are set only with ``--bind device``: NCCL selects the nearest automatically.
@@ -88,7 +88,9 @@ def variables(job: Job, place: Place, given: Mapping[str, str]) -> dict[str, str
     return kept
 
 
-def _plan(job: Job, kind: str, host: Topology, allowed: set[int], near: list[Card]) -> list[Place]:
+def _plan(
+    job: Job, kind: str, host: Topology, allowed: set[int], near: list[Card]
+) -> list[RankBinding]:
     found = plan(
         host,
         allowed,
@@ -102,7 +104,7 @@ def _plan(job: Job, kind: str, host: Topology, allowed: set[int], near: list[Car
     )
     if kind != "none":
         return found
-    return [Place((), device=place.device, threads=place.threads) for place in found]
+    return [RankBinding((), device=place.device, threads=place.threads) for place in found]
 
 
 def visible(environment: Mapping[str, str]) -> list[int] | None:
@@ -119,5 +121,5 @@ def visible(environment: Mapping[str, str]) -> list[int] | None:
     return [int(name) if name.isdecimal() else -1 for name in names]
 
 
-def _noted(place: Place, note: str) -> Place:
-    return Place((), device=place.device, threads=place.threads, notes=(*place.notes, note))
+def _noted(place: RankBinding, note: str) -> RankBinding:
+    return RankBinding((), device=place.device, threads=place.threads, notes=(*place.notes, note))

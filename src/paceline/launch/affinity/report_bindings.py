@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from ...cluster.binding.binding_plan import Place, odd
+from ...cluster.binding.binding_plan import RankBinding, binding_problems
 from ...cluster.binding.process_affinity import Process, children, process
 from ...cluster.topology.local_resources import cores, unspanned
 from ...cluster.topology.pci_devices import cards
@@ -31,8 +31,8 @@ class Host(Protocol):
     def bindings(self) -> dict[str, Any]: ...
 
 
-def of_host(
-    places: Sequence[Place], pids: Mapping[int, tuple[int, int]], smt: bool | None = None
+def report_host(
+    places: Sequence[RankBinding], pids: Mapping[int, tuple[int, int]], smt: bool | None = None
 ) -> dict[str, Any]:
     """Return this host's cores, and each rank's planned and actual placement.
 
@@ -61,7 +61,7 @@ def of_host(
                 "gpu": _gpu(planned, [card.name for card in near if card.kind == "gpu"]),
                 "process": asdict(there),
                 "children": [asdict(one) for one in below],
-                "odd": astray(planned, there, below),
+                "odd": misplaced(planned, there, below),
             }
         )
     return {
@@ -69,12 +69,14 @@ def of_host(
         "allowed": cores(),
         "ranks": ranks,
         "numbers": [one["rank"] for one in ranks],
-        "odd": odd(found, host, near, allowed=set(cores()), visible=visible(os.environ), smt=smt),
+        "odd": binding_problems(
+            found, host, near, allowed=set(cores()), visible=visible(os.environ), smt=smt
+        ),
         "notes": list(dict.fromkeys(note for place in places for note in place.notes)),
     }
 
 
-def astray(planned: Place, found: Process, below: Sequence[Process]) -> list[str]:
+def misplaced(planned: RankBinding, found: Process, below: Sequence[Process]) -> list[str]:
     """Describe threads and children of a rank that are not bound as planned."""
     said = []
     wanted = set(planned.cpus)
@@ -87,7 +89,7 @@ def astray(planned: Place, found: Process, below: Sequence[Process]) -> list[str
     ]
 
 
-def _gpu(place: Place, names: Sequence[str]) -> str:
+def _gpu(place: RankBinding, names: Sequence[str]) -> str:
     which = visible(os.environ)
     if place.device is None:
         return ""
@@ -116,11 +118,11 @@ class BindingsReport:
         if not (waited or now - self._begun > UNRECORDED_SECONDS):
             return
         self._told = True
-        from ...report.terminal.bindings import drawn
+        from ...report.terminal.bindings import render
 
         used = sorted({seat.host for seat in seats})
         told = [(hosts[number].name, hosts[number].bindings()) for number in used]
-        self._say(drawn(told, len(seats)))
+        self._say(render(told, len(seats)))
 
     def end(self) -> None:
         """Print a message if the ranks ended before the report."""

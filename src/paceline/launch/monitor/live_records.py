@@ -67,7 +67,7 @@ def local_tails(folder: Path, max_events: int, stacks: bool = False) -> list[Tai
             without data.
     """
     asked = ask_for_stacks(folder) if stacks else {}
-    found = read_tails(folder, max_events, job_folder.noted_attempt(folder))
+    found = read_tails(folder, max_events, job_folder.read_attempt(folder))
     found = [replace(tail, stack=asked.get(rank_of(tail), "")) for tail in found]
     silent = asked.keys() - {rank_of(tail) for tail in found}
     return found + [Tail(f"rank-{rank}", 0, "", b"", asked[rank]) for rank in sorted(silent)]

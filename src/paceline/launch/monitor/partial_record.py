@@ -23,7 +23,7 @@ def load_so_far(folder: Path) -> Run:
     """
     if any(folder.glob("*.ring")):
         return load_run(folder)
-    about = job_folder.about(folder)
+    about = job_folder.read_label(folder)
     try:
         job = running_jobs.find(folder, None)
         seen = job.snapshot(FROM_HOSTS if job.over else DEFAULT_CAPACITY)

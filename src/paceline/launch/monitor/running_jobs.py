@@ -74,7 +74,7 @@ def find(folder: Path | None, name: str | None) -> RunningJob:
 
 
 def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
-    about = job_folder.about(folder)
+    about = job_folder.read_label(folder)
     run, target = about.run, folder.resolve()
     for job in jobs:  # jobs with a reachable launcher are first
         if job.target is not None and job.target.resolve() == target:
@@ -128,11 +128,11 @@ def _running() -> list[RunningJob]:
         target = Path(record) if record else None
         found[run] = RunningJob(run, seen.job.get("command", []), None, target, over=True)
     for folder in job_folder.running():
-        about = job_folder.about(folder)
+        about = job_folder.read_label(folder)
         name = _name(folder)
         if name not in found and about.run not in found:
-            target = job_folder.promised(folder)
-            home = job_folder.about(target).host if target is not None else ""
+            target = job_folder.read_destination(folder)
+            home = job_folder.read_label(target).host if target is not None else ""
             home = "" if home == socket.gethostname() else home
             found[name] = RunningJob(
                 name, about.command, about.started, target, over=False, home=home
@@ -146,7 +146,7 @@ def _name(folder: Path) -> str:
     Under another launcher (``paceline record``) each rank has a job folder, and the ranks of a job
     share the record folder.
     """
-    run, target = job_folder.about(folder).run, job_folder.promised(folder)
+    run, target = job_folder.read_label(folder).run, job_folder.read_destination(folder)
     if run == folder.name or target is None:
         return run or folder.name
     return f"{run}:{target}" if run else str(target)

@@ -21,8 +21,8 @@ from rich.text import Text
 from ...analyze.live.live_view import View, view
 from ...report.console import PlainConsole
 from ...report.numbers import elapsed
-from ...report.terminal.top import EACH, drawn
-from ...report.terminal.top import MOST as MOST_RANKS
+from ...report.terminal.top import MAX_LISTED_RANKS as MOST_RANKS
+from ...report.terminal.top import MAX_RANK_ROWS, render
 from ...security.text import printable
 from . import live_records
 from .running_jobs import RunningJob, find
@@ -137,8 +137,8 @@ def _renderable(
 ) -> RenderableType:
     parts: list[RenderableType] = []
     if frame.view is not None:
-        rows = EACH + MOST_RANKS if height is None else max(4, height - BESIDE)
-        parts.append(drawn(frame.view, width, rows))
+        rows = MAX_RANK_ROWS + MOST_RANKS if height is None else max(4, height - BESIDE)
+        parts.append(render(frame.view, width, rows))
     elif not frame.said:
         parts.append(Text(printable(_nothing_yet(job))))
     if frame.said:

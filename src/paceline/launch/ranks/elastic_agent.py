@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 
 from ...security.outputs import write_output
 from ..affinity.report_bindings import BindingsReport
-from ..layout import Seat, seats
+from ..layout import Seat, make_seats
 from ..monitor.failures import RankStatus, describe_failure, first_failure
 from ..monitor.hang_detector import HANG_EXIT_CODE, HangDetector, HangReport
 from ..monitor.interrupt import EARLY_STOP_TIMEOUT_S, Interrupt, TerminatedError
@@ -108,7 +108,9 @@ class ElasticAgent(SimpleElasticAgent):
         while True:
             try:
                 super()._rendezvous(worker_group)
-                self._rank_addresses = framework_variables.places(self._seats, self._hosts)
+                self._rank_addresses = framework_variables.worker_addresses(
+                    self._seats, self._hosts
+                )
                 return
             except ValueError:  # a host whose loss was not known yet
                 if remaining is None or not remaining.drop_lost():
@@ -260,7 +262,11 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _use_remaining_hosts(self, remaining: RemainingHosts, spec: WorkerSpec) -> None:
         """Use the remaining hosts for the next attempt, and renumber the ranks."""
-        self.ranks, self._hosts, self._seats = [], remaining.hosts, seats(remaining.ranks_per_host)
+        self.ranks, self._hosts, self._seats = (
+            [],
+            remaining.hosts,
+            make_seats(remaining.ranks_per_host),
+        )
         spec.local_world_size = len(self._seats)
         handler = spec.rdzv_handler
         assert isinstance(handler, Rendezvous)

@@ -36,9 +36,9 @@ from ..layout import Seat
 
 # Not overwritten: the user may have set these on purpose (another network interface, or a cluster
 # with other tasks).
-KEPT = ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS")
+NOT_OVERWRITTEN = ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS")
 # Maximum length of TF_CONFIG, which lists all ranks. Linux limits a variable to twice this size.
-LONGEST = 1 << 16
+MAX_TF_CONFIG_CHARS = 1 << 16
 FIRST_PORT = 10_000  # well-known ports of services are below
 
 
@@ -67,7 +67,7 @@ class Host(Protocol):
     def free_ports(self, count: int) -> list[int]: ...
 
 
-def places(seats: Sequence[Seat], hosts: Sequence[Host]) -> tuple[list[Worker], int]:
+def worker_addresses(seats: Sequence[Seat], hosts: Sequence[Host]) -> tuple[list[Worker], int]:
     """Return the address and a free port of each rank, and a port for JAX's coordinator.
 
     Raises:
@@ -92,9 +92,10 @@ def variables(
 ) -> dict[str, str]:
     """Return the environment variables of ``rank`` in addition to torchrun's and ``environment``.
 
-    Variables in ``KEPT`` that the user has set in ``environment`` are not returned. Inside a rank
-    of another run they are, because there the existing values describe the other run. A TF_CONFIG
-    that is too long for an environment variable (from about 3000 ranks) is not returned.
+    Variables in ``NOT_OVERWRITTEN`` that the user has set in ``environment`` are not returned.
+    Inside a rank of another run they are, because there the existing values describe the other
+    run. A TF_CONFIG that is too long for an environment variable (from about 3000 ranks) is not
+    returned.
 
     Args:
         workers: Addresses of all ranks, in rank order.
@@ -105,7 +106,7 @@ def variables(
     made = _tensorflow(workers, rank) | _jax(workers, rank, coordinator) | _horovod(workers, rank)
     if "PACELINE_STATUS" in environment:
         return made
-    for name in KEPT:
+    for name in NOT_OVERWRITTEN:
         if name in environment:
             made.pop(name, None)
     if "JAX_COORDINATOR_ADDRESS" not in made:
@@ -117,7 +118,7 @@ def _tensorflow(workers: list[Worker], rank: int) -> dict[str, str]:
     addresses = [_joined(worker.address, worker.port) for worker in workers]
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
     text = json.dumps(config, separators=(",", ":"))
-    return {"TF_CONFIG": text} if len(text) <= LONGEST else {}
+    return {"TF_CONFIG": text} if len(text) <= MAX_TF_CONFIG_CHARS else {}
 
 
 def _jax(workers: list[Worker], rank: int, coordinator: int) -> dict[str, str]:

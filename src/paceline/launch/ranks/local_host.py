@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...comm.reachable_address import listen_on
 from ..monitor.progress import ProgressMonitor, ProgressReport
-from ..records.job_folder import note_attempt
+from ..records.job_folder import write_attempt
 from .fork_server import MESSAGE_BYTES, kill_group
 from .framework_variables import free_ports
 
 if TYPE_CHECKING:  # loaded by every command: keep imports few
-    from ...cluster.binding.binding_plan import Place
+    from ...cluster.binding.binding_plan import RankBinding
 
 
 class ForkedRankServer(BaseException):
@@ -84,7 +84,7 @@ class LocalHost:
         self,
         server: RankServer,
         environment: dict[str, str],
-        places: "list[Place]",
+        places: "list[RankBinding]",
         variables_by_local_rank: list[dict[str, str]],
         address: str = "127.0.0.1",
         smt: bool | None = None,
@@ -168,10 +168,10 @@ class LocalHost:
 
     def bindings(self) -> dict[str, Any]:
         """Return where this host's ranks are bound, read back from the kernel."""
-        from ..affinity.report_bindings import of_host
+        from ..affinity.report_bindings import report_host
 
         running = {rank: (self._pids[rank], self._local_ranks[rank]) for rank in self._running}
-        return of_host(self._places, running, self._smt)
+        return report_host(self._places, running, self._smt)
 
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count)
@@ -216,7 +216,7 @@ class LocalHost:
         """Note in the job's folder which attempt is the last, even if no rank records anything."""
         if number != self._attempt:
             self._attempt = number
-            note_attempt(Path(self._environment["PACELINE_RECORD"]), int(number))
+            write_attempt(Path(self._environment["PACELINE_RECORD"]), int(number))
             self._progress_monitor.reset()
 
     def take_exits(self) -> Iterator[tuple[int, int, float]]:

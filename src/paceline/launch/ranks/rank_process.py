@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ...cluster.rank_identity import place, tell_others
+from ...cluster.rank_identity import rank_identity, set_torchrun_variables
 from ...knobs import tuning
-from ...knobs.apply import turn
+from ...knobs.apply import apply_knobs
 from ...record.attach import attach, detach
 from ...record.hooks.error_messages import format_error, summarize_error
 from ...record.hooks.group_shutdown import patch_destroy_process_group
@@ -94,17 +94,17 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
     """
     from ..job import Job, check
 
-    tell_others(place(dict(os.environ)))
+    set_torchrun_variables(rank_identity(dict(os.environ)))
     first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
     check(Job(**command, record=target if first else None))
     folder = job_folder.job_folder()
     run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
     os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)
-    job_folder.promise(folder, target, [command["name"], *command["args"]], run)
+    job_folder.write_destination(folder, target, [command["name"], *command["args"]], run)
     code = execute(command)
     detach()
     job_folder.clear(folder)
-    job_folder.rescue()
+    job_folder.clear_orphans()
     finish(code)
 
 
@@ -141,15 +141,15 @@ def execute(command: dict[str, Any]) -> int:
         )
         if os.environ.get("PACELINE_ATTACH"):
             attach()
-        turn()
+        apply_knobs()
         if os.environ.get(tuning.VARIABLE):
             from ...comm.tune.tuner import begin
 
             begin(tuning.Tuning.loads(os.environ[tuning.VARIABLE]))
         if os.environ.get("PACELINE_STAGE_SETS"):
-            from ...data.staging.stage import begin_all
+            from ...data.staging.stage import start_staging_all
 
-            begin_all()
+            start_staging_all()
         if command["module"]:
             sys.path.insert(0, os.getcwd())
             sys.modules["__main__"] = ModuleType("__main__")

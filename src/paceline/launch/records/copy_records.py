@@ -47,7 +47,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
             replace_file(target / name, data)
             continue
         key = (int(record.meta.get("attempt", 0)), record.rank)
-        told = _told(record)
+        told = _event_count(record)
         # A process that only started the ranks may have a record under a rank's number. The
         # record with more events is the rank's.
         if key not in found or told > found[key][0]:
@@ -83,6 +83,6 @@ def _attempt(path: Path) -> int:
         return 0
 
 
-def _told(record: Any) -> int:
+def _event_count(record: Any) -> int:
     """Return the number of events, without those of the sampler (where the script was)."""
     return int(len(record.events) - record.count(*SAMPLER_STATES))

@@ -29,19 +29,19 @@ from ...security.schema import read_json
 from ...security.text import printable
 from .copy_records import copy_records
 
-PROMISE = "keep.json"
+DESTINATION_FILE = "keep.json"
 ATTEMPT = "attempt"
-ABOUT = "run.json"
+LABEL_FILE = "run.json"
 LOCK = "lock"
 TO_SEND = "to-send"  # subfolder: the records that the agent sends to the launcher's host
 NEW_S = 60.0  # minimum age of an unfinished folder before it counts as abandoned
 MAX_NAMED = 8  # folders of other users that are reported
 FAILED = "failed"  # marker file: copying the record failed, and the failure was reported
-MAX_ABOUT_BYTES = 16 << 20  # a command line may be long
+MAX_LABEL_BYTES = 16 << 20  # a command line may be long
 
 
 @dataclass
-class Promise:
+class Destination:
     """Destination of a job's records.
 
     Attributes:
@@ -54,7 +54,7 @@ class Promise:
 
 
 @dataclass
-class About:
+class Label:
     """The job whose records a folder contains.
 
     Attributes:
@@ -98,7 +98,7 @@ def job_folder() -> Path:
     Raises:
         ValueError: No location can be written and is safe from other users.
     """
-    rescue()
+    clear_orphans()
     name = secrets.token_hex(8)
     for place in _PLACES:
         try:
@@ -119,7 +119,7 @@ def job_folder() -> Path:
     )
 
 
-def rescue() -> None:
+def clear_orphans() -> None:
     """Clear the folders of jobs of which all processes were killed, including those that would
     have cleared the folder.
     """
@@ -217,7 +217,7 @@ def _locked(folder: Folder) -> bool:
     """Return whether a process holds the folder's lock.
 
     The test acquires a shared lock for a moment, so that concurrent tests do not report the
-    folder as locked. A ``rescue`` at that moment skips the folder; the next one clears it.
+    folder as locked. A ``clear_orphans`` at that moment skips the folder; the next one clears it.
     """
     try:
         fd = folder.open_file(LOCK)
@@ -232,18 +232,18 @@ def _locked(folder: Folder) -> bool:
     return False
 
 
-def promise(folder: Path, target: Path, command: list[str], run: str) -> None:
+def write_destination(folder: Path, target: Path, command: list[str], run: str) -> None:
     """Label the record folder and the job folder, and store the destination of the records.
 
     Raises:
         OSError: A file can't be written.
     """
-    label(target, command, run)
-    introduce(folder, command, run)
-    promise_to(folder, target)
+    write_label(target, command, run)
+    try_write_label(folder, command, run)
+    copy_on_clear(folder, target)
 
 
-def label(folder: Path, command: list[str], run: str) -> None:
+def write_label(folder: Path, command: list[str], run: str) -> None:
     """Write into a folder which job its records belong to.
 
     Raises:
@@ -251,37 +251,37 @@ def label(folder: Path, command: list[str], run: str) -> None:
     """
     host = socket.gethostname()
     found = {"run": run, "command": command, "started": time.time(), "host": host}
-    replace_file(folder / ABOUT, json.dumps(found, indent=1).encode())
+    replace_file(folder / LABEL_FILE, json.dumps(found, indent=1).encode())
 
 
-def introduce(folder: Path, command: list[str], run: str) -> None:
-    """``label`` a job folder. A failure (no space) is ignored, because only ``paceline top`` and
-    ``report`` of a running job read the label.
+def try_write_label(folder: Path, command: list[str], run: str) -> None:
+    """Write the label of a job folder. A failure (no space) is ignored, because only
+    ``paceline top`` and ``report`` of a running job read the label.
     """
     try:
-        label(folder, command, run)
+        write_label(folder, command, run)
     except OSError:
         pass
 
 
-def about(folder: Path) -> About:
-    """Return the label of a folder (see ``label``); an empty one if it is missing or invalid."""
+def read_label(folder: Path) -> Label:
+    """Return the label of a folder, or an empty one if it is missing or invalid."""
     try:
-        return read_json(folder / ABOUT, About, MAX_ABOUT_BYTES)
+        return read_json(folder / LABEL_FILE, Label, MAX_LABEL_BYTES)
     except (OSError, InvalidFileError):
-        return About()
+        return Label()
 
 
-def promised(folder: Path) -> Path | None:
+def read_destination(folder: Path) -> Path | None:
     """Return the folder on this host to which a job folder's records will be copied, or None."""
     try:
-        found = read_json(folder / PROMISE, Promise, MAX_ABOUT_BYTES, escape=False)
+        found = read_json(folder / DESTINATION_FILE, Destination, MAX_LABEL_BYTES, escape=False)
     except (OSError, InvalidFileError):
         return None
     return Path(found.target) if found.target and not found.sent else None
 
 
-def noted_attempt(folder: Path) -> int | None:
+def read_attempt(folder: Path) -> int | None:
     """Return the number of the attempt that began last; None if it was not recorded."""
     try:
         return int(read_regular(folder / ATTEMPT, 20))
@@ -289,24 +289,24 @@ def noted_attempt(folder: Path) -> int | None:
         return None
 
 
-def promise_to(folder: Path, target: Path) -> None:
+def copy_on_clear(folder: Path, target: Path) -> None:
     """Copy the records in ``folder`` to ``target`` when ``folder`` is cleared."""
-    _promise(folder, {"target": str(target.absolute())})
+    _write_destination_file(folder, {"target": str(target.absolute())})
 
 
-def promise_to_send(folder: Path) -> None:
+def send_on_clear(folder: Path) -> None:
     """Move the records in ``folder`` to its subfolder TO_SEND when ``folder`` is cleared. The agent
     then sends them to the launcher's host.
     """
-    _promise(folder, {"sent": True})
+    _write_destination_file(folder, {"sent": True})
 
 
-def _promise(folder: Path, found: dict[str, Any]) -> None:
+def _write_destination_file(folder: Path, found: dict[str, Any]) -> None:
     with Folder.open(folder) as opened:
-        opened.write(PROMISE, json.dumps(found).encode())
+        opened.write(DESTINATION_FILE, json.dumps(found).encode())
 
 
-def note_attempt(folder: Path, number: int) -> None:
+def write_attempt(folder: Path, number: int) -> None:
     """Store that attempt ``number`` begins: only its records count as the run's records."""
     try:
         with Folder.open(folder) as opened:
@@ -336,13 +336,15 @@ def clear(folder: Path, orphan: bool = False) -> bool:
         sys.stderr.write(f"paceline: the record of this job is lost: {folder} {error.strerror}\n")
         return False
     with opened:
-        if opened.status(PROMISE) is None:
+        if opened.status(DESTINATION_FILE) is None:
             opened.remove_all(last=LOCK)
             return True
         if opened.status(FAILED) is not None and not orphan:
             return False
         try:
-            found = read_json(PROMISE, Promise, MAX_ABOUT_BYTES, dir_fd=opened.fd, escape=False)
+            found = read_json(
+                DESTINATION_FILE, Destination, MAX_LABEL_BYTES, dir_fd=opened.fd, escape=False
+            )
             if found.sent and orphan:
                 sys.stderr.write("paceline: the records of this host are lost with its agent\n")
             elif found.sent:
@@ -351,9 +353,9 @@ def clear(folder: Path, orphan: bool = False) -> bool:
             else:
                 target = Path(found.target)
                 target.mkdir(parents=True, exist_ok=True)  # the script may have removed it
-                copy_records(opened, target, noted_attempt(folder))
+                copy_records(opened, target, read_attempt(folder))
         except Exception as error:
-            _failed(opened, error)
+            _report_copy_failure(opened, error)
             return False
         opened.remove_all(last=LOCK)
         return True
@@ -368,7 +370,7 @@ def remove(folder: Path) -> None:
         pass
 
 
-def _failed(folder: Folder, error: Exception) -> None:
+def _report_copy_failure(folder: Folder, error: Exception) -> None:
     sys.stderr.write(
         f"paceline: the record could not be kept ({printable(str(error))}). It is in "
         f"{folder.path}; the next paceline run on this host tries again. HINT: make room there, or "
@@ -387,7 +389,7 @@ def _set_aside(folder: Folder) -> None:
     part = f"{TO_SEND}.part"
     folder.remove(part)
     with folder.subfolder(part, make=True) as waiting:
-        copy_records(folder, waiting.path, noted_attempt(folder.path))
+        copy_records(folder, waiting.path, read_attempt(folder.path))
     folder.rename(part, TO_SEND)
     for name in folder.names():
         if name.endswith((".ring", ".lines", ".stack")):

@@ -12,14 +12,14 @@ import struct
 import time
 
 # Seconds for an agent to end its ranks. Then the agent is killed, and its rank server ends them.
-PATIENCE = 6.0
+END_TIMEOUT_S = 6.0
 # Seconds after which a name without a listener is not an agent's: agents listen immediately.
 NOT_LISTENING_S = 1.0
 _TRY = 0.05  # seconds between two attempts
 _PEER = struct.Struct("iII")  # pid, uid, gid
 
 
-def claim(run: str, place: int) -> socket.socket | None:
+def acquire(run: str, place: int) -> socket.socket | None:
     """Make this process the only agent of a job on a node.
 
     Args:
@@ -32,8 +32,8 @@ def claim(run: str, place: int) -> socket.socket | None:
     """
     address = f"\0paceline-agent-{os.getuid()}-{run}-{place}"
     began = listened = time.monotonic()
-    means = [(PATIENCE, signal.SIGKILL), (0.0, signal.SIGHUP)]
-    while time.monotonic() - began < 2 * PATIENCE:
+    means = [(END_TIMEOUT_S, signal.SIGKILL), (0.0, signal.SIGHUP)]
+    while time.monotonic() - began < 2 * END_TIMEOUT_S:
         mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             mine.bind(address)

@@ -93,7 +93,7 @@ def _check(batch: Batch, setup: list[str]) -> None:
         )
 
 
-def written(
+def batch_script(
     kind: Scheduler,
     batch: Batch,
     setup: list[str],
@@ -188,7 +188,7 @@ def _run_words(batch: Batch, job: Job, record: Path | None, more: list[str]) -> 
     return " ".join(part for part in line if part)
 
 
-def sent(kind: Scheduler, batch: Batch, script: str) -> str:
+def submit_script(kind: Scheduler, batch: Batch, script: str) -> str:
     """Submit the script and return the job number.
 
     Raises:

@@ -18,7 +18,7 @@ from .definitions import DEFINITIONS
 from .wording import joined
 from .write_page import page
 
-MOST = 40  # most shown entries of a list in the evidence
+MAX_SHOWN = 40  # most shown entries of a list in the evidence
 ROOM = 1.3  # maximum length of the axis for wide intervals, relative to the longest bar
 _COLOURS = {  # of each bar: the colour of the state that it belongs to
     "sharing": "other",
@@ -169,7 +169,7 @@ def _facts(values: Mapping[str, Any], path: str, above: tuple[str, ...]) -> Iter
 
 
 def _listed(value: Any, name: str, place: str, above: tuple[str, ...]) -> Iterator[Fact]:
-    shown, more = list(enumerate(value))[:MOST], max(len(value) - MOST, 0)
+    shown, more = list(enumerate(value))[:MAX_SHOWN], max(len(value) - MAX_SHOWN, 0)
     if not shown:
         return
     if all(isinstance(one, Mapping) and "code" in one for one in value):

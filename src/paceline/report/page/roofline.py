@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...cost.roofline import Placed, Roof, ridge
+from ...cost.roofline import Roof, RooflinePoint, ridge
 
 # Positions of neighbouring labels, which differ so that the labels do not overlap.
 _AROUND = ("bottom center", "top center", "middle left", "middle right")
 
 
-def chart(roofs: Mapping[str, Roof], points: Mapping[str, Placed]) -> dict[str, Any]:
+def chart(roofs: Mapping[str, Roof], points: Mapping[str, RooflinePoint]) -> dict[str, Any]:
     """Return ``data`` and ``layout`` of the chart; empty if there is no roof.
 
     Work without memory traffic is drawn at the right edge.

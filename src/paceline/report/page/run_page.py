@@ -11,7 +11,7 @@ from ..terminal.run_report import NEEDS_TWO, TREE
 from . import captions
 from .roofline import chart
 from .series import series
-from .wording import achieved, largest
+from .wording import achieved, largest_losses
 from .write_page import page
 
 SHOWN_GROUPS = 40
@@ -74,7 +74,7 @@ def _data(report: Report) -> dict[str, Any]:
 
 
 def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
-    told = largest(report)
+    told = largest_losses(report)
     lost = sum(loss.share for loss in report.losses)
     count = len(report.states)
     return {

@@ -78,7 +78,7 @@ _NOBODY = (
 
 
 @dataclass(frozen=True)
-class Told:
+class Explanation:
     """Explanation of one loss.
 
     Attributes:
@@ -97,13 +97,13 @@ class Told:
     together: float | None
 
 
-def largest(report: Report) -> list[Told]:
+def largest_losses(report: Report) -> list[Explanation]:
     """Return the largest losses with explanations."""
     found = [loss for loss in report.losses if loss.share >= 0.001][:LARGEST]
-    return [_told(loss, report) for loss in found]
+    return [_explain(loss, report) for loss in found]
 
 
-def _told(loss: Loss, report: Report) -> Told:
+def _explain(loss: Loss, report: Report) -> Explanation:
     rank = f"Rank {loss.rank}"
     if loss.kind == "transfer":
         why, look = _TRANSFER
@@ -115,7 +115,7 @@ def _told(loss: Loss, report: Report) -> Told:
     else:
         why, look = _OWN[loss.kind]
     what = sentence(loss, report)
-    return Told(loss.share, what[0].upper() + what[1:], why, look, _together(loss, report))
+    return Explanation(loss.share, what[0].upper() + what[1:], why, look, _together(loss, report))
 
 
 def _rate(loss: Loss, report: Report) -> str:

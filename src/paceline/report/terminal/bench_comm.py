@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...cost.machine.machine_file import AtSize, Collective
-from ...cost.machine.units import size, told
+from ...cost.machine.units import format_value, size
 
 
 def render(
@@ -36,7 +36,7 @@ def render(
             row = _row(collective, at, first, copies)
             table.add_row(size(one.bytes) if collective is first else "", *row)
     latencies = ", ".join(
-        f"{one.backend} {told(one.latency.median, 's')}" for one in found if one.latency
+        f"{one.backend} {format_value(one.latency.median, 's')}" for one in found if one.latency
     )
     said = [Text(f"Latency, of 8 bytes: {latencies}.")]
     return Group(table, *said, *(Text(note, style="bright_black") for note in notes))
@@ -55,10 +55,10 @@ def _row(
         shown = Text(f"{share:.2g}", style="green")
     return [
         collective.backend,
-        told(seconds.median, "s"),
+        format_value(seconds.median, "s"),
         f"{100 * seconds.spread / seconds.median:.0f} %" if seconds.median else "",
-        told(rate.median, "B/s") if rate else "-",
-        told(bus.median, "B/s") if bus else "-",
+        format_value(rate.median, "B/s") if rate else "-",
+        format_value(bus.median, "B/s") if bus else "-",
         shown,
         f"{seconds.median / copy:.3g}" if copy else "",
     ]

@@ -12,15 +12,17 @@ from ..console import PlainConsole
 from ..numbers import counted
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-SEVERAL, FREE, FORBIDDEN = "*", ".", "-"
-MOST = 64  # ranks in the table; of larger jobs, the first ranks and those with an odd binding
+MANY_RANKS, FREE, FORBIDDEN = "*", ".", "-"
+MAX_LISTED_RANKS = (
+    64  # ranks in the table; of larger jobs, the first ranks and those with an odd binding
+)
 _CHILDREN = 4  # most child processes that are listed individually
 _EVERY = 8  # cores in a drawing between two gaps
 
 Host = tuple[str, dict[str, Any]]
 
 
-def drawn(hosts: Sequence[Host], ranks: int) -> str:
+def render(hosts: Sequence[Host], ranks: int) -> str:
     """Return the table and the drawings as text.
 
     Args:
@@ -33,12 +35,12 @@ def drawn(hosts: Sequence[Host], ranks: int) -> str:
         console.print(_table(hosts))
         seen: dict[tuple[str, ...], list[str]] = {}
         for name, told in hosts:
-            seen.setdefault(tuple(drawing(told)), []).append(name)
+            seen.setdefault(tuple(draw_host(told)), []).append(name)
         for lines, names in seen.items():
             console.print(Text(f"{_hosts(names)}: {lines[0]}", style="bold"))
             for line in lines[1:]:
                 console.print(Text(f"  {line}"), soft_wrap=True)
-        for line in _odd(hosts):
+        for line in _problems(hosts):
             console.print(Text(line, style="bold red"))
         ended = set(range(ranks)) - {one["rank"] for _, told in hosts for one in told["ranks"]}
         if ended:
@@ -57,7 +59,7 @@ def _table(hosts: Sequence[Host]) -> Table:
     for heading in ("memory", "threads", "workers"):
         table.add_column(heading)
     rows = [(name, one) for name, told in hosts for one in told["ranks"]]
-    shown = [row for at, row in enumerate(rows) if at < MOST or row[1]["odd"]]
+    shown = [row for at, row in enumerate(rows) if at < MAX_LISTED_RANKS or row[1]["odd"]]
     for name, one in shown:
         process, planned = one["process"], one["planned"]
         table.add_row(
@@ -89,7 +91,7 @@ def _workers(one: dict[str, Any]) -> str:
     return f"{len(children)}: {named}{' ...' if len(away) > _CHILDREN else ''}"
 
 
-def drawing(told: dict[str, Any]) -> list[str]:
+def draw_host(told: dict[str, Any]) -> list[str]:
     """Return a drawing of one host, as lines.
 
     The first line counts the hardware. Then each NUMA node has one line with one sign per core: the
@@ -130,13 +132,13 @@ def _sign(
 ) -> str:
     ranks = set().union(*(owners.get(number, set()) for number in numbers))
     if len(ranks) > 1:
-        return SEVERAL
+        return MANY_RANKS
     if ranks:
         return SIGNS[(ranks.pop() - lowest) % len(SIGNS)]
     return FREE if allowed & set(numbers) else FORBIDDEN
 
 
-def _odd(hosts: Sequence[Host]) -> list[str]:
+def _problems(hosts: Sequence[Host]) -> list[str]:
     found = []
     for name, told in hosts:
         found += [

@@ -10,9 +10,9 @@ from rich.text import Text
 from ...cost.catalogue import lookup
 from ...cost.compare_machines import Change
 from ...cost.machine.machine_file import Figure, HostFacts, Machine
-from ...cost.machine.named_figures import of_hosts
-from ...cost.machine.units import listed, size, told
-from ...cost.outliers.outliers import Odd
+from ...cost.machine.named_figures import host_figures
+from ...cost.machine.units import format_value, join_words, size
+from ...cost.outliers.outliers import Outlier
 from ...cost.roofline import roofs
 from ..numbers import counted, percent
 from .roofline import draw_roofline
@@ -22,7 +22,7 @@ MAX_HOST_COLUMNS = 4  # for more hosts, the table shows the median and the worst
 MEMORY_BANDWIDTH = "memory bandwidth"  # name of the figure in cost.machine.named_figures
 
 
-def render(machine: Machine, found: Sequence[Odd], notes: Sequence[str]) -> Group:
+def render(machine: Machine, found: Sequence[Outlier], notes: Sequence[str]) -> Group:
     """Return all tables and sentences.
 
     found: Anomalies. notes: Lines printed at the end.
@@ -55,7 +55,7 @@ def _facts(machine: Machine) -> list[Text]:
             None, (_hardware(host), _free_space(host), _import(host), _versions(host))
         ):
             hosts_by_line.setdefault(line, []).append(host.name)
-    return [Text(f"{listed(names)}: {line}") for line, names in hosts_by_line.items()]
+    return [Text(f"{join_words(names)}: {line}") for line, names in hosts_by_line.items()]
 
 
 def _hardware(host: HostFacts) -> str:
@@ -81,9 +81,9 @@ def _import(host: HostFacts) -> str:
     """Return the figures of ``import torch`` that the table of rates does not show."""
     parts = []
     if host.import_torch_first_s is not None:
-        parts.append(f"{told(host.import_torch_first_s, 's')} the first time")
+        parts.append(f"{format_value(host.import_torch_first_s, 's')} the first time")
     if host.import_torch_busy is not None:
-        parts.append(f"{told(host.import_torch_busy.median, 's')} of a core")
+        parts.append(f"{format_value(host.import_torch_busy.median, 's')} of a core")
     if host.import_torch_calls is not None:
         parts.append(f"{host.import_torch_calls:,} calls to the file system")
     return f"import torch: {', '.join(parts)}" if parts else ""
@@ -99,7 +99,7 @@ def _format_figure(figure: Figure | None) -> str:
         return "-"
     half = (figure.high - figure.low) / 2
     share = half / figure.median if figure.median else 0.0
-    return f"{told(figure.median, figure.unit)} ±{percent(share)}"
+    return f"{format_value(figure.median, figure.unit)} ±{percent(share)}"
 
 
 Rows = dict[tuple[str, str], dict[str, Figure]]
@@ -108,13 +108,13 @@ Rows = dict[tuple[str, str], dict[str, Figure]]
 def _rows(machine: Machine) -> Rows:
     """Return the figure of each host by (device, what); collectives have their own table."""
     rows: Rows = {}
-    for named in of_hosts(machine):
+    for named in host_figures(machine):
         if "(" not in named.what:
             rows.setdefault((named.device, named.what), {})[named.hosts[0]] = named.figure
     return rows
 
 
-def _rates(machine: Machine, found: Sequence[Odd]) -> Table:
+def _rates(machine: Machine, found: Sequence[Outlier]) -> Table:
     """Return a table with a row for each rate, a column for each host, and the catalogue value."""
     table = Table(title="Rates", box=None, pad_edge=False, title_justify="left")
     table.add_column("")
@@ -131,7 +131,7 @@ def _rates(machine: Machine, found: Sequence[Odd]) -> Table:
     return table
 
 
-def _median_and_worst(machine: Machine, found: Sequence[Odd]) -> Table:
+def _median_and_worst(machine: Machine, found: Sequence[Outlier]) -> Table:
     """Return a table with the median and the worst host of each rate, for many hosts."""
     table = Table(title="Rates", box=None, pad_edge=False, title_justify="left")
     for heading in ("", "middle", "worst", "host", "catalogue"):
@@ -152,7 +152,7 @@ def _median_and_worst(machine: Machine, found: Sequence[Odd]) -> Table:
     return table
 
 
-def _slow_figures(found: Sequence[Odd]) -> set[tuple[str, str]]:
+def _slow_figures(found: Sequence[Outlier]) -> set[tuple[str, str]]:
     return {(name, one.what) for one in found if one.kind == "slow" for name in one.hosts}
 
 
@@ -168,9 +168,9 @@ def _catalogue_peak(host: HostFacts, device: str, what: str) -> str:
     if row is None:
         return ""
     if what == MEMORY_BANDWIDTH:
-        return told(row.bandwidth, "B/s") if row.bandwidth else ""
+        return format_value(row.bandwidth, "B/s") if row.bandwidth else ""
     peak = row.peak.get(what.partition(" ")[0])
-    return told(peak, "FLOP/s") if peak else ""
+    return format_value(peak, "FLOP/s") if peak else ""
 
 
 def _collectives(machine: Machine) -> Table:
@@ -202,7 +202,7 @@ def _collectives(machine: Machine) -> Table:
     return table
 
 
-def _pairs(machine: Machine, found: Sequence[Odd]) -> Table:
+def _pairs(machine: Machine, found: Sequence[Outlier]) -> Table:
     """Return a table with the slowest links, and the median of the others."""
     table = Table(title="Links between hosts", box=None, pad_edge=False, title_justify="left")
     for heading in ("hosts", "latency", "bandwidth"):
@@ -244,7 +244,7 @@ def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]
         table.add_column(heading)
     for one in changes:
         style = {True: "green", False: "bold red", None: ""}[one.better]
-        names = listed(one.hosts)
+        names = join_words(one.hosts)
         change = percent(one.by) if one.by else ""
         table.add_row(names, one.what, one.before, one.after, Text(change, style=style))
     if not changes:
@@ -253,7 +253,7 @@ def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]
 
 
 def as_json(
-    machine: dict[str, Any], found: Sequence[Odd], notes: Sequence[str], more: dict[str, Any]
+    machine: dict[str, Any], found: Sequence[Outlier], notes: Sequence[str], more: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the check as JSON.
 

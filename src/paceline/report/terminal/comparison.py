@@ -35,7 +35,7 @@ FACTORS = (
 )
 
 
-def compared(before: Report, after: Report, changes: list[FigureChange]) -> Panel:
+def render(before: Report, after: Report, changes: list[FigureChange]) -> Panel:
     """Return a table of two runs that marks the changes within the noise."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "before", "after", "change"):

@@ -63,10 +63,10 @@ class Diagnosis(Protocol):
     @property
     def after(self) -> "Diagnosis | None": ...
     @property
-    def off(self) -> Mapping[str, cures.Off]: ...
+    def off(self) -> Mapping[str, cures.PredictionError]: ...
 
 
-def drawn(found: Diagnosis, width: int = 100) -> RenderableType:
+def render(found: Diagnosis, width: int = 100) -> RenderableType:
     """Return the diagnosis as text for a terminal with ``width`` columns."""
     ladder = found.ladder
     head = (

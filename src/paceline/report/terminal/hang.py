@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ...analyze.live.current_states import Now, Standing
+from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import View
 from ...analyze.records.stacks import STACK_NOT_PERMITTED, innermost_user_frame
 from ...security.text import printable
@@ -81,7 +81,7 @@ def likely_causes(view: View | None, silent: Sequence[str]) -> list[str]:
     return found or ["no collective stands: see where each rank is"]
 
 
-def _mismatches(standing: Sequence[Standing]) -> list[str]:
+def _mismatches(standing: Sequence[BlockedCollective]) -> list[str]:
     """Name the ranks that are in different collectives with the same number in one group."""
     return [
         f"ranks disagree about collective {one.number}: rank {numbered(one.inside)} in "
@@ -91,7 +91,7 @@ def _mismatches(standing: Sequence[Standing]) -> list[str]:
     ]
 
 
-def _stopped_sentence(now: Now) -> str:
+def _stopped_sentence(now: RankState) -> str:
     return f"rank {now.rank} is stopped by a signal (SIGSTOP)"
 
 

@@ -22,7 +22,7 @@ LIMITS = {
 STATES = {"storage": "from storage, as in a first epoch", "memory": "from memory, as later on"}
 
 
-def drawn(told: dict[str, Any]) -> Group:
+def render(told: dict[str, Any]) -> Group:
     """Return the result as text for the terminal; ``told`` has the layout of ``--json``."""
     parts: list[RenderableType] = [Text(line) for line in _terms(told)]
     for state, rates in told["rates"].items():

@@ -6,14 +6,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...cost.machine.units import size, told
+from ...cost.machine.units import format_value, size
 from ...security.text import printable
 
 SHOWN = 10  # most lines about individual samples
 CHANNELS = 8  # most channels whose mean and deviation are shown
 
 
-def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: float) -> Group:
+def render(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: float) -> Group:
     """Return the result of ``paceline pack`` as text.
 
     Args:
@@ -35,10 +35,10 @@ def drawn(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: 
     return Group(*parts)
 
 
-def checked(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
+def render_check(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
     """Return the result of reading a packed dataset back; ``bad`` has one line per bad sample."""
     whole = sum(shard["bytes"] for shard in meta["shards"])
-    read = f"{meta['samples']:,} samples ({size(whole)}) read back in {told(seconds, 's')}"
+    read = f"{meta['samples']:,} samples ({size(whole)}) read back in {format_value(seconds, 's')}"
     folder = printable(folder)
     if not bad:
         return Group(Text(f"{folder}: {read}: all as they were packed", style="green"))
@@ -62,7 +62,7 @@ def progress(
     return f"{what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
 
 
-def staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def render_staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the result of ``paceline stage`` on each host, as lines with their styles."""
     several = len(hosts) > 1
     lines = []
@@ -75,11 +75,11 @@ def staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
         lines.append((line, "green" if one["copied"] else ""))
         lines += [(f"  {text}" if several else text, "yellow") for text in concerns(one)]
     if several:
-        lines.append((staged_together("", hosts), ""))
+        lines.append((render_staged_hosts("", hosts), ""))
     return lines
 
 
-def staged_together(source: str, hosts: list[dict[str, Any]]) -> str:
+def render_staged_hosts(source: str, hosts: list[dict[str, Any]]) -> str:
     """Return one line that summarizes the copies to several hosts."""
     read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
     copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
@@ -88,8 +88,9 @@ def staged_together(source: str, hosts: list[dict[str, Any]]) -> str:
     if not copied:
         return f"{what}: nothing had to come"
     return (
-        f"{what}: {copied:,} shards came ({size(came)}) in {told(took, 's')}, {copied - fetched:,} "
-        f"of them ({size(read)}) from where the set is, the others from each other"
+        f"{what}: {copied:,} shards came ({size(came)}) in {format_value(took, 's')}, "
+        f"{copied - fetched:,} of them ({size(read)}) from where the set is, the others from each "
+        "other"
     )
 
 
@@ -111,14 +112,18 @@ def concerns(one: dict[str, Any]) -> list[str]:
 def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     whole = sum(shard["bytes"] for shard in meta["shards"])
     count = meta["samples"]
-    rate = f"{count / seconds:,.0f} samples/s, {told(whole / seconds, 'B/s')}" if seconds else ""
+    rate = (
+        f"{count / seconds:,.0f} samples/s, {format_value(whole / seconds, 'B/s')}"
+        if seconds
+        else ""
+    )
     rows = [
         ("samples", f"{count:,} {meta['packed'].get('kind', 'arrays')}"),
         ("shards", f"{len(meta['shards']):,}, {size(whole)} in all"),
         ("a sample", _array(meta["array"]) or f"{size(whole / count)} in the mean"),
         ("labels", _labels(meta)),
         *_moments(meta["statistics"]),
-        ("took", f"{told(seconds, 's')}: {rate}" if seconds else ""),
+        ("took", f"{format_value(seconds, 's')}: {rate}" if seconds else ""),
     ]
     return [(name, value) for name, value in rows if value]
 

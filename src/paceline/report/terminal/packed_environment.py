@@ -8,13 +8,13 @@ from rich.text import Text
 
 from ...cost.import_cost import Packed
 from ...cost.machine.machine_file import Figure
-from ...cost.machine.units import size, told
+from ...cost.machine.units import format_value, size
 from ..numbers import percent
 
 STAYED = 0.02  # share of the bytes that stay in memory; a larger one is reported
 
 
-def drawn(found: Packed) -> Group:
+def render(found: Packed) -> Group:
     """Return the result as text for the terminal."""
     parts: list[RenderableType] = [_table(found), Text()]
     parts.append(Text(found.sentence, style="green" if found.worth_it else "bold"))
@@ -55,7 +55,7 @@ def _table(found: Packed) -> Table:
         ("of that a core's", own.busy, other.busy if other else None),
     ):
         table.add_row(what, _figure(one), _figure(two))
-    table.add_row("to pack", "", told(found.pack_s, "s"))
+    table.add_row("to pack", "", format_value(found.pack_s, "s"))
     table.add_row("size", size(found.bytes), size(found.file_bytes))
     table.add_row("files", f"{found.files:,}", "1")
     table.add_row("file system", found.filesystem or "?", found.file_filesystem or "?")
@@ -68,7 +68,7 @@ def _figure(figure: Figure | None) -> str:
         return "-"
     half = (figure.high - figure.low) / 2
     spread = f" ±{percent(half / figure.median)}" if figure.n > 1 and figure.median else ""
-    return f"{told(figure.median, figure.unit)}{spread}"
+    return f"{format_value(figure.median, figure.unit)}{spread}"
 
 
 def _of_calls(found: Packed) -> str:

@@ -38,7 +38,7 @@ class Remedy(Protocol):
     def costs(self) -> str: ...
 
 
-class Off(Protocol):
+class PredictionError(Protocol):
     """Median error of the predictions of one kind, in percentage points."""
 
     @property
@@ -71,7 +71,9 @@ def how_to_apply(remedy: Remedy) -> str:
     return f"{where}{remedy.edit}" + "".join(f"; {one}" for one in besides)
 
 
-def render_proposed(remedies: Sequence[Remedy], off: Mapping[str, Off]) -> list[RenderableType]:
+def render_proposed(
+    remedies: Sequence[Remedy], off: Mapping[str, PredictionError]
+) -> list[RenderableType]:
     """Return the table of proposed remedies with their predicted gains.
 
     off: Errors of earlier predictions, by their source.

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from ...cost.machine.units import told
-from ...cost.roofline import Placed, Roof
+from ...cost.machine.units import format_value
+from ...cost.roofline import Roof, RooflinePoint
 
 _MIN_COLUMNS_ROWS = (32, 8)
 _LABEL_COLUMNS = 13  # left of the axis
@@ -13,7 +13,10 @@ _MARKS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def draw_roofline(
-    roofs: Mapping[str, Roof], points: Mapping[str, Placed], width: int = 78, height: int = 18
+    roofs: Mapping[str, Roof],
+    points: Mapping[str, RooflinePoint],
+    width: int = 78,
+    height: int = 18,
 ) -> str:
     """Draw the roof of each precision and the measured points; "" if there is no roof.
 
@@ -22,7 +25,7 @@ def draw_roofline(
     """
     if not roofs:
         return ""
-    names = {name: f" {name} {told(roof.peak, 'FLOP/s')}" for name, roof in roofs.items()}
+    names = {name: f" {name} {format_value(roof.peak, 'FLOP/s')}" for name, roof in roofs.items()}
     columns = max(width - _LABEL_COLUMNS - 2 - max(map(len, names.values())), _MIN_COLUMNS_ROWS[0])
     x, y = _axes(roofs, points, columns, max(height - 2, _MIN_COLUMNS_ROWS[1]))
     field = [[" "] * columns for _ in range(y.cells)]
@@ -35,7 +38,7 @@ def draw_roofline(
     lines = ["FLOP/s".rjust(_LABEL_COLUMNS)]
     ticks = {y.at(10.0**power): power for power in y.powers()}
     for row in reversed(range(y.cells)):
-        label = told(10.0 ** ticks[row], "FLOP/s") if row in ticks else ""
+        label = format_value(10.0 ** ticks[row], "FLOP/s") if row in ticks else ""
         axis = "+" if row in ticks else "|"
         lines.append(f"{label:>{_LABEL_COLUMNS}} {axis}{''.join(field[row])}{right[row]}".rstrip())
     lines += _x_axis(x, columns)
@@ -70,7 +73,7 @@ class _Axis:
 
 
 def _axes(
-    roofs: Mapping[str, Roof], points: Mapping[str, Placed], columns: int, rows: int
+    roofs: Mapping[str, Roof], points: Mapping[str, RooflinePoint], columns: int, rows: int
 ) -> tuple[_Axis, _Axis]:
     """Return the x and y axes, which contain all ridges and points with a margin at both sides."""
     finite = [p.intensity for p in points.values() if 0 < p.intensity < float("inf")]
@@ -110,13 +113,13 @@ def _x_axis(x: _Axis, columns: int) -> list[str]:
     return [f"{start}+{''.join(ticks)}", f"{under}  FLOP/byte"]
 
 
-def _point_in_words(placed: Placed) -> str:
+def _point_in_words(placed: RooflinePoint) -> str:
     much = placed.intensity
     intensity = f"{much:,.0f} FLOP/byte" if much >= 100 else f"{much:.3g} FLOP/byte"
     if math.isinf(much):
         intensity = "no memory traffic"
     limit = "memory bandwidth" if placed.bound == "memory" else "arithmetic"
     return (
-        f"{intensity}, {told(placed.rate, 'FLOP/s')}, {100 * placed.share:.0f} % of what "
+        f"{intensity}, {format_value(placed.rate, 'FLOP/s')}, {100 * placed.share:.0f} % of what "
         f"{limit} allows"
     )

@@ -57,10 +57,10 @@ TREE = (
 
 def show(report: Report) -> None:
     """Show the short report to the user, through the launcher if there is one."""
-    notify(drawn(report))
+    notify(render(report))
 
 
-def drawn(report: Report) -> str:
+def render(report: Report) -> str:
     """Return the short report as text for stderr.
 
     On a terminal, the text has the width of the terminal and colours.

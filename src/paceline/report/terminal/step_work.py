@@ -2,8 +2,8 @@
 
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
-from ...cost.machine.units import listed, told
-from ...cost.roofline import Placed
+from ...cost.machine.units import format_value, join_words
+from ...cost.roofline import RooflinePoint
 from ..numbers import counted, percent
 
 MEASURED_ALIKE = 1.1  # factor by which two measurements of one rate may differ
@@ -17,12 +17,13 @@ def sentences(report: Report) -> list[str]:
     if not work.flops:
         return [f"Step {work.step} was counted, and has no operator whose FLOPs are known"]
     found = [
-        f"A step computes {told(work.flops, 'FLOP')} ({work.precision}) and moves "
-        f"{told(work.bytes, 'B')} through memory, {work.flops / work.bytes:.3g} FLOP/byte: counted "
-        f"on {counted(len(work.ranks), 'rank')} in step {work.step}, which was slower for it"
+        f"A step computes {format_value(work.flops, 'FLOP')} ({work.precision}) and moves "
+        f"{format_value(work.bytes, 'B')} through memory, {work.flops / work.bytes:.3g} FLOP/byte: "
+        f"counted on {counted(len(work.ranks), 'rank')} in step {work.step}, which was slower for "
+        "it"
     ]
     if work.uncounted:
-        found.append(f"FLOPs nobody knows of: {listed(work.uncounted)}")
+        found.append(f"FLOPs nobody knows of: {join_words(work.uncounted)}")
     line = report.roofline
     if line is None:
         return found
@@ -52,7 +53,7 @@ def _above(line: Roofline) -> list[str]:
     return found
 
 
-def reaches(placed: Placed) -> str:
+def reaches(placed: RooflinePoint) -> str:
     """Return the rate of a point, and its share of the attainable rate, in words."""
     by = "arithmetic" if placed.bound == "compute" else "memory bandwidth"
-    return f"{told(placed.rate, 'FLOP/s')}, {percent(placed.share)} of what {by} allows"
+    return f"{format_value(placed.rate, 'FLOP/s')}, {percent(placed.share)} of what {by} allows"

@@ -10,15 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.live.current_states import Now, Standing
+from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import View
 from ...analyze.records.state_timeline import STATES
 from ...cluster.topology.local_resources import spans
 from ..numbers import amount, counted, elapsed
 from .run_report import COLOURS
 
-EACH = 16  # most ranks with one row each; larger jobs get one row per host, and MOST ranks
-MOST = 8
+MAX_RANK_ROWS = 16  # most ranks with one row each; larger jobs get one row per host, and MOST ranks
+MAX_LISTED_RANKS = 8
 LINES = 8  # most lines about what ranks do now
 SIGNS = {
     "useful": "█",
@@ -40,7 +40,7 @@ _LONG_WAIT = 0.02  # share of a rank's time; shorter waits are not shown
 _AT_ONCE = 1.0  # s; shorter durations are not shown, because they end before a user reads them
 
 
-def drawn(view: View, width: int, rows: int = EACH + MOST) -> RenderableType:
+def render(view: View, width: int, rows: int = MAX_RANK_ROWS + MAX_LISTED_RANKS) -> RenderableType:
     """Return the live view for a terminal.
 
     Args:
@@ -136,14 +136,14 @@ def _rows(view: View, most: int) -> list[tuple[str, dict[str, float]]]:
         for rank, host in zip(view.ranks, view.hosts, strict=True)
     }
     shares = dict(zip(view.ranks, view.states, strict=True))
-    if len(view.ranks) <= min(EACH, most):
+    if len(view.ranks) <= min(MAX_RANK_ROWS, most):
         return [(names[rank], shares[rank]) for rank in view.ranks]
     rows = []
     for host in dict.fromkeys(view.hosts):
         own = [s for s, h in zip(view.states, view.hosts, strict=True) if h == host]
         mean = {state: sum(rank[state] for rank in own) / len(own) for state in STATES}
         rows.append((_short(host), mean))
-    ranks = min(MOST, max(2, most - min(len(rows), most // 2)))
+    ranks = min(MAX_LISTED_RANKS, max(2, most - min(len(rows), most // 2)))
     if len(rows) > most - ranks:  # keep the hosts that wait least: the others wait for them
         rows = sorted(rows, key=lambda row: row[1]["wait"])[: max(1, most - ranks)]
     return rows + [(names[rank], shares[rank]) for rank in _telling(view, ranks)]
@@ -194,7 +194,7 @@ def _waits(view: View) -> list[str]:
     ]
 
 
-def standing_in_words(one: Standing, view: View) -> str:
+def standing_in_words(one: BlockedCollective, view: View) -> str:
     """Describe a collective that only some ranks have entered, and why it does not proceed."""
     now = {rank.rank: rank for rank in view.now}
     halted = [rank for rank in one.inside if now[rank].process == "stopped"]
@@ -213,7 +213,7 @@ def standing_in_words(one: Standing, view: View) -> str:
     return told
 
 
-def _absent(now: Now) -> str:
+def _absent(now: RankState) -> str:
     if now.process == "ended":
         return f"it has ended{_since(now)}"
     halted = "its process is stopped by a signal (SIGSTOP); " if now.process == "stopped" else ""
@@ -222,19 +222,19 @@ def _absent(now: Now) -> str:
     return f"{halted}it is {_in(now)}"
 
 
-def _newest(now: Now) -> str:
+def _newest(now: RankState) -> str:
     if now.last is None or now.last_s is None:
         return "it has not done anything that is recorded"
     return f"it last ended {now.last}, {elapsed(now.last_s)} ago"
 
 
-def _since(now: Now) -> str:
+def _since(now: RankState) -> str:
     return f" (last: {now.last})" if now.last is not None else ""
 
 
 def _doing(view: View) -> list[str]:
     """Return what ranks do now: one line for all ranks that do the same."""
-    same: dict[str, list[Now]] = {}
+    same: dict[str, list[RankState]] = {}
     for now in view.now:
         same.setdefault(_kind(now), []).append(now)
     lines = []
@@ -245,12 +245,12 @@ def _doing(view: View) -> list[str]:
     return [*lines[:LINES], f"... {counted(more, 'more line')} (--json)"] if more > 0 else lines
 
 
-def doing_in_words(now: Now) -> str:
+def doing_in_words(now: RankState) -> str:
     """Return what one rank does now, and for how long, in words."""
     return _told(_kind(now), now)
 
 
-def _kind(now: Now) -> str:
+def _kind(now: RankState) -> str:
     """Return what a rank does, without durations."""
     if now.process == "ended":
         return "ended"
@@ -258,7 +258,7 @@ def _kind(now: Now) -> str:
     return halted + _plain(now)
 
 
-def _plain(now: Now) -> str:
+def _plain(now: RankState) -> str:
     long = now.for_s is not None and now.for_s >= _AT_ONCE
     what = f"{now.collective} {now.number}" if now.number is not None else f"{now.collective}"
     if now.doing == "starting":
@@ -276,11 +276,11 @@ def _plain(now: Now) -> str:
     return "computing"
 
 
-def _in(now: Now) -> str:
+def _in(now: RankState) -> str:
     return _told(_plain(now), now)
 
 
-def _told(kind: str, now: Now) -> str:
+def _told(kind: str, now: RankState) -> str:
     if now.process == "ended" or now.doing == "starting":
         return f"{kind}{_since(now)}"
     if now.for_s is not None:
@@ -294,7 +294,7 @@ def _of(group: str | None) -> str:
     return "" if group in (None, "0", "default_pg") else f" of group {group}"
 
 
-def _at(now: Now, view: View) -> str:
+def _at(now: RankState, view: View) -> str:
     return f" on {_short(now.host)}" if len(set(view.hosts)) > 1 else ""
 
 

@@ -19,9 +19,9 @@ from ...analyze.records.state_timeline import STATES
 from ...cost.machine.machine_file import Machine
 from ...predict import history
 from ...predict.remedies import Remedy, remedies
-from .ladder import Ladder, climbed
-from .run_script import Asked
-from .try_remedies import ALL, Trial, Tried, chosen, tried
+from .ladder import Ladder, climb_ladder
+from .run_script import RunRequest
+from .try_remedies import ALL, Trial, TrialResults, select_remedies, try_remedies
 
 LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
@@ -58,20 +58,20 @@ class Diagnosis:
     notes: list[str]
     roofline: Roofline | None = None
     remedies: list[Remedy] = field(default_factory=list)
-    tried: Tried | None = None
+    tried: TrialResults | None = None
     after: "Diagnosis | None" = None
-    off: dict[str, history.Off] = field(default_factory=dict)
+    off: dict[str, history.PredictionError] = field(default_factory=dict)
 
 
-def diagnosed(
-    asked: Asked, say: Callable[[str], None], machine: Machine | None = None
+def run_diagnosis(
+    asked: RunRequest, say: Callable[[str], None], machine: Machine | None = None
 ) -> Diagnosis:
     """Run the ladder and diagnose the script.
 
     Raises:
         ValueError: The script cannot be measured.
     """
-    ladder = climbed(replace(asked, count=machine is not None), say)
+    ladder = climb_ladder(replace(asked, count=machine is not None), say)
     examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
     report = examined.report
     climbs = ladder.climbs
@@ -97,19 +97,19 @@ def diagnosed(
         notes,
         roofline,
         remedies=would,
-        off=history.off(),
+        off=history.prediction_errors(),
     )
 
 
-def proven(
-    asked: Asked, found: Diagnosis, names: list[str], say: Callable[[str], None]
+def try_all(
+    asked: RunRequest, found: Diagnosis, names: list[str], say: Callable[[str], None]
 ) -> Diagnosis:
     """Try remedies, and diagnose the script again with those that helped.
 
     ``names`` are names of knobs, or "all". With "all", remedies that only the new diagnosis
     proposes are tried, too. If the user interrupts the trials, the results so far are returned.
     """
-    result, notes = Tried(kept=dict(asked.settings)), list(found.notes)
+    result, notes = TrialResults(kept=dict(asked.settings)), list(found.notes)
     diagnoses: list[Diagnosis] = []
     try:
         # extend() keeps the diagnoses that were yielded before an exception.
@@ -118,32 +118,36 @@ def proven(
         notes.append("interrupted: not all was tried")
     except ValueError as mistake:
         notes.append(f"with what was kept it could not be diagnosed again: {mistake}")
-    wrong = history.remember(pair for one in result.trials for pair in _pairs(asked.script, one))
+    wrong = history.append(pair for one in result.trials for pair in _pairs(asked.script, one))
     notes += [wrong] if wrong else []
     measured = {one.remedy.knob for one in result.trials if one.gain is not None}
     last = None
     if diagnoses:
         left = [one for one in diagnoses[-1].remedies if one.knob not in measured]
         last = replace(diagnoses[-1], remedies=left)
-    return replace(found, tried=result, after=last, notes=notes, off=history.off())
+    return replace(found, tried=result, after=last, notes=notes, off=history.prediction_errors())
 
 
 def _passes(
-    asked: Asked, found: Diagnosis, names: list[str], result: Tried, say: Callable[[str], None]
+    asked: RunRequest,
+    found: Diagnosis,
+    names: list[str],
+    result: TrialResults,
+    say: Callable[[str], None],
 ) -> Iterator[Diagnosis]:
     """Add trials to ``result``, and yield a new diagnosis after each pass that kept a remedy."""
-    wanted = chosen(names, found.remedies)
+    wanted = select_remedies(names, found.remedies)
     for at in range(PASSES + LATE):
         before, anew = dict(result.kept), {one.knob for one in wanted}
         result.trials = [one for one in result.trials if one.remedy.knob not in anew]
-        tried(asked, found.ladder.steps, wanted, result, say)
+        try_remedies(asked, found.ladder.steps, wanted, result, say)
         if result.kept == before:
             return
-        after = diagnosed(replace(asked, settings=dict(result.kept)), say)
+        after = run_diagnosis(replace(asked, settings=dict(result.kept)), say)
         yield after
         late = {trial.remedy.knob for trial in result.trials if trial.late}
         known = {trial.remedy.knob for trial in result.trials} - late
-        proposed = chosen([ALL], after.remedies) if ALL in names else []
+        proposed = select_remedies([ALL], after.remedies) if ALL in names else []
         wanted = [one for one in proposed if one.knob not in known]
         if at + 1 >= PASSES:
             wanted = [one for one in wanted if one.knob in late and one.gain and one.gain.mean > 0]

@@ -21,7 +21,7 @@ from ...record.experiments.rung import (
     SILENT,
     Rung,
 )
-from .run_script import MINUTE, Asked, FailedError, Runner
+from .run_script import MINUTE_S, FailedError, Runner, RunRequest
 
 FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
 LEAST_STEPS, MOST_STEPS = 10, 400
@@ -90,7 +90,7 @@ class Ladder:
         return [meta.get("rung", {}) | {"exchange": meta.get("exchange")} for meta in metas]
 
 
-def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
+def climb_ladder(asked: RunRequest, say: Callable[[str], None]) -> Ladder:
     """Run the ladder.
 
     Raises:
@@ -98,11 +98,11 @@ def climbed(asked: Asked, say: Callable[[str], None]) -> Ladder:
     """
     began = time.monotonic()
     with Runner(asked, say) as runner:
-        return _Climbing(asked, runner, began).all()
+        return _Climb(asked, runner, began).all()
 
 
-class _Climbing:
-    def __init__(self, asked: Asked, runner: Runner, began: float) -> None:
+class _Climb:
+    def __init__(self, asked: RunRequest, runner: Runner, began: float) -> None:
         self.asked, self.runner, self.began = asked, runner, began
         self.workers = 0  # most workers of a rank's loader
         self.starts_s = 0.0  # start-up time of the processes of one round
@@ -123,7 +123,7 @@ class _Climbing:
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
         }
         found = Ladder(self._warm_up_steps(steps), steps, climbs, run, run)
-        limit = asked.minutes * MINUTE
+        limit = asked.minutes * MINUTE_S
         while len(found.climbs["everything"]) < REPETITIONS[1]:
             turn = time.monotonic()
             try:
@@ -162,7 +162,7 @@ class _Climbing:
         return (
             f"steps are long for --minutes {self.asked.minutes:g}: {found.steps} were measured at "
             f"a time, and the figures are as rough. HINT: --minutes "
-            f"{math.ceil(more * found.seconds / MINUTE)}"
+            f"{math.ceil(more * found.seconds / MINUTE_S)}"
         )
 
     def _fit_into_script(self, found: Ladder, ended: EndedError) -> None:
@@ -186,7 +186,7 @@ class _Climbing:
         are as many rounds as leave enough of the budget for steps.
         """
         a_round = sum(phase != LOADER for phases in self.phases.values() for phase in phases)
-        left = self.asked.minutes * MINUTE - (time.monotonic() - self.began)
+        left = self.asked.minutes * MINUTE_S - (time.monotonic() - self.began)
         starts = self.starts_s
         rounds = min(
             max(int((1 - STEP_SHARE_OF_BUDGET) * left / starts), REPETITIONS[0]), REPETITIONS[1]
@@ -206,7 +206,7 @@ class _Climbing:
 
         It is at least the time for starting the runs: shorter phases would save little.
         """
-        left = MAX_BUDGET_FACTOR * self.asked.minutes * MINUTE - (time.monotonic() - self.began)
+        left = MAX_BUDGET_FACTOR * self.asked.minutes * MINUTE_S - (time.monotonic() - self.began)
         return max(left / rounds - self.starts_s, self.starts_s)
 
     def _run_round(self, found: Ladder) -> None:

@@ -24,13 +24,13 @@ from ...security.files import open_regular
 from ...security.text import printable
 
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
-MINUTE = 60.0
+MINUTE_S = 60.0
 LAST_LINES = 6  # of the output of a failed run, shown in the error
-END_SECONDS = 5.0  # timeout for an interrupted run to end its ranks
+END_TIMEOUT_S = 5.0  # timeout for an interrupted run to end its ranks
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunRequest:
     """The user's request to ``paceline diagnose``.
 
     Attributes:
@@ -83,7 +83,7 @@ class FailedError(ValueError):
 class Runner:
     """Runs the script with records in a temporary folder, which is removed at the end."""
 
-    def __init__(self, asked: Asked, say: Callable[[str], None]) -> None:
+    def __init__(self, asked: RunRequest, say: Callable[[str], None]) -> None:
         self.asked, self.say = asked, say
         self.runs = 0
         self.threads: list[str] = []
@@ -192,7 +192,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
     except BaseException:
         try:
-            process.wait(END_SECONDS)
+            process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait()

@@ -10,7 +10,7 @@ from ...knobs.settings import Setting, write
 from ...report.numbers import percent
 from ...report.terminal.remedies import format_gain
 from .diagnose import Diagnosis
-from .try_remedies import Tried
+from .try_remedies import TrialResults
 
 
 def saved(found: Diagnosis, path: Path) -> str:
@@ -40,7 +40,7 @@ def saved(found: Diagnosis, path: Path) -> str:
     return f"{path} is written: paceline run --settings {path} ..."
 
 
-def _why(found: Diagnosis, tried: Tried, name: str) -> tuple[str, ...]:
+def _why(found: Diagnosis, tried: TrialResults, name: str) -> tuple[str, ...]:
     trial = next((one for one in tried.trials if one.remedy.knob == name), None)
     if trial is None:
         return ("it was set before",)

@@ -15,24 +15,26 @@ from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
 from ...knobs.value_types import Switch
 from ...predict.gains import TRIED
-from ...predict.remedies import Remedy, after
+from ...predict.remedies import Remedy, gain_after
 from ...record.experiments.rung import EVERYTHING, Rung
 from .ladder import in_bursts
-from .run_script import MINUTE, Asked, FailedError, Runner
+from .run_script import MINUTE_S, FailedError, Runner, RunRequest
 
 ROUNDS = (3, 8)  # minimum and maximum number of rounds of a trial
-SHARE = 1.5  # time budget of each pass of trials, relative to --minutes
+BUDGET_FACTOR = 1.5  # time budget of each pass of trials, relative to --minutes
 # Half of the interval of a gain at which its measurement ends: absolute, and relative to the gain.
 TIGHT, TIGHT_OF_GAIN = 0.02, 0.07
-WORSE = 0.01  # relative increase of the loss that is accepted for a knob that changes numbers
+MAX_LOSS_INCREASE = (
+    0.01  # relative increase of the loss that is accepted for a knob that changes numbers
+)
 # Half of the interval of a prediction, as a share of the throughput. A prediction with a wider
 # interval is refined by a micro-measurement.
-ROUGH = 0.05
-GLIMPSE = 3  # rounds of a micro-measurement
-GLIMPSE_STEPS = 15  # most steps of each of these rounds
+MAX_HALF_WIDTH = 0.05
+MICRO_ROUNDS = 3  # rounds of a micro-measurement
+MAX_MICRO_STEPS = 15  # most steps of each of these rounds
 # Possible common error of all rounds of a micro-measurement even if they agree: plus or minus this
 # share of the throughput with the knob.
-UNSURE = 0.07
+MICRO_UNCERTAINTY = 0.07
 WORKERS = "loader-workers"
 ALL = "all"
 
@@ -91,12 +93,12 @@ class Losses:
 
     @property
     def worse(self) -> bool:
-        """Whether the loss increases by more than ``spread``, and by more than ``WORSE``."""
-        return self.with_it - self.without > max(self.spread, WORSE * abs(self.without))
+        """Whether the loss increases by more than ``spread`` and ``MAX_LOSS_INCREASE``."""
+        return self.with_it - self.without > max(self.spread, MAX_LOSS_INCREASE * abs(self.without))
 
 
 @dataclass
-class Tried:
+class TrialResults:
     """Results of all trials.
 
     Attributes:
@@ -110,7 +112,7 @@ class Tried:
     faster: float = 1.0
 
 
-def chosen(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
+def select_remedies(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
     """Return the remedies to try.
 
     ``names`` contains "all" for all proposed ones that can be set, names of knobs, or name=value.
@@ -120,11 +122,11 @@ def chosen(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
     for text in names:
         name, _, value = text.partition("=")
         if name != ALL:
-            found[name] = _asked(name, value, proposed)
+            found[name] = _requested_remedy(name, value, proposed)
     return list(found.values())
 
 
-def can_be_tried(names: list[str]) -> None:
+def check_arguments(names: list[str]) -> None:
     """Check the arguments of ``--try`` before any run starts.
 
     Raises:
@@ -142,7 +144,7 @@ def can_be_tried(names: list[str]) -> None:
     exclude({text.partition("=")[0]: True for text in names if text != ALL})
 
 
-def _asked(name: str, value: str, proposed: dict[str, Remedy]) -> Remedy:
+def _requested_remedy(name: str, value: str, proposed: dict[str, Remedy]) -> Remedy:
     if not value and name in proposed:
         return proposed[name]
     knob = KNOBS[name]
@@ -165,22 +167,26 @@ def _value(name: str, text: str) -> Any:
     return value
 
 
-def tried(
-    asked: Asked, steps: int, remedies: list[Remedy], found: Tried, say: Callable[[str], None]
+def try_remedies(
+    asked: RunRequest,
+    steps: int,
+    remedies: list[Remedy],
+    found: TrialResults,
+    say: Callable[[str], None],
 ) -> None:
     """Try each remedy with all settings kept before, and add the trials to ``found``.
 
     The remedy with the largest predicted gain is tried first. Remedies whose gain only a
-    micro-measurement can predict come last. No trial starts after ``SHARE`` times the requested
-    minutes, except that the most promising remedy is tried even if the predictions took all of this
-    time.
+    micro-measurement can predict come last. No trial starts after ``BUDGET_FACTOR`` times the
+    requested minutes, except that the most promising remedy is tried even if the predictions took
+    all of this time.
     """
-    until = time.monotonic() + SHARE * MINUTE * asked.minutes
+    until = time.monotonic() + BUDGET_FACTOR * MINUTE_S * asked.minutes
     with Runner(asked, say) as runner:
-        _Trying(runner, steps, until).all(remedies, found)
+        _Trials(runner, steps, until).all(remedies, found)
 
 
-def joined(first: Interval, steps: Interval) -> Interval:
+def combine_predictions(first: Interval, steps: Interval) -> Interval:
     """Combine a prediction of a gain with a micro-measurement of it.
 
     Returns the mean weighted by inverse variance, which is more accurate than either of them if
@@ -188,7 +194,7 @@ def joined(first: Interval, steps: Interval) -> Interval:
     """
     half, other = (
         max((one.high - one.low) / 2, least)
-        for one, least in ((first, TIGHT), (steps, UNSURE * (1 + max(steps.mean, 0.0))))
+        for one, least in ((first, TIGHT), (steps, MICRO_UNCERTAINTY * (1 + max(steps.mean, 0.0))))
     )
     mean = (first.mean / half**2 + steps.mean / other**2) / (half**-2 + other**-2)
     wide = (half**-2 + other**-2) ** -0.5
@@ -197,28 +203,28 @@ def joined(first: Interval, steps: Interval) -> Interval:
     return Interval(mean, mean - wide, mean + wide)
 
 
-class _Trying:
+class _Trials:
     def __init__(self, runner: Runner, steps: int, until: float) -> None:
         self.runner, self.steps, self.deadline = runner, steps, until
         self.measured = 0  # number of knobs measured so far
 
-    def all(self, remedies: list[Remedy], found: Tried) -> None:
+    def all(self, remedies: list[Remedy], found: TrialResults) -> None:
         before = found.faster  # the predictions are relative to this throughput
         unknown = [one for one in remedies if one.gain is None]
         known = [one for one in remedies if one not in unknown]
-        for remedy in sorted(known, key=_promise, reverse=True):
+        for remedy in sorted(known, key=_mean_gain, reverse=True):
             assert remedy.gain is not None
-            self._try(remedy, after(remedy.gain, found.faster / before), found)
+            self._try(remedy, gain_after(remedy.gain, found.faster / before), found)
         seen = []
         for one in unknown:
             try:
                 seen.append(replace(one, gain=self._glimpse(one, found.kept)))
             except (ValueError, _NoEffectError) as error:
                 found.trials.append(_not_measured(one, None, error))
-        for remedy in sorted(seen, key=_promise, reverse=True):
+        for remedy in sorted(seen, key=_mean_gain, reverse=True):
             self._try(remedy, remedy.gain, found)
 
-    def _try(self, remedy: Remedy, foreseen: Interval | None, found: Tried) -> None:
+    def _try(self, remedy: Remedy, foreseen: Interval | None, found: TrialResults) -> None:
         """Try one remedy, and add the trial to ``found``; first refine a rough prediction."""
         source, first = remedy.source, None
         if foreseen is not None and source != TRIED and _rough(foreseen):
@@ -229,7 +235,7 @@ class _Trying:
                 return
             if better is not None:
                 first, source = foreseen, f"{source} and {TRIED}"
-                foreseen = joined(foreseen, better)
+                foreseen = combine_predictions(foreseen, better)
         trial = self._measured(remedy, foreseen, found.kept)
         found.trials.append(replace(trial, source=source, first=first))
         if trial.kept and trial.gain is not None:
@@ -240,8 +246,8 @@ class _Trying:
         """Return the gain over a few steps; None if there is no time left or no value to set."""
         if remedy.value is None or time.monotonic() > self.deadline:
             return None
-        steps = min(self.steps, GLIMPSE_STEPS)
-        pairs = [self._pair(remedy, kept, steps, at) for at in range(GLIMPSE)]
+        steps = min(self.steps, MAX_MICRO_STEPS)
+        pairs = [self._pair(remedy, kept, steps, at) for at in range(MICRO_ROUNDS)]
         gains = [gain for gain, _ in pairs]
         return Interval(statistics.median(gains), min(gains), max(gains))
 
@@ -312,12 +318,12 @@ class _Trying:
             raise _NoEffectError(why or "the script never comes to what it changes")
 
 
-def _promise(remedy: Remedy) -> float:
+def _mean_gain(remedy: Remedy) -> float:
     return remedy.gain.mean if remedy.gain is not None else 0.0
 
 
 def _rough(gain: Interval) -> bool:
-    return gain.high - gain.low > 2 * ROUGH
+    return gain.high - gain.low > 2 * MAX_HALF_WIDTH
 
 
 def _not_measured(

@@ -16,8 +16,8 @@ from ...cost.machine.machine_file import SECONDS, Figure
 from ..probe.measure import page_cache
 from ..probe.measure.import_time import Timed, import_torch, timed
 from .find_environment import Environment, environment, regular
-from .mount_packed import NoWayError, Place, mounted, unpacked
-from .pack_environment import SQUASHFS, chosen, pack, ready, told
+from .mount_packed import CannotMountError, Mounted, mounted, unpacked
+from .pack_environment import SQUASHFS, choose_format, describe, pack, ready
 
 ROUNDS = 3
 NOT_ROOM = 1.1  # space on disk per byte of files: folders and partly filled blocks need space too
@@ -33,18 +33,18 @@ def pack_environment(file: Path | None) -> Packed:
         ValueError: The environment can't be packed, the file can't be written, or torch can't be
             imported from the environment.
     """
-    target = chosen(file)
+    target = choose_format(file)
     own = environment()
     ready(own, target)
     with _ended_gently():
-        with told("import torch as it is"):
+        with describe("import torch as it is"):
             # One import first: it completes __pycache__, and fails early if torch is missing.
             file_of_torch = timed(own.interpreter).file
             _inside(file_of_torch, own.prefix, "HINT: pip install torch in this environment")
             own = environment()
             known = import_torch(1, own.interpreter)
             before = _loads(own.interpreter, own.prefix, [*regular(own.prefix)])
-        with told(f"packing {own.files:,} files into {target.name}") as step:
+        with describe(f"packing {own.files:,} files into {target.name}") as step:
             seconds = pack(own, target, step)
         how, place, load, notes = _used(own, target)
     return Packed(
@@ -75,14 +75,14 @@ def _used(own: Environment, file: Path) -> Use:
     notes: list[str] = []
     if file.suffix in SQUASHFS:
         try:
-            with told(f"import torch from {file.name}, mounted"):
+            with describe(f"import torch from {file.name}, mounted"):
                 return *_from_mounts(file), notes
-        except NoWayError as why:
+        except CannotMountError as why:
             notes.append(f"{file.name} can't be mounted here: {why}. It was unpacked instead")
     try:
-        with told(f"import torch from {file.name}, unpacked"):
+        with describe(f"import torch from {file.name}, unpacked"):
             return *_from_unpacked(own, file), notes
-    except NoWayError as why:
+    except CannotMountError as why:
         notes = [note.replace(" It was unpacked instead", "") for note in notes]
         notes.append(
             f"{file.name} can't be unpacked here: {why}. Nothing was measured of it; it stays"
@@ -92,11 +92,11 @@ def _used(own: Environment, file: Path) -> Use:
 
 def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
     """Measure with a new mount in each round, because its page cache is empty."""
-    places: list[Place] = []
+    places: list[Mounted] = []
     firsts, others = [], []
     kept = 0.0
     for _ in range(ROUNDS):
-        kept = max(kept, forgotten([file]) or 0.0)
+        kept = max(kept, drop_from_cache([file]) or 0.0)
         with mounted(file) as place:
             places.append(place)
             firsts.append(_timed(place))
@@ -107,14 +107,14 @@ def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
 
 
 def _from_unpacked(own: Environment, file: Path) -> tuple[str, Figure, Load]:
-    forgotten([file])
+    drop_from_cache([file])
     with unpacked(file, int(NOT_ROOM * own.bytes)) as place:
         firsts = [_timed(place)]
         others = [_timed(place) for _ in range(ROUNDS)]
     return place.how, Figure.of([place.seconds], SECONDS), _load(firsts, others, None)
 
 
-def _timed(place: Place) -> Timed:
+def _timed(place: Mounted) -> Timed:
     found = timed(str(place.folder / "bin" / "python"))
     _inside(
         found.file,
@@ -127,7 +127,7 @@ def _timed(place: Place) -> Timed:
 def _loads(interpreter: str, prefix: Path, files: list[Path]) -> Load:
     firsts, others, kept = [], [], None
     for _ in range(ROUNDS):
-        kept = forgotten(files)
+        kept = drop_from_cache(files)
         firsts.append(timed(interpreter))
         others.append(timed(interpreter))
     return _load(firsts, others, kept if _visible(prefix) else None)
@@ -146,7 +146,7 @@ def _visible(folder: Path) -> bool:
     return page_cache.kind(folder).partition(".")[0] not in page_cache.OWN_CACHE
 
 
-def forgotten(files: Iterable[Path]) -> float | None:
+def drop_from_cache(files: Iterable[Path]) -> float | None:
     """Drop files from the page cache; return the fraction of their bytes that stays cached.
 
     None if the fraction is unknown for all files.

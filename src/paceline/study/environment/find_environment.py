@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from ...cost.machine.units import listed
+from ...cost.machine.units import join_words
 from ...security.schema import read_json
 
 MAX_URL_BYTES = 1 << 16
@@ -88,18 +88,18 @@ def _outside(prefix: Path, base: Path) -> Iterator[str]:
     given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     away = [one for one in given if not _in(one, prefix)]
     if away:
-        yield f"folders of PYTHONPATH: {listed(away)}"
+        yield f"folders of PYTHONPATH: {join_words(away)}"
     editable = dict(_editable(prefix))
     if editable:
         named = [f"{name} ({folder})" for name, folder in editable.items()]
-        yield f"editable installs: {listed(named)}"
+        yield f"editable installs: {join_words(named)}"
     known = {*given, *editable.values()}
     others = [one for one in _searched(prefix, base) if not _under(one, known)]
     if others:
-        yield f"folders that modules come from: {listed(others)}"
+        yield f"folders that modules come from: {join_words(others)}"
     links = [*_links(prefix, base)]
     if links:
-        yield f"targets of symbolic links: {listed(links)}"
+        yield f"targets of symbolic links: {join_words(links)}"
 
 
 def _in(path: str, folder: Path) -> bool:

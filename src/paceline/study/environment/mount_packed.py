@@ -17,17 +17,17 @@ from pathlib import Path
 
 from ..probe.measure.host_facts import free_space
 
-PATIENCE_S = 30.0  # timeout of mount and unmount commands
-BUSY_S = 3.0  # how long a busy mount is retried before it is unmounted lazily
+COMMAND_TIMEOUT_S = 30.0  # timeout of mount and unmount commands
+BUSY_TIMEOUT_S = 3.0  # how long a busy mount is retried before it is unmounted lazily
 FUSE = "/dev/fuse"
 
 
-class NoWayError(Exception):
+class CannotMountError(Exception):
     """Raised if the packed file can't be mounted or unpacked on this host, with the reason."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Mounted:
     """A mounted or unpacked environment.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
 
 
 @contextmanager
-def mounted(file: Path) -> Iterator[Place]:
+def mounted(file: Path) -> Iterator[Mounted]:
     """Mount a squashfs file for the duration of the context.
 
     Raises:
@@ -53,14 +53,14 @@ def mounted(file: Path) -> Iterator[Place]:
         try:
             start = time.perf_counter()
             how = _mount(file, folder)
-            yield Place(folder, how, time.perf_counter() - start)
+            yield Mounted(folder, how, time.perf_counter() - start)
         finally:
-            with _undisturbed():
+            with _ignore_signals():
                 _unmount(folder)
 
 
 @contextmanager
-def unpacked(file: Path, needed: int) -> Iterator[Place]:
+def unpacked(file: Path, needed: int) -> Iterator[Mounted]:
     """Unpack a squashfs or tar file into a temporary folder for the duration of the context.
 
     Args:
@@ -71,20 +71,20 @@ def unpacked(file: Path, needed: int) -> Iterator[Place]:
     """
     tool = "tar" if file.suffix == ".tar" else "unsquashfs"
     if shutil.which(tool) is None:
-        raise NoWayError(f"{tool} is not installed")
+        raise CannotMountError(f"{tool} is not installed")
     with _folder() as folder:
         free = free_space(folder)
         if free is not None and free < needed:
             where = f"{folder.parent} has {free / 1e6:,.0f} MB free"
-            raise NoWayError(f"{where} of {needed / 1e6:,.0f} MB: TMPDIR says another folder")
+            raise CannotMountError(f"{where} of {needed / 1e6:,.0f} MB: TMPDIR says another folder")
         words = ["tar", "-xf", str(file), "-C", str(folder)]
         if tool == "unsquashfs":
             words = ["unsquashfs", "-f", "-n", "-q", "-d", str(folder), str(file)]
         start = time.perf_counter()
         failed = _failure(words, None)
         if failed:
-            raise NoWayError(failed)
-        yield Place(folder, f"unpacked by {tool}", time.perf_counter() - start)
+            raise CannotMountError(failed)
+        yield Mounted(folder, f"unpacked by {tool}", time.perf_counter() - start)
 
 
 def _mount(file: Path, folder: Path) -> str:
@@ -92,7 +92,7 @@ def _mount(file: Path, folder: Path) -> str:
     if shutil.which("squashfuse") is None:
         why.append("squashfuse is not installed")
     else:
-        failed = _opens(FUSE) or _failure(["squashfuse", str(file), str(folder)], PATIENCE_S)
+        failed = _opens(FUSE) or _failure(["squashfuse", str(file), str(folder)], COMMAND_TIMEOUT_S)
         if not failed and os.path.ismount(folder):
             return "mounted by squashfuse"
         why.append(failed or "squashfuse mounted nothing")
@@ -100,11 +100,11 @@ def _mount(file: Path, folder: Path) -> str:
         why.append("mount is for root only")
     else:
         words = ["mount", "-t", "squashfs", "-o", "loop,ro", str(file), str(folder)]
-        failed = _failure(words, PATIENCE_S)
+        failed = _failure(words, COMMAND_TIMEOUT_S)
         if not failed:
             return "mounted by the kernel"
         why.append(failed)
-    raise NoWayError("; ".join(why))
+    raise CannotMountError("; ".join(why))
 
 
 def _opens(device: str) -> str:
@@ -133,12 +133,12 @@ def _unmount(folder: Path) -> None:
     """Unmount with any of the installed tools; a mount that stays busy is detached lazily."""
     tools = [["fusermount3", "-u"], ["fusermount", "-u"], ["umount"]]
     known = [tool for tool in tools if shutil.which(tool[0])]
-    end = time.monotonic() + BUSY_S
+    end = time.monotonic() + BUSY_TIMEOUT_S
     while os.path.ismount(folder):
         lazy = time.monotonic() > end
         for tool in known:
             late = [] if not lazy else ["-l"] if tool[0] == "umount" else ["-z"]
-            if not _failure([*tool, *late, str(folder)], PATIENCE_S):
+            if not _failure([*tool, *late, str(folder)], COMMAND_TIMEOUT_S):
                 break
         else:
             if lazy:
@@ -154,13 +154,13 @@ def _folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with _undisturbed():
+        with _ignore_signals():
             if not os.path.ismount(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _ignore_signals() -> Iterator[None]:
     """Ignore signals, so that a second Ctrl-C does not interrupt the cleanup."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}

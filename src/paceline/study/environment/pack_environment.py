@@ -28,7 +28,7 @@ LOOK_S = 0.2
 Step = Callable[[float], None]  # called with the completed fraction
 
 
-def chosen(file: Path | None) -> Path:
+def choose_format(file: Path | None) -> Path:
     """Return the absolute path of the file to write; None chooses a name in the working directory.
 
     Raises:
@@ -167,7 +167,7 @@ def _tar(environment: Environment, part: Path, step: Step) -> None:
 
 
 @contextmanager
-def told(what: str) -> Iterator[Step]:
+def describe(what: str) -> Iterator[Step]:
     """Show the progress of a long operation on standard error.
 
     On a terminal the percentage is updated in place; otherwise only start and end are printed.

@@ -10,11 +10,11 @@ from typing import Any
 
 from ...data.shards import Shards
 from ...data.staging.free_space import kind_of
-from ...predict.input_rate import Rate, Remedy, Terms, hosts, rate, remedies, striping
+from ...predict.input_rate import Rate, Remedy, Terms, max_hosts, rate, remedies, striping
 from .cpu_cost import from_memory
 from .load_rank import BATCHES, Feed, dataset
-from .run_loaders import all_forgotten, proven
-from .sample_files import LEAST, most_of, places, root_of, size_of
+from .run_loaders import all_forgotten, measure_rates
+from .sample_files import MIN_SAMPLES, most_of, places, root_of, size_of
 from .storage_rate import from_storage
 
 __all__ = ["Advice", "Feed", "advised"]
@@ -67,7 +67,7 @@ class Advice:
         }
 
 
-def advised(feed: Feed, say: Say) -> Advice:
+def advise(feed: Feed, say: Say) -> Advice:
     """Measure the terms of a dataset's input rate, predict the rates and measure loaders.
 
     Args:
@@ -80,7 +80,7 @@ def advised(feed: Feed, say: Say) -> Advice:
     if feed.ranks < 1:
         raise ValueError(f"{feed.ranks} ranks load nothing. HINT: 1 or more")
     feed = replace(feed, most=most_of(data))
-    least = max(LEAST, BATCHES * feed.ranks)
+    least = max(MIN_SAMPLES, BATCHES * feed.ranks)
     if len(data) < least:
         raise ValueError(f"{data!r}: too few to measure. HINT: a set of {least} and more")
     say(f"{data!r}")
@@ -97,7 +97,7 @@ def advised(feed: Feed, say: Say) -> Advice:
     measured = {}
     for state in states:
         say(f"loading on {feed.ranks} ranks, from {state}")
-        measured[state] = proven(feed, data, some, state)
+        measured[state] = measure_rates(feed, data, some, state)
     would = remedies(terms, feed.ranks, feed.threads, terms.stored)
     shard = (
         max((one.bytes for one in data.meta.shards), default=0) if isinstance(data, Shards) else 0
@@ -105,7 +105,7 @@ def advised(feed: Feed, say: Say) -> Advice:
     stripes = striping(filesystem, shard)
     notes += [stripes] if stripes else []
     fits = size_of(data) < cache_room()
-    over = hosts(terms, feed.ranks, feed.threads) if terms.stored else None
+    over = max_hosts(terms, feed.ranks, feed.threads) if terms.stored else None
     return Advice(feed, filesystem, terms, found, measured, would, fits, over, notes)
 
 

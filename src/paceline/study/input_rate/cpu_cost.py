@@ -14,12 +14,12 @@ from ...data.shards import ScratchBuffer, Shards
 from ...data.sources.open_source import import_function
 from ...predict.input_rate import Terms
 from .load_rank import Feed, listed
-from .run_loaders import loaded
+from .run_loaders import measure_run
 from .sample_files import Place, order_of, together
 
 # Maximum threads of the process that measures one loader on all cores, and maximum number of
 # processes that measure the cost per sample while all cores are busy.
-MOST_THREADS = 8
+MAX_THREADS = 8
 MANY = 10_000
 
 
@@ -31,9 +31,9 @@ def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
     """
     mine = sorted(os.sched_getaffinity(0))
     alone = replace(feed, rank=0, ranks=1)
-    samples_s = loaded([replace(alone, threads=min(len(mine), MOST_THREADS))])
-    each = [replace(alone, cores=(core,)) for core in mine[:MOST_THREADS]]
-    core_s = len(each) / loaded(each)
+    samples_s = measure_run([replace(alone, threads=min(len(mine), MAX_THREADS))])
+    each = [replace(alone, cores=(core,)) for core in mine[:MAX_THREADS]]
+    core_s = len(each) / measure_run(each)
     read_s, plain_s, whole_s, first_s = _parts(feed, data)
     scale = core_s / whole_s
     return Terms(

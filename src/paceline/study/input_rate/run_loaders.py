@@ -11,22 +11,22 @@ from typing import Any
 from ...data.loading.file_dataset import Files
 from .load_rank import Feed
 from .sample_files import Place, files_of
-from .storage_rate import forgotten
+from .storage_rate import drop_from_cache
 
 Running = list["subprocess.Popen[str]"]
 
 
-def proven(feed: Feed, data: Any, some: list[Place], state: str) -> float:
+def measure_rates(feed: Feed, data: Any, some: list[Place], state: str) -> float:
     """Measure the samples per second of all ranks together, from "storage" or "memory"."""
     stored = state == "storage"
     cores = shares(feed.ranks)
     feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
     if not stored:
-        return loaded(feeds)
-    return loaded(feeds, lambda: all_forgotten(data, some))
+        return measure_run(feeds)
+    return measure_run(feeds, lambda: all_forgotten(data, some))
 
 
-def loaded(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> float:
+def measure_run(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> float:
     """Run one process per feed; return their samples per second together.
 
     ``before`` is called when all processes are ready, before the measurement starts.
@@ -84,7 +84,7 @@ def ended(running: Running) -> None:
 
 def all_forgotten(data: Any, some: list[Place]) -> bool:
     """Drop every file that contains samples from the page cache; return whether that succeeded."""
-    return forgotten([(path, 0, 0) for path in _every_file(data, some)])
+    return drop_from_cache([(path, 0, 0) for path in _every_file(data, some)])
 
 
 def _every_file(data: Any, some: list[Place]) -> set[Path]:

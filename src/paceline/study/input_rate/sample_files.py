@@ -10,9 +10,9 @@ from ...data.loading.stored_arrays import CACHE_BYTES, StoredArrays
 from ...data.shards import Shards
 from .load_rank import Feed, loader
 
-MOST_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into memory
-MOST = 20_000  # maximum number of samples used
-LEAST = 100  # minimum number of samples: fewer are read too quickly to be timed
+MAX_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into memory
+MAX_SAMPLES = 20_000  # maximum number of samples used
+MIN_SAMPLES = 100  # minimum number of samples: fewer are read too quickly to be timed
 Place = tuple[Path, int, int]  # file, offset, bytes
 
 
@@ -32,7 +32,7 @@ def files_of(data: Any) -> list[Path]:
 def size_of(data: Any) -> int:
     """Return the bytes of the dataset; for ``Files`` estimated from some of the samples."""
     if isinstance(data, Files):
-        step = max(len(data) // LEAST, 1)
+        step = max(len(data) // MIN_SAMPLES, 1)
         looked = [data.location(i)[2] for i in range(0, len(data), step)]
         return round(sum(looked) / len(looked) * len(data))
     return sum(path.stat().st_size for path in files_of(data))
@@ -46,7 +46,9 @@ def most_of(data: Any) -> int:
     """
     if isinstance(data, StoredArrays):
         return min(len(data), 2 * CACHE_BYTES // max(data.array_spec.nbytes, 1) + 1)
-    return min(len(data), max(MOST_BYTES * len(data) // max(size_of(data), 1), LEAST), MOST)
+    return min(
+        len(data), max(MAX_BYTES * len(data) // max(size_of(data), 1), MIN_SAMPLES), MAX_SAMPLES
+    )
 
 
 def places(data: Any, feed: Feed) -> list[Place]:
@@ -64,7 +66,7 @@ def places(data: Any, feed: Feed) -> list[Place]:
         for start in range(0, size, each)
     ]
     random.Random(0).shuffle(found)
-    return found[: max(MOST_BYTES // each, 1)]
+    return found[: max(MAX_BYTES // each, 1)]
 
 
 def together(data: Any) -> int:

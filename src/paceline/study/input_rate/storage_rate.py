@@ -11,10 +11,10 @@ from ...data.shards import ScratchBuffer
 from ...data.sources.bounded_read import OPEN_FLAGS
 from ..probe.measure import page_cache
 from ..probe.measure.storage import storage
-from .sample_files import LEAST, Place, files_of, together
+from .sample_files import MIN_SAMPLES, Place, files_of, together
 
 PIECE = 4 << 20  # bytes per read when measuring the maximum bandwidth
-AT_ONCE = 16  # concurrent reads when measuring operations per second
+PARALLEL_READS = 16  # concurrent reads when measuring operations per second
 DROPPED = 0.1  # maximum cached fraction of files that count as dropped from the page cache
 
 
@@ -26,16 +26,16 @@ def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str])
         seconds: Approximate time for each measurement.
         notes: Remarks are appended to it.
     """
-    if not forgotten(some):
+    if not drop_from_cache(some):
         notes.append("its files are in memory, or in a cache that can not be emptied from here")
         return {}
     files, count = isinstance(data, Files), together(data)
     one, one_cpu = _pieces(some[::2], 1, seconds / 2, files)
-    forgotten(some)
-    many, many_cpu = _pieces(some, AT_ONCE, seconds, files)
+    drop_from_cache(some)
+    many, many_cpu = _pieces(some, PARALLEL_READS, seconds, files)
     warm_cpu = _pieces(some[: max(len(some) // 8, 1)], 1, seconds / 4, files)[1]
     each = sum(length for _, _, length in some) / len(some)
-    forgotten(some)
+    drop_from_cache(some)
     large = _bandwidth_beside(data, seconds, notes) if files else _large(files_of(data), seconds)
     return {
         "bandwidth": max(large, many * each),
@@ -45,14 +45,14 @@ def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str])
     }
 
 
-def forgotten(some: list[Place]) -> bool:
+def drop_from_cache(some: list[Place]) -> bool:
     """Drop the files from the page cache; return whether that succeeded."""
     left = []
     for number, path in enumerate(sorted({path for path, _, _ in some})):
         with open(os.open(path, OPEN_FLAGS), "rb") as file:
             os.fsync(file.fileno())
             page_cache.forget(file.fileno())
-            if number < LEAST:
+            if number < MIN_SAMPLES:
                 left.append(page_cache.resident(file.fileno()))
     known = [part for part in left if part is not None]
     return bool(known) and sum(known) / len(known) < DROPPED

@@ -23,10 +23,10 @@ from ...data.packing.pieces import Partition
 from ...data.packing.unfinished import RUN_PREFIX, SPOOL_FOLDER, discard
 from ...data.sources.open_source import import_function
 from ...launch.job import Job
-from ...launch.layout import counts
+from ...launch.layout import ranks_per_host
 from ...launch.ranks.local_host import ForkedRankServer
 from ...launch.start import start
-from ...launch.target import target
+from ...launch.target import find_target
 from ...security.files import InvalidFileError, read_regular
 from ...security.text import printable
 
@@ -163,9 +163,9 @@ def pack_on_ranks(
 
 def _expected_ranks(placement: RankPlacement) -> int:
     """Return the expected number of ranks; by default one per core of this host on each host."""
-    found = target(placement.hosts, placement.hostfile, placement.launcher)
+    found = find_target(placement.hosts, placement.hostfile, placement.launcher)
     if placement.ranks is not None:
-        return sum(counts(found.hosts, placement.ranks, found.explicit))
+        return sum(ranks_per_host(found.hosts, placement.ranks, found.explicit))
     return sum(host.slots or _cores() for host in found.hosts)
 
 

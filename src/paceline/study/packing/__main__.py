@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from ...cluster.rank_identity import Place, place
+from ...cluster.rank_identity import RankIdentity, rank_identity
 from ...data.format.shard_format import write_atomically
 from ...data.packing.encoder_threads import MAX_AHEAD_BYTES, Encoder, shuffled_order
 from ...data.packing.pack import make_encoder
@@ -35,7 +35,7 @@ MIN_AHEAD_BYTES = 32 << 20
 
 def main() -> int:
     """Pack and return the exit code. The launcher reports errors of the user."""
-    run, rank_place = Path(sys.argv[1]), place(dict(os.environ))
+    run, rank_place = Path(sys.argv[1]), rank_identity(dict(os.environ))
     host = socket.gethostname()
     try:
         task = Task.load(run)
@@ -94,7 +94,7 @@ def _pack(
     pieces: PieceWriter,
     encoder: Encoder,
     run: Path,
-    rank_place: Place,
+    rank_place: RankIdentity,
     reporter: "ProgressReporter",
 ) -> None:
     local_ranks = rank_place.local_size or 1
@@ -112,7 +112,9 @@ class ProgressReporter(threading.Thread):
     The thread ends the rank if another rank has failed.
     """
 
-    def __init__(self, run: Path, rank_place: Place, task: Task, pieces: PieceWriter) -> None:
+    def __init__(
+        self, run: Path, rank_place: RankIdentity, task: Task, pieces: PieceWriter
+    ) -> None:
         super().__init__(daemon=True)
         self.run_folder, self.rank_place, self.task, self.pieces = run, rank_place, task, pieces
         self.interval_s = PROGRESS_INTERVAL_S * max(1.0, rank_place.size / MAX_RANKS_AT_FULL_RATE)

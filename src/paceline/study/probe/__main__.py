@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from ...record.ring.launcher_messages import send_to_launcher
-from .participants import Dropped
+from .participants import HostDropped
 from .run_check import USUAL, check
 
 SOME_SILENT = 3
@@ -26,7 +26,7 @@ def main() -> int:
     seconds = given.seconds or (QUICK if given.quick else USUAL)
     try:
         found = check(given.data, seconds, given.quick)
-    except Dropped:
+    except HostDropped:
         return 0
     if found is None:
         return 0

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...cluster.rank_identity import place
+from ...cluster.rank_identity import rank_identity
 from ...comm.tune.algorithms import can_reduce_by_sockets
-from ...cost.machine.dataclass_tree import tree
+from ...cost.machine.dataclass_tree import to_tree
 from ...cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ...record.hooks.collectives import RecordedGroup
 from ...record.ring.launcher_messages import send_to_launcher
@@ -41,7 +41,7 @@ def main() -> None:
     if given.mpi:
         print(json.dumps(_with_mpi(given.operation, given.sizes)), flush=True)
         return
-    who = place(dict(os.environ))
+    who = rank_identity(dict(os.environ))
     join_process_group(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
     found = _measured(_backends(), given.operation, given.sizes)
     leave_process_group()
@@ -98,7 +98,7 @@ def _measured(backends: dict[str, Members], operation: str, sizes: list[int]) ->
     hosts = _hosts()
     group = "in host" if len(hosts) == 1 else "all"
     found = [
-        tree(
+        to_tree(
             Collective(
                 *(group, operation, members.size, hosts, name, members.device.type),
                 *(latency[name], tuple(table[name])),
@@ -106,7 +106,7 @@ def _measured(backends: dict[str, Members], operation: str, sizes: list[int]) ->
         )
         for name, members in backends.items()
     ]
-    return {"collectives": found, "copies": tree(copies)}
+    return {"collectives": found, "copies": to_tree(copies)}
 
 
 def _in_turns(calls: dict[str, Callable[[], Any]], members: Members) -> dict[str, list[float]]:
@@ -182,7 +182,7 @@ def _with_mpi(operation: str, sizes: list[int]) -> dict[str, Any]:
         return {}
     group = "in host" if len(hosts) == 1 else "all"
     found = Collective(group, operation, count, hosts, "mpi", "cpu", latency, tuple(table))
-    return {"collectives": [tree(found)], "copies": []}
+    return {"collectives": [to_tree(found)], "copies": []}
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...cost.machine.dataclass_tree import tree
+from ...cost.machine.dataclass_tree import to_tree
 from .measure.clock_offset import offsets
 from .measure.collectives import QUICK, SIZES, Members, collectives
 from .measure.link_pairs import pairs
-from .participants import Crew
+from .participants import Participants
 
 TIMEOUT = 30.0  # seconds after which a collective fails
 
@@ -25,7 +25,7 @@ class Groups:
     rank already has, and all members must derive the same name.
     """
 
-    def __init__(self, crew: Crew, seconds: float, quick: bool) -> None:
+    def __init__(self, crew: Participants, seconds: float, quick: bool) -> None:
         self.crew, self.seconds, self.sizes = crew, seconds, QUICK if quick else SIZES
         self._made: dict[tuple[int, ...], Members] = {}
 
@@ -42,7 +42,7 @@ class Groups:
 
     def pairs(self) -> Any:
         members = self._members(tuple(self.crew.leaders))
-        return tree(pairs(self.crew.hosts, self.crew.rank, members.group, members.device))
+        return to_tree(pairs(self.crew.hosts, self.crew.rank, members.group, members.device))
 
     def offsets(self) -> Any:
         members = self._members(tuple(self.crew.leaders))
@@ -56,7 +56,7 @@ class Groups:
         if len(ranks) == 1:
             return []
         found = collectives(members, name, hosts, self.seconds, self.sizes)
-        return tree(found) if self.crew.rank == ranks[0] else []
+        return to_tree(found) if self.crew.rank == ranks[0] else []
 
     def _members(self, ranks: tuple[int, ...]) -> Members:
         """Return the group. Only its members create it: other hosts may no longer answer."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-ALL_COME = 300.0  # seconds until all ranks must have registered
-LOOK = 0.01  # polling interval for answers, in seconds
-MARGIN = 60.0  # seconds that the others wait for rank 0 longer than rank 0 waits for them
+REGISTRATION_TIMEOUT_S = 300.0  # seconds until all ranks must have registered
+POLL_INTERVAL_S = 0.01  # polling interval for answers, in seconds
+EXTRA_TIMEOUT_S = 60.0  # seconds that the others wait for rank 0 longer than rank 0 waits for them
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Said:
+class StepResults:
     """Results of the hosts' leaders in one step, by host name.
 
     Attributes:
@@ -56,11 +56,11 @@ class Said:
     failed: dict[str, str]
 
 
-class Dropped(Exception):  # noqa: N818 - nothing went wrong in this rank
+class HostDropped(Exception):  # noqa: N818 - nothing went wrong in this rank
     """Raised on the ranks of a host that was too slow; the other hosts continue without it."""
 
 
-class Crew:
+class Participants:
     """The ranks of a check, from one rank's point of view.
 
     Attributes:
@@ -81,10 +81,10 @@ class Crew:
         store.set(f"who/{rank}", json.dumps(about))
         if rank == 0:
             keys = [f"who/{other}" for other in range(size)]
-            store.wait(keys, datetime.timedelta(seconds=ALL_COME))
+            store.wait(keys, datetime.timedelta(seconds=REGISTRATION_TIMEOUT_S))
             hosts = hosts_of([json.loads(store.get(key)) for key in keys])
             store.set("hosts", json.dumps([asdict(host) for host in hosts]))
-        told = self._get("hosts", ALL_COME + MARGIN)
+        told = self._get("hosts", REGISTRATION_TIMEOUT_S + EXTRA_TIMEOUT_S)
         self.hosts = [
             Host(**{**one, "ranks": tuple(one["ranks"]), "cpus": tuple(one["cpus"])})
             for one in told
@@ -102,7 +102,7 @@ class Crew:
         seconds: float,
         who: Iterable[int] | None = None,
         in_turns: bool = True,
-    ) -> Said:
+    ) -> StepResults:
         """Run one measurement and wait on all ranks until it has ended.
 
         Args:
@@ -112,7 +112,7 @@ class Crew:
             in_turns: Whether hosts of one machine measure one after another.
 
         Returns:
-            The results of the leaders on rank 0; an empty ``Said`` on other ranks.
+            The results of the leaders on rank 0; an empty ``StepResults`` on other ranks.
 
         Raises:
             Dropped: This host did not answer in time.
@@ -129,11 +129,11 @@ class Crew:
                 now = [host for host in self.hosts if turn is None or host.turn == turn]
                 self._collect(name, now, members, seconds, found, failed)
                 self.store.set(f"{name}/turn {turn}", json.dumps(list(self.silent)))
-            gone = self._get(f"{name}/turn {turn}", seconds + MARGIN)
+            gone = self._get(f"{name}/turn {turn}", seconds + EXTRA_TIMEOUT_S)
             if self.host.name in gone:
-                raise Dropped
+                raise HostDropped
             self.hosts = [host for host in self.hosts if host.name not in gone]
-        return Said(found, failed)
+        return StepResults(found, failed)
 
     def _collect(
         self,
@@ -150,7 +150,9 @@ class Crew:
             if not keys:
                 continue
             while not self.store.check(keys) and time.monotonic() < deadline:
-                time.sleep(LOOK)  # polled, because store.wait prints warnings when it times out
+                time.sleep(
+                    POLL_INTERVAL_S
+                )  # polled, because store.wait prints warnings when it times out
             if not self.store.check(keys):
                 self.silent[host.name] = f"no answer within {seconds:.0f} s: {name}"
                 continue

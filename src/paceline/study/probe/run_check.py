@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from ...cluster.rank_identity import Place, place
+from ...cluster.rank_identity import RankIdentity, rank_identity
 from ...cluster.topology.local_resources import cores
 from ...cluster.topology.topology import topology
-from ...cost.machine.dataclass_tree import tree
+from ...cost.machine.dataclass_tree import to_tree
 from ...record.ring.launcher_messages import notify
 from ...record.ring.recorder import Recorder
 from ...world.process_group import join_process_group
@@ -26,7 +26,7 @@ from .measure.arithmetic import arithmetic
 from .measure.import_time import import_torch
 from .measure.memory_bandwidth import triad
 from .measure.storage import storage
-from .participants import Crew
+from .participants import Participants
 from .summary import Summary
 
 USUAL = 30.0  # seconds of measuring that the budgets below refer to
@@ -48,18 +48,18 @@ def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | 
     Raises:
         Dropped: This host was too slow, and the other hosts continue without it.
     """
-    who = place(dict(os.environ))
+    who = rank_identity(dict(os.environ))
     join_process_group(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
     # The job's store; a process that is not part of a job creates one in memory.
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else HashStore()
-    crew = Crew(PrefixStore("paceline/check", store), who.rank, who.size, _about(who))
+    crew = Participants(PrefixStore("paceline/check", store), who.rank, who.size, _about(who))
     measures = Measures(crew, folder, seconds / USUAL, quick)
     measures.of_hosts()
     measures.of_links()
     return measures.summary.as_json(crew.silent) if who.rank == 0 else None
 
 
-def _about(who: Place) -> dict[str, Any]:
+def _about(who: RankIdentity) -> dict[str, Any]:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own = who.local_rank < devices and dist.is_nccl_available()
     if own:
@@ -76,7 +76,7 @@ def _about(who: Place) -> dict[str, Any]:
 class Measures:
     """The steps of a check. Rank 0 collects their results in ``summary``."""
 
-    def __init__(self, crew: Crew, folder: Path | None, scale: float, quick: bool) -> None:
+    def __init__(self, crew: Participants, folder: Path | None, scale: float, quick: bool) -> None:
         self.crew, self.folder, self.scale, self.quick = crew, folder, scale, quick
         self.summary = Summary(crew.hosts, folder)
         self.groups = Groups(crew, 0.6 * scale, quick)
@@ -89,29 +89,29 @@ class Measures:
 
         def own_facts() -> Any:
             own = host_facts.facts(host.name, len(host.ranks), host.cpus, self.folder)
-            return [tree(own), host_facts.more(self.folder)]
+            return [to_tree(own), host_facts.more(self.folder)]
 
         def imports() -> Any:
             found = import_torch(1, count=False) if self.quick else import_torch()
-            return tree(found)
+            return to_tree(found)
 
         def computing() -> Any:
             with _on(host.cpus):
                 found = arithmetic("cpu", 0.8 * scale, threads)
                 for device in devices:
                     found += arithmetic(device, 0.1 * scale)
-            return tree(found)
+            return to_tree(found)
 
         def memory() -> Any:
             with _on(host.cpus):
                 found = [triad("cpu", 0.8 * scale, host.cpus, threads)]
                 found += [triad(device, 0.1 * scale) for device in devices]
-            return tree(found)
+            return to_tree(found)
 
         def folders() -> Any:
             assert self.folder is not None
             with _ended_gently():
-                return [tree(storage(self.folder, 1.5 * scale))]
+                return [to_tree(storage(self.folder, 1.5 * scale))]
 
         self._say("facts")
         self.summary.facts(crew.step("facts", own_facts, PATIENCE, in_turns=False))
