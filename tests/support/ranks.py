@@ -10,6 +10,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import warm_start
+
 BIN = Path(sys.executable).parent
 PACELINE = str(BIN / "paceline")
 
@@ -42,6 +44,23 @@ def environment(**more: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **kept, **more}
 
 
+def run_command(
+    words: list[str], cwd: Path, env: dict[str, str], timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run a command without input and wait for it, with torch imported already where this fits."""
+    if warm_start.fits(words, env):
+        return warm_start.run(words, cwd=cwd, env=env, timeout=timeout)
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+    )
+
+
 def run(
     script: Path,
     *args: object,
@@ -52,15 +71,8 @@ def run(
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on ranks and wait; with ``check``, a failure shows the whole output."""
-    result = subprocess.run(
-        command(script, *args, ranks=ranks, launcher=launcher),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=script.parent,
-        env=environment(**env),
-        stdin=subprocess.DEVNULL,
-    )
+    words = command(script, *args, ranks=ranks, launcher=launcher)
+    result = run_command(words, script.parent, environment(**env), timeout)
     if check and result.returncode:
         raise AssertionError(f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
