@@ -17,7 +17,7 @@ from paceline.comm import rendezvous as module
 from paceline.comm.hosts.connect import PeerListener
 from paceline.comm.rendezvous import RendezvousSpec, join
 from paceline.data import Shards, pack
-from paceline.data.staging import peer_transfer
+from paceline.data.staging import shard_server
 from paceline.security.folders import Folder
 from paceline.security.greeting import RefusedError, Step
 
@@ -179,7 +179,7 @@ def shards(tmp_path):
     pack(sets.arrays(40, (50,)), tmp_path / "set", shard_bytes=2000)
     (tmp_path / "set").chmod(0o700)
     found = Shards(tmp_path / "set").meta.shards
-    server = peer_transfer.Server("127.0.0.1", Folder.open(tmp_path / "set"), found)
+    server = shard_server.ShardServer("127.0.0.1", Folder.open(tmp_path / "set"), found)
     yield server, found
     server.close()
 
@@ -191,9 +191,9 @@ def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_
     begun = time.monotonic()
     for number, shard in enumerate(found):
         with (tmp_path / "fetched").open("wb") as file:
-            peer_transfer._fetched(server.name, number, shard, file)
+            shard_server.fetch_shard(server.name, number, shard, file)
         assert (tmp_path / "fetched").read_bytes() == (tmp_path / "set" / shard.file).read_bytes()
-    assert peer_transfer.alive(server.name)
+    assert shard_server.is_alive(server.name)
     assert time.monotonic() - begun < 20.0
     ranks.wait_until(lambda: threading.active_count() == threads, 5)
 
@@ -201,7 +201,7 @@ def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_
 @pytest.mark.parametrize("times", [2, 9])
 def test_a_host_that_drops_who_asks_is_asked_again_some_times(shards, monkeypatch, times):
     server, _ = shards
-    dropped, real = [], peer_transfer.Server._admit
+    dropped, real = [], shard_server.ShardServer._admit
 
     def admit(self, visitor, number):
         if len(dropped) < times:
@@ -209,42 +209,44 @@ def test_a_host_that_drops_who_asks_is_asked_again_some_times(shards, monkeypatc
         else:
             real(self, visitor, number)
 
-    monkeypatch.setattr(peer_transfer.Server, "_admit", admit)
-    monkeypatch.setattr(peer_transfer, "RETRIES_S", (0.01, 0.01, 0.01))
-    assert peer_transfer.alive(server.name) == (times < 4)
+    monkeypatch.setattr(shard_server.ShardServer, "_admit", admit)
+    monkeypatch.setattr(shard_server, "RETRIES_S", (0.01, 0.01, 0.01))
+    assert shard_server.is_alive(server.name) == (times < 4)
     ranks.wait_until(lambda: len(dropped) == min(times, 4), 5)
 
 
 def test_shards_are_sent_by_a_limited_number_of_threads(shards, monkeypatch, tmp_path):
     server, found = shards
-    monkeypatch.setattr(peer_transfer, "MAX_SENDERS", 2)
-    monkeypatch.setattr(peer_transfer, "MAX_WAITING", 3)
-    let, real = threading.Event(), peer_transfer.Server._send
-    monkeypatch.setattr(peer_transfer.Server, "_send", lambda *one: let.wait(10.0) and real(*one))
+    monkeypatch.setattr(shard_server, "MAX_SENDERS", 2)
+    monkeypatch.setattr(shard_server, "MAX_WAITING", 3)
+    let, real = threading.Event(), shard_server.ShardServer._send
+    monkeypatch.setattr(
+        shard_server.ShardServer, "_send", lambda *one: let.wait(10.0) and real(*one)
+    )
     threads = threading.active_count()
     asked = []
     for served, waiting in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 3)):
-        asked.append(peer_transfer._asked(server.name, 0, 5.0))
+        asked.append(shard_server._send_request(server.name, 0, 5.0))
         wanted = (served, waiting)
         ranks.wait_until(lambda now=wanted: (server._senders, len(server._waiting)) == now, 5)
     assert asked[-1].recv(8) == b""  # two are served, three wait, and this one goes elsewhere
     assert threading.active_count() == threads + 2
-    assert peer_transfer.alive(server.name)
+    assert shard_server.is_alive(server.name)
     let.set()
-    assert [peer_transfer._size_from(one, 5.0) for one in asked[:-1]] == [found[0].bytes] * 5
+    assert [shard_server._receive_size(one, 5.0) for one in asked[:-1]] == [found[0].bytes] * 5
     for one in asked:
         one.close()
     ranks.wait_until(lambda: threading.active_count() == threads, 5)
 
 
 def test_a_host_that_sends_a_shard_byte_by_byte_is_not_waited_for(monkeypatch, tmp_path, shards):
-    monkeypatch.setattr(peer_transfer, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(shard_server, "ANSWER_TIMEOUT_S", 0.3)
     shard = shards[1][0]
     with socket.create_server(("127.0.0.1", 0)) as door:
 
         def drip():
             with door.accept()[0] as visitor, contextlib.suppress(OSError):
-                visitor.sendall(peer_transfer._SIZE.pack(shard.bytes))
+                visitor.sendall(shard_server._SIZE.pack(shard.bytes))
                 for _ in range(50):
                     visitor.send(b"x")
                     time.sleep(0.1)
@@ -254,6 +256,6 @@ def test_a_host_that_sends_a_shard_byte_by_byte_is_not_waited_for(monkeypatch, t
         begun = time.monotonic()
         name = f"127.0.0.1 {door.getsockname()[1]} {'0' * 32}"
         with (tmp_path / "fetched").open("wb") as file, pytest.raises(TimeoutError):
-            peer_transfer._fetched(name, 0, shard, file)
+            shard_server.fetch_shard(name, 0, shard, file)
         assert time.monotonic() - begun < 3.0
         thread.join()

@@ -17,6 +17,7 @@ import users
 from users import ATTACKER, GROUP, MEMBER, VICTIM
 
 from paceline.data import Shards, pack
+from paceline.data.staging.staged_sets import VARIABLE, staged_path
 from paceline.security.files import UnsafeFileError
 from paceline.security.folders import Folder
 
@@ -71,9 +72,7 @@ def test_a_folder_that_another_user_made_before_is_neither_written_nor_read(pack
     assert f"{place}/{name}: belongs to user {ATTACKER}. HINT: choose another ROOT" in said
     assert os.listdir(bait) == []
     # A whole set with other samples, under the right name.
-    from paceline.data.staging.stage import staged_path as place_of
-
-    forged = bait / place_of(packed, place).name
+    forged = bait / staged_path(packed, place).name
     x, y = sets.arrays(60, (50,), seed=3)
     pack((x + 500, y), forged, shard_bytes=2000)
     forged.chmod(0o777)
@@ -151,7 +150,7 @@ def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(pl
     for path in other.iterdir():
         if path.name.startswith(("shard", "index")):
             shutil.copyfile(path, folder / path.name)
-    monkeypatch.setenv(staging.VARIABLE, str(place / "near"))
+    monkeypatch.setenv(VARIABLE, str(place / "near"))
     one = Shards(place / "set")
     assert one._staged is not None
     assert one._staged.group == group
@@ -204,7 +203,7 @@ def test_a_staged_set_that_can_only_be_read_is_read(place, monkeypatch):
     x, y = sets.arrays(60, (50,))
     pack((x, y), place / "set", shard_bytes=2000)
     folder = staging.stage(place / "set", place / "near").folder
-    monkeypatch.setenv(staging.VARIABLE, str(place / "near"))
+    monkeypatch.setenv(VARIABLE, str(place / "near"))
     subprocess.run(["mount", "--bind", "-o", "ro", folder.parent, folder.parent], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", folder.parent], check=True)
     try:
@@ -223,7 +222,7 @@ def test_a_shard_that_a_member_replaced_by_a_fifo_is_read_where_it_lies(place, m
     (folder / "shard-00000.bin").unlink()
     os.mkfifo(folder / "shard-00000.bin")
     (folder / "shard-00001.bin").unlink()  # partly staged
-    monkeypatch.setenv(staging.VARIABLE, str(place / "near"))
+    monkeypatch.setenv(VARIABLE, str(place / "near"))
     one = Shards(place / "set")
     assert len([one[i] for i in range(60)]) == 60
     assert [one.shard_path(shard).parent == folder for shard in range(3)] == [False, False, True]

@@ -2,9 +2,9 @@
 
 An interpreter that imports torch takes 3 s of CPU time, most of what many tests take. The first
 call of ``run`` in a pytest process starts a server, which imports torch and Paceline once; each
-command is a fork of it. Its environment variables, working directory, standard streams and command line are
-those of the request. PACELINE_TESTS_WARM=0 starts every command with an interpreter of its own;
-the slow tiers do so.
+command is a fork of it. Its environment variables, working directory, standard streams and command
+line are those of the request. PACELINE_TESTS_WARM=0 starts every command with an interpreter of its
+own; the slow tiers do so.
 
 Only the modules differ from a new interpreter: they are imported already. ``fits`` says which
 commands may be started so.

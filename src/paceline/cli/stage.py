@@ -79,7 +79,7 @@ def stage(
     """
     with exit_on_mistake():
         from ..data.format.shard_format import load_meta
-        from ..data.staging.stage import VARIABLE
+        from ..data.staging.staged_sets import VARIABLE
         from ..study.stage import StageRequest, over_hosts, summed
 
         given = os.environ.get(VARIABLE) if root is None else str(root)

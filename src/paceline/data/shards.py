@@ -26,8 +26,8 @@ from .format.shard_format import (
     DatasetMeta,
     IndexRow,
 )
-from .staging import stage
 from .staging.fetch_shards import whole
+from .staging.staged_sets import open_staged_here
 
 PIECE_BYTES = 1 << 20  # of a file that is read as a whole
 MAX_CLASSES = 1 << 24
@@ -57,7 +57,7 @@ class Shards:
             told = self.meta.files.get(NAMES_FILE)
             self._names = SampleNames(self.folder / NAMES_FILE, self.meta.samples, told)
         self._open_lock = threading.Lock()
-        self._staged = stage.open_staged_here(self.folder)
+        self._staged = open_staged_here(self.folder)
         self._index = self._open_index()
         self._next_staged_check: dict[
             int, float

@@ -10,9 +10,11 @@ import sets
 from torch.distributed import TCPStore
 
 from paceline.data import Shards, pack
-from paceline.data.staging import peer_transfer
+from paceline.data.staging import peer_transfer, shard_server
 from paceline.data.staging.peer_transfer import Exchange, join
-from paceline.data.staging.stage import _files, stage, staged_path
+from paceline.data.staging.shard_server import ShardServer
+from paceline.data.staging.stage import _files, stage
+from paceline.data.staging.staged_sets import staged_path
 from paceline.security.folders import Folder
 
 
@@ -36,7 +38,7 @@ def job(monkeypatch):
     def of(hosts, absent=0):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
         if absent:  # nobody waits long for those
-            monkeypatch.setattr(peer_transfer, "READY_S", 0.2)
+            monkeypatch.setattr(peer_transfer, "READY_TIMEOUT_S", 0.2)
         return store
 
     return of
@@ -108,7 +110,7 @@ def dead(packed, claims):
     files = _files(packed, Shards(packed).meta)
     one = join(staged_path(packed, packed).name, None, files, os.environ)
     claimed = [one.claim() for _ in range(claims)]
-    one.tell(claimed[0])  # which it does not give any more
+    one.publish(claimed[0])  # which it does not give any more
     one.end({"host": "dead", "copied": 0})
     one.close()
     return claimed
@@ -151,7 +153,7 @@ def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, 
 
 def test_without_the_store_each_reads_what_it_has_not(packed, tmp_path, job, monkeypatch):
     job(2)
-    monkeypatch.setattr(peer_transfer, "JOIN_S", 0.5)
+    monkeypatch.setattr(peer_transfer, "JOIN_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         monkeypatch.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
     found = stage(packed, tmp_path / "host0", together=True)
@@ -197,7 +199,7 @@ def test_a_changed_byte_is_noticed_whoever_sends_it(packed, tmp_path, job):
 
 def test_who_does_not_know_the_token_is_sent_nothing(packed):
     packed.chmod(0o700)
-    one = peer_transfer.Server("127.0.0.1", Folder.open(packed), Shards(packed).meta.shards)
+    one = ShardServer("127.0.0.1", Folder.open(packed), Shards(packed).meta.shards)
     address, port, token = one.name.split()
     for word, wanted in ((b"0" * 32, b""), (token.encode(), struct.pack("!Q", 2000))):
         with socket.create_connection((address, int(port))) as channel:
@@ -209,14 +211,14 @@ def test_who_does_not_know_the_token_is_sent_nothing(packed):
 def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatch):
     """It has claimed, and accepts who asks, and says nothing."""
     store = job(2, absent=1)
-    monkeypatch.setattr(peer_transfer, "ALIVE_S", 0.3)
-    monkeypatch.setattr(peer_transfer, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(shard_server, "ALIVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(shard_server, "ANSWER_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         files = _files(packed, Shards(packed).meta)
         one = join(staged_path(packed, packed).name, None, files, os.environ)
         one._own = f"127.0.0.1 {mute.getsockname()[1]} {'0' * 32}"
         claimed = [one.claim() for _ in range(3)]
-        one.tell(claimed[0])
+        one.publish(claimed[0])
         one.end({"host": "mute"})
         found = stage(packed, tmp_path / "host0", together=True)
         one.close()

@@ -17,8 +17,10 @@ from needs import need
 
 from paceline.data import DataError, Loader, Shards, pack, shards
 from paceline.data.staging import stage as staging
+from paceline.data.staging import staged_sets
 from paceline.data.staging.free_space import free, kind_of
-from paceline.data.staging.stage import VARIABLE, stage
+from paceline.data.staging.stage import stage
+from paceline.data.staging.staged_sets import VARIABLE
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_a_staged_set_is_read_from_where_it_is(packed, tmp_path, monkeypatch):
 def test_training_goes_over_to_what_has_come_meanwhile(packed, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "disk"))
     monkeypatch.setattr(shards, "LOOK_S", 0.0)
-    staging.open_staged(packed, tmp_path / "disk", make=True).close()
+    staged_sets.open_staged(packed, tmp_path / "disk", make=True).close()
     one = Shards(packed)
     first = [one[i][0][0] for i in range(100)]
     stage(packed, tmp_path / "disk")
@@ -100,7 +102,7 @@ def test_a_changed_byte_is_not_staged(packed, tmp_path):
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"shard-00003\.bin: a byte has changed"):
         stage(packed, tmp_path / "disk")
-    folder = staging.staged_path(packed, tmp_path / "disk")
+    folder = staged_sets.staged_path(packed, tmp_path / "disk")
     assert not (folder / path.name).exists()
     assert not list(folder.glob(".*.part"))
 
@@ -142,7 +144,7 @@ def test_two_processes_stage_the_same_set_once(packed, tmp_path):
 def test_a_kill_in_the_middle_leaves_whole_shards_only(tmp_path):
     x = np.random.default_rng(0).normal(size=(60, 250_000)).astype(np.float32)
     pack(x, tmp_path / "set", shard_bytes=3 << 20, statistics=0)
-    folder = staging.staged_path(tmp_path / "set", tmp_path / "disk")
+    folder = staged_sets.staged_path(tmp_path / "set", tmp_path / "disk")
     running = command(tmp_path / "set", tmp_path / "disk")
     ranks.wait_until(lambda: len(list(folder.glob("shard-*"))) > 2)
     running.send_signal(signal.SIGKILL)
@@ -176,8 +178,8 @@ def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(packed, tmp_path, mo
         with pytest.raises(ValueError, match=r"No space left on device.*HINT: make room, or give"):
             stage(packed, disk)
         monkeypatch.setenv(VARIABLE, str(disk))
-        assert list(staging.staged_path(packed, disk).glob("shard-*"))
-        assert not list(staging.staged_path(packed, disk).glob(".*.part"))
+        assert list(staged_sets.staged_path(packed, disk).glob("shard-*"))
+        assert not list(staged_sets.staged_path(packed, disk).glob(".*.part"))
         assert len(reads(packed)) == 100
         subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
         assert stage(packed, disk).here == 10
@@ -220,7 +222,7 @@ def test_memory_counts_as_the_jobs():
 def test_readers_and_stagers_beside_each_other(packed, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "disk"))
     monkeypatch.setattr(shards, "LOOK_S", 0.0)
-    staging.open_staged(packed, tmp_path / "disk", make=True).close()
+    staged_sets.open_staged(packed, tmp_path / "disk", make=True).close()
     loader = Loader(packed, 10, shuffle=True, num_workers=3)
     thread = threading.Thread(target=stage, args=(packed, tmp_path / "disk"))
     thread.start()

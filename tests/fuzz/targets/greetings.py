@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.comm.hosts import connect
 from paceline.comm.rendezvous import RendezvousSpec, _Rank0Server, request_greeting, store_greeting
-from paceline.data.staging import peer_transfer
+from paceline.data.staging import shard_server
 from paceline.launch import channel
 from paceline.security.greeting import Conversation, Greeting
 
@@ -37,7 +37,7 @@ GREETINGS: list[Callable[[], Greeting[Any]]] = [
     _Rank0Server(WHEN, 1.0).greeting,
     lambda: request_greeting(WHEN),
     store_greeting,
-    _with_token(peer_transfer.Server).greeting,
+    _with_token(shard_server.ShardServer).greeting,
     _with_token(connect.PeerListener)._greeting,
     lambda: connect.introduction(TOKEN, 3),
 ]
@@ -72,7 +72,7 @@ def seeds() -> Iterator[bytes]:
         knock,
         WHEN.tag.encode() + b"\n",
         b'{"store": ["10.0.0.1", 29500]}\n',
-        peer_transfer._WORD.pack(TOKEN.encode(), 3),
+        shard_server._REQUEST.pack(TOKEN.encode(), 3),
         connect._INTRODUCTION.pack(TOKEN.encode(), 3),
         connect._CONFIRMATION,
     )

@@ -48,7 +48,7 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: PackHosts) -> lis
             packing fails.
     """
     from ...data.format.shard_format import META_FILE, load_meta
-    from ...data.staging.stage import VARIABLE
+    from ...data.staging.staged_sets import VARIABLE
 
     if len(pack) > len(stage):
         raise ValueError(

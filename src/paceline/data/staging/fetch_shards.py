@@ -21,7 +21,8 @@ from ..format import shard_format
 from ..format.meta_schema import MAX_META_BYTES
 from ..format.shard_format import DataError, Shard
 from .origin import Origin
-from .peer_transfer import DEAD_PEER_S, LOOK_S, UNCHECKED, Exchange, GoneError
+from .peer_transfer import DEAD_PEER_S, POLL_INTERVAL_S, Exchange, GoneError
+from .shard_server import UNCHECKED
 
 FETCHERS = 4  # threads that fetch shards, each from one host at a time
 CHUNK = 256 << 10  # bytes; the kernel can take several times as long to allocate larger ones
@@ -103,7 +104,7 @@ class ShardFetcher:
         self._say_what_it_is()
         here = [at for at in range(len(self._files)) if at not in self._missing]
         for at in here:
-            self._of_others(Exchange.tell, at)
+            self._of_others(Exchange.publish, at)
         self._of_others(Exchange.ready, lambda: step(0, 0))
         pool = ThreadPoolExecutor(threads + FETCHERS, "paceline-stage")
         try:
@@ -111,10 +112,10 @@ class ShardFetcher:
             if self._exchange is not None:
                 jobs |= {pool.submit(self._fetch) for _ in range(FETCHERS)}
             while jobs:
-                done, jobs = wait(jobs, LOOK_S, FIRST_EXCEPTION)
+                done, jobs = wait(jobs, POLL_INTERVAL_S, FIRST_EXCEPTION)
                 for job in done:
                     job.result()
-                if self._of_others(Exchange.news):
+                if self._of_others(Exchange.read_log):
                     self._news()
                 step(self._found.copied, self._found.bytes)
         finally:
@@ -144,7 +145,7 @@ class ShardFetcher:
             number = self._there()
             if number is None:
                 with self._changed:
-                    self._changed.wait(LOOK_S)
+                    self._changed.wait(POLL_INTERVAL_S)
                     quiet = time.monotonic() - self._news_at > DEAD_PEER_S
                 if quiet:
                     self._look_after()
@@ -182,7 +183,7 @@ class ShardFetcher:
             if not self._all and not self._all_kept():
                 some = [at for at in some if at in self._small]
             some = [at for at in some if self._fits(at)]
-        return exchange.chosen(some) if exchange and some else None
+        return exchange.choose(some) if exchange and some else None
 
     def _all_kept(self) -> bool:
         """Whether each missing file is on another node, or is being transferred to this one."""
@@ -269,7 +270,7 @@ class ShardFetcher:
             self._changed.notify_all()
         if came:
             self._say_what_it_is()
-            self._of_others(Exchange.tell, number)
+            self._of_others(Exchange.publish, number)
 
     def _say_what_it_is(self) -> None:
         """Write paceline.json once the index is complete: from then on the dataset is read here."""

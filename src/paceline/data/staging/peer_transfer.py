@@ -16,47 +16,30 @@ Keys in the store of the job (torch's TCPStore), under "paceline-stage/ATTEMPT/D
     told/K       result of the K-th of them
 
 A node is written as "address port token": the address by which it reaches the store, the port on
-which it listens, and the token that a request must contain. Received shards are verified with their
-checksum, like shards that were read.
+which it listens, and the token that a request must contain (shard_server.py).
 """
 
 import contextlib
-import hmac
 import json
-import os
 import random
-import secrets
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from crc32c import crc32c
-
 from ...security.folders import Folder
-from ...security.greeting import Acceptor, Greeting, RefusedError, Step
 from ..format.shard_format import DataError, Shard
+from .shard_server import ShardServer, fetch_shard, is_alive
 
 PREFIX = "paceline-stage"
-PATIENCE_S = 20.0  # time-out for the answer of a host, and for each piece of a shard
-ALIVE_S = 5.0  # time-out for the answer of a host that is asked whether it is alive
 DEAD_PEER_S = 3.0  # without progress, before the hosts that read the missing shards are checked
-LOOK_S = 0.05  # polling interval of the log
-JOIN_S = 60.0
-READY_S = 3.0  # wait for the lists of shards that other hosts have, so as not to read these again
-RETRIES_S = (0.05, 0.1, 0.2)  # pauses before retries, after a host has closed the connection
-PIECE = 256 << 10
-MAX_SENDERS = 64  # threads that send shards
-MAX_WAITING = 1024  # authenticated connections that wait for a sender thread
-ALIVE = 0xFFFFFFFF  # requested instead of a shard number, to check that the host is alive
-NOT_THERE = (1 << 64) - 1
-UNCHECKED = -1  # no checksum: the index and names files of datasets that an older Paceline packed
-_WORD, _SIZE = struct.Struct("!32sI"), struct.Struct("!Q")
+POLL_INTERVAL_S = 0.05  # polling interval of the log
+JOIN_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = (
+    3.0  # wait for the lists of shards that other hosts have, so as not to read these again
+)
 
 
 class GoneError(Exception):
@@ -77,7 +60,7 @@ class Exchange:
             hosts: Maximum number of nodes that take part.
         """
         self.hosts, self._shards, self._store = hosts, shards, store
-        self._server = Server(address, folder, shards)
+        self._server = ShardServer(address, folder, shards)
         self._own = self._server.name
         self._lock = threading.Lock()  # the client of a store serves one call at a time
         self._where: dict[int, set[str]] = {}
@@ -90,7 +73,7 @@ class Exchange:
 
         Shards that other nodes have given up come last.
         """
-        with self._asked():
+        with self._store_call():
             while (number := int(self._store.add("turn", 1)) - 1) < len(self._shards):
                 if self._is_own(number):
                     return number
@@ -103,9 +86,9 @@ class Exchange:
 
     def _is_own(self, number: int) -> bool:
         """Claim a shard without a reader, unless this node claimed it before; return success."""
-        return number not in self._had and self._takes(number, "")
+        return number not in self._had and self._take(number, "")
 
-    def _takes(self, number: int, before: str) -> bool:
+    def _take(self, number: int, before: str) -> bool:
         """Replace ``before`` as the reader of a shard, if it still is; return the success."""
         now = self._store.compare_set(f"by/{number}", before, self._own).decode()
         if now == self._own:
@@ -114,42 +97,42 @@ class Exchange:
 
     def give_up(self, number: int) -> None:
         """Release a shard that this node could not read or store: another node may try."""
-        with self._asked():
+        with self._store_call():
             self._store.compare_set(f"by/{number}", self._own, "")
             entry = int(self._store.add("up", 1)) - 1
             self._store.set(f"up/{entry}", str(number))
 
     def take_over(self, number: int) -> bool:
         """Claim a shard whose reader is lost, and return whether this node is to read it."""
-        with self._asked():
+        with self._store_call():
             key = f"by/{number}"
             by = self._store.get(key).decode() if self._store.check([key]) else ""
-        if by == self._own or (by and alive(by)):
+        if by == self._own or (by and is_alive(by)):
             return False
-        with self._asked():
-            return self._takes(number, by)
+        with self._store_call():
+            return self._take(number, by)
 
-    def tell(self, number: int) -> None:
+    def publish(self, number: int) -> None:
         """Publish that a shard is complete on this node."""
-        with self._asked():
+        with self._store_call():
             entry = int(self._store.add("there", 1)) - 1
             self._store.set(f"there/{entry}", f"{number} {self._own}")
 
     def ready(self, step: Callable[[], None]) -> None:
-        """Publish that this node has listed its shards; wait up to READY_S for the other nodes."""
-        end = time.monotonic() + READY_S
-        with self._asked():
+        """Publish that this node has listed its shards; wait READY_TIMEOUT_S for other nodes."""
+        end = time.monotonic() + READY_TIMEOUT_S
+        with self._store_call():
             count = int(self._store.add("ready", 1))
         while count < self.hosts and time.monotonic() < end:
             step()
-            time.sleep(LOOK_S)
-            with self._asked():
+            time.sleep(POLL_INTERVAL_S)
+            with self._store_call():
                 count = int(self._store.add("ready", 0))
-        self.news()
+        self.read_log()
 
-    def news(self) -> bool:
+    def read_log(self) -> bool:
         """Read new entries of the log of complete shards, and return whether there were any."""
-        with self._asked():
+        with self._store_call():
             before, count = self._seen, int(self._store.add("there", 0))
             while self._seen < count and self._store.check([f"there/{self._seen}"]):
                 said = self._store.get(f"there/{self._seen}").decode()
@@ -163,7 +146,7 @@ class Exchange:
         """Whether another node has a shard."""
         return bool(self._where.get(number))
 
-    def chosen(self, numbers: Sequence[int]) -> int:
+    def choose(self, numbers: Sequence[int]) -> int:
         """Choose one number at random, so that not all nodes fetch the same shard from one node."""
         return random.choice(numbers)
 
@@ -172,7 +155,7 @@ class Exchange:
         while hosts := list(self._where.get(number, ())):
             host = random.choice(hosts)
             try:
-                _fetched(host, number, self._shards[number], file)
+                fetch_shard(host, number, self._shards[number], file)
                 return True
             except (OSError, DataError):
                 self._where[number].discard(host)
@@ -185,13 +168,13 @@ class Exchange:
         if self._ended:
             return
         self._ended = True
-        with contextlib.suppress(GoneError), self._asked():
+        with contextlib.suppress(GoneError), self._store_call():
             place = int(self._store.add("told", 1)) - 1
             self._store.set(f"told/{place}", json.dumps(dict(told)))
 
     def all_told(self) -> list[dict[str, Any]]:
         """Return the results of the nodes that have finished."""
-        with self._asked():
+        with self._store_call():
             keys = [f"told/{place}" for place in range(int(self._store.add("told", 0)))]
             return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
@@ -204,7 +187,7 @@ class Exchange:
         try:
             while len(told := self.all_told()) < self.hosts:
                 step()
-                time.sleep(4 * LOOK_S)
+                time.sleep(4 * POLL_INTERVAL_S)
         except GoneError:
             return []
         return told
@@ -213,7 +196,7 @@ class Exchange:
         self._server.close()
 
     @contextlib.contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _store_call(self) -> Iterator[None]:
         with self._lock:
             try:
                 yield
@@ -242,7 +225,7 @@ def join(
         return None
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    wait = timedelta(seconds=JOIN_S)
+    wait = timedelta(seconds=JOIN_TIMEOUT_S)
     try:
         store = TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=wait)
     except RuntimeError as error:
@@ -258,172 +241,3 @@ def own_address(address: str, port: int) -> str:
     with socket.socket(family, kind) as one:
         one.connect(where)
         return str(one.getsockname()[0])
-
-
-class Server:
-    """Server that sends complete shards of a folder to clients that know its token.
-
-    One thread accepts connections and checks the token; at most MAX_SENDERS other threads send
-    shards to the authenticated clients.
-    """
-
-    def __init__(self, address: str, folder: Folder | None, shards: Sequence[Shard]) -> None:
-        self._folder, self._shards = folder, shards
-        self._token = secrets.token_hex(16)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listening = socket.create_server((address, 0), family=family, backlog=1024)
-        self.name = f"{address} {self._listening.getsockname()[1]} {self._token}"
-        self._acceptor = Acceptor([self._listening], lambda _: self.greeting())
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[socket.socket, int]] = deque()
-        self._senders = 0
-        threading.Thread(target=self._serve, name="paceline-stage", daemon=True).start()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
-
-    def greeting(self) -> Greeting[int]:
-        """Read the token and the number of the requested shard."""
-        token, number = _WORD.unpack((yield Step(read=_WORD.size)))
-        if not hmac.compare_digest(token, self._token.encode()):
-            raise RefusedError("the visitor does not know the token")
-        return int(number)
-
-    def _serve(self) -> None:
-        with self._acceptor, contextlib.suppress(OSError):  # after the socket was shut down
-            while True:
-                for visitor, number in self._acceptor.wait(JOIN_S):
-                    self._admit(visitor, number)
-
-    def _admit(self, visitor: socket.socket, number: int) -> None:
-        if number == ALIVE or number >= len(self._shards) or self._folder is None:
-            with visitor, contextlib.suppress(OSError):
-                visitor.send(_SIZE.pack(NOT_THERE))
-            return
-        with self._lock:
-            if len(self._waiting) >= MAX_WAITING:
-                visitor.close()
-                return
-            self._waiting.append((visitor, number))
-            if self._senders >= MAX_SENDERS:
-                return
-            self._senders += 1
-        try:
-            threading.Thread(target=self._send_in_turn, daemon=True).start()
-        except RuntimeError:  # this user's thread limit is reached: a running sender may send it
-            with self._lock:
-                self._senders -= 1
-
-    def _send_in_turn(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._senders -= 1
-                    return
-                visitor, number = self._waiting.popleft()
-            with visitor, contextlib.suppress(OSError):  # the client then asks another host
-                self._send(visitor, self._shards[number])
-
-    def _send(self, visitor: socket.socket, shard: Shard) -> None:
-        assert self._folder is not None
-        visitor.settimeout(PATIENCE_S)
-        with _opened(self._folder, shard.file) as file:
-            visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
-            visitor.sendfile(file)
-
-
-def _opened(folder: Folder, name: str) -> BinaryIO:
-    return open(folder.open_file(name), "rb")
-
-
-def alive(host: str) -> bool:
-    """Whether the process of a host answers."""
-    try:
-        channel, size = _answered(host, ALIVE, ALIVE_S)
-        channel.close()
-        return size == NOT_THERE
-    except (OSError, EOFError):
-        return False
-
-
-def _answered(host: str, number: int, seconds: float) -> tuple[socket.socket, int]:
-    """Request a shard from a host, and retry if it closes the connection.
-
-    The host may be busy with connections from strangers. Return the connection and the size in
-    bytes that the host reports. Raises OSError or EOFError if it does not answer.
-    """
-    pauses = iter(RETRIES_S)
-    while True:
-        channel = _asked(host, number, seconds)
-        try:
-            return channel, _size_from(channel, seconds)
-        except (OSError, EOFError) as error:
-            channel.close()
-            pause = next(pauses, None)
-            if pause is None or isinstance(error, TimeoutError):
-                raise
-        time.sleep(pause)
-
-
-def _asked(host: str, number: int, patience: float) -> socket.socket:
-    address, port, token = host.split()
-    channel = socket.create_connection((address, int(port)), patience)
-    try:
-        channel.sendall(_WORD.pack(token.encode(), number))
-    except BaseException:
-        channel.close()
-        raise
-    return channel
-
-
-def _fetched(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
-    """Fetch a shard from a host into ``file``.
-
-    Raises:
-        OSError: The host does not send the whole shard.
-        DataError: The checksum differs.
-    """
-    crc, left, buffer = 0, shard.bytes, memoryview(bytearray(PIECE))
-    try:
-        channel, size = _answered(host, number, PATIENCE_S)
-        with channel:
-            if size != shard.bytes:
-                raise ConnectionError(f"{host.split()[0]} has it not whole")
-            while left:
-                piece = buffer[: min(left, PIECE)]
-                _fill(channel, piece, PATIENCE_S)
-                crc, left = crc32c(piece, crc), left - len(piece)
-                _put(file, piece)
-    except EOFError:
-        raise ConnectionError(f"{host.split()[0]} broke off") from None
-    if shard.crc not in (crc, UNCHECKED):
-        raise DataError(Path(shard.file), -1, 0, "came with another checksum")
-
-
-def _put(file: BinaryIO, piece: memoryview) -> None:
-    done = 0
-    while done < len(piece):
-        done += file.write(piece[done:])
-
-
-def _size_from(channel: socket.socket, seconds: float) -> int:
-    answer = memoryview(bytearray(_SIZE.size))
-    _fill(channel, answer, seconds)
-    return int(_SIZE.unpack(answer)[0])
-
-
-def _fill(channel: socket.socket, piece: memoryview, seconds: float) -> None:
-    """Receive a whole piece.
-
-    Raises:
-        TimeoutError: The piece is not complete within ``seconds``, even if bytes still arrive.
-        EOFError: The connection was closed.
-    """
-    deadline, done = time.monotonic() + seconds, 0
-    while done < len(piece):
-        channel.settimeout(max(0.001, deadline - time.monotonic()))
-        got = channel.recv_into(piece[done:])
-        if not got:
-            raise EOFError
-        done += got

@@ -147,7 +147,7 @@ def execute(command: dict[str, Any]) -> int:
 
             begin(tuning.Tuning.loads(os.environ[tuning.VARIABLE]))
         if os.environ.get("PACELINE_STAGE_SETS"):
-            from ...data.staging.stage import start_staging_all
+            from ...data.staging.staged_sets import start_staging_all
 
             start_staging_all()
         if command["module"]:

@@ -1,0 +1,206 @@
+"""Send and fetch shards over connections between two nodes.
+
+A request is a token of 32 bytes and the number of a shard; the answer is the size of the file and
+the file. A node is written as "address port token". Received shards are verified with their
+checksum, like shards that were read.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from crc32c import crc32c
+
+from ...security.folders import Folder
+from ...security.greeting import Acceptor, Greeting, RefusedError, Step
+from ..format.shard_format import DataError, Shard
+
+ANSWER_TIMEOUT_S = 20.0  # for the answer of a node, and for each piece of a shard
+ALIVE_TIMEOUT_S = 5.0  # for the answer of a node that is asked whether it is alive
+ACCEPT_INTERVAL_S = 60.0
+RETRIES_S = (0.05, 0.1, 0.2)  # pauses before retries, after a node has closed the connection
+PIECE_BYTES = 256 << 10
+MAX_SENDERS = 64  # threads that send shards
+MAX_WAITING = 1024  # authenticated connections that wait for a sender thread
+ALIVE = 0xFFFFFFFF  # requested instead of a shard number, to check that the node is alive
+NOT_THERE = (1 << 64) - 1
+UNCHECKED = -1  # no checksum: the index and names files of datasets that an older Paceline packed
+_REQUEST, _SIZE = struct.Struct("!32sI"), struct.Struct("!Q")
+
+
+class ShardServer:
+    """Server that sends complete shards of a folder to clients that know its token.
+
+    One thread accepts connections and checks the token; at most MAX_SENDERS other threads send
+    shards to the authenticated clients.
+    """
+
+    def __init__(self, address: str, folder: Folder | None, shards: Sequence[Shard]) -> None:
+        self._folder, self._shards = folder, shards
+        self._token = secrets.token_hex(16)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listening = socket.create_server((address, 0), family=family, backlog=1024)
+        self.name = f"{address} {self._listening.getsockname()[1]} {self._token}"
+        self._acceptor = Acceptor([self._listening], lambda _: self.greeting())
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[socket.socket, int]] = deque()
+        self._senders = 0
+        threading.Thread(target=self._serve, name="paceline-stage", daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
+
+    def greeting(self) -> Greeting[int]:
+        """Read the token and the number of the requested shard."""
+        token, number = _REQUEST.unpack((yield Step(read=_REQUEST.size)))
+        if not hmac.compare_digest(token, self._token.encode()):
+            raise RefusedError("the visitor does not know the token")
+        return int(number)
+
+    def _serve(self) -> None:
+        with self._acceptor, contextlib.suppress(OSError):  # after the socket was shut down
+            while True:
+                for visitor, number in self._acceptor.wait(ACCEPT_INTERVAL_S):
+                    self._admit(visitor, number)
+
+    def _admit(self, visitor: socket.socket, number: int) -> None:
+        if number == ALIVE or number >= len(self._shards) or self._folder is None:
+            with visitor, contextlib.suppress(OSError):
+                visitor.send(_SIZE.pack(NOT_THERE))
+            return
+        with self._lock:
+            if len(self._waiting) >= MAX_WAITING:
+                visitor.close()
+                return
+            self._waiting.append((visitor, number))
+            if self._senders >= MAX_SENDERS:
+                return
+            self._senders += 1
+        try:
+            threading.Thread(target=self._send_waiting, daemon=True).start()
+        except RuntimeError:  # this user's thread limit is reached: a running sender may send it
+            with self._lock:
+                self._senders -= 1
+
+    def _send_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._senders -= 1
+                    return
+                visitor, number = self._waiting.popleft()
+            with visitor, contextlib.suppress(OSError):  # the client then asks another host
+                self._send(visitor, self._shards[number])
+
+    def _send(self, visitor: socket.socket, shard: Shard) -> None:
+        assert self._folder is not None
+        visitor.settimeout(ANSWER_TIMEOUT_S)
+        with _open(self._folder, shard.file) as file:
+            visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
+            visitor.sendfile(file)
+
+
+def _open(folder: Folder, name: str) -> BinaryIO:
+    return open(folder.open_file(name), "rb")
+
+
+def is_alive(host: str) -> bool:
+    """Whether the process of a host answers."""
+    try:
+        channel, size = _request(host, ALIVE, ALIVE_TIMEOUT_S)
+        channel.close()
+        return size == NOT_THERE
+    except (OSError, EOFError):
+        return False
+
+
+def _request(host: str, number: int, seconds: float) -> tuple[socket.socket, int]:
+    """Request a shard from a host, and retry if it closes the connection.
+
+    The host may be busy with connections from strangers. Return the connection and the size in
+    bytes that the host reports. Raises OSError or EOFError if it does not answer.
+    """
+    pauses = iter(RETRIES_S)
+    while True:
+        channel = _send_request(host, number, seconds)
+        try:
+            return channel, _receive_size(channel, seconds)
+        except (OSError, EOFError) as error:
+            channel.close()
+            pause = next(pauses, None)
+            if pause is None or isinstance(error, TimeoutError):
+                raise
+        time.sleep(pause)
+
+
+def _send_request(host: str, number: int, patience: float) -> socket.socket:
+    address, port, token = host.split()
+    channel = socket.create_connection((address, int(port)), patience)
+    try:
+        channel.sendall(_REQUEST.pack(token.encode(), number))
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def fetch_shard(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
+    """Fetch a shard from a host into ``file``.
+
+    Raises:
+        OSError: The host does not send the whole shard.
+        DataError: The checksum differs.
+    """
+    crc, left, buffer = 0, shard.bytes, memoryview(bytearray(PIECE_BYTES))
+    try:
+        channel, size = _request(host, number, ANSWER_TIMEOUT_S)
+        with channel:
+            if size != shard.bytes:
+                raise ConnectionError(f"{host.split()[0]} has it not whole")
+            while left:
+                piece = buffer[: min(left, PIECE_BYTES)]
+                _receive_into(channel, piece, ANSWER_TIMEOUT_S)
+                crc, left = crc32c(piece, crc), left - len(piece)
+                _write_all(file, piece)
+    except EOFError:
+        raise ConnectionError(f"{host.split()[0]} broke off") from None
+    if shard.crc not in (crc, UNCHECKED):
+        raise DataError(Path(shard.file), -1, 0, "came with another checksum")
+
+
+def _write_all(file: BinaryIO, piece: memoryview) -> None:
+    done = 0
+    while done < len(piece):
+        done += file.write(piece[done:])
+
+
+def _receive_size(channel: socket.socket, seconds: float) -> int:
+    answer = memoryview(bytearray(_SIZE.size))
+    _receive_into(channel, answer, seconds)
+    return int(_SIZE.unpack(answer)[0])
+
+
+def _receive_into(channel: socket.socket, piece: memoryview, seconds: float) -> None:
+    """Receive a whole piece.
+
+    Raises:
+        TimeoutError: The piece is not complete within ``seconds``, even if bytes still arrive.
+        EOFError: The connection was closed.
+    """
+    deadline, done = time.monotonic() + seconds, 0
+    while done < len(piece):
+        channel.settimeout(max(0.001, deadline - time.monotonic()))
+        got = channel.recv_into(piece[done:])
+        if not got:
+            raise EOFError
+        done += got
