@@ -32,72 +32,9 @@ from torch.autograd import Variable
 from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
 from .collective_check import AUTOGRAD_ENGINE_CODE, CollectiveCheck, PendingCheck, is_checked
+from .collective_in_flight import CollectiveInFlight
 
-LONG_CALL_NS = 20_000  # a launching call that takes longer has a separate event
-SYNCHRONOUS_WAIT_NS = (
-    50_000  # maximum time from a call's return to the wait for it in a synchronous call
-)
 _COLLECTIVE, _BLOCKED = int(State.COLLECTIVE), int(State.BLOCKED)  # faster than enum members
-
-
-class _CollectiveInFlight:
-    """One collective of this rank, from its launch to its last event (times in ns)."""
-
-    __slots__ = (
-        *("amount", "called", "group", "is_done", "launched", "op", "peer", "recorder"),
-        *("returned", "seq"),
-    )
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        launched: int,
-        called: int,
-        returned: int,
-        amount: int,
-        seq: int,
-        group: int,
-        op: int,
-        peer: int,
-    ) -> None:
-        self.recorder = recorder
-        self.launched = launched
-        self.called = called  # later than launched after a check, which has an event
-        self.returned = returned  # end of the launching call; 0: its time is recorded
-        self.amount, self.seq, self.group, self.op, self.peer = amount, seq, group, op, peer
-        self.is_done = False
-
-    def _event(self, state: int, start: int, end: int) -> None:
-        self.recorder.event(
-            state, start, end, self.amount, self.seq, self.group, self.op, self.peer
-        )
-
-    def _record_long_call(self) -> None:
-        """Record the launching call as CALL, if it was long and no wait followed at once."""
-        if self.returned - self.called > LONG_CALL_NS:
-            self._event(State.CALL, self.called, self.returned)
-        self.returned = 0
-
-    def begin_wait(self, since: int) -> None:
-        """Mark that the rank begins to wait for the collective."""
-        self.recorder.begin(_BLOCKED, since, self.seq, self.group, self.op)
-
-    def end_wait(self, start: int, end: int) -> None:
-        """Record that the rank waited for the result from ``start`` to ``end``.
-
-        A wait right after the call counts from the beginning of the call.
-        """
-        if start - self.returned < SYNCHRONOUS_WAIT_NS:
-            start, self.returned = self.called, 0
-        self._event(State.BLOCKED, start, end)
-        self.finish(end)
-
-    def finish(self, end: int) -> None:
-        if not self.is_done:
-            self.is_done = True
-            if self.returned:
-                self._record_long_call()
-            self._event(State.COLLECTIVE, self.launched, end)
 
 
 class RecordedWork(dist.Work):
@@ -106,7 +43,7 @@ class RecordedWork(dist.Work):
     def __init__(
         self,
         work: dist.Work,
-        in_flight: _CollectiveInFlight,
+        in_flight: CollectiveInFlight,
         group: "RecordedGroup",
         check: PendingCheck | None = None,
     ) -> None:
@@ -212,7 +149,7 @@ class RecordedGroup(dist.ProcessGroup):
         self._message_counts: dict[tuple[int, int, int], int] = {}  # by (op, peer, tag)
         # Launched in each running backward (re-entrant activation checkpointing nests backwards).
         self._pending: dict[
-            int, list[tuple[dist.Work, _CollectiveInFlight, PendingCheck | None]]
+            int, list[tuple[dist.Work, CollectiveInFlight, PendingCheck | None]]
         ] = {}
         # PyTorch before 2.9 keeps only the C++ half of a Work made in Python; this keeps the other.
         self._unfinished: list[RecordedWork] = []
@@ -235,12 +172,12 @@ class RecordedGroup(dist.ProcessGroup):
         self._seq += 1
         if self._group:
             place = (0, self._seq, self._group, int(Op.BARRIER), -1)
-            _CollectiveInFlight(self._recorder, launched, launched, launched, *place).end_wait(
+            CollectiveInFlight(self._recorder, launched, launched, launched, *place).end_wait(
                 launched, now()
             )
 
     def finish_after_backward(
-        self, work: dist.Work, in_flight: _CollectiveInFlight, check: PendingCheck | None = None
+        self, work: dist.Work, in_flight: CollectiveInFlight, check: PendingCheck | None = None
     ) -> None:
         """Record the wait of C++ code for this collective, which is at the end of the backward."""
         backward = torch._C._current_graph_task_id()
@@ -362,7 +299,7 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
             return None
         recorder.wrapped_calls += 1
         place = (amount, seq, self._group, number, peer)
-        in_flight = _CollectiveInFlight(recorder, launched, called, returned, *place)
+        in_flight = CollectiveInFlight(recorder, launched, called, returned, *place)
         if recorder.launched_collectives is not None:
             recorder.launched_collectives.append(
                 {"amount": amount, "seq": seq, "group": self._group, "op": number, "peer": peer}
