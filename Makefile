@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
+# In the slow tiers each command is started by an interpreter of its own (tests/support/warm_start.py).
+COLD := PACELINE_TESTS_WARM=0
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
@@ -60,16 +62,16 @@ test-packages:
 
 # Short runs of all benchmarks: they must run and write all their results.
 test-benchmarks: $(VENV)/installed
-	$(BIN)/pytest -n 2 --durations=10 --junitxml=run/bench.xml -m bench
+	$(COLD) $(BIN)/pytest -n 2 --durations=10 --junitxml=run/bench.xml -m bench
 
 # Tests that train or measure for long, and launchers on more layouts of hosts.
 test-long: $(VENV)/installed
-	$(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/long.xml -m "long and not alone"
-	$(BIN)/pytest --durations=20 --junitxml=run/long-alone.xml -m "long and alone"
+	$(COLD) $(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/long.xml -m "long and not alone"
+	$(COLD) $(BIN)/pytest --durations=20 --junitxml=run/long-alone.xml -m "long and alone"
 
 soak: $(VENV)/installed
-	$(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/soak.xml -m "soak and not alone"
-	$(BIN)/pytest --durations=20 --junitxml=run/soak-alone.xml -m "soak and alone"
+	$(COLD) $(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/soak.xml -m "soak and not alone"
+	$(COLD) $(BIN)/pytest --durations=20 --junitxml=run/soak-alone.xml -m "soak and alone"
 
 # The part of the benchmark, long and soak tests that tests/select_slow.py chooses for a CI run.
 # pytest exits with 5 where none of the chosen tests has the mark.
@@ -77,8 +79,8 @@ test-slow: $(VENV)/installed
 	@mkdir -p run
 	@$(BIN)/pytest -q --collect-only -m "bench or long or soak" > run/slow-ids.txt
 	@$(BIN)/python tests/select_slow.py choose run/slow-ids.txt run/slow-chosen.txt
-	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not alone" @run/slow-chosen.txt || [ $$? = 5 ]
-	$(BIN)/pytest --durations=10 -m alone @run/slow-chosen.txt || [ $$? = 5 ]
+	$(COLD) $(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not alone" @run/slow-chosen.txt || [ $$? = 5 ]
+	$(COLD) $(BIN)/pytest --durations=10 -m alone @run/slow-chosen.txt || [ $$? = 5 ]
 
 # All tiers. Each prints its longest tests; the durations are the base of test-slow's choice.
 everything: test test-benchmarks test-long soak

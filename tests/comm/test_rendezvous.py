@@ -82,8 +82,8 @@ def test_real_processes_meet_without_anybody_telling_a_port(tmp_path):
     code = (
         "import sys\n"
         "from paceline.comm.rendezvous import RendezvousSpec, join\n"
-        f"when = Appointment(int(sys.argv[1]), 2, ['localhost'], '{uuid.uuid4().hex}', False)\n"
-        "store = meet(when, 30.0)\n"
+        f"when = RendezvousSpec(int(sys.argv[1]), 2, ['localhost'], '{uuid.uuid4().hex}', False)\n"
+        "store = join(when, 30.0)\n"
         "store.set(sys.argv[1], 'here')\n"
         "print(store.get('0'), store.get('1'))\n"
         "store.add('done', 1)\n"

@@ -6,7 +6,7 @@ import plotly.graph_objects
 import pytest
 from machines import Maker
 
-from paceline.cost.roofline import Roof, attainable, ridge, roofline_point, roofs
+from paceline.cost.roofline import Roof, attainable, place, ridge, roofs
 from paceline.report.page.roofline import chart
 from paceline.report.terminal.roofline import draw_roofline
 
@@ -22,14 +22,14 @@ def test_memory_limits_below_the_ridge_and_arithmetic_above_it():
 
 
 def test_work_is_placed():
-    stream = roofline_point(2e9, 24e9, 0.02, peak=10e12, bandwidth=2e12)
+    stream = place(2e9, 24e9, 0.02, peak=10e12, bandwidth=2e12)
     assert stream.bound == "memory"
     assert stream.intensity == pytest.approx(1 / 12)
     assert stream.share == pytest.approx(0.6)
-    product = roofline_point(1e12, 1e9, 0.2, peak=10e12, bandwidth=2e12)
+    product = place(1e12, 1e9, 0.2, peak=10e12, bandwidth=2e12)
     assert (product.bound, product.limit) == ("compute", 10e12)
     assert product.share == pytest.approx(0.5)
-    assert roofline_point(1e12, 0, 1, peak=10e12, bandwidth=2e12).bound == "compute"
+    assert place(1e12, 0, 1, peak=10e12, bandwidth=2e12).bound == "compute"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_work_is_placed():
 def test_impossible_work_is_refused(change, message):
     good = {"flops": 1, "bytes_moved": 1, "seconds": 1, "peak": 1, "bandwidth": 1}
     with pytest.raises(ValueError, match=message):
-        roofline_point(**(good | change))
+        place(**(good | change))
 
 
 def test_measured_roofs_are_those_of_the_device():
@@ -60,8 +60,8 @@ def lines_of(roofs, points, **size):
 
 
 def test_the_drawing_has_roofs_names_and_points():
-    norm = roofline_point(1e9, 8e9, 8e9 / 1.2e12, peak=312e12, bandwidth=1.555e12)
-    product = roofline_point(1e13, 1e10, 0.05, peak=312e12, bandwidth=1.555e12)
+    norm = place(1e9, 8e9, 8e9 / 1.2e12, peak=312e12, bandwidth=1.555e12)
+    product = place(1e13, 1e10, 0.05, peak=312e12, bandwidth=1.555e12)
     lines = lines_of(A100, {"layer norm": norm, "product": product})
     assert all(len(line) <= 88 for line in lines)
     assert all(line.isascii() for line in lines)
@@ -88,7 +88,7 @@ def test_the_slope_meets_the_flat_part_at_the_ridge():
 
 def test_odd_drawings():
     assert draw_roofline({}, {}) == ""
-    slow = roofline_point(1, 0, 1, peak=1e12, bandwidth=1e11)
+    slow = place(1, 0, 1, peak=1e12, bandwidth=1e11)
     lines = lines_of({"float32": Roof(1e12, 1e11)}, {"slow": slow}, width=10, height=3)
     assert "no memory traffic, 1 FLOP/s, 0 % of what arithmetic allows" in lines[-1]
     assert len(lines) == 8 + 4
@@ -97,7 +97,7 @@ def test_odd_drawings():
 
 
 def test_the_page_has_a_chart_that_plotly_takes():
-    free = roofline_point(1e12, 0, 1, peak=312e12, bandwidth=1.555e12)
+    free = place(1e12, 0, 1, peak=312e12, bandwidth=1.555e12)
     made = chart(A100, {"free": free})
     drawn = plotly.graph_objects.Figure(json.loads(json.dumps(made, allow_nan=False)))
     assert [trace.name for trace in drawn.data] == ["float64", "bfloat16", "measured"]

@@ -16,8 +16,8 @@ def work():
     print("begun", os.getpid(), flush=True)
     {}
 try:
-    with base.mistakes_told():
-        guarded_process.watched(work, lambda what: f"x.h5: h5py {{what}}. HINT: copy it again")
+    with base.exit_on_mistake():
+        guarded_process.run_guarded(work, lambda what: f"x.h5: h5py {{what}}. HINT: copy it again")
 except typer.Exit as end:
     sys.exit(end.exit_code)
 """

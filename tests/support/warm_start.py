@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -199,7 +198,7 @@ def _become(request: dict, fds: list[int]) -> NoReturn:
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     sys.stdout.flush()
     ctypes.pythonapi.Py_Exit(ctypes.c_int(code))
     raise AssertionError("unreachable")

@@ -96,7 +96,7 @@ def _get(store: Any, key: str, timeout: float) -> bytes:
 
 
 def _wait(store: Any, key: str, size: int, timeout: float, say: bool) -> None:
-    """Wait until all ranks have started; with ``say``, print their number every SAY_SECONDS."""
+    """Wait until all ranks have started; with ``say``, print their number from time to time."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()

@@ -49,7 +49,7 @@ def ridge(peak: float, bandwidth: float) -> float:
     return peak / bandwidth
 
 
-def roofline_point(
+def place(
     flops: float, bytes_moved: float, seconds: float, *, peak: float, bandwidth: float
 ) -> RooflinePoint:
     """Place work on the roofline.

@@ -47,9 +47,9 @@ def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of loader workers.
 
     All times are in units of the measured step. With W workers a step takes
-    max(C, S / W, (S b + C u) / c) + HANDING, where C is the step time without input, S the time in
-    which one process makes a step's batches, b the share of S that uses the CPU, c the number of
-    cores per rank, and u the number of cores that training keeps busy.
+    max(C, S / W, (S b + C u) / c) + HANDOVER_SHARE, where C is the step time without input, S the
+    time in which one process makes a step's batches, b the share of S that uses the CPU, c the
+    number of cores per rank, and u the number of cores that training keeps busy.
     """
     bar = e.waterfall.of_step("input")
     if bar is None or e.loader is None or not e.loader["seconds"]:

@@ -77,7 +77,7 @@ def append(pairs: Iterable[Pair]) -> str:
 
 
 def prediction_errors() -> dict[str, PredictionError]:
-    """Return the prediction error by kind (source), for kinds with at least ENOUGH pairs."""
+    """Return the prediction error by kind (source), for kinds with at least MIN_PAIRS pairs."""
     each: dict[str, list[float]] = {}
     for pair in _all():
         each.setdefault(pair.source, []).append(100 * abs(pair.measured - pair.predicted))

@@ -93,7 +93,7 @@ def gain_of(saves: Interval) -> Interval:
 
 
 def _widen(gain: Interval) -> Interval:
-    """Widen an interval to at least DOUBT: a conclusion is less certain than its measurements."""
+    """Widen an interval to MIN_UNCERTAINTY: conclusions are less certain than measurements."""
     least = MIN_UNCERTAINTY * abs(gain.mean)
     low, high = min(gain.low, gain.mean - least), max(gain.high, gain.mean + least)
     return Interval(gain.mean, low, high)

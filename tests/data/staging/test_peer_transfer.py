@@ -33,7 +33,7 @@ def job(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(peer_transfer, "DEAD_PEER_S", 0.3)
-    monkeypatch.setattr("paceline.data.staging.fetch_shards.QUIET_S", 0.3)
+    monkeypatch.setattr("paceline.data.staging.fetch_shards.DEAD_PEER_S", 0.3)
 
     def of(hosts, absent=0):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...cost.machine.machine_file import HostFacts, Machine
-from ...cost.roofline import Roof, RooflinePoint, roofline_point, roofs
+from ...cost.roofline import Roof, RooflinePoint, place, roofs
 from ..records.read_record import Record
 
 MAX_PLACED_OPERATORS = 3  # on the roofline
@@ -108,7 +108,7 @@ def on_roofline(
     assert whole is not None
     roof = found.get(whole.precision) or next(iter(found.values()))
     points = {
-        name: roofline_point(flops, size, seconds, peak=roof.peak, bandwidth=roof.bandwidth)
+        name: place(flops, size, seconds, peak=roof.peak, bandwidth=roof.bandwidth)
         for name, flops, size, seconds in _roofline_points(whole, median_s, useful)
         if flops and size and seconds
     }

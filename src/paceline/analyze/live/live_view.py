@@ -21,7 +21,7 @@ from ..records.script_lines import command_words
 from .current_states import BlockedCollective, RankState, age, blocked_collectives, rank_state
 
 MAX_WAIT_PAIRS = 3
-RECENT_S = 10.0  # seconds that a view covers, or LEAST_STEPS steps if these take longer
+RECENT_S = 10.0  # seconds that a view covers, or MIN_STEPS steps if these take longer
 MIN_STEPS = 5
 MIN_BLOCKED_S = 1.0  # a rank is blocked after this time in one state, and _LONG_STEPS typical steps
 _MIN_BLOCKED_STEPS = 3.0
@@ -138,7 +138,7 @@ def last_attempt(tails: Sequence[Tail]) -> tuple[list[RankTail], list[str]]:
 
 
 def _recent(records: list[Record]) -> list[Record]:
-    """Drop the steps before the most recent ones; see RECENT_S and LEAST_STEPS.
+    """Drop the steps before the most recent ones; see RECENT_S and MIN_STEPS.
 
     Steps have the same numbers on all ranks.
     """

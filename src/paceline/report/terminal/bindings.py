@@ -26,7 +26,7 @@ def render(hosts: Sequence[Host], ranks: int) -> str:
     """Return the table and the drawings as text.
 
     Args:
-        hosts: Name of each host, and the result of ``launch.affinity.report_bindings.of_host``.
+        hosts: Name of each host, and the result of ``launch.affinity.report_bindings.report_host``.
         ranks: Number of ranks of the job. Ranks that no host reports have ended.
     """
     width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))

@@ -46,7 +46,7 @@ def mounted(file: Path) -> Iterator[Mounted]:
     """Mount a squashfs file for the duration of the context.
 
     Raises:
-        NoWayError: The file can't be mounted on this host.
+        CannotMountError: The file can't be mounted on this host.
     """
     with _folder() as folder:
         how = ""
@@ -67,7 +67,7 @@ def unpacked(file: Path, needed: int) -> Iterator[Mounted]:
         needed: Required free space in bytes.
 
     Raises:
-        NoWayError: The tool is not installed, the space does not suffice, or unpacking failed.
+        CannotMountError: The tool is not installed, there is too little space, or it failed.
     """
     tool = "tar" if file.suffix == ".tar" else "unsquashfs"
     if shutil.which(tool) is None:

@@ -16,7 +16,7 @@ TIMEOUT = 30.0  # seconds after which a collective fails
 
 
 class Groups:
-    """The measurements of links, to be passed to ``Crew.step``.
+    """The measurements of links, to be passed to ``Participants.step``.
 
     They return lists of cost.machine's dataclasses as plain values.
 

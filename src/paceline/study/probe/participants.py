@@ -115,7 +115,7 @@ class Participants:
             The results of the leaders on rank 0; an empty ``StepResults`` on other ranks.
 
         Raises:
-            Dropped: This host did not answer in time.
+            HostDropped: This host did not answer in time.
         """
         members = set(self.leaders if who is None else who)
         turns = sorted({host.turn for host in self.hosts}) if in_turns else [None]

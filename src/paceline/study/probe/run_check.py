@@ -46,7 +46,7 @@ def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | 
         The summary (see summary.py) on rank 0, None on other ranks.
 
     Raises:
-        Dropped: This host was too slow, and the other hosts continue without it.
+        HostDropped: This host was too slow, and the other hosts continue without it.
     """
     who = rank_identity(dict(os.environ))
     join_process_group(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
