@@ -150,6 +150,7 @@ def test_any_launcher_starts_recorded_ranks(tmp_path):
     assert not ranks.in_memory()
 
 
+@pytest.mark.long
 def test_a_rank_of_any_launcher_that_is_killed_is_kept_by_the_others(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"

@@ -100,6 +100,7 @@ def test_a_slow_loader_is_input_on_all_ranks(tmp_path):
     page_says(report, "its next batch was not there yet")
 
 
+@pytest.mark.long
 def test_one_ranks_slow_loader_is_waited_for_by_the_others(tmp_path):
     report = trouble(tmp_path, "--input-sleep", 0.15, "--input-rank", 0)
     nothing_else(report, "input")
@@ -134,6 +135,7 @@ def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
     assert any(stood in why for why in both)
 
 
+@pytest.mark.long
 def test_work_of_the_scripts_own_is_other(tmp_path):
     report = trouble(tmp_path, "--other", 0.03)
     nothing_else(report, "other")
@@ -160,6 +162,7 @@ def can_throttle():
     return subprocess.run([*throttled("1gbit"), "true"], capture_output=True).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_throttle(), reason="needs iproute2 and root")
 def test_a_throttled_link_is_transfer(tmp_path):
     report = trouble(tmp_path, "--steps", 20, prefix=throttled("400mbit"))

@@ -101,7 +101,15 @@ def recorded(tmp_path_factory):
 
 # Compiling takes 15 s; the others are variants of what has a case of its own.
 SLOW = {"compiled", "accumulate --how flag", "a_list", "closures", "methods", "profiled", "scaler"}
-SLOW |= {"spawn", "accumulate --how two", "alone", "gan", "transforms", "trainer_script"}
+SLOW |= {
+    "spawn",
+    "spawn --how process",
+    "accumulate --how two",
+    "alone",
+    "gan",
+    "transforms",
+    "trainer_script",
+}
 CHOSEN = [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in CASES]
 
 

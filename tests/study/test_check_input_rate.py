@@ -85,6 +85,7 @@ def test_a_transform_that_is_most_of_the_work_is_named_and_so_is_what_spares_it(
     assert "--apply" in offline["sentence"]
 
 
+@pytest.mark.long
 def test_a_store_and_its_labels(tmp_path):
     h5py = pytest.importorskip("h5py")
     x, y = sets.arrays(2000, (16, 16))
@@ -96,6 +97,7 @@ def test_a_store_and_its_labels(tmp_path):
     assert found["measured"]["memory"] > 0
 
 
+@pytest.mark.long
 def test_images_of_several_sizes_in_files(tmp_path):
     folder = sets.images(tmp_path / "images", 200)
     sets.images(folder / "ant" / "large", 10, size=(30, 30))

@@ -67,6 +67,7 @@ def asked(tmp_path, monkeypatch):
     return RunRequest(str(script), [], [], ["--threads", "1"], 2, steps=16, warm=4)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
     """As --try does it, without the ladder before and after."""

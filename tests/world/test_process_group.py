@@ -59,17 +59,21 @@ def test_srun_fills_hosts_unevenly(started):
     assert "3 ranks (Slurm), network eth0 10.77.0.1\n" in result.stderr
 
 
+@pytest.mark.long
 def test_srun_with_an_address_by_hand(started):
     result, _ = started("srun", "-N2", "-n2", MASTER_ADDR="host1", MASTER_PORT="29511")
     assert joined(result) == EVEN
 
 
-@pytest.mark.parametrize("launcher", [bed.mpirun, bed.mpiexec])
+@pytest.mark.parametrize(
+    "launcher", [bed.mpirun, pytest.param(bed.mpiexec, marks=pytest.mark.long)]
+)
 def test_mpi_on_two_hosts_over_ssh(started, launcher):
     result, _ = started(*launcher("host1,host2:2"))
     assert joined(result) == ["0 3 0 host1 eth0 6", "1 3 0 host2 eth0 6", "2 3 1 host2 eth0 6"]
 
 
+@pytest.mark.long
 def test_mpirun_in_an_allocation(started):
     result, _ = started("salloc", "-N2", "-n2", bed.MPIRUN, "--bind-to", "none")
     assert joined(result) == EVEN
@@ -115,6 +119,7 @@ def test_an_address_by_hand_helps_where_names_are_dead(started, hosts):
     assert joined(result) == EVEN
 
 
+@pytest.mark.long
 def test_hosts_that_cannot_reach_each_other_are_named_on_all_ranks(started, hosts):
     """They meet at rank 0's address, but the interface that the user wants is the dead one."""
     hosts.second_network("host1", "host2")

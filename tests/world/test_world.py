@@ -252,7 +252,10 @@ SLOW = """
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("where", ["rank", "input", "validation", "other"])
+@pytest.mark.parametrize(
+    "where",
+    ["rank", "input", *(pytest.param(w, marks=pytest.mark.long) for w in ("validation", "other"))],
+)
 def test_the_summary_puts_time_where_it_went(tmp_path, where):
     """40 steps; 20 ms of computing a step, and one thing that takes as long again."""
     script = ranks.write(tmp_path, SLOW)

@@ -237,6 +237,7 @@ DIFFERS = """
     """
 
 
+@pytest.mark.long
 def test_words_that_differ_or_that_nobody_knows_are_refused(hosts, shared_folder):
     where = "host1:1,host2:1"
     done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_ALGORITHM="rings")
@@ -264,6 +265,7 @@ SLOWER = """
     """
 
 
+@pytest.mark.long
 def test_links_that_differ_widely_are_named_once(hosts, shared_folder):
     script = SLOWER.rstrip(" ") + GROUPS.lstrip("\n")
     done = run(hosts, shared_folder, script, "host1:2,host2:2")

@@ -106,6 +106,7 @@ def test_of_a_script_without_a_record_the_stacks_are_told(tmp_path):
     assert re.search(r"rank 1: no record; stands at .{,30}: if rank == 1: time", text)
 
 
+@pytest.mark.long
 def test_ranks_in_different_collectives(tmp_path):
     wrong = "dist.broadcast(torch.zeros(4), 2) if rank == 1 else dist.all_reduce(torch.zeros(4))"
     result = hanging(tmp_path, in_loop=wrong, number=2)

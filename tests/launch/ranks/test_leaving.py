@@ -57,6 +57,7 @@ def left(job, kind):
     return said
 
 
+@pytest.mark.long
 def test_a_warned_job_saves_and_leaves_and_goes_on_bit_for_bit(tmp_path, whole):
     script = ranks.write(tmp_path, TRAIN)
     first = start(tmp_path, *SLOW, launcher="paceline --max-restarts 2")

@@ -154,6 +154,7 @@ def test_a_host_that_lacks_something_or_has_another_version_is_named(hosts, shar
     assert hosts.left_over() == []
 
 
+@pytest.mark.long
 def test_words_of_login_scripts_do_no_harm(hosts, shared_folder):
     ranks.write(shared_folder, SHOW)
     keys = hosts.ssh / "authorized_keys"
@@ -202,7 +203,9 @@ def test_a_failed_attempt_is_followed_by_another_on_all_hosts(hosts, shared_fold
     assert hosts.left_over() == []
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL"]
+)
 def test_nothing_is_left_on_any_host_when_the_launcher_ends(hosts, shared_folder, name):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
     os.killpg(process.pid, getattr(signal, name))
@@ -234,6 +237,7 @@ TOGETHER = """
     """
 
 
+@pytest.mark.long
 def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, shared_folder):
     """Its host is slow to tell: the other rank says first that somebody has gone."""
     ranks.write(shared_folder, TOGETHER)
@@ -256,6 +260,7 @@ def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, 
     assert hosts.left_over(10) == []
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_be_started_is_told_and_ends_the_others(hosts, shared_folder):
     ranks.write(shared_folder, "import time; time.sleep(300)")
     big = [word for name in "AB" for word in ("--env", f"{name}={'x' * 100_000}")]
@@ -303,6 +308,7 @@ def test_a_host_that_crashes_is_named_and_the_others_end(hosts, shared_folder):
     assert hosts.left_over(10) == []
 
 
+@pytest.mark.long
 def test_a_cut_of_some_seconds_does_no_harm(hosts, shared_folder):
     ranks.write(
         shared_folder,
@@ -351,7 +357,7 @@ TRAIN = """
     """
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.long), False])
 def test_records_of_all_hosts_come_to_the_users_folder(hosts, shared_folder, shared):
     ranks.write(shared_folder, TRAIN)
     record = str(shared_folder / "record")
@@ -370,6 +376,7 @@ def test_records_of_all_hosts_come_to_the_users_folder(hosts, shared_folder, sha
     assert hosts.left_over() == []
 
 
+@pytest.mark.long
 def test_records_that_are_sent_to_a_full_disk_are_said_and_leave_nothing_half(hosts, shared_folder):
     ranks.write(shared_folder, TRAIN)
     disk = hosts.run("host0", "mktemp", "-d").stdout.strip()

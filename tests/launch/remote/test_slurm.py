@@ -59,7 +59,9 @@ def over(slurm, seconds=8):
     ("options", "each", "cores", "gpus"),
     [
         (["-n4", "--ntasks-per-node=2"], 2, 1, None),  # bound to a core each
-        (["--ntasks-per-node=1", "-c2"], 1, 2, None),  # srun doesn't inherit -c from the job
+        pytest.param(  # srun doesn't inherit -c from the job
+            *(["--ntasks-per-node=1", "-c2"], 1, 2, None), marks=pytest.mark.long
+        ),
         (["--gres=gpu:2", "--exclusive"], 2, 1, "0,1"),
     ],
 )
@@ -226,7 +228,9 @@ def test_ctrl_c_in_a_terminal_ends_all_ranks(slurm, shared_folder):
     over(slurm)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "kind", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.long)]
+)
 def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
     """A signal that reaches salloc alone, which then gives the allocation back."""
     script = ranks.write(shared_folder, WAIT)
@@ -240,6 +244,7 @@ def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
     over(slurm)
 
 
+@pytest.mark.long
 def test_the_launcher_killed_takes_all_ranks_with_it(slurm, shared_folder):
     """Also where the job goes on, so that Slurm ends nobody."""
     script = ranks.write(shared_folder, WAIT)
