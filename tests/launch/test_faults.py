@@ -85,13 +85,7 @@ WORKERS = """
 def running(tmp_path):
     """A launcher with two ranks, two loader workers and one daemon each."""
     script = ranks.write(tmp_path, WORKERS)
-    launcher = subprocess.Popen(
-        ranks.command(script),
-        cwd=tmp_path,
-        env=ranks.environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    launcher = ranks.start(ranks.command(script), cwd=tmp_path, stderr=subprocess.PIPE)
     ranks.wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
     assert len(ranks.alive(str(script))) >= 10
     yield launcher, str(script)

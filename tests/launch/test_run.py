@@ -55,13 +55,8 @@ def test_a_module_runs_like_python_m(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("")
     ranks.write(package, "import sys\nprint(__name__, __package__, sys.argv[1:])", "job.py")
-    out = subprocess.run(
-        [ranks.PACELINE, "run", "-n", "2", "-m", "pack.job", "-x", "1"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=ranks.environment(),
-    )
+    command = [ranks.PACELINE, "run", "-n", "2", "-m", "pack.job", "-x", "1"]
+    out = ranks.run_command(command, tmp_path, ranks.environment())
     assert ranks.untagged(out.stdout) == {"__main__ pack ['-x', '1']"}
 
 
@@ -133,9 +128,7 @@ def test_mistakes_are_told_before_any_rank_starts(tmp_path, args, message):
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "binary.py").write_bytes(b"\x00\xff\x00")
     args = [a.format(script=script, folder=tmp_path) for a in args]
-    result = subprocess.run(
-        [ranks.PACELINE, "run", *args], capture_output=True, text=True, cwd=tmp_path
-    )
+    result = ranks.run_command([ranks.PACELINE, "run", *args], tmp_path, ranks.environment())
     assert result.returncode == 2
     assert re.search(message, result.stderr), result.stderr
     assert "Traceback" not in result.stderr

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 
 import pytest
 import ranks
@@ -35,15 +34,8 @@ def slurm(nodes, tasks):
 
 
 def run(folder, *words, **variables):
-    return subprocess.run(
-        [ranks.PACELINE, "run", *words],
-        cwd=folder,
-        env=ranks.environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        stdin=subprocess.DEVNULL,
-    )
+    command = [ranks.PACELINE, "run", *words]
+    return ranks.run_command(command, folder, ranks.environment(**variables))
 
 
 def test_without_hosts_and_allocation_ranks_are_this_machines():

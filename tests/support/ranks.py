@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import warm_start
 
@@ -59,6 +60,21 @@ def run_command(
         env=env,
         stdin=subprocess.DEVNULL,
     )
+
+
+def start(
+    words: list[str],
+    *,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+) -> Any:
+    """Start a command, with torch imported already where this fits; return its Popen."""
+    variables = environment() if env is None else env
+    if warm_start.fits(words, variables):
+        return warm_start.Process(words, cwd=cwd, env=variables, stdout=stdout, stderr=stderr)
+    return subprocess.Popen(words, cwd=cwd, env=variables, stdout=stdout, stderr=stderr, text=True)
 
 
 def run(

@@ -17,13 +17,16 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 BIN = Path(sys.executable).parent
 MAX_REQUEST_BYTES = 150_000
@@ -64,52 +67,116 @@ def at_import(environment: dict[str, str]) -> dict[str, str]:
 def fits(command: list[str], environment: dict[str, str]) -> bool:
     """Return whether a command may be started by the server.
 
-    It is ``paceline run`` or a Python script, of a script that imports torch, and its environment
-    has the server's values of the variables that are read when a library is loaded.
+    It is ``paceline run``, or a Python script that imports torch, and its environment has the
+    server's values of the variables that are read when a library is loaded.
     """
-    if os.environ.get("PACELINE_TESTS_WARM") == "0" or "-m" in command:
+    if os.environ.get("PACELINE_TESTS_WARM") == "0":
         return False
-    scripts = [word for word in command[1:] if word.endswith(".py") and os.path.exists(word)]
-    if command[:2] != [str(BIN / "paceline"), "run"] and command[0] != sys.executable:
-        return False
-    if not scripts or "torch" not in Path(scripts[0]).read_text():
-        return False
+    if command[:2] != [str(BIN / "paceline"), "run"]:
+        script = Path(command[1]) if len(command) > 1 and command[1].endswith(".py") else None
+        if command[0] != sys.executable or script is None or not script.exists():
+            return False
+        if "torch" not in script.read_text():
+            return False
     return at_import(environment) == at_import(_server_environment())
+
+
+class Process:
+    """A command that the server started, with the interface of ``subprocess.Popen`` for text.
+
+    Args:
+        stdout: None to inherit, a file, or ``subprocess.PIPE`` or ``DEVNULL``; same for stderr.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        cwd: Path | None = None,
+        env: dict[str, str],
+        stdout: Any = None,
+        stderr: Any = None,
+    ) -> None:
+        self.args, self.returncode = command, None
+        request = {"command": command, "cwd": str(cwd or Path.cwd()), "env": env}
+        with ExitStack() as opened:
+
+            def ends(kind: Any, inherited: int) -> tuple[int, Any]:
+                if kind == subprocess.PIPE:
+                    read, write = os.pipe()
+                    opened.callback(os.close, write)
+                    return write, open(read, errors="replace")
+                if kind == subprocess.DEVNULL:
+                    null = os.open(os.devnull, os.O_RDWR)
+                    opened.callback(os.close, null)
+                    return null, None
+                return (inherited if kind is None else kind.fileno()), None
+
+            null, _ = ends(subprocess.DEVNULL, 0)
+            out, self.stdout = ends(stdout, 1)
+            err, self.stderr = ends(stderr, 2)
+            status, self._status = ends(subprocess.PIPE, 0)
+            with _lock:
+                fds = [null, out, err, status]
+                socket.send_fds(_server(), [json.dumps(request).encode()], fds)
+        self.pid = int(self._status.readline())
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """Return stdout and stderr. As with Popen, all processes that have them must have ended."""
+        texts: list[str | None] = [None, None]
+
+        def read(number: int, stream: Any) -> None:
+            texts[number] = stream.read()
+            stream.close()
+
+        streams = [(n, one) for n, one in enumerate((self.stdout, self.stderr)) if one]
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
+        for reader in readers:
+            reader.start()
+        until = None if timeout is None else time.monotonic() + timeout
+        for reader in readers:
+            reader.join(None if until is None else until - time.monotonic())
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(None if until is None else max(0.0, until - time.monotonic()))
+        return texts[0], texts[1]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
 
 def run(
     command: list[str], *, cwd: Path, env: dict[str, str], timeout: float
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command; same as ``subprocess.run`` with captured text and no standard input."""
-    pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, status
-    null = os.open(os.devnull, os.O_RDONLY)
-    request = json.dumps({"command": command, "cwd": str(cwd), "env": env}).encode()
+    process = Process(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        with _lock:
-            socket.send_fds(_server(), [request], [null, *(write for _, write in pipes)])
-    finally:
-        for fd in (null, *(write for _, write in pipes)):
-            os.close(fd)
-    texts = ["", "", ""]
-
-    def read(number: int) -> None:
-        with open(pipes[number][0], errors="replace") as stream:
-            for line in stream:
-                texts[number] += line
-
-    readers = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(3)]
-    for reader in readers:
-        reader.start()
-    readers[2].join(timeout)
-    if readers[2].is_alive():
-        os.kill(int(texts[2].split()[0]), signal.SIGKILL)
-        for reader in readers:
-            reader.join(10)
-        raise subprocess.TimeoutExpired(command, timeout, texts[0], texts[1])
-    for reader in readers[:2]:
-        reader.join(timeout)
-    code = int(texts[2].split()[1])
-    return subprocess.CompletedProcess(command, code, texts[0], texts[1])
+        out, err = process.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(command, process.wait(), out, err)
 
 
 _lock = threading.Lock()

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 
 import pytest
 import ranks
@@ -66,9 +65,7 @@ def test_ctrl_c_leaves_a_whole_checkpoint(tmp_path):
     whole = undisturbed(tmp_path, 2)
     args = ["--checkpoint", tmp_path / "ckpt", "--every", 1, "--dropout", 0.2, "--sleep", 0.05]
     script = tmp_path / "script.py"
-    job = subprocess.Popen(
-        ranks.command(script, tmp_path / "out.pt", *args), env=ranks.environment()
-    )
+    job = ranks.start(ranks.command(script, tmp_path / "out.pt", *args))
     ranks.wait_until(lambda: len(list(tmp_path.glob("ckpt/step-*"))) == 2)
     job.send_signal(signal.SIGINT)
     assert job.wait(20) == 130

@@ -56,16 +56,16 @@ def train(folder, options, *, before=(), number=2, more="pass", **env):
     launcher = f"paceline {options} --report-bindings"
     errors = folder / "stderr"  # the ranks read it
     with open(errors, "w") as file:
-        result = subprocess.run(
+        job = ranks.start(
             [*before, *ranks.command(script, ranks=number, launcher=launcher)],
             cwd=folder,
             env={k: v for k, v in ranks.environment(**env).items() if k in env or k[:4] != "OMP_"},
             stdout=subprocess.DEVNULL,
             stderr=file,
-            timeout=120,
         )
+        code = job.wait(120)
     said = errors.read_text()
-    assert result.returncode == 0, said
+    assert code == 0, said
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("out-*"))]
     return found, said
 

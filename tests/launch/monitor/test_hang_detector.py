@@ -49,14 +49,7 @@ def hanging(
     recorded = f" --record {folder / 'record'}" if record else ""
     launcher = f"paceline --hang-timeout {timeout}{recorded}"
     command = ranks.command(script, ranks=number, launcher=launcher)
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=ranks.environment(NO_COLOR="1"),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    return ranks.run_command(command, folder, ranks.environment(NO_COLOR="1"), 90)
 
 
 def told(result):

@@ -60,9 +60,7 @@ def training(folder, number=3):
     script = ranks.write(folder, TRAIN)
     record = folder / "record"
     command = ranks.command(script, ranks=number, launcher=f"paceline --record {record}")
-    job = subprocess.Popen(
-        command, cwd=folder, env=ranks.environment(), stderr=subprocess.PIPE, text=True
-    )
+    job = ranks.start(command, cwd=folder, stderr=subprocess.PIPE)
     try:
         ranks.wait_until(lambda: (record / "run.json").exists())
         ranks.wait_until(lambda: once(record)["step"] > 20, 60)

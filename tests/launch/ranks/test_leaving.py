@@ -36,13 +36,8 @@ def checkpoints(folder):
 def start(folder, *args, launcher="paceline"):
     """A launcher with two ranks that train, or are about to."""
     arguments = [folder / "out.pt", *ARGS, "--checkpoint", folder / "ckpt", *args]
-    return subprocess.Popen(
-        ranks.command(folder / "script.py", *arguments, launcher=launcher),
-        cwd=folder,
-        env=ranks.environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ranks.command(folder / "script.py", *arguments, launcher=launcher)
+    return ranks.start(command, cwd=folder, stderr=subprocess.PIPE)
 
 
 def left(job, kind):
