@@ -23,7 +23,7 @@ def started(name, *options):
     )
 
 
-def result_of(name, path, *options, more=(), timeout=120):
+def result_of(name, path, *options, more=(), timeout=300):
     process = started(name, "--json", str(path), *options)
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_command(
-    words: list[str], cwd: Path, env: dict[str, str], timeout: float = 120
+    words: Sequence[object], cwd: Path, env: dict[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run a command without input and wait for it, with torch imported already where this fits."""
+    words = [str(word) for word in words]
     if warm_start.fits(words, env):
         return warm_start.run(words, cwd=cwd, env=env, timeout=timeout)
     return subprocess.run(
@@ -63,7 +65,7 @@ def run_command(
 
 
 def start(
-    words: list[str],
+    words: Sequence[object],
     *,
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
@@ -71,6 +73,7 @@ def start(
     stderr: Any = None,
 ) -> Any:
     """Start a command, with torch imported already where this fits; return its Popen."""
+    words = [str(word) for word in words]
     variables = environment() if env is None else env
     if warm_start.fits(words, variables):
         return warm_start.Process(words, cwd=cwd, env=variables, stdout=stdout, stderr=stderr)
