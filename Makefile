@@ -41,9 +41,9 @@ $(TF_VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 demo: $(VENV)/installed
 	@$(BIN)/python examples/demo.py
 
-# Four at a time, most of which wait, and then by themselves those that judge measured times.
+# Three at a time, as many wait, and then by themselves those that judge measured times.
 test: $(VENV)/frameworks
-	$(BIN)/pytest -n 4 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone"
+	$(BIN)/pytest -n 3 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone"
 	$(BIN)/pytest --durations=10 -m "alone and not soak and not long and not bench"
 
 test-frameworks: $(TF_VENV)/installed

@@ -150,6 +150,7 @@ BENCH = """
     """
 
 
+@pytest.mark.long
 def test_it_is_measured_beside_the_others(tmp_path):
     """As ``paceline bench comm`` does, where ranks are bound to cores of several sockets."""
     script = ranks.write(tmp_path, bound(BENCH))

@@ -88,7 +88,8 @@ def test_a_size_that_contradicts_the_launcher_is_told_at_once(started):
     assert seconds < 15
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
 def test_a_second_network_that_leads_nowhere_is_passed_by(started, hosts, launcher):
     hosts.second_network("host1", "host2")
     words = ["srun", "-N2", "-n2"] if launcher == "srun" else bed.mpiexec("host1,host2")

@@ -34,7 +34,9 @@ WANTED = [
 ]
 
 
-@pytest.mark.parametrize("program", ["srun", bed.mpi.MPIRUN])
+@pytest.mark.parametrize(
+    "program", [pytest.param("srun", marks=pytest.mark.long), bed.mpi.MPIRUN]
+)
 def test_a_job_starts_while_strangers_flood_the_launchers_port(
     request, hosts, shared_folder, program
 ):
