@@ -16,7 +16,9 @@ import paceline
 KERNEL = Path(paceline.__file__).parent / "comm" / "shared"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 8))])
+@pytest.mark.parametrize(
+    "count", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 8))]
+)
 def test_every_collective_gives_what_it_should(tmp_path, count):
     done = ranks.run(ranks.write(tmp_path, ANY), count, 60, ranks=count)
     assert done.stdout.count("all as expected") == count
