@@ -1,5 +1,5 @@
-/* The kernel under a sanitizer: threads are ranks over one memory, and go
-   through all collectives with vectors that are short, long, and not a multiple of anything. */
+/* Run the shared-memory kernel under a sanitizer: threads act as ranks over one memory and run all
+   collectives on vectors that are short, long, and not a multiple of any block size. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -11,7 +11,7 @@
 #define ROUNDS 12
 #define FAIL(...) (fprintf(stderr, __VA_ARGS__), exit(1))
 
-static Comm *whole; /* one mapping: races are seen by address */
+static Comm *whole; /* one mapping for all threads: sanitizers detect races by address */
 
 static void expect(int error, const char *what) {
     if (error) FAIL("%s: error %d\n", what, error);
@@ -57,7 +57,7 @@ static void go(Comm *c, int rank, size_t n) {
         expect(paceline_all_reduce(c, (char *)h, n * 2, kind, MEAN, 60), "16 bits");
     }
     size_t bytes = n * sizeof(float);
-    for (int owners = 1; owners <= RANKS; owners++) { /* as with other hosts */
+    for (int owners = 1; owners <= RANKS; owners++) { /* same as in an exchange with other hosts */
         size_t part = (bytes / owners / LINE + 1) * LINE, at = part * rank / sizeof(float);
         for (size_t i = 0; i < n; i++) x[i] = (float)(rank + 1) * (float)(i % 7);
         expect(paceline_reduce_parts(c, (char *)x, bytes, part, F32, MEAN, 2, 60), "parts");
@@ -75,9 +75,9 @@ static void *rank_of(void *number) {
     Comm c = *whole;
     c.rank = rank;
     paceline_on_socket(&c, rank % 2, 0);
-    expect(paceline_barrier(&c, 60), "barrier"); /* all have said theirs */
+    expect(paceline_barrier(&c, 60), "barrier"); /* all ranks have announced their sockets */
     for (int round = 0; round < ROUNDS; round++) {
-        if (round == ROUNDS / 2) { /* 0 and 2 share one */
+        if (round == ROUNDS / 2) { /* ranks 0 and 2 share a socket */
             if (paceline_sockets(&c) != 2) FAIL("sockets\n");
             paceline_by_socket(&c, 1);
         }

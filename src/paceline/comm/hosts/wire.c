@@ -1,9 +1,10 @@
-/* One rank's connections to ranks of other hosts, and the steps of a collective over them.
+/* One rank's connections to ranks on other hosts, and the steps of a collective over them.
 
-   A step is sends and receives that go on at the same time. What is received either lies where it
-   belongs at once, or is folded into what is there: block by block as it comes, in the order of hosts,
-   so that the bits hang on neither the order of arrival nor the rank. Every message begins with what
-   its sender does (kind, bytes, type), which is compared. */
+   A step is a set of sends and receives that run at the same time. Received data either goes
+   directly to its final place, or is reduced into the data there: block by block as it arrives, in
+   the order of hosts, so that the result depends bitwise on neither the order of arrival nor the
+   rank. Every message begins with a header that describes the sender's collective (operation,
+   dtype, bytes); the receiver compares it with its own collective. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -18,16 +19,16 @@
 
 #include "../shared/combine.h"
 
-#define YIELDS 50            /* looks at the connections before it sleeps */
-#define SLICE_MS 50          /* asleep at once: so late at most is noticed that the host has given up */
-#define FOLD_AT (32 << 10)   /* bytes that are folded in at once, but for the last ones */
-#define WAKE_AT (256 << 10)  /* bytes that have to have come to wake it, where so many are missing */
-#define SHORT (64 << 10)     /* bytes: where no more are missing it yields before it sleeps */
+#define YIELDS 50            /* tries without progress, each with a yield, before sleeping */
+#define SLICE_MS 50          /* longest sleep: delay until a broken group on this host is noticed */
+#define FOLD_AT (32 << 10)   /* least bytes to reduce at once, except at the end of a message */
+#define WAKE_AT (256 << 10)  /* received bytes that wake a sleeper if more than these are missing */
+#define SHORT (64 << 10)     /* bytes: yield before sleeping if no more than these are missing */
 #define ALIGN 64
 
 enum { OK, CLOSED, SILENT, DIFFERS, BROKEN, NO_MEMORY };
 
-/* What this rank does, and the how manieth of its collectives that is. */
+/* The collective that a rank is in, and its sequence number. */
 typedef struct {
     uint32_t op, kind, how, root;
     uint64_t bytes, number;
@@ -36,14 +37,14 @@ typedef struct {
 typedef struct {
     int host, fd;
     char *at;
-    uint64_t bytes, done; /* of the message; header first */
+    uint64_t bytes, done; /* of the payload, which follows the header */
     Call header;
-    uint64_t headed; /* bytes of the header */
+    uint64_t headed; /* header bytes transferred */
 } Message;
 
 typedef struct {
     int hosts, me;
-    int *fds, *wakes; /* by host: the bytes that wake a sleeper */
+    int *fds, *wakes; /* by host; wakes: received bytes that wake a sleeper */
     char *scratch;
     size_t room;
     Message *messages; /* sends, then receives */
@@ -52,7 +53,7 @@ typedef struct {
     Call call;
     const _Atomic uint32_t *broken;
     uint64_t number;
-    Call theirs; /* where they differ */
+    Call theirs; /* after DIFFERS: the other rank's collective */
 } Wire;
 
 Wire *paceline_wire_open(int hosts, int me, const int *fds, const _Atomic uint32_t *broken) {
@@ -75,7 +76,7 @@ void paceline_wire_close(Wire *w) {
     free(w->fds), free(w->messages), free(w->polled), free(w->scratch), free(w);
 }
 
-/* After DIFFERS: what the other one does. */
+/* Return the other rank's collective after DIFFERS. */
 void paceline_wire_said(Wire *w, uint64_t *said) {
     const Call *one = &w->theirs;
     uint64_t all[] = {one->op, one->kind, one->how, one->root, one->bytes};
@@ -92,14 +93,15 @@ static int failed(int why, int host) { return why | host << 8; }
 
 static int ended(const Message *m) { return m->headed == sizeof(Call) && m->done == m->bytes; }
 
-/* Bytes moved; 0: none at the moment; -1: the connection is closed. */
+/* Send or receive. Return the bytes transferred, 0 if that would block, or -1 if the connection is
+   closed. */
 static ssize_t moved(Message *m, int out) {
     struct iovec parts[2] = {
         {(char *)&m->header + m->headed, sizeof(Call) - m->headed},
         {m->at + m->done, m->bytes - m->done},
     };
     int skip = m->headed == sizeof(Call);
-    /* What follows a header is read only once that has been compared. */
+    /* The payload is received only after the header has been compared. */
     int count = out ? 2 - skip : 1;
     struct msghdr message = {.msg_iov = parts + skip, .msg_iovlen = (size_t)count};
     ssize_t n = out ? sendmsg(m->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
@@ -119,7 +121,7 @@ static int compared(Wire *w, Message *m) {
     return failed(DIFFERS, m->host);
 }
 
-/* All that can be moved now; whether anything was. */
+/* Transfer all that does not block. any: set to 1 if any bytes were transferred. */
 static int move(Wire *w, int sends, int count, int *any) {
     for (int i = 0; i < count; i++) {
         Message *m = &w->messages[i];
@@ -143,8 +145,8 @@ typedef struct {
     uint64_t done, bytes;
 } Folding;
 
-/* What has come from all of them is folded into what is there; what is sent from the same place goes
-   first. */
+/* Reduce the bytes that all hosts have delivered into the data in place. Bytes that are also sent
+   from that place have to be sent before they are overwritten. */
 static void fold_in(Wire *w, int sends, int count, Folding *f) {
     uint64_t come = f->bytes;
     for (int i = 0; i < count; i++) {
@@ -162,12 +164,12 @@ static void fold_in(Wire *w, int sends, int count, Folding *f) {
         from[n++] = m->at + f->done;
     }
     if (!own) from[n++] = f->into + f->done;
-    int how = w->call.how == MEAN ? SUM : (int)w->call.how; /* divided already, in each host */
+    int how = w->call.how == MEAN ? SUM : (int)w->call.how; /* each host has already divided */
     combine((int)w->call.kind, how, from, n, 1, f->into + f->done, NULL, until - f->done);
     f->done = until;
 }
 
-/* Nobody is woken for each packet of a long message. */
+/* Set the received bytes that wake a sleeper, so that not each packet of a long message does. */
 static void wakes_at(Wire *w, const Message *m) {
     uint64_t left = m->bytes - m->done;
     int bytes = left > WAKE_AT ? WAKE_AT : left > SHORT ? (int)left : 1;
@@ -176,7 +178,7 @@ static void wakes_at(Wire *w, const Message *m) {
     setsockopt(m->fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
 }
 
-/* Asleep until something can be moved. The host that is waited for, on silence. */
+/* Sleep until a transfer is possible. After a time out the error names the awaited host. */
 static int asleep(Wire *w, int sends, int count, int64_t since) {
     int n = 0, waits = -1;
     for (int i = 0; i < count; i++) {
@@ -184,7 +186,7 @@ static int asleep(Wire *w, int sends, int count, int64_t since) {
         if (ended(m)) continue;
         if (i >= sends) wakes_at(w, m);
         w->polled[n++] = (struct pollfd){m->fd, i < sends ? POLLOUT : POLLIN, 0};
-        waits = m->host; /* a receive rather than a send */
+        waits = m->host; /* receives come last: report a receive rather than a send */
     }
     if (poll(w->polled, (nfds_t)n, SLICE_MS) > 0) return OK;
     if (atomic_load(w->broken)) return failed(BROKEN, 0);
@@ -194,7 +196,7 @@ static int asleep(Wire *w, int sends, int count, int64_t since) {
 
 static int step(Wire *w, int sends, int receives, Folding *f) {
     int count = sends + receives, error = OK, idle = 0;
-    int64_t since = 0; /* nothing was moved */
+    int64_t since = 0; /* begin of the time without transfers */
     for (;;) {
         int any = 0, left = 0;
         uint64_t missing = 0;
@@ -217,9 +219,11 @@ static int step(Wire *w, int sends, int receives, Folding *f) {
     }
 }
 
-/* steps: for each step the numbers of sends, of receives, and whether these are folded in; then host,
-   place in ``data`` and bytes of each send and receive, by their hosts' order. -1 is the end. said: op,
-   kind, how, root and bytes of the collective. Returns 0 or an error, with the host above its byte. */
+/* Run the steps of one collective. steps: for each step the number of sends, the number of receives
+   and whether these are reduced into the data; then host, offset in ``data`` and bytes of each send
+   and receive, in the order of hosts. -1 ends the steps. said: op, kind, how, root and bytes of the
+   collective. timeout: seconds without any transfer; 0: no limit. Returns 0, or an error in the
+   low byte with the host above it. */
 int paceline_wire_run(Wire *w, const int64_t *steps, char *data, const uint64_t *said, double timeout) {
     w->call = (Call){(uint32_t)said[0], (uint32_t)said[1], (uint32_t)said[2], (uint32_t)said[3],
                      said[4], ++w->number};

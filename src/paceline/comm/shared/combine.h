@@ -1,5 +1,5 @@
-/* Element by element over the vectors of all ranks, in the order of ranks. Numbers of 16 bits are
-   summed up as float32 and rounded once; integers wrap around. */
+/* Elementwise reduction of the vectors of all ranks, in rank order. 16-bit floating-point numbers
+   are reduced in float32 and rounded once; integers wrap around. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -8,9 +8,9 @@
 enum { F32, F64, F16, BF16, I8, U8, I16, I32, I64, KINDS };
 enum { SUM, MEAN, PRODUCT, MIN, MAX };
 
-#define BLOCK 8192 /* bytes that stay in the first cache while they are combined */
+#define BLOCK 8192 /* bytes: a block stays in the L1 cache while it is reduced */
 
-/* The widest vectors of the processor that it runs on, also where it was built for any. */
+/* Use the widest vector instructions of the CPU at run time, also in a generic build. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(PLAIN)
 #define WIDE __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
@@ -58,13 +58,13 @@ static uint32_t as_bits(float f) {
 WIDE static void widen_f16(float *restrict to, const uint16_t *restrict from, size_t n) {
     for (size_t i = 0; i < n; i++) {
         uint32_t bits = (uint32_t)(from[i] & 0x7fff) << 13, sign = (uint32_t)(from[i] & 0x8000) << 16;
-        uint32_t wide = as_bits(as_float(bits) * 0x1p112f); /* the exponents' biases differ by 112 */
-        to[i] = as_float(wide | sign | (bits >= 0x0f800000 ? 0x7f800000 : 0)); /* infinite, or none */
+        uint32_t wide = as_bits(as_float(bits) * 0x1p112f); /* exponent biases differ by 112 */
+        to[i] = as_float(wide | sign | (bits >= 0x0f800000 ? 0x7f800000 : 0)); /* inf, NaN */
     }
 }
 
 WIDE static void narrow_f16(uint16_t *restrict to, const float *restrict from, size_t n) {
-    for (size_t i = 0; i < n; i++) { /* to the nearest, to even in the middle */
+    for (size_t i = 0; i < n; i++) { /* round to nearest, ties to even */
         uint32_t bits = as_bits(from[i]), sign = bits >> 16 & 0x8000;
         bits &= 0x7fffffff;
         uint32_t normal = (bits + 0xc8000fff + (bits >> 13 & 1)) >> 13;
@@ -118,8 +118,9 @@ static void narrow(int kind, void *to, const void *from, size_t n) {
         memcpy(to, from, n * SIZES[kind]);
 }
 
-/* from: the ranks' vectors of ``bytes``; by: what a mean is divided by; to, also (unless NULL): where
-   the result goes. ``to`` may be one of ``from``: blocks are combined beside them. */
+/* Reduce vectors. from: one vector of ``bytes`` per rank; by: divisor of a mean; to, also (unless
+   NULL): destinations of the result. ``to`` may be one of ``from``, because each block is reduced
+   in a separate buffer. */
 static void combine(int kind, int how, const char **from, int size, int by, char *to, char *also,
                     size_t bytes) {
     _Alignas(64) char acc[BLOCK], more[BLOCK];

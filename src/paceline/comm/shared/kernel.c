@@ -1,19 +1,20 @@
 /* Collectives over memory that the ranks of one host share.
 
-   Each rank has a mailbox, a counter of the phases that it has ended, and a ring of slots. All ranks
-   go through the same phases in the same order, so "everybody has ended phase k" is that all counters
-   have reached k. A long vector goes through the slots in chunks:
+   Each rank has a mailbox, a counter of its completed phases, and a ring of slots. All ranks go
+   through the same phases in the same order: all ranks have completed phase k once all counters
+   have reached k. A long vector passes through the slots in chunks:
 
-     in       copy the parts of my chunk that others sum up into my slot
-     reduce   sum up my part over all slots, in the order of ranks: the same bits on every rank
-     out      copy the others' sums from their slots
+     in       copy the parts of this rank's chunk that other ranks reduce into its slot
+     reduce   reduce this rank's part over all slots, in rank order: the same bits on every rank
+     out      copy the parts that other ranks have reduced from their slots
 
-   with chunk i + 1 going in before chunk i is reduced and chunk i - 1 goes out, so that waits are
-   mostly over before they begin. A short one goes into the slot whole, and every rank sums it up.
+   These phases overlap: chunk i + 1 is copied in before chunk i is reduced and chunk i - 1 is
+   copied out, so that most waits are over before they begin. A short vector is copied into the slot
+   as a whole, and every rank reduces all of it.
 
-   Who waits spins, then yields its core, then sleeps on the counter (a futex). Asleep, it looks
-   whether the peer is still there: each rank holds a POSIX lock on its byte of the memory's file,
-   which the kernel lets go of when the process ends, however it ends. */
+   A waiting rank spins, then yields its core, then sleeps on the counter (a futex). After each
+   sleep it checks whether the awaited rank is alive: each rank holds a POSIX lock on one byte of
+   the memory's file, which the kernel releases when the process ends for any reason. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -31,31 +32,33 @@
 
 #include "combine.h"
 
-#define RING 3          /* slots of a rank: one that goes in, one that is reduced, one that goes out */
-#define LINE 64         /* bytes of a cache line; parts of a chunk begin at one */
-#define FLAT (16 << 10) /* bytes: up to here a vector is summed up whole by every rank */
-#define FLAT_ALL (256 << 10) /* and so many of all ranks together */
+#define RING 3          /* slots of a rank: one each for the phases in, reduce and out */
+#define LINE 64         /* bytes of a cache line; parts of a chunk are aligned to it */
+#define FLAT (16 << 10) /* bytes: largest vector that every rank reduces as a whole */
+#define FLAT_ALL (256 << 10) /* bytes: the same limit for the vectors of all ranks together */
 #define PAUSES 100
 #define YIELDS 200
-#define SLICE_NS 50000000 /* asleep at once: so late at most is a death noticed */
+#define SLICE_NS 50000000 /* longest sleep: delay until the end of a rank is noticed */
 
-enum { OK, DIED, SILENT, DIFFERS, ELSEWHERE, CLAIMED = 255 }; /* in the low byte of an error; above: rank */
+/* The low byte of an error; the rank is above it. CLAIMED: a rank is still writing the error. */
+enum { OK, DIED, SILENT, DIFFERS, ELSEWHERE, CLAIMED = 255 };
 enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER };
 
-/* What a rank is about to do: where another rank does something else, both are told. */
+/* The collective that a rank is about to run. If another rank runs a different one, both get an
+   error. */
 typedef struct {
     uint32_t op, kind, how, root;
     uint64_t bytes;
 } Call;
 
 typedef struct {
-    _Alignas(2 * LINE) _Atomic uint32_t posted; /* phases that this rank has ended */
-    _Atomic uint32_t sleepers;                  /* that wait for it */
-    _Atomic int32_t socket;                     /* of sockets.h */
-    Call calls[RING];                           /* with what is in each slot */
+    _Alignas(2 * LINE) _Atomic uint32_t posted; /* phases that this rank has completed */
+    _Atomic uint32_t sleepers;                  /* ranks that sleep until it changes */
+    _Atomic int32_t socket;                     /* see sockets.h */
+    Call calls[RING];                           /* the collective of each slot's data */
 } Mailbox;
 
-/* The first error, for all. Where ranks differ: which two, and what each of them does. */
+/* The first error, for all ranks. After DIFFERS: the two ranks and the collective of each. */
 typedef struct {
     _Alignas(2 * LINE) _Atomic uint32_t broken;
     uint32_t who[2];
@@ -68,12 +71,12 @@ typedef struct {
     char *slots;
     size_t slot, mapped;
     int rank, size, fd;
-    uint32_t posted, freed[RING]; /* when all have ended that phase a slot may be filled again */
-    uint64_t chunk;               /* so many have gone through this rank's slots */
-    Call call; /* what this rank does */
-    int by;    /* what a mean is divided by */
-    int sockets, socket, mate, by_socket; /* of sockets.h; mate: this rank among those of its socket */
-    int *order, *begins; /* ranks in the order of their sockets, and where each socket begins */
+    uint32_t posted, freed[RING]; /* freed: phase after which the slot may be filled again */
+    uint64_t chunk;               /* chunks that have passed through this rank's slots */
+    Call call; /* this rank's collective */
+    int by;    /* divisor of a mean */
+    int sockets, socket, mate, by_socket; /* see sockets.h; mate: index of this rank in its socket */
+    int *order, *begins; /* ranks ordered by socket, and the index of each socket's first rank */
     int64_t timeout_ns;
 } Comm;
 
@@ -83,8 +86,8 @@ size_t paceline_needs(int size, size_t slot) {
     return sizeof(Head) + size * sizeof(Mailbox) + size * RING * rounded(slot, 2 * LINE);
 }
 
-/* The memory behind ``fd`` as rank's own view of it; NULL where it can't be mapped. locks: whether
-   ranks are processes, each of which holds the lock on its byte (paceline_hold). */
+/* Map the memory of ``fd`` for a rank; return NULL if that fails. locks: whether ranks are
+   processes, each of which holds the lock on its byte (paceline_hold). */
 Comm *paceline_open(int fd, int rank, int size, size_t slot, int locks) {
     Comm *c = calloc(1, sizeof(Comm));
     if (c == NULL) return NULL;
@@ -108,7 +111,7 @@ void paceline_close(Comm *c) {
     free(c);
 }
 
-/* Hold the lock that says that this rank is alive; -1 and errno where that fails. */
+/* Take the lock that shows that this rank is alive; return -1 and set errno on failure. */
 int paceline_hold(int fd, int rank) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
     return fcntl(fd, F_SETLK, &lock);
@@ -138,7 +141,7 @@ static void wake(Mailbox *box) {
     syscall(SYS_futex, &box->posted, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* The error that has broken the group, once it is told whole; 0: none. */
+/* Return the error that has broken the group, or 0. Waits briefly until the error is complete. */
 static int broken(Comm *c) {
     uint32_t error = atomic_load(&c->head->broken);
     for (int i = 0; error == CLAIMED && i < YIELDS; i++) {
@@ -148,7 +151,7 @@ static int broken(Comm *c) {
     return (int)error;
 }
 
-/* The group is broken for all from now on; what was first is what all are told. */
+/* Break the group for all ranks. Return its first error, which is what all ranks report. */
 static int fails(Comm *c, int why, int rank, const Call *other) {
     Head *head = c->head;
     uint32_t none = 0, error = (uint32_t)why | (uint32_t)rank << 8;
@@ -168,7 +171,7 @@ static int reached(Comm *c, int rank, uint32_t phase) {
     return (int32_t)(posted - phase) >= 0;
 }
 
-/* Of all ranks the one that has come least far: others may be late only because of it. */
+/* Return the rank that has completed the fewest phases: other ranks may only be waiting for it. */
 static int last(Comm *c, int rank) {
     uint32_t least = atomic_load(&c->boxes[rank].posted);
     for (int q = 0; q < c->size; q++) {
@@ -178,7 +181,7 @@ static int last(Comm *c, int rank) {
     return rank;
 }
 
-/* A rank that may be late, or gone. */
+/* Wait for a rank that may be late or may have ended. */
 static int await_long(Comm *c, int rank, uint32_t phase) {
     Mailbox *box = &c->boxes[rank];
     for (int i = 0; i < PAUSES + YIELDS; i++) {
@@ -198,7 +201,8 @@ static int await_long(Comm *c, int rank, uint32_t phase) {
         if ((error = broken(c))) break;
         syscall(SYS_futex, &box->posted, FUTEX_WAIT, seen, &slice, NULL, 0);
         if (reached(c, rank, phase)) break;
-        if (!alive(c, rank) && !reached(c, rank, phase)) { /* it may have ended after its last word */
+        /* The rank may have completed the phase just before its process ended. */
+        if (!alive(c, rank) && !reached(c, rank, phase)) {
             error = fails(c, DIED, rank, NULL);
             break;
         }
@@ -221,7 +225,7 @@ static int await_all(Comm *c, uint32_t phase) {
     return OK;
 }
 
-/* This rank has ended a phase; its number. */
+/* Complete a phase on this rank; return its number. */
 static uint32_t post(Comm *c) {
     Mailbox *box = &c->boxes[c->rank];
     atomic_store(&box->posted, ++c->posted);
@@ -233,14 +237,14 @@ static char *slot_of(Comm *c, int rank, uint64_t chunk) {
     return c->slots + ((size_t)rank * RING + chunk % RING) * c->slot;
 }
 
-/* Before the slot of the next chunk is filled: all are done with what was in it. */
+/* Wait until no rank needs the data in the next chunk's slot, then announce the collective. */
 static int claim(Comm *c) {
     int error = await_all(c, c->freed[c->chunk % RING]);
     if (!error) c->boxes[c->rank].calls[c->chunk % RING] = c->call;
     return error;
 }
 
-/* After all have posted that a chunk is in: whether they do the same as this rank. */
+/* Check, after all ranks have filled a chunk's slot, that they run the same collective. */
 static int compare(Comm *c, uint64_t chunk) {
     for (int q = 0; q < c->size; q++) {
         Call other = c->boxes[q].calls[chunk % RING];
@@ -257,8 +261,8 @@ static int begin(Comm *c, uint32_t op, uint32_t kind, uint32_t how, uint32_t roo
     return broken(c);
 }
 
-/* After an error: what this rank does, and where two differ each of them and what it does: six
-   numbers each. */
+/* Describe the collectives after an error: that of this rank, then (after DIFFERS) those of the two
+   ranks that differ. Each takes six numbers, the first of which is the rank. */
 void paceline_said(Comm *c, uint64_t *said) {
     const Call *calls[] = {&c->call, &c->head->said[0], &c->head->said[1]};
     const uint32_t who[] = {(uint32_t)c->rank, c->head->who[0], c->head->who[1]};
@@ -270,9 +274,9 @@ void paceline_said(Comm *c, uint64_t *said) {
 }
 
 typedef struct {
-    uint64_t chunk;   /* of this rank's life */
-    size_t at, bytes; /* in the vector */
-    size_t part;      /* of each rank, but that the last ones may be shorter, or empty */
+    uint64_t chunk;   /* number since the group was opened */
+    size_t at, bytes; /* offset and length in the vector */
+    size_t part;      /* bytes of each rank's part; the last ones may be shorter or empty */
     uint32_t in, reduced;
 } Chunk;
 
@@ -295,7 +299,8 @@ static int goes_in(Comm *c, Chunk *k, const char *from) {
     return OK;
 }
 
-/* ``into``: where this rank's part of the sum belongs; share: also in the slot, for the others. */
+/* Reduce this rank's part. into: destination of the result; share: whether to copy it also to the
+   slot, for the other ranks. */
 static int reduce(Comm *c, Chunk *k, const char *own, char *into, int share) {
     int error = await_all(c, k->in);
     if (!error) error = compare(c, k->chunk);
@@ -323,7 +328,7 @@ static int goes_out(Comm *c, Chunk *k, char *to) {
 
 #include "sockets.h"
 
-/* kind, how: of combine.h. The result is where the vector was. Returns 0 or an error. */
+/* All-reduce in place. kind, how: see combine.h. Returns 0 or an error. */
 int paceline_all_reduce(Comm *c, char *data, uint64_t bytes, int kind, int how, double timeout) {
     int error = begin(c, ALL_REDUCE, kind, how, 0, bytes, timeout);
     if (error) return error;
@@ -359,8 +364,8 @@ int paceline_all_reduce(Comm *c, char *data, uint64_t bytes, int kind, int how, 
     return OK;
 }
 
-/* from: one vector of ``bytes`` for each rank; to: the sum of those for this rank. by: what a mean is
-   divided by; 0: the number of ranks. */
+/* Reduce-scatter. from: one vector of ``bytes`` for each rank; to: the reduced vector of this rank;
+   by: divisor of a mean, 0 for the number of ranks. */
 int paceline_reduce_scatter(Comm *c, const char **from, char *to, uint64_t bytes, int kind, int how,
                             int by, double timeout) {
     int error = begin(c, REDUCE_SCATTER, kind, how, 0, bytes, timeout);
@@ -382,7 +387,7 @@ int paceline_reduce_scatter(Comm *c, const char **from, char *to, uint64_t bytes
     return OK;
 }
 
-/* to: a vector of ``bytes`` for that of each rank. */
+/* All-gather. to: one vector of ``bytes`` for each rank. */
 int paceline_all_gather(Comm *c, const char *from, char **to, uint64_t bytes, double timeout) {
     int error = begin(c, ALL_GATHER, 0, 0, 0, bytes, timeout);
     if (error) return error;
@@ -402,10 +407,11 @@ int paceline_all_gather(Comm *c, const char *from, char **to, uint64_t bytes, do
     return OK;
 }
 
-/* This rank has seen that the exchange with other hosts is over: all others of this host are told. */
+/* Break the group because the exchange with other hosts has failed, so that all other ranks of this
+   host get an error too. */
 void paceline_break(Comm *c, int rank) { fails(c, ELSEWHERE, rank, NULL); }
 
-/* Where it is told that the group is broken: not 0 then. */
+/* Return the address of the group's error: not 0 once the group is broken. */
 _Atomic uint32_t *paceline_broken(Comm *c) { return &c->head->broken; }
 
 int paceline_broadcast(Comm *c, char *data, uint64_t bytes, int root, double timeout) {
@@ -416,7 +422,7 @@ int paceline_broadcast(Comm *c, char *data, uint64_t bytes, int root, double tim
         if ((error = claim(c))) return error;
         uint64_t chunk = c->chunk;
         if (c->rank == root) memcpy(slot_of(c, root, chunk), data + at, part);
-        /* All wait for all: a root that runs ahead would not hear of ranks that differ. */
+        /* All ranks wait for all: a root that runs ahead would not notice ranks that differ. */
         if ((error = await_all(c, post(c))) || (error = compare(c, chunk))) return error;
         if (c->rank != root) memcpy(data + at, slot_of(c, root, chunk), part);
         c->freed[c->chunk++ % RING] = post(c);

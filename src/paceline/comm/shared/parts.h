@@ -1,23 +1,24 @@
-/* The two halves of an all-reduce in this host, with that of other hosts between them: included by
-   kernel.c, whose phases these are. */
+/* The two halves of an all-reduce on this host; the exchange with other hosts runs between them.
+   Included by kernel.c, which describes the phases. */
 #pragma once
 
-/* Of a vector that ranks sum up with other hosts (hosts/): rank q has the part of ``part`` bytes from
-   q * part on; the last of them is shorter, and the ranks after it have none. */
+/* Return the bytes that a rank's part has from ``at`` on, at most ``most``. A vector that is also
+   reduced over other hosts (hosts/) is divided into parts: rank q owns the ``part`` bytes from
+   q * part on. The last part may be shorter, and the ranks after it own none. */
 static size_t within(uint64_t bytes, uint64_t part, int rank, uint64_t at, size_t most) {
     uint64_t from = part * (uint64_t)rank + at, until = part * (uint64_t)(rank + 1);
     if (until > bytes) until = bytes;
     return from >= until ? 0 : until - from < most ? until - from : most;
 }
 
-/* Each rank's own part becomes the sum of this host's, where it lies; by: what a mean is divided by,
-   the ranks of all hosts. */
+/* Reduce each rank's part over the ranks of this host, in place. by: divisor of a mean, the number
+   of ranks on all hosts. */
 int paceline_reduce_parts(Comm *c, char *data, uint64_t bytes, uint64_t part, int kind, int how, int by,
                           double timeout) {
     int error = begin(c, ALL_REDUCE, kind, how, 0, bytes, timeout);
     if (error) return error;
     int owners = (int)((bytes + part - 1) / part);
-    if (!bytes) part = 0; /* and no address to begin at */
+    if (!bytes) part = 0; /* no part begins in an empty vector */
     size_t most = owners > 1 ? c->slot / owners / LINE * LINE : c->slot;
     for (uint64_t at = 0; at < part || !at; at += most) {
         if ((error = claim(c))) return error;
@@ -47,7 +48,7 @@ int paceline_reduce_parts(Comm *c, char *data, uint64_t bytes, uint64_t part, in
     return OK;
 }
 
-/* All ranks get all parts. */
+/* Gather the parts of all ranks on all ranks. */
 int paceline_gather_parts(Comm *c, char *data, uint64_t bytes, uint64_t part, double timeout) {
     int error = begin(c, ALL_GATHER, 0, 0, 0, bytes, timeout);
     if (error) return error;

@@ -1,16 +1,17 @@
-/* Ranks on several sockets: what ranks of one have is summed up there, and only sums cross to the
-   others; included by kernel.c, whose phases these are. Of n ranks on s sockets n / s times less is
-   read from other sockets to be summed up. */
+/* Reduction in two levels on several CPU sockets: first over the ranks of each socket, then over
+   the results of all sockets. With n ranks on s sockets, a reduction reads n / s times less data
+   from other sockets. Included by kernel.c, which describes the phases. */
 #pragma once
 
-/* Of this rank, before all look for their sockets; -1: on none. wanted: whether it was told to sum up
-   by sockets. */
+/* Announce the socket of this rank, before any rank calls paceline_sockets. socket: -1 if it is not
+   bound to one; wanted: whether reduction by socket is enabled on this rank. */
 void paceline_on_socket(Comm *c, int socket, int wanted) {
     atomic_store(&c->boxes[c->rank].socket, 2 * socket + (wanted != 0));
 }
 
-/* Once all ranks have said theirs: how many sockets there are, where some rank shares one; 0 where
-   there is no such level; -1 where only some ranks were told to sum up so. */
+/* Return the number of sockets after all ranks have announced theirs; 0 if reduction by socket is
+   not possible or would not help (one socket, or one rank on each); -1 if it is enabled on only
+   some of the ranks. */
 int paceline_sockets(Comm *c) {
     int all = 0, wanted = 0, nowhere = 0;
     for (int q = 0; q < c->size; q++) {
@@ -24,7 +25,7 @@ int paceline_sockets(Comm *c) {
     c->order = calloc(2 * (size_t)c->size + 1, sizeof(int));
     if (c->order == NULL) return 0;
     c->begins = c->order + c->size;
-    for (int q = 0, at = 0; q < c->size; q++) { /* sockets in the order of their first ranks */
+    for (int q = 0, at = 0; q < c->size; q++) { /* order sockets by their first ranks */
         int socket = atomic_load(&c->boxes[q].socket), seen = 0;
         for (int before = 0; before < q; before++)
             seen |= atomic_load(&c->boxes[before].socket) == socket;
@@ -40,17 +41,18 @@ int paceline_sockets(Comm *c) {
     return c->sockets;
 }
 
-/* From the next collective on; on all ranks, while nothing is under way. */
+/* Enable or disable reduction by socket from the next collective on. All ranks have to call this
+   while no collective is running. */
 void paceline_by_socket(Comm *c, int by) { c->by_socket = by && c->sockets; }
 
 static int mates(Comm *c, int socket) { return c->begins[socket + 1] - c->begins[socket]; }
 
-/* Ranks of a socket sum up a piece each. */
+/* Return the bytes that each rank of a socket reduces. */
 static size_t piece(Comm *c, int socket, size_t bytes) {
     return rounded((bytes + mates(c, socket) - 1) / mates(c, socket), LINE);
 }
 
-/* Of ``bytes`` in every rank's slot: this rank's piece becomes its socket's sum, in its slot. */
+/* Reduce this rank's piece of the ``bytes`` in each slot over its socket, into its own slot. */
 static void within_socket(Comm *c, uint64_t chunk, size_t bytes) {
     size_t each = piece(c, c->socket, bytes), at = each * c->mate;
     if (at >= bytes || mates(c, c->socket) == 1) return;
@@ -61,7 +63,8 @@ static void within_socket(Comm *c, uint64_t chunk, size_t bytes) {
             slot_of(c, c->rank, chunk) + at, NULL, bytes - at < each ? bytes - at : each);
 }
 
-/* Then of these sums, from ``at`` until ``end``, that over all sockets; to, share: as of reduce. */
+/* Reduce the results of within_socket over all sockets, from ``at`` until ``end``. to, share: same
+   as for reduce. */
 static void over_sockets(Comm *c, uint64_t chunk, size_t bytes, size_t at, size_t end, char *to,
                          int share) {
     const char *from[c->size];
@@ -78,7 +81,7 @@ static void over_sockets(Comm *c, uint64_t chunk, size_t bytes, size_t at, size_
     }
 }
 
-/* A long vector: chunks as in paceline_all_reduce, with one more phase. */
+/* All-reduce a long vector in chunks, same as paceline_all_reduce but with one more phase. */
 static int all_reduce_by_socket(Comm *c, char *data, size_t bytes) {
     Chunk ring[RING];
     size_t count = (bytes + c->slot - 1) / c->slot;
@@ -96,7 +99,7 @@ static int all_reduce_by_socket(Comm *c, char *data, size_t bytes) {
         }
         Chunk *last = &ring[(i + 1) % RING]; /* i - 2 */
         if (i >= 2) {
-            if ((error = await_all(c, last->reduced))) return error; /* in the sockets */
+            if ((error = await_all(c, last->reduced))) return error; /* within the sockets */
             size_t from = lies_at(last, c->rank), to = lies_at(last, c->rank + 1);
             over_sockets(c, last->chunk, last->bytes, from, to, data + last->at + from, 1);
             last->reduced = post(c);
