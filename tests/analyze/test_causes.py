@@ -1,4 +1,4 @@
-"""Rules over figures: each fault leaves others, and gets another name."""
+"""Rules that name the causes of lost time; each fault leaves different figures."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ FACTS = {
 
 
 def judged(*, losses=(), calls=None, loader=None, facts=(), gradients=None, late="", **changed):
-    """The causes of two ranks with these rungs (others as the ideal), losses and facts."""
+    """Return the causes for two ranks with these rungs (default: the ideal), losses and facts."""
     rungs = {
         "alone": climbs(ranks=1),
         "silent": climbs(),
@@ -75,7 +75,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize(("recorded", "named"), [(0.035, []), (0.06, ["exchange-latency"])])
 def test_what_one_witness_sees_by_a_hair_the_other_has_to_see_as_well(recorded, named):
-    """5.5 % by experiment: what a plain script's exchange of 5 ms in 100 ms looks like."""
+    """Use 5.5 % by experiment: what a plain script shows with an exchange of 5 ms in 100 ms."""
     base = {name: climbs(0.1) for name in ("cached", "everything")}
     base |= {"silent": climbs(0.0945), "alone": climbs(0.0945, ranks=1)}
     found = judged(losses=[Loss("transfer", recorded)], calls=collective(count=100), **base)
@@ -102,7 +102,7 @@ def test_why_the_exchange_takes_long(name):
     ],
 )
 def test_few_small_exchanges_whose_threads_lack_a_core_are_no_latency(count, crowded, named):
-    """Ten steps of 100 ms; half of that is exchange: 50 ms a call, or 2.5, or 0.5."""
+    """Ten steps of 100 ms, half of it exchange: 50, 2.5 or 0.5 ms per call."""
     slower = SLOWER | {name: climbs(0.1, crowded=crowded) for name in ("cached", "everything")}
     (cause,) = judged(losses=EXCHANGE, calls=collective(count=count), **slower)
     assert cause.id == named
@@ -209,7 +209,7 @@ def test_threads_cores_and_memory_are_told_apart():
 
 
 def test_others_that_slow_all_rungs_alike_are_named_as_well():
-    """One rank alone waits for the cores as all do, and no bar shows it."""
+    """Waits for cores are as long with one rank as with all ranks, so no bar shows them."""
     slowed = {"alone": climbs(ranks=1, delayed=0.4, host=2.0), "everything": climbs(delayed=0.4)}
     assert judged(**slowed) == []
     slowed["everything"] = climbs(delayed=0.4, host=2.5)

@@ -1,4 +1,4 @@
-"""Clocks of several hosts: offsets and drift put into records, and found again."""
+"""Clock offsets and drift between hosts, put into records and estimated again."""
 
 import random
 import shutil
@@ -31,7 +31,7 @@ def run_of(folder, clocks, steps=400, seed=0, latency=0.05):
         offset, drift = clocks[i]
         return (true - offset) / (1 + drift)
 
-    at = 1e7  # hosts have been up for long
+    at = 1e7  # the hosts have been up for long
     truth = [0.0] * size
     for step in range(steps):
         arrived = [at + draw.uniform(5, 15) + (8 if i == 1 else 0) for i in range(size)]
@@ -85,7 +85,8 @@ def test_the_aligned_events_obey_every_bound(tmp_path):
 
 def test_no_straggler_is_named_below_the_residual(tmp_path):
     made = [Rank(tmp_path, i, 2, host=f"host{i}", clock=f"clock{i}") for i in range(2)]
-    for step in range(50):  # long exchanges say little of the clocks; rank 1 comes 2 ms later
+    # Long exchanges say little about the clocks. Rank 1 arrives 2 ms later.
+    for step in range(50):
         for i, rank in enumerate(made):
             begin = 1000 * i + 60 * step + 2 * i
             rank.was(State.FORWARD, begin - 10, begin)
@@ -113,7 +114,7 @@ def test_hosts_that_never_communicate_are_said_to_be_apart(tmp_path):
 
 
 def test_a_sender_that_need_not_wait_says_nothing_of_the_clocks(tmp_path):
-    """A small send is over before its receiver comes: no bound on the clocks."""
+    """A small send ends before its receiver arrives, so it gives no bound on the clocks."""
     made = [Rank(tmp_path, i, 2, host=f"host{i}", clock=f"clock{i}") for i in range(2)]
     for rank in made:
         rank.step(0, 10)
@@ -129,7 +130,7 @@ def test_a_sender_that_need_not_wait_says_nothing_of_the_clocks(tmp_path):
 
 
 def namespaces():
-    """Whether this machine lets us give a process a clock of its own."""
+    """Whether this machine can start a process in its own time namespace."""
     if shutil.which("unshare") is None:
         return False
     command = ["unshare", "--time", "--monotonic", "5", "true"]
@@ -138,7 +139,7 @@ def namespaces():
 
 @pytest.mark.skipif(not namespaces(), reason="needs unshare --time, as root")
 def test_a_real_offset_between_two_ranks_is_found(tmp_path):
-    """Two real ranks, one of them with a clock that is 5000 s ahead."""
+    """Start two real ranks, one of them with a clock that is 5000 s ahead."""
     script = launcher.write(
         tmp_path,
         """

@@ -1,4 +1,4 @@
-"""T_id: the run on an ideal network, where transfers take no time."""
+"""T_id: the duration of the run on an ideal network, where transfers take no time."""
 
 import random
 
@@ -13,7 +13,10 @@ from paceline.record.ring.states import Op, State
 
 
 def replayed(ranks):
-    """T_id, the ranks' own times, the window; by arrays and number by number the same."""
+    """Return T_id, the ranks' own times and the window.
+
+    The vectorized and the scalar computation of T_id must agree.
+    """
     records = [rank.record() for rank in ranks]
     matched, within = match_collectives(records), find_window(records)
     lines = [
@@ -34,13 +37,13 @@ def test_only_transfers_are_taken_away(tmp_path):
     for rank, (first, second) in zip(ranks, [(30, 10), (10, 30)], strict=True):
         rank.step(0, 100)
         rank.was(State.FORWARD, 100, 100 + first)
-        rank.collective(100 + first, 100 + first, 150)  # the last arrives at 130
+        rank.collective(100 + first, 100 + first, 150)  # the last rank arrives at 130
         rank.was(State.FORWARD, 150, 150 + second)
-        rank.collective(150 + second, 150 + second, 200)  # the last arrives at 180
+        rank.collective(150 + second, 150 + second, 200)  # the last rank arrives at 180
         rank.step(100, 200)
     ideal, times, _ = replayed(ranks)
     assert times == [40 * MS, 40 * MS]
-    assert ideal == 60 * MS  # each waits 20 for the other in turn
+    assert ideal == 60 * MS  # each rank waits 20 ms for the other one
     e = report_of(ranks).efficiencies
     assert e.serialisation == pytest.approx(40 / 60)
     assert e.transfer == pytest.approx(60 / 100)
@@ -48,8 +51,11 @@ def test_only_transfers_are_taken_away(tmp_path):
 
 
 def test_a_chain_of_messages_is_serialisation(tmp_path):
-    """Each rank receives, computes and sends on (as in OTF-CPT's test mpi-serialization.c, whose
-    authors expect SerE = 1/N, TE = 1 and LB = 1): Protze et al., Euro-Par 2022."""
+    """Each rank receives, computes and sends on.
+
+    As in OTF-CPT's test mpi-serialization.c, whose authors expect SerE = 1/N, TE = 1 and LB = 1:
+    Protze et al., Euro-Par 2022.
+    """
     size = 4
     ranks = [Rank(tmp_path, rank, size) for rank in range(size)]
     for i, rank in enumerate(ranks):
@@ -70,7 +76,7 @@ def test_a_chain_of_messages_is_serialisation(tmp_path):
 
 
 def test_who_has_arrived_late_for_another_group_passes_the_delay_on(tmp_path):
-    """Rank 0 is late for rank 1 in one group; rank 1 therefore for rank 2 in another."""
+    """Rank 0 is late for rank 1 in one group, which makes rank 1 late for rank 2 in another."""
     members = [{"a": (2, 0)}, {"a": (2, 1), "b": (2, 0)}, {"b": (2, 1)}]
     ranks = [Rank(tmp_path, i, 3, groups=groups) for i, groups in enumerate(members)]
     for rank in ranks:
@@ -91,7 +97,7 @@ def test_who_has_arrived_late_for_another_group_passes_the_delay_on(tmp_path):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_it_lies_between_the_longest_rank_and_the_run(tmp_path, seed):
-    """Random runs, simulated forward: max(b) <= T_id <= T, and T_id = T without transfers."""
+    """Simulate random runs: max(b) <= T_id <= T, and T_id = T without transfers."""
     draw = random.Random(seed)
     size, steps = 4, 30
     for transfer in (0.0, 3.0):
@@ -101,7 +107,7 @@ def test_it_lies_between_the_longest_rank_and_the_run(tmp_path, seed):
             launched = []
             for i in range(size):
                 launched.append(at[i] + draw.uniform(1, 10))
-                at[i] = launched[i] + draw.uniform(0, 4)  # goes on computing meanwhile
+                at[i] = launched[i] + draw.uniform(0, 4)  # overlaps the collective
             done = max(launched) + transfer * draw.random()
             for i, rank in enumerate(ranks):
                 end = max(at[i], done)
@@ -118,7 +124,7 @@ def test_it_lies_between_the_longest_rank_and_the_run(tmp_path, seed):
 
 
 def test_ends_before_the_starts_that_they_need_are_said(tmp_path):
-    """On one clock nobody can leave an all-reduce before the last one has entered it."""
+    """With one clock, no rank can leave an all-reduce before the last rank has entered it."""
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for rank, arrival in zip(ranks, (10, 90), strict=True):
         rank.step(0, 1)

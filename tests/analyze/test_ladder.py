@@ -1,4 +1,4 @@
-"""The waterfall adds up, and its causes are those that the figures say."""
+"""The waterfall adds up, and its bars are the causes that the figures show."""
 
 import math
 
@@ -11,7 +11,7 @@ from paceline.analyze.records.load_run import Run
 
 
 def rung(*rates, ranks=2, slow=0.0, validation=0.0):
-    """Repetitions of a rung whose ranks together make so many samples/s."""
+    """Return repetitions of a rung; ``rates`` are the samples/s of all ranks together."""
     return [
         RungResult(
             together=r,
@@ -55,7 +55,7 @@ def test_an_interval_is_students():
 
 
 def trained(folder, compute=(20, 20), load=(0, 0), exchange=5.0, steps=12, size=1 << 20):
-    """The report of two ranks: what each does in a step, in ms."""
+    """Return the report of two ranks; arguments give what each rank does in a step, in ms."""
     each = max(a + b for a, b in zip(compute, load, strict=True)) + exchange
     folder.mkdir(exist_ok=True)
     members = []
@@ -151,7 +151,7 @@ def test_what_one_witness_has_not_seen_is_shown_and_no_cause(tmp_path):
 
 
 def test_validation_of_one_rank_is_not_taken_for_a_slow_rank():
-    free = rung(*[500] * 3, validation=0.008)  # of 16 ms
+    free = rung(*[500] * 3, validation=0.008)  # of a step of 16 ms
     fall = waterfall(rung(*[500] * 3, ranks=1), free, rung(*[500] * 3), rung(*[500] * 3))
     assert [bar.id for bar in fall.bars] == ["validation"]
     assert fall.of_step("validation").mean == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""What a live view says of hand-made tails, and how it looks; times in milliseconds."""
+"""Content and layout of the live view, from hand-made record tails; times in milliseconds."""
 
 import io
 import re
@@ -27,7 +27,7 @@ def begins(rank, state, since, seq=0, op=0, step=0, group=1):
 
 
 def trained(folder, number, size, steps=10, late=0, host="host", at=0, **meta):
-    """Steps of 10 ms: computing up to the 6th (late: later), an all-reduce up to the 10th."""
+    """Record steps of 10 ms: computation for 6 ms plus ``late``, then an all-reduce to the end."""
     rank = Rank(folder, number, size, host=host, started_ns=round(at * MS), **meta)
     for step in range(steps):
         start = at + 10 * step
@@ -51,7 +51,7 @@ def test_shares_speed_and_who_waits_for_whom(tmp_path):
     ranks = [trained(tmp_path, i, 3, late=2 * (i == 1)) for i in range(3)]
     found = view([seen(rank, 101) for rank in ranks], ["train.py"])
     assert (found.size, found.ranks, found.step, found.missing_ranks) == (3, [0, 1, 2], 10, [])
-    assert (found.first_step, found.last_step) == (1, 9)  # the first is where it begins
+    assert (found.first_step, found.last_step) == (1, 9)  # the window begins at the end of step 0
     assert found.steps_per_s == pytest.approx(100)
     assert found.samples_per_s == pytest.approx(2400)
     assert [round(s["useful"], 3) for s in found.states] == [0.6, 0.8, 0.6]
@@ -76,7 +76,7 @@ def test_a_rank_that_is_not_there_is_named_with_what_it_did_last(tmp_path):
     ranks = [trained(tmp_path, i, 4) for i in range(4)]
     for rank in ranks[:3]:
         begins(rank, State.BLOCKED, 106, seq=11, op=Op.ALL_REDUCE, step=10)
-    begins(ranks[3], State.COLLECTIVE, 96, seq=10, op=Op.ALL_REDUCE, step=9)  # is over
+    begins(ranks[3], State.COLLECTIVE, 96, seq=10, op=Op.ALL_REDUCE, step=9)  # has ended
     found = view([seen(r, 12_106, "T" if r is ranks[3] else "S") for r in ranks], [])
     (one,) = found.standing
     assert (one.collective, one.number, one.inside, one.absent, one.unseen) == (
@@ -93,7 +93,7 @@ def test_a_rank_that_is_not_there_is_named_with_what_it_did_last(tmp_path):
 
 
 def test_hosts_clocks_are_never_compared(tmp_path):
-    """The second host was started an hour after the first."""
+    """The second host was started an hour after the first one."""
     first, second = (
         trained(tmp_path, i, 2, host=f"host{i}", clock=f"clock{i}", at=3_600_000 * i)
         for i in range(2)
@@ -120,7 +120,7 @@ def test_what_was_begun_is_over_once_an_event_says_so(tmp_path):
         )
         rank.was(state, 20, 30, seq=2, op=op, group=rank.number["0"] if op else 0)
         assert view([seen(rank, 3020)], []).now[0].doing == "script"
-    rank.was(State.SAMPLE, 3000, 3000)  # the sampler goes on while a rank stands still
+    rank.was(State.SAMPLE, 3000, 3000)  # the stack sampler continues while a rank stands still
     assert view([seen(rank, 3030)], []).now[0].last_s == pytest.approx(3.0)
 
 
@@ -152,7 +152,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path):
 
 
 def test_it_fits_the_terminal_and_needs_no_colours(tmp_path):
-    """Up to 16 ranks have a row each; of more the hosts, and those that others wait for."""
+    """Up to 16 ranks have a row each; above that, hosts and the ranks that others wait for."""
     for size in (4, 40):
         ranks = [
             trained(tmp_path, i, size, late=2 * (i == 3), host=f"{i // 4}-has-a-long-name.org")
@@ -170,7 +170,7 @@ def test_it_fits_the_terminal_and_needs_no_colours(tmp_path):
             rows = [line for line in lines if line.startswith("3 0-" if size > 4 else "3  ")]
             assert len(rows) == 1
             assert "% " in rows[0]
-            assert "░" not in rows[0]  # all wait for it
+            assert "░" not in rows[0]  # all other ranks wait for this one
         assert "\x1b[32m" in text(found, color_system="standard")
         short = io.StringIO()
         Console(file=short, width=80).print(render(found, 80, rows=10))
@@ -188,14 +188,14 @@ def test_five_hundred_ranks_are_seen_within_a_refresh(tmp_path):
         ends.append(replace(ends[0], name=f"rank-{i}.ring", data=_longer(data, len(about) - 10)))
     started = time.monotonic()
     found = view(ends, [])
-    assert time.monotonic() - started < 5  # on a busy machine; a second and less on a quiet one
+    assert time.monotonic() - started < 5  # under a second on an idle machine
     assert found.size == len(found.ranks) == 512
     assert found.slowest_rank == 7
     assert len(text(found).splitlines()) < 50
 
 
 def _longer(data, more):
-    """With the length of the JSON and the place of what follows it put right."""
+    """Return the record with a longer JSON, its length field and the following offsets adjusted."""
     length = int.from_bytes(data[44:48], "little") + more
     end = 48 + length
     head = data[:44] + length.to_bytes(4, "little") + data[48:end]

@@ -1,4 +1,4 @@
-"""What ranks' loaders took beside the training."""
+"""CPU use of the ranks' loaders beside training."""
 
 import records
 

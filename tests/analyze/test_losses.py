@@ -1,4 +1,4 @@
-"""Every wait booked to whom it was for and what that rank did; shares that add up."""
+"""Each wait is attributed to a rank and to what that rank did; shares add up."""
 
 import pytest
 from records import MS, Rank, report_of
@@ -7,7 +7,7 @@ from paceline.record.ring.states import Op, State
 
 
 def late(folder, size=3, steps=10, why=State.FORWARD, guilty=1):
-    """Ranks that compute 20 ms a step, and one that does ``why`` for 30 ms more."""
+    """Return ranks that compute 20 ms a step; rank ``guilty`` does ``why`` for 30 ms more."""
     ranks = [Rank(folder, rank, size, host=f"host{rank}", clock="one") for rank in range(size)]
     for rank in ranks:
         rank.step(0, 100)
@@ -70,7 +70,7 @@ def test_a_loss_names_the_steps_in_which_it_was(tmp_path):
 
 def test_a_range_of_steps_can_be_looked_at_by_itself(tmp_path):
     ranks = late(tmp_path, steps=20)
-    for rank in ranks:  # and 20 steps without a late rank
+    for rank in ranks:  # then 20 steps without a late rank
         for step in range(20, 40):
             begin = 100 + 20 * 60 + (step - 20) * 30
             rank.was(State.FORWARD, begin, begin + 20)
@@ -109,7 +109,7 @@ def test_groups_are_never_mixed(tmp_path):
     assert groups["data1"].transfer == pytest.approx(20 / 80)
     (reduced,) = groups["tensor0"].collectives
     assert (reduced.name, reduced.count, reduced.bytes) == ("all-reduce", 1, 1 << 20)
-    assert reduced.busbw == pytest.approx((1 << 20) / (10 * MS))  # 2 ranks: factor 1
+    assert reduced.busbw == pytest.approx((1 << 20) / (10 * MS))  # the factor for 2 ranks is 1
     (scattered,) = groups["data0"].collectives
     assert scattered.busbw == pytest.approx((2 << 20) / (10 * MS) / 2)
 
@@ -121,7 +121,7 @@ def test_messages_wait_for_the_other_side_only(tmp_path):
     for number, (sent, received) in enumerate([(21, 11), (31, 41)], start=1):
         ranks[0].message(sent, sent, 45, Op.SEND, 1, number)
         ranks[1].message(received, received, 46, Op.RECV, 0, number)
-    ranks[2].message(5, 5, 40, Op.RECV, 0, 1)  # its sender's record lacks it
+    ranks[2].message(5, 5, 40, Op.RECV, 0, 1)  # the sender's record does not contain it
     for rank in ranks:
         rank.step(1, 101)
     report = report_of(ranks)
@@ -174,7 +174,7 @@ def test_where_other_time_went_is_told_by_line(tmp_path):
 
 
 def test_what_a_ring_has_overwritten_is_no_doubt_inside_the_window(tmp_path):
-    """Rank 1's ring begins some steps later: what rank 0 alone still has lies before the window."""
+    """Rank 1's ring begins some steps later; what only rank 0 has lies before the window."""
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for step in range(20):
         begin = 10 + 30 * step

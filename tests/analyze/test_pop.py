@@ -1,4 +1,4 @@
-"""POP's efficiencies against cases that others have published, with their times per rank."""
+"""POP efficiencies compared with published cases that state the times of each rank."""
 
 import pytest
 from records import Rank, report_of
@@ -8,8 +8,8 @@ from paceline.record.ring.states import Op, State
 
 # EPOCH (2D particle in cell), traced with Extrae on 2019-10-09, published with PyPOP by NAG
 # (github.com/numericalalgorithmsgroup/pypop, BSD-3-Clause-Clear, NAG-PyPOP 0.3.5,
-# pypop/examples/mpi/epoch_example_traces): useful time of each rank and the run's length in ns
-# from the traces; efficiencies in per cent from modelfactors.csv (Dimemas, BSC's modelfactors).
+# pypop/examples/mpi/epoch_example_traces): useful time of each rank and the run's length in ns from
+# the traces; efficiencies in per cent from modelfactors.csv (Dimemas, BSC's modelfactors).
 EPOCH = {
     1: (21898659139, [21882362819]),
     2: (11528373565, [11429241023, 11484151344]),
@@ -40,7 +40,7 @@ PUBLISHED = {  # parallel, load balance, communication, computation scalability,
 
 
 def epoch(folder, size):
-    """A record with the case's times: each rank computes, then is in one exchange to the end."""
+    """Return a report with the case's times: each rank computes, then is in one exchange."""
     length, useful = EPOCH[size]
     folder.mkdir()
     made = [Rank(folder, i, size) for i in range(size)]
@@ -51,7 +51,7 @@ def epoch(folder, size):
             fields = {"seq": 1, "group": 1, "op": Op.ALL_REDUCE}
             rank.ring.write(1 + time, 1 + length, State.BLOCKED, **fields)
             rank.ring.write(1 + time, 1 + length, State.COLLECTIVE, **fields)
-        elif time < length:  # what the trace has of MPI in a run of one rank
+        elif time < length:  # the MPI time that the trace shows in a run of one rank
             alone = {"seq": 1, "group": 1, "op": Op.BARRIER}
             rank.ring.write(1 + time, 1 + length, State.BLOCKED, **alone)
             rank.ring.write(1 + time, 1 + length, State.COLLECTIVE, **alone)
@@ -66,7 +66,7 @@ def test_the_published_efficiencies_of_epoch_come_out(tmp_path):
         assert 100 * row.parallel == pytest.approx(parallel, abs=1e-6)
         assert 100 * row.load_balance == pytest.approx(balance, abs=1e-6)
         assert 100 * row.communication == pytest.approx(communication, abs=1e-6)
-        samples = row.ranks * (1000 // row.ranks) / 1000  # 8 and 16 do not divide 1000
+        samples = row.ranks * (1000 // row.ranks) / 1000  # 1000 is not divisible by 8 and 16
         assert 100 * row.computation_scalability == pytest.approx(computation * samples, rel=1e-7)
         assert 100 * row.global_efficiency == pytest.approx(total * samples, rel=1e-7)
         assert row.speedup == pytest.approx(speedup * samples, rel=1e-6)
@@ -80,9 +80,12 @@ def test_global_efficiency_over_the_reference_is_the_scaling_efficiency(tmp_path
 
 
 def test_talps_two_ranks_that_wait_for_each_other(tmp_path):
-    """DLB/TALP's functional test (github.com/bsc-pm/dlb, tests/functional/talp/mpi/test_mpi.c):
-    rank 0 computes 1.0 s, sends, receives after 1.0 s; rank 1 computes 0.5 s, waits 0.5 s,
-    computes 1.0 s, sends. Expected there: PE 0.625, CommE 0.75, LB 0.83."""
+    """Reproduce DLB/TALP's functional test (github.com/bsc-pm/dlb, test_mpi.c).
+
+    In tests/functional/talp/mpi/test_mpi.c, rank 0 computes 1.0 s, sends, and receives after 1.0 s.
+    Rank 1 computes 0.5 s, waits 0.5 s, computes 1.0 s and sends. Expected there: PE 0.625, CommE
+    0.75, LB 0.83.
+    """
     one, two = (Rank(tmp_path, i, 2) for i in range(2))
     for rank in (one, two):
         rank.step(0, 1)
@@ -99,11 +102,11 @@ def test_talps_two_ranks_that_wait_for_each_other(tmp_path):
     assert e.parallel == pytest.approx(0.625)
     assert e.communication == pytest.approx(0.75)
     assert e.load_balance == pytest.approx(1.25 / 1.5)
-    assert e.transfer == pytest.approx(1)  # no transfer took any time
+    assert e.transfer == pytest.approx(1)  # no transfer takes time
 
 
 def test_imbalance_alone_is_load_balance(tmp_path):
-    """OTF-CPT's mpi-imbalance.c: 0.1, 0.3, 0.5 and 0.7 s; expected there: LB = PE = 4/7."""
+    """Reproduce OTF-CPT's mpi-imbalance.c: 0.1, 0.3, 0.5 and 0.7 s; expected: LB = PE = 4/7."""
     ranks = [Rank(tmp_path, i, 4) for i in range(4)]
     for i, rank in enumerate(ranks):
         rank.step(0, 1)

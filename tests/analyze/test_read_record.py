@@ -1,4 +1,4 @@
-"""Records that were damaged: a report or a refusal by name, and nothing else."""
+"""Damaged records give either a report or an error that names the file."""
 
 import random
 
@@ -20,7 +20,7 @@ def made(folder):
             rank.was(State.FORWARD, begin, begin + 10)
             rank.collective(begin + 10, begin + 10, begin + 15, amount=1000)
             rank.step(begin, begin + 20, samples=1, number=step + 1)
-    for rank in ranks:  # as the launcher keeps it: without the slots that were never used
+    for rank in ranks:  # as the launcher stores it, without the unused slots
         rank.path.write_bytes(rank.ring.snapshot())
     return ranks
 
@@ -54,7 +54,7 @@ def test_any_damage_gives_a_report_or_a_refusal_by_name(tmp_path, seed):
 def test_damaged_events_are_counted_and_lower_the_confidence(tmp_path):
     path = made(tmp_path)[1].path
     data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + 5 * 40 + 34] = 200  # no such state
+    data[HEADER_BYTES + 5 * 40 + 34] = 200  # an invalid state
     path.write_bytes(data)
     report = analyse(load_run(tmp_path))
     assert "1 events of rank 1 are damaged: left out" in report.doubts

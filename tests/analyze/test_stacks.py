@@ -1,4 +1,4 @@
-"""Where a script stands: in stacks that a process has written, and in those read from outside."""
+"""The user frame of a stack, written by the process itself or read from outside."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from paceline.launch.monitor import process_stack
 from paceline.record.ring.tail import process_state
 from paceline.report.terminal.hang import hang_report as told
 
-# It writes where it stands, and stops; as a forked process, as ranks are, too.
+# The process writes its stacks and stops. It can also run as a forked process, as ranks do.
 STOPS = """
     import faulthandler, os, pathlib, signal, threading, time
 
@@ -76,7 +76,7 @@ def test_the_main_thread_is_the_one_of_the_process_wherever_it_stands():
     threads = [thread(7, None, 1), thread(8, "other", 2)]
     assert innermost_user_frame(process_stack.as_faulthandler(threads, 7)).line == 1
     assert innermost_user_frame(process_stack.as_faulthandler(threads, 8)).line == 2
-    named = [thread(1, "MainThread", 3), thread(2, None, 4)]  # of another namespace of pids
+    named = [thread(1, "MainThread", 3), thread(2, None, 4)]  # of another PID namespace
     assert innermost_user_frame(process_stack.as_faulthandler(named, 70)).line == 3
     assert innermost_user_frame(process_stack.as_faulthandler([], 70)) is None
 

@@ -1,4 +1,4 @@
-"""Brief trouble as a fact of its own: who stood still, which exchange stalled; made by hand."""
+"""Standstills of ranks and stalled exchanges, from hand-made records."""
 
 import json
 
@@ -17,8 +17,11 @@ HOSTS = ("host0", "host0", "host1", "host1")
 
 
 def job(folder, still=(), stalled=None, steps=30, ranks=4, hosts=HOSTS):
-    """Steps of 20 ms with an all-reduce of 2 ms. still: step -> (how long in ms, which ranks);
-    stalled: step -> by how much its exchange takes longer."""
+    """Return ranks with steps of 20 ms, each with an all-reduce of 2 ms.
+
+    still: step -> (duration in ms, ranks that stand still); stalled: step -> extra ms of its
+    exchange.
+    """
     still, stalled = dict(still), stalled or {}
     made = []
     for i in range(ranks):
@@ -55,7 +58,7 @@ def test_a_rank_that_stood_still_is_named_with_its_step_and_who_waited(tmp_path)
     assert (one.ranks, one.host, one.whole, one.step) == ([2], "host1", False, 7)
     assert one.seconds == pytest.approx(5)
     assert one.at_s == pytest.approx(0.01 + 6 * 0.02 + 0.005)
-    assert one.waited_s == pytest.approx(4.987)  # not in the 13 ms in which they computed too
+    assert one.waited_s == pytest.approx(4.987)  # without the 13 ms in which the others computed
     assert line == (
         "Rank 2 (host1) stood still for 5 s in step 7: none of its threads ran, as when a process "
         "is stopped or swapped out; others waited 4.99 s for it"
@@ -64,7 +67,7 @@ def test_a_rank_that_stood_still_is_named_with_its_step_and_who_waited(tmp_path)
     assert (outlier.step, outlier.state, outlier.rank) == (7, "still", 2)
     assert outlier.longer_s == pytest.approx(5)
     assert cause(outlier) == "rank 2 stood still"
-    assert outliers(report) == []  # told once
+    assert outliers(report) == []  # not reported a second time
     assert report.stalled == []
     assert sentence(report.losses[0], report) == (
         "waiting for rank 2 (host1), which had stood still; mostly in all-reduce, in steps 7 to 9."
@@ -76,7 +79,7 @@ def test_all_ranks_of_a_host_together_are_the_host(tmp_path):
     report, lines = said(job(tmp_path, {7: (3000, [2, 3]), 20: (2000, [0, 2])}))
     assert [(one.ranks, one.whole) for one in report.stood_still] == [
         ([2, 3], True),
-        ([0], False),  # ranks of two hosts, and not all of one
+        ([0], False),  # ranks of two hosts, and not all ranks of either host
         ([2], False),
     ]
     assert lines[0] == (
@@ -113,7 +116,7 @@ def test_who_stands_still_in_an_exchange_has_not_stalled_it(tmp_path):
     report, (line,) = said(ranks)
     assert report.stalled == []
     assert "Rank 1 (host0) stood still for 4.9 s in step 9" in line
-    assert "waited" not in line  # they had all come
+    assert "waited" not in line  # all ranks had arrived
 
 
 @pytest.mark.parametrize("slow", [dict.fromkeys(range(1, 31), 2000), {9: 900}])

@@ -1,4 +1,4 @@
-"""Records with known answers: states that add up, waits booked to the latest member."""
+"""Records with known answers: states add up, waits are attributed to the latest member."""
 
 import random
 
@@ -34,7 +34,7 @@ def states(record, latest, within):
 
 @pytest.fixture
 def two(tmp_path):
-    """Two ranks, a window of 100 ms. Rank 1 computes longer; rank 0 waits for it."""
+    """Two ranks in a window of 100 ms; rank 1 computes longer and rank 0 waits for it."""
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for rank, (input_ms, compute_ms) in zip(ranks, [(5, 35), (5, 65)], strict=True):
         rank.step(0, 100)
@@ -65,7 +65,7 @@ def test_wait_ends_and_transfer_begins_where_the_last_member_arrives(two):
 def test_efficiencies_follow_their_definitions(two):
     summary = report_of(two)
     e = summary.efficiencies
-    # b = 50 and 80 of 100 ms
+    # busy time of the ranks: 50 and 80 of 100 ms
     assert e.load_balance == pytest.approx(65 / 80)
     assert e.communication == pytest.approx(80 / 100)
     assert e.parallel == pytest.approx(e.load_balance * e.communication)
@@ -82,7 +82,7 @@ def test_the_states_of_a_rank_add_up_to_its_window(tmp_path, seed):
     ranks = [Rank(tmp_path, rank, 3) for rank in range(3)]
     for rank in ranks:
         rank.step(0, 10)
-        for _ in range(200):  # events that overlap in every way
+        for _ in range(200):  # events overlap in every way
             start = draw.uniform(0, 1000)
             kind = draw.choice([s for s in State if s not in (State.STEP, State.COLLECTIVE)])
             if kind == State.BLOCKED:
@@ -136,7 +136,7 @@ def test_inside_a_validation_input_and_forward_are_validation(tmp_path):
 
 def test_members_of_a_broadcast_wait_for_the_root_only(tmp_path):
     ranks = [Rank(tmp_path, rank, 3) for rank in range(3)]
-    for rank, arrival in zip(ranks, (30, 10, 50), strict=True):  # the root is rank 0
+    for rank, arrival in zip(ranks, (30, 10, 50), strict=True):  # rank 0 is the root
         rank.step(0, 1)
         rank.collective(arrival, arrival, 60, op=Op.BROADCAST, peer=0)
         rank.step(1, 101)

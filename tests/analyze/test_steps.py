@@ -1,4 +1,4 @@
-"""Step times, the steps that stand out and why, and who waited for whom: hand-made records."""
+"""Step times, outlier steps with their causes, and waits between ranks, from hand-made records."""
 
 import pytest
 from records import Rank, report_of
@@ -7,7 +7,10 @@ from paceline.record.ring.states import State
 
 
 def job(folder, longer=None, ranks=3, steps=30, late=None, state=State.FORWARD):
-    """Steps of 20 ms with an all-reduce of 2 ms. longer: step -> ms; late: the ranks whose."""
+    """Return the report of steps of 20 ms with an all-reduce of 2 ms.
+
+    longer: step -> extra ms; late: the ranks that spend them in ``state`` (None: all ranks).
+    """
     made = []
     for i in range(ranks):
         rank = Rank(folder, i, ranks)
