@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, damage named, nothing in them run."""
+"""Checkpoints on disk: complete or absent, damage is reported, no stored code is executed."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_saving_stops_training_for_the_copy_only(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_folder, "write_shard", slow_disk)
     one = saver(tmp_path)
-    one.save(1, {"weight": torch.ones(10)}, {}, {})  # returns while nothing is written yet
+    one.save(1, {"weight": torch.ones(10)}, {}, {})  # returns before anything is written
     assert one.busy
     assert checkpoint_folder.list_checkpoints(tmp_path) == []
     may_write.set()
@@ -176,7 +176,8 @@ def test_loading_runs_nothing_of_a_hostile_file(tmp_path):
         body["files"] = [files_entry(path)]
         body["check"] = manifest.checksum(body)
         (folder / "manifest.json").write_text(json.dumps(body))
-        checkpoint_folder.verify(folder)  # its checksums are right: whoever wrote it made them so
+        # The checksums are right, as in a checkpoint that an attacker wrote.
+        checkpoint_folder.verify(folder)
         with pytest.raises(
             checkpoint_folder.DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded"
         ):
@@ -224,7 +225,7 @@ def test_the_replicated_tensors_are_shared_out_evenly():
 
 
 class Keys:
-    """A store of several ranks in one process."""
+    """A key-value store for several ranks in one process."""
 
     def __init__(self):
         self.keys = {}

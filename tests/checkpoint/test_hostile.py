@@ -1,4 +1,4 @@
-"""Checkpoints that someone else made: refused by name, and nothing outside of them is read."""
+"""Checkpoints from an attacker: refused with an error, and no file outside of them is read."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 
 def signed(folder, **changes):
-    """Change the manifest and give it a checksum that fits."""
+    """Change the manifest and update its checksum."""
     path = folder / "manifest.json"
     body = json.loads(path.read_text()) | changes
     body.pop("check", None)
@@ -39,7 +39,7 @@ def entry(path, name):
 
 
 def stored(folder, content):
-    """Write another content into the shard, and the manifest that fits."""
+    """Replace the content of the shard and update the manifest."""
     torch.save(content, folder / "rank-00000.pt")
     signed(folder, files=[entry(folder / "rank-00000.pt", "rank-00000.pt")])
 

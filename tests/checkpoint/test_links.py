@@ -1,4 +1,4 @@
-"""Names in the folder of checkpoints that someone else made first: links, files, folders."""
+"""Names in the checkpoint folder that an attacker created first: links, files, folders."""
 
 import os
 import re

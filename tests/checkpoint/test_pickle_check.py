@@ -1,4 +1,4 @@
-"""Pickles in shards: those of each type that a state may have load; no other is given to torch."""
+"""Pickles in shards: only types that a state may contain are passed to torch."""
 
 import io
 import pickle
@@ -87,7 +87,7 @@ def test_quantized_and_nested_tensors_are_loaded_again(tmp_path):
 
 
 def shard(path, data, content=None):
-    """Write a shard of one tensor (storage "0" of 12 bytes) with another data.pkl."""
+    """Write a shard of one tensor (storage "0" of 12 bytes) and replace its data.pkl."""
     file = io.BytesIO()
     torch.save(torch.ones(3) if content is None else content, file)
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(path, "w") as new:
