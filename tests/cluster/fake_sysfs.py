@@ -1,6 +1,7 @@
-"""Made-up hosts: the files of /sys that say what a host is made of, below any root.
+"""Artificial hosts: the files in /sys that describe the hardware, below any root folder.
 
-Run as a program it writes one: python fake_sysfs.py ROOT ac922."""
+As a program, write one of them: python fake_sysfs.py ROOT ac922.
+"""
 
 import os
 import sys
@@ -15,29 +16,32 @@ GPU, INFINIBAND, ETHERNET, DISPLAY = 0x030200, 0x020700, 0x020000, 0x030000
 
 @dataclass
 class Device:
-    """A PCI device: its bus id, and the bridges above it below the root of its bus."""
+    """A PCI device: its bus ID, and the bridges between it and the root of its bus."""
 
     bus: str
     node: int
     bridges: tuple[str, ...] = ()
     kind: int = GPU
     vendor: int = NVIDIA
-    name: str = ""  # as network card
+    name: str = ""  # of a network card
 
 
 @dataclass
 class Host:
-    """Cores as lists of hardware threads by (socket, NUMA node)."""
+    """The cores, as lists of hardware threads by (socket, NUMA node), and the devices."""
 
     cores: dict[tuple[int, int], list[list[int]]]
     memory_only: list[int] = field(default_factory=list)
-    efficient: list[int] = field(default_factory=list)  # hardware threads
+    efficient: list[int] = field(default_factory=list)  # hardware threads of efficiency cores
     devices: list[Device] = field(default_factory=list)
 
 
 def ac922() -> Host:
-    """IBM POWER9: 2 sockets of 22 cores with 4 neighbouring hardware threads; the memory of the
-    6 GPUs appears as NUMA nodes, 3 a socket. One network card of two ports a socket."""
+    """IBM POWER9: 2 sockets of 22 cores, each with 4 adjacent hardware threads.
+
+    The memory of the 6 GPUs appears as NUMA nodes, 3 per socket. Each socket has a network card
+    with two ports.
+    """
     devices = [Device(f"0004:0{i}:00.0", 0, ("0004:00:00.0",)) for i in (4, 5, 6)]
     devices += [Device(f"0035:0{i}:00.0", 8, ("0035:00:00.0",)) for i in (3, 4, 5)]
     for i, (domain, node) in enumerate([("0003", 0), ("0003", 0), ("0033", 8), ("0033", 8)]):
@@ -48,8 +52,10 @@ def ac922() -> Host:
 
 
 def dgx() -> Host:
-    """2 sockets of 64 cores with 2 hardware threads, of 4 NUMA nodes each; 4 switches with two
-    GPUs and two network cards each, which are near every other node."""
+    """NVIDIA DGX: 2 sockets of 64 cores with 2 hardware threads, 4 NUMA nodes per socket.
+
+    Each of the 4 PCI switches has two GPUs and two network cards and is near every other NUMA node.
+    """
     cores = {
         (node // 4, node): [[c, c + 128] for c in range(16 * node, 16 * node + 16)]
         for node in range(8)
@@ -73,7 +79,7 @@ def dgx() -> Host:
 
 
 def small() -> Host:
-    """2 sockets of 4 cores with 2 hardware threads."""
+    """Return a host with 2 sockets of 4 cores with 2 hardware threads."""
     return Host(
         {(n, n): [[c, c + 8] for c in range(4 * n, 4 * n + 4)] for n in (0, 1)},
         devices=[Device("0000:19:00.0", 0, (), ETHERNET, INTEL, "eth0")],
@@ -81,8 +87,11 @@ def small() -> Host:
 
 
 def workstation() -> Host:
-    """8 performance cores with 2 hardware threads, 8 efficiency cores, the processor's own display
-    and a GPU with screens."""
+    """Return a host with 8 performance cores, 8 efficiency cores and two display adapters.
+
+    The performance cores have 2 hardware threads. The adapters are integrated graphics and a GPU
+    with screens.
+    """
     cores = [[c, c + 1] for c in range(0, 16, 2)] + [[c] for c in range(16, 24)]
     devices = [
         Device("0000:00:02.0", -1, (), DISPLAY, INTEL),
@@ -96,7 +105,7 @@ HOSTS = {"ac922": ac922, "dgx": dgx, "small": small, "workstation": workstation}
 
 
 def write(root: Path, host: Host) -> None:
-    """The files of a host below the root."""
+    """Write the files of a host below the root."""
     every = sorted(cpu for cores in host.cores.values() for core in cores for cpu in core)
     _cpus(root / "sys/devices/system/cpu", host, every)
     _nodes(root / "sys/devices/system/node", host, every)
@@ -124,7 +133,7 @@ def _cpus(folder: Path, host: Host, every: list[int]) -> None:
         for core in cores:
             for cpu in core:
                 own = folder / f"cpu{cpu}"
-                if cpu:  # the first can't be switched off
+                if cpu:  # the first one cannot be switched off
                     _put(own / "online", 1)
                 (own / f"node{node}").mkdir(parents=True, exist_ok=True)
                 _put(own / "topology/physical_package_id", package)
@@ -158,7 +167,7 @@ def _distance(one: int, other: int, package: dict[int, int]) -> int:
     if one == other:
         return 10
     if one not in package or other not in package:
-        return 80  # memory only
+        return 80  # a NUMA node without cores
     return 12 if package[one] == package[other] else 40
 
 
@@ -183,7 +192,7 @@ def _device(sys_: Path, device: Device, near: list[int]) -> None:
 
 
 def _mask(cpus: list[int], width: int) -> str:
-    """As the kernel writes masks: groups of 32 bits."""
+    """Format a CPU mask as the kernel does: groups of 32 bits."""
     digits = f"{sum(1 << cpu for cpu in cpus):0{(width + 31) // 32 * 8}x}"
     return ",".join(digits[i : i + 8] for i in range(0, len(digits), 8))
 

@@ -1,5 +1,8 @@
-"""Where am I: allocations of every scheduler. Slurm's variables were seen on a real one (22.05);
-those of LSF, PBS, Flux and Cobalt are as documented."""
+"""Allocations of every scheduler.
+
+The environment variables of Slurm are from a real system (22.05); those of LSF, PBS, Flux and
+Cobalt are from the documentation.
+"""
 
 import json
 from pathlib import Path
@@ -95,7 +98,7 @@ def test_a_contradiction_in_slurms_variables_names_both(variables, words):
 
 def test_fewer_tasks_than_fit_are_no_contradiction():
     more = {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2(x2)"}
-    assert slots(**more) == [2, 2]  # what sbatch -N2 -n3 --ntasks-per-node=2 sets
+    assert slots(**more) == [2, 2]  # as sbatch -N2 -n3 --ntasks-per-node=2 sets them
 
 
 def test_lsf_names_hosts_in_three_ways(tmp_path):
@@ -149,7 +152,7 @@ def test_pals_starts_processes_where_it_is_there(tmp_path):
     assert find(job | {"CRAY_PALS_VERSION": "1.2"}).tool == "palsrun"
     tool = tmp_path / "palsrun"
     tool.touch()
-    assert find(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "ssh"  # no program
+    assert find(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "ssh"  # palsrun does not exist
     tool.chmod(0o755)
     assert find(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "palsrun"
 

@@ -1,4 +1,4 @@
-"""Which cores, GPU, cards and memory each rank gets, on made-up hosts; and what is odd with it."""
+"""Cores, GPU, network cards and memory of each rank on artificial hosts, and warnings."""
 
 import os
 import random
@@ -13,12 +13,12 @@ from paceline.cluster.topology.local_resources import spans, unspanned
 from paceline.cluster.topology.pci_devices import Card, cards
 from paceline.cluster.topology.topology import Cpu, Node, Topology, topology
 
-# Summit keeps the last core of each socket for the system.
+# Summit reserves the last core of each socket for the system.
 SUMMIT = "0-83,88-171"
 
 
 class Machine:
-    """A made-up host, and what is asked of it."""
+    """An artificial host, the bindings planned on it and the problems found in them."""
 
     def __init__(self, root, name):
         write(root, HOSTS[name]())
@@ -152,11 +152,11 @@ def test_few_ranks_get_several_nodes_of_one_socket(dgx):
     [
         (2, "2-3,5-7,10-11,13-15", ["2-3,10-11", "5-6,13-14"]),
         (2, "0-3,8-11", ["0-1,8-9", "2-3,10-11"]),  # one socket only
-        (2, "0-4,8-12", ["0-1,8-9", "2-3,10-11"]),  # and one core of the other
+        (2, "0-4,8-12", ["0-1,8-9", "2-3,10-11"]),  # and one core of the other socket
         (1, "0-4,8-12", ["0-3,8-11"]),
-        (1, "0-6,8-14", ["0-6,8-14"]),  # too much to leave
-        (2, "0-7", ["0-3", "4-7"]),  # the second hardware threads are someone else's
-        (2, "1,6,8", ["8", "6"]),  # one a socket
+        (1, "0-6,8-14", ["0-6,8-14"]),  # too many cores to leave unused
+        (2, "0-7", ["0-3", "4-7"]),  # the second hardware threads belong to another job
+        (2, "1,6,8", ["8", "6"]),  # one rank per socket
         (3, "1,6,8", ["8", "1", "6"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Host lists as the schedulers write them."""
+"""Host lists in the formats of the schedulers."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from paceline.cluster.schedulers.hostlist import counts, expand, numbers
         ("n[8-11]", "n8 n9 n10 n11"),
         ("n[09-10]-ib.site", "n09-ib.site n10-ib.site"),
         ("rack[1-2]n[1-2]", "rack1n1 rack1n2 rack2n1 rack2n2"),
-        ("b, a[2,1]", "b a2 a1"),  # the order is the scheduler's
+        ("b, a[2,1]", "b a2 a1"),  # in the scheduler's order
     ],
 )
 def test_host_lists_are_written_out(text, hosts):

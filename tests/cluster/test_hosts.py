@@ -1,4 +1,4 @@
-"""Hosts in the user's own words."""
+"""Hosts that the user lists in an option or a hostfile."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_a_mistake_in_the_option_is_named_with_a_way_out(text, what):
     ("text", "hosts"),
     [
         ("host1 slots=4\nhost2 slots=4 max_slots=8\n", [Host("host1", 4), Host("host2", 4)]),
-        ("host1 slots = 4", [Host("host1", 4)]),  # Open MPI takes it, too
+        ("host1 slots = 4", [Host("host1", 4)]),  # Open MPI accepts spaces as well
         ("host1:4\nhost2:2", [Host("host1", 4), Host("host2", 2)]),
         ("# of today\n\nhost1  # the big one\nhost2\r\n", [Host("host1"), Host("host2")]),
         ("n1\nn1\nn2\nn2\nn2\n", [Host("n1", 2), Host("n2", 3)]),

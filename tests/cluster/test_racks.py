@@ -1,4 +1,4 @@
-"""Which rack a host is in, as the user or Slurm says."""
+"""The rack of a host, from the user's setting or from Slurm."""
 
 import pytest
 
@@ -17,6 +17,6 @@ def test_as_the_user_says():
 
 def test_as_slurm_says():
     assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "s0.s1.n03"}) == "s0.s1"
-    assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "n03"}) == ""  # no topology
-    assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "s0.s1.n01"}) == ""  # of the host it came from
+    assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "n03"}) == ""  # no topology plugin
+    assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "s0.s1.n01"}) == ""  # inherited from another host
     assert rack_of("n03", {}) == ""

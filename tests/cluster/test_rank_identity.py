@@ -1,5 +1,8 @@
-"""Who am I, in environments that launchers have set: recorded ones (envs/, real starts on hosts
-named host1 and host2, mpirun and srun called on host0) and, below them, documented ones."""
+"""Rank identity from the environment variables of launchers.
+
+Recorded environments are in envs/: real starts on hosts named host1 and host2, with mpirun and srun
+called on host0. The other environments are from documentation.
+"""
 
 import json
 from pathlib import Path
@@ -17,11 +20,11 @@ from paceline.cluster.rank_identity import (
 ENVS = Path(__file__).parent / "envs"
 ALONE = RankIdentity(0, 1, 0, 1, "alone", alone=True)
 HOSTS = ["host1", "host2"]
-MPIRUN = ["host1", "host2", "host0", "10.77.0.100"]  # mpirun's own host has no rank: last
+MPIRUN = ["host1", "host2", "host0", "10.77.0.100"]  # mpirun's own host has no rank, so it is last
 
 
 def recorded(name):
-    """(host, environment) of each process."""
+    """Return (host, environment) of each process."""
     files = [json.loads(path.read_text()) for path in sorted(ENVS.rglob(f"{name}.*.json"))]
     return [(file["host"], file["env"]) for file in files]
 
@@ -123,12 +126,12 @@ def test_pals_has_no_size_and_it_is_derived(pals):
         assert "ab-12" in job_key(env, rank_identity(env))
         assert (
             rank_identity(env | {"WORLD_SIZE": "7"}).size == 7
-        )  # an uneven start, in the user's words
+        )  # the user sets an uneven number of ranks
     cray = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
     assert rank_identity(pals | cray) == RankIdentity(5, 7, 1, 4, "PMI")
     with pytest.raises(ValueError, match="PALS_RANKID=8 is not below PALS_LOCAL_SIZE=4 on 2 hosts"):
         rank_identity(pals | {"PALS_RANKID": "8"})
-    for gone in ("", "/gone"):  # a file that the job's other hosts need not have
+    for gone in ("", "/gone"):  # the file need not exist on the job's other hosts
         with pytest.raises(ValueError, match=r"PALS_RANKID=5.*HINT: export WORLD_SIZE"):
             rank_identity(pals | {"PBS_NODEFILE": gone})
 
@@ -163,7 +166,7 @@ def test_mvapich_and_cobalt():
     assert rank_identity(env) == RankIdentity(1, 2, 0, 1, "MVAPICH")
     assert (
         rank_identity({"COBALT_JOBID": "5", "COBALT_JOBSIZE": "4"}) == ALONE
-    )  # it starts no ranks
+    )  # Cobalt starts no ranks
 
 
 def test_pmix_alone_needs_the_size_from_somewhere():
@@ -184,7 +187,7 @@ def test_pmix_alone_needs_the_size_from_somewhere():
     ],
 )
 def test_mpiexec_in_a_shell_of_srun_counts_and_not_the_shell(left_over):
-    """MPICH's and Intel MPI's, inside `srun --pty bash` where Slurm's MPI plugin is the default."""
+    """MPICH and Intel MPI inside `srun --pty bash`, with Slurm's MPI plugin as the default."""
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     env = step(0, 1) | left_over | hydra
     assert rank_identity(env) == RankIdentity(1, 2, 1, 2, "PMI")
@@ -235,7 +238,7 @@ def test_rank_by_hand_in_the_launchers_words():
     env = step(3, RANK="3", WORLD_SIZE="4")
     assert rank_identity(env) == RankIdentity(
         3, 4, 0, 1, "torchrun"
-    )  # the local rank is the step's
+    )  # the step sets the local rank
     assert hosts_of(env, rank_identity(env)) == ["n1", "n2"]
     assert job_key(env, rank_identity(env)) == "9.2"
     assert rank_identity(env | {"LOCAL_RANK": "2"}).local_rank == 2

@@ -1,4 +1,4 @@
-"""Which socket a process runs on, as the user or sysfs says."""
+"""The socket that a process runs on, from the user's setting or from sysfs."""
 
 import pytest
 
@@ -21,5 +21,5 @@ def test_as_sysfs_says(tmp_path):
         (folder / "physical_package_id").write_text(f"{package}\n")
     assert socket_of({0, 1}, {}, tmp_path) == 0
     assert socket_of({3}, {}, tmp_path) == 3
-    # On two of them; where the kernel does not say; where there is no such thread.
+    # Two sockets; no information from the kernel; no such hardware thread.
     assert all(socket_of(cpus, {}, tmp_path) == NOWHERE for cpus in ({1, 2}, {4}, {5}, set()))

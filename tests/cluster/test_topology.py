@@ -1,4 +1,4 @@
-"""What a host is made of, and which cards it has, from the files of made-up hosts and of this."""
+"""Hardware topology and cards of a host, from artificial hosts and from the current one."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ NODES = "sys/devices/system/node"
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """The files of a host, for tests that leave them as they are."""
+    """Write the files of a host once, for tests that do not change them."""
     root = tmp_path_factory.mktemp("hosts")
 
     def make(name):
@@ -77,7 +77,7 @@ def test_efficiency_cores_are_told_by_intels_driver(host):
 def test_efficiency_cores_are_told_by_their_capacity(own):
     root = own("small")
     for cpu in range(16):
-        capacity = 446 if cpu < 4 else 1024 - cpu  # strong ones differ a little
+        capacity = 446 if cpu < 4 else 1024 - cpu  # performance cores differ slightly
         (root / CPUS / f"cpu{cpu}/cpu_capacity").write_text(f"{capacity}\n")
     assert [cpu.number for cpu in topology(root).cpus if cpu.efficient] == [0, 1, 2, 3]
 
@@ -97,13 +97,13 @@ def test_threads_that_are_switched_off_are_left_out(own):
     (root / CPUS / "online").write_text("0-1,3-7,10-15\n")
     found = topology(root)
     assert [cpu.number for cpu in found.cpus] == [0, 1, *range(3, 8), *range(10, 16)]
-    assert found.at([10])[0].core == 10  # the other thread of its core, 2, is off
+    assert found.at([10])[0].core == 10  # hardware thread 2, of the same core, is offline
     assert found.nodes[0].cpus == (0, 1, 3, 10, 11)
 
 
 def test_a_container_that_makes_up_the_list_of_cores_still_has_its_own(own):
     root = own("small")
-    (root / CPUS / "online").write_text("0-3\n")  # of four cores that it was given
+    (root / CPUS / "online").write_text("0-3\n")  # the four cores that the container was given
     assert len(topology(root).cpus) == 16
 
 
@@ -132,9 +132,9 @@ def test_a_sandbox_that_numbers_its_cores_only_is_guessed_in_part(tmp_path):
     [
         (f"{CPUS}/online", "0-\n"),
         (f"{CPUS}/cpu3/topology/core_cpus_list", "nonsense\n"),
-        (f"{CPUS}/cpu3/topology/core_cpus_list", "4,12\n"),  # not even itself
+        (f"{CPUS}/cpu3/topology/core_cpus_list", "4,12\n"),  # the list lacks the thread itself
         (f"{CPUS}/cpu3/topology/physical_package_id", "-1\n"),
-        (f"{NODES}/node0/cpulist", "0-999\n"),  # those of another node, and what is not there
+        (f"{NODES}/node0/cpulist", "0-999\n"),  # includes another node's and absent threads
         (f"{NODES}/node0/cpulist", "?\n"),
         (f"{NODES}/node0/distance", "10\n"),
         (f"{NODES}/node0/meminfo", "Node 0 MemTotal: much kB\n"),
@@ -151,7 +151,7 @@ def test_files_that_contradict_each_other_are_no_end(own, path, text):
 def test_bytes_that_are_no_text_are_no_end(own):
     root = own("small")
     (root / CPUS / "cpu3/topology/core_cpus_list").write_bytes(b"\xff\xfe\n")
-    assert topology(root).at([3])[0].core == 3  # by the other file
+    assert topology(root).at([3])[0].core == 3  # from the other file
 
 
 def test_gpus_come_in_the_order_of_their_bus_ids(host):
@@ -189,7 +189,7 @@ def test_a_card_without_a_cable_and_one_that_is_no_pci_device_are_left_out(own):
 
 
 def dgx_with_a_driver(own):
-    """Three of its GPUs have a driver that tells their numbers; no device files yet."""
+    """Return a DGX where the driver tells the numbers of three GPUs; no device files exist yet."""
     root = own("dgx")
     for minor, bus in enumerate(("0000:07:00.0", "0000:0f:00.0", "0000:47:00.0")):
         folder = root / f"proc/driver/nvidia/gpus/{bus}"
@@ -275,7 +275,7 @@ def test_the_nearest_card_is_else_on_the_same_node_or_socket(own):
     write(root / "two", two)
     gpu, *nics = cards(root / "two")
     assert [nic.name for nic in nearest(gpu, nics, topology(root / "two"))] == ["mlx5_1"]
-    assert [nic.name for nic in nearest(gpu, nics)] == ["mlx5_0", "mlx5_1"]  # sockets unknown
+    assert [nic.name for nic in nearest(gpu, nics)] == ["mlx5_0", "mlx5_1"]  # without a topology
 
 
 def test_no_card_is_nearer_where_nothing_is_said():
