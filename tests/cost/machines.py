@@ -1,4 +1,4 @@
-"""Made-up machines: hosts of one kind, with the noise that measuring has."""
+"""Artificial machines: hosts of one kind, with measurement noise."""
 
 import random
 from dataclasses import replace
@@ -23,8 +23,11 @@ UNITS = {"rate": "FLOP/s", "bandwidth": "B/s", "time": "s", "files": "files/s"}
 
 
 class Maker:
-    """Measures what is not there: repetitions vary by ``noise``, pieces of one kind by ``apart``
-    and now and then a repetition is disturbed."""
+    """Simulate measurements of a machine.
+
+    Repetitions vary by ``noise``, parts of one kind by ``apart``; now and then a repetition is
+    disturbed.
+    """
 
     def __init__(self, seed=0, noise=0.01, apart=0.01, repeats=5):
         self.random = random.Random(seed)
@@ -82,7 +85,7 @@ class Maker:
         )
 
     def machine(self, count, slow=(), gpus=0, links=True):
-        """``slow``: numbers of hosts that compute at 70 %."""
+        """Return a machine; the hosts with the numbers in ``slow`` compute at 70 % of the speed."""
         names = [f"host{i}" for i in range(count)]
         hosts = tuple(
             self.host(name, 0.7 if i in slow else 1.0, gpus) for i, name in enumerate(names)
@@ -113,12 +116,12 @@ class Maker:
 
 
 def with_host(machine, name, **changes):
-    """The machine with one host changed."""
+    """Return the machine with changed fields of one host."""
     hosts = tuple(replace(h, **changes) if h.name == name else h for h in machine.hosts)
     return replace(machine, hosts=hosts)
 
 
 def with_links(machine, maker, speed):
-    """The machine with the speed of its links given by their two hosts."""
+    """Return the machine with link speeds given by ``speed(host, host)``."""
     pairs = tuple(maker.pair(p.second, p.first, speed(p.first, p.second)) for p in machine.pairs)
     return replace(machine, pairs=pairs)

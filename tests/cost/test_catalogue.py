@@ -1,4 +1,4 @@
-"""The catalogue: found by the names that drivers report, and plausible."""
+"""The hardware catalogue: entries are found by the names that drivers report and are plausible."""
 
 import pytest
 
@@ -68,6 +68,6 @@ def test_every_row_has_a_source_and_plausible_figures(row):
     assert 2 < ridge(row.peak["float32"], row.bandwidth) < 120
     if row.kind == "gpu":
         assert 8 << 30 <= row.memory_bytes <= 512 << 30
-        assert 5e-3 < row.memory_bytes / row.bandwidth < 0.1  # seconds to read it once
+        assert 5e-3 < row.memory_bytes / row.bandwidth < 0.1  # seconds to read all memory once
         for link in (row.link, row.host_link):
             assert link is None or link < row.bandwidth

@@ -1,4 +1,4 @@
-"""Before and after a maintenance: what changed is told, and noise is not."""
+"""Comparison of two machine files: changes are reported, noise is not."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The machine file: whole round trips, and what is said of a file that is none."""
+"""The machine file: exact round trips, and errors for invalid files."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def test_a_machine_is_read_back_as_it_was_written(tmp_path, count):
 
 def test_a_machine_of_which_little_is_known_is_read_back(tmp_path):
     bare = Machine("2026-01-31", (), unreachable={"host 1.x": 'said "no"\n\x07\x7f\\'})
-    shown = {"host 1.x": 'said "no"\n\\x07\\x7f\\'}  # nothing that a terminal obeys
+    shown = {"host 1.x": 'said "no"\n\\x07\\x7f\\'}  # control characters are escaped
     assert again(bare, tmp_path) == Machine("2026-01-31", (), unreachable=shown)
 
 

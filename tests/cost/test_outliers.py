@@ -1,4 +1,4 @@
-"""What is named as odd on made-up machines, and that noise is not."""
+"""Outliers on artificial machines: faults are reported, noise is not."""
 
 import re
 import time
@@ -66,7 +66,7 @@ def test_a_host_that_a_busy_process_disturbs_is_named_by_its_median():
 
 
 def importing(machine, name, again, busy, first=None, first_busy=None):
-    """The machine with a host whose import takes that long."""
+    """Return the machine with the import times of one host set."""
     changes = {"import_torch_first_s": first, "import_torch_first_busy_s": first_busy}
     for field, value in (("import_torch", again), ("import_torch_busy", busy)):
         changes[field] = Figure(value, 0.9 * value, 1.1 * value, 3, "s")
@@ -106,7 +106,7 @@ def test_of_two_hosts_nobody_can_say_which_is_odd():
 def test_two_hosts_with_gpus_differ_too():
     found = find_outliers(Maker(3).machine(2, slow=[0], gpus=4, links=False))
     assert {one.hosts for one in found} == {("host0", "host1")}
-    assert len(found) == 10  # five figures, of processors and of GPUs
+    assert len(found) == 10  # five figures each for processors and GPUs
 
 
 def test_a_slow_gpu_is_named_by_its_number():

@@ -1,4 +1,4 @@
-"""The roofline: where the limits meet, where work stands, and how that is drawn."""
+"""The roofline: the ridge point, the position of a piece of work, and the drawing."""
 
 import json
 

@@ -90,9 +90,7 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(hosts, shared_fo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind", ["ddp", "fsdp", "uneven", "unused"]
-)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "uneven", "unused"])
 def test_models_train_over_it_as_over_gloo(hosts, shared_folder, kind):
     found = []
     for backend in ("gloo", "paceline"):
