@@ -1,12 +1,14 @@
-"""Connections of strangers to a listening port: idle ones, which are opened again when they are
-closed, and garbage, as much of it as fits. Standard library only; ends when nobody listens any
-more, and prints how many connections of garbage were made.
+"""Flood a listening port with unauthorized connections.
+
+Idle connections are reopened when they are closed. Garbage connections send random data and are
+made as fast as possible. The program needs only the standard library. It ends when no process
+listens on the port any more, and prints the number of garbage connections made.
 
     python flood.py ADDRESS PORT [--idle 1000] [--garbage 10000] [--ready FILE]
-    python flood.py --where FILE     # wait for a file that has "--connect ADDRESS,PORT;..." in it
+    python flood.py --where FILE     # wait for a file that contains "--connect ADDRESS,PORT;..."
 
-FILE of --ready is written once all idle connections are open and so many of garbage were made;
-garbage goes on after that, unless it is 0.
+The FILE of --ready is created once all idle connections are open and the given number of garbage
+connections was made. Garbage continues after that, unless the number is 0.
 """
 
 import argparse

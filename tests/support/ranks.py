@@ -49,7 +49,7 @@ def environment(**more: str) -> dict[str, str]:
 def run_command(
     words: Sequence[object], cwd: Path, env: dict[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command without input and wait for it, with torch imported already where this fits."""
+    """Run a command without input and wait for it; use ``warm_start`` if the command allows it."""
     words = [str(word) for word in words]
     if warm_start.fits(words, env):
         return warm_start.run(words, cwd=cwd, env=env, timeout=timeout)
@@ -72,7 +72,7 @@ def start(
     stdout: Any = None,
     stderr: Any = None,
 ) -> Any:
-    """Start a command, with torch imported already where this fits; return its Popen."""
+    """Start a command and return its Popen; use ``warm_start`` if the command allows it."""
     words = [str(word) for word in words]
     variables = environment() if env is None else env
     if warm_start.fits(words, variables):
@@ -98,7 +98,7 @@ def run(
 
 
 def untagged(text: str) -> set[str]:
-    """Return the distinct lines of a job's output, without the tags of ranks."""
+    """Return the distinct lines of a job's output, without the rank prefixes."""
     return {re.sub(r"^\[[\d,-]+\] ", "", line) for line in text.splitlines()}
 
 

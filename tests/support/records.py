@@ -55,7 +55,7 @@ def report_of(ranks, **options):
 
 
 def made(folder, size=2, steps=40, compute=20.0, run="a", host="node", **meta):
-    """Write a run of ``size`` ranks, the last of which computes 10 ms longer in each step."""
+    """Write the records of ``size`` ranks; the last one computes 10 ms longer in each step."""
     folder.mkdir(parents=True)
     for i in range(size):
         rank = Rank(folder, i, size, host=f"{host}{i // 2}", clock="one", run=run, **meta)

@@ -1,4 +1,4 @@
-"""Small sources to pack, generated from a seed."""
+"""Small source datasets to pack, generated from a seed."""
 
 from pathlib import Path
 

@@ -1,13 +1,13 @@
-"""Start ``paceline`` and scripts from a process that has imported torch already.
+"""Start ``paceline`` and scripts from a process that has already imported torch.
 
-An interpreter that imports torch takes 3 s of CPU time, most of what many tests take. The first
-call of ``run`` in a pytest process starts a server, which imports torch and Paceline once; each
-command is a fork of it. Its environment variables, working directory, standard streams and command
-line are those of the request. PACELINE_TESTS_WARM=0 starts every command with an interpreter of its
-own; the slow tiers do so.
+An interpreter takes 3 s of CPU time to import torch, which is most of the time of many tests. The
+first command of a pytest process starts a server, which imports torch and Paceline once. Each
+command runs in a fork of this server, with the environment variables, working directory, standard
+streams and command line of the request. PACELINE_TESTS_WARM=0 starts every command in a new
+interpreter; the slow tiers of the tests do so.
 
-Only the modules differ from a new interpreter: they are imported already. ``fits`` says which
-commands may be started so.
+A fork differs from a new interpreter only in that the modules are already imported. ``fits``
+decides which commands may be started this way.
 """
 
 import atexit
@@ -67,8 +67,8 @@ def at_import(environment: dict[str, str]) -> dict[str, str]:
 def fits(command: list[str], environment: dict[str, str]) -> bool:
     """Return whether a command may be started by the server.
 
-    It is ``paceline run``, or a Python script that imports torch, and its environment has the
-    server's values of the variables that are read when a library is loaded.
+    The command has to be ``paceline run`` or a Python script that imports torch. Environment
+    variables that libraries read when they are loaded need the same values as in the server.
     """
     if os.environ.get("PACELINE_TESTS_WARM") == "0":
         return False
@@ -136,7 +136,7 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """Return stdout and stderr. As with Popen, all processes that have them must have ended."""
+        """Return stdout and stderr once all processes that hold them have ended, like Popen."""
         texts: list[str | None] = [None, None]
 
         def read(number: int, stream: Any) -> None:
@@ -180,7 +180,7 @@ def run(
 
 
 _lock = threading.Lock()
-_servers: dict[int, socket.socket] = {}  # by PID: a forked process starts one of its own
+_servers: dict[int, socket.socket] = {}  # by PID: a forked process starts a separate server
 
 
 def _server_environment() -> dict[str, str]:
@@ -201,13 +201,13 @@ def _server() -> socket.socket:
 
 
 def serve(channel: socket.socket) -> NoReturn:
-    """Fork a process per request, until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is pytest's to handle
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps
+    """Fork a process per request, until pytest closes the channel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest handles Ctrl-C
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the collectors of forked processes skip what is imported
+    gc.freeze()  # garbage collection in forked processes skips the imported modules
     while True:
         data, fds, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 4)
         if not data:
@@ -250,7 +250,8 @@ def _become(request: dict, fds: list[int]) -> NoReturn:
     script = sys.executable != command[0]
     sys.argv = command if script else command[1:]
     sys.path[0] = str(BIN) if script else os.path.dirname(os.path.abspath(command[1]))
-    # Py_Exit is what the interpreter ends with: threads are joined, exit handlers run.
+    # Py_Exit, unlike os._exit, joins threads and runs exit handlers, as the end of a new
+    # interpreter does.
     code = 1
     try:
         if script:
@@ -272,7 +273,7 @@ def _become(request: dict, fds: list[int]) -> NoReturn:
 
 
 def _set_command_line(command: list[str]) -> None:
-    """Show a command in /proc/PID/cmdline in place of the server's, padded with spaces."""
+    """Replace the server's command line in /proc/PID/cmdline by ``command``."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     text = b"\0".join([sys.executable.encode(), *(word.encode() for word in command)])
