@@ -1,4 +1,4 @@
-"""Ranks that die, launchers that are killed: named rightly, and nobody left behind."""
+"""Ranks and launchers that fail or are killed: the cause is named, and all processes end."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ DIE = """
     """
 
 
-# Interpreters of their own end like forked ranks: told apart in make test-long.
+# Ranks in new interpreters end like forked ranks; only `make test-long` tests both.
 FRESH = pytest.param("paceline --fresh", marks=pytest.mark.long)
 
 
@@ -38,7 +38,7 @@ FRESH = pytest.param("paceline --fresh", marks=pytest.mark.long)
         ("raise RuntimeError('boom')", 1, "rank 1 failed: RuntimeError: boom"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL (signal 9)"),
         ("os.kill(os.getpid(), 11)", 139, "rank 1 was killed by SIGSEGV (signal 11)"),
-        # ended by the launcher's signal before its own exit handlers are through
+        # the launcher's signal ends the rank before its exit handlers have finished
         ("atexit.register(time.sleep, 99); sys.exit(7)", 7, "rank 1 failed: exit code 7"),
         ("sys.exit('no way')", 1, "rank 1 failed: exit code 1"),
         ("os._exit(9)", 9, "rank 1 ended with exit code 9"),
@@ -52,7 +52,7 @@ def test_the_rank_that_died_first_is_named_and_gives_the_exit_code(
     result = ranks.run(script, how, ranks=3, launcher=launcher, check=False)
     assert result.returncode == code, result.stderr
     assert f"paceline: {words}" in result.stderr
-    assert "    last words of rank 1" in result.stderr  # its last lines
+    assert "    last words of rank 1" in result.stderr  # the last lines of its output
     assert "The other 2 ranks were ended." in result.stderr
     assert ranks.alive(str(script)) == []
 
@@ -83,7 +83,7 @@ WORKERS = """
 
 @pytest.fixture
 def running(tmp_path):
-    """A launcher with two ranks, two loader workers and one daemon each."""
+    """Yield a launcher with two ranks, each with two loader workers and one daemon."""
     script = ranks.write(tmp_path, WORKERS)
     launcher = ranks.start(ranks.command(script), cwd=tmp_path, stderr=subprocess.PIPE)
     ranks.wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
@@ -117,7 +117,7 @@ def test_signals_end_all_ranks(running, number, code):
 
 
 def imports_torch(launcher):
-    """Whether a child of the launcher has begun to import torch: its library is mapped."""
+    """Return whether a child of the launcher imports torch, i.e. has mapped its library."""
     with contextlib.suppress(OSError):  # the child has ended
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         return any("libtorch" in Path(f"/proc/{child}/maps").read_text() for child in children)
@@ -154,11 +154,11 @@ def test_sigterm_while_the_script_is_read_is_told(tmp_path):
     inlet = []
 
     def is_read():
-        with contextlib.suppress(OSError):  # nobody reads
+        with contextlib.suppress(OSError):  # no process has opened the FIFO to read
             inlet.append(os.open(script, os.O_WRONLY | os.O_NONBLOCK))
         return inlet
 
-    def waits():  # it has opened the script, and sleeps: in the reading of it
+    def waits():  # the launcher has opened the script and sleeps, i.e. it reads the FIFO
         process = Path(f"/proc/{launcher.pid}")
         opened = [os.readlink(fd) for fd in (process / "fd").iterdir() if os.path.lexists(fd)]
         state = (process / "stat").read_text().rpartition(")")[2].split()[0]
@@ -272,7 +272,7 @@ def test_a_crash_after_the_script_finished_is_no_failure(tmp_path):
 
 @pytest.fixture
 def small_group():
-    """A control group that allows 600 MiB: the command's prefix that puts it in."""
+    """Return a command prefix that runs a command in a cgroup with 600 MiB of memory."""
     place = Path("/sys/fs/cgroup/memory")
     limit = "memory.limit_in_bytes" if place.is_dir() else "memory.max"
     group = (place if place.is_dir() else Path("/sys/fs/cgroup")) / f"paceline-{os.getpid()}"

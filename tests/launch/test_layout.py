@@ -1,4 +1,4 @@
-"""Which rank sits where."""
+"""Placement of ranks on hosts."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_other_slots_are_no_limit_and_ranks_are_spread_evenly():
     hosts = [Host("a", slots=1), Host("b", slots=1), Host("c", slots=1)]
     assert ranks_per_host(hosts, 8, explicit=False) == [3, 3, 2]
     assert ranks_per_host(hosts, 2, explicit=False) == [1, 1, 0]
-    # -H a,b,c: names without numbers
+    # -H a,b,c: host names without slots
     assert ranks_per_host([Host("a"), Host("b")], 3, explicit=True) == [2, 1]
     assert ranks_per_host([Host("a", devices=4), Host("b", devices=2)], None, explicit=True) == [
         4,

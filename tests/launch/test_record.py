@@ -1,4 +1,4 @@
-"""``paceline run --record`` and ``paceline record``: what is kept, whatever happens."""
+"""``paceline run --record`` and ``paceline record``: records that survive faults."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_the_record_outlives_kill_9_of_the_launcher(tmp_path, victim):
         ranks.wait_until(lambda: not ranks.alive(str(script)))
     finally:
         running.kill()
-    if victim == "everybody":  # the next run on this host finds it
+    if victim == "everybody":  # the next run on this host saves the record
         assert not list(record.glob("*.ring"))
         ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
     ranks.wait_until(lambda: list(record.glob("*.ring")))
@@ -235,7 +235,8 @@ def test_what_cannot_be_kept_stays_and_is_named(tmp_path, capsys):
     assert (folder / job_folder.DESTINATION_FILE).exists()
     said = capsys.readouterr().err
     assert str(folder) in said
-    assert not job_folder.clear(folder)  # by the launcher, after the rank server: it is said once
+    # The launcher calls it after the rank server: the warning is not repeated.
+    assert not job_folder.clear(folder)
     assert capsys.readouterr().err == ""
     target.parent.unlink()
     assert job_folder.clear(folder, orphan=True)  # the next run tries again
@@ -255,7 +256,7 @@ def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_on
 
 
 def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path):
-    """It was left out of attempt 1, in which there was one rank less."""
+    """The host did not take part in attempt 1, which had one rank less."""
     folder, target = tmp_path / "job", tmp_path / "record"
     folder.mkdir(0o700)
     target.mkdir()
@@ -296,7 +297,7 @@ def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk with room for 64 KiB."""
+    """Mount a 64 KiB file system."""
     need(["root"] if os.geteuid() else [])
     disk = tmp_path / "small"
     disk.mkdir()

@@ -1,4 +1,4 @@
-"""paceline run: torchrun's variables, the script's own arguments, output, mistakes."""
+"""``paceline run``: torchrun's environment variables, script arguments, output, user errors."""
 
 import json
 import re

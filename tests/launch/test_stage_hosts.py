@@ -1,4 +1,4 @@
-"""``paceline stage`` and ``run --stage`` over real hosts: read once, and whole on each."""
+"""``paceline stage`` and ``run --stage`` on several hosts: each shard is read only once."""
 
 import json
 
@@ -9,7 +9,7 @@ import ranks
 from paceline.data import pack
 
 pytestmark = pytest.mark.long
-NEAR = "/tmp/near"  # each host's own
+NEAR = "/tmp/near"  # separate on each host
 
 TRAIN = """
     import os, time, glob
@@ -32,7 +32,7 @@ TRAIN = """
 
 @pytest.fixture
 def packed(shared_folder):
-    """Twenty shards of a megabyte."""
+    """Pack a dataset of 20 shards of 1 MB."""
     x = np.random.default_rng(0).integers(0, 256, (200, 100_000), dtype=np.uint8)
     pack((x, np.arange(200)), shared_folder / "set", shard_bytes=1_000_000)
     return shared_folder / "set"
@@ -58,7 +58,7 @@ def test_all_hosts_have_it_and_each_byte_was_read_once(hosts, packed):
     ]
     for name in names:
         assert content(hosts, name) == original(hosts, packed)
-    # On one of them it can't be written to: that one is told, the others have it.
+    # If one host can't write its copy, that host is reported and the other hosts get theirs.
     hosts.run("host2", "rm", "-r", NEAR)
     hosts.run("host2", "touch", NEAR)
     done = hosts.run("host0", *words[:-1], cwd=packed.parent, check=False)

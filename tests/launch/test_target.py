@@ -1,4 +1,4 @@
-"""Where ``paceline run`` starts the ranks, from its options and the allocation around it."""
+"""Where ``paceline run`` starts the ranks, according to its options and the allocation."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def _outside_of_any_allocation(monkeypatch):
 
 
 def slurm(nodes, tasks):
-    """The variables of a batch script."""
+    """Return Slurm's environment variables in a batch script."""
     return {
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NODELIST": nodes,
@@ -137,7 +137,7 @@ def test_one_that_srun_started_alone_is_welcome(monkeypatch):
 
 
 def test_an_allocation_of_this_host_alone_needs_no_tool(tmp_path):
-    """And its tasks are the ranks."""
+    """The number of tasks is the number of ranks."""
     script = ranks.write(
         tmp_path,
         """

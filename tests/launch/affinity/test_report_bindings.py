@@ -1,5 +1,7 @@
-"""Ranks, threads and loaders' workers are where they were put: read back from the kernel, by the
-ranks themselves and by --report-bindings."""
+"""CPU binding of ranks, threads and loader workers.
+
+The actual binding is read from the kernel, by the ranks and by --report-bindings.
+"""
 
 import json
 import os
@@ -51,10 +53,10 @@ TRAIN = """
 
 
 def train(folder, options, *, before=(), number=2, more="pass", **env):
-    """What each rank has found, and what was said, on one line."""
+    """Run the script; return the bindings that each rank found, and the launcher's messages."""
     script = ranks.write(folder, TRAIN.format(more=more))
     launcher = f"paceline {options} --report-bindings"
-    errors = folder / "stderr"  # the ranks read it
+    errors = folder / "stderr"  # a file, because the ranks read it
     with open(errors, "w") as file:
         job = ranks.start(
             [*before, *ranks.command(script, ranks=number, launcher=launcher)],
@@ -71,7 +73,7 @@ def train(folder, options, *, before=(), number=2, more="pass", **env):
 
 
 def row(said, rank):
-    """A rank's line of the table: its cells."""
+    """Return the cells of a rank's row in the table of bindings."""
     return re.search(rf"^{rank} .*$", said, re.M)[0].split()
 
 
@@ -172,7 +174,7 @@ def test_memory_is_preferred_from_a_node():
     script += "; import os; print(prefer(0), process(os.getpid()).memory)"
     said = subprocess.run([ranks.BIN / "python", "-c", script], capture_output=True, text=True)
     why, _, policy = said.stdout.strip().rpartition(" ")
-    assert policy == "prefer:0" or why  # a container may forbid it, and that is said
+    assert policy == "prefer:0" or why  # a container may forbid it, with a reason
 
 
 def test_a_process_that_has_ended_is_nowhere():

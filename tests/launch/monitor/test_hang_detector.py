@@ -1,4 +1,4 @@
-"""Jobs that hang: told in words who is missing where, and ended; those that are slow are not."""
+"""Hang detection: a job that hangs is reported and ended, a slow job is not."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import ranks
 from paceline.launch.monitor.hang_detector import HangDetector
 from paceline.launch.monitor.progress import ProgressReport
 
-# A training loop in which something goes wrong at step 5 of 12.
+# A training loop with a fault at step 5 of 12.
 LOOP = """
     import os, signal, sys, time
     import torch, torch.distributed as dist
@@ -44,7 +44,7 @@ LOOP = """
 def hanging(
     folder, *, in_loop="pass", in_loader="pass", batches="loader", timeout=2, number=3, record=True
 ):
-    """What a run of the loop says, its exit code, and how long it took."""
+    """Run the training loop with a hang timeout and return its output and exit code."""
     script = ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader=in_loader, batches=batches))
     recorded = f" --record {folder / 'record'}" if record else ""
     launcher = f"paceline --hang-timeout {timeout}{recorded}"
@@ -53,7 +53,7 @@ def hanging(
 
 
 def told(result):
-    """The words of the report, on one line."""
+    """Assert that the job was ended because it hung; return the report on one line."""
     assert result.returncode == 124, result.stderr
     assert "Traceback" not in result.stderr
     assert "The job hangs: its ranks are ended." in result.stderr
@@ -68,7 +68,7 @@ def test_a_rank_that_is_stopped_is_named_and_where_the_others_are(tmp_path):
     assert "rank 2 is not there: its process is stopped by a signal (SIGSTOP)" in text
     assert re.search(r"rank 0: in all-reduce \d+ for [\d.]+ s; stands at script\.py:\d+ in", text)
     assert "model(x).square().mean().backward()" in text
-    # It can't answer: its stack is read from outside.
+    # A stopped rank can't report its stack, so the stack is read from outside the process.
     stands = (
         r"rank 2: stopped by a signal \(SIGSTOP\), .{,60}; stands at script\.py:\d+ in <module>: "
     )
@@ -137,11 +137,11 @@ def test_brief_stops_are_survived_in_silence_and_reported(tmp_path):
     assert found["stalled"] == []
     (outlier,) = [one for one in found["step_times"]["outliers"] if one["step"] == 5]
     assert (outlier["state"], outlier["rank"]) == ("still", 1)
-    assert "Rank 1 stood still for" in " ".join(result.stderr.split())  # the summary at the end
+    assert "Rank 1 stood still for" in " ".join(result.stderr.split())  # in the summary
 
 
 def reported(record):
-    """What ``paceline report --json`` says."""
+    """Return the report of ``paceline report --json``."""
     command = [ranks.PACELINE, "report", "--json", str(record)]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -150,7 +150,7 @@ TWO_HOSTS = ["--record", "record", "-H", "host1:1,host2:1", "script.py"]
 
 
 def over_hosts(hosts, folder, in_loop, timeout=3):
-    """The loop on two hosts."""
+    """Start the training loop on two hosts."""
     ranks.write(folder, LOOP.format(in_loop=in_loop, in_loader="pass", batches="loader"))
     command = [ranks.PACELINE, "run", "--hang-timeout", timeout, *TWO_HOSTS]
     return hosts.start("host0", *command, cwd=folder)
@@ -205,7 +205,7 @@ def test_a_link_that_is_cut_for_seconds_is_survived_and_reported(hosts, shared_f
     assert found["stood_still"] == []
     (stall,) = found["stalled"]
     assert (stall["collective"], stall["step"], stall["hosts"]) == ("all-reduce", 5, 2)
-    assert 2.5 < stall["seconds"] < 15  # TCP sends again after ever longer pauses
+    assert 2.5 < stall["seconds"] < 15  # TCP doubles its retransmission interval
     assert "though all its ranks were there" in " ".join(said.split())
 
 

@@ -1,4 +1,4 @@
-"""``paceline top``: what is seen of real jobs while they run, and what is said of others."""
+"""``paceline top``: views of running jobs, and messages about jobs that it can't show."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import ranks
 from paceline.launch.monitor import live_records, rank_stacks
 from paceline.launch.records import job_folder
 
-# Trains until a file "end" lies beside it; rank 1 is the slow one.
+# Train until the file "end" exists in the script's folder; rank 1 is the slowest rank.
 TRAIN = """
     import os, sys, time
     import torch, torch.distributed as dist
@@ -38,7 +38,7 @@ TRAIN = """
 
 
 def top(*words, columns=100, **env):
-    """A finished ``paceline top``, not on a terminal."""
+    """Run ``paceline top`` without a terminal and wait for its end."""
     return subprocess.run(
         [ranks.PACELINE, "top", *map(str, words)],
         capture_output=True,
@@ -56,7 +56,7 @@ def once(*words):
 
 @contextmanager
 def training(folder, number=3):
-    """A recorded job of three ranks that are some steps on their way."""
+    """Yield a recorded job of three ranks after its first 20 steps, and its record."""
     script = ranks.write(folder, TRAIN)
     record = folder / "record"
     command = ranks.command(script, ranks=number, launcher=f"paceline --record {record}")
@@ -74,7 +74,7 @@ def training(folder, number=3):
 
 
 def on_terminal(*words, columns=80, **env):
-    """A ``paceline top`` on a terminal of its own: the process and what is read from it."""
+    """Start ``paceline top`` on a new pseudo-terminal; return the process and the file to read."""
     outer, inner = os.openpty()
     environment = ranks.environment(COLUMNS=str(columns), LINES="40", TERM="xterm", **env)
     process = subprocess.Popen(
@@ -90,20 +90,20 @@ def on_terminal(*words, columns=80, **env):
 
 
 def read_until(outer, what, seconds=20):
-    """What came on a terminal up to ``what``, or to its end."""
+    """Return the output of a terminal until it contains ``what``, or until its end."""
     text, deadline = b"", time.monotonic() + seconds
     while what not in text.decode(errors="replace"):
         assert time.monotonic() < deadline, text
         try:
             text += os.read(outer, 1 << 16)
-        except OSError:  # the other side has closed it
+        except OSError:  # the process has closed the terminal
             break
     return text.decode(errors="replace")
 
 
 def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
     with training(tmp_path) as (job, record):
-        # The slow rank, the others' waits, the speed; with and without DIR.
+        # The slowest rank, the waits of the other ranks and the speed, with and without DIR.
         view = once(record)
         assert (view["ranks"], view["size"], view["slowest_rank"]) == ([0, 1, 2], 3, 1)
         assert {pair["waited_for"] for pair in view["waited_for"][:2]} == {1}
@@ -121,14 +121,15 @@ def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
             assert "slowest  rank 1, " in "\n".join(lines)
             assert "\x1b" not in "".join(lines)
 
-        # A report of what there is so far, of a folder that has no record yet.
+        # A report of the running job, whose folder does not contain the record yet.
         command = [ranks.PACELINE, "report", "--json", record]
         report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         assert "the job still runs" in report["doubts"][0]
         assert (report["slowest_rank"], report["missing_ranks"]) == (1, [])
         assert report["steps"] > 20
 
-        # On a terminal: colours unless NO_COLOR; Ctrl-C ends it quietly, the screen restored.
+        # On a terminal: colours unless NO_COLOR is set; Ctrl-C ends ``paceline top`` without a
+        # message and restores the screen.
         for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
             process, screen = on_terminal(record, "--every", "0.3", **env)
             text = read_until(screen, "now")
@@ -142,13 +143,13 @@ def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
             assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1
             assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
 
-        # A rank that is stopped: the others stand in a collective, and it is named.
+        # A stopped rank is named; the other ranks wait in a collective.
         victim = next(now for now in _pids(name).items() if now[0] == 2)[1]
         os.kill(victim, signal.SIGSTOP)
         try:
             time.sleep(1.5)
             view = once(record)
-            # In one collective, or in two: gloo lets a rank go on that has got its part.
+            # The ranks may be in two collectives: gloo returns on a rank that has all its data.
             assert {0, 1} <= {rank for one in view["standing"] for rank in one["inside"]}
             assert all(2 in one["inside"] + one["absent"] for one in view["standing"])
             assert all(one["for_s"] > 1 for one in view["standing"])
@@ -160,7 +161,8 @@ def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
         finally:
             os.kill(victim, signal.SIGCONT)
 
-        # The job ends meanwhile: plain views to a pipe, the last one stays on a terminal.
+        # The job ends while ``paceline top`` runs: a pipe gets plain views, and the last view
+        # stays on a terminal.
         piped = subprocess.Popen(
             [ranks.PACELINE, "top", str(record), "--json", "--every", "0.2"],
             stdout=subprocess.PIPE,
@@ -191,7 +193,7 @@ def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
 
 
 def _pids(name):
-    """Of each rank of a job."""
+    """Return the PID of each rank of a job."""
     (folder,) = [folder for folder in job_folder.running() if folder.name == name]
     rings = [path.stem.split("-") for path in folder.glob("*.ring")]
     return {int(rank): int(pid) for _, rank, pid in rings}
@@ -218,7 +220,7 @@ def test_jobs_that_are_not_here_are_told_apart(tmp_path):
 
 
 def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
-    """Jobs without a record, and without torch: they have no rings, and that is said."""
+    """Use jobs without a record and without torch, which have no rings; the output says so."""
     text = "import sys, time; open(sys.argv[1], 'w'); time.sleep(60)"
     script, words = ranks.write(tmp_path, text), [tmp_path / "one", tmp_path / "two"]
 
@@ -269,7 +271,7 @@ def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_fol
     look = [ranks.PACELINE, "top", "--once", "--json", "record"]
     try:
         ranks.wait_until(trains, 60)
-        view = seen("--json")  # the only job of this host, where none of its ranks are
+        view = seen("--json")  # the only job started on this host, with all ranks on other hosts
         assert view["hosts"] == ["host1", "host1", "host2", "host2"]
         assert (view["ranks"], view["slowest_rank"]) == ([0, 1, 2, 3], 1)
         assert view["silent_hosts"] == []
@@ -277,13 +279,13 @@ def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_fol
         far = seen("record", host="host1")
         assert "only this host's ranks are shown: the job was started on host0. HINT: ssh" in far
 
-        # A visitor that never reads, and one that says nothing, hold nobody up.
+        # Clients that never read or never send a request do not delay other clients.
         (run,) = [json.loads((shared_folder / "record" / "run.json").read_text())["run"]]
         rude = hosts.start("host0", sys.executable, "-c", RUDE, run, stdin=subprocess.PIPE)
         assert rude.stdout.readline() == "there\n"
         assert seen("--json")["silent_hosts"] == []
 
-        # Its agent stopped, a host is silent: named, and the others are shown.
+        # A host whose agent is stopped is named as silent; the other hosts are shown.
         hosts.run("host2", "pkill", "-STOP", "-f", "-o", "paceline.launch.host_agent")
         started = time.monotonic()
         view = seen("--json", "record")
@@ -303,7 +305,7 @@ def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_fol
     assert hosts.left_over() == []
 
 
-# Three that ask for all and read nothing, and three that do not ask.
+# Three clients that request everything and never read, and three that send no request.
 RUDE = """
 import socket, sys, os
 sys.path.insert(0, ".")
@@ -342,7 +344,7 @@ def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, 
 
 
 def test_sockets_whose_names_are_no_text_are_passed_over():
-    """Any user of the host can make one."""
+    """Any user of the host can create such a socket."""
     names = [
         b"other-\xff\xfe",
         live_records._prefix().encode() + b"a\xff",
@@ -361,7 +363,7 @@ def test_sockets_whose_names_are_no_text_are_passed_over():
 
 
 def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path):
-    """The signal that asks for stacks would end it."""
+    """The signal that requests stacks would end that process."""
     other = subprocess.Popen(["sleep", "60"])
     try:
         (tmp_path / f"rank-0-{other.pid}.stack").touch()

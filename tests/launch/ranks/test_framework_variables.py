@@ -1,4 +1,4 @@
-"""What paceline run tells other frameworks, as their own documents have it."""
+"""Environment variables that ``paceline run`` sets for other frameworks, as they document them."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ from paceline.launch.ranks.framework_variables import Worker, free_ports, variab
 
 
 def seats(*addresses):
-    """Ranks side by side on hosts with these addresses."""
+    """Return one worker per address, in rank order; equal addresses are the same host."""
     hosts = list(dict.fromkeys(addresses))
     return [
         Worker(hosts.index(address), addresses[:rank].count(address), address, 20000 + rank)

@@ -1,4 +1,4 @@
-"""When the scheduler warns or ends a job: a checkpoint, an exit that wants a new start, and on."""
+"""Early exit when the scheduler warns or ends a job: checkpoint, requeue exit code and resume."""
 
 import json
 import signal
@@ -11,12 +11,12 @@ import torch
 from scripts import TRAIN
 
 ARGS = ["--samples", 400, "--dropout", 0.2]
-SLOW = ["--sleep", 0.05, "--every", 1000]  # only leaving saves inside an epoch, which has 25 steps
+SLOW = ["--sleep", 0.05, "--every", 1000]  # no checkpoint inside the 25 steps of an epoch
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What an undisturbed run of two ranks ends with."""
+    """Return the result of an uninterrupted run of two ranks."""
     folder = tmp_path_factory.mktemp("whole")
     ranks.run(ranks.write(folder, TRAIN), folder / "out.pt", *ARGS)
     return torch.load(folder / "out.pt")
@@ -34,15 +34,17 @@ def checkpoints(folder):
 
 
 def start(folder, *args, launcher="paceline"):
-    """A launcher with two ranks that train, or are about to."""
+    """Start a launcher with two ranks that train, without waiting for the training to begin."""
     arguments = [folder / "out.pt", *ARGS, "--checkpoint", folder / "ckpt", *args]
     command = ranks.command(folder / "script.py", *arguments, launcher=launcher)
     return ranks.start(command, cwd=folder, stderr=subprocess.PIPE)
 
 
 def left(job, kind):
-    """Signal the launcher; what it said by the time that it has ended, and that took no longer
-    than a step, an agreement of the ranks and the way out."""
+    """Signal the launcher and return its messages once it has ended.
+
+    The time limit allows for one step, the agreement of the ranks and their exit.
+    """
     begun = time.monotonic()
     job.send_signal(kind)
     _, said = job.communicate(timeout=30)
@@ -82,7 +84,7 @@ def test_a_warned_job_saves_and_leaves_and_goes_on_bit_for_bit(tmp_path, whole):
     assert ranks.alive(str(script)) == []
 
 
-# Ranks whose checkpoint takes long.
+# Ranks that announce that they will leave, and then take long to write a checkpoint.
 LONG = """
     import os, time
     from paceline.record.ring.launcher_messages import send_to_launcher
@@ -94,7 +96,7 @@ LONG = """
 
 @pytest.fixture
 def saving(tmp_path):
-    """A launcher whose ranks were asked to leave and have not yet."""
+    """Yield a launcher whose ranks were asked to leave and are still running."""
     job = subprocess.Popen(
         ranks.command(ranks.write(tmp_path, LONG), launcher="paceline --fresh --max-restarts 1"),
         cwd=tmp_path,
@@ -103,7 +105,7 @@ def saving(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    if job.stdout.readline() != "leaves\n":  # one of the two ranks
+    if job.stdout.readline() != "leaves\n":  # only one of the two ranks so far
         job.stdout.readline()
     job.send_signal(signal.SIGTERM)
     assert "SIGTERM: the ranks write a checkpoint and leave" in job.stderr.readline()
@@ -129,7 +131,7 @@ def test_a_second_signal_ends_ranks_that_are_still_saving(tmp_path, saving, kind
     assert ranks.alive(str(tmp_path / "script.py")) == []
 
 
-@pytest.mark.long  # as long as they may take
+@pytest.mark.long  # takes the whole time that ranks have to leave
 def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path, saving):
     begun = time.monotonic()
     _, said = saving.communicate(timeout=40)
@@ -142,7 +144,7 @@ def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path, saving):
 @pytest.mark.long
 def test_a_rank_that_dies_while_the_job_is_ended_is_told_and_not_restarted(tmp_path, saving):
     script = str(tmp_path / "script.py")
-    _, _, victim, *_ = ranks.family(saving.pid)  # the launcher, the rank server, a rank
+    _, _, victim, *_ = ranks.family(saving.pid)  # launcher, rank server, rank
     subprocess.run(["kill", "-9", str(victim)], check=True)
     _, said = saving.communicate(timeout=20)
     assert saving.returncode == 137
@@ -176,7 +178,7 @@ def test_a_scripts_own_handler_is_left_alone(tmp_path):
     assert "through {'own'}\n" in result.stdout
 
 
-@pytest.mark.long  # as under the launcher
+@pytest.mark.long  # same code as under the launcher
 def test_without_a_launcher_a_warning_works_too(tmp_path):
     result = ranks.run(ranks.write(tmp_path, OWN), "none", launcher="python", check=False)
     assert result.returncode == 75, result.stderr
@@ -204,8 +206,10 @@ def test_a_time_limit_that_is_none_is_a_mistake(tmp_path):
 
 
 def submitted(slurm, folder, count):
-    """A job that can be put back; its number, once it has trained for a while: agents must have
-    heard that these ranks leave by themselves."""
+    """Submit a job that can be requeued and return its ID once it has trained for some steps.
+
+    By then the agents know that these ranks leave when they are warned.
+    """
     script = ranks.write(folder, TRAIN)
     words = ["--hosts", count, "--ranks-per-host", 2 // count, "--time", "10min", "--requeue"]
     words += ["--output", f"{folder}/said", "--setup", "export OMP_NUM_THREADS=1"]
@@ -235,7 +239,7 @@ def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole
     ("count", "options", "state"),
     [
         (1, [], "CANCELLED"),
-        (2, ["-s", "TERM"], "FAILED"),  # the steps, not the batch script: as preemption does
+        (2, ["-s", "TERM"], "FAILED"),  # signals steps, not the batch script, like preemption
     ],
 )
 def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, shared_folder, count, options, state):

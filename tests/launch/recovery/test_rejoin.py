@@ -1,4 +1,4 @@
-"""A host that was lost comes back: the job goes on at its full size, and computes the same."""
+"""A lost host returns: the job continues at full size with the same result."""
 
 import json
 
@@ -8,12 +8,15 @@ import torch
 from scripts import TRAIN
 
 ARGS = ["--samples", 400, "--epochs", 5]
-SLOW = ["--sleep", 0.12, "--every", 10]  # slow enough for a host to come back meanwhile
+SLOW = ["--sleep", 0.12, "--every", 10]  # slow enough for a host to return during the job
 JOB = ["--max-restarts", "3", "--min-hosts", "1"]
 
 
 def start(hosts, folder, *words):
-    """A launcher on host0 whose ranks on host1 and host2 train; the script's ``out.pt``."""
+    """Start a job on host0 with ranks on host1 and host2; wait for its first checkpoint.
+
+    The script writes its result into ``out.pt``.
+    """
     script = ranks.write(folder, TRAIN)
     words = [*words, "--hang-timeout", "3", "-H", "host1,host2"]
     args = [*words, script, "out.pt", *ARGS, *SLOW, "--checkpoint", "ckpt"]
@@ -23,7 +26,7 @@ def start(hosts, folder, *words):
 
 
 def read_until(job, text):
-    """What the launcher says, to a line with this text."""
+    """Read the launcher's messages up to a line that contains ``text`` and return them."""
     said = ""
     for line in job.stderr:
         said += line
@@ -45,9 +48,10 @@ def test_a_host_that_was_lost_and_is_back_takes_part_again(hosts, shared_folder)
     back = "paceline: host2 is back: the ranks write a checkpoint, and the job goes on at its full"
     assert said.count(back) == 1
     again = "paceline: host2 is back; going on with 2 of 2 hosts, 2 of 2 ranks, from the last"
-    assert f"{again} checkpoint\n" in said  # and it is none of the restarts that are allowed
+    assert f"{again} checkpoint\n" in said  # does not count against --max-restarts
     whole, found = (torch.load(shared_folder / name) for name in ("whole.pt", "out.pt"))
-    for name, tensor in whole["model"].items():  # one rank's sums are not in the order of two's
+    # Tolerances, because one rank and two ranks sum in different orders.
+    for name, tensor in whole["model"].items():
         torch.testing.assert_close(found["model"][name], tensor, rtol=1e-3, atol=1e-4)
     assert found["figures"][-1] == pytest.approx(whole["figures"][-1], rel=1e-3)
     report = hosts.run("host0", ranks.PACELINE, "report", "--json", record).stdout
@@ -68,13 +72,14 @@ STAYS = """
 
 @pytest.mark.long
 def test_a_script_that_does_not_leave_has_the_host_in_its_next_attempt(hosts, shared_folder):
-    """Also the network's return: who ran on that host meanwhile is ended first."""
+    """The network of the host returns; ranks that still run there are ended first."""
     ranks.write(shared_folder, STAYS)
     command = [ranks.PACELINE, "run", "--fresh", *JOB, "-H", "host1,host2", "script.py"]
     job = hosts.start("host0", *command, cwd=shared_folder)
     ranks.wait_until(lambda: len(list(shared_folder.glob("up-0-*"))) == 2, 30)
     hosts.link("host2", False)
-    # Told at once so, without a --hang-timeout: these ranks are as silent as those that hang.
+    # Killing ssh reports the loss at once. --hang-timeout can't be used, because these ranks make
+    # no progress, same as ranks that hang.
     hosts.run("host0", "pkill", "-KILL", "-f", "ssh .*host2", check=False)
     read_until(job, "host2 is lost; going on with 1 of 2 hosts, 1 of 2 ranks, from the last")
     ranks.wait_until(lambda: (shared_folder / "up-1-0-of-1").exists())

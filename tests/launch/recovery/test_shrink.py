@@ -1,4 +1,4 @@
-"""Hosts that are lost: the job goes on with those that are left, and computes the same."""
+"""Lost hosts: the job continues on the remaining hosts with the same result."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.sampling.shard_loader import ShardedStream, global_batch_size
 
-# Global batches of 12 samples, 17 an epoch. In the first attempt the ranks on the host of the
-# argument stop in the second epoch, one step after a checkpoint; the others wait for them.
+# An epoch has 17 global batches of 12 samples. In the first attempt, the ranks on the host given as
+# an argument stop in the second epoch, one step after a checkpoint; the other ranks wait for them.
 TRAIN = """
     import json, os, sys, time
     import torch
@@ -52,14 +52,14 @@ GOES_ON = ["--max-restarts", "3", "--min-hosts"]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The figures of the run on as many ranks without any trouble."""
+    """Return the figures of a run on three ranks without faults."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ranks.run(ranks.write(folder, TRAIN), folder / "out", ranks=3)
     return json.loads((folder / "out-0").read_text())["figures"]
 
 
 def stands(hosts, folder, where, stops, *words):
-    """A launcher whose ranks on the host ``stops`` are in the middle of the second epoch."""
+    """Start a job and wait until its ranks on the host ``stops`` stop in the second epoch."""
     ranks.write(folder, TRAIN)
     command = [ranks.PACELINE, "run", *GOES_ON, *words, "-H", where, "script.py", "out", stops]
     process = hosts.start("host0", *command, cwd=folder)
@@ -69,7 +69,11 @@ def stands(hosts, folder, where, stops, *words):
 
 
 def ended(folder, process):
-    """What the ranks of the last attempt and the launcher said, and when they trained again."""
+    """Wait for the end of a job.
+
+    Return the results of the last attempt's ranks, the launcher's messages, and the seconds until
+    the ranks trained again.
+    """
     began = time.time()
     try:
         _, said = process.communicate(timeout=60)
@@ -82,7 +86,7 @@ def ended(folder, process):
 
 
 def same(found, undisturbed):
-    """The second epoch's sums: the first one's were told in the first attempt."""
+    """Compare the figures of the second epoch: the first epoch ended in the first attempt."""
     (figures,) = found[0]["figures"]
     assert figures == pytest.approx(undisturbed[1], rel=1e-4)
     assert figures[1] == 203
@@ -188,7 +192,7 @@ def test_a_host_whose_rank_is_killed_again_is_left_out(hosts, shared_folder):
         "killed; going on with 1 of 2 hosts, 1 of 2 ranks, from the last checkpoint (2 of 3)\n"
     ) in result.stderr
     assert ranks.untagged(result.stdout) == {"attempt 0", "attempt 1", "attempt 2"}
-    assert "attempt 2" in result.stdout.splitlines()  # of all ranks that there are
+    assert "attempt 2" in result.stdout.splitlines()  # no rank prefix: printed by all ranks
     assert hosts.left_over(10) == []
 
 

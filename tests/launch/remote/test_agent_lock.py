@@ -1,4 +1,4 @@
-"""The name that makes an agent the only one of its job on a host, where a stranger holds it."""
+"""The lock that allows one agent per job and host, when another user's process holds its name."""
 
 import os
 import socket

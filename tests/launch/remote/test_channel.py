@@ -1,4 +1,4 @@
-"""Messages between Paceline's own processes: what arrives, who is refused, what is noticed."""
+"""Channels between Paceline's processes: messages, authentication and detected tampering."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ from paceline.launch.remote.start_agents import AgentConnections
 from paceline.launch.remote.start_commands import LaunchTool
 
 SECRET = new_secret()
-# Messages of every kind: words, numbers, output that is no text, nothing at all.
+# Messages of every kind: text, numbers, output that is not valid text, empty messages.
 SAID = [
     ({"out": 3, "stream": 1}, b"\x00\xff not text \n"),
     ({"größe": [1, 2.5, None, {"a": "\n--"}]}, b""),
@@ -42,7 +42,7 @@ def closing():
 
 @pytest.fixture
 def pipes(closing):
-    """Two channels over two pipes, as with ssh."""
+    """Return two channels connected by two pipes, same as over ssh."""
     (to_right, from_left), (to_left, from_right) = os.pipe(), os.pipe()
     left, right = Channel(to_left, from_left), Channel(to_right, from_right)
     closing.callback(left.close)
@@ -51,8 +51,7 @@ def pipes(closing):
 
 
 class Between:
-    """A visitor and the host it wants, and somebody on the way who sees and changes what he
-    likes."""
+    """A visitor, its host, and a man in the middle who can read and change their messages."""
 
     def __init__(self, closing, visitors_secret=SECRET):
         self.seen = b""
@@ -80,7 +79,7 @@ class Between:
                 closing.callback(made.close)
 
     def catch(self, **message):
-        """What the visitor sends, whole, as it would reach the host."""
+        """Send a message from the visitor and return its whole frame instead of delivering it."""
         self.visitor.send(message)
         frame = self.to_visitor.recv(1 << 16)
         self.seen += frame
@@ -88,7 +87,7 @@ class Between:
 
 
 def _in_thread(function, *args):
-    """Starts it; the returned function waits for what it returned or raised."""
+    """Call ``function`` in a thread; return a function that waits for its result or exception."""
     found = []
 
     def work():
@@ -122,7 +121,7 @@ def to_the_end(receiver):
 
 
 def exchange(left, right):
-    """All of SAID in both directions, at the same time."""
+    """Send all messages of SAID in each direction, and receive them while they are sent."""
     for sender, receiver in ((left, right), (right, left)):
         sent = _in_thread(lambda sender=sender: [sender.send(*said) for said in SAID])
         assert all_of(receiver, len(SAID)) == SAID
@@ -231,7 +230,7 @@ def test_a_pickle_is_never_loaded(pipes, tmp_path):
     with pytest.raises(InvalidMessageError):
         right.receive()
     assert not (tmp_path / "loaded").exists()
-    with pickle.loads(bomb):  # it is a live one
+    with pickle.loads(bomb):  # loading the pickle does run its code
         assert (tmp_path / "loaded").exists()
 
 
@@ -250,7 +249,7 @@ def test_a_false_host_is_found_out(closing):
     closing.callback(host.close)
     host.sendall(bytes(32))
     proof = host.recv(64, socket.MSG_WAITALL)[32:]
-    host.sendall(proof)  # the only proof that it has seen
+    host.sendall(proof)  # the visitor's proof, the only one that a false host knows
     assert isinstance(visitor(), OSError)
     assert str(visitor()) == f"127.0.0.1 port {port} does not know this job's secret"
 
@@ -306,15 +305,15 @@ def test_a_message_that_comes_twice_or_back_or_too_early_is_broken(closing):
     first, second = between.catch(signal=1), between.catch(signal=2)
     between.to_host.sendall(first)
     assert between.host.receive() == [({"signal": 1}, b"")]
-    between.to_host.sendall(first)  # again
+    between.to_host.sendall(first)  # replayed
     with pytest.raises(InvalidMessageError, match="keyed hash is wrong"):
         between.host.receive()
-    between.to_visitor.sendall(first)  # to whom it came from
+    between.to_visitor.sendall(first)  # reflected to its sender
     with pytest.raises(InvalidMessageError, match="keyed hash is wrong"):
         between.visitor.receive()
     other = Between(closing)
     other.catch(signal=1)
-    other.to_host.sendall(second)  # of another connection, with the same secret
+    other.to_host.sendall(second)  # from another connection with the same secret
     with pytest.raises(InvalidMessageError, match="keyed hash is wrong"):
         other.host.receive()
 
@@ -329,7 +328,7 @@ def test_the_secret_is_never_sent(closing):
 
 
 def test_the_secret_reaches_agents_but_no_command_line(tmp_path, closing):
-    """A stranger knocks first, then an agent with the secret."""
+    """An unauthorized client connects first, then an agent with the secret."""
     tool = tmp_path / "tool.py"
     tool.write_text(
         "import json, os, socket, sys\n"
@@ -346,7 +345,7 @@ def test_the_secret_reaches_agents_but_no_command_line(tmp_path, closing):
     contact = AgentConnections(start, ["host1"])
     closing.callback(contact.close)
     (host,) = contact.start()
-    assert host.name == socket.gethostname()  # its own: host1 is no name of this machine
+    assert host.name == socket.gethostname()  # the agent's host name, not "host1"
     secret = Path("secret").read_text()
     assert len(secret) == 64
     lines = b"".join(path.read_bytes() for path in _command_lines())

@@ -1,6 +1,6 @@
-"""paceline run -H over real ssh: where ranks sit, what travels, mistakes, faults, and what is left.
+"""``paceline run -H`` over ssh: rank placement, environment, user errors, faults and cleanup.
 
-Scripts without torch, in fresh interpreters: what is tested is the launcher.
+The scripts run without torch in new interpreters, because only the launcher is tested.
 """
 
 import json
@@ -39,7 +39,7 @@ def run(hosts, folder, *words, check=True, **env):
 
 
 def started(hosts, folder, number, *words):
-    """A launcher whose ranks are all up."""
+    """Start a launcher and wait until all its ranks run."""
     ranks.write(folder, WAIT)
     process = hosts.start(
         "host0", ranks.PACELINE, "run", "--fresh", *words, "script.py", cwd=folder
@@ -239,7 +239,7 @@ TOGETHER = """
 
 @pytest.mark.long
 def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, shared_folder):
-    """Its host is slow to tell: the other rank says first that somebody has gone."""
+    """The killed rank's host reports late, after the other rank has noticed the lost peer."""
     ranks.write(shared_folder, TOGETHER)
     words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "script.py"]
     process = hosts.start("host0", *words, cwd=shared_folder)
@@ -252,7 +252,7 @@ def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, 
         said += line
         if "another rank has gone" in said:
             break
-    time.sleep(1)  # so much later
+    time.sleep(1)  # delay of the report
     hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.host_agent")
     _, more = process.communicate(timeout=20)
     assert "rank 1 on host2 was killed by SIGKILL" in more, said + more

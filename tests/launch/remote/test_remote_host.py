@@ -1,4 +1,4 @@
-"""What the launcher knows of another host, by what that host's agent says."""
+"""The launcher's view of another host, from the messages of that host's agent."""
 
 import socket
 import time
@@ -13,14 +13,14 @@ STARTED = {"PACELINE_STARTED_NS": "0"}
 
 
 class Agent:
-    """The other side, which answers when it is told to."""
+    """The agent's end of the connection, controlled by the test."""
 
     def __init__(self, connection):
         self.channel = Channel(connection.fileno(), connection.fileno())
         self.heard = []
 
     def hears(self, about):
-        """The next message about that; those before it are gone."""
+        """Return the next message that contains ``about``; discard the messages before it."""
         while True:
             while self.heard:
                 message = self.heard.pop(0)
@@ -58,9 +58,9 @@ def test_the_silence_of_an_attempt_that_hung_is_not_that_of_the_next(both):
     there.start(0, 0, STARTED)
     assert there.progress().idle_s < 20.0
     agent.hears("start")
-    agent.answers(old, 31.0)  # it was on its way when the attempt began
+    agent.answers(old, 31.0)  # answers a ping from before the attempt
     agent.channel.send({"fits": True})
-    there.wait_for_answer("fits", 10)  # heard, and so was the one before
+    there.wait_for_answer("fits", 10)  # the message before it was received, too
     assert there.progress().idle_s < 20.0
     agent.answers(agent.hears("ping"), 25.0)
     ranks.wait_until(lambda: there.progress().idle_s >= 25.0, 10)

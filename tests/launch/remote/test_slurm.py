@@ -1,6 +1,6 @@
-"""paceline run in a real Slurm: the whole allocation, how it is told to end, and what is left.
+"""``paceline run`` under Slurm: use of the allocation, ways to end a job, and cleanup.
 
-Scripts without torch, in fresh interpreters, wherever the launcher is what is tested.
+Scripts run without torch in new interpreters where only the launcher is tested.
 """
 
 import json
@@ -20,7 +20,7 @@ SHOW = """
     found |= {"host": os.uname().nodename, "cores": len(os.sched_getaffinity(0))}
     json.dump(found, open(f"out-{os.environ['RANK']}", "w"))
     """
-# A process of its own, and a worker that left the session: all must end.
+# Each rank starts a child process and a worker in another session; all of them must end.
 WAIT = """
     import os, subprocess, time
     subprocess.Popen(["sleep", "300"])
@@ -34,13 +34,13 @@ RUN = f"{ranks.PACELINE} run --fresh"
 
 
 def batch(slurm, folder, text, *options):
-    """Submit and wait: the state in which the job ended, and what was said."""
+    """Submit a batch script and wait; return the job's final state and its output."""
     job = slurm.batch(f"#!/bin/sh\n{text}\n", *options, cwd=folder)
     return slurm.wait(job), (folder / f"slurm-{job}.out").read_text()
 
 
 def shown(folder):
-    """What each rank has written, in rank order."""
+    """Return the values that each rank wrote, in rank order."""
     number = len(list(folder.glob("out-*")))
     return [json.loads((folder / f"out-{rank}").read_text()) for rank in range(number)]
 
@@ -50,7 +50,7 @@ def up(folder, number):
 
 
 def over(slurm, seconds=8):
-    """Soon nothing is left of the job on any host, and of the allocation."""
+    """Assert that within ``seconds`` the allocation and all processes of the job have ended."""
     ranks.wait_until(lambda: not any(x.startswith("job ") for x in slurm.left_over(0)), seconds)
     assert slurm.left_over(seconds) == []
 
@@ -58,7 +58,7 @@ def over(slurm, seconds=8):
 @pytest.mark.parametrize(
     ("options", "each", "cores", "gpus"),
     [
-        (["-n4", "--ntasks-per-node=2"], 2, 1, None),  # bound to a core each
+        (["-n4", "--ntasks-per-node=2"], 2, 1, None),  # each rank is bound to one core
         pytest.param(  # srun doesn't inherit -c from the job
             *(["--ntasks-per-node=1", "-c2"], 1, 2, None), marks=pytest.mark.long
         ),
@@ -150,7 +150,7 @@ def test_an_allocation_that_has_ended_is_told_in_sruns_words(slurm, shared_folde
     assert time.monotonic() - begun < 10
 
 
-# In the folder of a job: as one host's agent starts, it ends so.
+# A sitecustomize.py in the job's folder that ends the agent of host2 when it starts.
 ENDS = """
     import os, signal, sys
     if "paceline.launch.host_agent" in sys.orig_argv and os.environ["SLURMD_NODENAME"] == "host2":
@@ -168,7 +168,7 @@ ENDS = """
 def test_an_agent_that_ends_before_it_has_said_a_word_is_told_at_once(
     slurm, shared_folder, how, told
 ):
-    """srun goes on with the others: without its words, one would wait for minutes."""
+    """srun keeps the other agents running: without its message, the launcher waits for minutes."""
     script = ranks.write(shared_folder, SHOW)
     ranks.write(shared_folder, ENDS.format(how=how), "sitecustomize.py")
     begun = time.monotonic()
@@ -214,14 +214,14 @@ def test_scancel_ends_all_ranks(slurm, shared_folder):
 
 
 def test_ctrl_c_in_a_terminal_ends_all_ranks(slurm, shared_folder):
-    """To salloc's command, which has the terminal then."""
+    """Ctrl-C reaches salloc's command, which is the foreground process of the terminal."""
     script = ranks.write(shared_folder, WAIT)
     terminal = ["script", "-qec", f"salloc -N2 {RUN} -n 4 {script}", "/dev/null"]
     process = slurm.start(*terminal, cwd=shared_folder, stdin=subprocess.PIPE)
     up(shared_folder, 4)
     process.stdin.write("\x03")
     process.stdin.flush()
-    ranks.wait_until(lambda: process.poll() is not None)  # with its input open: no hang-up
+    ranks.wait_until(lambda: process.poll() is not None)  # stdin stays open, to avoid a SIGHUP
     said, _ = process.communicate()
     assert process.returncode == 130
     assert "paceline: interrupted: all ranks were ended" in said
@@ -232,7 +232,7 @@ def test_ctrl_c_in_a_terminal_ends_all_ranks(slurm, shared_folder):
     "kind", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.long)]
 )
 def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
-    """A signal that reaches salloc alone, which then gives the allocation back."""
+    """Signal salloc, which then releases the allocation."""
     script = ranks.write(shared_folder, WAIT)
     words = ["salloc", "-N2", *RUN.split(), "-n", "4", script]
     process = slurm.start(*words, cwd=shared_folder)
@@ -246,7 +246,7 @@ def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
 
 @pytest.mark.long
 def test_the_launcher_killed_takes_all_ranks_with_it(slurm, shared_folder):
-    """Also where the job goes on, so that Slurm ends nobody."""
+    """The batch script continues, so that Slurm does not end the ranks."""
     script = ranks.write(shared_folder, WAIT)
     text = f"{RUN} -n 4 {script} & echo $! > launcher; wait; exec sleep 77"
     job = slurm.batch(f"#!/bin/sh\n{text}\n", "-N2", cwd=shared_folder)
@@ -274,7 +274,7 @@ def test_a_warning_reaches_ranks_that_listen_and_kills_none(slurm, shared_folder
     up(shared_folder, 4)
     slurm.cancel(job, "-s", "USR1", "--batch")
     ranks.wait_until(lambda: len(list(shared_folder.glob("warned-*"))) == 2)
-    slurm.cancel(job, "-s", "USR1", "--full")  # and whoever signals the agents, too
+    slurm.cancel(job, "-s", "USR1", "--full")  # also signals the agents
     (shared_folder / "enough").touch()
     assert slurm.wait(job) == "COMPLETED"
     said = (shared_folder / f"slurm-{job}.out").read_text()
@@ -295,9 +295,9 @@ RECORDED = """
     """
 
 
-@pytest.mark.long  # as over ssh, which `make test` has
+@pytest.mark.long  # `make test` has the same test over ssh
 def test_a_record_has_the_ranks_of_all_hosts(slurm, shared_folder):
-    """In a folder that all hosts share, and in one of the launcher's host."""
+    """Record into a folder that all hosts share, and into a local folder of the launcher's host."""
     script = ranks.write(shared_folder, RECORDED)
     jobs = {}
     for name, record in (("shared", "record"), ("own", "/tmp/record")):

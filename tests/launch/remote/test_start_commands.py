@@ -1,6 +1,8 @@
-"""Schedulers that can't be installed here: LSF, jsrun, PALS and Flux, as their documents have
-them. Their tools are small programs that record how they were called, and then start the command
-on this machine under each host's name."""
+"""Schedulers that can't be installed for tests: LSF, jsrun, PALS and Flux.
+
+Their tools are replaced by small programs that follow the documentation. Each program records its
+arguments and starts the command on this machine under the name of each host.
+"""
 
 import json
 import os
@@ -18,7 +20,7 @@ from paceline.launch.remote.start_commands import find_tool
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
 PYTHON = [sys.executable, "-P", "-m", "paceline.launch.host_agent"]
 
-# What all the tools do first. `start` begins COMMAND with more variables.
+# The common first part of the tools. `start` starts a command with additional variables.
 RECORD = """#!{python}
 import json, os, subprocess, sys
 words = sys.argv[1:]
@@ -78,7 +80,7 @@ SCRIPT = """
     json.dump([numbers, os.environ.get("MINE"), secret, here], open(f"rank-{numbers[0]}", "w"))
     """
 
-# Of each scheduler: its variables in a batch script, options, and ranks on node1 and node2.
+# By scheduler: variables in a batch script, options, and numbers of ranks on node1 and node2.
 JOBS = {
     "LSF": (
         {
@@ -116,7 +118,7 @@ INSTALLED = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Makes a job of a scheduler: its tools, its files, and a command's environment in it."""
+    """Return a function that creates a job: its scheduler's tools, its files, its environment."""
 
     def made(name):
         for program in INSTALLED[name]:
@@ -134,7 +136,7 @@ def job(tmp_path):
 
 
 def environment(folder, **variables):
-    """Outside of any allocation, with the tools of ``folder``."""
+    """Return environment variables without an allocation and with the tools of ``folder``."""
     clean = {k: v for k, v in ranks.environment().items() if not k.startswith(OUTER)}
     return {**clean, "PATH": f"{folder}/bin{os.pathsep}{clean['PATH']}", **variables}
 
@@ -148,7 +150,7 @@ def install(folder, name, does):
 
 
 def calls(folder):
-    """(process, tool, words, secret) of each call."""
+    """Return (PID, tool, arguments, secret) of each call."""
     path = folder / "calls"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -166,7 +168,7 @@ def paceline(folder, variables, *words):
 
 
 def start(folder, job, name):
-    """Run the script in the job; the calls of tools that started something."""
+    """Run the script in the job; return the calls of tools that started a command."""
     if not links():
         pytest.skip("this machine has no network interface but loopback")
     _, options, on_each = JOBS[name]
@@ -191,7 +193,7 @@ def start(folder, job, name):
 
 
 def without_address(words):
-    """The words of a call, without the variables that travel, and where the launcher is."""
+    """Return a call's arguments without forwarded variables and the launcher's addresses."""
     *words, option, where = words
     assert option == "--connect"
     for pair in where.split(";"):
@@ -212,7 +214,7 @@ def test_in_an_lsf_job_blaunch_starts_an_agent_on_each_host(tmp_path, job):
         ["node1", *PYTHON],
         ["node2", *PYTHON],
     ]
-    assert all(secret is None for *_, secret in made)  # it would not be needed
+    assert all(secret is None for *_, secret in made)  # blaunch does not need it
 
 
 def test_on_a_coral_machine_jsrun_starts_the_agents_and_the_launch_node_has_none(tmp_path, job):

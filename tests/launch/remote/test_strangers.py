@@ -1,4 +1,4 @@
-"""Many connections of strangers to the ports that a job opens: it starts all the same."""
+"""A job starts despite many unauthorized connections to the ports that it opens."""
 
 import json
 import socket
@@ -34,14 +34,15 @@ WANTED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param("srun", marks=pytest.mark.long), bed.mpi.MPIRUN]
-)
+@pytest.mark.parametrize("program", [pytest.param("srun", marks=pytest.mark.long), bed.mpi.MPIRUN])
 def test_a_job_starts_while_strangers_flood_the_launchers_port(
     request, hosts, shared_folder, program
 ):
-    """1,000 idle connections, opened again whenever they are dropped, and 10,000 of garbage before
-    the agents start and more while they do, from the host of one of them."""
+    """Flood the launcher's port from the host of one agent.
+
+    1,000 idle connections are reopened whenever they are dropped. 10,000 garbage connections are
+    made before the agents start, and more while they start.
+    """
     ranks.write(shared_folder, SCRIPT)
     environment = flood.announced(shared_folder, program)
     words = [ranks.PACELINE, "run", "--fresh", "--launcher", program, "-H", "host1:2,host2:1"]
@@ -63,13 +64,15 @@ def test_a_job_starts_while_strangers_flood_the_launchers_port(
     assert "connections that don't know the job's secret came from 10.77.0.2 (" in result.stderr
     assert f"--connect {hosts.address('host0')}," in where.read_text()
     assert ";" not in where.read_text().split("--connect ")[1].split()[0]
-    sent, _ = strangers.communicate(timeout=30)  # it has ended: nobody listens any more
+    sent, _ = strangers.communicate(timeout=30)  # ends, because the port is closed
     assert int(sent) >= 10_000
 
 
 def agents_of(number, secret, where):
-    """As ``on_host`` connects and greets: each in a thread, in whose order they say who they
-    are."""
+    """Connect agents to the launcher, each in a thread, same as ``paceline.launch.host_agent``.
+
+    Return their channels, in the order in which the threads sent their greetings, and the threads.
+    """
 
     def agent(place):
         channel = connect_back.connect_to_launcher(where, secret)
@@ -97,7 +100,7 @@ def test_agents_are_found_among_a_thousand_idle_connections(flooded):
             thread.join(5.0)
         assert time.monotonic() - begun < 20.0
         assert sorted(listener.found) == list(range(20))
-        assert threading.active_count() <= serving + 2 * 20  # two for each agent, no more
+        assert threading.active_count() <= serving + 2 * 20  # at most two per agent
         assert listener.many_strangers
         assert listener.strangers().endswith(")")
     for channel in (*channels, *listener.visitors):
@@ -151,7 +154,7 @@ def test_the_timeout_says_how_many_strangers_came_and_from_where(tmp_path, monke
 
 
 def test_an_agent_that_is_dropped_tries_again(closing):
-    """A launcher that is busy with strangers may drop one of its own."""
+    """A launcher that is busy with unauthorized connections may drop one of its agents."""
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     where = f"127.0.0.1,{door.getsockname()[1]}"
     result = []
@@ -205,7 +208,7 @@ def test_the_launcher_listens_only_where_the_nodes_need_it(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert addresses_towards(["localhost", f"me@{socket.gethostname()}"]) == ["127.0.0.1"]
     assert addresses_towards(["localhost", "no-such-host.invalid"]) == []
-    assert addresses_towards(["localhost", "x" * 300]) == []  # no name at all
+    assert addresses_towards(["localhost", "x" * 300]) == []  # too long for a host name
     elsewhere = {"far1": "192.0.2.1", "far2": "192.0.2.2", "own": "127.0.0.1"}
     known = socket.getaddrinfo
 

@@ -1,4 +1,4 @@
-"""paceline submit: the batch script for each scheduler, what its command is given, mistakes."""
+"""``paceline submit``: batch scripts for each scheduler, submit commands and user errors."""
 
 import contextlib
 import io
@@ -17,11 +17,11 @@ WISHES = """
     """
 ALL = WISHES.split()
 LESS = ["--hosts", "2", "--max-restarts", "1"]
-ONE = ["--min-hosts", "1"]  # is enough
+ONE = ["--min-hosts", "1"]
 
 
 def fake(folder: Path, name: str, text: str) -> None:
-    """A scheduler's command that keeps its words, and the script that it was given."""
+    """Install a shell script with this text as a scheduler's command."""
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
     tool = tools / name
@@ -33,7 +33,7 @@ KEEP = 'echo "$@" > called; for last; do :; done; cat -- "${last:--}" > given'
 
 
 def submit(folder: Path, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """The command, in this process, with no scheduler on PATH but the fake ones of ``folder``."""
+    """Run the command in this process, with only the fake schedulers of ``folder`` on PATH."""
     if not (folder / "train.py").exists():
         ranks.write(folder, "print('hello')", "train.py")
     out, err = io.StringIO(), io.StringIO()
@@ -54,7 +54,7 @@ def submit(folder: Path, *args: str, check: bool = True) -> subprocess.Completed
 
 
 def tools(folder: Path) -> Path:
-    """What a shell script needs, without the machine's own sbatch and qsub."""
+    """Return a folder with the tools of a shell script, without the machine's sbatch and qsub."""
     place = folder / "tools"
     if not place.exists():
         place.mkdir()
@@ -64,7 +64,7 @@ def tools(folder: Path) -> Path:
 
 
 def directives(folder: Path, kind: str, *args: str) -> list[str]:
-    """What the script asks the scheduler for: the lines of its first comment block."""
+    """Return the script's directives for the scheduler: the lines of its first comment block."""
     text = submit(folder, "--dry-run", "--scheduler", kind, *args, "train.py").stdout
     first, *lines = text.splitlines()
     assert first == "#!/bin/bash"
@@ -177,7 +177,7 @@ def test_the_script_becomes_the_launcher_with_the_scripts_words_intact(tmp_path)
         f"exec {ranks.PACELINE} run -n 6 --max-restarts 4 --bind=core "
         "--record 'run/a b'/\"$PACELINE_TRIAL\" 'train it.py' --time 3 'it'\"'\"'s' '' '$HOME'"
     )
-    assert not (folder / "run").exists()  # a dry run leaves nothing behind
+    assert not (folder / "run").exists()  # a dry run creates nothing
 
 
 def test_ranks_follow_the_gpus_and_are_left_to_the_host_where_nothing_is_said(tmp_path):
@@ -212,7 +212,7 @@ def test_the_scheduler_whose_command_is_there_gets_the_script(
     given = (tmp_path / "given").read_text()
     assert given == submit(tmp_path, "--dry-run", "train.py").stdout
     called = (tmp_path / "called").read_text().split()
-    if "Version: 6" in version:  # Torque's words decide where the output goes, before the script's
+    if "Version: 6" in version:  # Torque's qsub gets options for the output, too
         assert called[:-1] == ["-N", "train", "-j", "oe"]
     else:
         assert called in ([], ["--parsable"]) or Path(called[0]).name == "train"
@@ -245,7 +245,7 @@ def test_none_or_two_schedulers_ask_for_a_choice(tmp_path):
     result = submit(tmp_path, "train.py", check=False)
     assert "names neither PBS nor Torque in its --version. HINT" in result.stderr
     fake(tmp_path, "sbatch", "cat > given; echo 5")
-    assert submit(tmp_path, "train.py").stdout == "5\n"  # that qsub is Slurm's own
+    assert submit(tmp_path, "train.py").stdout == "5\n"  # this qsub is part of Slurm
     fake(tmp_path, "bsub", "exit 0")
     result = submit(tmp_path, "train.py", check=False)
     assert result.returncode == 2
@@ -266,7 +266,7 @@ def test_a_job_learns_when_its_time_ends_and_whether_it_is_to_be_queued_again(tm
         return [line for line in lines if line.startswith("export PACELINE")]
 
     ends = 'export PACELINE_END_TIME="$(($(date +%s) + 7200))"'
-    assert exports("slurm") == ["export PACELINE_REQUEUE=1"]  # which can be asked for the time
+    assert exports("slurm") == ["export PACELINE_REQUEUE=1"]  # Slurm reports the end time
     assert exports("lsf") == exports("pbs") == exports("torque") == [ends]
 
 
@@ -276,7 +276,7 @@ def test_a_job_learns_when_its_time_ends_and_whether_it_is_to_be_queued_again(tm
         ("slurm", "1", ["--no-kill"]),
         ("pbs", "1", ["-W tolerate_node_failures=all"]),
         ("slurm", "2", []),
-        ("lsf", "2", []),  # nothing to ask for: all hosts are needed
+        ("lsf", "2", []),  # no directive, because all hosts are needed
     ],
 )
 def test_a_scheduler_leaves_a_job_the_hosts_that_it_goes_on_with(tmp_path, kind, least, asked):
@@ -354,11 +354,11 @@ WHO = """
 
 
 def test_slurm_itself_runs_what_was_submitted_to_it_and_to_its_qsub(slurm):
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as shared:  # hosts have a /tmp of their own
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as shared:  # /tmp is separate on each host
         script = ranks.write(Path(shared), WHO)
         words = ["--time", "5min", "--run-option=--fresh"]
         words += ["--setup", "export SHELL_OF_JOB=$$", "--output"]
-        array = [*words, f"{shared}/%a.out", "--array", "0-1", "--warn", "60"]  # sbatch is found
+        array = [*words, f"{shared}/%a.out", "--array", "0-1", "--warn", "60"]  # finds sbatch
         alone = [*words, f"{shared}/qsub.out", "--scheduler", "torque"]
         jobs = [
             slurm.run(ranks.PACELINE, "submit", *options, script, "a b").stdout.strip()
@@ -368,7 +368,7 @@ def test_slurm_itself_runs_what_was_submitted_to_it_and_to_its_qsub(slurm):
             slurm.wait(job, 60)
         for name, trial in (("0", "0"), ("1", "1"), ("qsub", "None")):
             said = (Path(shared) / f"{name}.out").read_text()
-            # the process that Slurm signals is the launcher: the shell has become it
+            # The shell has replaced itself by the launcher, so that Slurm signals the launcher.
             assert f"{trial} ['a b'] ['{ranks.PACELINE}', 'run']" in said
 
 
