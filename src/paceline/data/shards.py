@@ -188,8 +188,7 @@ class Shards:
     @property
     def label(self) -> ArraySpec | None:
         """Shape and dtype of a label; None without labels."""
-        told = self.meta.label
-        return told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
+        return shard_format.label_spec(self.meta.label)
 
     # one sample
 

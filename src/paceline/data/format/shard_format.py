@@ -105,6 +105,13 @@ class ArraySpec:
         return meta_schema.nbytes(self.dtype, self.shape)
 
 
+def label_spec(label: ArraySpec | str | None) -> ArraySpec | None:
+    """Return dtype and shape of labels: int64 for classes; None without labels."""
+    if label is None or isinstance(label, ArraySpec):
+        return label
+    return ArraySpec("int64", ())
+
+
 @dataclass
 class Shard:
     """One shard file.

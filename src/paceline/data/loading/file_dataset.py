@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ..format.shard_format import ArraySpec, DataError
+from ..format.shard_format import ArraySpec, DataError, label_spec
 from ..packing.encode import load_array
 from ..shards import RaggedError
 from ..sources.folder_source import FolderSource
 from ..sources.source import LoadedSample
+from .unpacked_dataset import UnpackedDataset
 
 Place = tuple[Path, int, int]  # file, offset and size in bytes
 
 
-class Files:
+class Files(UnpackedDataset):
     """Dataset of the files in a folder, one sample per file.
 
     A file is opened for every sample that is read; packing the dataset avoids this. Images are
@@ -32,10 +33,13 @@ class Files:
         DataError: The folder can't be read.
     """
 
+    _name = "Files"
+    _source: FolderSource
+
     def __init__(
         self, folder: str | os.PathLike[str], labels: str | os.PathLike[str] | None = None
     ) -> None:
-        self._told = (os.fspath(folder), None if labels is None else os.fspath(labels))
+        self._arguments = (os.fspath(folder), None if labels is None else os.fspath(labels))
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(f"Files: {folder} is no folder. HINT: one that holds files of samples")
@@ -44,25 +48,7 @@ class Files:
             table = None if labels is None else Path(labels)
             self._source = FolderSource(self.folder, table, Path(work))
         self.images, self.arrays = (self._source.kind == kind for kind in ("images", "arrays"))
-        told = self._source.label
-        self.label = (
-            told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
-        )
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __repr__(self) -> str:
-        return f"Files({self._told[0]!r}): {len(self):,} samples"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._told
-
-    def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        array, label = self.read(i, None)
-        return array if self.label is None else (array, label)
+        self.label = label_spec(self._source.label)
 
     @property
     def classes(self) -> int:

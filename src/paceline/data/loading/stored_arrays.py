@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..format.shard_format import ArraySpec, DataError
+from ..format.shard_format import ArraySpec, DataError, label_spec
 from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
 from ..shards import MAX_CLASSES, RaggedError
 from ..sources import formats
 from ..sources.formats.stores import Rows, StoreSource
 from ..sources.source import are_images
+from .unpacked_dataset import UnpackedDataset
 
 CACHE_BYTES = 256 << 20  # limit of the decompressed chunks in memory
 STORES = ("hdf5", "netcdf", "zarr")
@@ -28,7 +29,7 @@ def is_stored_array(source: Any) -> bool:
     return formats.detect_format(formats.split_path(os.fspath(source))[0]) in STORES
 
 
-class StoredArrays:
+class StoredArrays(UnpackedDataset):
     """Dataset of the rows of an array in an HDF5, netCDF or zarr file.
 
     Decompressed chunks that hold several samples are cached, up to CACHE_BYTES. So a chunk is
@@ -44,8 +45,11 @@ class StoredArrays:
         DataError: The file can't be read.
     """
 
+    _name = "Stored"
+    _source: StoreSource
+
     def __init__(self, x: str | os.PathLike[str], y: str | os.PathLike[str] | None = None) -> None:
-        self._told = (os.fspath(x), None if y is None else os.fspath(y))
+        self._arguments = (os.fspath(x), None if y is None else os.fspath(y))
         self._open()
         for note in self._source.notes:
             warnings.warn(f"Loader: {note}", stacklevel=3)
@@ -57,25 +61,7 @@ class StoredArrays:
             )
         self.array_spec = ArraySpec(found.dtype, tuple(found.shape))
         self.images = are_images(found.dtype, self.array_spec.shape)
-        told = self._source.label
-        self.label = (
-            told if isinstance(told, ArraySpec) else ArraySpec("int64", ()) if told else None
-        )
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __repr__(self) -> str:
-        return f"Stored({self._told[0]!r}): {len(self):,} samples"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._told
-
-    def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        array, label = self.read(i, None)
-        return array if self.label is None else (array, label)
+        self.label = label_spec(self._source.label)
 
     @property
     def chunk_samples(self) -> int:
@@ -90,7 +76,7 @@ class StoredArrays:
     @property
     def path(self) -> Path:
         """Return the path of the file, or of the folder (zarr)."""
-        return formats.split_path(self._told[0])[0]
+        return formats.split_path(self._arguments[0])[0]
 
     @property
     def classes(self) -> int:
@@ -104,7 +90,7 @@ class StoredArrays:
         count = 1 + int(max(map(self._label, range(len(self)))))
         if count > MAX_CLASSES:
             reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
-            raise DataError(self._told[0], -1, 0, reason)
+            raise DataError(self._arguments[0], -1, 0, reason)
         return count
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
@@ -144,14 +130,14 @@ class StoredArrays:
         size = self.chunk_samples * self.array_spec.nbytes
         if self.chunk_samples > 1 and not self.kept:
             warnings.warn(
-                f"Loader: {self._told[0]} has chunks of {self.chunk_samples} samples "
+                f"Loader: {self._arguments[0]} has chunks of {self.chunk_samples} samples "
                 f"({size:,} bytes): in random order each is read and unpacked for one of them. "
                 "HINT: shuffle='blocks', or paceline pack",
                 stacklevel=4,
             )
 
     def _open(self) -> None:
-        x, y = self._told
+        x, y = self._arguments
         source = formats.open_source(*formats.split_path(x), y)
         assert isinstance(source, StoreSource)
         self._source, self._process = source, os.getpid()
@@ -172,7 +158,7 @@ class StoredArrays:
             return rows.row(i) if size == 1 else self._unpacked(rows, i // size)[i % size]
         except (OSError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
             reason = str(error) or type(error).__name__
-            raise DataError(self._told[0], -1, 0, f"sample {i}: {reason}") from None
+            raise DataError(self._arguments[0], -1, 0, f"sample {i}: {reason}") from None
 
     def _unpacked(self, rows: Rows, number: int) -> Any:
         """Return a chunk. The first thread that needs it reads it, and the others wait."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ....security.files import open_regular
 from ....security.text import printable
-from ...format.shard_format import ArraySpec
+from ...format.shard_format import label_spec
 from . import ExportInfo, Sample, convert_library_errors, import_format_package
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
@@ -151,7 +151,8 @@ def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
             x = file.create_dataset("x", whole, info.array.dtype, chunks=(1, *whole[1:]), **more)
         y = names = None
         if label is not None:
-            field = label if isinstance(label, ArraySpec) else ArraySpec("int64", ())
+            field = label_spec(label)
+            assert field is not None
             y = file.create_dataset("y", (count, *field.shape), field.dtype)
         if info.meta.classes:
             file.attrs[CLASSES_ATTRIBUTE] = info.meta.classes
