@@ -1,4 +1,4 @@
-"""A packed set that several files read."""
+"""A packed dataset that several test files share."""
 
 import pytest
 import sets
@@ -8,7 +8,7 @@ from paceline.data import pack
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """30 images of (20, 24) in three classes, in several shards; not to be changed."""
+    """Pack 30 images of (20, 24) in three classes into several shards; do not change them."""
     folder = tmp_path_factory.mktemp("set")
     pack(sets.images(folder / "in", 30), folder / "out", shard_bytes=5000)
     return folder / "out"

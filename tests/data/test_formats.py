@@ -1,4 +1,4 @@
-"""Formats of others: read into a set, written from it, and byte for byte the same again."""
+"""Other formats: read into a packed dataset, written from it, and read again byte for byte."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from paceline.data.shards import ScratchBuffer
 
 
 def samples(folder):
-    """What a set holds, in no order: bytes, kind, label and name of each sample."""
+    """Return the samples of a dataset, sorted: bytes, kind, shape, dtype, label and name."""
     shards = Shards(folder)
     found = []
     for i in range(len(shards)):
@@ -64,7 +64,7 @@ def test_what_is_written_is_read_again_byte_for_byte(tmp_path, kind, to):
     one, again = Shards(tmp_path / "one").meta, Shards(tmp_path / "again").meta
     assert (one.label, one.classes, one.array) == (again.label, again.classes, again.array)
     assert one.packed["kind"] == again.packed["kind"]
-    told = 6 if one.names else 5  # where there are no names, a format may make some
+    told = 6 if one.names else 5  # a format may invent names where there are none
     assert [each[:told] for each in samples(tmp_path / "again")] == [
         each[:told] for each in samples(tmp_path / "one")
     ]
@@ -247,7 +247,7 @@ def _tar(path, members=6):
 
 
 def test_a_tar_that_ends_before_its_end_is_told(tmp_path):
-    each = 512 + 2048  # a member, with its header
+    each = 512 + 2048  # bytes of a member with its header
     whole = _tar(tmp_path / "t.tar").read_bytes()
     assert len(whole) % 10240 == 0
     damaged = bytearray(whole)
@@ -280,7 +280,8 @@ def test_an_old_netcdf_that_was_cut_is_told(tmp_path, kind, variables):
         fixed[:] = np.arange(5)
     assert pack(f"{path}:v0", tmp_path / "one").notes == []
     whole = path.read_bytes()
-    padding = 2 if variables > 1 else 0  # of the last record, which a file may do without
+    # Padding of the last record, which may be missing in a file.
+    padding = 2 if variables > 1 else 0
     path.write_bytes(whole[: -1 - padding])
     with pytest.raises(ValueError, match=r"t\.nc: is truncated: [\d,]+ bytes of at least"):
         pack(f"{path}:v0", tmp_path / "two")

@@ -1,4 +1,4 @@
-"""A packed set: read at any place, by threads and processes, and what is damaged is named."""
+"""A packed dataset: random access by threads and processes, errors that name damaged samples."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_a_set_can_be_handed_to_another_process(arrays):
 
 @pytest.mark.parametrize("kind", ["images", "arrays"])
 def test_random_damage_is_noticed_and_named(request, tmp_path, kind):
-    """``make soak`` does it 10,000 times."""
+    """``make soak`` runs this 10,000 times."""
     whole, draw = request.getfixturevalue(kind), random.Random(1)
     for _ in range(60):
         done = corrupt.damaged(whole, tmp_path / "copy", draw)
@@ -107,7 +107,7 @@ def test_other_formats_are_named(tmp_path, arrays):
 
 
 def test_a_damaged_row_takes_no_memory(tmp_path, arrays):
-    """A length of 4 GiB in a row of the index."""
+    """Set a length of 4 GiB in a row of the index."""
     copy = shutil.copytree(arrays, tmp_path / "copy")
     data = bytearray((copy / "index.bin").read_bytes())
     data[16:20] = b"\xff\xff\xff\xff"

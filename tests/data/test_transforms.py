@@ -1,4 +1,4 @@
-"""Transforms: what they do to an array, the same for the same generator."""
+"""Transforms: their effect on an array, deterministic for a given generator."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_a_turn_by_any_angle(dtype):
 
 def test_angles_are_drawn_to_either_side():
     x = np.zeros((21, 21, 1), np.float32)
-    x[10, 10:] = 1  # a hand to the right
+    x[10, 10:] = 1  # a line from the center to the right
     ends = [Rotate(40)(x, rng(seed))[:, 18].argmax() for seed in range(30)]
     assert min(ends) < 9
     assert max(ends) > 11

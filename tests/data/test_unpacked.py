@@ -1,4 +1,4 @@
-"""A folder of files as it is, in the place of a packed set."""
+"""A folder of unpacked files as a dataset."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What a library made in C does to ``paceline pack``: told in a line, nothing is left."""
+"""Failures of C libraries in ``paceline pack``: reported in one line, nothing is left behind."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ try:
 except typer.Exit as end:
     sys.exit(end.exit_code)
 """
-BACKTRACKS = 're.match(r"(a+)+$", "a" * 60 + "b")'  # without end, and holds Python's lock
+BACKTRACKS = 're.match(r"(a+)+$", "a" * 60 + "b")'  # endless, and holds the GIL
 LOOP = "    until = time.time() + 2\n    while time.time() < until:"
 
 
@@ -42,7 +42,7 @@ def start(work):
         ("1 / 0", 1, "ZeroDivisionError"),
         ("raise KeyboardInterrupt", 130, "paceline: interrupted"),
         ("raise typer.Exit(7)", 7, ""),
-        ("time.sleep(1.5)", 0, ""),  # a slow storage
+        ("time.sleep(1.5)", 0, ""),  # as with slow storage
         (f"def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\n{LOOP} f(20)", 0, ""),
         (f"file = open('/dev/zero', 'rb')\n{LOOP} sum(file.read(1 << 22))", 0, ""),
     ],

@@ -1,4 +1,4 @@
-"""A Loader whose batches NVIDIA DALI makes: on the processor, as there is a GPU nowhere."""
+"""A Loader whose batches are made by NVIDIA DALI, on the CPU because no GPU is available."""
 
 import gc
 import importlib.util
@@ -42,7 +42,7 @@ def augmented(fn):
 
 @pytest.fixture
 def drawing(fn):
-    """By DALI's own random operators, and a second output."""
+    """Return a function that uses DALI's random operators and has a second output."""
 
     def function(samples):
         images = fn.random_resized_crop(fn.decoders.image(samples, device="cpu"), size=(9, 9))
@@ -52,7 +52,7 @@ def drawing(fn):
 
 
 def same(one, other):
-    """Whether two lists of batches are."""
+    """Check that two lists of batches are equal."""
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -70,12 +70,12 @@ def test_order_labels_and_the_last_batch_are_the_loaders(images, decoded, drop_l
             assert torch.equal(y, label)
             assert x.dtype == torch.uint8
             assert x.shape == (len(y), 20, 24, 3)
-            # two decoders of JPEG, which round otherwise
+            # The two JPEG decoders round differently.
             assert (x.int() - pixels.permute(0, 2, 3, 1).int()).abs().max() <= 4
 
 
 def test_draws_are_the_samples_own(images, augmented):
-    """The same on one rank, on three, and in batches of another size; others in each epoch."""
+    """Random draws depend on seed, epoch and sample, not on batch size or number of ranks."""
     shards = Shards(images)
 
     def by_sample(loaders, seed):
@@ -101,7 +101,7 @@ def test_draws_are_the_samples_own(images, augmented):
         assert torch.equal(x, other[key])
     loader = Loader(shards, 30, dali=augmented)
     first, second = [next(iter(loader))[0] for _ in range(2)], next(iter(loader))[0]
-    assert torch.equal(*first)  # a pass that was left has not counted
+    assert torch.equal(*first)  # an unfinished epoch does not count
     list(loader)
     assert not torch.equal(next(iter(loader))[0], second)
 
@@ -123,7 +123,7 @@ def test_a_resumed_pass_goes_on_to_the_bit(images, function, request):
     fresh.load_state_dict(state)
     same(whole[0][3:], list(fresh))
     same(whole[1], list(fresh))
-    loader.load_state_dict({"epoch": 1, "sample": 4})  # DALI has read ahead of it meanwhile
+    loader.load_state_dict({"epoch": 1, "sample": 4})  # DALI has prefetched further batches
     same(whole[1][1:], list(loader))
     assert not torch.equal(whole[0][0][0], whole[1][0][0])
     assert not torch.equal(whole[0][0][0], next(iter(made(seed=2)))[0])
@@ -179,7 +179,7 @@ def test_arrays_files_and_several_sets(images, fn, tmp_path):
 
 
 def changed(folder, sample):
-    """Another byte in the middle of a sample."""
+    """Change a byte in the middle of a sample."""
     path, offset, length = Shards(folder).location(sample)
     data = bytearray(path.read_bytes())
     data[offset + length // 2] ^= 1
@@ -220,7 +220,7 @@ def test_what_dali_cannot_decode_is_named(tmp_path, decoded):
     loader = Loader(tmp_path / "set", 3, dali=decoded)
     with pytest.raises(DataError, match=r"sample \d at byte .*does not decode"):
         list(loader)
-    with pytest.raises(DataError, match="does not decode"):  # and it can be begun again
+    with pytest.raises(DataError, match="does not decode"):  # the Loader can be iterated again
         list(loader)
 
 

@@ -1,4 +1,4 @@
-"""paceline.data.Loader: what a DataLoader gives, from threads, in an order by seed and epoch."""
+"""paceline.data.Loader: the batches of a DataLoader, from threads, ordered by seed and epoch."""
 
 import gc
 import os
@@ -122,7 +122,7 @@ def test_the_same_samples_in_a_step_on_any_number_of_ranks(arrays, ranks):
 
 
 def test_every_sample_once_over_kills_and_other_numbers_of_ranks(arrays):
-    """Whatever was given before a kill counts as lost; a checkpoint has the position."""
+    """Batches returned after the last checkpoint count as lost when the job is killed."""
     draw = random.Random(5)
     for _ in range(20):
         seen, position, batch = [], 0, 6
@@ -160,7 +160,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(arrays, workers, pr
     kept = [(x, x.clone()) for x, _ in loader]
     list(loader)
     assert all(torch.equal(x, copy) for x, copy in kept)
-    part = [x[1:2, 0] for x, _ in loader]  # views keep the whole batch
+    part = [x[1:2, 0] for x, _ in loader]  # views keep the whole batch alive
     copies = [x.clone() for x in part]
     list(loader)
     assert all(torch.equal(x, copy) for x, copy in zip(part, copies, strict=True))
@@ -178,7 +178,7 @@ def test_memory_stays_flat_over_epochs(arrays):
     for _ in range(20):
         for _ in loader:
             pass
-    # of samples and of labels: two batches ahead, one in use, one that a thread lets go of
+    # Samples and labels: two prefetched batches, one in use, one that a thread is releasing.
     assert loader._pipeline.buffer_pool.allocated <= 2 * 4
 
 
@@ -247,7 +247,7 @@ def test_what_can_not_be_read_stops_or_is_left_out(tmp_path, arrays, capsys):
     gc.collect()
     assert "3 samples were left out; the first:" in capsys.readouterr().err
     with pytest.raises(DataError):
-        list(Loader(copy, 1, on_error="skip"))  # a batch of which nothing is left
+        list(Loader(copy, 1, on_error="skip"))  # a batch with no samples left
 
 
 def test_torchs_samplers_choose(arrays):
@@ -320,7 +320,7 @@ def test_errors_come_from_processes_as_from_threads(tmp_path, images):
 def test_processes_go_with_the_loader(images):
     loader, other = (Loader(images, 4, num_workers=2, processes=True) for _ in range(2))
     list(loader)
-    list(other)  # its processes are forked from where the first ones' lines are open
+    list(other)  # its worker processes inherit the first loader's open pipes
     running = [one._process for one in loader._pool[1]._workers]
     assert all(process.is_alive() for process in running)
     del loader

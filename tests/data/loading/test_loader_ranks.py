@@ -1,4 +1,4 @@
-"""A Loader under world.shard: the result on N ranks is that of one process, also after a kill."""
+"""A Loader under world.shard: N ranks give the result of one process, also after a kill."""
 
 import json
 import subprocess

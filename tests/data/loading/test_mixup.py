@@ -1,4 +1,4 @@
-"""Mix-up: of what a sample is made, and what its label is then."""
+"""Mix-up: the samples that are mixed and the resulting label."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Arrays in HDF5, netCDF and zarr, as the Loader reads them where they are."""
+"""Arrays in HDF5, netCDF and zarr files that the Loader reads in place."""
 
 import warnings
 

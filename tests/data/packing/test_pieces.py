@@ -1,5 +1,7 @@
-"""A set that ranks pack in pieces: each piece is packed once, and what was killed in the middle is
-gone on with by one process."""
+"""A dataset that ranks pack in pieces.
+
+Each piece is packed once. After a kill, one process can continue with the pieces.
+"""
 
 import shutil
 import threading
@@ -24,7 +26,7 @@ def nothing(*_):
 
 
 def some_packed(x, y, folder, count, wish=WISH, ranks=2):
-    """So many pieces of a set, as a rank packs them that is killed then; how many there are."""
+    """Pack ``count`` pieces as a rank does that is then killed; return the number of all pieces."""
     with open_pack_job((x, y), folder, None, EncodingOptions(), wish, nothing) as job:
         cut = job.partition(ranks)
         run = job.work / "run-killed"
@@ -34,14 +36,14 @@ def some_packed(x, y, folder, count, wish=WISH, ranks=2):
         )
         pieces.pack(job.encoder, range(count), 2, nothing)
         (run / piece_name(count)).mkdir()
-        # what is left at a kill, without the tidying up
+        # as a kill leaves it, without cleanup
         shutil.copytree(job.work, folder.with_name("work"))
     shutil.move(folder.with_name("work"), folder / ".packing")
     return len(cut)
 
 
 def content(folder):
-    """Of each sample: its bytes, label and what else its row says, but for where it is."""
+    """Return the bytes, label and row of each sample, without its position."""
     shards = Shards(folder)
     rows = [shards.row(i) for i in range(len(shards))]
     return [
@@ -80,7 +82,7 @@ def test_each_piece_is_taken_once_by_whoever_is_there_first(tmp_path, size):
         for number, piece in enumerate(PieceClaims(tmp_path, pieces, rank, size)):
             taken.append(piece)
             if rank == 1 and number == 2:
-                return  # it takes no more, and others do
+                return  # this rank stops, and the others take the rest
 
     threads = [threading.Thread(target=take, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -180,7 +182,7 @@ def test_a_late_rank_of_a_job_that_was_killed_does_no_harm(tmp_path):
         PieceWriter(cut, job.work, soon, WISH.shard_bytes, False, False).pack(
             job.encoder, range(len(cut)), 2, nothing
         )
-        of_late.pack(job.encoder, [1], 2, nothing)  # the same again: one of them is kept
+        of_late.pack(job.encoder, [1], 2, nothing)  # packed a second time; one of the two is kept
         shutil.rmtree(late)
         with pytest.raises(FileNotFoundError):
             of_late.pack(job.encoder, [2], 2, nothing)

@@ -1,4 +1,4 @@
-"""The order of samples: a function of seed and epoch, cut the same way on any number of ranks."""
+"""The order of samples: a function of seed and epoch, split the same way on any number of ranks."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_batch_smaller_than_the_ranks_has_fillers():
 
 
 def test_accumulated_batches_are_summed_up_to_the_epochs_end():
-    split = BatchSplit(samples=100, batch=16, ranks=2)  # 6 full batches and one of 4
+    split = BatchSplit(samples=100, batch=16, ranks=2)  # 6 full batches and one of 4 samples
     assert [split.group_total(p, 3) for p in range(7)] == [48, 48, 48, 48, 48, 48, 4]
 
 

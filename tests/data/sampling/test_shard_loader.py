@@ -1,4 +1,4 @@
-"""world.shard without ranks: what a rank's loader yields, and what is refused."""
+"""world.shard without ranks: the batches of each rank's loader, and errors."""
 
 import random
 
@@ -26,7 +26,7 @@ def numbers(n):
 
 
 class Noisy(Dataset):
-    """Augments with every generator that users draw from."""
+    """A dataset that augments with every random generator that users draw from."""
 
     def __len__(self):
         return 20
@@ -44,7 +44,7 @@ def test_the_global_batches_are_the_same_on_any_number_of_ranks(ranks):
         for r in range(ranks)
     ]
     together = [[n for part in batches for n in part] for batches in zip(*parts, strict=True)]
-    # fillers repeat a sample of the last, uneven batch
+    # Padding repeats a sample of the last, uneven batch.
     assert together[:-1] == alone[:-1]
     assert together[-1][:2] == alone[-1]
 

@@ -1,4 +1,4 @@
-"""Staging by several hosts: each shard is read once from where it was packed, by one of them."""
+"""Staging on several nodes: each shard is read once from its origin, by one of the nodes."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ from paceline.security.folders import Folder
 
 @pytest.fixture
 def packed(tmp_path):
-    """Forty shards of ten samples."""
+    """Pack 40 shards of ten samples."""
     x, y = sets.arrays(400, (50,))
     pack((x, y), tmp_path / "set", shard_bytes=2000)
     return tmp_path / "set"
@@ -28,7 +28,7 @@ def packed(tmp_path):
 
 @pytest.fixture
 def job(monkeypatch):
-    """So many hosts, which are threads here, meet at its store."""
+    """Return a function that sets the number of nodes (threads) and returns their store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -37,7 +37,7 @@ def job(monkeypatch):
 
     def of(hosts, absent=0):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
-        if absent:  # nobody waits long for those
+        if absent:  # do not wait long for absent nodes
             monkeypatch.setattr(peer_transfer, "READY_TIMEOUT_S", 0.2)
         return store
 
@@ -45,7 +45,7 @@ def job(monkeypatch):
 
 
 def staged(packed, roots, **options):
-    """What each host has found."""
+    """Stage on all nodes, one root each, and return their reports."""
     with ThreadPoolExecutor(len(roots)) as pool:
         calls = [pool.submit(stage, packed, root, together=True, **options) for root in roots]
         return [call.result(timeout=60) for call in calls]
@@ -106,11 +106,11 @@ def test_a_host_with_room_has_all_and_one_without_its_part(packed, tmp_path, job
 
 
 def dead(packed, claims):
-    """A host that claims and is gone; how it looks to the others."""
+    """Claim shards as a node that then dies."""
     files = _files(packed, Shards(packed).meta)
     one = join(staged_path(packed, packed).name, None, files, os.environ)
     claimed = [one.claim() for _ in range(claims)]
-    one.publish(claimed[0])  # which it does not give any more
+    one.publish(claimed[0])  # announced, but never served
     one.end({"host": "dead", "copied": 0})
     one.close()
     return claimed
@@ -123,9 +123,9 @@ def test_what_one_has_no_room_for_another_claims(packed, job):
     claimed = [one.claim() for _ in files]
     assert sorted(claimed) == list(range(len(files)))
     one.give_up(3)
-    assert one.claim() is None  # it had no room for it
+    assert one.claim() is None  # this node has no room for it
     assert [other.claim(), other.claim()] == [3, None]
-    assert not one.take_over(3)  # the other one is there
+    assert not one.take_over(3)  # the other node is alive
     for each in (one, other):
         each.close()
 
@@ -209,7 +209,7 @@ def test_who_does_not_know_the_token_is_sent_nothing(packed):
 
 
 def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatch):
-    """It has claimed, and accepts who asks, and says nothing."""
+    """A node that has claimed shards accepts connections and never answers."""
     store = job(2, absent=1)
     monkeypatch.setattr(shard_server, "ALIVE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(shard_server, "ANSWER_TIMEOUT_S", 0.3)

@@ -1,4 +1,4 @@
-"""``paceline stage``: shards on a host's own storage, whole or not there, and read from there."""
+"""``paceline stage``: shards on node-local storage, complete or absent, and read from there."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from paceline.data.staging.staged_sets import VARIABLE
 
 @pytest.fixture
 def packed(tmp_path):
-    """Ten shards of ten samples."""
+    """Pack ten shards of ten samples."""
     x, y = sets.arrays(100, (50,))
     pack((x, y), tmp_path / "set", shard_bytes=2000)
     return tmp_path / "set"
@@ -41,7 +41,7 @@ def test_a_staged_set_is_read_from_where_it_is(packed, tmp_path, monkeypatch):
     wanted = reads(packed)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "disk"))
     one = Shards(packed)
-    for file in packed.glob("shard-*.bin"):  # what is read is not this one
+    for file in packed.glob("shard-*.bin"):  # the origin is not read
         file.write_bytes(bytes(file.stat().st_size))
     assert {int(x[0]): int(y) for x, y in map(one.__getitem__, range(100))} == wanted
     assert len(Loader(packed, 10)) == 10
@@ -121,7 +121,7 @@ def test_a_staged_shard_that_is_damaged_is_named(packed, tmp_path, monkeypatch):
     data = bytearray((folder / "shard-00000.bin").read_bytes())
     data[10] ^= 1
     (folder / "shard-00000.bin").write_bytes(data)
-    (folder / "shard-00001.bin").write_bytes(b"short")  # a host that died
+    (folder / "shard-00001.bin").write_bytes(b"short")  # left by a node that died
     monkeypatch.setenv(VARIABLE, str(tmp_path / "disk"))
     with pytest.raises(DataError, match=rf"{folder}/shard-00000\.bin: sample \d+ at byte"):
         reads(packed)
@@ -174,7 +174,8 @@ def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(packed, tmp_path, mo
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=44k", "tmpfs", disk], check=True)
     try:
-        monkeypatch.setattr(staging, "free", lambda _: 1 << 30)  # as another job took it since
+        # Another job fills the disk after this check.
+        monkeypatch.setattr(staging, "free", lambda _: 1 << 30)
         with pytest.raises(ValueError, match=r"No space left on device.*HINT: make room, or give"):
             stage(packed, disk)
         monkeypatch.setenv(VARIABLE, str(disk))
@@ -187,7 +188,8 @@ def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(packed, tmp_path, mo
         subprocess.run(["umount", disk], check=True)
 
 
-PLAIN_ROOT = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # modes count for it
+# root, but subject to file modes
+PLAIN_ROOT = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
 
 
 def test_a_permission_that_changes_is_told_and_training_goes_on(packed, tmp_path):
