@@ -1,6 +1,6 @@
-"""Scripts of the real TensorFlow and the real JAX find their world under paceline run.
+"""Scripts of TensorFlow and JAX find their ranks and peers under paceline run.
 
-They need an environment with both: ``make test-frameworks``.
+They need an environment with both packages: ``make test-frameworks``.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import pytest
 import ranks
 
 SCRIPTS = Path(__file__).parent
-# Ranks are forked from a process that has imported torch, or have interpreters of their own.
+# Ranks are forks of a process that has imported torch, or start with a new interpreter.
 LAUNCHERS = pytest.mark.parametrize("launcher", ["paceline", "paceline --fresh"])
 
 
@@ -22,7 +22,7 @@ def needs(name):
 
 
 def results(script, launcher="paceline", number=2, **env):
-    """What each rank says at its end, in rank order."""
+    """Return the result that each rank prints at its end, in rank order."""
     said = ranks.run(SCRIPTS / script, ranks=number, launcher=launcher, **env).stdout
     found = [json.loads(text) for text in re.findall(r"RESULT (\{.*\})", said)]
     assert len(found) == number, said

@@ -1,4 +1,4 @@
-"""TFRecords that are written here are TensorFlow's, and its own are read."""
+"""TensorFlow reads the TFRecords that Paceline writes, and the reverse."""
 
 import importlib.util
 

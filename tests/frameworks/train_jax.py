@@ -1,4 +1,4 @@
-"""A line fitted with JAX over all processes' devices, as its guide has it."""
+"""Fit a line with JAX over the devices of all processes, as in JAX's guide."""
 
 import json
 
@@ -14,7 +14,7 @@ split = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec("data"))
 
 
 def everywhere(local):
-    """One array over all processes, of which this one has a part."""
+    """Return one array over all processes, of which ``local`` is this process's part."""
     return jax.make_array_from_process_local_data(split, local)
 
 

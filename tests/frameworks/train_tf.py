@@ -1,4 +1,4 @@
-"""A line fitted with TensorFlow's MultiWorkerMirroredStrategy, as its guide has it."""
+"""Fit a line with TensorFlow's MultiWorkerMirroredStrategy, as in its guide."""
 
 import json
 import os
@@ -9,7 +9,7 @@ BATCH = 16
 
 
 def data(context):
-    """Every worker's own part of y = 0.75 x - 0.5, endlessly."""
+    """Return this worker's own part of y = 0.75 x - 0.5, repeated endlessly."""
     x = tf.random.Generator.from_seed(context.input_pipeline_id).uniform((256, 1))
     pairs = tf.data.Dataset.from_tensor_slices((x, 0.75 * x - 0.5))
     return pairs.repeat().batch(context.get_per_replica_batch_size(BATCH))
