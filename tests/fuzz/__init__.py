@@ -1,1 +1,1 @@
-"""Coverage-guided fuzzing of what Paceline reads from others; see __main__.py."""
+"""Coverage-guided fuzzing of input that Paceline reads from others; see __main__.py."""

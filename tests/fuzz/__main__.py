@@ -1,13 +1,13 @@
-"""Feed a target damaged and hostile input for some time: ``python -m fuzz TARGET --seconds 60``.
+"""Run a target with damaged and hostile input: ``python -m fuzz TARGET --seconds 60``.
 
-Run in tests/. A target is a module of fuzz.targets with
+Run this in tests/. A target is a module of fuzz.targets with
 
     seeds()     valid inputs (bytes) to start from
-    run(data)   what Paceline does with such an input; returns or raises what a user would be told
-                (ValueError, OSError). Anything else that it raises, a run of over TIMEOUT_S and
-                memory over RSS_MB are findings, whose input is kept in --artifacts.
+    run(data)   what Paceline does with such an input; returns, or raises an error that a user would
+                see (ValueError, OSError). Findings are any other exception, a run longer than
+                TIMEOUT_S, and memory above RSS_MB. Their inputs are stored in --artifacts.
 
-The corpus grows in --corpus, from which a later run goes on. Exit code 1 where something was found.
+The corpus grows in --corpus, and a later run continues from it. Exit code 1 if anything was found.
 """
 
 import argparse
@@ -25,14 +25,14 @@ TIMEOUT_S, RSS_MB = 10, 3072
 
 
 def names() -> list[str]:
-    """The targets there are."""
+    """Return the names of the targets."""
     return sorted(
         one.name for one in pkgutil.iter_modules(targets.__path__) if not one.name.startswith("_")
     )
 
 
 def start(target: str, seconds: int, corpus: Path, artifacts: Path) -> "subprocess.Popen[bytes]":
-    """Start fuzzing in a process of its own; exit code 0 where nothing was found."""
+    """Start fuzzing in a separate process; its exit code is 0 if nothing was found."""
     seeds = corpus / "seeds"
     for folder in (corpus, seeds, artifacts):
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def start(target: str, seconds: int, corpus: Path, artifacts: Path) -> "subproce
     words = [sys.executable, "-m", "fuzz.instrumented", target, str(corpus), str(seeds)]
     limits = [f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={RSS_MB}", f"-max_total_time={seconds}"]
     shown = ["-print_final_stats=1", f"-artifact_prefix={artifacts}/{target}-"]
-    # libFuzzer ends without cleaning up: what a target makes goes with the corpus.
+    # libFuzzer ends without cleanup, so the target's files go into a folder beside the corpus.
     scratch = corpus.with_name(f"{corpus.name}-scratch")
     scratch.mkdir(exist_ok=True)
     where = {**os.environ, "TMPDIR": str(scratch)}

@@ -1,4 +1,4 @@
-"""One target under atheris: the process that ``fuzz.__main__`` starts."""
+"""Run one target under atheris; ``fuzz.__main__`` starts this process."""
 
 import importlib
 import sys
@@ -13,7 +13,7 @@ with atheris.instrument_imports(include=["paceline", "fuzz"]):
 def one(data: bytes) -> None:
     try:
         module.run(data)
-    except (ValueError, OSError):  # told to the user in a line
+    except (ValueError, OSError):  # reported to the user in one line
         pass
 
 

@@ -1,4 +1,4 @@
-"""A folder for the files that a target feeds to Paceline."""
+"""A folder for the files that a target passes to Paceline."""
 
 import atexit
 import shutil
@@ -7,8 +7,10 @@ from pathlib import Path
 
 
 def new_folder() -> Path:
-    """Make a temporary folder, which is removed when the process ends. (A fuzzing process is ended
-    without that: there the folder lies in one that its starter removes.)"""
+    """Create a temporary folder that is removed when the process exits.
+
+    A fuzzing process ends without exit handlers. Its folder lies in one that the starter removes.
+    """
     folder = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,4 +1,4 @@
-"""A short run of every fuzzing target; ``make fuzz SECONDS=3600`` is a long one."""
+"""Short runs of every fuzzing target; ``make fuzz SECONDS=3600`` makes a long one."""
 
 import os
 

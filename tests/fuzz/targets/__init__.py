@@ -1,1 +1,1 @@
-"""What is fuzzed: a module each."""
+"""Fuzzing targets, one per module."""

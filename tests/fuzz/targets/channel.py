@@ -1,4 +1,4 @@
-"""Messages between the launcher and agents: any bytes, and any signed content, in pieces."""
+"""Messages between the launcher and agents: arbitrary bytes and signed content, in pieces."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def run(data: bytes) -> None:
     receiver = Channel(read_fd, read_fd, KEYS if mode in (RAW_WITH_KEYS, SIGNED) else None)
     try:
         os.set_blocking(write_fd, False)
-        os.write(write_fd, data)  # the fuzzer's inputs fit into a pipe
+        os.write(write_fd, data)  # the fuzzer's inputs fit into the pipe's buffer
         os.close(write_fd)
         if mode == LOGIN and receiver.skip_login_output(0.0) is None:
             return

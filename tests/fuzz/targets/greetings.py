@@ -1,5 +1,8 @@
-"""What both sides of each greeting make of any bytes: the launcher and its agents, ranks that meet
-and are answered, peers of other hosts, and hosts that ask for shards."""
+"""Both sides of each greeting, with arbitrary bytes.
+
+Greetings are between the launcher and its agents, between ranks that meet, between peers on other
+nodes, and with nodes that request shards.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +20,7 @@ PIECES = (1, 3, 32, 4096)
 
 
 class _Fixed:
-    """In the place of the module ``secrets``: inputs can hold a valid proof."""
+    """Replace the module ``secrets``, so that inputs can contain a valid proof."""
 
     token_bytes = staticmethod(lambda count: NONCE[:count])
 
@@ -44,7 +47,7 @@ GREETINGS: list[Callable[[], Greeting[Any]]] = [
 
 
 class Peer:
-    """A socket on which ``data`` comes in pieces, and whose other side has closed it then."""
+    """A socket on which ``data`` arrives in pieces, and whose other side then closes it."""
 
     def __init__(self, data: bytes, piece: int) -> None:
         self.data, self.piece, self.waited = data, piece, piece >= 32

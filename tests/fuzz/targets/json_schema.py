@@ -1,4 +1,4 @@
-"""The schema check itself: any JSON, against a schema with ranges."""
+"""The schema check itself: arbitrary JSON against a schema with ranges."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Machine files: read, compared, drawn, and written again."""
+"""Machine files: read, compared, drawn and written again."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from machines import Maker
 FOLDER = new_folder()
 FILE = FOLDER / "machine.toml"
 GOOD = Maker().machine(2, gpus=1)
-warnings.simplefilter("ignore", UserWarning)  # keys that nobody knows
+warnings.simplefilter("ignore", UserWarning)  # unknown keys
 
 
 def seeds() -> Iterator[bytes]:

@@ -1,6 +1,6 @@
-"""A checkpoint's manifest, signed anew, and the skeleton of a state as a shard may hold it.
+"""A checkpoint's manifest with a valid checksum, and the skeleton of a state from a shard.
 
-The first byte says which: the JSON of a manifest, or the plain values of a skeleton.
+The first byte selects one: the JSON of a manifest, or the plain values of a skeleton.
 """
 
 import ast

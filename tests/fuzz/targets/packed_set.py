@@ -1,5 +1,8 @@
-"""paceline.json, names.txt and index.bin of a packed set, with every checksum right, then all of
-its samples. Input: the file's number, then its content (of paceline.json without its checksum)."""
+"""paceline.json, names.txt and index.bin of a packed dataset with valid checksums.
+
+All samples are then read. Input: the number of the file, then its content (of paceline.json without
+its checksum).
+"""
 
 import json
 import struct
@@ -75,7 +78,7 @@ def run(data: bytes) -> None:
 
 
 def _sealed(content: bytes) -> bytes:
-    """Content with its checksum, where it is JSON that may have one."""
+    """Return the content with its checksum, if it is JSON that can have one."""
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError):
@@ -87,7 +90,7 @@ def _sealed(content: bytes) -> bytes:
 
 
 def _rows(content: bytes) -> bytes:
-    """Rows whose checksums are right, and as many as there were."""
+    """Return rows with valid checksums, as many as there were."""
     size = len(WHOLE[INDEX_FILE])
     content = content[:size].ljust(size, b"\0")
     made = b""

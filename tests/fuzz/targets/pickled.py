@@ -1,4 +1,4 @@
-"""The pickle of a shard: what passes the check is loaded by torch, in bounded time and memory."""
+"""The pickle of a shard: torch loads what passes the check in bounded time and memory."""
 
 import io
 import warnings
@@ -45,5 +45,5 @@ def run(data: bytes) -> None:
     try:
         with torch.serialization.safe_globals([bytes]):
             torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # as read_shard, which says that the shard is damaged
+    except Exception:  # read_shard then reports that the shard is damaged
         return

@@ -1,7 +1,7 @@
 """Records of up to three ranks with any events: analysis, live view, report and timeline.
 
-The first byte says how many ranks there are, and how the rest is read: as whole records, as
-events of 40 bytes, or as short codes that stand for events which can be what they say.
+The first byte gives the number of ranks and how the rest is read: as whole records, as events of 40
+bytes, or as short codes for plausible events.
 """
 
 import io
@@ -38,11 +38,11 @@ WHOLE, RAW = 0, 1
 CODE = struct.Struct("<BBBBHHHHB")
 STATES, OPS = list(State), [0, *Op]
 FOLDER = new_folder()
-warnings.simplefilter("error", RuntimeWarning)  # a sum or a division that went wrong
+warnings.simplefilter("error", RuntimeWarning)  # a sum or a division that overflowed or was invalid
 
 
 def ring(meta: dict[str, Any], events: bytes, begun: bytes = b"") -> bytes:
-    """A record's bytes."""
+    """Return the bytes of a record."""
     text, count = json.dumps(meta).encode(), len(events) // EVENT.size
     data = bytearray(HEADER_BYTES)
     HEADER.pack_into(
@@ -56,7 +56,11 @@ def ring(meta: dict[str, Any], events: bytes, begun: bytes = b"") -> bytes:
 
 
 def about(rank: int, size: int, hosts: int) -> dict[str, Any]:
-    """A header's JSON: all ranks in group 1, each but the first in group 2, host by host."""
+    """Return a header's JSON.
+
+    All ranks are in group 1, all but the first in group 2; ranks are distributed over the hosts
+    round-robin.
+    """
     groups = {"1": {"name": "all", "size": size, "rank": rank}}
     if rank:
         groups["2"] = {"name": "few", "size": max(size - 1, 1), "rank": rank - 1}
@@ -67,12 +71,12 @@ def about(rank: int, size: int, hosts: int) -> dict[str, Any]:
 
 
 def number(code: int) -> int:
-    """A number of 12 bits and a power of two: small ones exactly, large ones up to 2**62."""
+    """Decode a number of 12 bits and a power of two: small ones exactly, large ones up to 2**62."""
     return (code & 0xFFF) << ((code >> 12) * 3 + (5 if code >> 12 == 15 else 0))
 
 
 def decoded(codes: bytes) -> bytes:
-    """Events that codes of 13 bytes stand for."""
+    """Return the events for codes of 13 bytes."""
     events, now = [], 10
     for state, op, group, peer, gap, length, seq, step, amount in CODE.iter_unpack(
         codes[: len(codes) // CODE.size * CODE.size]
@@ -112,7 +116,7 @@ def seeds() -> Iterator[bytes]:
 
 
 def records(data: bytes) -> tuple[list[bytes], int]:
-    """The bytes of each rank's record, and the size of the job."""
+    """Return the bytes of each rank's record, and the size of the job."""
     kind, ranks = data[0] % 4 % 3, data[0] // 4 % 3 + 1
     rest, hosts = data[1:], data[0] // 64 + 1
     length = len(rest) // ranks
@@ -136,7 +140,7 @@ def run(data: bytes) -> None:
         except ValueError:
             if data[0] % 4 % 3:
                 raise
-    draw = data[-1] % 16 == 0  # rich takes most of the time
+    draw = data[-1] % 16 == 0  # rendering with rich takes most of the time
     live(found, size, draw)
     if data[0] % 64 < 4 and data[-1] % 4 == 0:
         on_disk(found)
@@ -171,7 +175,7 @@ def on_disk(found: list[bytes]) -> None:
 
 
 def told(whole: Run, draw: bool) -> None:
-    """Everything that paceline report makes of a record; the page is the target "report"."""
+    """Produce all output of paceline report except the page, which is the target "report"."""
     examined = analyse_with_window(whole)
     report = examined.report
     json.loads(report.to_json(), parse_constant=_refused)

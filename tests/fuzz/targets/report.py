@@ -1,7 +1,7 @@
-"""Hostile texts in a record's header, its lines and its command: the page, and the terminal.
+"""Hostile texts in a record's header, lines and command: the page and the terminal output.
 
-The input is JSON: a header, with texts and figures of the work, and a list of lines. The steps and
-waits of the record are those of a good one.
+The input is JSON: a header with texts and figures of the work, and a list of lines. The steps and
+waits of the record are those of a valid one.
 """
 
 import io
@@ -30,12 +30,12 @@ from paceline.report.terminal.run_report import panel
 from .record import FOLDER, about, ring
 from .record import seeds as records
 
-# plotly.js is 1.2 MB, and the same in each page.
+# plotly.js has 1.2 MB and is the same in each page.
 write_page._plotly = lambda: "plotly"  # type: ignore[assignment]
 
 
 class Compiled(BytecodeCache):
-    """Keeps compiled templates in memory: compiling takes longer than the rest."""
+    """Keep compiled templates in memory, because compiling takes longer than the rest."""
 
     def __init__(self) -> None:
         self.known: dict[str, bytes] = {}
@@ -49,14 +49,14 @@ class Compiled(BytecodeCache):
 
 
 write_page.Environment = partial(Environment, bytecode_cache=Compiled())  # type: ignore[misc,assignment]
-SCRIPTS = 3  # the data, plotly, and what draws
+SCRIPTS = 3  # the data, plotly.js, and the code that draws
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 LINES = FOLDER / "rank-0.lines"
 EVENTS = [next(records())[1:][i * 1320 : (i + 1) * 1320] for i in range(2)]
 
 
 class Tags(HTMLParser):
-    """Counts what could run in a page."""
+    """Count the tags of a page that could run code."""
 
     def __init__(self) -> None:
         super().__init__()

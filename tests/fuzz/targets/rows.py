@@ -1,5 +1,8 @@
-"""The state of a pack that was stopped: files of DEST/.packing. Input: which file, and its content.
-A later call must go on, or refuse in a line, and give the same set."""
+"""The state of an interrupted pack: files of DEST/.packing.
+
+Input: the number of the file, then its content. A later call must continue or fail with a one-line
+error, and must give the same dataset.
+"""
 
 import json
 import shutil

@@ -1,5 +1,7 @@
-"""The bytes of one sample: zstd, JPEG, PNG and other images, .npy. Input: the encoding, the sides
-of the image or array that the row says, then the bytes."""
+"""The bytes of one sample: zstd, JPEG, PNG and other images, .npy.
+
+Input: the encoding, the sides of the image or array that the row states, then the bytes.
+"""
 
 import io
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ def seeds() -> Iterator[bytes]:
         made = io.BytesIO()
         try:
             Image.fromarray(pixels).save(made, kind)
-        except (KeyError, OSError):  # Pillow was built without
+        except (KeyError, OSError):  # Pillow was built without it
             continue
         yield bytes([2 if number == 0 else 3, 12, 8, 0, number % 4]) + made.getvalue()
     made = io.BytesIO()
@@ -55,7 +57,7 @@ def run(data: bytes) -> None:
         assert array.nbytes == nbytes(dtype, shape)
     into = np.zeros(shape, dtype)
     _tried(decoding.decode, row, content, into)
-    # as the file of a folder that is packed
+    # as for a file in a folder that is packed
     loaded = LoadedSample(bytes(content), None, f"x{ENDS[data[4] % len(ENDS)]}")
     _tried(encode_sample, loaded, EncodingOptions(decode=data[4] > 128), None)
 
@@ -67,5 +69,5 @@ def _tried(function, *words):
         ValueError,
         ArithmeticError,
         MemoryError,
-    ):  # as Shards.decoded and Encoder.one take them
+    ):  # as Shards.decoded and Encoder.one handle them
         return None

@@ -1,4 +1,4 @@
-"""Settings files: what paceline run takes of them, and what the tuner kept in one."""
+"""Settings files: the settings that paceline run and the tuner read from one."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from paceline.knobs.registry import KNOBS
 from paceline.knobs.tuning import made
 
 FILE = new_folder() / "settings.toml"
-settings._other_torch = lambda *_: []  # type: ignore[assignment]  # it reads a package's metadata
+settings._other_torch = lambda *_: []  # type: ignore[assignment]  # it would read package metadata
 MINE = {"ranks": 2, "sockets": False, "torch": "2.8"}
 HEAD = 'format = "paceline-settings"\nversion = 1\n[knobs]\n'
 

@@ -1,5 +1,7 @@
-"""Sources that are packed: TFRecord, tars of a webdataset, .npy, netCDF 3, a table of labels.
-Input: which one, then the file."""
+"""Sources to pack: TFRecord, tars of a webdataset, .npy, netCDF 3, a table of labels.
+
+Input: the number of the source, then the file.
+"""
 
 import io
 import os
@@ -60,7 +62,8 @@ def run(data: bytes) -> None:
                 loaded = made.load(i)
                 encode_sample(loaded, EncodingOptions(), made.label)
                 made.name(i)
-            except (OSError, ValueError, ArithmeticError, MemoryError, EOFError):  # Encoder.one's
+            # as Encoder.one handles them
+            except (OSError, ValueError, ArithmeticError, MemoryError, EOFError):
                 pass
     finally:
         if made is not None:
@@ -86,7 +89,7 @@ def _record(content: bytes) -> bytes:
 
 
 def _mended(content: bytes) -> bytes:
-    """Lengths' checksums, right."""
+    """Return the TFRecord with valid checksums of the record lengths."""
     made, at = bytearray(content), 0
     while at + 12 <= len(made):
         made[at + 8 : at + 12] = tfrecord.FOOTER.pack(
@@ -97,7 +100,7 @@ def _mended(content: bytes) -> bytes:
 
 
 def _summed(content: bytes) -> bytes:
-    """Headers' checksums, right."""
+    """Return the tar with valid checksums of the headers."""
     made = bytearray(content)
     for at in range(0, len(made) - 511, 512):
         if made[at + 257 : at + 262] == b"ustar":
