@@ -1,4 +1,4 @@
-"""How a model computes and where its memory is, set from outside."""
+"""Knobs that change how a model computes and where its memory lies."""
 
 import pytest
 import ranks
@@ -116,5 +116,5 @@ def test_large_tensors_lie_in_huge_pages(tmp_path):
             pytest.skip("the kernel gives huge pages to all, or to none")
     _, (_, faults, huge) = run(tmp_path, MEMORY, "plain", {}, count=1)
     _, (_, fewer, more) = run(tmp_path, MEMORY, "huge", {"huge-pages": True}, count=1)
-    assert more > huge + 30_000  # KiB
+    assert more > huge + 30_000  # in KiB
     assert fewer < faults / 10

@@ -1,4 +1,4 @@
-"""Knobs are set in every rank of a script that knows nothing of them, and results stay the same."""
+"""Knobs are set in every rank of an unmodified script, and results stay the same."""
 
 import json
 import re
@@ -62,7 +62,7 @@ SET = {
 
 
 def run(folder, script, name, knobs, *args, check=True, **options):
-    """A run with these knobs; what it said on stderr."""
+    """Run the script with these knobs and return its stderr."""
     settings = folder / f"{name}.toml"
     write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
     launcher = f"paceline --settings {settings}" if knobs else "paceline"
@@ -81,13 +81,13 @@ def test_all_that_can_be_set_together_is_set_and_results_are_the_same(tmp_path):
     assert plain["cores"] == 1
     assert plain["faults"] > 80_000
     found, same, said = results(tmp_path, ALL, "set", SET)
-    assert found["workers"] == [2, 0]  # a validation's loader stays as it is
+    assert found["workers"] == [2, 0]  # the loader of the validation is unchanged
     assert (found["ahead"], found["live on"]) == (3, True)
     assert (found["bucket"], found["views"], found["search"]) == (2 << 20, True, False)
     assert found["threads"] == 1
     assert found["cores"] == torch.get_num_threads() or found["cores"] > 1
-    assert found["faults"] < 30_000  # of the first one
-    assert found["images"][1] == found["weight"][1] == 1  # channels last
+    assert found["faults"] < 30_000  # only from the first tensor
+    assert found["images"][1] == found["weight"][1] == 1  # channels_last strides
     for name, tensor in expected.items():
         torch.testing.assert_close(same[name], tensor)
     for word in ("threads is set", "own-binding-off is set"):
@@ -182,7 +182,7 @@ def test_a_stream_gets_no_workers_which_would_read_it_once_each(tmp_path):
 
 @pytest.mark.long
 def test_the_slow_example_trains_as_before_with_its_settings(tmp_path):
-    """Those of docs/remedies.md."""
+    """Use the settings of docs/remedies.md."""
     script = Path(__file__).parents[2] / "examples" / "slow.py"
     settings = tmp_path / "fast.toml"
     knobs = {"loader-workers": 3, "threads": 1, "accumulate-locally": True}
@@ -231,7 +231,7 @@ def test_nccl_s_own_variables_are_set_and_where_it_does_not_exchange_that_is_tol
     write(settings, dict(zip(knobs, map(Setting, ("Tree", "LL", 8)), strict=True)), {})
     script = ranks.write(tmp_path, OVER_GLOO)
     done = ranks.run(script, launcher=f"paceline --settings {settings}")
-    assert done.stdout.splitlines() == ["Tree LL 8"]  # what all ranks say is said once
+    assert done.stdout.splitlines() == ["Tree LL 8"]  # output that all ranks print appears once
     for knob in knobs:
         told = f"paceline: {knob} has no effect: the script's exchange is not NCCL's"
         assert done.stderr.count(told) == 1

@@ -1,4 +1,4 @@
-"""Knobs that send less: what is left out of a step comes later, and models become as good."""
+"""Knobs that send less: what a step omits is sent later, and models reach the same quality."""
 
 import re
 
@@ -8,7 +8,7 @@ import torch
 
 from paceline.knobs.settings import Setting, write
 
-# Each rank has its own data; the last line of each says what became of the loss.
+# Each rank has its own data and prints its final loss.
 DESCENDS = """
     import sys
     import torch, torch.distributed as dist
@@ -35,7 +35,7 @@ DESCENDS = """
 
 
 def trained(folder, steps, knobs, script=DESCENDS):
-    """Of both ranks, the models and the last losses."""
+    """Return the models and the last losses of both ranks."""
     settings = folder / "settings.toml"
     write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
     launcher = f"paceline --settings {settings}" if knobs else "paceline"
@@ -61,11 +61,11 @@ def test_where_nothing_is_left_out_the_training_is_the_same(tmp_path, knobs):
 @pytest.mark.long
 @pytest.mark.parametrize("knobs", [{"compress-topk": 0.02}, {"compress-powersgd": 1}])
 def test_what_is_left_out_comes_later(tmp_path, knobs):
-    """The model is another one on the way, and the loss falls as far."""
+    """The weights differ in between, but the loss falls as far."""
     (plain, _), before = trained(tmp_path, 300, {})
     (found, other), losses = trained(tmp_path, 300, knobs)
     assert not close(found, plain, rtol=1e-3, atol=1e-4)
-    assert close(found, other, rtol=0, atol=0)  # the same on both ranks
+    assert close(found, other, rtol=0, atol=0)  # identical on both ranks
     first = trained(tmp_path, 1, {})[1]
     gone = (sum(first) - sum(losses)) / (sum(first) - sum(before))
     assert gone > 0.9, (first, before, losses)
@@ -105,7 +105,7 @@ SUMS = """
 
 
 def test_what_was_sent_and_what_is_left_is_all_of_the_gradients(tmp_path):
-    found, _ = trained(tmp_path, 40, {"compress-topk": 0.125}, SUMS)  # one number a step
+    found, _ = trained(tmp_path, 40, {"compress-topk": 0.125}, SUMS)  # one number per step
     sent = sum(one["all"] - one["left"] for one in found) / 2
     torch.testing.assert_close(-found[0]["weight"], sent)
     assert (sent > 0).all(), "the small ones never have their turn"

@@ -1,4 +1,4 @@
-"""Settings files: what is taken from one, and what is named and ignored."""
+"""Settings files: entries that are applied, and entries that are ignored with a note."""
 
 import tomllib
 
