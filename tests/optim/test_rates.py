@@ -1,4 +1,4 @@
-"""Learning-rate rules: the factor, the warm-up, what is refused."""
+"""Learning-rate rules: the scaling factor, the warm-up, and errors."""
 
 import pytest
 import torch

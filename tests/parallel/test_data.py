@@ -1,4 +1,4 @@
-"""DDP's buckets are final from the start, and go out in the order of the backward."""
+"""DDP's buckets are final from the start and are sent in the order of the backward pass."""
 
 import pytest
 import ranks

@@ -1,4 +1,4 @@
-"""What remedies would gain, from figures: each prediction by hand."""
+"""Predicted gains of remedies, each checked against a calculation by hand."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from paceline.predict.remedies import gain_after, gain_of, remedies
 
 
 def evidence(cached=STEP, alone=STEP, cores=4, gradients=None, loader=None, facts=None, **rungs):
-    """Two ranks on one host; rungs take so long a step."""
+    """Return figures of two ranks on one host; ``rungs`` replace those measured by default."""
     climbed = {
         "alone": climbs(alone, ranks=1), "silent": climbs(alone),
         "cached": climbs(cached, process=0.5),
@@ -41,19 +41,19 @@ def loading(busy, workers=0):
 
 
 def test_workers_take_a_loader_that_waits_out_of_the_step():
-    # 60 ms of 100 are input: with W workers the 60 are shared by W, beside 40 of training.
+    # 60 of 100 ms are input. W workers share the 60 ms and overlap with 40 ms of training.
     found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02)), cause())
     assert found.value == 3  # 60 / 3 is half of 40
     assert found.saves.mean == pytest.approx(0.6 - HANDOVER_SHARE, abs=0.01)
     assert found.saves.low < 0.6 - HANDOVER_SHARE < 0.59 < found.saves.high
     assert found.source == "a formula"
-    # A step of 43 ms in place of 100.
+    # A step takes 43 ms instead of 100.
     assert gain_of(found.saves).mean == pytest.approx(1 / 0.43 - 1, abs=0.05)
 
 
 def test_workers_that_compute_need_cores():
     busy = loading(2.0)
-    # A core a rank: training keeps half of one busy (20 of its 40 ms), loading 60 ms of it.
+    # One core per rank: training uses half of it (20 of 40 ms), loading needs 60 ms.
     full = GAINS["loader-workers"](evidence(0.04, 0.04, cores=2, loader=busy), cause())
     assert full.saves.mean == pytest.approx(0.2 - HANDOVER_SHARE, abs=0.01)
     free = GAINS["loader-workers"](evidence(0.04, 0.04, cores=8, loader=busy), cause())
@@ -62,7 +62,7 @@ def test_workers_that_compute_need_cores():
 
 def test_more_workers_than_there_are_where_they_do_not_keep_up():
     found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02, workers=2)), cause())
-    assert found.value == 10  # each of two takes 200 ms: over 10 that is half of 40
+    assert found.value == 10  # each of two workers takes 200 ms; with 10 workers that is half of 40
     assert found.saves.mean == pytest.approx(0.6 - HANDOVER_SHARE, abs=0.01)
 
 
@@ -84,7 +84,7 @@ def test_what_the_ladder_has_tried_is_what_it_predicts():
 
 def test_memory_that_is_kept_saves_touching_it_and_giving_it_back():
     e = evidence(silent=climbs(0.08, system=0.5))
-    # 30 % of a step are first touches, and 40 % (half of 80 ms of 100) the kernel's in all.
+    # 30 % of a step are first touches; the kernel takes 40 % in all (half of 80 of 100 ms).
     found = GAINS["keep-memory"](e, cause(share=0.3))
     assert (found.saves.mean, found.saves.low) == pytest.approx((0.35, 0.3), abs=0.001)
     assert found.saves.high == pytest.approx(0.4, abs=0.001)
@@ -101,7 +101,7 @@ def test_a_host_less_is_a_part_of_the_throughput_less():
     e = evidence()
     assert GAINS["leave-host-out"](e, cause()) is None
     e.report.hosts = ["a", "b"]
-    # Half of the ranks at a step that is 60 % shorter: 1.25 times the throughput.
+    # Half of the ranks with a step that is 60 % shorter: 1.25 times the throughput.
     found = GAINS["leave-host-out"](e, cause(share=0.6))
     assert gain_of(found.saves).mean == pytest.approx(0.25)
 
@@ -111,13 +111,13 @@ def test_a_host_less_is_a_part_of_the_throughput_less():
     [("aabb", 1 / 3), ("abab", 2 / 3), ("ab", 0.0), ("aaab", 1 / 3), ("aabbccdd", 1 / 7)],
 )
 def test_hosts_that_exchange_once_for_all_of_their_ranks_send_less(hosts, saved):
-    """1.5 and 3 times as fast on two hosts of two ranks, 1.17 on four."""
+    """The exchange is 1.5 and 3 times as fast on two nodes of two ranks, 1.17 times on four."""
     e = evidence()
     e.report.hosts = list(hosts)
     found = GAINS["exchange"](e, cause("exchange-bandwidth", share=0.6))
     assert found.value == "paceline"
     assert found.saves.mean == pytest.approx(0.6 * saved)
-    assert GAINS["exchange"](e, cause("exchange-latency")).saves is None  # a few steps tell
+    assert GAINS["exchange"](e, cause("exchange-latency")).saves is None  # needs a measurement
     already = evidence(facts=[{"exchange": "paceline"}] * 2)
     assert GAINS["exchange"](already, cause("exchange-bandwidth")) is None
 
@@ -125,7 +125,7 @@ def test_hosts_that_exchange_once_for_all_of_their_ranks_send_less(hosts, saved)
 def test_what_was_saved_before_is_not_saved_again():
     half = gain_of(Interval(0.5, 0.45, 0.55))
     assert (half.mean, half.low) == pytest.approx((1.0, 0.8182), abs=1e-3)
-    # A tenth of the step; when the step is half as long, a fifth of it.
+    # A tenth of the step is a fifth when the step is half as long.
     tenth = gain_of(Interval(0.1, 0.1, 0.1))
     assert gain_after(tenth, 2.0).mean == pytest.approx(0.25)
     assert gain_after(tenth, 1.0).mean == pytest.approx(tenth.mean)
@@ -153,7 +153,7 @@ def test_remedies_come_with_their_line_and_the_settable_first():
     assert workers.edit == "DataLoader(num_workers=3, persistent_workers=True)"
     assert (float32.line, float32.code) == (4, "model = model.double()")
     assert (none.line, none.code) == (7, "loss.item()")
-    # What is set already is not proposed again.
+    # A knob that is already set is not proposed again.
     assert remedies(e, causes, SCRIPT, {"loader-workers": 3})[0].knob == "float32"
 
 

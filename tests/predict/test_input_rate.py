@@ -1,4 +1,4 @@
-"""What limits how fast a set is read, by terms made by hand."""
+"""The limiting factor of the input rate, from terms made by hand."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from paceline.predict.input_rate import Terms, max_hosts, overlapped_rate, rate, remedies, striping
 
-# 100 kB a sample; 1 ms of a processor; storage of 1 GB/s and 5,000 reads a second, 2 ms each
+# 100 kB and 1 ms of CPU time per sample; storage with 1 GB/s, 5,000 reads/s and 2 ms per read.
 TERMS = Terms(
     samples=10_000, bytes=1e5, cores=4, read_s=1e-4, decode_s=8e-4, transform_s=1e-4, alone=4000.0,
     bandwidth=1e9, operations=5000.0, wait_s=2e-3,
@@ -41,7 +41,7 @@ def test_reading_and_computing_hold_each_other_up_where_both_are_as_fast():
     both = rate(replace(TERMS, wait_s=0.0, operations=4000.0), 4, 2, stored=True)
     assert both.samples_s == pytest.approx(8 / 9 * 4000)
     blocks = replace(TERMS, wait_s=0.0, operations=4000.0, blocks=True)
-    assert rate(blocks, 4, 2, stored=True).samples_s == pytest.approx(4000)  # which reads ahead
+    assert rate(blocks, 4, 2, stored=True).samples_s == pytest.approx(4000)  # reads ahead
 
 
 def test_from_memory_neither_storage_nor_waiting_limits():
@@ -66,7 +66,7 @@ def test_remedies_answer_what_limits_and_say_what_they_gain():
     assert named(replace(processor, decode_s=1e-5, read_s=1e-3)) == {}
     store = replace(TERMS, kind="store", chunk=8, decoded=4e5, wait_s=0.0)
     assert named(store) == {"pack": 2500}
-    assert named(store, ranks=1) == {"pack": 2500}  # of 2,222: it reads, and then it computes
+    assert named(store, ranks=1) == {"pack": 2500}  # up from 2,222: it reads, then computes
     hindered = replace(processor, alone=500.0)
     assert named(hindered, ranks=2) == {"smaller": 1653}
 
