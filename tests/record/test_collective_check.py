@@ -1,4 +1,4 @@
-"""Ranks that disagree about a collective are all told who does what, and at which line."""
+"""Mismatched collectives: every rank reports which rank calls what, and at which line."""
 
 import json
 import subprocess
@@ -160,7 +160,7 @@ ONE_SIDED = """
     "recorded", [[True, False], pytest.param([True, True], marks=pytest.mark.long)]
 )
 def test_it_takes_all_members(tmp_path, recorded):
-    """A rank that is not recorded does not check, and those beside it do not wait for it."""
+    """A rank that is not recorded does not check, and the other ranks do not wait for it."""
     script = ranks.write(tmp_path, ONE_SIDED)
     port, started = str(ranks.free_port()), []
     for rank, with_record in enumerate(recorded):

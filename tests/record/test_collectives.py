@@ -1,4 +1,4 @@
-"""The one seam: every collective of torch.distributed goes through it and gives its result."""
+"""Every collective of torch.distributed is recorded at one place and gives its usual result."""
 
 import json
 
@@ -107,8 +107,8 @@ def test_every_collective_gives_its_result_and_is_recorded(tmp_path):
     results, ops = json.loads(out.read_text())
     assert results == NAMES
     assert ops["all_reduce"] == ops["subgroup"] == [["ALL_REDUCE", 16]]
-    assert ops["all_gather_into_tensor"] == [["ALL_GATHER", 32]]  # the output
-    assert ops["reduce_scatter_tensor"] == [["REDUCE_SCATTER", 16]]  # the input
+    assert ops["all_gather_into_tensor"] == [["ALL_GATHER", 32]]  # bytes of the output
+    assert ops["reduce_scatter_tensor"] == [["REDUCE_SCATTER", 16]]  # bytes of the input
     assert ops["broadcast"] == [["BROADCAST", 16]]
     assert ops["gather"] == [["GATHER", 32]]
     assert ops["barrier"] == [["BARRIER", 0]]

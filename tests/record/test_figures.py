@@ -1,4 +1,4 @@
-"""Known trouble in a real run moves the figure that it should, by as much as it should."""
+"""Known faults in a real run change the right figure by the right amount."""
 
 import functools
 import shutil
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.alone
 ZOO = Path(__file__).parent / "zoo"
 
 STEPS = 40
-TOLERANCE = 0.08  # of the window; these machines are busy
+TOLERANCE = 0.08  # of the window; the test machines are busy
 
 
 def trouble(tmp_path, *args, prefix=()):
-    """The report of the plain loop with its knobs turned."""
+    """Return the report of the plain loop run with these options."""
     record = tmp_path / "record"
     command = ranks.command(
         ZOO / "plain_loop.py",
@@ -34,7 +34,7 @@ def trouble(tmp_path, *args, prefix=()):
 
 
 def share(report, seconds, times):
-    """What ``seconds`` in ``times`` of the window's steps come to."""
+    """Return ``seconds`` in ``times`` of the steps as a share of the window."""
     return seconds * times / report.window_s
 
 
@@ -51,14 +51,17 @@ def waits_for(report, rank, doing):
 
 
 def page_says(report, words):
-    """The page's first loss says why, for those who have never seen a profiler."""
+    """Check that the page explains its first loss with these words, without profiler terms."""
     first = largest_losses(report)[0]
     assert words in first.why, first
 
 
 def nothing_else(report, *moved, alone=0.0):
-    """States that were not troubled are hardly there. alone: for how long rank 0 still works
-    when the others have ended, which is other time of theirs."""
+    """Check that states other than ``moved`` are almost absent.
+
+    alone: seconds that rank 0 works after the other ranks have ended; they are "other" time of
+    those ranks.
+    """
     for rank in report.states:
         for state in {"checkpoint", "validation", "other", "input"} - set(moved):
             ended = alone / report.window_s if state == "other" else 0.0
@@ -83,7 +86,7 @@ def test_a_slow_rank_is_load_balance_and_the_others_wait_for_it(tmp_path):
     assert e.load_balance == close((1 + slow / fast) / 2 / (slow / fast))
     assert report.slowest_rank == 1
     assert report.slowest_excess == close(slow / ((slow + fast) / 2) - 1)
-    # What the fast one waits is what the slow one computes longer.
+    # The fast rank waits for as long as the slow rank computes longer.
     assert 2 * waits_for(report, 1, "useful") == close(slow - fast)
     assert waits_for(report, 0, "useful") < TOLERANCE
     page_says(report, "Rank 1 needed longer to compute the same step")
@@ -125,7 +128,7 @@ def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
     first, second = report.states
     assert first[state] == close(done)
     assert second[state] < 0.001
-    # The last of them is at the end of the run: nobody waits for it any more.
+    # The last one is at the end of the run, where no rank waits for it.
     assert 2 * waits_for(report, 0, state) == close(share(report, 0.6, STEPS // 10 - 1))
     assert report.slowest_rank == 0
     what = {"validation": "evaluated alone", "checkpoint": "saved a checkpoint"}[state]
@@ -148,7 +151,7 @@ def test_work_of_the_scripts_own_is_other(tmp_path):
 
 
 def throttled(rate):
-    """A command's prefix: a network of its own whose loopback passes ``rate`` at most."""
+    """Return a command prefix: a separate network whose loopback is limited to ``rate``."""
     setup = (
         f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 1s && "
         'exec "$@"'
@@ -168,7 +171,7 @@ def test_a_throttled_link_is_transfer(tmp_path):
     report = trouble(tmp_path, "--steps", 20, prefix=throttled("400mbit"))
     nothing_else(report)
     parameters = 64 * 512 + 4 * 512 * 512 + 512 + 5 * 512 + 1
-    # Two ranks: each sends all its bytes once, over the same link.
+    # Each of the two ranks sends all bytes once, over the same link.
     seconds = in_window(report) * 2 * 4 * parameters / (400e6 / 8)
     moved = report.efficiencies
     (group,) = [g for g in report.groups if g.size == 2]

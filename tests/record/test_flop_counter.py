@@ -1,4 +1,4 @@
-"""--count-flops: what a step computes is what its layers say, and it stands on the roofline."""
+"""--count-flops: the FLOPs of a step follow from its layers and appear on the roofline."""
 
 import json
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ TRAIN = """
         optimizer.step()
     dist.destroy_process_group()
     """
-# A multiply-add is two; the first layer's input needs no gradient.
+# A multiply-add counts as two; the first layer's input needs no gradient.
 FLOPS = 2 * 16 * (64 * 128 + 128 * 32) * 3 - 2 * 16 * 64 * 128
 
 
@@ -84,7 +84,7 @@ def test_a_step_of_real_ranks_is_counted_and_placed(tmp_path):
 
 
 def counted(step):
-    """What one call of ``step`` computes."""
+    """Return what the FLOP counter reports for one call of ``step``."""
     told = {}
     recorder = SimpleNamespace(step=0, update_header=told.update)
     sampler = FlopCounter(recorder, step=0)
@@ -106,7 +106,7 @@ def test_convolutions_attention_and_lstms_are_counted():
     def attend():
         nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
 
-    # Two products of 16 x 16 x 8 a head forward, and five backward: scores are computed again.
+    # Per head, two products of 16 x 16 x 8 forward and five backward, which recomputes the scores.
     assert counted(attend)["flops"] == (2 + 5) * 2 * (2 * 4) * 16 * 16 * 8
     lstm = nn.LSTM(32, 64, batch_first=True)
 
@@ -136,7 +136,7 @@ def test_a_mode_that_the_script_has_left_open_is_respected(capsys):
     finally:
         own.__exit__(None, None, None)
     assert "warning: the FLOPs of step 0 could not be counted" in capsys.readouterr().err
-    torch.utils._python_dispatch._pop_mode()  # the sampler's, which now only passes on
+    torch.utils._python_dispatch._pop_mode()  # the sampler's mode, which now only forwards calls
 
 
 def test_mistakes_are_told(tmp_path):

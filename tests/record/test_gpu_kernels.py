@@ -1,5 +1,7 @@
-"""Kernels of a GPU as events. No GPU has run this: what stands for one here is synthetic (kernels
-made by hand, and a CPU's operators in their place)."""
+"""GPU kernels as events.
+
+No GPU is involved: kernels are made by hand or are operators of the CPU.
+"""
 
 import pytest
 import ranks
@@ -46,8 +48,10 @@ def test_kernels_that_are_not_as_many_as_the_launches_are_not_guessed():
 
 
 def test_a_kernel_that_spins_for_a_late_peer_is_not_useful(tmp_path):
-    """Rank 1 arrives 30 ms later: rank 0's communication kernel spins meanwhile; 10 ms of each
-    exchange are covered by computing on another stream."""
+    """Rank 1 arrives 30 ms later, so rank 0's communication kernel spins.
+
+    10 ms of each exchange overlap with computation on another stream.
+    """
     made = [Rank(tmp_path, i, 2) for i in range(2)]
     for i, rank in enumerate(made):
         for step in range(10):
@@ -62,7 +66,7 @@ def test_a_kernel_that_spins_for_a_late_peer_is_not_useful(tmp_path):
     first, second = report.states
     assert first["useful"] == pytest.approx(0.5)
     assert second["useful"] == pytest.approx(0.8)
-    assert first["wait"] == pytest.approx(0.2)  # from 40 to where the last kernel began, 60
+    assert first["wait"] == pytest.approx(0.2)  # from 40 to 60, where the last kernel began
     assert first["transfer"] == pytest.approx(0.3)
     assert second["wait"] == 0
     assert second["transfer"] == pytest.approx(0.2)

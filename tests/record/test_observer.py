@@ -1,4 +1,4 @@
-"""What an experiment tells of a loader: an epoch's start and end are its start."""
+"""Loader figures of an experiment: the start and the end of an epoch count as start time."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ def test_what_an_epochs_first_batch_and_its_end_take_is_the_loaders_start():
     seen, batch = Observer(), torch.zeros(4)
     seen.begin_phase()
     for _ in range(2):
-        seen.loader_started(1, 0.5)  # the iterator, and its first batch
+        seen.loader_started(1, 0.5)  # creates the iterator and loads its first batch
         seen.batch_fetched(1, batch, None)
         for _ in range(2):
             seen.batch_fetched(1, batch, 0.01)
         seen.loader_stopped(1, 0.2)
-        seen.loader_stopped(2, 7.0)  # another loader's
+        seen.loader_stopped(2, 7.0)  # a different loader
     seen.end_phase("everything")
     used = seen.facts["used"]["everything"]
     assert used["starts"] == 2

@@ -1,4 +1,4 @@
-"""What a stretch of a process's life took, looked at from inside."""
+"""Resource usage of a process over an interval, measured inside it."""
 
 import os
 import subprocess
@@ -40,9 +40,9 @@ def test_computing_and_waiting_are_told_apart():
 
 def test_pages_that_are_touched_first_are_counted_and_cost_time():
     before = read_usage()
-    memory = np.ones(64 << 20, np.uint8)  # too large for memory that was used before
+    memory = np.ones(64 << 20, np.uint8)  # too large for memory that was freed before
     used = usage_between(before, read_usage())
-    least = len(memory) // (2 << 20)  # with the largest pages
+    least = len(memory) // (2 << 20)  # with the largest page size
     assert least <= used["faults"] <= 1.2 * len(memory) / 4096 + 1000
     assert 1e-8 < measure_page_fault_s() < 1e-3
 
@@ -58,7 +58,7 @@ def test_another_thread_that_computes_is_found_with_its_line():
     thread = threading.Thread(target=hold, name="monitor")
     thread.start()
     try:
-        # The thread's share of a core is small on a busy machine.
+        # On a busy machine the thread's share of a core is small.
         ranks.wait_until(lambda: others.busiest().get("seconds", 0.0) > 0.1)
         found = others.busiest()
     finally:

@@ -1,4 +1,4 @@
-"""The record's file: kept after kill -9, bounded, refused where it is not ours."""
+"""The ring file of a record: survives kill -9, is bounded, and invalid files are refused."""
 
 import os
 import platform

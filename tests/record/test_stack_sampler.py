@@ -1,4 +1,4 @@
-"""A process that stands still says so afterwards; one that computes does not."""
+"""A process that stands still records it afterwards; a process that computes does not."""
 
 import os
 import signal
@@ -26,14 +26,14 @@ SCRIPT = """
     print("for", time.monotonic() - began, flush=True)
     time.sleep(0.4)
 """
-# With the interpreter's lock held, for more than a second: an evaluation loop never gets a turn.
+# Holds the GIL for more than a second, because the evaluation loop never gets control.
 COMPUTES = "while time.monotonic() - began < 1.2: began += 0 * sum(range(30_000_000))"
 SLEEPS = "ctypes.PyDLL(None).usleep(900_000)"
 STOPPED = "print('now', flush=True); sys.stdin.readline()"
 
 
 def seen(folder, does, meanwhile=lambda process: None):
-    """The standstills that a process recorded: [(start, end)] in seconds, and what it said."""
+    """Return the recorded standstills, [(start, end)] in seconds, and the process's output."""
     script = ranks.write(folder, SCRIPT.format(does=does))
     process = subprocess.Popen(
         [sys.executable, script, folder],
@@ -64,7 +64,7 @@ def test_a_stopped_process_stood_still_from_its_stop_to_its_continuation(tmp_pat
     ((start, end),), _ = seen(tmp_path, STOPPED, stop)
     assert start == pytest.approx(at[0], abs=0.2)
     assert end == pytest.approx(at[1], abs=0.2)
-    assert start >= at[0] - 0.05  # no more is claimed than is known, on a busy machine too
+    assert start >= at[0] - 0.05  # the start is never too early, not even on a busy machine
 
 
 def test_a_computation_that_keeps_the_lock_is_no_standstill(tmp_path):

@@ -1,4 +1,4 @@
-"""The ends of records that are being written, as records."""
+"""The last events of records that are still being written."""
 
 import itertools
 import os
@@ -29,9 +29,9 @@ def ring_with(folder, number, capacity=64, **more):
         (5, 10, range(5)),
         (40, 10, range(30, 40)),
         (63, 100, range(63)),
-        (70, 10, range(60, 70)),  # it lies in two pieces of the file
-        (128, 10, range(118, 128)),  # up to the file's end
-        (100, 1000, range(37, 100)),  # the oldest is where the rank writes next
+        (70, 10, range(60, 70)),  # in two parts of the file
+        (128, 10, range(118, 128)),  # up to the end of the file
+        (100, 1000, range(37, 100)),  # the oldest event is where the rank writes next
     ],
 )
 def test_the_last_events_come_in_the_order_of_writing(tmp_path, written, most, steps):
@@ -53,7 +53,7 @@ def test_what_was_begun_and_the_cost_come_along_and_the_file_is_not_read_whole(t
 
 def test_files_that_are_no_records_yet_and_other_attempts_are_left_out(tmp_path):
     ring_with(tmp_path, 3, attempt=1)
-    (tmp_path / "rank-0.ring").write_bytes(bytes(HEADER_BYTES))  # just made
+    (tmp_path / "rank-0.ring").write_bytes(bytes(HEADER_BYTES))  # created, but still empty
     (tmp_path / "rank-1.ring").write_bytes(b"")
     (found,) = read_tails(tmp_path, 10)
     assert (found.name, found.process) == ("rank-3.ring", "R")
@@ -63,7 +63,7 @@ def test_files_that_are_no_records_yet_and_other_attempts_are_left_out(tmp_path)
 
 
 def test_ranks_whose_processes_cannot_be_seen_have_not_ended(tmp_path):
-    """A running job whose ranks are in containers with process numbers of their own."""
+    """A job runs in containers with PID namespaces of their own."""
     gone = subprocess.Popen(["true"])
     gone.wait()
     ring_with(tmp_path, 3, pid=gone.pid)

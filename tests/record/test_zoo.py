@@ -1,4 +1,4 @@
-"""Scripts that know nothing of Paceline, recorded unchanged: each one's oddity, told truly."""
+"""Unmodified scripts with unusual training loops are recorded and reported correctly."""
 
 import functools
 import importlib.util
@@ -18,8 +18,11 @@ ZOO = Path(__file__).parent / "zoo"
 
 @dataclass(frozen=True)
 class Told:
-    """What a script's report must say. states: those that some rank must (present) or no rank
-    may (absent) have spent more than a thousandth of its time in."""
+    """What a script's report must contain.
+
+    present: states that take more than 0.1 % of the time of some rank; absent: states that no rank
+    may spend that much time in.
+    """
 
     collectives: set[str] = field(default_factory=lambda: {"all-reduce"})
     present: tuple[str, ...] = ()
@@ -29,7 +32,7 @@ class Told:
     args: tuple[object, ...] = ()
     ranks: int = 2
     needs: str | None = None
-    other: float = 0.35  # the most that may be unexplained
+    other: float = 0.35  # maximum share of unexplained time
 
 
 STATES = ("validation", "checkpoint")
@@ -80,14 +83,14 @@ CASES = {
 
 
 def path_of(script: str) -> Path:
-    """The script of the zoo with this name, in whichever of its folders."""
+    """Return the zoo script with this name from any of the zoo's folders."""
     (path,) = ZOO.rglob(f"{script}.py")
     return path
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Run a script of the zoo under ``paceline run --record``, once: its output and report."""
+    """Run a zoo script once under ``paceline run --record``; return its output and report."""
 
     @functools.cache
     def run(script, *args, started=2):
@@ -99,7 +102,7 @@ def recorded(tmp_path_factory):
     return run
 
 
-# Compiling takes 15 s; the others are variants of what has a case of its own.
+# Compiling takes 15 s; the others are variants of cases that are not slow.
 SLOW = {"compiled", "accumulate --how flag", "a_list", "closures", "methods", "profiled", "scaler"}
 SLOW |= {
     "spawn",
@@ -166,8 +169,10 @@ def test_a_profiler_session_of_the_script_gets_all_its_events(recorded):
 
 
 def test_an_evaluation_that_asks_for_no_batch_too_many_ends_with_its_last(recorded):
-    """A loop that stops by count leaves its iterator's address to another loop's iterator, or to
-    none: what lies between them is no evaluation."""
+    """A loop that stops by count leaves its iterator's address to another iterator or to none.
+
+    The time between the two is not an evaluation.
+    """
     _, report = recorded("by_count", started=1)
     assert report.states[0]["validation"] < 0.4
     assert report.states[0]["useful"] > 0.4
