@@ -1,4 +1,4 @@
-"""``paceline report``: what it says of good records, and of bad ones."""
+"""``paceline report`` on valid and on damaged records."""
 
 import json
 import re
@@ -158,7 +158,7 @@ def test_one_damaged_file_is_left_out_by_name(tmp_path):
     folder = made(tmp_path / "run", size=3)
     path = folder / "rank-1.ring"
     path.write_bytes(path.read_bytes()[:17000])
-    wide = {"COLUMNS": "400"}  # else a long path is broken anywhere
+    wide = {"COLUMNS": "400"}  # otherwise long paths wrap anywhere
     text = re.sub(r"[│\s]+", " ", report(folder, **wide).stdout)
     assert "rank-1.ring: is cut off or damaged" in text
     assert "no record of rank 1" in text

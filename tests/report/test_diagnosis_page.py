@@ -1,5 +1,8 @@
-"""The page of a diagnosis, opened in Chromium: every figure is that of --json, causes come with
-their evidence, and what scripts and hosts are called is text."""
+"""The page of a diagnosis, opened in Chromium.
+
+Every figure equals that of --json, causes come with their evidence, and names of scripts and hosts
+are shown as text.
+"""
 
 import dataclasses
 import io
@@ -32,7 +35,7 @@ LINE = {"file": "train.py", "line": 7, "function": "step", "code": "x.item() < 3
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Write a diagnosis's page and open it; fails for any request, error or warning."""
+    """Return a function that writes and opens a page; it fails on any request, error or warning."""
     with watched(browser) as show:
 
         def open_(found, width=1280, theme="light"):
@@ -44,7 +47,7 @@ def opened(browser, tmp_path):
 
 
 def climbs(*rates, ranks=4, slow=0.0):
-    """A rung's repetitions: ranks that together make so many samples/s."""
+    """Return the repetitions of a rung; ``rates`` are the samples/s of all ranks together."""
     return [
         RungResult(
             *(r, 32 / r, [32 / r / (1 + slow), *[32 / r] * (ranks - 1)]),
@@ -113,7 +116,7 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
         "43.0 % of a step's time: the loader waits for its files, 14.2 ms a batch (no workers: "
         "the rank loads by itself)."
     )
-    # The causes in their order, the evidence one click away.
+    # The causes are in order, the evidence one click away.
     assert page.locator(".losses .share").all_inner_texts() == ["43.0 %", "12.0 %", "5.1 %"]
     first, second, script = page.locator(".losses li").all()
     assert "41.0 % to 47.0 % of a step's time" in first.inner_text()
@@ -126,17 +129,17 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     assert "busbw (GB/s)\t0.295" in second.inner_text()
     assert script.locator("code").all_inner_texts() == ["script", LINE["code"]]
     assert "train.py:7 in step, 80.0 % of its samples" in script.inner_text()
-    # The bars go down from the ideal, each from where the last one ended.
+    # The bars descend from the ideal; each begins where the previous one ends.
     (bars,) = drawn(page, "waterfall")
     names = ["sharing the machine", "slower ranks", "exchange", "input"]
     assert bars["y"] == ["ideal", *names, "measured"]
     assert bars["x"] == pytest.approx([4800, -1164, -36, -800, -1200, 1600])
     assert "lost 1,200 samples/s" in bars["text"][4]
     assert "25.0 % of the ideal" in bars["text"][4]
-    # Both witnesses, and where they differ.
+    # Both measurements of each loss, and whether they differ.
     rows = [row.inner_text() for row in page.locator("#witnesses tbody tr").all()]
     assert ["they differ" in row for row in rows] == [True, True, True, True, False]
-    # Every measurement, in words.
+    # Every measurement is described in words.
     text = page.inner_text("#rungs")
     assert all(WORDS[name] in text for name in (*RUNGS, "loader"))
     assert "14.2 ms a batch" in text

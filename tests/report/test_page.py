@@ -1,5 +1,8 @@
-"""The page, opened in Chromium: its figures are those of --json, it asks nobody for anything, it
-runs nothing that a record says, and it can be read by those who use a keyboard or a telephone."""
+"""The page, opened in Chromium.
+
+Its figures equal those of --json. It makes no requests, runs nothing from a record, and is usable
+with a keyboard or on a phone.
+"""
 
 import itertools
 import json
@@ -32,7 +35,7 @@ from paceline.report.report_command import report_text as told
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Write the page of some folders and open it; fails for any request, error or warning."""
+    """Return a function that writes and opens a page; it fails on any request, error or warning."""
     with watched(browser) as show:
 
         def open_(*folders, width=1280, theme="light", steps=None, machine=None):
@@ -57,7 +60,7 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     page = opened(folder)
     data = json.loads(told([folder], as_json=True))
     assert agree(page, data) > 60
-    # Every figure has its definition: in its heading, its row's or its column's.
+    # Every figure has its definition in its heading, its row or its column.
     assert page.locator("dt:not(:has(.term))").count() == 0
     assert page.locator("#efficiencies tbody th:not(:has(.term))").count() == 0
     traces = {trace["name"]: trace for trace in drawn(page, "states")}
@@ -65,7 +68,7 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
         assert traces[state]["y"] == pytest.approx([r[state] for r in data["states"]], abs=1e-5)
     (waiting,) = drawn(page, "waiting")
     assert len(waiting["z"]) == 4
-    # The last rank computes longer: it does not wait, all others do, in every step.
+    # The last rank computes longer. It never waits, and all others wait in every step.
     assert max(waiting["z"][3]) == 0
     assert min(min(row) for row in waiting["z"][:3]) > 0.1
     late = max(drawn(page, "late"), key=lambda trace: trace["x"])
@@ -80,7 +83,7 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     for number_of_moment in range(3):
         (moment,) = drawn(page, f"moment{number_of_moment}")
         assert {word for row in moment["text"] for word in row} >= {"useful", "transfer"}
-    # In words: what it lost, why, and where to look.
+    # In words: what the largest loss is, why, and where to look.
     losses = page.inner_text(".losses")
     assert "Waiting for rank 3 (node1), which computed longer" in losses
     assert "Rank 3 needed longer to compute the same step." in losses
@@ -120,7 +123,7 @@ def test_a_step_that_stands_out_is_marked_and_explained(tmp_path, opened):
         rank.step(0, 10)
         begin = 10
         for step in range(60):
-            saved = 200 if i == 0 and step % 20 == 9 else 0  # the others wait for it
+            saved = 200 if i == 0 and step % 20 == 9 else 0  # the other ranks wait
             rank.was(State.CHECKPOINT, begin, begin + saved)
             rank.was(State.FORWARD, begin + saved, begin + saved + 20)
             end = begin + 25 + (200 if step % 20 == 9 else 0)
@@ -147,7 +150,7 @@ def test_what_a_record_says_is_shown_and_not_run(tmp_path, opened):
     for name in ("states", "waiting", "late", "pairs"):
         drawn(page, name)
     assert page.locator("img").count() == 0
-    # A script that got in nevertheless would not run.
+    # An injected script would not run.
     page.evaluate(
         "() => { const bad = document.createElement('script'); bad.textContent = 'window.ours = 2';"
         "document.body.append(bad); }"
@@ -159,7 +162,7 @@ def test_what_a_record_says_is_shown_and_not_run(tmp_path, opened):
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 380)])
 def test_it_can_be_read_by_everybody(tmp_path, opened, theme, width):
     folder = made(tmp_path / "run", size=4)
-    (folder / "rank-2.ring").unlink()  # a doubt has colours of its own
+    (folder / "rank-2.ring").unlink()  # doubts have their own colors
     page = opened(folder, theme=theme, width=width)
     assert page.evaluate("document.documentElement.dataset.theme") == theme
     assert page.evaluate(CONTRAST) == []
@@ -167,7 +170,7 @@ def test_it_can_be_read_by_everybody(tmp_path, opened, theme, width):
     assert "1 of 4" in page.inner_text("#trust")
     beyond = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(beyond) == 0
-    # What a screen reader needs.
+    # Requirements of screen readers.
     assert page.get_attribute("html", "lang") == "en"
     assert page.locator("[role=img]:not([aria-label]), [role=img][aria-label='']").count() == 0
     assert page.locator("th:not([scope]):not(:empty)").count() == 0
@@ -175,7 +178,7 @@ def test_it_can_be_read_by_everybody(tmp_path, opened, theme, width):
     assert len(ids) == len(set(ids))
     levels = page.eval_on_selector_all("h1, h2, h3", "all => all.map(one => +one.tagName[1])")
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    # The keyboard: past the header, a definition opens with focus and closes with Escape.
+    # With the keyboard: skip the header, open a definition with focus, close it with Escape.
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
@@ -199,7 +202,7 @@ def test_ranks_are_sorted_by_loss_and_all_of_it_is_printed(tmp_path, opened):
     page = opened(made(tmp_path / "run", size=4), theme="dark")
     assert drawn(page, "states")[0]["x"] == ["0", "1", "2", "3"]
     page.get_by_label("what they lost").check()
-    assert drawn(page, "states")[0]["x"][-1] == "3"  # the one that never waits
+    assert drawn(page, "states")[0]["x"][-1] == "3"  # the rank that never waits
     page.pdf(path=tmp_path / "page.pdf")
     charts = page.locator("[data-chart]").count()
     assert page.locator("[data-chart] .main-svg").count() >= charts >= 8

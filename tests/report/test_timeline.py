@@ -21,7 +21,7 @@ HOSTILE = 'a"b\\</script><script>alert(1)</script>\n\u2028\ud800'
 
 
 def run_of(folder, size=2, steps=10, host="node{}", group="0", **meta):
-    """Ranks that compute 8 ms and all-reduce 2 ms a step; the last is 4 ms late."""
+    """Return ranks that compute 8 ms and all-reduce 2 ms a step; the last rank is 4 ms late."""
     late, whole = 4, 14
     for i in range(size):
         groups = {group: (size, i)}
@@ -45,8 +45,10 @@ def examined(ranks, command=(), steps=None):
 
 
 def trace(path):
-    """The events of a file, checked as a viewer would: slices of a thread never partly overlap,
-    and each arrow begins and ends inside slices."""
+    """Return the events of a file, checked as a viewer would.
+
+    Slices of a thread are nested or disjoint, and each arrow begins and ends inside slices.
+    """
     raw = path.read_bytes()
     data = json.loads(gzip.decompress(raw) if path.name.endswith(".gz") else raw)
     events = data["traceEvents"]
@@ -135,7 +137,7 @@ def test_arrows_go_from_the_late_rank_to_those_it_held_up(tmp_path):
     ends = [event for event in data["traceEvents"] if event["ph"] == "f"]
     assert [event["pid"] for event in starts] == [2] * 20
     assert sorted(event["pid"] for event in ends) == [0] * 10 + [1] * 10
-    # The late one launches 11 ms after the step's start, the others have waited since 8 ms.
+    # The late rank starts 11 ms after the step's start; the others have waited since 8 ms.
     assert [event["ts"] for event in ends[:2]] == [11000, 25000]
     (first, *_) = slices_in(data, "waited for", 2)
     assert (first["ts"], first["dur"]) == (8000, 3000)
@@ -199,7 +201,7 @@ def test_slices_that_reach_over_the_range_are_cut_and_say_so(tmp_path):
 
 
 def test_on_gpus_kernels_have_threads_and_wait_for_each_other(tmp_path):
-    """Synthetic: as the profiler's kernels would be recorded."""
+    """Synthetic kernels, as the profiler would record them."""
     ranks = [Rank(tmp_path, i, 2, clock="one") for i in range(2)]
     for i, rank in enumerate(ranks):
         rank.step(0, 10)
@@ -233,7 +235,7 @@ def test_too_many_events_narrow_the_steps_and_that_is_said(tmp_path, monkeypatch
     count = sum(event["ph"] != "M" for event in data["traceEvents"])
     assert 60 < count <= 100
     assert data["otherData"]["of"] == "1 to 10"
-    monkeypatch.setattr(timeline, "MAX_EVENTS", 1)  # one step at least
+    monkeypatch.setattr(timeline, "MAX_EVENTS", 1)  # at least one step remains
     assert f"step {typical} of 1 to 10" in timeline.write(whole, tmp_path / "run.json")
 
 
