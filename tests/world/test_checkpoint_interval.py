@@ -1,4 +1,4 @@
-"""How often a checkpoint is due, as people write it."""
+"""Checkpoint intervals as users write them."""
 
 import pytest
 

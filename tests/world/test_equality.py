@@ -1,4 +1,4 @@
-"""N ranks give what one process gives at the same global batch, to rounding."""
+"""N ranks give the same result as one process with the same global batch size, to rounding."""
 
 import pytest
 import ranks
@@ -21,7 +21,7 @@ def assert_equal(one, other, exact=False):
         torch.testing.assert_close(other["model"][name], tensor, **tolerance)
     for a, b in zip(one["figures"], other["figures"], strict=True):
         assert b == pytest.approx(a, rel=1e-4)
-        assert b[1] == a[1]  # every training sample counted once
+        assert b[1] == a[1]  # each training sample is counted once
         assert b[3] == 53
     assert other["rate"] == pytest.approx(one["rate"])
 
@@ -126,7 +126,7 @@ def test_streams_of_uneven_length_end_together_with_exact_weights(tmp_path, accu
         out = tmp_path / f"{number}.pt"
         ranks.run(script, out, accumulate, ranks=number)
         results.append(torch.load(out))
-    # A stream's own split decides which samples meet in a step: 107 = 8 * 13 + 3 either way.
+    # Sharding of the stream determines which samples share a step: 107 = 8 * 13 + 3 in each case.
     for count, state in results:
         assert count == 2 * 107
         for name, tensor in results[0][1].items():

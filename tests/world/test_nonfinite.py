@@ -1,4 +1,4 @@
-"""What is not finite, and ranks whose parameters have come apart, are named."""
+"""Errors that name non-finite values, and ranks whose parameters have diverged."""
 
 import pytest
 import ranks
@@ -65,7 +65,8 @@ def test_warnings_and_silence_on_request(tmp_path):
     said = said_by(tmp_path, "apart,loss", "nonfinite=warn", "replicas=warn", fails=False)
     assert "warning: rank 1's parameters differ from rank 0's at step 10" in said
     assert "warning: the loss is nan on rank 1 at step 13" in said
-    assert said.count("No more is said of such on this rank.") == 2  # 1's loss is 0's gradient
+    # Two ranks warn: rank 1's loss makes rank 0's gradient non-finite.
+    assert said.count("No more is said of such on this rank.") == 2
     said = said_by(tmp_path, "apart,loss", "nonfinite=ignore", "replicas=ignore", fails=False)
     assert "nan" not in said
     assert "differ" not in said

@@ -1,5 +1,7 @@
-"""paceline.init() under launchers that know nothing of Paceline: real srun, mpirun, mpiexec and
-torchrun on two hosts, and networks that lead nowhere."""
+"""``paceline.init()`` under other launchers (srun, mpirun, mpiexec, torchrun) on two hosts.
+
+Some tests add networks that reach no host.
+"""
 
 import re
 import sys
@@ -24,9 +26,9 @@ EVEN = ["0 2 0 host1 eth0 3", "1 2 0 host2 eth0 3"]
 
 @pytest.fixture
 def started(hosts, slurm, mpi, shared_folder):
-    """Run the script under a launcher; its output and how long it took."""
+    """Return a function that runs the script under a launcher; it returns result and seconds."""
     script = ranks.write(shared_folder, SHOW)
-    of_torch = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "torch")}  # else in /tmp
+    of_torch = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "torch")}  # default: /tmp
 
     def run(*launcher, python=(sys.executable,), check=True, **variables):
         begun = time.monotonic()
@@ -42,7 +44,7 @@ def started(hosts, slurm, mpi, shared_folder):
         )
         seconds = time.monotonic() - begun
         ranks.wait_until(lambda: not any(x.startswith("job ") for x in slurm.left_over(0)), 5)
-        # Open MPI's daemon leaves its own folder behind where Slurm ends it first.
+        # Open MPI's daemon does not remove its folder if Slurm ends it first.
         assert [one for one in slurm.left_over() if "/tmp/ompi." not in one] == []
         return result, seconds
 
@@ -99,9 +101,9 @@ def test_a_second_network_that_leads_nowhere_is_passed_by(started, hosts, launch
 
 @pytest.mark.long  # waits for what does not answer
 def test_names_that_stand_for_a_dead_network_are_an_error_on_all_ranks(started, hosts):
-    """Where gloo by itself would wait for half an hour."""
+    """Without Paceline, gloo waits for half an hour."""
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
-    # --kill-on-bad-exit=0: each rank is to find out by itself.
+    # --kill-on-bad-exit=0: each rank has to detect the error itself.
     result, seconds = started("srun", "-N2", "-n2", "--kill-on-bad-exit=0", check=False)
     assert result.returncode
     assert "rank 1 on host2 did not find rank 0 in" in result.stderr
@@ -114,7 +116,7 @@ def test_names_that_stand_for_a_dead_network_are_an_error_on_all_ranks(started, 
 
 @pytest.mark.long  # waits for what does not answer
 def test_an_address_by_hand_helps_where_names_are_dead(started, hosts):
-    """gloo and all else then keep to the network that works."""
+    """gloo and all other connections then use the network that works."""
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
     result, _ = started("srun", "-N2", "-n2", MASTER_ADDR="10.77.0.1", MASTER_PORT="29511")
     assert joined(result) == EVEN
@@ -122,7 +124,7 @@ def test_an_address_by_hand_helps_where_names_are_dead(started, hosts):
 
 @pytest.mark.long
 def test_hosts_that_cannot_reach_each_other_are_named_on_all_ranks(started, hosts):
-    """They meet at rank 0's address, but the interface that the user wants is the dead one."""
+    """The ranks meet at rank 0's address, but the user selects the interface without a network."""
     hosts.second_network("host1", "host2")
     result, seconds = started(
         *("srun", "-N2", "-n2", "--kill-on-bad-exit=0"),
@@ -131,6 +133,6 @@ def test_hosts_that_cannot_reach_each_other_are_named_on_all_ranks(started, host
     )
     assert result.returncode
     unreached = re.findall(r"host(\d) can't be reached by the other hosts. Tried:", result.stderr)
-    assert len(unreached) == 2  # one line of both ranks
+    assert len(unreached) == 2  # one line from each rank
     assert f" eth1 10.78.0.{unreached[0]}: no answer in 3 s" in result.stderr
     assert seconds < 25

@@ -1,4 +1,4 @@
-"""A run that was killed ends like one that never was: same number of ranks, same bits."""
+"""A killed and resumed run on the same number of ranks has bitwise the same result."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_killed_inside_an_epoch_and_started_again(tmp_path, number):
     assert died.returncode == 137
     result = start(tmp_path, "out.pt", number=number)
     assert "going on from" in result.stderr
-    # saved every 5 steps; the newest may not have been whole yet when the rank was killed
+    # Checkpoints are written every 5 steps; the last one may be incomplete when the rank is killed.
     assert re.search(r"\(inside epoch 2, step (15|20)\)", result.stderr)
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
@@ -71,7 +71,7 @@ def test_ctrl_c_leaves_a_whole_checkpoint(tmp_path):
     assert job.wait(20) == 130
     result = start(tmp_path, "out.pt")
     assert "going on from" in result.stderr
-    assert "is left out" not in result.stderr  # nothing was damaged
+    assert "is left out" not in result.stderr  # no checkpoint was damaged
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 

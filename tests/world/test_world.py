@@ -1,4 +1,4 @@
-"""What a script sees of the world: agreement, meters, seeds, mistakes."""
+"""The world as scripts see it: values that ranks agree on, meters, seeds, user errors."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def mistake(folder, body, number=2, launcher="paceline", **env):
     result = ranks.run(script, ranks=number, launcher=launcher, check=False, **env)
     assert result.returncode == 1, result.stderr
     assert "HINT" in result.stderr
-    assert "src/paceline" not in result.stderr  # never from inside
+    assert "src/paceline" not in result.stderr  # shows no line of Paceline
     assert "script.py" in result.stderr
     return result.stderr
 
@@ -257,7 +257,7 @@ SLOW = """
     ["rank", "input", *(pytest.param(w, marks=pytest.mark.long) for w in ("validation", "other"))],
 )
 def test_the_summary_puts_time_where_it_went(tmp_path, where):
-    """40 steps; 20 ms of computing a step, and one thing that takes as long again."""
+    """Run 40 steps with 20 ms of computing and one other activity that takes as long."""
     script = ranks.write(tmp_path, SLOW)
     out = tmp_path / "summary.json"
     result = ranks.run(script, where, launcher=f"paceline --json {out}")
@@ -285,7 +285,7 @@ def test_the_summary_puts_time_where_it_went(tmp_path, where):
     assert 0 < summary["recording_cost"] < 0.1
     assert "Paceline: 2 ranks, 40 steps" in result.stderr
     assert "parallel efficiency" in result.stderr
-    assert "\x1b" not in result.stderr  # not a terminal: no colours
+    assert "\x1b" not in result.stderr  # no colours without a terminal
 
 
 @pytest.mark.long
@@ -294,7 +294,7 @@ def test_the_summary_comes_under_torchrun_and_alone_too(tmp_path):
     assert "Paceline: 2 ranks, 40 steps" in ranks.run(script, "x", launcher="torchrun").stderr
     alone = ranks.run(script, "x", launcher="python").stderr
     assert "Paceline: 1 rank, 80 steps" in alone
-    assert "load balance" not in alone  # what needs two ranks is left out
+    assert "load balance" not in alone  # needs two ranks
 
 
 def test_a_failed_run_has_no_summary_and_nothing_stays_in_memory(tmp_path):
