@@ -1,5 +1,8 @@
-"""Hosts that are threads of one process, connected by pairs of sockets: every algorithm over what
-carries steps out in C. Also a program: `python played.py LIBRARY` takes another build."""
+"""Hosts as threads of one process, connected by socket pairs.
+
+They run every algorithm with the C implementation of its steps. As a program,
+`python played.py LIBRARY` uses another build of the C library.
+"""
 
 import ctypes
 import socket
@@ -15,11 +18,15 @@ from paceline.comm.hosts.schedules import ALL_REDUCE, broadcast
 from paceline.comm.shared.collective_calls import COLLECTIVES, DTYPES, REDUCTIONS, CollectiveCall
 
 TIMEOUT = 20.0
-SIZES = (0, 1, 1000, 300_001)  # numbers
+SIZES = (0, 1, 1000, 300_001)  # elements
 
 
 def connected(hosts):
-    """fds of each host, by host; and the sockets, which have to live on."""
+    """Connect all hosts.
+
+    Return, for each host, its file descriptors by peer; and the sockets, which have to stay
+    referenced.
+    """
     fds, kept = [{} for _ in range(hosts)], []
     for a in range(hosts):
         for b in range(a):
@@ -32,7 +39,11 @@ def connected(hosts):
 
 
 class Together:
-    """What each host does, in a thread of its own; ``errors`` by host."""
+    """Hosts that run the same function, each in a thread.
+
+    Attributes:
+        errors: Exceptions by host.
+    """
 
     def __init__(self, hosts):
         self.hosts, (fds, self.kept) = hosts, connected(hosts)
@@ -67,7 +78,7 @@ def call(op, dtype="float32", how="sum", nbytes=0, root=0):
 
 
 def reduced(name, hosts, count, how="sum", dtype="float32"):
-    """The vectors of all hosts before and after."""
+    """Run an all-reduce; return the vectors of all hosts before and after it."""
     draw, together = np.random.default_rng(count), Together(hosts)
     each = [draw.standard_normal(count).astype(dtype) for _ in range(hosts)]
     found = [one.copy() for one in each]
@@ -84,7 +95,7 @@ def reduced(name, hosts, count, how="sum", dtype="float32"):
 
 
 def spread(hosts, count, root):
-    """A vector of host ``root`` on all of them."""
+    """Broadcast a vector from host ``root``; return the vectors of all hosts."""
     together = Together(hosts)
     found = [np.full(count, float(me)) for me in range(hosts)]
 

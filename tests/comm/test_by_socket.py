@@ -1,5 +1,7 @@
-"""Ranks on several sockets, which sum up within them first. Cores of this machine stand for
-sockets: what is read is the same, and how far it is away is not."""
+"""Reduction within each CPU socket first, for ranks on several sockets.
+
+Cores of this machine represent sockets: the same data is read, but the distances differ.
+"""
 
 import json
 import os
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 def bound(text):
-    """A script whose ranks are on the cores that the digits of PLACES are the places of."""
+    """Return a script whose ranks are bound: digit i of PLACES is the index of rank i's core."""
     return BOUND.rstrip(" ") + text.removeprefix("\n")
 
 
@@ -46,7 +48,7 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
         found.append(torch.load(tmp_path / name))
     one, two, flat = found
     assert torch.equal(one, two)
-    assert not torch.equal(one, flat)  # another order, where all are summed up in that of ranks
+    assert not torch.equal(one, flat)  # without sockets, ranks are summed in rank order
     torch.testing.assert_close(one, flat)
 
 
@@ -152,7 +154,7 @@ BENCH = """
 
 @pytest.mark.long
 def test_it_is_measured_beside_the_others(tmp_path):
-    """As ``paceline bench comm`` does, where ranks are bound to cores of several sockets."""
+    """Measure as ``paceline bench comm`` does when ranks are bound to cores of several sockets."""
     script = ranks.write(tmp_path, bound(BENCH))
     done = ranks.run(script, "--sizes", 1024, 1 << 20, ranks=4, PLACES="0011", **SOCKETS)
     told = json.loads(done.stdout[done.stdout.index("{") :])["collectives"]

@@ -1,4 +1,4 @@
-"""Which interface the ranks of several hosts talk over. Several hosts are in tests/launch."""
+"""Choice of the network interface for the ranks. tests/launch has tests with several hosts."""
 
 import datetime
 import os
@@ -21,7 +21,7 @@ def store(monkeypatch):
 
 
 def client(store):
-    """A connection of its own, as every rank has one."""
+    """Return a new connection to the store; every rank has a separate one."""
     timeout = datetime.timedelta(seconds=10)
     return TCPStore("127.0.0.1", store.port, 3, False, timeout, False)
 

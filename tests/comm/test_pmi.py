@@ -1,4 +1,4 @@
-"""The small store of MPICH's mpiexec, Intel MPI's and Flux: against a server of it."""
+"""The PMI 1 client for the store of MPICH's mpiexec, Intel MPI and Flux, with a test server."""
 
 import socket
 import threading
@@ -9,8 +9,10 @@ from paceline.comm.pmi import Pmi, from_rank_0
 
 
 class Server:
-    """What mpiexec is to its processes, as PMI 1's wire protocol has it: for each rank a socket,
-    one store for all, and barriers."""
+    """The server side of the PMI 1 wire protocol, as in mpiexec.
+
+    Each rank has a socket; all ranks share a store and barriers.
+    """
 
     def __init__(self, size):
         self.store = {}
@@ -40,7 +42,7 @@ class Server:
                 said = dict(word.split("=", 1) for word in line.split())
                 self.heard[rank].append(said["cmd"])
                 answer = self._answer(said).encode() + b"\n"
-                connection.sendall(answer[:5])  # in two pieces, as a pipe may deliver it
+                connection.sendall(answer[:5])  # in two pieces, because a pipe may split it
                 connection.sendall(answer[5:])
 
     def _answer(self, said):
@@ -92,7 +94,7 @@ def test_all_ranks_get_what_rank_0_says(server):
         thread.join(10.0)
     assert found == dict.fromkeys(range(3), "10.0.0.0;0=key")
     assert launcher.store == {"paceline": "10.0.0.0;0=key"}
-    # mpiexec takes a process that leaves without its goodbye for a crash
+    # mpiexec treats a process that exits without "finalize" as crashed.
     assert [commands[-1] for commands in launcher.heard] == ["finalize"] * 3
 
 
@@ -107,7 +109,7 @@ def test_a_refusal_is_shown_in_the_launchers_words(server):
     ("answer", "said"),
     [
         (b"", "the launcher has closed it"),
-        (b"cmd=response_to_init", "the launcher has closed it"),  # in the middle of a line
+        (b"cmd=response_to_init", "the launcher has closed it"),  # incomplete line
         (b"cmd=response_to_init rc=-1\n", "init was answered"),
         (b"cmd=init_ack pmi_version=2\n", "init was answered"),
         (b"220 smtp ready\n", "init was answered"),

@@ -1,4 +1,4 @@
-"""By which address hosts reach each other: tried on this machine's own addresses."""
+"""Choice of the addresses by which hosts reach each other, tested on this machine's addresses."""
 
 import socket
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from paceline.comm.reachable_address import Listener, choose, listen_on, others_
 
 @pytest.fixture
 def host():
-    """Makes hosts: each listens on all given addresses of this machine."""
+    """Yield a function that creates hosts, which listen on given addresses of this machine."""
     with ExitStack() as stack:
 
         def made(*addresses):
@@ -38,9 +38,9 @@ def test_a_host_offers_all_its_addresses_but_loopback():
         names = {link.interface for link in offered}
     finally:
         listener.close()
-    for name in names:  # as gloo and NCCL take them
+    for name in names:  # same patterns as in gloo and NCCL
         assert name in interfaces(only=f"another,{name}")
-        assert name in interfaces(only=name[:-1])  # its beginning
+        assert name in interfaces(only=name[:-1])  # a prefix of the name
         assert name in interfaces(only=f"={name}")
         assert name not in interfaces(only=f"={name[:-1]}")
         assert name not in interfaces(only=f"^{name[:-1]}")
@@ -66,7 +66,7 @@ def test_a_host_is_reached_by_all_addresses_on_which_it_shows_its_token(host):
 
 
 def test_another_host_with_the_same_address_is_told_from_the_one_that_was_meant(host):
-    """A bridge's private address exists on every host."""
+    """The private address of a bridge can exist on every host."""
     meant, other = host("127.0.0.1"), host("127.0.0.1")
     offer = {**meant.offer(), "links": links_of(other)}
     assert try_all({1: offer}, other) == {1: {"127.0.0.1": "another host has this address too"}}
@@ -102,7 +102,7 @@ def test_only_this_host_hears_a_listener_on_loopback(host):
         listener.answer(listening)
         assert visitor.recv(100) == listener.token
         assert visitor.recv(100) == b""
-    listener.answer(listening)  # a visitor that has left again
+    listener.answer(listening)  # the visitor has already disconnected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_first_address_that_all_others_reached_is_chosen():
         ("ib0", "10.1.0.2"),
         ("eth9", "10.0.0.3"),
     ]
-    # b did not try a: in a large job not everybody does
+    # b did not try to reach a: in a large job, each host tries only some of the others.
     del tried[1][0], tried[2][0]["10.1.0.1"]
     assert choose(["a", "b", "c"], offers, tried)[0] == ("eth0", "10.0.0.1")
 

@@ -1,4 +1,4 @@
-"""Where ranks meet that nobody has told an address: found, shared, and named where it fails."""
+"""Rendezvous of ranks without a configured address: search, shared store and errors."""
 
 import json
 import select
@@ -29,7 +29,7 @@ def appointment(rank, size, hosts=("127.0.0.1",), key=None, one_host=True):
 
 
 def all_of(size, timeout=10.0, key=None, **more):
-    """meet() on ranks that are threads here, the last one first; what each returned or raised."""
+    """Call ``join`` on all ranks, as threads, the last rank first; return results or exceptions."""
     key = key or uuid.uuid4().hex
     found = {}
 
@@ -65,7 +65,7 @@ def test_ranks_of_one_host_meet_on_loopback_and_share_a_store():
 
 
 def test_ranks_meet_where_the_hosts_names_lead():
-    """The store listens only where they have met."""
+    """The store listens only on the address where the ranks met."""
     stores = all_of(2, hosts=["no-such-host.invalid", "localhost"], one_host=False)
     assert_shared(stores)
     for link in links():
@@ -74,7 +74,7 @@ def test_ranks_meet_where_the_hosts_names_lead():
 
 
 def test_rank_0_is_found_where_its_hosts_name_is_another_loopback_address():
-    """Debian's /etc/hosts has 127.0.1.1 for a host's own name."""
+    """Debian's /etc/hosts maps a host's name to 127.0.1.1."""
     assert_shared(all_of(2, timeout=3.0, hosts=["127.0.1.1"], one_host=False))
 
 
@@ -150,7 +150,7 @@ def test_two_starts_with_the_same_ports_do_not_mix(monkeypatch):
     assert found[keys[0]][0].port != found[keys[1]][0].port
 
 
-PORT = 32_100  # above those of meet()
+PORT = 32_100  # above RendezvousSpec.ports
 
 
 def test_a_rank_that_does_not_come_is_named_in_time():
@@ -180,7 +180,7 @@ def test_rank_0_that_never_starts_is_told_with_what_was_tried():
 
 
 def test_a_host_that_does_not_exist_is_an_error_within_seconds(monkeypatch, closing):
-    """Not only when the time for ranks that come late is over."""
+    """The error comes before the time for late ranks is over."""
     monkeypatch.setattr(module, "UNREACHABLE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 1.0)
     when = appointment(1, 2, hosts=["no-such-host.invalid", "127.0.0.9"], one_host=False)
@@ -194,7 +194,7 @@ def test_a_host_that_does_not_exist_is_an_error_within_seconds(monkeypatch, clos
 
 
 def full(closing, address, port):
-    """Makes an address that answers nobody: its queue is full."""
+    """Make an address that does not answer, because its queue of connections is full."""
     silent = closing.enter_context(socket.socket())
     silent.bind((address, port))
     silent.listen(0)

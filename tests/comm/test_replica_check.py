@@ -1,4 +1,4 @@
-"""Ranks whose models for DDP differ are told which parameter, and what it is on which ranks."""
+"""Errors for DDP models that differ between ranks: the parameter, and its value on each rank."""
 
 import pytest
 import ranks

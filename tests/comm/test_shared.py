@@ -1,4 +1,4 @@
-"""Collectives over shared memory: as torch's, on any shapes and types, with any number of ranks."""
+"""Collectives over shared memory: results equal to PyTorch's for all shapes, dtypes and sizes."""
 
 import json
 import re
@@ -160,7 +160,7 @@ def test_a_script_that_says_gloo_exchanges_over_memory_where_it_is_asked_for(
     assert {f"{rank} gloo {kind} 16.0" for rank in (0, 1)} <= ranks.untagged(done.stdout)
     rings = sorted(tmp_path.glob("record/rank-*.ring"))
     assert len(rings) == 2 * ("--record" in options)
-    for ring in rings:  # so that a diagnosis does not propose it
+    for ring in rings:  # recorded, so that the diagnosis does not suggest this exchange
         data = ring.read_bytes()
         header = json.loads(data[48 : 48 + int.from_bytes(data[44:48], "little")])
         assert header["exchange"] == "paceline"
@@ -181,7 +181,7 @@ def test_a_rank_that_has_died_is_named(tmp_path, later):
     done = ranks.run(ranks.write(tmp_path, FAILS), "dies", 30, *later, check=False)
     (line,) = re.findall(r"after ([\d.]+) s rank 0: (.*)", done.stdout)
     assert "all-reduce of 400,000 bytes as float32 (sum) can't go on: rank 1 has died" in line[1]
-    assert float(line[0]) < 2  # 0.2 s where a core is free
+    assert float(line[0]) < 2  # 0.2 s if a core is idle
     assert "rank 1 was killed by SIGKILL" in done.stderr
 
 
@@ -223,7 +223,7 @@ def test_a_fork_of_a_rank_can_not_exchange_and_the_rank_goes_on(tmp_path):
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_kernel_is_clean(tmp_path, sanitizer):
-    """Ranks are threads of one process, which go through every collective."""
+    """Run every collective under a sanitizer, with threads of one process as ranks."""
     compiler = shutil.which("gcc")
     assert compiler, "HINT: make test-packages"
     program = tmp_path / "threads"

@@ -1,4 +1,4 @@
-"""Many connections of strangers to the ports by which ranks and their hosts find each other."""
+"""Many unauthorized connections to the ports by which ranks and hosts find each other."""
 
 import contextlib
 import socket
@@ -76,7 +76,7 @@ def knock(port, said):
     ],
 )
 def test_an_answer_that_is_none_of_rank_0_is_passed_over(closing, said):
-    """By a program that another user has put on the port, who knows the job's number."""
+    """Another user, who knows the job ID, runs a program that listens on the port."""
     when = RendezvousSpec(1, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
     door = closing.enter_context(socket.create_server(("127.0.0.1", when.ports[0])))
 
@@ -94,7 +94,7 @@ def test_an_answer_that_is_none_of_rank_0_is_passed_over(closing, said):
 
 
 def test_connections_that_say_the_same_rank_are_limited():
-    """Whoever knows the job's number can make some; those of this host wait for the others."""
+    """Any client that knows the job ID can open some; waiting connections are limited per rank."""
     when = RendezvousSpec(0, 3, ["127.0.0.1"], uuid.uuid4().hex, False)
     doorman = module._Rank0Server(when, 5.0)
     here = socket.create_server(("127.0.0.1", 0))
@@ -147,7 +147,7 @@ def test_peers_connect_among_a_thousand_idle_connections(flooded):
 
 @pytest.mark.parametrize("manner", ["closed", "reset"])
 def test_a_peer_that_is_dropped_knocks_again(manner, monkeypatch):
-    """By a host that is busy with strangers."""
+    """A host that is busy with unauthorized connections may drop a peer."""
     door, begun = PeerListener(Link("lo", "127.0.0.1")), time.monotonic()
     dropped, real = [], PeerListener._greeting
 
@@ -175,7 +175,7 @@ def test_a_peer_that_is_dropped_knocks_again(manner, monkeypatch):
 
 @pytest.fixture
 def shards(tmp_path):
-    """A server of the shards of a set, and these."""
+    """Yield a shard server of a packed dataset, and the dataset's shards."""
     pack(sets.arrays(40, (50,)), tmp_path / "set", shard_bytes=2000)
     (tmp_path / "set").chmod(0o700)
     found = Shards(tmp_path / "set").meta.shards
@@ -229,7 +229,7 @@ def test_shards_are_sent_by_a_limited_number_of_threads(shards, monkeypatch, tmp
         asked.append(shard_server._send_request(server.name, 0, 5.0))
         wanted = (served, waiting)
         ranks.wait_until(lambda now=wanted: (server._senders, len(server._waiting)) == now, 5)
-    assert asked[-1].recv(8) == b""  # two are served, three wait, and this one goes elsewhere
+    assert asked[-1].recv(8) == b""  # refused: two are served and three wait
     assert threading.active_count() == threads + 2
     assert shard_server.is_alive(server.name)
     let.set()

@@ -1,4 +1,4 @@
-"""The steps between hosts, where hosts are threads that are connected by sockets."""
+"""The steps of collectives between hosts, with threads that are connected by sockets as hosts."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def test_other_types_and_what_is_done_with_them():
     assert (found[2] == np.max(each, 0)).all()
     each, found = played.reduced("ring", 3, 999, "product", "float64")
     np.testing.assert_allclose(found[1], np.prod(each, 0), rtol=1e-12)
-    # the hosts have divided already
+    # A mean is only summed here: each host has already divided its vector.
     each, found = played.reduced("halving", 4, 999, "mean", "float32")
     np.testing.assert_allclose(found[0], np.sum(each, 0), rtol=1e-5, atol=1e-5)
 
@@ -54,7 +54,7 @@ def both_ways(nbytes, to):
 
 
 def fails(what, timeout=played.TIMEOUT):
-    """Two hosts, of which ``what`` is done to the second: the errors of both."""
+    """Run a step on two hosts, call ``what`` on the second one, and return the errors of both."""
     together = played.Together(2)
 
     def each(me, wire):
@@ -104,7 +104,7 @@ def test_silence_ends_with_the_timeout():
 
 def test_who_waits_hears_that_its_own_host_has_given_up():
     def breaks(together):
-        time.sleep(0.2)  # the other one waits by then
+        time.sleep(0.2)  # until the other host waits
         together.broken[0] = 1
         raise c_wire.StepError(c_wire.BROKEN, 0)
 
@@ -126,7 +126,7 @@ def test_the_interpreter_is_clean(tmp_path):
     ]
     env = ranks.environment(
         LD_PRELOAD=":".join(one.stdout.strip() for one in found),
-        ASAN_OPTIONS="detect_leaks=0",  # the interpreter's own
+        ASAN_OPTIONS="detect_leaks=0",  # the Python interpreter leaks
         PYTHONPATH=os.pathsep.join(sys.path),
     )
     command = [sys.executable, str(Path(played.__file__)), str(built)]

@@ -1,12 +1,14 @@
-"""PyTorch's own tests of collectives and DDP that a CPU backend can pass, with the backend
-"paceline": `make test-torch`. They come with torch (torch.testing), each on ranks of its own."""
+"""PyTorch's tests of collectives and DDP for CPU backends, run with the backend "paceline".
+
+`make test-torch` runs them. The tests are part of torch (torch.testing); each starts new ranks.
+"""
 
 import os
 import re
 import tempfile
 import unittest
 
-# torch decides by this what a backend can do, when its tests are defined.
+# torch reads this when the tests are defined, to decide which tests a backend supports.
 os.environ["BACKEND"] = "gloo"
 os.environ.setdefault("WORLD_SIZE", "4")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp())
@@ -14,16 +16,16 @@ os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp())
 import torch
 from torch.testing._internal import common_distributed
 
-if not torch.cuda.is_available():  # said before ranks are started for it
+if not torch.cuda.is_available():  # skip before ranks are started
     common_distributed.skip_if_lt_x_gpu = lambda *_, **__: unittest.skip("it needs GPUs")
 
 from torch.testing._internal.distributed import distributed_test
 
-import paceline  # noqa: F401  makes the backend known, in the ranks too
+import paceline  # noqa: F401  registers the backend, also in the ranks
 
 
 class Backend(str):
-    """What they use; where they ask whether it is gloo, it is one for CPUs as that."""
+    """The backend's name, which also equals "gloo", so that tests treat it as a CPU backend."""
 
     __slots__ = ()
     __hash__ = str.__hash__

@@ -1,4 +1,4 @@
-"""How ranks of different hosts are connected: hosts are threads here, on the loopback."""
+"""Connections between the ranks of different hosts, which are threads on loopback here."""
 
 import socket
 import threading
@@ -21,7 +21,10 @@ def _soon(monkeypatch):
 
 
 def met(doors, disturb=None):
-    """What each host has got, connections or an error."""
+    """Connect all hosts; return the connections or the error of each host.
+
+    ``disturb`` is called with all addresses before the hosts connect.
+    """
     told, found = {host: door.address for host, door in doors.items()}, {}
 
     def one(host, door):
@@ -62,7 +65,7 @@ def test_who_does_not_know_the_word_is_turned_away():
     strangers = []
 
     def disturb(told):
-        for word in (b"x" * connect._INTRODUCTION.size, b"short", b""):  # the last two say no more
+        for word in (b"x" * connect._INTRODUCTION.size, b"short", b""):  # two are incomplete
             address, port, *_ = told[0].split()
             strangers.append(socket.create_connection((address, int(port))))
             strangers[-1].send(word)

@@ -1,5 +1,4 @@
-"""Collectives between hosts: as torch's, on any layout of ranks, and told in plain words where
-something fails."""
+"""Collectives between hosts: results equal to PyTorch's on any layout of ranks, and errors."""
 
 import re
 import time
@@ -29,7 +28,7 @@ def run(hosts, folder, text, where, *words, check=True, **env):
 
 
 def as_expected(hosts, folder, where, count, **env):
-    """Every rank says so."""
+    """Run random collectives and assert that all results are correct on every rank."""
     names = where.split(",")
     done = run(hosts, folder, ANY, where, len(names), count, len(names) + 1, **env)
     size = sum(int(one.partition(":")[2]) for one in names)
@@ -54,7 +53,7 @@ def test_by_every_algorithm(hosts, shared_folder, name):
 
 @pytest.mark.long
 def test_over_racks(hosts, shared_folder):
-    """Whose hosts are not next to each other in the job."""
+    """The hosts of a rack are not next to each other in the job."""
     racks = {"PACELINE_RACKS": "host[1,3] host[2,4]", "PACELINE_ALGORITHM": "racks"}
     as_expected(hosts, shared_folder, "host1:2,host2:1,host3:1,host4:2", 40, **racks)
 
@@ -189,9 +188,9 @@ CUT = """
 
 
 def going(hosts, folder, timeout):
-    """Two ranks on two hosts that exchange all the time."""
+    """Start two ranks on two hosts that run collectives all the time."""
     ranks.write(folder, CUT)
-    # started by hand: a launcher would hear of the link as well
+    # Started without a launcher, which would notice the link, too.
     env = {"MASTER_ADDR": hosts.address("host1"), "MASTER_PORT": "29511", "WORLD_SIZE": "2"}
     started = [
         hosts.start(
@@ -210,7 +209,7 @@ def going(hosts, folder, timeout):
 def test_a_link_that_is_cut_for_a_while_is_survived(hosts, shared_folder):
     started = going(hosts, shared_folder, 60)
     hosts.link("host2", False)
-    time.sleep(3)  # that long is the cut
+    time.sleep(3)
     hosts.link("host2", True)
     (shared_folder / "healed").touch()
     said = [one.communicate(timeout=90) for one in started]
@@ -296,7 +295,7 @@ def test_hosts_of_a_rack_are_next_to_each_other():
         return "".join(found.host_names), found.hosts_per_rack
 
     assert of("x", "y", "x", "y") == ("acbd", 2)
-    assert of("x", "y", "y", "y") == ("abcd", 0)  # of different sizes
-    assert of("x", "", "x", "") == ("acbd", 0)  # one is not known
+    assert of("x", "y", "y", "y") == ("abcd", 0)  # racks of different sizes
+    assert of("x", "", "x", "") == ("acbd", 0)  # the rack of some hosts is unknown
     assert of("x", "x", "x", "x") == ("abcd", 0)
     assert of("w", "x", "y", "z") == ("abcd", 0)

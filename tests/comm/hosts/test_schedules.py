@@ -1,4 +1,4 @@
-"""The steps of every algorithm, played by as many hosts as one likes."""
+"""Simulation of the steps of every algorithm on any number of hosts."""
 
 import random
 from itertools import pairwise
@@ -22,12 +22,12 @@ NBYTES = 1000
 class Host:
     def __init__(self, me: int, steps: list[Step]) -> None:
         self.me, self.steps = me, steps
-        # Of each byte which hosts' are summed up in it, and how often.
+        # For each byte: the hosts whose bytes are summed up in it, and how often each.
         self.bytes = [{me: 1} for _ in range(NBYTES)]
 
 
 def play(hosts: list[Host]) -> None:
-    """Each host a step further where all that it waits for has been sent; any order will do."""
+    """Run the steps of all hosts, in random order; fail if the hosts wait for each other."""
     sent: dict[tuple[int, int], list[list[dict]]] = {}
     begun, order = [False] * len(hosts), random.Random(1)
     while any(host.steps for host in hosts):
@@ -73,7 +73,7 @@ RACKS = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 10), (10, 2)]
 
 @pytest.mark.parametrize(("count", "each"), RACKS)
 def test_over_racks_as_well_and_no_more_leaves_one_than_must(count, each):
-    """Twice what a ring of racks would send: (R - 1) / R of the vector."""
+    """At most twice the amount that a ring of R racks sends: (R - 1) / R of the vector."""
     size = count * each
     steps = [list(schedules.racks(NBYTES, me, size, each)) for me in range(size)]
     leaves = [
@@ -128,12 +128,12 @@ def test_parts_cover_the_vector_and_begin_at_a_line():
 
 
 def test_what_costs_least_is_taken():
-    """As the formulas in the module's docstring say."""
+    """Check the choice against the formulas in the module's docstring."""
     link = LinkModel(latency_s=50e-6, bytes_per_s=1e8)
     assert cheapest_algorithm(8, 16, link) == "doubling"
     assert cheapest_algorithm(8, 13, link) == "doubling"
-    assert cheapest_algorithm(100_000_000, 128, link) == "halving"  # 14 steps, not 254
-    assert cheapest_algorithm(100_000_000, 16, link) == "ring"  # whose connections are never idle
+    assert cheapest_algorithm(100_000_000, 128, link) == "halving"  # 14 steps, a ring takes 254
+    assert cheapest_algorithm(100_000_000, 16, link) == "ring"  # its connections are never idle
     assert cheapest_algorithm(100_000_000, 13, link) == "ring"
     assert cheapest_algorithm(1_000_000, 2, link) == "doubling"
     assert cheapest_algorithm(30_000, 4, link) == "direct"

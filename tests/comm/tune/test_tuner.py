@@ -1,4 +1,4 @@
-"""The tuner finds what is faster in a job's first steps, and a training is the same for it."""
+"""The tuner finds faster exchange settings in a job's first steps; the model does not change."""
 
 import json
 import random
@@ -35,7 +35,7 @@ OTHERS = [ExchangeSettings(float(mib), PACELINE) for mib in range(1, 1 + MAX_CAN
 
 
 def searched(seconds, others=OTHERS):
-    """The verdict of a search where a step takes ``seconds`` of a choice; and its steps."""
+    """Search with a step time of ``seconds(choice)``; return the verdict and the steps taken."""
     search, steps, before = halving(DEFAULT, others), 0, DEFAULT
     try:
         ask = next(search)
@@ -51,7 +51,7 @@ def searched(seconds, others=OTHERS):
 def test_the_fastest_choice_is_found_in_as_many_steps_as_were_said(count):
     took = {choice: 1.0 - 0.1 * at for at, choice in enumerate(OTHERS)} | {DEFAULT: 1.05}
     verdict, steps = searched(took.__getitem__, OTHERS[:count])
-    same = 2 * WARM_UP_STEPS  # a rung may begin with what the one before has ended with
+    same = 2 * WARM_UP_STEPS  # a round may begin with the previous round's last choice
     assert max_steps(count) - same <= steps <= max_steps(count) <= 64
     assert verdict.is_faster == (count > 0)
     assert verdict.choice == (OTHERS[count - 1] if count else DEFAULT)
@@ -63,14 +63,14 @@ def test_what_is_slower_than_the_default_is_not_kept():
 
 
 def test_what_is_faster_only_now_and_then_is_not_kept():
-    told = iter([1.0] * 9 + [1.0, 0.9, 0.9, 1.0, 0.9, 1.0])  # the pairs: the second one is lost
+    told = iter([1.0] * 9 + [1.0, 0.9, 0.9, 1.0, 0.9, 1.0])  # slower in one of the three pairs
     verdict, _ = searched(lambda choice: next(told))
     assert verdict.step_s < verdict.default_step_s
     assert not verdict.is_faster
 
 
 def test_under_noise_it_is_rarely_far_from_the_best():
-    """A tenth of noise, choices from 0.7 to 1.0 of the default."""
+    """Step times of 0.7 to 1.0 times the default, with noise of 5% up and down."""
     chance, missed = random.Random(0), 0
     for _ in range(300):
         took = {choice: chance.uniform(0.7, 1.0) for choice in OTHERS} | {DEFAULT: 1.0}
@@ -121,11 +121,11 @@ def test_the_model_counts_what_the_backward_does_not_hide():
     assert seconds(2000) == 1.0
     assert seconds(5000) == 2.5
     gradients = [ReadyGradient(1.0, 1000), ReadyGradient(2.0, 1000), ReadyGradient(4.0, 1000)]
-    assert finish_time(buckets(gradients, [1000]), seconds) == 4.5  # two are hidden
+    assert finish_time(buckets(gradients, [1000]), seconds) == 4.5  # two overlap with the backward
     assert finish_time(buckets(gradients, [2000]), seconds) == 4.5
-    assert finish_time(buckets(gradients, [3000]), seconds) == 5.5  # one, after all of the backward
+    assert finish_time(buckets(gradients, [3000]), seconds) == 5.5  # one bucket, after the backward
     slow = AllReduceCost({1000: 2.0, 3000: 2.0})
-    assert finish_time(buckets(gradients, [1000]), slow) == 7.0  # which wait for each other
+    assert finish_time(buckets(gradients, [1000]), slow) == 7.0  # buckets wait for each other
     assert finish_time(buckets(gradients, [3000]), slow) == 6.0
 
 
@@ -149,7 +149,7 @@ def test_short_backwards_get_one_bucket_and_long_ones_several():
     assert first(0.2) <= 2
 
 
-# Layers are called in another order than they are registered.
+# The layers are not called in the order in which they are registered.
 SET = """
     import sys
     import torch, torch.distributed as dist
@@ -197,7 +197,7 @@ SET = """
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 def test_buckets_that_are_set_are_ddp_s_own_from_the_first_step_on(tmp_path, options):
-    """And not after a step, as in DDP."""
+    """DDP itself rebuilds its buckets only after the first step."""
     (told,) = ranks.untagged(ranks.run(ranks.write(tmp_path, SET), options).stdout)
     before, first, second = json.loads(told)
     assert len(before) > 1
@@ -251,7 +251,7 @@ TRAIN = """
 
 
 def trained(folder, kind, *options, steps=100):
-    """The model that a run with these options of paceline makes, and what it says."""
+    """Train with these options of ``paceline run``; return the model and the messages."""
     out = folder / "model.pt"
     script = ranks.write(folder, TRAIN)
     done = ranks.run(script, kind, steps, out, launcher=" ".join(["paceline", *map(str, options)]))
@@ -270,7 +270,10 @@ def same(one, other):
     ["plain", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHER_KINDS)],
 )
 def test_a_training_is_the_same_to_the_last_bit_while_it_is_tuned(tmp_path, kind):
-    """On two ranks, where a sum has one order: while buckets and ways change, and after it."""
+    """The model is the same while buckets and methods change, and after that.
+
+    Two ranks, because a sum over two ranks has only one order.
+    """
     expected, _ = trained(tmp_path, kind)
     found, said = trained(tmp_path, kind, "--tune-exchange", tmp_path / "tuned.toml")
     assert "paceline: the exchange is tuned, in " in said, said
@@ -288,7 +291,7 @@ def test_a_training_is_the_same_to_the_last_bit_while_it_is_tuned(tmp_path, kind
 
 @pytest.mark.long
 def test_so_is_that_of_paceline_s_own_world(tmp_path):
-    """Whose buckets are final from the start."""
+    """The buckets of ``paceline.init().distribute`` are final from the start."""
     script, args = ranks.write(tmp_path, scripts.TRAIN), ["--samples", 400, "--epochs", 5]
     ranks.run(script, tmp_path / "plain.pt", *args)
     found = [torch.load(tmp_path / "plain.pt")]
@@ -343,12 +346,12 @@ def test_a_script_without_ddp_is_told_so(tmp_path):
 
 @pytest.mark.long
 def test_bfloat16_is_taken_only_where_that_is_allowed(tmp_path):
-    """And is said to have been tried."""
+    """With --tune-compression, bfloat16 is tried and changes the model slightly."""
     tuned = tmp_path / "tuned.toml"
     found, said = trained(tmp_path, "plain", "--tune-exchange", tuned, "--tune-compression")
     expected, _ = trained(tmp_path, "plain")
     assert "the exchange is tuned, in " in said
-    assert not same(found, expected)  # some steps at least were rounded
+    assert not same(found, expected)  # some steps used bfloat16
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one, rtol=0.1, atol=0.02)
 
@@ -380,7 +383,7 @@ def test_options_that_can_not_be_are_told_before_anything_starts(tmp_path, optio
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["host1:1,host2:1", "host1:2,host2:1,host3:1"])
 def test_between_hosts_algorithms_are_tried_as_well(hosts, shared_folder, layout):
-    """As one process to rounding: sums of several hosts have several orders."""
+    """The model is the same to rounding: the sums of several hosts have several orders."""
     script = ranks.write(shared_folder, TRAIN)
     start = [ranks.PACELINE, "run", "--fresh", "-H", layout]
 
