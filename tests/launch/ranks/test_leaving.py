@@ -11,7 +11,7 @@ import torch
 from scripts import TRAIN
 
 ARGS = ["--samples", 400, "--dropout", 0.2]
-SLOW = ["--sleep", 0.05, "--every", 1000]  # no checkpoint inside the 25 steps of an epoch
+SLOW = ["--sleep", 0.05, "--every", 1000]  # only an early exit saves inside an epoch (25 steps)
 
 
 @pytest.fixture(scope="module")
