@@ -1,4 +1,4 @@
-"""Visitors of a listening socket: who is let in, who is dropped, when, and what is counted."""
+"""Visitors of a listening socket: which are accepted, dropped and counted, and when."""
 
 import contextlib
 import resource
@@ -30,7 +30,7 @@ def closing():
 
 @pytest.fixture
 def door(closing):
-    """Makes an acceptor of visitors that say "open", and a function that connects to it."""
+    """Return a function that makes an acceptor of visitors that say "open", and its client."""
 
     def made(word=word, **options):
         listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
@@ -60,7 +60,7 @@ def line(address):
 
 
 def closed(visitor, seconds=5.0):
-    """Whether the other side has closed it; what it has said before."""
+    """Return what the other side sent before it closed the connection."""
     visitor.settimeout(seconds)
     said = b""
     with contextlib.suppress(ConnectionResetError):
@@ -101,7 +101,8 @@ def test_a_thousand_silent_visitors_hold_up_nobody_and_need_no_thread(door):
     threads = threading.active_count()
     for number in range(1000):
         knock()
-        if number % 200 == 199:  # both ends are in this process
+        # This process holds both ends, so the acceptor must run in between.
+        if number % 200 == 199:
             acceptor.wait(0)
     knock(say=b"open")
     begun = time.monotonic()

@@ -1,5 +1,7 @@
-"""What another user of the node prepares does nothing to this one: two real user IDs, a victim's
-and an attacker's, in the real /dev/shm."""
+"""Files prepared by another user of the node have no effect.
+
+The tests use two real user IDs, a victim's and an attacker's, in the real /dev/shm.
+"""
 
 import json
 import os
@@ -18,14 +20,14 @@ from users import ATTACKER
 from paceline.launch.records import job_folder
 
 SHM = Path("/dev/shm")
-VICTIM = 200_000 + os.getpid() % 100_000  # another one in each process that tests beside this one
+VICTIM = 200_000 + os.getpid() % 100_000  # differs between test processes
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 SCRIPT = "import time, sys; print('trained'); time.sleep(float(sys.argv[1]))"
 
 
 @pytest.fixture
 def place():
-    """A folder that all users can write to, as /tmp is."""
+    """Create a folder that all users can write to, as /tmp is."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-users-", dir="/tmp"))
     folder.chmod(0o1777)
     (folder / "train.py").write_text(SCRIPT)
@@ -35,7 +37,7 @@ def place():
 
 @pytest.fixture
 def bait():
-    """Make a job's folder in /dev/shm that has the victim's name and is the attacker's."""
+    """Return a function that makes a job folder of the attacker's with the victim's name."""
     made = []
 
     def make(**files):
@@ -67,7 +69,7 @@ def paceline(*words):
 
 
 def secret_of(user, place, text="private"):
-    """A folder of the user's with a file that only he can read."""
+    """Create a folder of the user's with a file that only this user can read."""
     folder = users.folder(place / f"home-{user}", user)
     (folder / "thesis").write_text(text)
     os.chown(folder / "thesis", user, user)
@@ -79,13 +81,13 @@ def test_a_start_removes_copies_and_waits_for_nothing_that_another_user_made(pla
     home, loot = secret_of(VICTIM, place), users.folder(place / "loot", ATTACKER, 0o777)
     said_sent = json.dumps({"target": str(home), "sent": True})
     baits = [
-        bait(lock="", keep_json=said_sent),  # "remove what it names"
+        bait(lock="", keep_json=said_sent),  # asks to remove what it names
         bait(lock="", keep_json=json.dumps({"target": str(loot)}), x_ring=home / "thesis"),
         bait(lock="", keep_json=None),  # a FIFO
         bait(lock=None),
         bait(lock=home / "made-by-a-link"),
     ]
-    link = SHM / f"paceline-job-{VICTIM}-link"  # to a folder that is the victim's
+    link = SHM / f"paceline-job-{VICTIM}-link"  # to a folder owned by the victim
     link.symlink_to(home)
     try:
         done = users.run(
@@ -109,7 +111,7 @@ def test_top_shows_no_job_that_another_user_made_up(place, bait):
     waits = bait(lock=None)
     hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX)"
     hold += "; print(flush=True); sys.stdin.read()"
-    # A launcher's name in the abstract namespace that takes no more callers.
+    # Binds a launcher's name in the abstract namespace and accepts no connections.
     squat = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + sys.argv[1])"
     squat += "; s.listen(0); c = [socket.socket(socket.AF_UNIX) for _ in range(2)]"
     squat += "; [x.setblocking(False) for x in c]; [x.connect_ex('\\0' + sys.argv[1]) for x in c]"
@@ -134,7 +136,7 @@ def test_top_shows_no_job_that_another_user_made_up(place, bait):
 
 
 def test_a_record_goes_through_no_link_in_its_folder(place):
-    """The folder is one that others can write to."""
+    """The folder is writable for other users."""
     home = secret_of(VICTIM, place)
     record = place / "record"
     record.mkdir()
@@ -183,7 +185,7 @@ def test_a_temporary_folder_in_which_all_may_rename_is_not_used(tmp_path, monkey
 
 
 def test_a_job_starts_in_a_user_namespace_that_does_not_map_root(place):
-    """As in a container of an unprivileged user, where /dev/shm seems to be nobody's."""
+    """As in an unprivileged user's container, where /dev/shm appears to be owned by nobody."""
     words = ["unshare", "-U", "--map-current-user"]
     if users.run(VICTIM, *words, "true").returncode:
         pytest.skip("no user namespaces here")

@@ -1,4 +1,4 @@
-"""Files that the user names: devices and pipes are written to, links of other users replaced."""
+"""Output files that the user names: devices and pipes are written to, others' links replaced."""
 
 import json
 import os
@@ -121,7 +121,7 @@ print("after", flush=True)
 
 @pytest.mark.parametrize("manner", ["pipe", "file", "socket"])
 def test_what_stdout_is_gets_the_output_in_its_place(tmp_path, manner):
-    link = tmp_path / "stdout"  # as /dev/stdout is
+    link = tmp_path / "stdout"  # as /dev/stdout
     link.symlink_to("/proc/self/fd/1")
     words = [sys.executable, "-c", STDOUT, str(link)]
     if manner == "pipe":

@@ -1,4 +1,4 @@
-"""Files of other formats that somebody else has made: no hang, no traceback, no memory."""
+"""Files of other formats from an attacker: no hang, no traceback, bounded memory."""
 
 import io
 import os
@@ -21,7 +21,7 @@ from paceline.security.files import InvalidFileError
 
 @pytest.fixture(autouse=True)
 def _no_hang():
-    """A file that is waited for without end ends the test, and not the run."""
+    """Let an endless wait for a file end the test instead of the test run."""
     signal.alarm(60)
     yield
     signal.alarm(0)
@@ -74,7 +74,7 @@ def test_features_of_tfrecords(tmp_path, content, said):
 
 
 def test_lengths_of_tfrecords(tmp_path):
-    """A sparse file of 1 TiB, of one record."""
+    """A sparse file of 1 TiB with one record."""
     path = tmp_path / "x.tfrecord"
     path.write_bytes(record(b"", 1 << 40)[: HEADER.size])
     os.truncate(path, (1 << 40) + 100)

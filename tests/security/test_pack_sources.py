@@ -1,4 +1,4 @@
-"""Sources of ``paceline pack`` that somebody else has made: no hang, no traceback, no memory."""
+"""Sources of ``paceline pack`` from an attacker: no hang, no traceback, bounded memory."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from paceline.data import Shards, pack
 
 @pytest.fixture(autouse=True)
 def _no_hang():
-    """A file that is waited for without end ends the test, and not the run."""
+    """Let an endless wait for a file end the test instead of the test run."""
     signal.alarm(60)
     yield
     signal.alarm(0)
@@ -37,7 +37,7 @@ def npy_head(shape: str, descr: str = "'<f8'") -> bytes:
 
 
 def strange(folder: Path, name: str, kind: str) -> str:
-    """Make a file of a kind, and say how it is called."""
+    """Create a file of the given kind and return what errors call it."""
     path = folder / name
     if kind == "a FIFO":
         os.mkfifo(path)
@@ -56,7 +56,7 @@ def test_a_sample_that_is_no_regular_file_is_an_error_of_its_own(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     folder = sets.images(tmp_path / "in", 9)
     said = strange(folder / "bee", "odd.jpg", kind)
-    (folder / "bee" / "link.jpg").symlink_to(folder / "ant" / "0000.jpg")  # stays allowed
+    (folder / "bee" / "link.jpg").symlink_to(folder / "ant" / "0000.jpg")  # allowed
     with pytest.raises(ValueError, match=rf"bee/odd\.jpg \(sample \d+\): is {said}"):
         pack(folder, tmp_path / "out")
     report = pack(folder, tmp_path / "out", on_error="skip")
@@ -119,7 +119,7 @@ def test_heads_of_npy_files_take_no_memory(tmp_path, data, said):
     (tmp_path / "x.npy").write_bytes(data)
     with pytest.raises(ValueError, match=said):
         pack(tmp_path / "x.npy", tmp_path / "out")
-    if "()" in str(data):  # a number alone can be a file's sample
+    if "()" in str(data):  # a scalar in a .npy file is a valid sample of a folder
         return
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.npy").write_bytes(data)

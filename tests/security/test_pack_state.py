@@ -1,4 +1,4 @@
-"""What a stopped pack has left, changed by somebody: discarded or refused in a line."""
+"""State of an interrupted pack, changed by an attacker: discarded, or refused in one line."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from paceline.study.packing import PackRequest, Task
 
 @pytest.fixture(autouse=True)
 def _no_hang():
-    """A file that is waited for without end ends the test, and not the run."""
+    """Let an endless wait for a file end the test instead of the test run."""
     signal.alarm(60)
     yield
     signal.alarm(0)
@@ -56,7 +56,7 @@ def test_a_damaged_task_of_ranks_is_told_in_a_line(tmp_path, change):
 
 @pytest.fixture
 def stopped(tmp_path):
-    """(source, folder) of a pack of which two shards are whole."""
+    """Return (source, folder) of a pack that was interrupted with two complete shards."""
     x = np.arange(64.0).reshape(16, 4)
     np.save(tmp_path / "x.npy", x)
 
@@ -138,7 +138,7 @@ def test_state_that_is_a_fifo_is_not_waited_for(stopped, name):
 
 
 def test_links_in_the_working_folder_lead_nowhere(stopped, tmp_path):
-    """What they name is neither removed nor written over."""
+    """The targets of the links are neither removed nor overwritten."""
     source, folder = stopped
     other = tmp_path / "other"
     other.mkdir()

@@ -1,4 +1,4 @@
-"""Packed sets that somebody else has made, with every checksum right: one line, nothing else."""
+"""Packed datasets from an attacker, with valid checksums: a one-line error, no side effects."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from paceline.security.files import InvalidFileError
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """30 images of (20, 24) in three classes, in several shards; not to be changed."""
+    """Pack 30 images of (20, 24) in three classes into several shards; do not change them."""
     folder = tmp_path_factory.mktemp("set")
     pack(sets.images(folder / "in", 30), folder / "out", shard_bytes=5000)
     return folder / "out"
@@ -48,7 +48,7 @@ def arrays(tmp_path):
 
 
 def limited(code: str, *words: object, megabytes: int = 1024) -> subprocess.CompletedProcess[str]:
-    """Run Python code that may take so much memory more than its imports, and 60 seconds."""
+    """Run Python code with a memory limit above its imports and a time limit of 60 seconds."""
     head = (
         "import resource, sys, paceline.data.verify\nfrom paceline.data import Shards, Loader\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -129,7 +129,7 @@ def test_a_file_that_is_a_fifo_is_refused_at_once(copy, name):
 
 @pytest.mark.parametrize("kind", ["told", "untold"])
 def test_zstd_unpacks_to_what_the_row_says_and_no_more(tmp_path, kind):
-    """512 MiB of zeros are 16 KiB of zstd."""
+    """512 MiB of zeros compress to 16 KiB of zstd."""
     pack(np.zeros((4, 8), "uint8"), tmp_path / "set", compress=True)
     maker = zstandard.ZstdCompressor(write_content_size=kind == "told").compressobj(
         **({"size": 512 << 20} if kind == "told" else {})
@@ -184,7 +184,7 @@ def test_a_sample_that_is_shorter_than_its_label(tmp_path):
 
 
 def test_an_image_is_compared_with_its_row_before_it_is_decoded(copy):
-    """A PNG of 9,000 x 9,000 in the place of one of 20 x 24."""
+    """A PNG of 9,000 x 9,000 pixels replaces one of 20 x 24."""
     from PIL import Image
 
     Image.new("L", (9000, 9000)).save(copy.parent / "large.png")
@@ -195,7 +195,7 @@ def test_an_image_is_compared_with_its_row_before_it_is_decoded(copy):
 
 
 def test_images_that_would_run_a_program_are_refused(copy):
-    """Pillow hands EPS to Ghostscript."""
+    """Pillow passes EPS to Ghostscript."""
     head = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 20\n%%EndComments\n"
     hostile.sample_replaced(copy, 3, head, (20, 24, 3), "uint8", IMAGE)
     with pytest.raises(DataError, match="is no image that can be opened"):
@@ -203,7 +203,7 @@ def test_images_that_would_run_a_program_are_refused(copy):
 
 
 def test_a_jpeg_of_too_many_scans_is_refused(copy):
-    """Each scan of a progressive JPEG goes over all pixels: a few bytes for a second of work."""
+    """Each scan of a progressive JPEG covers all pixels, so a few bytes cost a second of work."""
     import io
 
     from PIL import Image

@@ -1,4 +1,4 @@
-"""Records that another user of the node may have made: no traceback, no hang, bounded memory."""
+"""Records from another user of the node: no traceback, no hang, bounded memory."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import MAX_LANES, NO_LANE, lanes
 from paceline.security.files import InvalidFileError, UnsafeFileError
 
-LATE = (1 << 60) - 1  # ns: the last time that an event may have
+LATE = (1 << 60) - 1  # ns: the latest valid time of an event
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def header(path, **changes):
 
 
 def about(path, **changes):
-    """Change the JSON of a record's header; None takes a key out."""
+    """Change the JSON of a record's header; the value "gone" removes a key."""
     data = bytearray(path.read_bytes())
     length = HEADER.unpack_from(data)[-1]
     told = json.loads(data[HEADER.size : HEADER.size + length]) | changes
@@ -63,7 +63,7 @@ def about(path, **changes):
 
 
 def refusal(folder, *options):
-    """The one line that ``paceline report`` prints."""
+    """Return the one-line error of ``paceline report``."""
     done = CliRunner().invoke(app, ["report", str(folder), *options])
     assert done.exit_code == 2, (done.exit_code, done.exception, done.output)
     assert done.stderr.startswith("paceline: ")
@@ -89,7 +89,7 @@ def test_sizes_in_a_header_that_can_not_be_right_are_refused(folder, changes):
         header(folder / f"rank-{rank}.ring", **changes)
     assert "rank-0.ring: " in refusal(folder)
     try:
-        read_tail(folder / "rank-0.ring", 64)  # a live view
+        read_tail(folder / "rank-0.ring", 64)  # as the live view does
         read_progress(folder / "rank-0.ring")
     except InvalidFileError:
         pass
@@ -266,7 +266,7 @@ def test_amounts_and_times_that_can_not_be_are_damaged_events(tmp_path):
 
 
 def test_clocks_further_apart_than_any_uptime_are_not_aligned(tmp_path):
-    """Each host's clock is 2**55 ns before the next one's: offsets must not add up without end."""
+    """Each host's clock is 2**55 ns before the next one's; the sum of offsets must stay bounded."""
     count, ranks = 40, []
     for i in range(count):
         beside = [j for j in (i - 1, i) if 0 <= j < count - 1]
@@ -286,7 +286,7 @@ def test_clocks_further_apart_than_any_uptime_are_not_aligned(tmp_path):
 
 
 def test_kernels_of_unknown_collectives_are_nobodys(tmp_path):
-    """On a GPU: group 0, also where a record has no group at all, and no operation."""
+    """On a GPU: group 0, no operation, and in one record no group at all."""
     ranks = [Rank(tmp_path, i, 2, groups={"0": (2, i)} if i else None) for i in range(2)]
     for rank in ranks:
         rank.ring.describe({"rank": 0, "size": 2, "host": "h", "started_ns": 0} | {
@@ -303,7 +303,7 @@ def test_kernels_of_unknown_collectives_are_nobodys(tmp_path):
 
 
 def test_slices_that_overlap_without_end_are_left_out_and_said(tmp_path):
-    count = 20_000  # one by one their lanes would take the square of that
+    count = 20_000  # assigning lanes one by one would take quadratic time
     start = np.arange(count)
     found = lanes(start, start + count, np.zeros(count, np.int64))
     assert found.max() == MAX_LANES - 1

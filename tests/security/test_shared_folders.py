@@ -1,5 +1,8 @@
-"""What lies in a folder that other users write to is opened through ``paceline.security``: the
-source is searched for modules that touch such folders, and these for calls that believe a path."""
+"""Files in folders that other users can write to are opened through ``paceline.security``.
+
+The tests search the source for modules that use such folders, and these modules for calls that
+trust a path.
+"""
 
 import ast
 import functools
@@ -10,10 +13,10 @@ import pytest
 import paceline
 
 SOURCE = Path(paceline.__file__).parent
-# How a module gets at /dev/shm, /tmp, a node's disk, or the job's folder in one of them.
+# How a module reaches /dev/shm, /tmp, node-local storage, or the job folder in one of them.
 PLACES = {"/dev/shm", "/tmp", "PACELINE_RECORD", "PACELINE_STAGE", "paceline-stage"}
 MAKERS = {"gettempdir", "mkdtemp"}
-# Modules that are handed such a folder by one of those.
+# Modules that get such a folder from one of those modules.
 HANDED = {
     "data/shards.py",
     "data/staging/fetch_shards.py",
@@ -32,7 +35,7 @@ HANDED = {
     "record/ring/stack_sampler.py",
     "record/ring/tail.py",
 }
-# By module: calls that are right as they are, and why.
+# Calls that are safe, by module, with the reason.
 RIGHT = {
     "data/staging/shard_server.py": {
         "open(folder.open_file(name), 'rb')": "a descriptor of security's",
@@ -80,9 +83,9 @@ RIGHT = {
         "os.open(device, os.O_RDWR)": "a device",
         "shutil.rmtree(folder, ignore_errors=True)": "its own, of mkdtemp",
     },
-    "study/probe/measure/storage.py": None,  # its own folder, of mkdtemp
-    "study/diagnose/run_script.py": None,  # its own folder, of mkdtemp
-    "study/rank_summary.py": None,  # its own folder, of mkdtemp
+    "study/probe/measure/storage.py": None,  # a private folder from mkdtemp
+    "study/diagnose/run_script.py": None,  # a private folder from mkdtemp
+    "study/rank_summary.py": None,  # a private folder from mkdtemp
 }
 BELIEVE = {
     "open", "mkdir", "makedirs", "rmtree", "unlink", "rmdir", "remove", "touch", "read_text",
@@ -92,11 +95,11 @@ SAFE = (
     *("Folder.", "folder.remove", "opened.remove", "own.remove", "job_folder.remove"),
     *("origin.open", "self._origin.open", "open(origin.open", "open(self._origin.open"),
 )
-READ_ONLY = ("'/proc", "f'/proc", "'/sys")  # the kernel's
+READ_ONLY = ("'/proc", "f'/proc", "'/sys")  # owned by the kernel
 
 
 def touches(tree: ast.AST) -> bool:
-    """Whether a module gets at a shared folder by itself."""
+    """Whether a module reaches a shared folder directly."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in PLACES:
             return True
@@ -106,7 +109,7 @@ def touches(tree: ast.AST) -> bool:
 
 
 def believing(tree: ast.AST) -> list[str]:
-    """The calls that open, make or remove what a path names."""
+    """Return the calls that open, create or remove what a path names."""
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):

@@ -1,5 +1,8 @@
-"""Staging on a node with other users: nothing of theirs is read, nothing becomes more readable, and
-a group shares what its members may read anyway."""
+"""Staging on a node with other users.
+
+No file of other users is read, and no file becomes more readable. A group shares only what its
+members may read anyway.
+"""
 
 import json
 import os
@@ -31,7 +34,7 @@ print(sorted(int(s[i][0][0]) for i in range(len(s))) == list(range(len(s))))
 
 @pytest.fixture
 def place():
-    """A folder that all users can write to, as /dev/shm is."""
+    """Create a folder that all users can write to, as /dev/shm is."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-users-", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder
@@ -40,7 +43,7 @@ def place():
 
 @pytest.fixture
 def packed(place):
-    """A set of the victim's, in a folder that only he can enter."""
+    """Pack a dataset of the victim's in a folder that only the victim can enter."""
     return packed_for(place, VICTIM, 0o700, 0o600)
 
 
@@ -71,7 +74,7 @@ def test_a_folder_that_another_user_made_before_is_neither_written_nor_read(pack
     said = " ".join(done.stderr.split())
     assert f"{place}/{name}: belongs to user {ATTACKER}. HINT: choose another ROOT" in said
     assert os.listdir(bait) == []
-    # A whole set with other samples, under the right name.
+    # A complete dataset with other samples, under the expected name.
     forged = bait / staged_path(packed, place).name
     x, y = sets.arrays(60, (50,), seed=3)
     pack((x + 500, y), forged, shard_bytes=2000)
@@ -120,7 +123,7 @@ def test_a_group_shares_a_set_and_nobody_else_does(place):
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["copied"] == 0
     for user in (VICTIM, MEMBER):
-        for shard in packed.glob("shard-*"):  # what is read is not this one
+        for shard in packed.glob("shard-*"):  # the origin is not read
             shard.write_bytes(bytes(shard.stat().st_size))
         assert read(user, packed, place, groups=[GROUP]).stdout == "True\n"
     assert users.run(ATTACKER, "ls", folder).returncode != 0
@@ -137,7 +140,7 @@ def test_a_set_that_the_group_can_not_read_is_not_shared(place):
 
 
 def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(place, monkeypatch):
-    """He has changed the index beside it as well."""
+    """The member has changed the index of the staged copy as well."""
     x, y = sets.arrays(60, (50,))
     pack((x, y), place / "set", shard_bytes=2000)
     other = place / "other" / "set"
@@ -159,7 +162,7 @@ def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(pl
 
 
 def test_what_a_set_links_to_is_not_shared(place):
-    """The author of a set has a link in it to a file that the group can't reach."""
+    """The author of a dataset links a file that the group cannot read."""
     packed = packed_for(place, MEMBER, 0o750, 0o640, GROUP)
     private = users.folder(place / "private", VICTIM)
     (private / "secret").write_bytes((packed / "index.bin").read_bytes())
@@ -179,7 +182,7 @@ def test_an_access_control_list_counts_where_a_set_is_shared(place):
     entries = [(1, 6, nobody), (2, 4, MEMBER + 1), (4, 0, nobody), (16, 4, nobody), (32, 0, nobody)]
     raw = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
     os.setxattr(shard, "system.posix_acl_access", raw)  # setfacl -m u:...:r,g::-
-    assert shard.stat().st_mode & 0o040  # it is the mask's
+    assert shard.stat().st_mode & 0o040  # the group bits show the ACL mask
     done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
     assert "can't read" in done.stderr
 
@@ -221,7 +224,7 @@ def test_a_shard_that_a_member_replaced_by_a_fifo_is_read_where_it_lies(place, m
     folder = staging.stage(place / "set", place / "near", shared=True).folder
     (folder / "shard-00000.bin").unlink()
     os.mkfifo(folder / "shard-00000.bin")
-    (folder / "shard-00001.bin").unlink()  # partly staged
+    (folder / "shard-00001.bin").unlink()  # as if partly staged
     monkeypatch.setenv(VARIABLE, str(place / "near"))
     one = Shards(place / "set")
     assert len([one[i] for i in range(60)]) == 60
@@ -266,7 +269,7 @@ def test_files_of_a_folder_are_opened_and_removed_in_it_alone(tmp_path):
         for name in ("../outside", "", "..", "a/b"):
             with pytest.raises(UnsafeFileError, match="plain name"):
                 folder.open_file(name)
-        folder.write("link", b"new")  # in the place of the link
+        folder.write("link", b"new")  # replaces the link
         with pytest.raises(ZeroDivisionError), folder.replacing("half"):
             raise ZeroDivisionError
         assert folder.names() == ["fifo", "inner", "link"]

@@ -1,4 +1,4 @@
-"""Texts of others reach neither the terminal as commands nor a page as markup."""
+"""Hostile texts do not reach a terminal as control sequences or a page as markup."""
 
 import io
 import json
@@ -36,13 +36,13 @@ HOSTILE = f"a{TITLE}[/b][link=file:///x]:x:\x9b2J\r\n</script><script>alert(1)</
 
 
 def clean(text):
-    """No control character, but line ends and tabs."""
+    """Whether the text has no control characters except line ends and tabs."""
     return not [c for c in text if (ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A record whose host, group, line, command and versions are hostile."""
+    """Create a record whose host, group, line, command and versions are hostile."""
     work = {"step": 3, "seconds": 1.0, "flops": 1e9, "bytes": 1e8, "device": HOSTILE}
     work |= {"precision": HOSTILE, "ops": [[HOSTILE, 3, 1e9, 1e8, 0.1]], "uncounted": [HOSTILE]}
     found = tmp_path / "run"
@@ -206,7 +206,7 @@ def test_marks_that_turn_the_direction_of_text_are_escaped():
 
 
 class Page(HTMLParser):
-    """The scripts of a page, and what could load something or run."""
+    """Collect the scripts of a page, and everything that could load or run something."""
 
     def __init__(self):
         super().__init__()

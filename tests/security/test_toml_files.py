@@ -1,4 +1,4 @@
-"""Machine files, settings and remembered predictions that someone else made."""
+"""Machine files, settings and stored predictions from an attacker."""
 
 import json
 import os
