@@ -28,7 +28,7 @@ class Guest(Protocol):
 
 
 class Hosts:
-    """The hosts of the test cluster. ``restore`` undoes between tests what a test has changed."""
+    """The hosts of the test cluster. ``restore`` resets their state between tests."""
 
     def __init__(self, number: int = 4) -> None:
         self.names = [f"host{i}" for i in range(number + 1)]
@@ -162,7 +162,7 @@ class Hosts:
             self._write_back(self.root / name / "hosts")
 
     def left_over(self, seconds: float = 2.0) -> list[str]:
-        """Return what a test left: processes in any host, and files in /tmp, /dev/shm and /run.
+        """Return leftovers of a test: processes in any host, and files in /tmp, /dev/shm, /run.
 
         Some processes need a moment to end: the check is repeated for up to ``seconds`` until
         nothing is left.
@@ -222,7 +222,7 @@ class Hosts:
         return new, self._files_in(firsts) - self._lying
 
     def _files_in(self, firsts: dict[str, int]) -> set[tuple[str, str]]:
-        """Return top-level entries only: a new folder represents its contents."""
+        """Return the entries of each host's PRIVATE folders, without those of subfolders."""
         found = set()
         for name, first in firsts.items():
             for folder in PRIVATE:

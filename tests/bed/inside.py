@@ -25,8 +25,8 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a process in the host whose first process is ``first``.
 
-    It is a direct child of this process and leads a new session: ``nsenter`` with a PID namespace
-    would fork and would not forward signals.
+    The process is a direct child of this process and leads a new session. ``nsenter`` is not used,
+    because with a PID namespace it forks and does not forward signals.
     """
     enter = ["nsenter", "-t", str(first), "-m", "-u", "-i", "-n", "--", "env", "-C", str(cwd)]
     with _children_born_in(first):
