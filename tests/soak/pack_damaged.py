@@ -1,10 +1,10 @@
-"""Packs copies of files of other formats that are damaged at random, by the command.
+"""Pack randomly damaged copies of files of other formats with ``paceline pack``.
 
     python pack_damaged.py FOLDER SEED SECONDS
 
-FOLDER has the whole ones. Prints a line of JSON for each: what was done to which, how the command
-ended and what it said, and what there is of a set. The command is forked, so that packages are
-imported once.
+FOLDER contains the undamaged files. The program prints one line of JSON per copy: the source, the
+damage, the exit and the output of the command, and the state of the packed dataset. The command
+runs in a fork, so that packages are imported only once.
 """
 
 import contextlib
@@ -41,19 +41,21 @@ KINDS = ("cut", "flip", "flips", "zeros", "noise")
 
 
 def damage(source: Path, draw: random.Random) -> str:
-    """One of its files, in one place or several; in half of the cases near its start, where most
-    of what describes the rest is."""
+    """Damage one file of a dataset in one or several places; return a description of the damage.
+
+    Half of the damages are near the start of the file, where most metadata is.
+    """
     files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
     path = draw.choice(files)
     data = bytearray(path.read_bytes())
-    # that a whole file of a zarr is gone can be told
+    # Only for zarr can a missing file be detected.
     kind = draw.choice((*KINDS, "gone") if source.suffix == ".zarr" else KINDS)
     at = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 2048))
     if kind == "cut":
-        at += at in records(data)  # between two records nobody can see it
+        at += at in records(data)  # a cut between two records can't be detected
         del data[at:]
     elif kind == "zeros":
-        # to the end of a tar nobody can see it
+        # Zeros up to the end of a tar file can't be detected.
         end = min(at + draw.choice((16, 512, 4096)), len(data.rstrip(b"\0")) - 1)
         data[at:end] = bytes(max(end - at, 0))
     elif kind == "noise":
@@ -71,7 +73,7 @@ def damage(source: Path, draw: random.Random) -> str:
 
 
 def records(data: bytes) -> set[int]:
-    """Where records of a TFRecord begin; of other files a few places that don't matter."""
+    """Return the offsets of a TFRecord file's records; for other files, some harmless offsets."""
     found, at = set(), 0
     while at < len(data) and len(found) < 1000:
         found.add(at)
@@ -80,7 +82,7 @@ def records(data: bytes) -> set[int]:
 
 
 def packed(source: Path, dest: Path, told: Path) -> str:
-    """How the command has ended: its exit code, a signal, or "hangs"."""
+    """Pack a dataset; return the command's exit code, the signal that ended it, or "hangs"."""
     child = os.fork()
     if not child:
         for number in (1, 2):
@@ -112,7 +114,7 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        sys.argv[1:] = ["--version"]  # which imports what a command line needs
+        sys.argv[1:] = ["--version"]  # imports the modules of the command line
         command()
     guarded_process.HUNG_S = HUNG_S
     draw, end = random.Random(seed), time.monotonic() + seconds

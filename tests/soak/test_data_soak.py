@@ -1,4 +1,4 @@
-"""10,000 random corruptions of packed sets: all noticed, and none crashes or hangs."""
+"""10,000 random corruptions of packed datasets: all are detected without a crash or a hang."""
 
 import random
 

@@ -1,5 +1,7 @@
-"""The same script, unchanged, from everywhere: each launcher on several hosts gives the result
-of the script run alone, and nothing is left on any host. `pytest -s` prints the table.
+"""The same unchanged script under each launcher on several hosts.
+
+The result has to equal that of a single process, and no processes or files may remain on any host.
+`pytest -s` prints a table of the run times.
 """
 
 import json
@@ -60,7 +62,7 @@ TORCHRUN = (
 
 
 def command(kind, hosts):
-    """What a user types on the login host; of sbatch what the batch script has."""
+    """Return the command to type on the login host or, for sbatch, in the batch script."""
     n, names = len(hosts), ",".join(hosts)
     return {
         "paceline run -H": f"{RUN} -H {','.join(f'{host}:1' for host in hosts)} script.py",
@@ -81,7 +83,7 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def alone(hosts):
-    """The losses of the script as one process."""
+    """Return the losses of the script in a single process."""
     folder = hosts.new_folder()
     ranks.write(folder, TRAIN)
     hosts.run("host1", PYTHON, "script.py", cwd=folder, env=of_torch(folder))
@@ -90,7 +92,7 @@ def alone(hosts):
 
 @pytest.fixture(scope="module")
 def table():
-    """Seconds of (kind, hosts), printed in the end."""
+    """Yield a dictionary of seconds by (kind, hosts), and print it at the end."""
     rows = {}
     yield rows
     print("\n\nOn 2 hosts:")
@@ -104,11 +106,11 @@ def table():
 
 
 def of_torch(folder):
-    """PyTorch's own cache, which is in /tmp else."""
+    """Return environment variables that move PyTorch's cache out of /tmp."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
 
 
-# All on 2 hosts, where they differ.
+# All launchers on 2 hosts; other numbers of hosts only for some.
 ON = [(kind, 2) for kind in KINDS]
 ON += [("paceline run -H", 1), ("srun", 1), ("paceline run -H", 4)]
 
@@ -145,7 +147,7 @@ def fail(slurm, folder, process, job):
 def interrupt(slurm, folder, process, job):
     if process is None:
         slurm.cancel(job, "-s", "INT", "--batch")
-    else:  # salloc's command has a process group of its own, which a terminal would signal
+    else:  # a terminal signals the process group of salloc's command, not that of salloc
         os.killpg(ranks.family(process.pid)[1 if job else 0], signal.SIGINT)
 
 

@@ -1,5 +1,7 @@
-"""The whole way under Slurm, with one command: pack, stage, train, validate; killed at random
-moments it goes on, and ends with the model of a run that nothing happened to."""
+"""One command that packs, stages, trains and validates under Slurm, killed at random moments.
+
+The job resumes after each kill, and its final model equals that of an undisturbed run.
+"""
 
 import os
 import random
@@ -17,9 +19,9 @@ from paceline.data import pack
 pytestmark = pytest.mark.soak
 SEED = int(os.environ["PACELINE_SEED"])
 KILLS = 4
-NEAR = "/tmp/near"  # each host's own
+NEAR = "/tmp/near"  # separate on each host
 
-# In doubles: one rank and four sum in different orders.
+# float64 and tolerances, because one rank and four ranks sum in different orders.
 TRAIN = """
     import sys, time, torch
     import paceline
@@ -51,7 +53,7 @@ TRAIN = """
 
 
 def one_command(*options):
-    """Slow to pack, so that a kill may come in the middle of it."""
+    """Return the command; it packs slowly, so that kills can happen during packing."""
     ways = []
     for part in ("train", "test"):
         pack = f"'files/{part} --apply slow:cut --shard-size 8k'"
@@ -95,7 +97,10 @@ def test_it_is_killed_at_random_moments_and_goes_on(
 
 
 def killed(hosts, draw):
-    """What was killed on one of the hosts, if something was there."""
+    """Kill a random process of the job on a random host; return its description in a list.
+
+    The list is empty if that host has no process of the job.
+    """
     host = draw.choice(["host1", "host2"])
     ours = "paceline (run|pack|stage)|paceline.launch|paceline.study|script.py"
     listed = hosts.run(host, "pgrep", "-af", ours, check=False).stdout.splitlines()
@@ -118,7 +123,7 @@ def same_as_alone(shared, alone):
 
 
 def staged_right(hosts, packed):
-    """On each host what is whole is as it was packed, and one more call brings the rest."""
+    """Assert that complete staged files on each host are correct, and stage the others."""
     wanted = sums(hosts, "host0", packed)
     near = f"{NEAR}/paceline-stage-{os.getuid()}/{packed.name}-*"
     for host in ("host1", "host2"):

@@ -1,5 +1,7 @@
-"""Ranks that are killed or stopped in the midst of a collective, again and again: the others name
-them, and nothing is left behind. Ranks are processes without torch, which start at once."""
+"""Ranks that are repeatedly killed or stopped in a collective: the other ranks name them.
+
+The ranks are processes without torch, because these start fast.
+"""
 
 import json
 import os
@@ -21,7 +23,7 @@ SILENT_SECONDS = 0.5
 
 
 def exchange(fd, rank, seed, ready, told):
-    """What a rank does until it is told that another one is gone."""
+    """Run random collectives on a rank until an error reports that another rank is gone."""
     import ctypes
 
     kernel = CKernel(fd, rank, SIZE, SLOT)
@@ -50,8 +52,11 @@ def exchange(fd, rank, seed, ready, told):
 
 
 def once(seed):
-    """One group of ranks, of which one is killed or stopped; the victim, how, and what each of
-    the others said how long after."""
+    """Start a group of ranks and kill or stop one of them.
+
+    Return the victim, the signal, and for each other rank the error and the seconds after which it
+    was raised.
+    """
     draw = random.Random(seed)
     fd = os.memfd_create("soak")
     os.posix_fallocate(fd, 0, CKernel.required_bytes(SIZE, SLOT))
@@ -67,10 +72,10 @@ def once(seed):
         children.append(child)
     try:
         held = b""
-        while len(held) < SIZE:  # every rank holds the lock of its byte
+        while len(held) < SIZE:  # until every rank holds the lock on its byte
             held += os.read(ready[0], SIZE)
         os.write(go[1], b"." * SIZE)
-        time.sleep(draw.uniform(0.005, 0.05))  # in the midst of whatever it is
+        time.sleep(draw.uniform(0.005, 0.05))  # in a random collective
         victim, how = draw.randrange(SIZE), draw.choice([signal.SIGKILL, signal.SIGSTOP])
         os.kill(children[victim], how)
         begun, text = time.monotonic(), b""

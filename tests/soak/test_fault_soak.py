@@ -1,5 +1,7 @@
-"""One fault after the other at random moments, in a job that is started again each time: each is
-named rightly, and at the end the parameters are those of a run that nothing happened to."""
+"""Consecutive faults at random moments in a job that restarts after each.
+
+Each fault has to be named correctly, and the final parameters equal those of an undisturbed run.
+"""
 
 import json
 import os
@@ -13,13 +15,12 @@ import torch
 
 pytestmark = pytest.mark.soak
 SEED = int(os.environ["PACELINE_SEED"])
-# Two seconds each. With those of hosts and launchers (test_host_soak) and the kills of test_soak
-# they are a hundred.
+# Each fault takes 2 s. With those in test_host_soak and the kills in test_soak, there are 100.
 FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 50))
 HERE, OVER_HOSTS = FAULTS * 36 // 100, FAULTS * 24 // 100
 RANKS = 3
 
-# A file "fault-ATTEMPT" says which rank meets what, at which step after the attempt's first.
+# plan.json has, for each attempt: the fault, its rank, and the number of steps before it.
 TRAIN = """
     import json, os, signal, sys, time
     from pathlib import Path
@@ -80,7 +81,7 @@ SAID = {
 
 
 def planned(faults):
-    """Kinds in equal parts, in a random order, each at a random rank and step."""
+    """Return equal numbers of each kind of fault in random order, on random ranks and steps."""
     print(f"PACELINE_SEED={SEED}")
     chance = random.Random(SEED)
     kinds = [KINDS[i % len(KINDS)] for i in range(faults)]
@@ -93,7 +94,7 @@ def options(faults):
 
 
 def check(plan, said, folders, hosts=None):
-    """Every attempt's fault was named; the parameters are those of the undisturbed run."""
+    """Assert that each attempt's fault was named and the parameters are as without faults."""
     attempts = re.split(r"paceline: starting again from the last checkpoint.*\n", said)
     assert len(attempts) == len(plan) + 1
     for number, (kind, rank, _) in enumerate(plan):
@@ -108,7 +109,7 @@ def check(plan, said, folders, hosts=None):
 
 def test_faults_in_a_row_are_named_and_cost_only_steps(tmp_path):
     plan = planned(HERE)
-    # More steps than the faults leave done, whichever they meet.
+    # Enough epochs that the training does not end before the last fault.
     script = ranks.write(tmp_path, TRAIN.replace("EPOCHS", str(2 * HERE)))
     folders = [tmp_path / name for name in ("undisturbed", "disturbed")]
     for folder, faults in zip(folders, ([], plan), strict=True):

@@ -1,7 +1,7 @@
-"""Files of other formats, damaged at random: packing them never hangs, never ends by a signal, and
-never makes a set of some of their samples without a word.
+"""Packing of randomly damaged files of other formats.
 
-Not every damage can be noticed: where a format has no checksum, a pixel is another one.
+``paceline pack`` must not hang, must not be ended by a signal, and must not silently pack only some
+of the samples. Not all damage can be detected: without checksums, a pixel may have another value.
 """
 
 import json
@@ -30,7 +30,7 @@ SECONDS, COUNT = 25, 40
 
 
 def whole(folder, work):
-    """Files of each format, of arrays and of images, and in what others than Paceline write."""
+    """Write files of each format with arrays and images, including variants by other software."""
     x, y = sets.arrays(COUNT, (6, 6))
     pictures = sets.images(work / "in", COUNT)
     pack((x, y), work / "arrays")
@@ -61,7 +61,7 @@ def whole(folder, work):
 
 
 def wrong(one):
-    """What must not be, or None."""
+    """Return why the result of a pack is an error of Paceline, or None."""
     if one["ended"] == "0":
         if one["bad"]:
             return f"a set with {one['bad']} bad samples"

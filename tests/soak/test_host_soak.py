@@ -1,5 +1,8 @@
-"""Hosts that fail one after the other and come back, and launchers that are killed: each is named
-rightly, and the job goes on, on the hosts that are left and at its full size again."""
+"""Hosts that fail in turn and return, and launchers that are killed.
+
+Each fault has to be named correctly. The job continues on the remaining hosts, and at full size
+once the lost host is back.
+"""
 
 import json
 import os
@@ -17,8 +20,9 @@ SEED = int(os.environ["PACELINE_SEED"])
 FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", 50))
 OF_HOSTS, OF_LAUNCHERS = FAULTS * 24 // 100, FAULTS * 16 // 100
 
-# Rank 0 says after each step how far the job is, and how large. It trains until the file "last"
-# names an epoch that is over. In doubles: one rank and two sum in different orders.
+# After each step, rank 0 writes the epoch, the step and the number of ranks to the file "at". The
+# job trains until the epoch in the file "last" is over. float64 and tolerances, because one rank
+# and two ranks sum in different orders.
 TRAIN = """
     import json, os, sys, time
     import torch, torch.distributed as dist
@@ -60,7 +64,7 @@ TRAIN = """
 
 
 class Job:
-    """A launcher on host0 whose ranks train on host1 and host2."""
+    """A job with its launcher on host0 and ranks on host1 and host2."""
 
     def __init__(self, hosts, folder, *words):
         self.folder = folder
@@ -79,14 +83,14 @@ class Job:
         return json.loads(path.read_text()) if path.exists() else {"epoch": 0, "step": 0, "size": 0}
 
     def trains(self, steps, size=2):
-        """Wait until so many more steps are done, by so many ranks."""
+        """Wait until ``size`` ranks have made ``steps`` more steps."""
         (self.folder / "at").unlink(missing_ok=True)
         self.wait(lambda: self.at()["size"] == size)
         first = self.at()["step"]
         self.wait(lambda: self.at()["step"] >= first + steps and self.at()["size"] == size)
 
     def says(self, text, after):
-        """Wait until it says so, since it had said ``after`` characters."""
+        """Wait for a message that contains ``text``, after the first ``after`` characters."""
         self.wait(lambda: text in " ".join(self.said[after:].split()))
 
     def wait(self, condition):
@@ -96,7 +100,7 @@ class Job:
             raise AssertionError(f"{self.said[-3000:]}\nseed {SEED}") from None
 
     def end(self, folder):
-        """Have it end after a few more epochs; how many there were."""
+        """Let the job end after three more epochs; return its last epoch."""
         last = self.at()["epoch"] + 3
         (folder / "last").write_text(str(last))
         assert self.process.wait(60) == 0, self.said[-3000:]
@@ -104,7 +108,7 @@ class Job:
 
 
 def undisturbed(folder, last):
-    """The parameters of a run of one rank that nothing happened to."""
+    """Return the parameters of an undisturbed run of one rank."""
     alone = folder / "alone"
     alone.mkdir()
     ranks.run(ranks.write(alone, TRAIN), last, ranks=1)
@@ -172,7 +176,7 @@ def test_hosts_fail_and_come_back_in_a_row(hosts, shared_folder):
 
 
 def test_launchers_and_agents_are_killed_in_a_row(hosts, shared_folder):
-    """The same command again goes on from the last checkpoint; nobody is left of the one before."""
+    """The same command resumes from the last checkpoint; no process of the killed job remains."""
     print(f"PACELINE_SEED={SEED}")
     draw = random.Random(SEED)
     ranks.write(shared_folder, TRAIN)

@@ -1,4 +1,4 @@
-"""What repeats for long: `make soak`."""
+"""Tests that repeat faults for a long time: `make soak`."""
 
 import os
 import random
@@ -69,7 +69,7 @@ def test_a_script_that_leaves_right_after_its_last_all_reduce_ends(tmp_path, fre
 
 
 def victims(script: Path, launcher: int) -> dict[str, int]:
-    """Pids of the launcher, of the rank server and of the ranks."""
+    """Return the PIDs of the launcher, the rank server and the ranks."""
     found = {"launcher": launcher}
     for entry in Path("/proc").iterdir():
         try:
@@ -86,8 +86,11 @@ def victims(script: Path, launcher: int) -> dict[str, int]:
 
 
 def kill_at_random(folder, draw, whole, args, number):
-    """Trainings whose launcher, rank server or rank is killed so often, and started again; how
-    often which."""
+    """Run trainings with ``number`` kills of the launcher, the rank server or a rank.
+
+    Each training is started again until it finishes. Return the number of kills of each kind and
+    of trainings.
+    """
     folder.mkdir()
     script = ranks.write(folder, TRAIN)
     kills = {"launcher": 0, "server": 0, "rank": 0}
@@ -110,21 +113,23 @@ def kill_at_random(folder, draw, whole, args, number):
                 except ProcessLookupError:
                     pass
             _, said = job.communicate(timeout=120)
-            assert b"is left out" not in said, said  # no checkpoint is ever half there
+            assert b"is left out" not in said, said  # no checkpoint is ever incomplete
             ranks.wait_until(lambda: ranks.alive(str(script)) == [], seconds=5)
             if job.returncode == 0:
                 break
         result = torch.load(out)
         for name, tensor in whole["model"].items():
             assert torch.equal(tensor, result["model"][name]), f"{name}, seed {SEED}"
-        if result["figures"]:  # empty where it was killed between its last save and its end
+        if result["figures"]:  # empty if killed between the last checkpoint and the end
             assert result["figures"][-1] == whole["figures"][-1]
     return {**kills, "trainings": trainings}
 
 
 def test_fifty_kills_at_random_moments(tmp_path):
-    """Whatever is killed, whenever: the run started again ends with the same bits. Two trainings
-    at a time, as each mostly waits."""
+    """A run that is killed at any time and started again has bitwise the same result.
+
+    Two trainings run at a time, because each mostly waits.
+    """
     print(f"PACELINE_SEED={SEED}")
     script = ranks.write(tmp_path, TRAIN)
     args = ["--samples", 400, "--epochs", 3, "--dropout", 0.2, "--sleep", 0.02]
@@ -154,7 +159,7 @@ RECORDED = """
 
 
 def test_records_outlive_kills_at_random_moments(tmp_path):
-    """A rank, the rank server or the launcher is killed: both ranks' records are whole."""
+    """Kill a rank, the rank server or the launcher: the records of both ranks are complete."""
     draw = random.Random(SEED)
     print(f"PACELINE_SEED={SEED}")
     script = ranks.write(tmp_path, RECORDED)
