@@ -1,5 +1,4 @@
-"""`paceline check` as its user sees it: what is measured, what is odd, and what becomes of hosts
-that do not answer or are slow."""
+"""`paceline check` end to end: measurements, outliers, and unreachable or slow nodes."""
 
 import json
 import os
@@ -53,7 +52,7 @@ def test_one_machine_is_measured_saved_and_compared(tmp_path):
 
 
 def steady(figure, factor):
-    """As on a machine that is quiet."""
+    """Return the figure with the spread of an idle machine."""
     values = (factor * spread * figure.median for spread in (1, 0.98, 1.02))
     return type(figure)(*values, figure.n, figure.unit)
 
@@ -77,7 +76,7 @@ def test_slow_and_missing_hosts_and_slow_links_are_named(hosts, shared_folder):
     group.mkdir()
     try:
         (group / "cpu.cfs_period_us").write_text("10000")
-        (group / "cpu.cfs_quota_us").write_text("4000")  # of two cores
+        (group / "cpu.cfs_quota_us").write_text("4000")  # 0.4 cores instead of two
         (group / "cgroup.procs").write_text(str(machine_pid(hosts, "host2", "sshd")))
         rate = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "200mbit"]
         hosts.run("host3", *rate, "burst", "100kb", "latency", "50ms")
@@ -100,7 +99,7 @@ def test_slow_and_missing_hosts_and_slow_links_are_named(hosts, shared_folder):
 
 
 def machine_pid(hosts, name, command):
-    """The machine's number of a host's process."""
+    """Return the PID of a host's process in the machine's own PID namespace."""
     space = os.readlink(f"/proc/{hosts.first(name)}/ns/pid")
     for entry in Path("/proc").iterdir():
         try:

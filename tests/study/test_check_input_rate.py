@@ -1,4 +1,4 @@
-"""``paceline check --data SET``: what limits how fast a set is read here."""
+"""``paceline check --data SET``: what limits how fast a dataset can be read on this machine."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ def slow(x):
 
 
 def told(source, **options):
-    """As --json has it; each look is short."""
+    """Return the result as --json prints it, from short measurements."""
     return advise(Feed(str(source), seconds=0.2, **options), lambda what: None).as_json()
 
 
@@ -120,7 +120,7 @@ def test_nothing_runs_on_when_it_is_killed(packed):
 
 
 def loading(folder):
-    """Processes that load it, and nothing else."""
+    """Return the processes that load this dataset."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""``paceline bench comm``: collectives by size, of each backend, and into a machine file."""
+"""``paceline bench comm``: collectives by size and backend, also written into a machine file."""
 
 import json
 import subprocess
@@ -33,9 +33,9 @@ def test_each_backend_is_measured_by_size_and_kept_in_the_machine_file(tmp_path)
         assert [at["bytes"] for at in one["sizes"]] == [1 << 10, 1 << 12]
         for at in one["sizes"]:
             assert at["algbw"]["median"] == pytest.approx(at["bytes"] / at["seconds"]["median"])
-            assert at["busbw"] == at["algbw"]  # of two ranks
+            assert at["busbw"] == at["algbw"]  # the factor for two ranks is 1
     assert [at["bytes"] for at in found["copies"]] == [1 << 10, 1 << 12]
-    # Those of an earlier run are replaced.
+    # A later run replaces the results of an earlier one.
     again = bench(tmp_path, "--to", "1K", "--machine", file)
     assert "paceline" in again.stdout
     assert "MPI" in again.stdout

@@ -1,4 +1,4 @@
-"""paceline diagnose on real ranks: what was planted is named, and no file of the user changes."""
+"""paceline diagnose on real ranks: planted faults are named, and no user file changes."""
 
 import json
 import os
@@ -73,10 +73,10 @@ def test_a_slow_loader_is_named_and_files_stay_as_they_are(script, monkeypatch, 
     assert found.notes == []
     assert found.report.size == 2
     climbs = found.ladder.climbs
-    assert [one.cached for one in climbs["cached"]] == [40, 40]  # with those of the next phase
+    assert [one.cached for one in climbs["cached"]] == [40, 40]  # includes those of the next phase
     assert [one.silent for one in climbs["silent"]] == [1, 1]
     assert [one.ranks for one in climbs["alone"]] == [1, 1]
-    # Four samples of 15 ms each: without them a step is several times shorter.
+    # Four samples of 15 ms each; without them a step is several times shorter.
     assert all(one.step_s > 0.06 for one in climbs["everything"])
     assert all(one.step_s < 0.03 for one in climbs["cached"])
     of_step = found.waterfall.of_step("input")
@@ -152,7 +152,7 @@ def test_a_script_that_ends_early_with_images_and_threads(monkeypatch, tmp_path)
         str(ranks.write(tmp_path, IMAGES)), [], [], ["--threads", "2"], 2, minutes=0.5
     )
     found = run_diagnosis(asked, lambda said: None)
-    # fewer than ladder.LEAST_STEPS: too early for a machine of any speed
+    # Fewer than ladder.LEAST_STEPS, so the script ends too early on any machine.
     assert found.ladder.steps == 56 // 4 - 5
     assert found.notes[0].startswith("the script ends after 56 steps: 9 are measured at a time")
     climbs = found.ladder.climbs

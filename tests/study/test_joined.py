@@ -1,4 +1,4 @@
-"""A formula and a few steps, joined to one prediction."""
+"""A prediction from a formula combined with a short measurement."""
 
 import pytest
 
@@ -31,5 +31,6 @@ def test_of_predictions_that_do_not_meet_the_measured_one_counts():
     assert (
         apart.high - apart.mean == apart.mean - apart.low == pytest.approx(MICRO_UNCERTAINTY * 1.8)
     )
-    near = combine_predictions(Interval(0.5, 0.3, 0.7), Interval(0.8, 0.75, 0.85))  # these do
+    # These intervals overlap.
+    near = combine_predictions(Interval(0.5, 0.3, 0.7), Interval(0.8, 0.75, 0.85))
     assert 0.5 < near.mean < 0.8

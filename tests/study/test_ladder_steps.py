@@ -1,4 +1,4 @@
-"""How many steps of a training are measured at a time."""
+"""The number of training steps measured at a time."""
 
 import pytest
 

@@ -1,5 +1,7 @@
-"""`paceline check --pack-env` on a small environment of its own, whose torch is some hundred small
-modules; and what it leaves behind: its file, or nothing."""
+"""`paceline check --pack-env` on a small environment.
+
+Its torch consists of some hundred small modules. The command leaves its output file or nothing.
+"""
 
 import contextlib
 import json
@@ -35,7 +37,7 @@ SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Its Paceline, and what that needs, come from the tests' own environment."""
+    """Create an environment that gets Paceline and its dependencies from the tests' environment."""
     folder = tmp_path_factory.mktemp("environment") / "small"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     package = folder / SITE / "torch"
@@ -59,7 +61,7 @@ def squashfs():
 
 
 def tools_of(folder, *names):
-    """A PATH with no other tools than these."""
+    """Return a PATH with only these tools."""
     tools = folder / "only"
     tools.mkdir()
     for name in names:
@@ -78,7 +80,7 @@ def around(temporary, **variables):
 
 
 def pack(environment, folder, *more, **variables):
-    """Run it in a folder; temporary folders are made in another one, where nothing is left."""
+    """Run the command in a folder; check that nothing is left in the temporary folder."""
     temporary = folder.parent / f"{folder.name}-temporary"
     done = subprocess.run(
         list(map(str, words(environment, *more))),

@@ -1,4 +1,7 @@
-"""paceline pack -H: ranks of two hosts pack what one process packs, also where a host goes down."""
+"""paceline pack -H: ranks on two nodes pack the same dataset as one process.
+
+This holds also when a node fails.
+"""
 
 import json
 import os
@@ -47,7 +50,7 @@ def packed(hosts, folder, *words, **options):
 
 
 def as_one_process(folder):
-    """Whether the set is what one process makes of it."""
+    """Check that the dataset is the one that one process packs."""
     x, y = sets.arrays(COUNT)
     pack(x * 2, folder / "one", y)
     one, out = Shards(folder / "one"), Shards(folder / "out")
@@ -65,7 +68,7 @@ def calls(folder, host):
 
 
 def packing_on(hosts, host):
-    """Ranks there."""
+    """Return the ranks on this host."""
     command = ["pgrep", "-f", "paceline.launch.ranks.rank_process"]
     return hosts.run(host, *command, check=False, cwd=Path("/")).stdout.split()
 
@@ -96,7 +99,7 @@ def test_a_host_goes_down_and_the_rest_is_packed_by_another(hosts, folder, host)
     assert kept >= 4
     (folder / "go").touch()
     before = sum(calls(folder, name) for name in ("host1", "host2"))
-    done = packed(hosts, folder, "-H", "host3,host4")  # a rank a core
+    done = packed(hosts, folder, "-H", "host3,host4")  # one rank per core
     assert f"{2 * len(os.sched_getaffinity(0))} ranks on 2 hosts" in done.stderr
     as_one_process(folder)
     again = sum(calls(folder, name) for name in ("host0", "host3", "host4"))
@@ -108,7 +111,7 @@ def test_a_host_goes_down_and_the_rest_is_packed_by_another(hosts, folder, host)
 def test_a_host_that_is_cut_off_and_packs_on_does_no_harm(hosts, folder):
     job = started(hosts, folder, "-H", "host1:1,host2:1")
     ranks.wait_until(lambda: pieces(folder) >= 2, 60)
-    hosts.link("host2", False)  # its agent does not hear that the launcher has gone
+    hosts.link("host2", False)  # the agent does not notice that the launcher was killed
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate(timeout=30)
     assert packing_on(hosts, "host2")

@@ -1,4 +1,4 @@
-"""paceline pack -n: what ranks pack is what one process packs, whoever is killed meanwhile."""
+"""paceline pack -n: ranks pack the same dataset as one process, also when ranks are killed."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ import sets
 from paceline.data import Shards, pack
 from paceline.data.shards import ScratchBuffer
 
-# What is applied notes whose it is and of which sample, and waits until the file "go" is there.
+# The applied functions write their PID and the sample, and are slow until the file "go" exists.
 MINE = """
 import ctypes, os, sys, time
 import numpy as np
@@ -84,7 +84,7 @@ def command(folder, *words, check=True, **env):
 
 
 def content(folder):
-    """All that a set is, but for where its shards begin and when it was packed."""
+    """Return everything in a dataset except shard boundaries and packing time."""
     shards = Shards(folder)
     samples = []
     for i in range(len(shards)):
@@ -138,7 +138,7 @@ def test_ranks_apply_what_holds_the_interpreter_each_by_itself(folder):
     words = [*ARRAYS, "--compress", "--apply", "mine:holds"]
     command(folder, *words, "one")
     (alone,) = _calls_by_process(folder)
-    assert alone[-1][1] - alone[0][0] > 0.02 * COUNT  # its threads wait for each other
+    assert alone[-1][1] - alone[0][0] > 0.02 * COUNT  # the threads wait for each other
     (folder / "times").unlink()
     command(folder, "-n", 2, *words, "out")
     same(folder / "out", folder / "one")
@@ -148,7 +148,7 @@ def test_ranks_apply_what_holds_the_interpreter_each_by_itself(folder):
 
 
 def _calls_by_process(folder):
-    """When each call began and ended, of each process."""
+    """Return the start and end of each call, per process."""
     found = {}
     for line in (folder / "times").read_text().splitlines():
         pid, began, ended = line.split()
@@ -157,7 +157,7 @@ def _calls_by_process(folder):
 
 
 def _overlapping(some, others):
-    """Calls that began while one of the others was under way."""
+    """Count the calls that began during a call of the other process."""
     return sum(any(a < began < b for a, b in others) for began, _ in some)
 
 
@@ -205,11 +205,11 @@ def test_what_was_killed_goes_on_with_whole_pieces(folder, who, then):
     command(folder, *words[:-1], "one")
     same(folder / "out", folder / "one")
     each = len(_callers(folder, "all-calls")) - before
-    assert each < COUNT - 5 * pieces  # those of whole pieces were not applied again
+    assert each < COUNT - 5 * pieces  # calls for complete pieces are not repeated
 
 
 def _running_in(folder):
-    """Processes that work in the folder."""
+    """Return the processes whose working directory is the folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
@@ -256,7 +256,7 @@ def test_a_sample_that_can_not_be_packed_is_told_as_by_one_process(folder):
     code, _, alone = command(folder, *words, "one", check=False)
     code, out, err = command(folder, "-n", 2, *words, "out", check=False)
     assert (code, out, err) == (2, "", alone)
-    assert "b/0151.npy (sample 225)" in err  # of a's 150, and then the 76th
+    assert "b/0151.npy (sample 225)" in err  # 150 samples of class a, then index 75 of class b
     assert "HINT: mend it and say the same again" in err
     np.save(bad, x[151])
     command(folder, "-n", 2, *words, "out")

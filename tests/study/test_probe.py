@@ -1,5 +1,8 @@
-"""What a check measures: figures that agree with another way to measure them, folders that can't
-be used, hosts that say nothing, and the whole as one real job."""
+"""Measurements of a check.
+
+Figures agree with a second way to measure them. Unusable folders and hosts that do not answer are
+reported. One test runs the whole check as a real job.
+"""
 
 import contextlib
 import json
@@ -29,7 +32,7 @@ from paceline.study.probe.participants import HostDropped, Participants, hosts_o
 
 
 def best(call, repetitions=7):
-    """Seconds of the quickest: others use this machine as well."""
+    """Return the time of the fastest call in seconds; other processes use this machine as well."""
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -48,7 +51,7 @@ def test_a_matrix_products_rate_is_that_of_numpy():
     assert len(found) == 6
     a, b = np.random.rand(2, 512, 512)
     seconds = best(lambda: a @ b)
-    # numpy's own library may use all cores.
+    # numpy's BLAS may use all cores.
     rate = found["matrix product", "float64"]
     assert agrees(rate.high, 2 * 512**3 / seconds, 4 * len(os.sched_getaffinity(0)))
     for precision in ("float32", "float64", "bfloat16"):
@@ -63,14 +66,14 @@ def test_the_triads_rate_is_that_of_streams_loop_in_numpy():
     cpus = sorted(os.sched_getaffinity(0))
     found = triad("cpu", 0.2, cpus, threads=1).triad
     assert torch.get_num_threads() == before
-    n = 1 << 24  # no cache holds them
+    n = 1 << 24  # larger than any cache
     a, b, c = np.zeros(n), np.ones(n), np.ones(n)
 
     def numpys():
         np.multiply(c, 3.0, out=a)
         np.add(a, b, out=a)
 
-    # In two sweeps it moves five arrays' bytes, and the triad three.
+    # numpy moves the bytes of five arrays in two passes, the triad those of three.
     assert agrees(found.high, 5 * 8 * n / best(numpys), 3)
 
 
@@ -100,7 +103,7 @@ def test_a_file_that_was_read_is_in_memory_until_it_is_forgotten(tmp_path):
         file.read()
         assert resident(file.fileno()) == 1.0
         forget(file.fileno())
-        assert resident(file.fileno()) in (0.0, 1.0)  # the latter where the folder is in memory
+        assert resident(file.fileno()) in (0.0, 1.0)  # 1.0 if the folder is in memory
 
 
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path):
@@ -169,7 +172,7 @@ def test_a_read_only_and_a_full_folder(tmp_path):
         pytest.raises(ValueError, match=r"has 1\.0 MiB free, .* HINT: make room"),
     ):
         storage(tmp_path, 0.1)
-    with mounted("size=128m,nr_inodes=60"):  # which nothing says before
+    with mounted("size=128m,nr_inodes=60"):  # no call reports this limit in advance
         with pytest.raises(ValueError, match=r"No space left on device while measuring\. HINT"):
             storage(tmp_path, 0.1)
         assert list(tmp_path.iterdir()) == []
@@ -261,7 +264,7 @@ def test_a_host_that_says_nothing_is_named_and_the_others_go_on():
     assert ends[1] == "dropped"
 
 
-@pytest.mark.long  # as test_check's, with a folder that is not there
+@pytest.mark.long  # test_check.py runs a similar check, without the missing folder
 def test_a_whole_check_is_one_job_and_one_machine(tmp_path):
     probe = ranks.BIN / "paceline"
     words = [probe, "run", "-n", "2", "--json", "found.json", "-m", "paceline.study.probe"]

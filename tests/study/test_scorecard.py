@@ -1,4 +1,4 @@
-"""A part of the scorecard: strong faults that are planted in a real script are named first."""
+"""A part of the scorecard: strong faults planted in a real script are named first."""
 
 import json
 import subprocess
@@ -13,9 +13,11 @@ pytestmark = pytest.mark.alone
 
 @pytest.mark.long
 def test_two_planted_faults_are_named_and_the_stronger_one_first(tmp_path):
-    """Two of three runs must be right: noise can hide a fault in one. If the first run is
-    right, the other two are left out. Both faults have a strength in seconds, which is the same on
-    any machine."""
+    """Two of three runs must be right: noise can hide a fault in one.
+
+    If the first run is right, the other two are left out. Both faults have a strength in seconds,
+    which is the same on any machine.
+    """
     kinds = "slow-rank+input-preprocessing"
     cases = score(tmp_path, kinds)
     if not right(cases[0]):
@@ -26,8 +28,10 @@ def test_two_planted_faults_are_named_and_the_stronger_one_first(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["exchange-latency", "binding", "input-small-files"])
 def test_more_planted_faults_are_named_first(tmp_path, kind):
-    """Two of three runs must name the fault first: noise can hide it in one. If the first run names
-    it, the other two are left out."""
+    """Two of three runs must name the fault first: noise can hide it in one.
+
+    If the first run names it, the other two are left out.
+    """
     cases = score(tmp_path, kind)
     if first(cases[0]) != kind:
         cases += score(tmp_path, kind) + score(tmp_path, kind)
@@ -53,7 +57,7 @@ def first(case):
 
 
 def score(folder, kinds):
-    """The cases as they were judged."""
+    """Return the cases with their verdicts."""
     path = folder / "scorecard.json"
     words = [sys.executable, SCORECARD, "--kinds", kinds, "--strength", "1.2", "--step", "0.03"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Remedies on real ranks: set, measured against what was predicted, and kept where they helped."""
+"""Remedies on real ranks: applied, measured against the prediction, and kept if they help."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from paceline.study.diagnose.run_script import RunRequest
 from paceline.study.diagnose.save_settings import saved
 from paceline.study.diagnose.try_remedies import Trial, TrialResults, try_remedies
 
-# Batches of 20 ms that a loader waits for, and a parameter that is not used.
+# A loader needs 20 ms per batch, and one parameter is unused.
 TRAIN = """
     import sys, time, torch, torch.distributed as dist
     from torch import nn
@@ -70,7 +70,7 @@ def asked(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.alone
 def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
-    """As --try does it, without the ladder before and after."""
+    """Run what --try runs, without the ladder before and after."""
     foreseen = Interval(1.0, 0.97, 1.03)
     workers = Remedy("loader-workers", "input-waiting", 3, foreseen, "a formula", True, "")
     unused = Remedy("unused-search-off", "", True, foreseen, "", True, "")
@@ -87,7 +87,7 @@ def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
     assert (broken.kept, broken.gain) == (False, None)
     assert "breaks the script: RuntimeError: Expected to have finished reduction" in broken.why
     assert each["bucket-mb"].why.startswith("no cause here asks for it: --try bucket-mb=VALUE")
-    # 16 in whole bursts of three workers, and of two
+    # 16 steps, rounded up to whole bursts of three workers and of two
     assert any("with loader-workers, 18 steps" in line for line in said)
 
 
@@ -101,18 +101,18 @@ def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
     result = try_all(asked, found, ["loader-workers", "compress-fp16"], lambda _: None)
     each = {one.remedy.knob: one for one in result.tried.trials}
     workers = each["loader-workers"]
-    if first.gain.high - first.gain.low > 0.2:  # a few steps were asked as well, before it
+    if first.gain.high - first.gain.low > 0.2:  # a short measurement was made before it as well
         assert (workers.first, workers.source) == (first.gain, "a formula and a few steps")
     else:
         assert (workers.predicted, workers.source) == (first.gain, "a formula")
     assert result.tried.kept["loader-workers"] == first.value
-    # The loss was looked at, as that one changes the numbers.
+    # The loss is compared because this remedy changes the numbers.
     rounded = each["compress-fp16"].loss
     assert rounded.with_it == pytest.approx(rounded.without, rel=0.01)
-    # With all that was kept it is diagnosed again.
+    # The script is diagnosed again with everything that was kept.
     rates = [one.waterfall.measured.mean for one in (result, result.after)]
     assert rates[1] > 1.5 * rates[0]
-    # What was predicted and measured is remembered, and what helped can be set.
+    # Predictions and measurements are stored, and what helped can be applied.
     lines = history.path().read_text().splitlines()
     assert [(told["knob"], told["source"]) for told in map(json.loads, lines)] == [
         (one.remedy.knob, source)
@@ -159,7 +159,7 @@ def test_what_can_not_be_tried_is_said_before_anything_runs(tmp_path, words, sai
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError("no loader any more")])
 def test_what_was_found_before_it_was_stopped_is_not_lost(asked, monkeypatch, stop):
-    """In the first trial, and in the diagnosis with what was kept."""
+    """The command is stopped in the diagnosis that follows the first trial."""
     ladder = SimpleNamespace(steps=16)
     found = Diagnosis(["script.py"], ladder, None, None, [], [], ["a note"], remedies=[])
     trial_of = Remedy("loader-workers", "", 3, None, "", True, "")
