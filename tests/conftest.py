@@ -16,7 +16,7 @@ from needs import need
 
 import bed
 
-# Soak tests draw from this seed; it differs from run to run. Workers of xdist inherit it.
+# Soak tests draw from this seed, which differs between runs. xdist workers inherit it.
 os.environ.setdefault("PACELINE_SEED", str(int(time.time()) % 1_000_000))
 
 
@@ -26,20 +26,20 @@ def pytest_report_header():
 
 @pytest.fixture
 def closing():
-    """Closes what a test opens, at its end."""
+    """Close what a test opens when the test ends."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 def flooded(closing, tmp_path):
-    """Starts strangers in another process; returns once their connections are open."""
+    """Start unrelated connections from another process; return once they are open."""
     return lambda *where, **size: closing.enter_context(flood.running(tmp_path, *where, **size))
 
 
 @pytest.fixture(scope="session")
 def browser():
-    """Chromium without a window."""
+    """Start headless Chromium."""
     found = shutil.which("chromium")
     need([] if found else ["chromium"], "make test-packages")
     from playwright.sync_api import sync_playwright
@@ -52,13 +52,13 @@ def browser():
 
 @pytest.fixture
 def jemalloc():
-    """A library that can be preloaded."""
+    """Require jemalloc as a library that can be preloaded."""
     need([] if ctypes.util.find_library("jemalloc") else ["libjemalloc2"], "make test-packages")
 
 
 @pytest.fixture(scope="session")
 def hosts():
-    """host0 and host1 .. host4, with sshd; see bed/hosts.py. Between tests they are as new."""
+    """host0 to host4 with sshd, restored after each test; see bed/hosts.py."""
     need(bed.missing())
     made = bed.Hosts(4)
     yield made
@@ -67,7 +67,7 @@ def hosts():
 
 @pytest.fixture(scope="session")
 def slurm(hosts):
-    """Slurm over the hosts; see bed/slurm.py. After each test its jobs are cancelled."""
+    """Slurm over the hosts; see bed/slurm.py. Its jobs are cancelled after each test."""
     need(bed.missing_slurm())
     return bed.Slurm(hosts)
 
@@ -81,7 +81,7 @@ def mpi(hosts):
 
 @pytest.fixture
 def shared_folder(hosts):
-    """A new folder that all hosts see, where tmp_path is each host's own."""
+    """A new folder that all hosts share, whereas tmp_path differs between hosts."""
     folder = hosts.new_folder()
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -92,5 +92,5 @@ def _hosts_as_new(request):
     used = "hosts" in request.fixturenames
     made = request.getfixturevalue("hosts") if used else None
     yield
-    if isinstance(made, bed.Hosts):  # other tests may call a parameter so
+    if isinstance(made, bed.Hosts):  # other tests may have a parameter of this name
         made.restore()

@@ -28,10 +28,10 @@ SOURCE = ROOT / "src" / "paceline"
 DURATIONS = ROOT / "tests" / "durations.json"
 
 SLICES = 6
-SALT = 1028  # of the hash; with this one the sixths take about the same time
+SALT = 1028  # of the hash, chosen so that the sixths take about the same time
 BUDGET_S = 900  # test seconds of a CI run: about 8 minutes of two workers
-MIN_TOUCHED_S = 180  # of touched tests, where the sixth leaves less of the budget
-UNMEASURED_S = 20  # assumed duration of a test that durations.json does not have
+MIN_TOUCHED_S = 180  # of touched tests, even if the sixth leaves less of the budget
+UNMEASURED_S = 20  # assumed duration of a test that is not in durations.json
 MAX_COMMITS = 20
 FAR = 99  # distance of tests that no import connects to the change: soak tests, examples
 
@@ -42,7 +42,7 @@ def git(*words: str) -> str:
 
 
 def changed_files() -> list[str]:
-    """Return the paths changed since the base commit; none where the history is not there."""
+    """Return the paths changed since the base commit; none if the history is missing."""
     base = os.environ.get("PACELINE_CI_BASE", "")
     if base and not git("rev-parse", "--verify", "-q", f"{base}^{{commit}}"):
         sys.exit(f"PACELINE_CI_BASE={base} is not a commit. HINT: fetch more of the history")
@@ -57,7 +57,7 @@ def changed_files() -> list[str]:
 
 
 def run_number() -> int:
-    """Return the number of this CI run, one more than that of the last one."""
+    """Return the number of this CI run: one more than the previous run's."""
     if given := os.environ.get("PACELINE_CI_RUN"):
         return int(given)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -85,7 +85,7 @@ def import_distances(changed: Iterable[str], source: Path) -> dict[str, int]:
     distance = {path.with_suffix("").parts: 0 for path in inside}
     edge = set(distance)
     while edge:
-        # A file that is no module (a template, C source) belongs to the modules of its folder.
+        # A file that is not a module (a template, C source) belongs to the modules of its folder.
         beside = {m for name in edge if name not in modules for m in modules if m[:-1] == name[:-1]}
         step = {m for name in edge for m in importers.get(name, ())}
         least = max(distance[name] for name in edge)
@@ -111,7 +111,7 @@ def touched(ids: list[str], changed: list[str], source: Path = SOURCE) -> dict[s
         floor = folder.partition("/")[0]
         own_folder = f"{path.parent.name if folder != '.' else path.stem.removeprefix('test_')}/"
         if str(path) in changed or any(f.startswith(own_folder) for f in changed):
-            found[test] = 0  # the test itself, or an example, or a benchmark
+            found[test] = 0  # the test itself, an example, or a benchmark
         elif (source / folder).is_dir() and folder != ".":
             if folder in folders:
                 found[test] = folders[folder]
@@ -127,8 +127,9 @@ def choose(
 ) -> tuple[list[str], list[str]]:
     """Return the touched tests that fit into the budget, and the tests of this run's sixth.
 
-    The sixth always runs whole. The touched ones take what it leaves of BUDGET_S, but at least
-    MIN_TOUCHED_S: nearest first, and among equals in an order that differs from run to run."""
+    The sixth always runs completely. The touched tests get what the sixth leaves of BUDGET_S, but
+    at least MIN_TOUCHED_S: nearest first, and among equals in an order that differs between runs.
+    """
     part = number % SLICES
     rotation = [test for test in ids if crc32(f"{SALT} {test}".encode()) % SLICES == part]
     rotation_s = sum(durations.get(test, UNMEASURED_S) for test in rotation)

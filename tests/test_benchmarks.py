@@ -1,4 +1,4 @@
-"""The benchmarks run and write what they say they write. How fast anything is, is not tested."""
+"""The benchmarks run and write complete results; speed is not tested."""
 
 import json
 import os
@@ -73,7 +73,8 @@ def test_packing(tmp_path):
     for kind, least in (("images", 40), ("arrays", 20 * 691_200), ("texts", 60 * 1500)):
         writers = result["measurements"][kind]
         assert {"plain copy", "paceline", "paceline, no statistics"} <= set(writers)
-        assert not any(name.startswith("nobody") for name in writers)  # no such package is there
+        # No package of this name exists.
+        assert not any(name.startswith("nobody") for name in writers)
         assert all(one[0]["bytes"] >= least for one in writers.values())
         assert all(one[0]["s"] >= one[0]["call_s"] > 0 for one in writers.values())
     assert not list(tmp_path.glob("tmp*"))
@@ -103,7 +104,7 @@ def test_patches(tmp_path):
     steps = list(result["measurements"])
     assert [name[0] for name in steps] == list("12345")
     opened = [result["measurements"][name][0]["opened_a_sample"] for name in steps]
-    assert min(opened[:2]) >= 24 > 1 > max(opened[2:])  # two patches of twelve files a sample
+    assert min(opened[:2]) >= 24 > 1 > max(opened[2:])  # two patches of twelve files per sample
     assert len(result["targets"]) == 3
 
 
@@ -158,7 +159,7 @@ def test_top_cost(tmp_path):
 
 
 def fault_times(name, path, fault="killed"):
-    """Of Paceline: torchrun's restarts on gloo may fail, or take their time."""
+    """Measure Paceline only, because torchrun's restarts on gloo may fail or take long."""
     result = result_of(name, path, "--faults", fault, "--launchers", "paceline", timeout=300)
     paceline = result["measurements"][fault]["paceline"]
     assert len(paceline["told_s"]) == len(paceline["again_s"]) == 1
@@ -259,7 +260,7 @@ def test_an_interrupt_ends_quietly_and_ends_what_was_started(tmp_path):
 
 
 def launched_by(pid):
-    """Wait until a process has started a launcher with a script of the benchmarks."""
+    """Return the PID of the process's child that launches a benchmark script, once it exists."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -267,6 +268,6 @@ def launched_by(pid):
                 if b"scripts/" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
             except OSError:
-                pass  # it has ended already
+                pass  # the child has ended already
         time.sleep(0.01)
     raise TimeoutError

@@ -1,4 +1,4 @@
-"""The examples, end to end: the same result on any number of ranks, and what they state."""
+"""The examples, end to end: the same result on any number of ranks, and the stated accuracy."""
 
 import importlib
 import json
@@ -19,9 +19,9 @@ from paceline.data import Loader, Shards
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-# One thread: two that share a busy core wait for each other many times a step.
+# One thread: two threads on a busy core would wait for each other many times a step.
 ENVIRONMENT = {**os.environ, "PACELINE_PROGRESS": "0", "OMP_NUM_THREADS": "1"}
-IMAGE = 1 / 360  # of the test set
+IMAGE = 1 / 360  # of the test dataset
 STARTERS = {
     "alone": [sys.executable],
     "2 ranks": [BIN / "paceline", "run", "-n", "2"],
@@ -37,7 +37,7 @@ def run(*command):
 
 
 def figure(output):
-    """What the example reached, from its last line."""
+    """Return the accuracy that the example's last line reports."""
     return float(re.search(r" (\d\.\d+) \(stated", output)[1])
 
 
@@ -48,7 +48,7 @@ def reached(starter, script, *arguments):
     return figure(done.stdout)
 
 
-@pytest.mark.long  # slow on two cores; make demo's test has 2 ranks as well
+@pytest.mark.long  # slow on two cores; the test of make demo uses 2 ranks as well
 @pytest.mark.parametrize("starter", ["torchrun", "4 ranks"])
 def test_digits_reach_the_same_accuracy(starter):
     short = ("digits.py", "--epochs", "6")
@@ -80,14 +80,14 @@ def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs
     assert {c.name for group in report.groups for c in group.collectives} >= {"all-reduce"}
 
 
-@pytest.mark.long  # tests/launch has a killed rank and a restart in short scripts
+@pytest.mark.long  # tests/launch covers a killed rank and a restart with short scripts
 def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
     done = run(sys.executable, "examples/demo.py")
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGKILL" in done.stderr
     assert "going on from run/demo/step-00000400" in done.stderr
     assert "parallel efficiency" in done.stderr
-    assert figure(done.stdout) == reached("2 ranks", "digits.py") >= 0.98  # as it states
+    assert figure(done.stdout) == reached("2 ranks", "digits.py") >= 0.98  # as its docstring states
 
 
 @pytest.mark.long
@@ -98,14 +98,14 @@ def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
     assert run(sys.executable, script, "--epochs", "1").returncode == 0
     full = run(*STARTERS["2 ranks"], script, "--checkpoint", folder)
     assert full.returncode == 1
-    again = run(sys.executable, script, "--checkpoint", folder)  # has nothing left to train
+    again = run(sys.executable, script, "--checkpoint", folder)  # no epochs are left to train
     assert again.returncode == 1
     assert figure(again.stdout) == figure(full.stdout)
 
 
 @pytest.mark.long
 def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
-    """What the example's docstring says to do, in fewer epochs."""
+    """Follow the example's docstring with fewer epochs."""
     assert run(sys.executable, "examples/packed.py", "--write", tmp_path / "files").returncode == 0
     for part in ("train", "test"):
         done = run(BIN / "paceline", "pack", tmp_path / "files" / part, tmp_path / "packed" / part)
@@ -120,7 +120,7 @@ PATCHES = 48
 
 @pytest.fixture(scope="module")
 def patches(tmp_path_factory):
-    """The folder of the case's sets (docs/case-patches.md): as found, packed, and upsampled."""
+    """Return the folder of the case's datasets (docs/case-patches.md): files, packed, upsampled."""
     folder = tmp_path_factory.mktemp("patches")
     script = "examples/patches.py"
     done = run(sys.executable, script, "make", folder / "files", "--patches", str(PATCHES))
@@ -146,13 +146,13 @@ def test_patches_are_the_same_from_files_and_packed(patches, monkeypatch):
     assert labels.shape == (PATCHES, 43)
     assert 1 <= labels.sum(1).min() < labels.sum(1).max() <= 5
     packed, upsampled = Shards(patches / "packed"), Shards(patches / "upsampled")
-    for i in range(PATCHES):  # in one order, by the same seed
+    for i in range(PATCHES):  # both have the same order, from the same seed
         (flat, label), (large, same) = packed[i], upsampled[i]
         assert label.tolist() == same.tolist() == found.pop(flat.tobytes()).tolist()
         assert large.dtype == np.uint16
         assert large.tobytes() == case.upsampled(flat).tobytes()
-        assert large[:4].tobytes() == flat[: 4 * 120 * 120].tobytes()  # 10 m: as they are
-        coarse = flat[-400:].reshape(20, 20).astype(float)  # 60 m: six times as many
+        assert large[:4].tobytes() == flat[: 4 * 120 * 120].tobytes()  # 10 m bands are unchanged
+        coarse = flat[-400:].reshape(20, 20).astype(float)  # 60 m bands: six times as many per side
         means = large[-1].reshape(20, 6, 20, 6).mean((1, 3))
         assert np.abs(means - coarse).mean() < 0.5 * np.abs(coarse - coarse.mean()).mean()
     assert not found

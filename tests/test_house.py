@@ -1,4 +1,4 @@
-"""The house: which folder may import which, and what starts without torch."""
+"""Architecture rules: which folder may import which, and what starts without torch."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from imports import modules_imported
 import paceline
 
 SOURCE = Path(paceline.__file__).parent
-# From the top floor down; imports run down this list only.
+# From the top layer down; a layer imports only layers below it in this list.
 FLOORS = [
     *("cli", "study", "predict", "launch", "world", "parallel", "comm", "data", "checkpoint"),
     *("optim", "deploy", "report", "analyze", "knobs", "cost", "cluster", "record", "security"),
@@ -24,12 +24,12 @@ def floor_of(path: Path) -> str:
 
 
 def floors_imported(path: Path) -> set[str]:
-    """Floors of paceline that a module imports, inside its functions too."""
+    """Return the layers of paceline that a module imports, also inside its functions."""
     return {parts[0] for parts in modules_imported(path, SOURCE)} & set(FLOORS)
 
 
 def circle_in(folder: Path) -> list[str]:
-    """Entries of a folder (files and subfolders) that import each other in a circle."""
+    """Return the entries of a folder (files and subfolders) that import each other in a cycle."""
     inside = folder.relative_to(SOURCE).parts
     entries = {p.stem for p in folder.iterdir() if p.suffix == ".py" or p.is_dir()} - {"__init__"}
     imports: dict[str, set[str]] = {entry: set() for entry in entries}
@@ -76,7 +76,7 @@ def test_the_checker_sees_a_circle(tmp_path, monkeypatch):
     assert circle_in(tmp_path / "a") == ["above", "below", "c"]
 
 
-MAX_FILES = 15  # of a folder, beside its subfolders
+MAX_FILES = 15  # per folder, without its subfolders
 
 
 @pytest.mark.parametrize("top", ["src", "tests", "benchmarks", "docs", "examples"])

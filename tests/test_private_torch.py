@@ -1,8 +1,8 @@
-"""The private interfaces of PyTorch that Paceline uses: one table, and a test for each row.
+"""Private interfaces of PyTorch that Paceline uses: one table, and a test for each row.
 
-Run this file first with a new version of PyTorch: a row that fails names what is gone, the module
-that uses it and what for. ``test_the_table_is_complete`` searches the source for private names, so
-that a new use has to be entered here.
+Run this file first with a new version of PyTorch. A row that fails names what is missing, the
+module that uses it and the purpose. ``test_the_table_is_complete`` searches the source for private
+names, so every new use needs an entry in the table.
 
 A row's name is a path from a module or from one of the objects in ``objects``: a DDP model, its
 reducer and logger, the iterator of a DataLoader, a process group, a profiler.
@@ -26,9 +26,9 @@ SOURCE = Path(paceline.__file__).parent
 
 C10D = "torch.distributed.distributed_c10d"
 BOUND = "torch._C._distributed_c10d"
-# name: what it is used for
+# name: its purpose in Paceline
 INTERFACES = {
-    # Process groups: the one seam for collectives (record/hooks, comm/backend.py)
+    # Process groups: the one place that records collectives (record/hooks, comm/backend.py)
     f"{C10D}._new_process_group_helper": "wrapped: each new group is recorded, and gets knobs",
     f"{C10D}._world.pg_map": "all groups of the process",
     f"{C10D}._world.pg_names": "the name of a group",
@@ -106,18 +106,18 @@ INTERFACES = {
     "iterator._reset": "overridden in a Loader's iterator",
     "iterator._next_data": "overridden in a Loader's iterator",
 }
-# Private names of others: Python, and the netCDF library.
+# Private names that belong to Python and the netCDF library.
 OTHERS = {
     *("_current_frames", "_getframe", "_exit", "_run_exitfuncs", "_fields"),
     *("_grp",),
 }
-# Set on a DDP model only by users and other libraries, or in a step with a static graph.
+# Only users and other libraries set these on a DDP model, or a step with a static graph does.
 OPTIONAL = {"_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"}
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-    """Objects that rows begin with."""
+    """Return the objects that names of rows begin with."""
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -132,7 +132,10 @@ def objects(tmp_path_factory):
 
 
 def resolve(name, objects):
-    """The object with a row's name. AttributeError or ImportError where it does not exist."""
+    """Return the object with a row's name.
+
+    Raises AttributeError or ImportError if it does not exist.
+    """
     first, *rest = name.split(".")
     if first in objects:
         found = objects[first]
@@ -178,8 +181,10 @@ def is_private(name):
 
 
 def private_names():
-    """Private names that the source uses and does not define itself: the last part of each, and
-    the files that use it."""
+    """Return private names that the source uses but does not define, with the files that use them.
+
+    A name is the last part of a dotted name.
+    """
     trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
     own = set()
     for tree in trees.values():
@@ -205,7 +210,7 @@ def private_names():
 
 
 def names_in(node):
-    """Private names that a node of the source uses."""
+    """Return private names that a node of the syntax tree uses."""
     if isinstance(node, ast.Attribute):
         return [node.attr] if is_private(node.attr) else []
     if isinstance(node, ast.ImportFrom) and not node.level:

@@ -1,4 +1,4 @@
-"""The choice of slow tests for a CI run: select_slow.py."""
+"""select_slow.py: the choice of slow tests for a CI run."""
 
 import select_slow
 
@@ -6,7 +6,7 @@ IDS = [f"tests/{f}/test_a.py::test_{i}" for f in ("launch", "record", "soak") fo
 
 
 def package(folder):
-    """A package in which launch imports record."""
+    """Create a package in which launch imports record."""
     for name, text in {
         "record/ring.py": "SIZE = 1\n",
         "record/layout.html": "",
