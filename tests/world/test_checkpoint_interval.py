@@ -18,11 +18,11 @@ from paceline.world.checkpoint_interval import CheckpointInterval
         ("1.5 h", 5400, "second"),
     ],
 )
-def test_it_is_understood(text, number, unit):
+def test_checkpoint_interval_is_parsed(text, number, unit):
     assert CheckpointInterval.parse(text) == CheckpointInterval(number, unit)
 
 
 @pytest.mark.parametrize("text", ["", "often", "0", 0, "-3", "1.5 steps", "10 parsecs", "0s"])
-def test_it_is_refused_with_examples(text):
+def test_invalid_checkpoint_interval_is_rejected_with_hint(text):
     with pytest.raises(ValueError, match=r"not understood. HINT: 'epoch'"):
         CheckpointInterval.parse(text)

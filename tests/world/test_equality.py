@@ -39,7 +39,7 @@ CHOSEN = [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name f
 
 
 @pytest.mark.parametrize("case", CHOSEN)
-def test_ranks_equal_one_process(tmp_path, case):
+def test_ranks_give_same_result_as_one_process(tmp_path, case):
     alone = train(tmp_path, 1, *CASES[case], launcher="python")
     assert alone["figures"][0][1] == CASES[case][1]
     for number in (2, 4) if case == "uneven last batch" else (4,):
@@ -47,13 +47,13 @@ def test_ranks_equal_one_process(tmp_path, case):
 
 
 @pytest.mark.long
-def test_under_torchrun_and_as_one_rank_it_is_the_same(tmp_path):
+def test_torchrun_and_single_rank_give_same_result(tmp_path):
     alone = train(tmp_path, 1, launcher="python")
     assert_equal(alone, train(tmp_path, 1), exact=True)
     assert_equal(train(tmp_path, 2), train(tmp_path, 2, launcher="torchrun"), exact=True)
 
 
-def test_accumulated_steps_equal_one_large_batch(tmp_path):
+def test_gradient_accumulation_equals_one_large_batch(tmp_path):
     large = train(tmp_path, 1, "--samples", 192, "--batch", 48, "--optimizer", "SGD")
     small = train(
         tmp_path, 2, *("--samples", 192, "--batch", 16, "--accumulate", 3, "--optimizer", "SGD")
@@ -63,7 +63,7 @@ def test_accumulated_steps_equal_one_large_batch(tmp_path):
 
 
 @pytest.mark.long
-def test_bfloat16_autocast_trains_close_to_float32(tmp_path):
+def test_bfloat16_autocast_loss_is_close_to_float32(tmp_path):
     full = train(tmp_path, 2)
     half = train(tmp_path, 2, "--precision", "bf16")
     assert half["figures"][-1][0] == pytest.approx(full["figures"][-1][0], rel=0.1)
@@ -77,7 +77,7 @@ def test_batch_norm_and_uneven_validation_do_not_hang(tmp_path):
 
 
 @pytest.mark.long
-def test_forked_and_fresh_interpreters_give_the_same_bits(tmp_path):
+def test_forked_and_fresh_interpreters_are_bitwise_equal(tmp_path):
     forked = train(tmp_path, 2)
     assert_equal(forked, train(tmp_path, 2, launcher="paceline --fresh"), exact=True)
 
@@ -119,7 +119,7 @@ STREAM = """
 
 
 @pytest.mark.parametrize("accumulate", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_streams_of_uneven_length_end_together_with_exact_weights(tmp_path, accumulate):
+def test_iterable_dataset_with_uneven_shards_gives_exact_weights(tmp_path, accumulate):
     script = ranks.write(tmp_path, STREAM)
     results = []
     for number in (1, 2, 4):

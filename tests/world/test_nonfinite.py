@@ -49,7 +49,7 @@ def said_by(tmp_path, *args, number=2, fails=True, **options):
     return result.stderr
 
 
-def test_a_gradient_is_named_by_rank_step_and_layer_and_rounding_is_no_error(tmp_path):
+def test_nonfinite_gradient_is_reported_with_rank_step_and_layer(tmp_path):
     said = said_by(tmp_path, "rounding,gradient")
     first = "the gradient of 0.bias (and of 1 more that come after it in the backward)"
     assert f"rank 1 failed: ValueError: {first} is not finite on rank 1 at step 13" in said
@@ -61,7 +61,7 @@ def test_a_gradient_is_named_by_rank_step_and_layer_and_rounding_is_no_error(tmp
 
 
 @pytest.mark.long
-def test_warnings_and_silence_on_request(tmp_path):
+def test_nonfinite_and_replica_checks_can_warn_or_be_ignored(tmp_path):
     said = said_by(tmp_path, "apart,loss", "nonfinite=warn", "replicas=warn", fails=False)
     assert "warning: rank 1's parameters differ from rank 0's at step 10" in said
     assert "warning: the loss is nan on rank 1 at step 13" in said
@@ -74,7 +74,7 @@ def test_warnings_and_silence_on_request(tmp_path):
     assert "nonfinite='no' is not known" in said
 
 
-def test_a_rank_that_has_come_apart_is_named_with_the_layer(tmp_path):
+def test_rank_with_diverged_parameters_is_reported_with_layer(tmp_path):
     said = said_by(tmp_path, "apart", number=3)
     assert (
         "rank 1's parameters differ from the other ranks' at step 10 (at step 0 they were "

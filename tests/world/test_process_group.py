@@ -55,14 +55,14 @@ def joined(result):
     return sorted(line for line in result.stdout.splitlines() if line)
 
 
-def test_srun_fills_hosts_unevenly(started):
+def test_init_under_srun_with_uneven_ranks_per_node(started):
     result, _ = started("srun", "-N2", "-n3")
     assert joined(result) == ["0 3 0 host1 eth0 6", "1 3 1 host1 eth0 6", "2 3 0 host2 eth0 6"]
     assert "3 ranks (Slurm), network eth0 10.77.0.1\n" in result.stderr
 
 
 @pytest.mark.long
-def test_srun_with_an_address_by_hand(started):
+def test_init_under_srun_with_explicit_master_addr(started):
     result, _ = started("srun", "-N2", "-n2", MASTER_ADDR="host1", MASTER_PORT="29511")
     assert joined(result) == EVEN
 
@@ -70,19 +70,19 @@ def test_srun_with_an_address_by_hand(started):
 @pytest.mark.parametrize(
     "launcher", [bed.mpirun, pytest.param(bed.mpiexec, marks=pytest.mark.long)]
 )
-def test_mpi_on_two_hosts_over_ssh(started, launcher):
+def test_init_under_mpi_on_two_hosts_over_ssh(started, launcher):
     result, _ = started(*launcher("host1,host2:2"))
     assert joined(result) == ["0 3 0 host1 eth0 6", "1 3 0 host2 eth0 6", "2 3 1 host2 eth0 6"]
 
 
 @pytest.mark.long
-def test_mpirun_in_an_allocation(started):
+def test_init_under_mpirun_in_slurm_allocation(started):
     result, _ = started("salloc", "-N2", "-n2", bed.MPIRUN, "--bind-to", "none")
     assert joined(result) == EVEN
     assert "2 ranks (Open MPI), network eth0" in result.stderr
 
 
-def test_a_size_that_contradicts_the_launcher_is_told_at_once(started):
+def test_world_size_that_contradicts_launcher_is_rejected_immediately(started):
     result, seconds = started("srun", "-N2", "-n2", check=False, WORLD_SIZE="3")
     assert result.returncode == 1
     mistake = "has WORLD_SIZE=3 beside SLURM_STEP_NUM_TASKS=2, which tell of the same start. HINT"
@@ -92,7 +92,7 @@ def test_a_size_that_contradicts_the_launcher_is_told_at_once(started):
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
-def test_a_second_network_that_leads_nowhere_is_passed_by(started, hosts, launcher):
+def test_unreachable_second_network_is_ignored(started, hosts, launcher):
     hosts.second_network("host1", "host2")
     words = ["srun", "-N2", "-n2"] if launcher == "srun" else bed.mpiexec("host1,host2")
     result, _ = started(*words)
@@ -100,7 +100,7 @@ def test_a_second_network_that_leads_nowhere_is_passed_by(started, hosts, launch
 
 
 @pytest.mark.long  # waits for what does not answer
-def test_names_that_stand_for_a_dead_network_are_an_error_on_all_ranks(started, hosts):
+def test_host_names_on_unreachable_network_are_reported_on_all_ranks(started, hosts):
     """Without Paceline, gloo waits for half an hour."""
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
     # --kill-on-bad-exit=0: each rank has to detect the error itself.
@@ -115,7 +115,7 @@ def test_names_that_stand_for_a_dead_network_are_an_error_on_all_ranks(started, 
 
 
 @pytest.mark.long  # waits for what does not answer
-def test_an_address_by_hand_helps_where_names_are_dead(started, hosts):
+def test_explicit_master_addr_works_when_host_names_are_unreachable(started, hosts):
     """gloo and all other connections then use the network that works."""
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
     result, _ = started("srun", "-N2", "-n2", MASTER_ADDR="10.77.0.1", MASTER_PORT="29511")
@@ -123,7 +123,7 @@ def test_an_address_by_hand_helps_where_names_are_dead(started, hosts):
 
 
 @pytest.mark.long
-def test_hosts_that_cannot_reach_each_other_are_named_on_all_ranks(started, hosts):
+def test_unreachable_hosts_are_reported_on_all_ranks(started, hosts):
     """The ranks meet at rank 0's address, but the user selects the interface without a network."""
     hosts.second_network("host1", "host2")
     result, seconds = started(

@@ -32,7 +32,7 @@ def assert_same_bits(one, other):
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_killed_inside_an_epoch_and_started_again(tmp_path, number):
+def test_resume_after_kill_inside_epoch_is_bitwise_equal(tmp_path, number):
     whole = undisturbed(tmp_path, number)
     died = start(tmp_path, "out.pt", "--die-at", 22, number=number, check=False)
     assert died.returncode == 137
@@ -43,7 +43,7 @@ def test_killed_inside_an_epoch_and_started_again(tmp_path, number):
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 
-def test_restarts_by_the_launcher_go_on_by_themselves(tmp_path):
+def test_max_restarts_resumes_from_last_checkpoint(tmp_path):
     whole = undisturbed(tmp_path, 2)
     result = start(tmp_path, "out.pt", "--die-at", 22, launcher="paceline --max-restarts 2")
     assert "rank 1 was killed by SIGKILL" in result.stderr
@@ -53,7 +53,7 @@ def test_restarts_by_the_launcher_go_on_by_themselves(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("accumulate", [2])
-def test_accumulation_and_batch_norm_resume_too(tmp_path, accumulate):
+def test_resume_with_gradient_accumulation_and_batch_norm(tmp_path, accumulate):
     args = ["--accumulate", accumulate, "--batch-norm", "--samples", 200]
     whole = undisturbed(tmp_path, 2, *args)
     start(tmp_path, "out.pt", "--die-at", 13, *args, check=False)
@@ -61,7 +61,7 @@ def test_accumulation_and_batch_norm_resume_too(tmp_path, accumulate):
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 
-def test_ctrl_c_leaves_a_whole_checkpoint(tmp_path):
+def test_sigint_leaves_complete_checkpoint(tmp_path):
     whole = undisturbed(tmp_path, 2)
     args = ["--checkpoint", tmp_path / "ckpt", "--every", 1, "--dropout", 0.2, "--sleep", 0.05]
     script = tmp_path / "script.py"
@@ -75,7 +75,7 @@ def test_ctrl_c_leaves_a_whole_checkpoint(tmp_path):
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 
-def test_a_finished_run_started_again_has_nothing_to_do(tmp_path):
+def test_resume_of_finished_run_trains_no_steps(tmp_path):
     start(tmp_path, "out.pt")
     first = torch.load(tmp_path / "out.pt")
     again = start(tmp_path, "out.pt")
@@ -86,7 +86,7 @@ def test_a_finished_run_started_again_has_nothing_to_do(tmp_path):
         assert torch.equal(tensor, second["model"][name])
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_previous(tmp_path):
+def test_damaged_checkpoint_is_reported_and_previous_one_is_used(tmp_path):
     whole = undisturbed(tmp_path, 2)
     start(tmp_path, "out.pt", "--die-at", 22, check=False)
     *_, previous, newest = sorted(name for name in os.listdir(tmp_path / "ckpt") if name[0] != ".")
@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_previous(tmp
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 
-def test_another_number_of_ranks_goes_on_with_exact_counts(tmp_path):
+def test_resume_with_different_world_size_keeps_sample_count(tmp_path):
     whole = undisturbed(tmp_path, 1)
     start(tmp_path, "out.pt", "--die-at", 22, number=4, check=False)
     start(tmp_path, "out.pt", number=2)
@@ -108,14 +108,14 @@ def test_another_number_of_ranks_goes_on_with_exact_counts(tmp_path):
     assert last[1] == whole["figures"][-1][1] == 203
 
 
-def test_another_global_batch_inside_an_epoch_is_refused(tmp_path):
+def test_resume_inside_epoch_with_different_global_batch_is_rejected(tmp_path):
     start(tmp_path, "out.pt", "--die-at", 22, check=False)
     result = start(tmp_path, "out.pt", "--batch", 20, check=False)
     assert result.returncode == 1
     assert "HINT: global_batch=16 as before" in result.stderr
 
 
-def test_another_models_checkpoint_is_refused(tmp_path):
+def test_checkpoint_of_different_model_is_rejected(tmp_path):
     start(tmp_path, "out.pt")
     result = start(tmp_path, "out.pt", "--batch-norm", check=False)
     assert result.returncode == 1
@@ -125,7 +125,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("every", ["0.2s", "epoch", "2 epochs"])
-def test_by_time_and_by_epochs(tmp_path, every):
+def test_checkpoint_interval_in_seconds_and_epochs(tmp_path, every):
     script = ranks.write(tmp_path, TRAIN)
     args = ["--checkpoint", tmp_path / "ckpt", "--every", every, "--sleep", 0.02]
     ranks.run(script, tmp_path / "out.pt", *args)
@@ -138,7 +138,7 @@ def test_by_time_and_by_epochs(tmp_path, every):
         assert steps[0] not in (13, 26) or steps[0] < 39
 
 
-def test_a_folder_that_cannot_be_written_is_known_before_training(tmp_path):
+def test_unwritable_checkpoint_folder_is_rejected_before_training(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     (tmp_path / "file").write_text("")
     result = ranks.run(script, tmp_path / "o", "--checkpoint", tmp_path / "file/c", check=False)

@@ -26,7 +26,7 @@ AGREE = """
 """
 
 
-def test_every_rank_gets_the_same_answers_and_draws_of_its_own(tmp_path):
+def test_reductions_agree_on_all_ranks_and_random_numbers_differ(tmp_path):
     result = ranks.run(ranks.write(tmp_path, AGREE), tmp_path / "out")
     first, second = (json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2))
     draws = first.pop("draws"), second.pop("draws")
@@ -75,14 +75,14 @@ NAN = """
     """
 
 
-def test_a_loss_that_is_not_finite_is_named_by_rank_and_step(tmp_path):
+def test_nonfinite_loss_is_reported_with_rank_and_step(tmp_path):
     said = mistake(tmp_path, NAN)
     assert "the loss is nan on rank 1 at step 3" in said
     assert "paceline: rank 1 failed: ValueError: the loss is nan" in said
 
 
 @pytest.mark.parametrize("launcher", ["paceline", "python"])
-def test_mistakes_show_the_scripts_line_and_a_way_out(tmp_path, launcher):
+def test_user_error_shows_script_line_without_traceback(tmp_path, launcher):
     said = mistake(
         tmp_path,
         """
@@ -112,7 +112,7 @@ def test_mistakes_show_the_scripts_line_and_a_way_out(tmp_path, launcher):
         ("world.meter().ratio('a', 'b')", "the sum of 'b' over all ranks is 0"),
     ],
 )
-def test_calls_that_cannot_be_meant(tmp_path, call, message):
+def test_invalid_arguments_are_rejected_with_hint(tmp_path, call, message):
     said = mistake(
         tmp_path,
         f"""
@@ -132,11 +132,11 @@ def test_calls_that_cannot_be_meant(tmp_path, call, message):
         ("paceline.init()", {"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is not below WORLD_SIZE=2"),
     ],
 )
-def test_contradictions_at_the_start(tmp_path, call, env, message):
+def test_invalid_init_arguments_and_environment_are_rejected(tmp_path, call, env, message):
     assert message in mistake(tmp_path, f"\n    {call}\n", launcher="python", **env)
 
 
-def test_a_port_in_use_is_named(tmp_path):
+def test_master_port_in_use_is_reported(tmp_path):
     import socket
 
     with socket.socket() as taken:
@@ -148,7 +148,7 @@ def test_a_port_in_use_is_named(tmp_path):
     assert f"port {port} on 127.0.0.1 (MASTER_PORT) is in use" in said
 
 
-def test_an_unweighted_backward_of_an_uneven_batch_is_warned_about_once(tmp_path):
+def test_unweighted_backward_of_uneven_batch_warns_once(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -196,12 +196,12 @@ ACCUMULATE = """
     """
 
 
-def test_accumulation_exchanges_once_a_step(tmp_path):
+def test_gradient_accumulation_synchronizes_once_per_step(tmp_path):
     ranks.run(ranks.write(tmp_path, ACCUMULATE), tmp_path / "out")
     assert json.loads((tmp_path / "out").read_text()) == [3, 3]  # 10 batches: 4 + 4 + 2
 
 
-def test_the_world_alone_needs_no_launcher_and_no_group(tmp_path):
+def test_init_without_launcher_creates_no_process_group(tmp_path):
     code = (
         "import paceline, torch.distributed as d; w = paceline.init(); "
         "print(w.rank, w.size, d.is_initialized())"
@@ -256,7 +256,7 @@ SLOW = """
     "where",
     ["rank", "input", *(pytest.param(w, marks=pytest.mark.long) for w in ("validation", "other"))],
 )
-def test_the_summary_puts_time_where_it_went(tmp_path, where):
+def test_summary_attributes_time_to_correct_activity(tmp_path, where):
     """Run 40 steps with 20 ms of computing and one other activity that takes as long."""
     script = ranks.write(tmp_path, SLOW)
     out = tmp_path / "summary.json"
@@ -289,7 +289,7 @@ def test_the_summary_puts_time_where_it_went(tmp_path, where):
 
 
 @pytest.mark.long
-def test_the_summary_comes_under_torchrun_and_alone_too(tmp_path):
+def test_summary_is_printed_under_torchrun_and_single_process(tmp_path):
     script = ranks.write(tmp_path, SLOW)
     assert "Paceline: 2 ranks, 40 steps" in ranks.run(script, "x", launcher="torchrun").stderr
     alone = ranks.run(script, "x", launcher="python").stderr
@@ -297,7 +297,7 @@ def test_the_summary_comes_under_torchrun_and_alone_too(tmp_path):
     assert "load balance" not in alone  # needs two ranks
 
 
-def test_a_failed_run_has_no_summary_and_nothing_stays_in_memory(tmp_path):
+def test_failed_run_prints_no_summary_and_frees_shared_memory(tmp_path):
     said = mistake(tmp_path, NAN)
     assert "parallel efficiency" not in said
     assert ranks.in_memory() == set()
