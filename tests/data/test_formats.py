@@ -52,7 +52,7 @@ KINDS = {
 
 @pytest.mark.parametrize("to", WRITABLE_FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_read_again_byte_for_byte(tmp_path, kind, to):
+def test_exported_formats_round_trip_byte_for_byte(tmp_path, kind, to):
     source, labels = KINDS[kind](tmp_path)
     pack(source, tmp_path / "one", labels)
     report = convert(tmp_path / "one", tmp_path / "other", to, shard_bytes=2000)
@@ -71,7 +71,7 @@ def test_what_is_written_is_read_again_byte_for_byte(tmp_path, kind, to):
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
-def test_others_read_what_is_written(tmp_path):
+def test_exported_formats_are_readable_by_their_libraries(tmp_path):
     x, y = sets.arrays(6)
     pack((x, y), tmp_path / "one")
     order = [int(a[0, 0]) for a, _ in map(Shards(tmp_path / "one").__getitem__, range(6))]
@@ -94,7 +94,7 @@ def test_others_read_what_is_written(tmp_path):
     pages.close()
 
 
-def test_hdf5_of_others(tmp_path):
+def test_hdf5_files_of_other_tools(tmp_path):
     bands, kinds = np.random.rand(40, 3, 4, 4).astype(">f4"), np.arange(40) % 3
     with h5py.File(tmp_path / "tiles.h5", "w") as file:
         group = file.create_group("north")
@@ -118,7 +118,7 @@ def test_hdf5_of_others(tmp_path):
         pack(f"{path}:bands", tmp_path / "three")
 
 
-def test_netcdf_of_others_with_missing_and_packed_values(tmp_path):
+def test_netcdf_with_missing_and_scaled_values(tmp_path):
     path = tmp_path / "sea.nc"
     with netCDF4.Dataset(path, "w") as file:
         file.createDimension("time", None)
@@ -135,7 +135,7 @@ def test_netcdf_of_others_with_missing_and_packed_values(tmp_path):
     assert sorted(values[~np.isnan(values)]) == pytest.approx([v for v in range(24) if v != 5])
 
 
-def test_zarr_of_others(tmp_path):
+def test_zarr_arrays_of_other_tools(tmp_path):
     group = zarr.open_group(str(tmp_path / "cubes.zarr"), mode="w")
     data = np.arange(50 * 6, dtype="int32").reshape(50, 2, 3)
     group.create_array("images", data=data, chunks=(8, 2, 3))
@@ -152,7 +152,7 @@ def test_zarr_of_others(tmp_path):
     assert len(Shards(tmp_path / "two")) == 50
 
 
-def test_parquet_of_others(tmp_path):
+def test_parquet_files_of_other_tools(tmp_path):
     files = sorted(sets.images(tmp_path / "in", 9).rglob("*.jpg"))
     rows = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
     told = {"info": {"features": {"label": {"names": ["ant", "bee"]}}}}
@@ -177,7 +177,7 @@ def test_parquet_of_others(tmp_path):
     assert label.tolist() == [0.5, array[0, 0]]
 
 
-def test_tars_and_pages_of_others(tmp_path):
+def test_tar_and_lmdb_files_of_other_tools(tmp_path):
     images = sets.images(tmp_path / "in", 6)
     with tarfile.open(tmp_path / "some.tar", "w") as tar:
         for k, path in enumerate(sorted(images.rglob("*.jpg"))):
@@ -225,7 +225,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("to", "inside", "damage", "said"), BROKEN)
-def test_what_is_damaged_is_told(tmp_path, to, inside, damage, said):
+def test_damaged_file_is_reported(tmp_path, to, inside, damage, said):
     x, y = sets.arrays(30, (40, 40))
     pack((x, y), tmp_path / "one")
     dest = tmp_path / ("other.h5" if to == "hdf5" else "other")
@@ -246,7 +246,7 @@ def _tar(path, members=6):
     return path
 
 
-def test_a_tar_that_ends_before_its_end_is_told(tmp_path):
+def test_truncated_tar_is_reported(tmp_path):
     each = 512 + 2048  # bytes of a member with its header
     whole = _tar(tmp_path / "t.tar").read_bytes()
     assert len(whole) % 10240 == 0
@@ -266,7 +266,7 @@ def test_a_tar_that_ends_before_its_end_is_told(tmp_path):
 
 @pytest.mark.parametrize("kind", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"])
 @pytest.mark.parametrize("variables", [1, 2])
-def test_an_old_netcdf_that_was_cut_is_told(tmp_path, kind, variables):
+def test_truncated_netcdf3_is_reported(tmp_path, kind, variables):
     path = tmp_path / "t.nc"
     with netCDF4.Dataset(path, "w", format=kind) as file:
         file.title = "cut"
@@ -290,7 +290,7 @@ def test_an_old_netcdf_that_was_cut_is_told(tmp_path, kind, variables):
     assert report.notes == [f"{path}: is longer than its 10 records: are there more?"]
 
 
-def test_chunks_that_are_not_there_are_told(tmp_path):
+def test_missing_chunks_are_reported(tmp_path):
     group = zarr.open_group(str(tmp_path / "z.zarr"), mode="w")
     group.create_array("x", data=np.ones((40, 3)), chunks=(8, 3))
     assert pack(tmp_path / "z.zarr", tmp_path / "whole").notes == []
@@ -314,7 +314,7 @@ def test_chunks_that_are_not_there_are_told(tmp_path):
         Loader(tmp_path / "h.h5")
 
 
-def test_samples_without_a_byte(tmp_path):
+def test_empty_samples(tmp_path):
     with h5py.File(tmp_path / "h.h5", "w") as file:
         x = file.create_dataset("x", 3, h5py.vlen_dtype(np.uint8))
         x[0], x[2] = np.arange(5), np.arange(7)
@@ -325,7 +325,7 @@ def test_samples_without_a_byte(tmp_path):
     assert [x.shape for x in Loader(tmp_path / "two", 2)] == [(2, 0), (1, 0)]
 
 
-def test_what_is_not_clear_is_asked(tmp_path):
+def test_ambiguous_source_is_rejected_with_hint(tmp_path):
     with h5py.File(tmp_path / "two.h5", "w") as file:
         file["a"], file["b"] = np.zeros((3, 2)), np.zeros((3, 2))
     with pytest.raises(ValueError, match=r"it has a \(3, 2\), b \(3, 2\)\. HINT: .*two\.h5:NAME"):
@@ -353,7 +353,7 @@ def command(*words):
     return subprocess.run(made, capture_output=True, text=True, env=env)
 
 
-def test_the_command_writes_any_source_in_another_format(tmp_path):
+def test_pack_command_exports_to_another_format(tmp_path):
     images = sets.images(tmp_path / "in", 12)
     done = command(images, tmp_path / "tars", "--to", "webdataset", "--resize", "10", "--json")
     assert done.returncode == 0, done.stderr
@@ -371,7 +371,7 @@ def test_the_command_writes_any_source_in_another_format(tmp_path):
     assert len(list(images.rglob("*.*"))) == 12
 
 
-def test_what_was_stopped_is_gone_on_with_only_if_it_is_the_same(tmp_path):
+def test_interrupted_export_resumes_only_with_same_source(tmp_path):
     x, _ = sets.arrays(8)
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "z.npy", x + 100)

@@ -28,18 +28,18 @@ def arrays(tmp_path_factory):
     return folder / "out"
 
 
-def test_a_row_is_48_bytes(images):
+def test_index_row_is_48_bytes(images):
     assert ROW_STRUCT.size == 48
     assert (images / "index.bin").stat().st_size == 30 * 48
 
 
-def test_a_dataset_for_torchs_own_loader(images):
+def test_shards_work_with_torch_dataloader(images):
     loader = DataLoader(Shards(images), batch_size=7, num_workers=2)
     seen = [label for _, labels in loader for label in labels.tolist()]
     assert seen == Shards(images).labels().tolist()
 
 
-def test_a_set_can_be_handed_to_another_process(arrays):
+def test_shards_can_be_pickled(arrays):
     copy = pickle.loads(pickle.dumps(Shards(arrays)))
     assert np.array_equal(copy[3][0], Shards(arrays)[3][0])
     with pytest.raises(IndexError):
@@ -47,7 +47,7 @@ def test_a_set_can_be_handed_to_another_process(arrays):
 
 
 @pytest.mark.parametrize("kind", ["images", "arrays"])
-def test_random_damage_is_noticed_and_named(request, tmp_path, kind):
+def test_random_damage_is_detected(request, tmp_path, kind):
     """``make soak`` runs this 10,000 times."""
     whole, draw = request.getfixturevalue(kind), random.Random(1)
     for _ in range(60):
@@ -57,7 +57,7 @@ def test_random_damage_is_noticed_and_named(request, tmp_path, kind):
         assert str(tmp_path / "copy") in str(found[0])
 
 
-def test_a_changed_byte_is_named_with_file_sample_and_offset(tmp_path, images):
+def test_corrupted_byte_reports_file_sample_and_offset(tmp_path, images):
     whole = Shards(images)
     shutil.copytree(images, tmp_path / "copy")
     row = whole.row(11)
@@ -73,7 +73,7 @@ def test_a_changed_byte_is_named_with_file_sample_and_offset(tmp_path, images):
     assert Shards(tmp_path / "copy")[10][1] == whole[10][1]
 
 
-def test_a_changed_label_is_noticed(tmp_path, images):
+def test_corrupted_label_is_detected(tmp_path, images):
     shutil.copytree(images, tmp_path / "copy")
     index = tmp_path / "copy" / "index.bin"
     data = bytearray(index.read_bytes())
@@ -83,7 +83,7 @@ def test_a_changed_label_is_noticed(tmp_path, images):
         Shards(tmp_path / "copy")[5]
 
 
-def test_a_shard_that_gets_shorter_while_it_is_read_is_an_error(tmp_path, arrays):
+def test_shard_truncated_while_open_raises(tmp_path, arrays):
     shutil.copytree(arrays, tmp_path / "copy")
     shards = Shards(tmp_path / "copy")
     os.truncate(tmp_path / "copy" / "shard-00000.bin", 10)
@@ -94,7 +94,7 @@ def test_a_shard_that_gets_shorter_while_it_is_read_is_an_error(tmp_path, arrays
         shards[1]
 
 
-def test_other_formats_are_named(tmp_path, arrays):
+def test_unsupported_format_or_version_is_reported(tmp_path, arrays):
     copy = shutil.copytree(arrays, tmp_path / "copy")
     for told, message in (
         ({"format": "paceline-shards", "version": 2}, "is of format 2, and this Paceline reads 1"),
@@ -106,7 +106,7 @@ def test_other_formats_are_named(tmp_path, arrays):
             load_meta(copy)
 
 
-def test_a_damaged_row_takes_no_memory(tmp_path, arrays):
+def test_damaged_index_row_allocates_no_memory(tmp_path, arrays):
     """Set a length of 4 GiB in a row of the index."""
     copy = shutil.copytree(arrays, tmp_path / "copy")
     data = bytearray((copy / "index.bin").read_bytes())
@@ -121,7 +121,7 @@ def test_a_damaged_row_takes_no_memory(tmp_path, arrays):
     assert "index.bin: sample 0 at byte 0: its row is damaged" in done.stdout
 
 
-def test_a_meta_file_that_somebody_made_up_is_no_set(tmp_path, arrays):
+def test_invalid_metadata_with_valid_checksum_is_rejected(tmp_path, arrays):
     copy = shutil.copytree(arrays, tmp_path / "copy")
     whole = json.loads((copy / "paceline.json").read_text())
     for change in (

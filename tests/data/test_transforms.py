@@ -26,7 +26,7 @@ def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def test_a_crop_is_a_part_from_anywhere():
+def test_crop_position_is_random():
     seen = set()
     for seed in range(40):
         part = Crop((8, 10))(IMAGE, rng(seed))
@@ -37,14 +37,14 @@ def test_a_crop_is_a_part_from_anywhere():
     assert np.array_equal(Crop((8, 10), middle=True)(IMAGE, rng()), IMAGE[6:14, 7:17])
 
 
-def test_a_patch_of_a_larger_field_is_cut_along_any_axes():
+def test_crop_along_any_axes():
     field = np.arange(2 * 5 * 6 * 7).reshape(2, 5, 6, 7)
     patch = Crop((3, 3, 3), axes=(1, 2, 3))(field, rng(1))
     assert patch.shape == (2, 3, 3, 3)
     assert patch[1, 0, 0, 0] - patch[0, 0, 0, 0] == 5 * 6 * 7
 
 
-def test_padding_is_of_zeros():
+def test_crop_pads_with_zeros():
     part = Crop((20, 24), pad=4)(IMAGE + 1, rng(3))
     assert part.shape == IMAGE.shape
     assert (part == 0).any()
@@ -53,14 +53,14 @@ def test_padding_is_of_zeros():
 
 
 @pytest.mark.parametrize(("size", "pad"), [((20, 24), 4), ((26, 3), 5), ((2, 30), 22)])
-def test_a_padded_crop_is_one_of_a_padded_image(size, pad):
+def test_padded_crop_matches_crop_of_padded_image(size, pad):
     wide = np.pad(IMAGE, [(pad, pad), (pad, pad), (0, 0)])
     for seed in range(30):
         part = Crop(size, pad=pad)(IMAGE, rng(seed))
         assert np.array_equal(part, Crop(size)(wide, rng(seed)))
 
 
-def test_flips_and_turns_keep_all_values():
+def test_flip_and_turn_preserve_values():
     flipped = [Flip()(IMAGE, rng(seed)) for seed in range(40)]
     assert any(np.array_equal(one, IMAGE) for one in flipped)
     assert any(np.array_equal(one, IMAGE[:, ::-1]) for one in flipped)
@@ -70,7 +70,7 @@ def test_flips_and_turns_keep_all_values():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
-def test_a_turn_by_any_angle(dtype):
+def test_rotation_by_any_angle(dtype):
     square = np.random.default_rng(0).integers(0, 200, (9, 9, 3)).astype(dtype)
     assert np.abs(rotated(square, 90) - np.rot90(square).astype(float)).max() <= 1
     x = np.linspace(0, 200, 30 * 40).reshape(30, 40, 1).repeat(3, 2).astype(dtype)
@@ -86,7 +86,7 @@ def test_a_turn_by_any_angle(dtype):
     assert turned[middle].astype(float) == pytest.approx(there[middle].astype(float), abs=1.5)
 
 
-def test_angles_are_drawn_to_either_side():
+def test_rotation_angles_are_drawn_in_both_directions():
     x = np.zeros((21, 21, 1), np.float32)
     x[10, 10:] = 1  # a line from the center to the right
     ends = [Rotate(40)(x, rng(seed))[:, 18].argmax() for seed in range(30)]
@@ -96,7 +96,7 @@ def test_angles_are_drawn_to_either_side():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
-def test_resampling_keeps_means_and_the_dtype(dtype):
+def test_resize_preserves_mean_and_dtype(dtype):
     smooth = np.linspace(0, 200, 40 * 48).reshape(40, 48, 1).repeat(3, 2).astype(dtype)
     made = Resize((10, 12))(smooth, rng())
     assert made.shape == (10, 12, 3)
@@ -106,7 +106,7 @@ def test_resampling_keeps_means_and_the_dtype(dtype):
     assert np.array_equal(Channels([2, 0])(IMAGE, rng()), IMAGE[:, :, [2, 0]])
 
 
-def test_a_set_is_normalised_by_its_own_statistics(tmp_path):
+def test_normalise_with_dataset_statistics(tmp_path):
     pack(sets.images(tmp_path / "in", 30), tmp_path / "out")
     loader = Loader(tmp_path / "out", 30, transform=Normalise.of(Shards(tmp_path / "out")))
     images, _ = next(iter(loader))
@@ -118,7 +118,7 @@ def test_a_set_is_normalised_by_its_own_statistics(tmp_path):
         Normalise.of(Shards(tmp_path / "none"))
 
 
-def test_a_chain_is_the_same_on_any_number_of_threads(tmp_path):
+def test_chain_is_independent_of_thread_count(tmp_path):
     pack(sets.images(tmp_path / "in", 30), tmp_path / "out")
     chain = Chain(ResizedCrop((16, 16)), Flip(), Turn(), Normalise(128.0, 64.0))
     found = [
@@ -129,7 +129,7 @@ def test_a_chain_is_the_same_on_any_number_of_threads(tmp_path):
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_albumentations_are_seeded_by_the_sample(images, threads):
+def test_albumentations_are_seeded_per_sample(images, threads):
     import albumentations
 
     steps = [albumentations.RandomCrop(12, 12), albumentations.HorizontalFlip(p=0.5)]

@@ -11,7 +11,7 @@ from PIL import Image
 from paceline.data import DataError, Files, Loader
 
 
-def test_a_folder_of_images_is_loaded_as_it_is(tmp_path):
+def test_unpacked_image_folder_is_loaded(tmp_path):
     files = Files(sets.images(tmp_path, 30))
     assert (len(files), files.classes, files.images) == (30, 3, True)
     for i in range(30):
@@ -28,7 +28,7 @@ def test_a_folder_of_images_is_loaded_as_it_is(tmp_path):
     assert len(pickle.loads(pickle.dumps(files))) == 30
 
 
-def test_arrays_and_their_table_of_labels(tmp_path):
+def test_npy_files_with_label_table(tmp_path):
     x, _ = sets.arrays(6, (3, 4))
     for i, one in enumerate(x):
         np.save(tmp_path / f"{i}.npy", one)
@@ -39,7 +39,7 @@ def test_arrays_and_their_table_of_labels(tmp_path):
     assert labels.tolist() == [[i / 2, -i] for i in range(6)]
 
 
-def test_what_is_wrong_with_a_file_is_told_by_its_name(tmp_path):
+def test_unreadable_file_is_reported_by_name(tmp_path):
     folder = sets.images(tmp_path, 30)
     files = Files(folder)
     gone, cut = files.location(3)[0], files.location(4)[0]
@@ -56,7 +56,7 @@ def test_what_is_wrong_with_a_file_is_told_by_its_name(tmp_path):
         files.read_into(5, np.empty((1, 20, 24, 3), np.uint8), None, 0, None)
 
 
-def test_files_that_are_no_arrays_need_a_transform(tmp_path):
+def test_files_that_are_not_arrays_need_a_transform(tmp_path):
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text("a" * (i + 1))
     with pytest.raises(ValueError, match="HINT: Loader"):

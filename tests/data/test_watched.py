@@ -47,7 +47,7 @@ def start(work):
         (f"file = open('/dev/zero', 'rb')\n{LOOP} sum(file.read(1 << 22))", 0, ""),
     ],
 )
-def test_how_the_work_ends_is_how_the_command_ends(work, code, said):
+def test_exit_code_and_error_of_child_are_reported(work, code, said):
     done = start(work)
     out, err = done.communicate(timeout=30)
     assert (done.returncode, out.split()[0]) == (code, "begun"), err
@@ -56,7 +56,7 @@ def test_how_the_work_ends_is_how_the_command_ends(work, code, said):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_ends_both(number):
+def test_signal_ends_command_and_child(number):
     command = start("time.sleep(60)")
     child = int(command.stdout.readline().split()[1])
     command.send_signal(number)

@@ -60,7 +60,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("more", [{}, {"num_workers": 0}, {"prefetch_factor": 5}])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_order_labels_and_the_last_batch_are_the_loaders(images, decoded, drop_last, more):
+def test_batches_match_loader_without_dali(images, decoded, drop_last, more):
     options = {"batch_size": 8, "shuffle": True, "seed": 3, "drop_last": drop_last}
     loader = Loader(images, dali=decoded, **options, **more)
     usual = Loader(images, **options)
@@ -74,7 +74,7 @@ def test_order_labels_and_the_last_batch_are_the_loaders(images, decoded, drop_l
             assert (x.int() - pixels.permute(0, 2, 3, 1).int()).abs().max() <= 4
 
 
-def test_draws_are_the_samples_own(images, augmented):
+def test_random_draws_depend_on_seed_epoch_and_sample_only(images, augmented):
     """Random draws depend on seed, epoch and sample, not on batch size or number of ranks."""
     shards = Shards(images)
 
@@ -107,7 +107,7 @@ def test_draws_are_the_samples_own(images, augmented):
 
 
 @pytest.mark.parametrize("function", ["augmented", "drawing"])
-def test_a_resumed_pass_goes_on_to_the_bit(images, function, request):
+def test_resumed_epoch_is_bit_identical(images, function, request):
     function = request.getfixturevalue(function)
 
     def made(seed=1):
@@ -130,7 +130,7 @@ def test_a_resumed_pass_goes_on_to_the_bit(images, function, request):
     assert not torch.equal(whole[0][0][0], whole[0][1][0])
 
 
-def test_a_rank_goes_on_where_it_was(images, drawing):
+def test_sharded_loader_resumes_on_one_rank(images, drawing):
     def part():
         loader = Loader(images, 5, shuffle=True, dali=drawing)
         return ShardedLoader(loader, rank=1, ranks=2, seed=7)
@@ -140,7 +140,7 @@ def test_a_rank_goes_on_where_it_was(images, drawing):
     same(whole[1:], [batch for batch, _ in part().iterate(2, start=1)])
 
 
-def test_tensors_stay_what_they_are(images, augmented):
+def test_returned_tensors_are_not_overwritten(images, augmented):
     loader = Loader(images, 4, dali=augmented)
     kept = [x for x, _ in loader]
     before = [x.clone() for x in kept]
@@ -149,7 +149,7 @@ def test_tensors_stay_what_they_are(images, augmented):
     same([kept], [before])
 
 
-def test_arrays_files_and_several_sets(images, fn, tmp_path):
+def test_arrays_files_and_concatenated_datasets(images, fn, tmp_path):
     x, y = sets.arrays(20)
     for source in ((x, y), tmp_path / "raw", tmp_path / "zstd"):
         if not isinstance(source, tuple):
@@ -186,7 +186,7 @@ def changed(folder, sample):
     path.write_bytes(data)
 
 
-def test_a_changed_byte_is_told_when_it_is_its_turn(tmp_path, decoded):
+def test_corrupted_sample_raises_or_is_skipped(tmp_path, decoded):
     pack(sets.images(tmp_path / "in", 20), tmp_path / "set")
     changed(tmp_path / "set", 13)
     loader = Loader(tmp_path / "set", 5, dali=decoded)
@@ -208,7 +208,7 @@ def _others(folder, bad):
     return [shards[i] for i in range(len(shards)) if i != bad]
 
 
-def test_what_dali_cannot_decode_is_named(tmp_path, decoded):
+def test_dali_decode_error_names_sample(tmp_path, decoded):
     def stream():
         for k in range(8):
             path = tmp_path / f"{k}.png"
@@ -224,7 +224,7 @@ def test_what_dali_cannot_decode_is_named(tmp_path, decoded):
         list(loader)
 
 
-def test_mistakes(images, fn, decoded):
+def test_invalid_arguments_are_reported(images, fn, decoded):
     x, _ = sets.arrays(6)
 
     def fails(match, **options):
@@ -247,7 +247,7 @@ def test_mistakes(images, fn, decoded):
     fails(r"Batch size clash! .* a batch size 3 ", source=x, dali=three)
 
 
-def test_graphs_go_with_their_loader(images, decoded):
+def test_dali_graph_is_freed_with_loader(images, decoded):
     loader = Loader(images, 4, dali=decoded)
     next(iter(loader))
     graph = weakref.ref(loader._graph[1])
@@ -256,7 +256,7 @@ def test_graphs_go_with_their_loader(images, decoded):
     assert graph() is None
 
 
-def test_without_dali_it_is_said_how_to_get_it(images, monkeypatch):
+def test_missing_dali_reports_install_hint(images, monkeypatch):
     for name in ("nvidia.dali", "nvidia.dali.pipeline", "nvidia.dali.fn"):
         monkeypatch.setitem(sys.modules, name, None)
     loader = Loader(images, 4, dali=lambda samples: samples)

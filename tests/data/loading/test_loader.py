@@ -38,7 +38,7 @@ def sharded(loader, rank=0, ranks=1, **options):
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("batch", [1, 7, 50, 64])
-def test_batches_are_those_of_torchs_loader(arrays, threads, batch):
+def test_batches_match_torch_dataloader(arrays, threads, batch):
     mine = list(Loader(arrays, batch, num_workers=threads))
     plain = list(DataLoader(Shards(arrays), batch))
     assert len(mine) == len(plain) == len(Loader(arrays, batch))
@@ -47,7 +47,7 @@ def test_batches_are_those_of_torchs_loader(arrays, threads, batch):
         assert torch.equal(y, b)
 
 
-def test_images_come_with_channels_first_in_channels_last_memory(images):
+def test_image_batches_are_nchw_in_channels_last_memory_format(images):
     x, y = next(iter(Loader(images, 5)))
     assert x.shape == (5, 3, 20, 24)
     assert x.dtype == torch.uint8
@@ -56,7 +56,7 @@ def test_images_come_with_channels_first_in_channels_last_memory(images):
     assert np.array_equal(x[2].permute(1, 2, 0).numpy(), Shards(images)[2][0])
 
 
-def test_it_is_a_dataloader(arrays):
+def test_loader_is_a_torch_dataloader(arrays):
     loader = Loader(arrays, 10, shuffle=True, drop_last=True)
     assert isinstance(loader, DataLoader)
     assert len(loader.dataset) == 50
@@ -64,7 +64,7 @@ def test_it_is_a_dataloader(arrays):
 
 
 @pytest.mark.parametrize("source", ["pair", "tensors", "one", "double"])
-def test_arrays_in_memory(source):
+def test_in_memory_arrays_and_tensor_datasets(source):
     x, y = sets.arrays(20)
     made = {
         "pair": (x, y),
@@ -83,7 +83,7 @@ def test_arrays_in_memory(source):
 
 
 @pytest.mark.parametrize("shuffle", [True, "blocks"])
-def test_the_order_depends_on_seed_and_epoch(arrays, shuffle):
+def test_sample_order_depends_on_seed_and_epoch(arrays, shuffle):
     def order(loader):
         return [int(v) for x, _ in loader for v in x.reshape(len(x), -1)[:, 0]]
 
@@ -97,7 +97,7 @@ def test_the_order_depends_on_seed_and_epoch(arrays, shuffle):
     assert order(two) == first
 
 
-def test_blocks_are_read_together():
+def test_block_shuffle_reads_a_window_of_blocks_together():
     order = BlockShuffled(1000, 10, window=4).order(0, 0)
     assert sorted(order.tolist()) == list(range(1000))
     for first in range(0, 960, 40):
@@ -107,7 +107,7 @@ def test_blocks_are_read_together():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_same_samples_in_a_step_on_any_number_of_ranks(arrays, ranks):
+def test_global_batch_is_independent_of_world_size(arrays, ranks):
     def transform(x, rng):
         return x + rng.normal(size=x.shape)
 
@@ -121,7 +121,7 @@ def test_the_same_samples_in_a_step_on_any_number_of_ranks(arrays, ranks):
         assert torch.equal(whole[1], torch.cat([y for _, y in own]))
 
 
-def test_every_sample_once_over_kills_and_other_numbers_of_ranks(arrays):
+def test_every_sample_once_across_restarts_with_changed_world_size(arrays):
     """Batches returned after the last checkpoint count as lost when the job is killed."""
     draw = random.Random(5)
     for _ in range(20):
@@ -139,7 +139,7 @@ def test_every_sample_once_over_kills_and_other_numbers_of_ranks(arrays):
         assert sorted(seen) == list(range(50))
 
 
-def test_a_plain_loop_goes_on_where_it_was(arrays):
+def test_state_dict_resumes_mid_epoch(arrays):
     loader = Loader(arrays, 8, shuffle=True)
     whole = [y.tolist() for _, y in Loader(arrays, 8, shuffle=True)]
     passing = iter(loader)
@@ -155,7 +155,7 @@ def test_a_plain_loop_goes_on_where_it_was(arrays):
 
 
 @pytest.mark.parametrize(("workers", "processes"), [(1, False), (2, True)])
-def test_memory_is_used_again_only_when_nothing_refers_to_it(arrays, workers, processes):
+def test_batch_buffers_are_reused_only_when_unreferenced(arrays, workers, processes):
     loader = Loader(arrays, 5, num_workers=workers, processes=processes)
     kept = [(x, x.clone()) for x, _ in loader]
     list(loader)
@@ -173,7 +173,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(arrays, workers, pr
     assert loader._pipeline.buffer_pool.allocated == made
 
 
-def test_memory_stays_flat_over_epochs(arrays):
+def test_buffer_count_is_bounded_over_epochs(arrays):
     loader = Loader(arrays, 5, shuffle=True)
     for _ in range(20):
         for _ in loader:
@@ -183,7 +183,7 @@ def test_memory_stays_flat_over_epochs(arrays):
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
-def test_transforms_draw_by_seed_epoch_and_sample(images, threads):
+def test_transform_rng_depends_on_seed_epoch_and_sample(images, threads):
     def crop(x, rng):
         top, left = rng.integers(0, 5, 2)
         return x[top : top + 16, left : left + 16].astype(np.float32) / 255
@@ -196,7 +196,7 @@ def test_transforms_draw_by_seed_epoch_and_sample(images, threads):
     assert not torch.equal(first, torch.cat([x for x, _ in loader]))  # the next epoch
 
 
-def test_a_transform_may_give_tensors(images):
+def test_transform_may_return_tensors(images):
     def chw(x):
         return torch.from_numpy(x).permute(2, 0, 1).float()
 
@@ -205,7 +205,7 @@ def test_a_transform_may_give_tensors(images):
     assert x.is_contiguous()
 
 
-def test_a_transform_that_fails_names_the_sample(images):
+def test_failing_transform_names_sample(images):
     def odd(x):
         raise KeyError("mine")
 
@@ -214,7 +214,7 @@ def test_a_transform_that_fails_names_the_sample(images):
     assert "in the transform of sample 0 of Shards(" in error.value.__notes__[0]
 
 
-def test_samples_of_different_shapes_need_a_transform_or_a_collate(tmp_path):
+def test_mixed_sample_shapes_need_transform_or_collate_fn(tmp_path):
     for name, size in (("a", (20, 24)), ("b", (30, 24))):
         sets.images(tmp_path / "in" / name, 3, size)
     pack(tmp_path / "in", tmp_path / "out")
@@ -224,7 +224,7 @@ def test_samples_of_different_shapes_need_a_transform_or_a_collate(tmp_path):
     assert {x.shape for x, _ in batch} == {(20, 24, 3), (30, 24, 3)}
 
 
-def test_what_can_not_be_read_stops_or_is_left_out(tmp_path, arrays, capsys):
+def test_unreadable_sample_raises_or_is_skipped(tmp_path, arrays, capsys):
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in arrays.iterdir():
@@ -250,7 +250,7 @@ def test_what_can_not_be_read_stops_or_is_left_out(tmp_path, arrays, capsys):
         list(Loader(copy, 1, on_error="skip"))  # a batch with no samples left
 
 
-def test_torchs_samplers_choose(arrays):
+def test_torch_sampler_is_used(arrays):
     weights = [1.0 if i < 5 else 0.0 for i in range(50)]
     sampler = WeightedRandomSampler(weights, 40)
     seen = torch.cat([y for _, y in Loader(arrays, 8, sampler=sampler)])
@@ -259,7 +259,7 @@ def test_torchs_samplers_choose(arrays):
     assert len(seen) == 40
 
 
-def test_the_number_of_threads_can_be_changed(arrays):
+def test_num_workers_can_be_changed(arrays):
     loader = Loader(arrays, 5, num_workers=1)
     list(loader)
     loader.num_workers = 3
@@ -269,7 +269,7 @@ def test_the_number_of_threads_can_be_changed(arrays):
 
 
 @pytest.mark.parametrize("seeds", ["rng", "global"])
-def test_processes_give_what_threads_give(images, seeds):
+def test_worker_processes_match_worker_threads(images, seeds):
     def by_rng(x, rng):
         return x[:16, :16] + rng.integers(0, 9, dtype=np.uint8)
 
@@ -290,7 +290,7 @@ def test_processes_give_what_threads_give(images, seeds):
             assert torch.equal(one[1], two[1])
 
 
-def test_a_process_that_dies_is_told(images):
+def test_killed_worker_process_is_reported(images):
     def deadly(x):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -299,7 +299,7 @@ def test_a_process_that_dies_is_told(images):
         list(loader)
 
 
-def test_errors_come_from_processes_as_from_threads(tmp_path, images):
+def test_errors_in_worker_processes_are_raised_as_in_threads(tmp_path, images):
     def odd(x):
         raise KeyError("mine")
 
@@ -317,7 +317,7 @@ def test_errors_come_from_processes_as_from_threads(tmp_path, images):
     assert {tuple(x.shape) for x, _ in batch} == {(20, 24, 3), (30, 24, 3)}
 
 
-def test_processes_go_with_the_loader(images):
+def test_worker_processes_exit_when_loader_is_deleted(images):
     loader, other = (Loader(images, 4, num_workers=2, processes=True) for _ in range(2))
     list(loader)
     list(other)  # its worker processes inherit the first loader's open pipes
@@ -331,7 +331,7 @@ def test_processes_go_with_the_loader(images):
     assert len(list(other)) == 8
 
 
-def test_processes_go_with_a_rank_that_is_killed(images, tmp_path):
+def test_worker_processes_exit_when_rank_is_killed(images, tmp_path):
     program = (
         "import os, signal, sys\nfrom paceline.data import Loader\n"
         "loader = Loader(sys.argv[1], 4, num_workers=2, processes=True)\n"
@@ -343,7 +343,7 @@ def test_processes_go_with_a_rank_that_is_killed(images, tmp_path):
     ranks.wait_until(lambda: not ranks.alive(str(images)))
 
 
-def test_several_sets_are_one(arrays, tmp_path):
+def test_datasets_are_concatenated_and_mixed_by_weight(arrays, tmp_path):
     x, y = sets.arrays(30, seed=1)
     pack(x, tmp_path / "other", y)
     loader = Loader([arrays, tmp_path / "other", (x, y)], 16)
@@ -359,7 +359,7 @@ def test_several_sets_are_one(arrays, tmp_path):
         Loader([arrays, x])
 
 
-def test_rare_classes_are_drawn_as_often_as_others(tmp_path):
+def test_balanced_sampler_draws_classes_equally(tmp_path):
     x = np.zeros((100, 2), np.float32)
     y = np.array([0] * 90 + [1] * 10)
     pack(x, tmp_path / "out", y)
@@ -387,13 +387,13 @@ def test_rare_classes_are_drawn_as_often_as_others(tmp_path):
         (lambda: Loader(np.array([object()])), "is no array of samples"),
     ],
 )
-def test_mistakes_are_told(make, told):
+def test_invalid_arguments_are_reported(make, told):
     with pytest.raises(ValueError, match=told):
         make()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_are_asked_for_before_they_are_needed(arrays, monkeypatch, ranks):
+def test_blocks_are_prefetched(arrays, monkeypatch, ranks):
     for module in (read_ahead, loader_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", 96)  # two samples
     monkeypatch.setattr(read_ahead, "WINDOW", 4)

@@ -55,7 +55,7 @@ def packed(tmp_path_factory):
     return folder / "out"
 
 
-def test_ranks_and_a_restart_train_as_one_process_does(tmp_path, packed):
+def test_training_on_ranks_and_after_restart_matches_one_process(tmp_path, packed):
     script = ranks.write(tmp_path, TRAIN)
     found = {}
     for name, count, launcher, kill in (
@@ -104,7 +104,7 @@ PLAIN = """
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_a_plain_script_with_a_loader_is_recorded(tmp_path, packed, kind):
+def test_loader_in_plain_script_is_recorded(tmp_path, packed, kind):
     script = ranks.write(tmp_path, PLAIN)
     record = tmp_path / "record"
     ranks.run(script, packed, kind, launcher=f"paceline --record {record}")

@@ -15,7 +15,7 @@ def batches(loader):
     return torch.cat(parts[0]), torch.cat(parts[1])
 
 
-def test_samples_and_labels_are_mixed_by_one_share():
+def test_samples_and_labels_are_mixed_with_same_weight():
     x, y = sets.arrays(40)
     mixed, labels = batches(Loader((x, y), 8, mix_up=0.4, seed=3))
     mixing = MixUp(Loader((x, y)).dataset, 0.4)
@@ -33,7 +33,7 @@ def test_samples_and_labels_are_mixed_by_one_share():
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_mixtures_are_the_same_on_any_number_of_ranks_and_other_in_each_epoch(tmp_path, threads):
+def test_mixup_is_independent_of_world_size_and_differs_per_epoch(tmp_path, threads):
     pack(sets.images(tmp_path / "in", 24), tmp_path / "out")
 
     def epochs(rank, ranks):
@@ -51,7 +51,7 @@ def test_mixtures_are_the_same_on_any_number_of_ranks_and_other_in_each_epoch(tm
     assert not torch.equal(alone[0][0][1], alone[1][0][1])
 
 
-def test_several_classes_of_a_packed_sample_are_mixed_as_shares(tmp_path):
+def test_multi_label_classes_are_mixed(tmp_path):
     x, y = sets.arrays(30)
     seen = np.stack([np.isin(range(7), (one, 6)) for one in y]).astype(np.uint8)
     pack(zip(x, seen, strict=True), tmp_path / "out")
@@ -67,7 +67,7 @@ def test_several_classes_of_a_packed_sample_are_mixed_as_shares(tmp_path):
     assert ((labels > 0) & (labels < 1)).any()
 
 
-def test_numbers_are_mixed_as_numbers_and_unlabelled_samples_alone():
+def test_regression_labels_and_unlabelled_samples_are_mixed():
     x, _ = sets.arrays(30)
     _, y = batches(Loader((x, x[:, 0].astype(np.float64)), 30, mix_up=1.0))
     assert y.dtype == torch.float32
@@ -77,7 +77,7 @@ def test_numbers_are_mixed_as_numbers_and_unlabelled_samples_alone():
     assert alone[:, 0, 0].tolist() == pytest.approx(y[:, 0].tolist(), rel=1e-5)
 
 
-def test_mixing_comes_after_the_transform(tmp_path):
+def test_mixup_runs_after_transform(tmp_path):
     x, y = sets.arrays(20, dtype="uint8", shape=(3, 1))
     (pair,) = Loader((x, y), 20, mix_up=0.5, transform=lambda a: a.astype(np.float32) + 0.25)
     pack(x, tmp_path / "out", y)
@@ -87,7 +87,7 @@ def test_mixing_comes_after_the_transform(tmp_path):
         next(iter(Loader((x > 1, y), 4, mix_up=0.5)))
 
 
-def test_what_can_not_be_mixed_is_said():
+def test_invalid_mixup_inputs_are_reported():
     x, y = sets.arrays(20)
     with pytest.raises(ValueError, match=r"mix_up=0.* HINT: above 0"):
         Loader((x, y), 4, mix_up=0)

@@ -32,7 +32,7 @@ def place(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 3}, {"processes": True}])
-def test_batches_are_those_of_the_arrays_in_memory(place, how):
+def test_batches_match_in_memory_arrays(place, how):
     for x, y in ((place, None), (f"{place}:x", "y"), (f"{place}:x", f"{place}:y")):
         mine = Loader(x if y is None else (x, y), 7, shuffle=True, seed=2, **how)
         plain = Loader((X, Y), 7, shuffle=True, seed=2)
@@ -41,7 +41,7 @@ def test_batches_are_those_of_the_arrays_in_memory(place, how):
             assert torch.equal(b, d)
 
 
-def test_in_blocks_each_chunk_is_unpacked_once(place, monkeypatch):
+def test_block_shuffle_decompresses_each_chunk_once(place, monkeypatch):
     loader = Loader(place, 10, shuffle="blocks")
     rows, read = loader.dataset._source.x, []
     plain = rows.read
@@ -51,7 +51,7 @@ def test_in_blocks_each_chunk_is_unpacked_once(place, monkeypatch):
     assert len(read) == -(-100 // loader.dataset.chunk_samples)
 
 
-def test_chunks_that_fight_the_order_are_told(place, monkeypatch):
+def test_chunks_inefficient_for_shuffle_are_reported(place, monkeypatch):
     monkeypatch.setattr(stored_arrays, "CACHE_BYTES", 20_000)
     if StoredArrays(place).chunk_samples == 1:
         with warnings.catch_warnings(action="error"):
@@ -63,7 +63,7 @@ def test_chunks_that_fight_the_order_are_told(place, monkeypatch):
         Loader(place, 10, shuffle="blocks")
 
 
-def test_a_damaged_chunk_is_one_sample_that_is_left_out(tmp_path):
+def test_damaged_chunk_is_skipped_as_one_sample(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         data = file.create_dataset("x", data=X, chunks=(1, 2, 8, 8), fletcher32=True)
         place = data.id.get_chunk_info(40).byte_offset
@@ -78,7 +78,7 @@ def test_a_damaged_chunk_is_one_sample_that_is_left_out(tmp_path):
     assert len(loader.skipped) == 1
 
 
-def test_what_has_any_length_is_packed_first(tmp_path):
+def test_variable_length_samples_are_rejected(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         flat = file.create_dataset("x", 3, h5py.vlen_dtype(np.float32))
         flat[0] = [1, 2]

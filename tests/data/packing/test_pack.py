@@ -37,7 +37,7 @@ def samples(folder):
     return [shards[i] for i in range(len(shards))]
 
 
-def test_class_folders_of_images_come_out_as_they_went_in(tmp_path):
+def test_image_class_folders_round_trip(tmp_path):
     folder = sets.images(tmp_path / "in")
     done = command(folder, tmp_path / "out", "--json")
     told = json.loads(done.stdout)
@@ -66,7 +66,7 @@ def test_class_folders_of_images_come_out_as_they_went_in(tmp_path):
     assert told["statistics"]["deviation"] == pytest.approx(deviation.tolist(), rel=1e-9)
 
 
-def test_samples_are_in_random_order_by_the_seed(tmp_path):
+def test_samples_are_shuffled_by_seed(tmp_path):
     x, y = sets.arrays(100)
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         pack(x, tmp_path / name, y, seed=seed)
@@ -80,7 +80,7 @@ def test_samples_are_in_random_order_by_the_seed(tmp_path):
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (2, 2, 2, 2, 3)])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float64", "complex64"])
 @pytest.mark.parametrize("compress", [False, True])
-def test_npy_files_come_out_bit_for_bit(tmp_path, shape, dtype, compress):
+def test_npy_files_round_trip_bit_identical(tmp_path, shape, dtype, compress):
     x, _ = sets.arrays(20, shape, "float64")
     x = x.astype(dtype)
     y = np.random.default_rng(1).normal(size=(20, 3)).astype("float32")
@@ -95,7 +95,7 @@ def test_npy_files_come_out_bit_for_bit(tmp_path, shape, dtype, compress):
         assert np.array_equal(label, y[order[i]])
 
 
-def test_a_table_has_the_labels(tmp_path):
+def test_labels_from_csv_table(tmp_path):
     folder = sets.images(tmp_path / "in", 12)
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.*"))
     words = tmp_path / "words.csv"
@@ -117,7 +117,7 @@ def test_a_table_has_the_labels(tmp_path):
         ]
 
 
-def test_a_label_that_is_missing_is_named(tmp_path):
+def test_missing_label_is_reported(tmp_path):
     folder = sets.images(tmp_path / "in", 3)
     table = tmp_path / "labels.csv"
     table.write_text("ant/0000.jpg,1\nbee/0001.jpg,\n")
@@ -127,7 +127,7 @@ def test_a_label_that_is_missing_is_named(tmp_path):
     assert "HINT" in done.stderr
 
 
-def test_a_stream_is_packed_in_random_order_too(tmp_path):
+def test_stream_is_shuffled(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n\ndef samples():\n    for i in range(100):\n"
         "        yield np.full(3, i, 'int16'), 'even' if i % 2 == 0 else 'odd'\n"
@@ -141,7 +141,7 @@ def test_a_stream_is_packed_in_random_order_too(tmp_path):
     assert not (tmp_path / "out" / ".packing").exists()
 
 
-def test_bytes_with_channels_last_are_images(tmp_path):
+def test_uint8_arrays_with_channels_last_are_images(tmp_path):
     x = np.random.default_rng(0).integers(0, 256, (20, 9, 8, 3), dtype=np.uint8)
     pack(x, tmp_path / "arrays")
     pack(iter(x), tmp_path / "stream")
@@ -154,7 +154,7 @@ def test_bytes_with_channels_last_are_images(tmp_path):
     assert not Shards(tmp_path / "first").images
 
 
-def test_images_are_made_smaller_or_decoded(tmp_path):
+def test_images_are_resized_or_decoded(tmp_path):
     folder = sets.images(tmp_path / "in", 12, (60, 90))
     pack(folder, tmp_path / "small", resize=30)
     assert {array.shape for array, _ in samples(tmp_path / "small")} == {(30, 45, 3)}
@@ -177,7 +177,7 @@ def broken(x):
 """
 
 
-def test_what_is_always_the_same_is_applied_once(tmp_path):
+def test_apply_runs_function_once_at_packing(tmp_path):
     folder = sets.images(tmp_path / "in", 12)
     (tmp_path / "mine.py").write_text(APPLIED)
     command(folder, tmp_path / "plain", cwd=tmp_path)
@@ -198,7 +198,7 @@ def test_what_is_always_the_same_is_applied_once(tmp_path):
     assert "HINT: without decode and resize" in done.stderr
 
 
-def test_a_cast_that_would_wrap_around_is_refused(tmp_path):
+def test_overflowing_cast_is_rejected(tmp_path):
     x = np.array([[1.0], [300.0]])
     with pytest.raises(ValueError, match=r"has values from 300.0 to 300.0, which uint8 can't hold"):
         pack(x, tmp_path / "out", cast="uint8")
@@ -206,7 +206,7 @@ def test_a_cast_that_would_wrap_around_is_refused(tmp_path):
     assert {array.dtype.name for array in samples(tmp_path / "out")} == {"float16"}
 
 
-def test_what_is_written_does_not_depend_on_the_threads(tmp_path):
+def test_packed_bytes_are_independent_of_thread_count(tmp_path):
     folder = sets.images(tmp_path / "in", 60)
     for workers in (1, 5):
         pack(folder, tmp_path / f"out{workers}", workers=workers, shard_bytes=4000)
@@ -215,7 +215,7 @@ def test_what_is_written_does_not_depend_on_the_threads(tmp_path):
 
 
 @pytest.mark.parametrize("little_s", [0.0, 1e9], ids=["threads", "alone"])
-def test_what_is_written_does_not_depend_on_how_it_is_read(tmp_path, monkeypatch, little_s):
+def test_packed_bytes_are_independent_of_reading_method(tmp_path, monkeypatch, little_s):
     folder = sets.images(tmp_path / "in", count=300)
     pack(folder, tmp_path / "a", shard_bytes=20_000)
     monkeypatch.setattr(encoder_threads, "MAX_CPU_S_WITHOUT_THREADS", little_s)
@@ -228,7 +228,7 @@ def test_what_is_written_does_not_depend_on_how_it_is_read(tmp_path, monkeypatch
     assert told[0].shards == told[1].shards
 
 
-def test_a_stream_may_give_the_same_memory_again(tmp_path):
+def test_stream_may_reuse_its_buffer(tmp_path):
     def given():
         array, data = np.zeros(1000), bytearray(8000)
         for i in range(50):
@@ -242,7 +242,7 @@ def test_a_stream_may_give_the_same_memory_again(tmp_path):
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_values_are_counted_as_numpy_counts_them(monkeypatch, channels):
+def test_image_moments_match_numpy(monkeypatch, channels):
     image = np.random.default_rng(0).integers(0, 256, (30, 41, channels), np.uint8)
     by_pillow = statistics._image_moments(image)
     monkeypatch.setattr(statistics, "find_spec", lambda name: None)
@@ -250,7 +250,7 @@ def test_values_are_counted_as_numpy_counts_them(monkeypatch, channels):
         assert np.array_equal(one, other)
 
 
-def test_a_killed_pack_goes_on_and_gives_the_same_bytes(tmp_path):
+def test_killed_packing_resumes_with_identical_bytes(tmp_path):
     folder = sets.images(tmp_path / "in", 300)
     pack(folder, tmp_path / "whole", shard_bytes=6000)
     killer = (
@@ -273,7 +273,7 @@ def test_a_killed_pack_goes_on_and_gives_the_same_bytes(tmp_path):
     assert told[0] == told[1]
 
 
-def test_ctrl_c_is_told_and_keeps_what_is_whole(tmp_path):
+def test_interrupt_is_reported_with_exit_code_130(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(
         "import time\nimport numpy as np\n\ndef samples():\n    for i in range(10**9):\n"
@@ -292,7 +292,7 @@ def test_ctrl_c_is_told_and_keeps_what_is_whole(tmp_path):
     assert job.returncode == 130
 
 
-def test_a_file_that_vanishes_stops_or_is_counted(tmp_path):
+def test_unreadable_file_raises_or_is_skipped(tmp_path):
     folder = sets.images(tmp_path / "in", 30)
     (folder / "bee" / "0004.jpg").write_bytes(b"no image at all")
     (folder / "cat" / "0005.jpg").unlink()
@@ -323,7 +323,7 @@ def test_a_file_that_vanishes_stops_or_is_counted(tmp_path):
         (["--check", "empty"], "empty: has no paceline.json"),
     ],
 )
-def test_mistakes_are_told_in_a_line(tmp_path, words, told):
+def test_invalid_arguments_are_reported_in_one_line(tmp_path, words, told):
     (tmp_path / "empty").mkdir()
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "b.jpg").write_bytes(b"")
@@ -338,7 +338,7 @@ def test_mistakes_are_told_in_a_line(tmp_path, words, told):
     assert "Traceback" not in done.stderr
 
 
-def test_another_source_does_not_go_on_with_what_is_there(tmp_path):
+def test_resuming_with_another_source_is_rejected(tmp_path):
     def stop(done, size):
         if done == 50:
             raise KeyboardInterrupt
@@ -355,13 +355,13 @@ def test_another_source_does_not_go_on_with_what_is_there(tmp_path):
     ]
 
 
-def test_a_mistake_leaves_nothing_behind(tmp_path):
+def test_failed_packing_leaves_no_files(tmp_path):
     with pytest.raises(ValueError, match="none of 0 samples"):
         pack(np.zeros((0, 2)), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path):
+def test_symlinks_are_followed_without_cycles(tmp_path):
     folder = sets.images(tmp_path / "in", 9)
     (tmp_path / "elsewhere").mkdir()
     (folder / "ant").rename(tmp_path / "elsewhere" / "ant")
@@ -372,7 +372,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     assert report.meta.classes == ["ant", "bee", "cat"]
 
 
-def test_a_full_disk_keeps_what_is_packed(tmp_path):
+def test_packing_resumes_after_full_disk(tmp_path):
     if os.geteuid():
         pytest.skip("needs root to mount a small disk")
     disk = tmp_path / "disk"
@@ -390,7 +390,7 @@ def test_a_full_disk_keeps_what_is_packed(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_two_packs_into_one_folder_are_told(tmp_path):
+def test_concurrent_packing_into_one_folder_is_rejected(tmp_path):
     (tmp_path / "out" / ".packing").mkdir(parents=True)
     program = (
         "import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\n"
@@ -408,7 +408,7 @@ def test_two_packs_into_one_folder_are_told(tmp_path):
             other.kill()
 
 
-def test_check_reads_every_byte_back(tmp_path):
+def test_check_finds_corrupted_sample(tmp_path):
     folder = sets.images(tmp_path / "in", 40)
     pack(folder, tmp_path / "out")
     done = command("--check", tmp_path / "out")
@@ -425,7 +425,7 @@ def test_check_reads_every_byte_back(tmp_path):
     assert json.loads(command("--check", tmp_path / "out", "--json", check=False).stdout)["bad"]
 
 
-def test_packing_takes_little_memory(tmp_path):
+def test_packing_memory_is_bounded(tmp_path):
     """Packing 200 MiB of arrays raises the peak resident memory by less than 150 MiB."""
     program = (
         "import resource, sys, numpy as np\nfrom paceline.data import pack\n"
@@ -444,6 +444,6 @@ def test_packing_takes_little_memory(tmp_path):
     assert len(Shards(tmp_path / "out")) == 200
 
 
-def test_packing_starts_without_torch():
+def test_packing_does_not_import_torch():
     code = "import sys, paceline.data.packing.pack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -52,7 +52,7 @@ def content(folder):
     ]
 
 
-def test_rows_of_one_shard_become_those_of_another():
+def test_index_rows_are_renumbered_for_another_shard():
     packed = EncodedSample(0, (3,), "int16", [b"abcdef"], 6, 7, 0x12345678, "")
     for one, other in ((0, 1), (5, 70_000), (9, 9)):
         rows = b"".join(packed.row(one, offset) for offset in (0, 6, 1 << 40))
@@ -64,7 +64,7 @@ def test_rows_of_one_shard_become_those_of_another():
     ("samples", "size", "ranks", "each"),
     [(1000, 10, 4, 63), (100_000, 10, 4, 90), (3, 10, 4, 1), (1000, 10_000, 1, 1)],
 )
-def test_pieces_are_a_shard_or_what_gives_each_rank_a_few(samples, size, ranks, each):
+def test_piece_size_depends_on_shard_size_and_ranks(samples, size, ranks, each):
     cut = Partition.of((0, samples), size, 1000, ranks, None)
     assert cut.each == each
     places = [place for piece in range(len(cut)) for place in range(*cut.span(piece))]
@@ -73,7 +73,7 @@ def test_pieces_are_a_shard_or_what_gives_each_rank_a_few(samples, size, ranks, 
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_each_piece_is_taken_once_by_whoever_is_there_first(tmp_path, size):
+def test_each_piece_is_claimed_by_one_rank(tmp_path, size):
     pieces, taken = list(range(3, 200, 2)), []
     start = threading.Barrier(size)
 
@@ -92,7 +92,7 @@ def test_each_piece_is_taken_once_by_whoever_is_there_first(tmp_path, size):
     assert sorted(taken) == pieces
 
 
-def test_one_process_goes_on_with_pieces(tmp_path):
+def test_one_process_resumes_from_packed_pieces(tmp_path):
     x, y = sets.arrays(400)
     pack(x, tmp_path / "whole", y, shard_bytes=2000)
     count = some_packed(x, y, tmp_path / "out", 3)
@@ -111,7 +111,7 @@ def test_one_process_goes_on_with_pieces(tmp_path):
     assert not (tmp_path / "out" / ".packing").exists()
 
 
-def test_pieces_begin_behind_the_shards_of_one_process(tmp_path):
+def test_pieces_start_after_shards_of_interrupted_packing(tmp_path):
     def stop(done, size):
         if done == 100:
             raise KeyboardInterrupt
@@ -132,7 +132,7 @@ def test_pieces_begin_behind_the_shards_of_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["shorter", "missing", "state"])
-def test_a_piece_that_is_not_what_it_says_is_packed_again(tmp_path, damage):
+def test_damaged_piece_is_packed_again(tmp_path, damage):
     x, y = sets.arrays(400)
     some_packed(x, y, tmp_path / "out", 4)
     piece = tmp_path / "out" / ".packing" / piece_name(2)
@@ -148,7 +148,7 @@ def test_a_piece_that_is_not_what_it_says_is_packed_again(tmp_path, damage):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_killed_while_pieces_are_joined_the_next_call_joins_them(tmp_path, monkeypatch):
+def test_joining_pieces_resumes_after_kill(tmp_path, monkeypatch):
     from paceline.data.packing.shard_writer import ShardWriter
 
     x, y = sets.arrays(400)
@@ -170,7 +170,7 @@ def test_killed_while_pieces_are_joined_the_next_call_joins_them(tmp_path, monke
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_late_rank_of_a_job_that_was_killed_does_no_harm(tmp_path):
+def test_late_rank_of_killed_job_is_harmless(tmp_path):
     x, y = sets.arrays(400)
     folder = tmp_path / "out"
     with open_pack_job((x, y), folder, None, EncodingOptions(), WISH, nothing) as job:
@@ -194,7 +194,7 @@ def test_a_late_rank_of_a_job_that_was_killed_does_no_harm(tmp_path):
     assert content(folder) == content(tmp_path / "whole")
 
 
-def test_moments_are_of_samples_with_the_channels_of_the_first(tmp_path):
+def test_statistics_use_samples_with_channels_of_first_sample(tmp_path):
     draw = np.random.default_rng(0)
     images = [draw.integers(0, 256, (1 + 2 * (i % 3 > 0), 8, 9), np.uint8) for i in range(90)]
     for i, image in enumerate(images):
@@ -219,7 +219,7 @@ def test_moments_are_of_samples_with_the_channels_of_the_first(tmp_path):
     assert report.meta.statistics["deviation"] == pytest.approx(whole["deviation"], rel=1e-12)
 
 
-def test_statistics_of_no_samples_say_nothing():
+def test_statistics_of_no_samples_are_empty():
     none = Statistics.empty(False, (3,))
     assert none.as_json() == {}
     some = Statistics()

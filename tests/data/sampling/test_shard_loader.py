@@ -36,7 +36,7 @@ class Noisy(Dataset):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_global_batches_are_the_same_on_any_number_of_ranks(ranks):
+def test_global_batches_are_independent_of_world_size(ranks):
     loader = DataLoader(numbers(50), batch_size=1, shuffle=True)
     alone = [b[0].tolist() for b, _ in sharded(loader, global_batch=8).iterate(3)]
     parts = [
@@ -49,7 +49,7 @@ def test_the_global_batches_are_the_same_on_any_number_of_ranks(ranks):
     assert together[-1][:2] == alone[-1]
 
 
-def test_it_resumes_at_any_batch():
+def test_iterate_resumes_at_any_batch():
     loader = sharded(DataLoader(numbers(50), batch_size=8, shuffle=True))
     whole = [b[0].tolist() for b, _ in loader.iterate(1)]
     for start in range(len(loader)):
@@ -69,7 +69,7 @@ def test_augmentation_depends_on_seed_epoch_and_sample_only(workers):
     assert draws(0, 1, 1) != alone
 
 
-def test_loading_leaves_the_trainings_generators_alone():
+def test_loading_does_not_change_global_rng_state():
     loader = sharded(DataLoader(Noisy(), batch_size=5, shuffle=True))
     torch.manual_seed(0)
     random.seed(0)
@@ -81,7 +81,7 @@ def test_loading_leaves_the_trainings_generators_alone():
     assert random.random() == expected[1]
 
 
-def test_any_sampler_is_split_and_alike_on_all_ranks():
+def test_random_sampler_order_is_equal_on_all_ranks():
     weights = [1.0] * 10 + [9.0] * 10
     loaders = [
         DataLoader(numbers(20), batch_size=5, sampler=WeightedRandomSampler(weights, 30))
@@ -96,7 +96,7 @@ def test_any_sampler_is_split_and_alike_on_all_ranks():
     assert orders[0] == orders[1]
 
 
-def test_validation_sees_every_sample_once_and_has_no_fillers():
+def test_validation_uses_every_sample_once():
     seen = []
     for rank in range(4):
         loader = DataLoader(numbers(10), batch_size=1)
@@ -121,13 +121,13 @@ class Unsplittable(IterableDataset):
         return iter(range(10))
 
 
-def test_a_stream_is_split_by_its_own_method():
+def test_stream_is_split_by_dataset_method():
     parts = [sharded(DataLoader(Stream(10), batch_size=2), rank, 2) for rank in range(2)]
     assert [b.tolist() for b in parts[0]] == [[0, 2], [4, 6], [8]]
     assert [b.tolist() for b in parts[1]] == [[1, 3], [5, 7], [9]]
 
 
-def test_a_stream_that_cannot_be_split_is_refused_or_read_whole_by_request():
+def test_unsplittable_stream_is_rejected_unless_stride_is_requested():
     loader = DataLoader(Unsplittable(), batch_size=2)
     with pytest.raises(ValueError, match=r"each of 2 ranks would read all of it.*HINT"):
         sharded(loader, 0, 2)
@@ -152,6 +152,6 @@ def test_a_stream_that_cannot_be_split_is_refused_or_read_whole_by_request():
         (DataLoader(numbers(99), batch_size=None), {}, r"HINT"),
     ],
 )
-def test_what_cannot_be_split_is_refused_with_a_way_out(loader, options, message):
+def test_unsupported_loaders_are_rejected_with_hint(loader, options, message):
     with pytest.raises(ValueError, match=message):
         sharded(loader, 0, 4, **options)

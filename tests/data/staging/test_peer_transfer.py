@@ -56,7 +56,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 5])
-def test_every_byte_is_read_once_for_all_hosts(packed, tmp_path, job, hosts):
+def test_each_shard_is_read_once_for_all_nodes(packed, tmp_path, job, hosts):
     job(hosts)
     found = staged(packed, [tmp_path / f"host{i}" for i in range(hosts)])
     size = sum((packed / one.file).stat().st_size for one in _files(packed, Shards(packed).meta))
@@ -71,7 +71,7 @@ def test_every_byte_is_read_once_for_all_hosts(packed, tmp_path, job, hosts):
     assert {(one.here, one.copied, one.bytes) for one in again} == {(40, 0, 0)}
 
 
-def test_what_a_host_has_already_nobody_reads_again(packed, tmp_path, job):
+def test_shards_already_staged_are_fetched_from_peer(packed, tmp_path, job):
     stage(packed, tmp_path / "host0")
     job(2)
     found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
@@ -80,7 +80,7 @@ def test_what_a_host_has_already_nobody_reads_again(packed, tmp_path, job):
     assert content(found[1].folder) == content(packed)
 
 
-def test_hosts_without_room_for_all_keep_parts_that_no_other_has(packed, tmp_path, job):
+def test_nodes_with_limited_space_stage_disjoint_shards(packed, tmp_path, job):
     job(3)
     beside = sum((packed / name).stat().st_size for name in ("index.bin", "paceline.json"))
     room = beside + 10 * (packed / "shard-00000.bin").stat().st_size + 100
@@ -91,7 +91,7 @@ def test_hosts_without_room_for_all_keep_parts_that_no_other_has(packed, tmp_pat
     assert [len(one.left) for one in found] == [30, 30, 30]
 
 
-def test_a_host_with_room_has_all_and_one_without_its_part(packed, tmp_path, job):
+def test_nodes_with_different_space_stage_what_fits(packed, tmp_path, job):
     job(2)
     beside = sum((packed / name).stat().st_size for name in ("index.bin", "paceline.json"))
     room = beside + 10 * (packed / "shard-00000.bin").stat().st_size + 100
@@ -116,7 +116,7 @@ def dead(packed, claims):
     return claimed
 
 
-def test_what_one_has_no_room_for_another_claims(packed, job):
+def test_shard_given_up_by_one_node_is_claimed_by_another(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
     one, other = (join(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab")
@@ -130,7 +130,7 @@ def test_what_one_has_no_room_for_another_claims(packed, job):
         each.close()
 
 
-def test_what_was_taken_over_is_not_claimed_once_more(packed, job):
+def test_shard_taken_over_is_not_claimed_again(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
     one, other = (join(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab")
@@ -140,7 +140,7 @@ def test_what_was_taken_over_is_not_claimed_once_more(packed, job):
         each.close()
 
 
-def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, job):
+def test_claims_of_lost_node_are_taken_over(packed, tmp_path, job):
     job(3, absent=1)
     claimed = dead(packed, claims=7)
     assert len(set(claimed)) == 7
@@ -151,7 +151,7 @@ def test_what_a_host_that_died_had_claimed_is_read_by_another(packed, tmp_path, 
     assert not any(one.error for one in found)
 
 
-def test_without_the_store_each_reads_what_it_has_not(packed, tmp_path, job, monkeypatch):
+def test_unreachable_store_falls_back_to_reading_from_origin(packed, tmp_path, job, monkeypatch):
     job(2)
     monkeypatch.setattr(peer_transfer, "JOIN_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
@@ -161,7 +161,7 @@ def test_without_the_store_each_reads_what_it_has_not(packed, tmp_path, job, mon
     assert "the job's store does not answer" in found.notes[0]
 
 
-def test_a_store_that_goes_in_the_middle_is_survived(packed, tmp_path, job, monkeypatch):
+def test_store_lost_during_staging_is_tolerated(packed, tmp_path, job, monkeypatch):
     job(2)
     asked = []
 
@@ -177,7 +177,7 @@ def test_a_store_that_goes_in_the_middle_is_survived(packed, tmp_path, job, monk
     assert [one.here for one in found] == [40, 40]
 
 
-def test_what_fails_on_one_host_is_told_and_the_others_have_all(packed, tmp_path, job):
+def test_staging_failure_on_one_node_is_reported_on_all_nodes(packed, tmp_path, job):
     job(2, absent=1)
     (tmp_path / "file").touch()
     found = staged(packed, [tmp_path / "file", tmp_path / "host1"])
@@ -186,7 +186,7 @@ def test_what_fails_on_one_host_is_told_and_the_others_have_all(packed, tmp_path
     assert {told["error"] for told in found[1].hosts} == {"", found[0].error}
 
 
-def test_a_changed_byte_is_noticed_whoever_sends_it(packed, tmp_path, job):
+def test_corrupted_shard_from_peer_is_detected(packed, tmp_path, job):
     first = stage(packed, tmp_path / "host0")
     shard = first.folder / "shard-00003.bin"
     data = bytearray(shard.read_bytes())
@@ -197,7 +197,7 @@ def test_a_changed_byte_is_noticed_whoever_sends_it(packed, tmp_path, job):
     assert content(found[1].folder) == content(packed)
 
 
-def test_who_does_not_know_the_token_is_sent_nothing(packed):
+def test_connection_with_wrong_token_is_rejected(packed):
     packed.chmod(0o700)
     one = ShardServer("127.0.0.1", Folder.open(packed), Shards(packed).meta.shards)
     address, port, token = one.name.split()
@@ -208,7 +208,7 @@ def test_who_does_not_know_the_token_is_sent_nothing(packed):
     one.close()
 
 
-def test_a_host_that_stands_still_is_passed_by(packed, tmp_path, job, monkeypatch):
+def test_unresponsive_node_is_skipped(packed, tmp_path, job, monkeypatch):
     """A node that has claimed shards accepts connections and never answers."""
     store = job(2, absent=1)
     monkeypatch.setattr(shard_server, "ALIVE_TIMEOUT_S", 0.3)

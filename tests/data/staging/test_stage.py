@@ -35,7 +35,7 @@ def reads(folder):
     return {int(x[0]): int(y) for x, y in map(Shards(folder).__getitem__, range(100))}
 
 
-def test_a_staged_set_is_read_from_where_it_is(packed, tmp_path, monkeypatch):
+def test_staged_dataset_is_read_from_local_storage(packed, tmp_path, monkeypatch):
     done = stage(packed, tmp_path / "disk")
     assert (done.shards, done.here, done.copied, done.left) == (10, 10, 10, [])
     wanted = reads(packed)
@@ -49,7 +49,7 @@ def test_a_staged_set_is_read_from_where_it_is(packed, tmp_path, monkeypatch):
     assert (again.here, again.copied) == (10, 0)
 
 
-def test_training_goes_over_to_what_has_come_meanwhile(packed, tmp_path, monkeypatch):
+def test_readers_switch_to_shards_staged_meanwhile(packed, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "disk"))
     monkeypatch.setattr(shards, "LOOK_S", 0.0)
     staged_sets.open_staged(packed, tmp_path / "disk", make=True).close()
@@ -62,7 +62,7 @@ def test_training_goes_over_to_what_has_come_meanwhile(packed, tmp_path, monkeyp
     assert [one[i][0][0] for i in range(100)] == first
 
 
-def test_what_has_no_room_is_read_from_where_it_was(packed, tmp_path, monkeypatch):
+def test_shards_without_local_space_are_read_from_origin(packed, tmp_path, monkeypatch):
     size = Shards(packed).meta.shards[0].bytes
     beside = sum((packed / name).stat().st_size for name in ("index.bin", "paceline.json"))
     done = stage(packed, tmp_path / "disk", room=4 * size + beside + 10)
@@ -71,7 +71,7 @@ def test_what_has_no_room_is_read_from_where_it_was(packed, tmp_path, monkeypatc
     assert sorted(reads(packed)) == list(range(100))
 
 
-def test_the_longest_unused_set_makes_room(packed, tmp_path):
+def test_least_recently_used_dataset_is_evicted(packed, tmp_path):
     x, y = sets.arrays(100, (50,), seed=1)
     for name in ("other", "third"):
         pack((x, y), tmp_path / name, shard_bytes=2000)
@@ -86,7 +86,7 @@ def test_the_longest_unused_set_makes_room(packed, tmp_path):
     assert not first.exists()
 
 
-def test_a_set_that_was_packed_anew_is_another(packed, tmp_path, monkeypatch):
+def test_repacked_dataset_is_not_read_from_stale_copy(packed, tmp_path, monkeypatch):
     stage(packed, tmp_path / "disk")
     shutil.rmtree(packed)
     x, y = sets.arrays(100, (50,), seed=9)
@@ -95,7 +95,7 @@ def test_a_set_that_was_packed_anew_is_another(packed, tmp_path, monkeypatch):
     assert min(reads(packed)) >= 1000
 
 
-def test_a_changed_byte_is_not_staged(packed, tmp_path):
+def test_corrupted_shard_is_not_staged(packed, tmp_path):
     path = packed / "shard-00003.bin"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
@@ -107,7 +107,7 @@ def test_a_changed_byte_is_not_staged(packed, tmp_path):
     assert not list(folder.glob(".*.part"))
 
 
-def test_an_index_with_a_changed_byte_is_not_staged(packed, tmp_path):
+def test_corrupted_index_is_not_staged(packed, tmp_path):
     path = packed / "index.bin"
     data = bytearray(path.read_bytes())
     data[3] ^= 1
@@ -116,7 +116,7 @@ def test_an_index_with_a_changed_byte_is_not_staged(packed, tmp_path):
         stage(packed, tmp_path / "disk")
 
 
-def test_a_staged_shard_that_is_damaged_is_named(packed, tmp_path, monkeypatch):
+def test_damaged_staged_shard_is_reported(packed, tmp_path, monkeypatch):
     folder = stage(packed, tmp_path / "disk").folder
     data = bytearray((folder / "shard-00000.bin").read_bytes())
     data[10] ^= 1
@@ -134,14 +134,14 @@ def command(*words, **more):
     return subprocess.Popen(made, stdout=-1, stderr=-1, text=True, **more)
 
 
-def test_two_processes_stage_the_same_set_once(packed, tmp_path):
+def test_concurrent_staging_copies_dataset_once(packed, tmp_path):
     both = [command(packed, tmp_path / "disk", "--json") for _ in range(2)]
     told = [json.loads(one.communicate(timeout=60)[0]) for one in both]
     assert sorted(one["copied"] for one in told) == [0, 10]
     assert all(one["here"] == 10 for one in told)
 
 
-def test_a_kill_in_the_middle_leaves_whole_shards_only(tmp_path):
+def test_killed_staging_leaves_only_complete_shards(tmp_path):
     x = np.random.default_rng(0).normal(size=(60, 250_000)).astype(np.float32)
     pack(x, tmp_path / "set", shard_bytes=3 << 20, statistics=0)
     folder = staged_sets.staged_path(tmp_path / "set", tmp_path / "disk")
@@ -157,7 +157,7 @@ def test_a_kill_in_the_middle_leaves_whole_shards_only(tmp_path):
     assert not list(folder.glob(".*.part"))
 
 
-def test_what_can_not_be_is_said(packed, tmp_path, monkeypatch):
+def test_invalid_arguments_are_reported(packed, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no such folder"):
         stage(tmp_path / "nothing", tmp_path / "disk")
     (tmp_path / "file").touch()
@@ -168,7 +168,7 @@ def test_what_can_not_be_is_said(packed, tmp_path, monkeypatch):
     assert "where to? HINT: paceline stage SET ROOT" in running.communicate()[1]
 
 
-def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(packed, tmp_path, monkeypatch):
+def test_full_disk_keeps_complete_shards(packed, tmp_path, monkeypatch):
     need(["root"] if os.geteuid() else [])
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(packed, tmp_path, mo
 PLAIN_ROOT = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
 
 
-def test_a_permission_that_changes_is_told_and_training_goes_on(packed, tmp_path):
+def test_changed_permission_is_reported_and_training_continues(packed, tmp_path):
     need(["root"] if os.geteuid() else [])
     folder = stage(packed, tmp_path / "disk").folder
     shards_there = sorted(folder.glob("shard-*"))
@@ -214,14 +214,14 @@ def test_a_permission_that_changes_is_told_and_training_goes_on(packed, tmp_path
     assert done.stdout == "100\n", done.stderr
 
 
-def test_memory_counts_as_the_jobs():
+def test_free_space_of_tmpfs_is_limited_by_available_memory():
     assert kind_of(Path("/dev/shm")) in ("tmpfs", "ramfs")
     told = Path("/proc/meminfo").read_text()
     available = int(told.split("MemAvailable:")[1].split()[0]) << 10
     assert 0 < free(Path("/dev/shm")) < 1.2 * available
 
 
-def test_readers_and_stagers_beside_each_other(packed, tmp_path, monkeypatch):
+def test_reading_during_staging(packed, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "disk"))
     monkeypatch.setattr(shards, "LOOK_S", 0.0)
     staged_sets.open_staged(packed, tmp_path / "disk", make=True).close()
@@ -250,7 +250,7 @@ print(f"rank {world.rank} saw {seen}, whole {whole()}")
 """
 
 
-def test_a_run_stages_what_it_names_while_it_trains(packed, tmp_path):
+def test_run_stages_dataset_during_training(packed, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(STAGED)
     root = tmp_path / "near"
