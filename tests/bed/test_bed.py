@@ -9,14 +9,14 @@ import ranks
 import bed
 
 
-def test_hosts_reach_each_other_by_ssh_and_have_their_own_tmp(hosts):
+def test_hosts_connect_by_ssh_and_have_separate_tmp(hosts):
     hosts.run("host0", "touch", "/tmp/mine")
     there = hosts.run("host0", "ssh", "host1", "hostname; ls /tmp/mine", check=False)
     assert there.stdout.split() == ["host1"]
     assert hosts.run("host2", "ssh", "host0", "ls", "/tmp/mine").stdout.split() == ["/tmp/mine"]
 
 
-def test_a_command_is_told_its_folder_and_variables_and_its_end_is_seen(hosts, shared_folder):
+def test_command_gets_cwd_and_environment_and_returns_exit_code(hosts, shared_folder):
     (shared_folder / "here").touch()
     done = hosts.run(
         "host3", "sh", "-c", "ls; echo $HELLO; exit 3",
@@ -25,7 +25,7 @@ def test_a_command_is_told_its_folder_and_variables_and_its_end_is_seen(hosts, s
     assert (done.returncode, done.stdout.split()) == (3, ["here", "there"])
 
 
-def test_ctrl_c_reaches_a_command_in_a_host(hosts):
+def test_sigint_reaches_command_on_host(hosts):
     process = hosts.start(
         "host1", "python3", "-c", "print(1, flush=True); import time; time.sleep(60)"
     )
@@ -36,7 +36,7 @@ def test_ctrl_c_reaches_a_command_in_a_host(hosts):
     assert hosts.left_over() == []
 
 
-def test_what_is_left_in_a_host_is_seen(hosts):
+def test_leftover_files_and_processes_on_host_are_detected(hosts):
     hosts.run("host2", "sh", "-c", "sleep 600 >/dev/null 2>&1 & touch /tmp/a /dev/shm/b /run/c")
     left = hosts.left_over(0)
     assert [line.partition(" ")[2] for line in left if "sleep" not in line] == [
@@ -49,7 +49,7 @@ def test_what_is_left_in_a_host_is_seen(hosts):
     assert hosts.left_over() == []
 
 
-def test_a_crashed_host_boots_again(hosts):
+def test_crashed_host_boots_again(hosts):
     hosts.run("host1", "touch", "/tmp/before")
     hosts.crash("host1")
     assert hosts.run("host0", "ssh", "host1", "true", check=False).returncode == 255
@@ -58,7 +58,7 @@ def test_a_crashed_host_boots_again(hosts):
     assert seen.stdout.split() == ["host1"]
 
 
-def test_a_host_without_its_link_is_silent(hosts):
+def test_connection_to_host_without_link_times_out(hosts):
     hosts.link("host1", False)
     cut = "import socket; socket.create_connection(('host1', 22), 0.5)"
     assert "timed out" in hosts.run("host0", "python3", "-c", cut, check=False).stderr
@@ -66,7 +66,7 @@ def test_a_host_without_its_link_is_silent(hosts):
     hosts.run("host0", "ssh", "host1", "true")
 
 
-def test_a_second_network_leads_nowhere_and_may_carry_the_name(hosts):
+def test_second_network_is_unreachable_and_can_carry_host_name(hosts):
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
     where = "import socket; print(socket.gethostbyname('host1'))"
     assert hosts.run("host1", "python3", "-c", where).stdout.strip() == "10.78.0.1"
@@ -79,7 +79,7 @@ def test_a_second_network_leads_nowhere_and_may_carry_the_name(hosts):
     assert "eth1" not in hosts.run("host1", "ip", "link").stdout
 
 
-def test_slurm_starts_tasks_on_two_nodes_bound_and_without_gpus(slurm):
+def test_srun_starts_bound_tasks_on_two_nodes(slurm):
     show = (
         "import os; print(os.uname()[1], len(os.sched_getaffinity(0)),"
         " [n for n in os.environ if n[:4] in ('CUDA', 'PBS_')])"
@@ -91,7 +91,7 @@ def test_slurm_starts_tasks_on_two_nodes_bound_and_without_gpus(slurm):
     assert slurm.left_over() == []
 
 
-def test_slurm_runs_batch_scripts_and_cancels_them(slurm, shared_folder):
+def test_slurm_runs_and_cancels_batch_jobs(slurm, shared_folder):
     job = slurm.batch("#!/bin/sh\nsrun hostname\n", "-N2", cwd=shared_folder)
     endless = slurm.batch("#!/bin/sh\nsleep 600\n", "-N1", cwd=shared_folder)
     assert slurm.wait(job) == "COMPLETED"
@@ -102,7 +102,7 @@ def test_slurm_runs_batch_scripts_and_cancels_them(slurm, shared_folder):
     assert slurm.wait(endless) == "CANCELLED"
 
 
-def test_qsub_reaches_slurm_and_pbs_variables_come_on_request(slurm, shared_folder):
+def test_qsub_submits_to_slurm_with_optional_pbs_variables(slurm, shared_folder):
     script = "#!/bin/sh\necho $PBS_JOBID $SLURM_JOB_ID\n"
     for asked in (False, True):
         slurm.pbs(asked)
@@ -115,14 +115,14 @@ def test_qsub_reaches_slurm_and_pbs_variables_come_on_request(slurm, shared_fold
     assert job in slurm.run("qstat", "-f").stdout
 
 
-def test_slurm_comes_back_after_a_crash(slurm):
+def test_slurm_recovers_after_node_crash(slurm):
     slurm.hosts.crash("host2")
     slurm.hosts.restore()
     said = slurm.run("srun", "-N4", "hostname", timeout=20).stdout
     assert sorted(said.split()) == slurm.nodes
 
 
-def test_both_mpis_start_ranks_on_two_hosts(hosts, mpi):
+def test_mpirun_and_mpiexec_start_ranks_on_two_hosts(hosts, mpi):
     show = "echo $(hostname)-$OMPI_COMM_WORLD_RANK$PMI_RANK-$OMPI_COMM_WORLD_SIZE$PMI_SIZE"
     expected = ["host1-0-4", "host1-1-4", "host2-2-4", "host2-3-4"]
     for launcher in (bed.mpirun, bed.mpiexec):
@@ -131,7 +131,7 @@ def test_both_mpis_start_ranks_on_two_hosts(hosts, mpi):
     assert hosts.left_over() == []
 
 
-def test_hosts_go_down_with_all_that_is_theirs(hosts):
+def test_closing_hosts_ends_processes_and_removes_files(hosts):
     start = time.monotonic()
     some = bed.Hosts(1)
     process = some.start("host1", "sleep", "98765")
