@@ -13,7 +13,7 @@ pytestmark = pytest.mark.soak
 
 
 @pytest.mark.parametrize("kind", ["images", "arrays", "compressed"])
-def test_all_of_thousands_of_corruptions_are_noticed(tmp_path, kind):
+def test_random_dataset_corruptions_are_detected(tmp_path, kind):
     whole = tmp_path / "whole"
     if kind == "images":
         pack(sets.images(tmp_path / "in", 12), whole, shard_bytes=4000)

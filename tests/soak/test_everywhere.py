@@ -116,7 +116,7 @@ ON += [("paceline run -H", 1), ("srun", 1), ("paceline run -H", 4)]
 
 
 @pytest.mark.parametrize(("kind", "n"), ON)
-def test_the_same_script_has_the_same_result(
+def test_script_has_same_result_under_each_launcher(
     hosts, slurm, mpi, shared_folder, alone, table, kind, n
 ):
     ranks.write(shared_folder, TRAIN)
@@ -160,7 +160,7 @@ def cancel(slurm, folder, process, job):
 
 @pytest.mark.parametrize("end", [fail, interrupt, cancel])
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_nothing_is_left_whatever_ends_it(hosts, slurm, shared_folder, kind, end):
+def test_no_leftovers_after_failure_interrupt_or_cancel(hosts, slurm, shared_folder, kind, end):
     ranks.write(shared_folder, WAIT)
     variables = {**slurm.variables, **of_torch(shared_folder)}
     words = command(kind, slurm.nodes[:2])

@@ -61,7 +61,7 @@ def one_command(*options):
     return " ".join(map(str, [ranks.PACELINE, "run", *options, *ways, "script.py"]))
 
 
-def test_it_is_killed_at_random_moments_and_goes_on(
+def test_slurm_job_killed_at_random_times_resumes(
     hosts, slurm, shared_folder, tmp_path, monkeypatch
 ):
     print(f"PACELINE_SEED={SEED}")

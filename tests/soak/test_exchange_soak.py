@@ -95,7 +95,7 @@ def once(seed):
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_a_hundred_ranks_that_are_killed_or_stopped_are_named():
+def test_ranks_killed_or_stopped_in_collective_are_reported():
     before, times = set(Path("/dev/shm").iterdir()), []
     for seed in range(SEED, SEED + 100):
         victim, how, said = once(seed)

@@ -107,7 +107,7 @@ def check(plan, said, folders, hosts=None):
         assert torch.equal(expected[name], found[name]), name
 
 
-def test_faults_in_a_row_are_named_and_cost_only_steps(tmp_path):
+def test_consecutive_faults_are_reported_and_lose_only_steps(tmp_path):
     plan = planned(HERE)
     # Enough epochs that the training does not end before the last fault.
     script = ranks.write(tmp_path, TRAIN.replace("EPOCHS", str(2 * HERE)))
@@ -130,7 +130,7 @@ def test_faults_in_a_row_are_named_and_cost_only_steps(tmp_path):
     assert ranks.alive(str(script)) == []
 
 
-def test_faults_in_a_row_on_two_hosts(hosts, shared_folder):
+def test_consecutive_faults_on_two_hosts(hosts, shared_folder):
     plan = planned(OVER_HOSTS)
     script = ranks.write(shared_folder, TRAIN.replace("EPOCHS", str(2 * OVER_HOSTS)))
     folders = [shared_folder / name for name in ("undisturbed", "disturbed")]

@@ -77,7 +77,7 @@ def wrong(one):
     return None
 
 
-def test_what_is_damaged_is_told_or_whole(tmp_path):
+def test_pack_of_damaged_files_reports_error_or_is_correct(tmp_path):
     print(f"PACELINE_SEED={SEED}")
     folder = tmp_path / "whole"
     folder.mkdir()

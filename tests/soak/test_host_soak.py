@@ -148,7 +148,7 @@ def heal(hosts, host):
     hosts.link(host, True)
 
 
-def test_hosts_fail_and_come_back_in_a_row(hosts, shared_folder):
+def test_job_continues_while_hosts_fail_and_return(hosts, shared_folder):
     print(f"PACELINE_SEED={SEED}")
     draw = random.Random(SEED)
     kinds = [(crash, power, cut, agent)[number % 4] for number in range(OF_HOSTS)]
@@ -175,7 +175,7 @@ def test_hosts_fail_and_come_back_in_a_row(hosts, shared_folder):
     assert hosts.left_over(10) == []
 
 
-def test_launchers_and_agents_are_killed_in_a_row(hosts, shared_folder):
+def test_job_resumes_after_launcher_or_agent_is_killed(hosts, shared_folder):
     """The same command resumes from the last checkpoint; no process of the killed job remains."""
     print(f"PACELINE_SEED={SEED}")
     draw = random.Random(SEED)

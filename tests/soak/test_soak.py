@@ -35,7 +35,7 @@ RESTART = """
     """
 
 
-def test_twenty_restarts_in_a_row(tmp_path):
+def test_twenty_consecutive_restarts(tmp_path):
     result = ranks.run(
         ranks.write(tmp_path, RESTART),
         ranks=3,
@@ -61,7 +61,7 @@ LEAVE = """
 
 
 @pytest.mark.parametrize("fresh", ["", " --fresh"])
-def test_a_script_that_leaves_right_after_its_last_all_reduce_ends(tmp_path, fresh):
+def test_script_that_exits_right_after_all_reduce_ends_cleanly(tmp_path, fresh):
     script = ranks.write(tmp_path, LEAVE)
     for _ in range(4 if fresh else 8):
         result = ranks.run(script, launcher=f"paceline{fresh}", timeout=60)
@@ -125,7 +125,7 @@ def kill_at_random(folder, draw, whole, args, number):
     return {**kills, "trainings": trainings}
 
 
-def test_fifty_kills_at_random_moments(tmp_path):
+def test_resume_after_kills_at_random_times_is_bitwise_equal(tmp_path):
     """A run that is killed at any time and started again has bitwise the same result.
 
     Two trainings run at a time, because each mostly waits.
@@ -158,7 +158,7 @@ RECORDED = """
     """
 
 
-def test_records_outlive_kills_at_random_moments(tmp_path):
+def test_records_are_complete_after_kills_at_random_times(tmp_path):
     """Kill a rank, the rank server or the launcher: the records of both ranks are complete."""
     draw = random.Random(SEED)
     print(f"PACELINE_SEED={SEED}")
