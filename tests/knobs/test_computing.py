@@ -40,7 +40,7 @@ def run(folder, script, name, knobs, count=2):
     return done, torch.load(folder / name, weights_only=False)
 
 
-def test_a_forward_in_bfloat16_gives_float32_back_and_trains_alike(tmp_path):
+def test_bfloat16_autocast_returns_float32_and_trains_alike(tmp_path):
     _, (kinds, given, _, expected) = run(tmp_path, MODEL, "plain", {})
     assert (kinds, given) == (["torch.float32"], "torch.float32")
     _, (kinds, given, _, found) = run(tmp_path, MODEL, "short", {"autocast-bf16": True})
@@ -51,7 +51,7 @@ def test_a_forward_in_bfloat16_gives_float32_back_and_trains_alike(tmp_path):
 
 
 @pytest.mark.long
-def test_a_compiled_model_trains_as_before(tmp_path):
+def test_compiled_model_trains_with_same_result(tmp_path):
     _, (*_, expected) = run(tmp_path, MODEL, "plain", {}, count=1)
     _, (_, _, compiled, found) = run(tmp_path, MODEL, "compiled", {"compile": True}, count=1)
     assert compiled
@@ -67,7 +67,7 @@ def test_a_compiled_model_trains_as_before(tmp_path):
         ("compile", "compile", "the script compiles its model by itself"),
     ],
 )
-def test_what_the_script_does_by_itself_is_left_to_it(tmp_path, change, knob, why):
+def test_knob_has_no_effect_if_script_sets_it(tmp_path, change, knob, why):
     script = {
         "double": MODEL.replace("torch.manual_seed", "torch.set_default_dtype(torch.float64)\n"
                                 "    torch.manual_seed"),
@@ -79,7 +79,7 @@ def test_what_the_script_does_by_itself_is_left_to_it(tmp_path, change, knob, wh
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_needs_a_gpu_says_so_without_one(tmp_path):
+def test_gpu_knob_without_gpu_is_reported(tmp_path):
     done, _ = run(tmp_path, MODEL, "pinned", {"pin-memory": True, "matmul-precision": "high"})
     assert "pin-memory has no effect: there is no GPU to copy batches to" in done.stderr
 
@@ -101,7 +101,7 @@ MEMORY = """
 
 
 @pytest.mark.long
-def test_jemalloc_keeps_what_is_freed(jemalloc, tmp_path):
+def test_jemalloc_reduces_page_faults(jemalloc, tmp_path):
     _, (loaded, faults, _) = run(tmp_path, MEMORY, "plain", {}, count=1)
     assert not loaded
     assert faults > 80_000
@@ -110,7 +110,7 @@ def test_jemalloc_keeps_what_is_freed(jemalloc, tmp_path):
     assert faults < 40_000
 
 
-def test_large_tensors_lie_in_huge_pages(tmp_path):
+def test_large_tensors_use_huge_pages(tmp_path):
     with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
         if "[madvise]" not in file.read():
             pytest.skip("the kernel gives huge pages to all, or to none")

@@ -75,7 +75,7 @@ def results(folder, script, name, knobs, *args):
     return *torch.load(folder / name, weights_only=False), said
 
 
-def test_all_that_can_be_set_together_is_set_and_results_are_the_same(tmp_path):
+def test_all_compatible_knobs_are_set_with_same_result(tmp_path):
     plain, expected, _ = results(tmp_path, ALL, "plain", {})
     assert (plain["workers"], plain["bucket"], plain["threads"]) == ([0, 0], 7 << 20, 7)
     assert plain["cores"] == 1
@@ -120,7 +120,7 @@ ACCUMULATES = """
 LOCALLY = {"accumulate-locally": True}
 
 
-def test_gradients_that_are_accumulated_are_exchanged_once(tmp_path):
+def test_accumulated_gradients_are_synchronized_once(tmp_path):
     every, expected, _ = results(tmp_path, ACCUMULATES, "plain", {}, "3,3,3")
     assert every == [True] * 9
     last, same, said = results(tmp_path, ACCUMULATES, "local", LOCALLY, "3,3,3")
@@ -130,7 +130,7 @@ def test_gradients_that_are_accumulated_are_exchanged_once(tmp_path):
     assert "warning" not in said
 
 
-def test_a_step_with_fewer_backwards_is_still_exchanged(tmp_path):
+def test_step_with_fewer_backwards_is_still_synchronized(tmp_path):
     _, expected, _ = results(tmp_path, ACCUMULATES, "plain", {}, "3,3,2,3")
     last, same, said = results(tmp_path, ACCUMULATES, "local", LOCALLY, "3,3,2,3")
     assert last == [True, True, True, False, False, True, False, False, True, True, True]
@@ -139,7 +139,7 @@ def test_a_step_with_fewer_backwards_is_still_exchanged(tmp_path):
     assert "accumulate-locally: a step has fewer backwards than the one before" in said
 
 
-def test_a_script_that_does_so_by_itself_is_left_alone(tmp_path):
+def test_script_with_own_no_sync_is_unchanged(tmp_path):
     own = ACCUMULATES.replace("for _ in range(backwards):", "for at in range(backwards):").replace(
         "            loss = model", "            model.require_backward_grad_sync = at == 2\n"
         "            loss = model",
@@ -150,7 +150,7 @@ def test_a_script_that_does_so_by_itself_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
-def test_compressed_gradients_are_rounded_and_no_more(tmp_path, kind):
+def test_compressed_gradients_differ_only_by_rounding(tmp_path, kind):
     _, expected, _ = results(tmp_path, ACCUMULATES, "plain", {}, "1,1,1")
     _, found, _ = results(tmp_path, ACCUMULATES, "short", {f"compress-{kind}": True}, "1,1,1")
     assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -171,7 +171,7 @@ STREAM = """
     """
 
 
-def test_a_stream_gets_no_workers_which_would_read_it_once_each(tmp_path):
+def test_iterable_dataset_gets_no_loader_workers(tmp_path):
     settings = tmp_path / "s.toml"
     write(settings, {"loader-workers": Setting(2)}, {})
     script = ranks.write(tmp_path, STREAM)
@@ -181,7 +181,7 @@ def test_a_stream_gets_no_workers_which_would_read_it_once_each(tmp_path):
 
 
 @pytest.mark.long
-def test_the_slow_example_trains_as_before_with_its_settings(tmp_path):
+def test_slow_example_with_settings_has_same_loss(tmp_path):
     """Use the settings of docs/remedies.md."""
     script = Path(__file__).parents[2] / "examples" / "slow.py"
     settings = tmp_path / "fast.toml"
@@ -196,7 +196,7 @@ def test_the_slow_example_trains_as_before_with_its_settings(tmp_path):
     assert fast == pytest.approx(slow, rel=0.02)
 
 
-def test_every_knob_has_a_prediction_and_says_how_it_is_set():
+def test_every_knob_has_prediction_and_edit_text():
     assert GAINS.keys() == KNOBS.keys()
     for name, knob in KNOBS.items():
         assert knob.does, name
@@ -207,7 +207,7 @@ def test_every_knob_has_a_prediction_and_says_how_it_is_set():
             assert ("{value}" in knob.edit) != isinstance(knob.value, Switch), name
 
 
-def test_the_variable_of_settings_is_json(tmp_path):
+def test_settings_environment_variable_is_json(tmp_path):
     script = ranks.write(tmp_path, "import os; print(os.environ['PACELINE_SETTINGS'])")
     settings = tmp_path / "s.toml"
     write(settings, {"threads": Setting(1)}, {})
@@ -226,7 +226,7 @@ OVER_GLOO = """
     """
 
 
-def test_nccl_s_own_variables_are_set_and_where_it_does_not_exchange_that_is_told(tmp_path):
+def test_nccl_variables_are_set_and_reported_as_unused_with_gloo(tmp_path):
     settings, knobs = tmp_path / "s.toml", ("nccl-algorithm", "nccl-protocol", "nccl-channels")
     write(settings, dict(zip(knobs, map(Setting, ("Tree", "LL", 8)), strict=True)), {})
     script = ranks.write(tmp_path, OVER_GLOO)

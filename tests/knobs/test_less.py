@@ -51,7 +51,7 @@ def close(one, other, **bounds):
 @pytest.mark.parametrize(
     "knobs", [{"compress-topk": 1.0}, pytest.param({"average-every": 1}, marks=pytest.mark.long)]
 )
-def test_where_nothing_is_left_out_the_training_is_the_same(tmp_path, knobs):
+def test_compression_without_loss_gives_same_result(tmp_path, knobs):
     (expected, _), _ = trained(tmp_path, 12, {})
     (found, other), _ = trained(tmp_path, 12, knobs)
     assert close(found, expected, rtol=1e-4, atol=1e-5)
@@ -60,7 +60,7 @@ def test_where_nothing_is_left_out_the_training_is_the_same(tmp_path, knobs):
 
 @pytest.mark.long
 @pytest.mark.parametrize("knobs", [{"compress-topk": 0.02}, {"compress-powersgd": 1}])
-def test_what_is_left_out_comes_later(tmp_path, knobs):
+def test_lossy_compression_reaches_same_loss(tmp_path, knobs):
     """The weights differ in between, but the loss falls as far."""
     (plain, _), before = trained(tmp_path, 300, {})
     (found, other), losses = trained(tmp_path, 300, knobs)
@@ -71,7 +71,7 @@ def test_what_is_left_out_comes_later(tmp_path, knobs):
     assert gone > 0.9, (first, before, losses)
 
 
-def test_ranks_differ_between_two_means_and_not_after_one(tmp_path):
+def test_local_sgd_ranks_are_equal_only_after_averaging(tmp_path):
     (one, other), _ = trained(tmp_path, 4 + 2 * 5, {"average-every": 5})
     assert close(one, other, rtol=0, atol=0)
     (one, other), _ = trained(tmp_path, 4 + 2 * 5 + 3, {"average-every": 5})
@@ -104,7 +104,7 @@ SUMS = """
     """
 
 
-def test_what_was_sent_and_what_is_left_is_all_of_the_gradients(tmp_path):
+def test_topk_sent_plus_residual_equals_all_gradients(tmp_path):
     found, _ = trained(tmp_path, 40, {"compress-topk": 0.125}, SUMS)  # one number per step
     sent = sum(one["all"] - one["left"] for one in found) / 2
     torch.testing.assert_close(-found[0]["weight"], sent)

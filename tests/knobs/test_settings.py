@@ -15,7 +15,7 @@ def file(folder, text):
     return path
 
 
-def test_what_was_written_is_taken_with_its_reasons_as_comments(tmp_path):
+def test_written_settings_are_read_and_reasons_are_comments(tmp_path):
     path = tmp_path / "fast.toml"
     why = ("input-waiting: 40.0 % of a step's time", "measured +60 % (55 to 65)")
     made = {"script": "train.py", "ranks": 2}
@@ -27,7 +27,7 @@ def test_what_was_written_is_taken_with_its_reasons_as_comments(tmp_path):
     assert tomllib.loads(path.read_text())["made"] == made
 
 
-def test_what_is_not_for_this_paceline_is_named_and_ignored(tmp_path):
+def test_invalid_settings_are_ignored_and_reported(tmp_path):
     path = file(
         tmp_path,
         HEAD + '[knobs]\nloader-workers = 2\nwarp = 9\nthreads = "many"\nbucket-mb = true\n'
@@ -44,7 +44,7 @@ def test_what_is_not_for_this_paceline_is_named_and_ignored(tmp_path):
     assert "prefetch = 1000 is ignored: it takes a whole number from 1 to 64" in said
 
 
-def test_settings_of_another_script_or_torch_are_named(tmp_path):
+def test_settings_of_different_script_or_torch_are_reported(tmp_path):
     path = file(tmp_path, HEAD + '[knobs]\nthreads = 2\n[made]\nscript = "other.py"\n')
     knobs, (note,) = taken(path, "train.py")
     assert knobs == {}
@@ -70,12 +70,12 @@ def test_settings_of_another_script_or_torch_are_named(tmp_path):
         ),
     ],
 )
-def test_a_file_that_can_not_be_meant_is_an_error(tmp_path, text, said):
+def test_invalid_settings_file_is_rejected(tmp_path, text, said):
     with pytest.raises(ValueError, match=r"HINT|TOML") as error:
         taken(file(tmp_path, text), "train.py")
     assert said in str(error.value)
 
 
-def test_a_settings_file_that_is_not_there_is_an_error(tmp_path):
+def test_missing_settings_file_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"No such file or directory\. HINT"):
         taken(tmp_path / "none.toml", "train.py")
