@@ -15,13 +15,13 @@ def rate(opt):
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_the_rate_is_scaled_by_the_rule(rule, factor):
+def test_learning_rate_is_scaled_by_rule(rule, factor):
     opt = optimizer()
     assert scale_learning_rate(opt, global_batch=256, reference_batch=64, rule=rule) is None
     assert rate(opt) == pytest.approx(0.1 * factor)
 
 
-def test_warm_up_goes_from_the_rate_as_it_was_to_the_scaled_one():
+def test_warmup_rises_from_original_to_scaled_learning_rate():
     opt = optimizer()
     warmup = scale_learning_rate(opt, global_batch=256, reference_batch=64, warmup=3)
     rates = []
@@ -40,7 +40,7 @@ def test_warm_up_goes_from_the_rate_as_it_was_to_the_scaled_one():
         ({"warmup": -1}, "warmup=-1 is negative. HINT"),
     ],
 )
-def test_mistakes_are_refused(options, message):
+def test_invalid_learning_rate_options_are_rejected(options, message):
     options = {"global_batch": 8, "reference_batch": 8} | options
     with pytest.raises(ValueError, match=message):
         scale_learning_rate(optimizer(), **options)
