@@ -32,7 +32,7 @@ ORDER = """
 
 
 @pytest.mark.parametrize("word", ["used", "unused"])
-def test_the_last_layers_gradients_go_out_first_from_the_first_step_on(tmp_path, word):
+def test_ddp_buckets_are_sent_in_backward_order_from_first_step(tmp_path, word):
     done = ranks.run(ranks.write(tmp_path, ORDER), word)
     found = {line.partition("gone ")[2] for line in done.stdout.splitlines() if "gone" in line}
     assert len(found) == 1, found  # the same in every step and on all ranks
