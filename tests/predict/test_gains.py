@@ -40,7 +40,7 @@ def loading(busy, workers=0):
     return {"ranks": 2, "batches": 20, "seconds": 2.0, "busy_s": busy, "workers": 2 * workers}
 
 
-def test_workers_take_a_loader_that_waits_out_of_the_step():
+def test_loader_workers_overlap_waiting_with_training():
     # 60 of 100 ms are input. W workers share the 60 ms and overlap with 40 ms of training.
     found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02)), cause())
     assert found.value == 3  # 60 / 3 is half of 40
@@ -51,7 +51,7 @@ def test_workers_take_a_loader_that_waits_out_of_the_step():
     assert gain_of(found.saves).mean == pytest.approx(1 / 0.43 - 1, abs=0.05)
 
 
-def test_workers_that_compute_need_cores():
+def test_loader_workers_that_compute_need_free_cores():
     busy = loading(2.0)
     # One core per rank: training uses half of it (20 of 40 ms), loading needs 60 ms.
     full = GAINS["loader-workers"](evidence(0.04, 0.04, cores=2, loader=busy), cause())
@@ -60,13 +60,13 @@ def test_workers_that_compute_need_cores():
     assert free.saves.mean == pytest.approx(0.6 - HANDOVER_SHARE, abs=0.01)
 
 
-def test_more_workers_than_there_are_where_they_do_not_keep_up():
+def test_more_loader_workers_are_proposed_if_too_few():
     found = GAINS["loader-workers"](evidence(0.04, 0.04, loader=loading(0.02, workers=2)), cause())
     assert found.value == 10  # each of two workers takes 200 ms; with 10 workers that is half of 40
     assert found.saves.mean == pytest.approx(0.6 - HANDOVER_SHARE, abs=0.01)
 
 
-def test_of_k_exchanges_one_is_left():
+def test_accumulate_locally_leaves_one_synchronization():
     g = GradientSync(4, 4, 8, 1 << 20, 0, 0)
     found = GAINS["accumulate-locally"](evidence(gradients=g), cause(share=0.4))
     assert found.saves.mean == pytest.approx(0.3)
@@ -75,14 +75,14 @@ def test_of_k_exchanges_one_is_left():
     assert GAINS["accumulate-locally"](evidence(gradients=once), cause()) is None
 
 
-def test_what_the_ladder_has_tried_is_what_it_predicts():
+def test_threads_gain_uses_measured_value():
     found = GAINS["threads"](evidence(**{"one thread": climbs(0.07)}), cause())
     assert found.value == 1
     assert found.saves.mean == pytest.approx(0.3, abs=0.01)
     assert GAINS["threads"](evidence(), cause()) is None
 
 
-def test_memory_that_is_kept_saves_touching_it_and_giving_it_back():
+def test_keep_memory_saves_page_faults_and_frees():
     e = evidence(silent=climbs(0.08, system=0.5))
     # 30 % of a step are first touches; the kernel takes 40 % in all (half of 80 of 100 ms).
     found = GAINS["keep-memory"](e, cause(share=0.3))
@@ -90,14 +90,14 @@ def test_memory_that_is_kept_saves_touching_it_and_giving_it_back():
     assert found.saves.high == pytest.approx(0.4, abs=0.001)
 
 
-def test_a_binding_is_lifted_only_where_the_script_made_it():
+def test_own_binding_off_only_if_script_set_binding():
     both = [{"mask": "1", "mask_at_start": "3"}] * 2
     assert GAINS["own-binding-off"](evidence(facts=both), cause()).saves.mean == 0.4
     launchers = [{"mask": "1", "mask_at_start": "1"}] * 2
     assert GAINS["own-binding-off"](evidence(facts=launchers), cause()) is None
 
 
-def test_a_host_less_is_a_part_of_the_throughput_less():
+def test_leave_host_out_gain_includes_lost_throughput():
     e = evidence()
     assert GAINS["leave-host-out"](e, cause()) is None
     e.report.hosts = ["a", "b"]
@@ -110,7 +110,7 @@ def test_a_host_less_is_a_part_of_the_throughput_less():
     ("hosts", "saved"),
     [("aabb", 1 / 3), ("abab", 2 / 3), ("ab", 0.0), ("aaab", 1 / 3), ("aabbccdd", 1 / 7)],
 )
-def test_hosts_that_exchange_once_for_all_of_their_ranks_send_less(hosts, saved):
+def test_hierarchical_exchange_gain_by_host_layout(hosts, saved):
     """The exchange is 1.5 and 3 times as fast on two nodes of two ranks, 1.17 times on four."""
     e = evidence()
     e.report.hosts = list(hosts)
@@ -122,7 +122,7 @@ def test_hosts_that_exchange_once_for_all_of_their_ranks_send_less(hosts, saved)
     assert GAINS["exchange"](already, cause("exchange-bandwidth")) is None
 
 
-def test_what_was_saved_before_is_not_saved_again():
+def test_combined_gains_do_not_count_time_twice():
     half = gain_of(Interval(0.5, 0.45, 0.55))
     assert (half.mean, half.low) == pytest.approx((1.0, 0.8182), abs=1e-3)
     # A tenth of the step is a fifth when the step is half as long.
@@ -138,7 +138,7 @@ model = model.double()
 """
 
 
-def test_remedies_come_with_their_line_and_the_settable_first():
+def test_remedies_include_script_line_and_list_knobs_first():
     e = evidence(0.04, 0.04, loader=loading(0.02))
     lines = [{"line": 7, "code": "loss.item()"}]
     causes = [
@@ -157,7 +157,7 @@ def test_remedies_come_with_their_line_and_the_settable_first():
     assert remedies(e, causes, SCRIPT, {"loader-workers": 3})[0].knob == "float32"
 
 
-def test_what_was_predicted_and_measured_is_remembered(tmp_path, monkeypatch):
+def test_prediction_errors_are_saved_in_history(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert history.prediction_errors() == {}
     pairs = [

@@ -27,13 +27,13 @@ TERMS = Terms(
         ({"wait_s": 0.0, "stored_s": 1e-3}, 4, "processor", 2000),
     ],
 )
-def test_the_least_of_the_terms_limits(changed, ranks, limit, samples_s):
+def test_input_rate_is_limited_by_smallest_term(changed, ranks, limit, samples_s):
     found = rate(replace(TERMS, **changed), ranks, 2, stored=True)
     assert (found.limit, min(found.terms.values())) == (limit, pytest.approx(samples_s))
     assert 0.95 * samples_s < found.samples_s <= 1.000001 * samples_s
 
 
-def test_reading_and_computing_hold_each_other_up_where_both_are_as_fast():
+def test_overlapped_rate_is_lower_if_both_rates_are_equal():
     assert overlapped_rate(1000.0, 1000.0, 1) == pytest.approx(500)  # one after the other
     assert overlapped_rate(1000.0, 1000.0, 4) == pytest.approx(800)
     assert overlapped_rate(1000.0, 1e9, 1) == pytest.approx(1000)
@@ -44,7 +44,7 @@ def test_reading_and_computing_hold_each_other_up_where_both_are_as_fast():
     assert rate(blocks, 4, 2, stored=True).samples_s == pytest.approx(4000)  # reads ahead
 
 
-def test_from_memory_neither_storage_nor_waiting_limits():
+def test_page_cache_reads_are_not_limited_by_storage():
     slow = replace(TERMS, bandwidth=1e6, operations=10.0, wait_s=1.0, stored_s=1.0)
     assert rate(slow, 4, 2, stored=False).samples_s == pytest.approx(4000)
     assert rate(slow, 1, 2, stored=False).limit == "threads"
@@ -54,7 +54,7 @@ def named(terms, ranks=4, threads=2, stored=True):
     return {one.id: round(one.samples_s) for one in remedies(terms, ranks, threads, stored)}
 
 
-def test_remedies_answer_what_limits_and_say_what_they_gain():
+def test_remedies_match_limit_and_predict_rate():
     found = named(TERMS)
     assert found["threads"] == 3942
     assert named(replace(TERMS, kind="files", operations=100.0)) == {"pack": 4000}
@@ -71,13 +71,13 @@ def test_remedies_answer_what_limits_and_say_what_they_gain():
     assert named(hindered, ranks=2) == {"smaller": 1653}
 
 
-def test_from_how_many_hosts_on_their_storage_limits():
+def test_max_hosts_before_storage_limits():
     assert max_hosts(replace(TERMS, wait_s=0.0), 4, 2) == 2
     assert max_hosts(replace(TERMS, operations=1000.0), 4, 2) is None
     assert max_hosts(replace(TERMS, wait_s=0.0, operations=39_000.0, bandwidth=1e10), 4, 2) == 10
 
 
-def test_what_to_set_is_said_for_parallel_file_systems_only():
+def test_striping_advice_only_for_parallel_file_systems():
     assert "setstripe -c 4" in striping("lustre", 64 << 20)
     assert "mmlsfs" in striping("gpfs", 0)
     assert striping("ext4", 0) is None
