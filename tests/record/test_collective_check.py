@@ -73,7 +73,7 @@ MISTAKES = """
 """
 
 
-def test_each_mistake_is_told_on_every_rank_with_the_lines(tmp_path):
+def test_mismatched_collectives_are_reported_on_every_rank_with_lines(tmp_path):
     script = ranks.write(tmp_path, MISTAKES)
     out = tmp_path / "out.json"
     ranks.run(script, out, ranks=3)
@@ -139,7 +139,7 @@ RIGHT = """
 
 
 @pytest.mark.long
-def test_what_works_without_the_check_works_with_it(tmp_path):
+def test_correct_script_passes_collective_check(tmp_path):
     script = ranks.write(tmp_path, RIGHT)
     assert "all well" in ranks.run(script).stdout
 
@@ -159,7 +159,7 @@ ONE_SIDED = """
 @pytest.mark.parametrize(
     "recorded", [[True, False], pytest.param([True, True], marks=pytest.mark.long)]
 )
-def test_it_takes_all_members(tmp_path, recorded):
+def test_check_runs_only_if_all_group_members_are_recorded(tmp_path, recorded):
     """A rank that is not recorded does not check, and the other ranks do not wait for it."""
     script = ranks.write(tmp_path, ONE_SIDED)
     port, started = str(ranks.free_port()), []

@@ -101,7 +101,7 @@ NAMES = {
 }
 
 
-def test_every_collective_gives_its_result_and_is_recorded(tmp_path):
+def test_every_collective_is_recorded_with_correct_result(tmp_path):
     out = tmp_path / "out.json"
     ranks.run(ranks.write(tmp_path, SCRIPT), out, ",".join(NAMES))
     results, ops = json.loads(out.read_text())
@@ -140,7 +140,7 @@ HOOK = """
     """
 
 
-def test_ddps_buckets_are_seen_and_its_hook_stays_free(tmp_path):
+def test_ddp_buckets_are_recorded_with_and_without_comm_hook(tmp_path):
     script = ranks.write(tmp_path, HOOK)
     parameters = 6 * (256 * 256 + 256)
     ranks.run(script, tmp_path / "plain.json", "plain")

@@ -71,13 +71,13 @@ def nothing_else(report, *moved, alone=0.0):
 close = functools.partial(pytest.approx, abs=TOLERANCE)
 
 
-def test_without_trouble_nothing_is_found(tmp_path):
+def test_balanced_run_has_no_losses(tmp_path):
     report = trouble(tmp_path)
     nothing_else(report)
     assert report.efficiencies.load_balance > 0.8
 
 
-def test_a_slow_rank_is_load_balance_and_the_others_wait_for_it(tmp_path):
+def test_slow_rank_lowers_load_balance_and_causes_wait(tmp_path):
     report = trouble(tmp_path, "--slow-rank", 1, "--factor", 3)
     nothing_else(report)
     fast, slow = (rank["useful"] for rank in report.states)
@@ -93,7 +93,7 @@ def test_a_slow_rank_is_load_balance_and_the_others_wait_for_it(tmp_path):
 
 
 @pytest.mark.long
-def test_a_slow_loader_is_input_on_all_ranks(tmp_path):
+def test_slow_loader_is_input_time_on_all_ranks(tmp_path):
     report = trouble(tmp_path, "--input-sleep", 0.03)
     nothing_else(report, "input")
     for rank in report.states:
@@ -104,7 +104,7 @@ def test_a_slow_loader_is_input_on_all_ranks(tmp_path):
 
 
 @pytest.mark.long
-def test_one_ranks_slow_loader_is_waited_for_by_the_others(tmp_path):
+def test_slow_loader_on_one_rank_causes_wait_on_others(tmp_path):
     report = trouble(tmp_path, "--input-sleep", 0.15, "--input-rank", 0)
     nothing_else(report, "input")
     slept = share(report, 0.15, in_window(report))
@@ -121,7 +121,7 @@ def test_one_ranks_slow_loader_is_waited_for_by_the_others(tmp_path):
         pytest.param("--save-rank0", "checkpoint", marks=pytest.mark.long),
     ],
 )
-def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
+def test_validation_or_checkpoint_on_rank_0_causes_wait_on_others(tmp_path, knob, state):
     report = trouble(tmp_path, knob, 0.6)
     nothing_else(report, state, alone=0.6)
     done = share(report, 0.6, STEPS // 10)
@@ -139,7 +139,7 @@ def test_what_rank_0_does_alone_the_others_wait_for(tmp_path, knob, state):
 
 
 @pytest.mark.long
-def test_work_of_the_scripts_own_is_other(tmp_path):
+def test_unclassified_script_time_is_other(tmp_path):
     report = trouble(tmp_path, "--other", 0.03)
     nothing_else(report, "other")
     for rank in report.states:
@@ -167,7 +167,7 @@ def can_throttle():
 
 @pytest.mark.long
 @pytest.mark.skipif(not can_throttle(), reason="needs iproute2 and root")
-def test_a_throttled_link_is_transfer(tmp_path):
+def test_throttled_link_is_transfer_time(tmp_path):
     report = trouble(tmp_path, "--steps", 20, prefix=throttled("400mbit"))
     nothing_else(report)
     parameters = 64 * 512 + 4 * 512 * 512 + 512 + 5 * 512 + 1

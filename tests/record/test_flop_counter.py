@@ -54,7 +54,7 @@ def machine(host, device="cpu"):
     )
 
 
-def test_a_step_of_real_ranks_is_counted_and_placed(tmp_path):
+def test_counted_flops_of_real_run_appear_on_roofline(tmp_path):
     record, file = tmp_path / "record", tmp_path / "machine.toml"
     script = ranks.write(tmp_path, TRAIN)
     ranks.run(script, launcher=f"paceline --record {record} --count-flops")
@@ -97,7 +97,7 @@ def counted(step):
     return told.get("work", {})
 
 
-def test_convolutions_attention_and_lstms_are_counted():
+def test_flops_of_convolution_attention_and_lstm():
     image = torch.randn(2, 3, 8, 8)
     conv = counted(lambda: nn.functional.conv2d(image, torch.randn(4, 3, 3, 3)))
     assert conv["flops"] == 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3)
@@ -116,7 +116,7 @@ def test_convolutions_attention_and_lstms_are_counted():
     assert counted(recur)["flops"] == 3 * 2 * (4 * 10) * (4 * 64) * (32 + 64)
 
 
-def test_a_compiled_model_is_counted_and_trains_on_the_same():
+def test_flops_of_compiled_model_are_counted_without_changing_result():
     model = nn.Linear(16, 8, bias=False)
     compiled = torch.compile(model, backend="eager")
     given = torch.randn(4, 16)
@@ -125,7 +125,7 @@ def test_a_compiled_model_is_counted_and_trains_on_the_same():
     assert torch.equal(compiled(given), before)
 
 
-def test_a_mode_that_the_script_has_left_open_is_respected(capsys):
+def test_dispatch_mode_left_open_by_script_is_preserved(capsys):
     class Own(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -139,7 +139,7 @@ def test_a_mode_that_the_script_has_left_open_is_respected(capsys):
     torch.utils._python_dispatch._pop_mode()  # the sampler's mode, which now only forwards calls
 
 
-def test_mistakes_are_told(tmp_path):
+def test_invalid_arguments_are_reported(tmp_path):
     script = ranks.write(tmp_path, "pass")
     result = ranks.run(script, launcher="paceline --count-flops", check=False)
     assert result.returncode == 2

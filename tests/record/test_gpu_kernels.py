@@ -26,7 +26,7 @@ KERNELS = [
 ]
 
 
-def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective():
+def test_compute_kernels_are_merged_and_nccl_kernels_matched():
     recorder = Recorder(0, 1)
     assert recorder.new_group("0", 2, 0) == LAUNCHED[0]["group"]
     assert write_kernels(recorder, KERNELS, offset=1_000_000, launched=LAUNCHED)
@@ -40,14 +40,14 @@ def test_computing_kernels_are_merged_and_communicating_ones_told_by_collective(
     assert talking[["start", "seq", "group"]].tolist() == [(1_000_900, 7, 1), (1_006_500, 8, 1)]
 
 
-def test_kernels_that_are_not_as_many_as_the_launches_are_not_guessed():
+def test_kernels_are_not_matched_if_launch_count_differs():
     recorder = Recorder(0, 1)
     assert not write_kernels(recorder, KERNELS, offset=0, launched=LAUNCHED[:1])
     events = parse_record(recorder.snapshot()).events
     assert set(events["group"].tolist()) == {0}
 
 
-def test_a_kernel_that_spins_for_a_late_peer_is_not_useful(tmp_path):
+def test_communication_kernel_waiting_for_late_rank_is_wait_time(tmp_path):
     """Rank 1 arrives 30 ms later, so rank 0's communication kernel spins.
 
     10 ms of each exchange overlap with computation on another stream.
@@ -104,7 +104,7 @@ SESSIONS = """
 """
 
 
-def test_kernels_of_a_block_of_steps_are_recorded_with_the_hosts_clock(tmp_path):
+def test_gpu_kernels_are_recorded_with_host_clock(tmp_path):
     script = ranks.write(tmp_path, SESSIONS)
     record = tmp_path / "record"
     ranks.run(script, "none", ranks=1, launcher=f"paceline --record {record}")
@@ -119,7 +119,7 @@ def test_kernels_of_a_block_of_steps_are_recorded_with_the_hosts_clock(tmp_path)
     assert 0 < report.states[0]["useful"] < 1
 
 
-def test_a_session_of_the_scripts_own_comes_first(tmp_path):
+def test_profiler_session_of_script_takes_precedence(tmp_path):
     script = ranks.write(tmp_path, SESSIONS)
     record = tmp_path / "record"
     result = ranks.run(script, "own", ranks=1, launcher=f"paceline --record {record}")

@@ -6,7 +6,7 @@ import torch
 from paceline.record.experiments.observer import Observer
 
 
-def test_what_an_epochs_first_batch_and_its_end_take_is_the_loaders_start():
+def test_loader_start_time_includes_first_batch_and_end_of_epoch():
     seen, batch = Observer(), torch.zeros(4)
     seen.begin_phase()
     for _ in range(2):

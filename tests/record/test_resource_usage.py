@@ -26,7 +26,7 @@ def busy(seconds):
         pass
 
 
-def test_computing_and_waiting_are_told_apart():
+def test_cpu_time_and_wait_time_are_distinguished():
     before = read_usage()
     busy(0.2)
     time.sleep(0.2)
@@ -38,7 +38,7 @@ def test_computing_and_waiting_are_told_apart():
     assert used["host"] >= 0.1
 
 
-def test_pages_that_are_touched_first_are_counted_and_cost_time():
+def test_page_faults_are_counted_and_timed():
     before = read_usage()
     memory = np.ones(64 << 20, np.uint8)  # too large for memory that was freed before
     used = usage_between(before, read_usage())
@@ -47,7 +47,7 @@ def test_pages_that_are_touched_first_are_counted_and_cost_time():
     assert 1e-8 < measure_page_fault_s() < 1e-3
 
 
-def test_another_thread_that_computes_is_found_with_its_line():
+def test_busiest_other_thread_is_reported_with_its_line():
     end = threading.Event()
 
     def hold():
@@ -68,7 +68,7 @@ def test_another_thread_that_computes_is_found_with_its_line():
     assert found["line"] > hold.__code__.co_firstlineno
 
 
-def test_files_that_forked_workers_open_are_counted(tmp_path):
+def test_files_opened_by_forked_workers_are_counted(tmp_path):
     script = tmp_path / "opens.py"
     (tmp_path / "data").write_text("x")
     script.write_text(
@@ -93,7 +93,7 @@ def test_files_that_forked_workers_open_are_counted(tmp_path):
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "7\n"
 
 
-def test_steps_that_go_with_the_elements_of_their_batches():
+def test_cpu_time_is_fitted_to_batch_elements():
     found = fit_cpu_time([(float(n), 0.01 + 0.001 * n) for n in (10, 20, 30, 40)])
     assert found["mean"] == 25
     assert found["slope"] == pytest.approx(0.001)

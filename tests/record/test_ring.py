@@ -23,7 +23,7 @@ META = {
 }
 
 
-def test_events_come_back_as_they_were_written(tmp_path):
+def test_events_round_trip(tmp_path):
     ring = Ring(tmp_path / "a.ring", META, capacity=10)
     ring.write(5, 9, State.INPUT, amount=7, seq=2**32 + 3, step=4, group=2, op=1, peer=-1)
     record = parse_record(ring.snapshot())
@@ -34,7 +34,7 @@ def test_events_come_back_as_they_were_written(tmp_path):
     assert [int(event[name]) for name in names] == [5, 9, 7, 3, 4, 2, 1, 1, -1]
 
 
-def test_what_a_rank_has_begun_is_there_before_it_ends(tmp_path):
+def test_unfinished_event_is_in_the_record(tmp_path):
     ring = Ring(tmp_path / "a.ring", META, capacity=10)
     assert parse_record(ring.snapshot()).begun is None
     recorder = Recorder(0, 1, folder=tmp_path)
@@ -49,7 +49,7 @@ def test_what_a_rank_has_begun_is_there_before_it_ends(tmp_path):
     assert parse_record(recorder.snapshot()).begun is None
 
 
-def test_a_record_of_version_2_has_not_begun_anything(tmp_path):
+def test_record_of_version_2_has_no_unfinished_event(tmp_path):
     ring = Ring(tmp_path / "a.ring", META, capacity=10)
     ring.write(5, 9, State.INPUT)
     data = bytearray(ring.snapshot())
@@ -59,14 +59,14 @@ def test_a_record_of_version_2_has_not_begun_anything(tmp_path):
     assert len(record.events) == 1
 
 
-def test_it_says_where_and_with_what_it_ran(tmp_path):
+def test_record_contains_cores_and_versions(tmp_path):
     meta = parse_record(Recorder(0, 1, folder=tmp_path).snapshot()).meta
     assert int(meta["cores"], 16) == sum(1 << core for core in os.sched_getaffinity(0))
     assert meta["paceline"]
     assert meta["python"] == platform.python_version()
 
 
-def test_a_full_ring_keeps_the_newest_and_says_what_it_lost(tmp_path):
+def test_full_ring_keeps_newest_events_and_counts_lost(tmp_path):
     ring = Ring(tmp_path / "a.ring", META, capacity=8)
     for i in range(1, 22):
         ring.write(i, i, State.INPUT)
@@ -75,7 +75,7 @@ def test_a_full_ring_keeps_the_newest_and_says_what_it_lost(tmp_path):
     assert record.lost == 13
 
 
-def test_the_record_survives_kill_9(tmp_path):
+def test_record_survives_sigkill(tmp_path):
     script = textwrap.dedent(
         f"""
         import os, pathlib
@@ -100,14 +100,14 @@ def test_the_record_survives_kill_9(tmp_path):
         (lambda data: data[:8] + b"\xff\0\0\0" + data[12:], "version 255.*HINT"),
     ],
 )
-def test_foreign_and_cut_off_records_are_refused_by_name(tmp_path, damage, message):
+def test_invalid_and_truncated_records_are_rejected(tmp_path, damage, message):
     ring = Ring(tmp_path / "a.ring", META, capacity=10)
     ring.write(1, 2, State.INPUT)
     with pytest.raises(ValueError, match=f"some-file.*({message})"):
         parse_record(damage(ring.snapshot()), "some-file")
 
 
-def test_no_room_is_an_error_and_not_a_crash(tmp_path, monkeypatch):
+def test_full_disk_raises_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -116,7 +116,7 @@ def test_no_room_is_an_error_and_not_a_crash(tmp_path, monkeypatch):
         Recorder(0, 1)
 
 
-def test_a_recorder_leaves_no_file_behind_and_knows_its_cost():
+def test_recorder_leaves_no_file_and_measures_its_overhead():
     recorder = Recorder(0, 1)
     assert not [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name]
     recorder.event(State.INPUT, 1, 2)
@@ -127,7 +127,7 @@ def test_a_recorder_leaves_no_file_behind_and_knows_its_cost():
     assert recorder.event_cost_ns > 0
 
 
-def test_a_recorder_that_is_off_writes_nothing():
+def test_disabled_recorder_writes_nothing():
     recorder = Recorder(0, 1, enabled=False)
     recorder.event(State.INPUT, 1, 2)
     recorder.end_of_step()
@@ -136,7 +136,7 @@ def test_a_recorder_that_is_off_writes_nothing():
     assert recorder.snapshot() == b""
 
 
-def test_more_groups_than_the_header_holds_are_left_out_by_name(capsys):
+def test_groups_beyond_header_capacity_are_skipped_with_warning(capsys):
     recorder = Recorder(0, 1)
     numbers = [recorder.new_group(f"group {number}", 4, 1) for number in range(1000)]
     assert numbers[:100] == list(range(1, 101))
@@ -146,7 +146,7 @@ def test_more_groups_than_the_header_holds_are_left_out_by_name(capsys):
     assert len(parse_record(recorder.snapshot()).meta["groups"]) == left_out
 
 
-def test_the_header_has_room_for_many_groups():
+def test_header_holds_100_groups():
     recorder = Recorder(0, 1)
     for number in range(100):
         recorder.new_group(f"group {number}", 4, 1)

@@ -51,7 +51,7 @@ def seen(folder, does, meanwhile=lambda process: None):
     return list(zip(rows["start"] / 1e9, rows["end"] / 1e9, strict=True)), said
 
 
-def test_a_stopped_process_stood_still_from_its_stop_to_its_continuation(tmp_path):
+def test_stopped_process_records_interval_from_sigstop_to_sigcont(tmp_path):
     at = []
 
     def stop(process):
@@ -67,10 +67,10 @@ def test_a_stopped_process_stood_still_from_its_stop_to_its_continuation(tmp_pat
     assert start >= at[0] - 0.05  # the start is never too early, not even on a busy machine
 
 
-def test_a_computation_that_keeps_the_lock_is_no_standstill(tmp_path):
+def test_computation_holding_the_gil_is_not_a_standstill(tmp_path):
     assert seen(tmp_path, COMPUTES)[0] == []
 
 
-def test_a_foreign_call_that_sleeps_with_the_lock_looks_the_same(tmp_path):
+def test_native_call_sleeping_with_the_gil_is_a_standstill(tmp_path):
     ((start, end),), _ = seen(tmp_path, SLEEPS)
     assert end - start == pytest.approx(0.8, abs=0.2)

@@ -34,13 +34,13 @@ def ring_with(folder, number, capacity=64, **more):
         (100, 1000, range(37, 100)),  # the oldest event is where the rank writes next
     ],
 )
-def test_the_last_events_come_in_the_order_of_writing(tmp_path, written, most, steps):
+def test_tail_returns_last_events_in_write_order(tmp_path, written, most, steps):
     record = parse_record(read_tail(ring_with(tmp_path, written).path, most))
     assert record.events["step"].tolist() == list(steps)
     assert (record.rank, record.lost, record.damaged) == (3, 0, 0)
 
 
-def test_what_was_begun_and_the_cost_come_along_and_the_file_is_not_read_whole(tmp_path):
+def test_tail_includes_unfinished_event_and_overhead_without_reading_all(tmp_path):
     ring = ring_with(tmp_path, 1000, capacity=1 << 12)
     ring.cost_ns = 77
     ring.begin_writer(type("At", (), {"step": 9}))(State.BLOCKED, 55, 6, 1, Op.BARRIER)
@@ -51,7 +51,7 @@ def test_what_was_begun_and_the_cost_come_along_and_the_file_is_not_read_whole(t
     assert (record.begun.since, record.begun.seq, record.begun.step) == (55, 6, 9)
 
 
-def test_files_that_are_no_records_yet_and_other_attempts_are_left_out(tmp_path):
+def test_empty_files_and_other_attempts_are_skipped(tmp_path):
     ring_with(tmp_path, 3, attempt=1)
     (tmp_path / "rank-0.ring").write_bytes(bytes(HEADER_BYTES))  # created, but still empty
     (tmp_path / "rank-1.ring").write_bytes(b"")
@@ -62,7 +62,7 @@ def test_files_that_are_no_records_yet_and_other_attempts_are_left_out(tmp_path)
     assert not read_tails(tmp_path, 10, attempt=0)
 
 
-def test_ranks_whose_processes_cannot_be_seen_have_not_ended(tmp_path):
+def test_rank_with_invisible_pid_is_not_reported_as_ended(tmp_path):
     """A job runs in containers with PID namespaces of their own."""
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -72,7 +72,7 @@ def test_ranks_whose_processes_cannot_be_seen_have_not_ended(tmp_path):
     assert [found.process for found in read_tails(tmp_path, 10)] == ["R", ""]
 
 
-def test_a_rank_that_writes_meanwhile_does_no_harm(tmp_path):
+def test_tail_is_consistent_during_concurrent_writes(tmp_path):
     ring, over = ring_with(tmp_path, 0, capacity=4096), threading.Event()
 
     def write():

@@ -117,7 +117,7 @@ CHOSEN = [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in C
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_script_is_recorded_unchanged_and_told_truly(recorded, name):
+def test_unchanged_script_is_recorded_correctly(recorded, name):
     told = CASES[name]
     if told.needs and importlib.util.find_spec(told.needs) is None:
         pytest.skip(f"{told.needs} is not installed (pip install paceline[frameworks])")
@@ -155,20 +155,20 @@ def test_recording_does_not_change_the_result(recorded, name):
     assert loss.search(result.stdout).group(1) == loss.search(plain).group(1)
 
 
-def test_groups_are_told_by_name_and_those_of_one_rank_left_out(recorded):
+def test_process_groups_are_named_and_single_rank_groups_skipped(recorded):
     _, report = recorded("groups", started=2)
     assert [group.size for group in report.groups] == [2, 2]
     assert len({group.name for group in report.groups}) == 2
 
 
-def test_a_profiler_session_of_the_script_gets_all_its_events(recorded):
+def test_profiler_session_of_script_gets_all_events(recorded):
     plain = ranks.run(path_of("profiled")).stdout
     result, _ = recorded("profiled", started=2)
     counts = [int(re.search(r"(\d+) events", text).group(1)) for text in (plain, result.stdout)]
     assert counts[1] == pytest.approx(counts[0], rel=0.1)
 
 
-def test_an_evaluation_that_asks_for_no_batch_too_many_ends_with_its_last(recorded):
+def test_evaluation_loop_stopped_by_count_ends_with_last_batch(recorded):
     """A loop that stops by count leaves its iterator's address to another iterator or to none.
 
     The time between the two is not an evaluation.
@@ -178,7 +178,7 @@ def test_an_evaluation_that_asks_for_no_batch_too_many_ends_with_its_last(record
     assert report.states[0]["useful"] > 0.4
 
 
-def test_without_a_loader_the_gap_between_steps_shows_the_wait_for_input(recorded):
+def test_input_wait_without_loader_is_gap_between_steps(recorded):
     _, report = recorded("a_list", started=2)
     assert all(rank["input"] < 0.1 for rank in report.states)
     _, report = recorded("a_list", "--generator", "0.02", started=2)
