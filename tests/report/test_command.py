@@ -32,7 +32,7 @@ def refusal(*words):
     return result.stderr
 
 
-def test_one_record_gives_states_efficiencies_and_sentences(tmp_path):
+def test_report_of_one_record_has_states_efficiencies_and_losses(tmp_path):
     text = report(made(tmp_path / "run", size=4)).stdout
     flat = re.sub(r"[│\s]+", " ", text)
     assert "4 ranks on 2 hosts, 41 steps" in flat
@@ -45,7 +45,7 @@ def test_one_record_gives_states_efficiencies_and_sentences(tmp_path):
     assert "recording cost" in flat
 
 
-def test_json_is_versioned_and_has_what_the_table_has(tmp_path):
+def test_json_is_versioned_and_matches_table(tmp_path):
     folder = made(tmp_path / "run")
     data = json.loads(report("--json", folder).stdout)
     assert (data["format"], data["version"]) == ("paceline-report", 1)
@@ -55,7 +55,7 @@ def test_json_is_versioned_and_has_what_the_table_has(tmp_path):
     assert data["samples"] == 2 * 8 * 40
 
 
-def test_steps_choose_a_range(tmp_path):
+def test_steps_option_selects_range(tmp_path):
     folder = made(tmp_path / "run")
     data = json.loads(report("--json", "--steps", "10:20", folder).stdout)
     assert data["samples"] == 2 * 8 * 10
@@ -63,7 +63,7 @@ def test_steps_choose_a_range(tmp_path):
     assert "were not recorded" in refusal("--steps", "900:999", folder)
 
 
-def test_two_of_the_same_size_are_compared_and_noise_is_said(tmp_path):
+def test_two_records_of_same_size_are_compared_with_noise(tmp_path):
     before = made(tmp_path / "before")
     same = made(tmp_path / "same")
     faster = made(tmp_path / "faster", compute=10)
@@ -77,7 +77,7 @@ def test_two_of_the_same_size_are_compared_and_noise_is_said(tmp_path):
     assert step["after"] < step["before"]
 
 
-def test_several_sizes_give_the_scaling_table(tmp_path):
+def test_records_of_several_sizes_give_scaling_table(tmp_path):
     folders = [made(tmp_path / f"n{size}", size=size) for size in (1, 2, 4)]
     text = report(*folders).stdout
     assert re.search(r"ranks +1 +2 +4", text)
@@ -93,7 +93,7 @@ def test_several_sizes_give_the_scaling_table(tmp_path):
     assert "both have 4 ranks" in refusal(*folders, again)
 
 
-def test_one_rank_alone_has_no_figures_that_need_two(tmp_path):
+def test_single_rank_has_no_multi_rank_figures(tmp_path):
     text = report(made(tmp_path / "run", size=1)).stdout
     assert "load balance" not in text
     assert "parallel efficiency" not in text
@@ -103,7 +103,7 @@ def test_one_rank_alone_has_no_figures_that_need_two(tmp_path):
     assert data["efficiencies"]["serialisation"] is None
 
 
-def test_a_missing_rank_is_named_and_lowers_the_confidence(tmp_path):
+def test_missing_rank_is_reported_and_lowers_confidence(tmp_path):
     folder = made(tmp_path / "run", size=4)
     (folder / "rank-2.ring").unlink()
     text = report(folder).stdout
@@ -112,7 +112,7 @@ def test_a_missing_rank_is_named_and_lowers_the_confidence(tmp_path):
     assert json.loads(report("--json", folder).stdout)["confidence"] < 0.76
 
 
-def test_zero_and_one_steps_are_said(tmp_path):
+def test_too_few_steps_are_reported(tmp_path):
     for steps, words in ((None, "No optimizer step"), (0, "Fewer than two steps")):
         folder = tmp_path / f"steps-{steps}"
         folder.mkdir()
@@ -134,7 +134,7 @@ def test_zero_and_one_steps_are_said(tmp_path):
     ],
     ids=["no folder", "empty", "two runs", "newer", "foreign"],
 )
-def test_bad_folders_are_refused_with_the_way_out(tmp_path, spoil, words):
+def test_invalid_record_folders_are_rejected_with_hint(tmp_path, spoil, words):
     folder = made(tmp_path / "run")
     spoil(folder)
     said = refusal(folder)
@@ -154,7 +154,7 @@ def _newer(folder):
     path.write_bytes(data)
 
 
-def test_one_damaged_file_is_left_out_by_name(tmp_path):
+def test_damaged_record_is_skipped_and_named(tmp_path):
     folder = made(tmp_path / "run", size=3)
     path = folder / "rank-1.ring"
     path.write_bytes(path.read_bytes()[:17000])
@@ -166,6 +166,6 @@ def test_one_damaged_file_is_left_out_by_name(tmp_path):
     assert "rank-2.ring: is not a record" in re.sub(r"[│\s]+", " ", report(folder, **wide).stdout)
 
 
-def test_a_folder_of_attempts_points_to_them(tmp_path):
+def test_folder_of_attempts_reports_their_names(tmp_path):
     made(tmp_path / "run" / "attempt-0")
     assert "attempt-0 has one" in refusal(tmp_path / "run")

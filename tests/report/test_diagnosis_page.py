@@ -106,7 +106,7 @@ def found(folder, rungs=RUNGS, causes=CAUSES, host="node", command=("train.py", 
     return Diagnosis(list(command), ladder, analyse(run), w, both, list(causes), list(notes))
 
 
-def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened):
+def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     told = found(tmp_path / "run", notes=["left out: something"])
     page = opened(told)
     data = json.loads(json.dumps(as_json(told), allow_nan=False))
@@ -147,7 +147,7 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     assert "paceline run -n 4 --record record train.py '--x y'" in page.inner_text("#summary")
 
 
-def test_after_one_round_no_cause_is_sure_and_bars_are_hatched(tmp_path, opened):
+def test_single_round_gives_uncertain_causes_and_hatched_bars(tmp_path, opened):
     once = {name: runs[:1] for name, runs in RUNGS.items()}
     told = found(tmp_path / "once", rungs=once, causes=[])
     page = opened(told)
@@ -165,7 +165,7 @@ def test_after_one_round_no_cause_is_sure_and_bars_are_hatched(tmp_path, opened)
     assert ["too wide to tell" in row for row in rows] == [True, True, True, True, False]
 
 
-def test_what_is_within_the_spread_of_the_rounds_is_no_cause(tmp_path):
+def test_difference_within_spread_of_rounds_is_not_a_cause(tmp_path):
     noisy = RUNGS | {"cached": climbs(2800, 3900, 1700)}
     text = diagnosis(found(tmp_path / "noisy", rungs=noisy, causes=[]), WORDS)
     assert "No cause is sure: exchange and input may cost time" in text
@@ -181,7 +181,7 @@ def test_what_is_within_the_spread_of_the_rounds_is_no_cause(tmp_path):
     assert f"Nothing holds it back that takes {100 * WORTH:.0f} % of a step" in text
 
 
-def test_without_a_rung_there_is_no_waterfall_and_it_says_why(tmp_path, opened):
+def test_missing_rung_omits_waterfall_and_reports_reason(tmp_path, opened):
     why = "left out: all ranks, batches in memory: the run ended with exit code 1:\n    Error: <b>"
     told = found(tmp_path / "missing", rungs=RUNGS | {"cached": []}, causes=[], notes=[why])
     page = opened(told)
@@ -192,7 +192,7 @@ def test_without_a_rung_there_is_no_waterfall_and_it_says_why(tmp_path, opened):
     assert page.locator("[data-chart]").count() == 0
 
 
-def test_hostile_names_are_text_and_on_a_telephone_all_can_be_read(tmp_path, opened):
+def test_hostile_names_are_shown_as_text_on_narrow_screen(tmp_path, opened):
     line = LINE | {"code": HOSTILE, "file": HOSTILE, "function": HOSTILE}
     cause = Cause(HOSTILE, 0.3, (0.2, 0.4), HOSTILE, {HOSTILE: HOSTILE, "lines": [line]})
     told = found(
@@ -228,11 +228,11 @@ def test_hostile_names_are_text_and_on_a_telephone_all_can_be_read(tmp_path, ope
     assert page.evaluate(CONTRAST) == []
 
 
-def test_every_name_of_a_cause_has_its_definition():
+def test_every_cause_name_has_a_definition():
     assert all(f"held by {name}" in DEFINITIONS for name in NAMES)
 
 
-def test_all_that_a_witness_can_see_has_a_name(tmp_path):
+def test_every_witness_has_a_label(tmp_path):
     told = found(tmp_path / "run")
     every = dataclasses.replace(told, witnesses=[Witness(name, None, 0.1) for name in RULES])
     console = Console(file=io.StringIO(), width=100)
@@ -242,14 +242,14 @@ def test_all_that_a_witness_can_see_has_a_name(tmp_path):
     assert "other programs" in diagnosis(every, WORDS)
 
 
-def test_steps_stand_in_for_samples_that_nobody_knows(tmp_path):
+def test_rate_is_in_steps_if_samples_are_unknown(tmp_path):
     told = found(tmp_path / "run")
     told = dataclasses.replace(told, report=dataclasses.replace(told.report, samples_per_s=None))
     text = diagnosis(told, WORDS)
     assert "1,600 of 4,800 steps/s" in text
 
 
-def test_a_file_that_cant_be_written_is_said_before_anything_runs(tmp_path):
+def test_unwritable_output_is_reported_before_any_run(tmp_path):
     for path, why in ((tmp_path / "nowhere" / "page.html", "no folder"), (tmp_path, "a folder")):
         command = [ranks.PACELINE, "diagnose", "-n", "2", "--html", path, "train.py"]
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -282,7 +282,7 @@ def words_of(told, width=200):
     return " ".join(console.file.getvalue().split())
 
 
-def test_remedies_come_with_what_they_would_gain(tmp_path, opened):
+def test_remedies_are_shown_with_predicted_gain(tmp_path, opened):
     remedies = [WORKERS, SHORTER, LESS]
     told = dataclasses.replace(found(tmp_path / "run"), remedies=remedies, off=OFF)
     page = opened(told)
@@ -300,7 +300,7 @@ def test_remedies_come_with_what_they_would_gain(tmp_path, opened):
     assert "Predictions from a formula were off by 3.1 points (median of 41)." in text
 
 
-def test_what_was_tried_stands_beside_what_was_predicted(tmp_path, opened):
+def test_trial_results_are_shown_beside_predictions(tmp_path, opened):
     before = found(tmp_path / "before")
     faster = RUNGS | {"everything": climbs(2700, 2690, 2710)}
     after = found(tmp_path / "after", rungs=faster, causes=[CAUSES[2]])

@@ -49,13 +49,13 @@ def opened(browser, tmp_path):
         yield open_
 
 
-def test_a_page_is_small(tmp_path):
+def test_page_size_is_limited(tmp_path):
     path = tmp_path / "page.html"
     told([made(tmp_path / "run", size=4)], html=path)
     assert path.stat().st_size < 1.5e6
 
 
-def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened):
+def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     folder = made(tmp_path / "run", size=4)
     page = opened(folder)
     data = json.loads(told([folder], as_json=True))
@@ -93,7 +93,7 @@ def test_figures_are_those_of_the_json_drawn_and_told_in_words(tmp_path, opened)
     assert "rank 3: 27.4 % more" in page.inner_text("#efficiencies")
 
 
-def test_a_counted_step_stands_on_the_roofline(tmp_path, opened):
+def test_counted_step_is_on_the_roofline(tmp_path, opened):
     counted = {"step": 10, "flops": 4e9, "bytes": 1e9, "device": "cpu", "precision": "float32"}
     counted["ops"] = [["mm", 4, 4e9, 2e8, 0.01], ["add", 9, 0.0, 8e8, 0.002]]
     folder = made(tmp_path / "run", work={**counted, "uncounted": ["own::<b>op"]})
@@ -115,7 +115,7 @@ def test_a_counted_step_stands_on_the_roofline(tmp_path, opened):
     assert page.get_by_role("link", name="FLOPs").count() == 1
 
 
-def test_a_step_that_stands_out_is_marked_and_explained(tmp_path, opened):
+def test_outlier_steps_are_marked_and_explained(tmp_path, opened):
     folder = tmp_path / "run"
     folder.mkdir()
     for i in range(2):
@@ -140,7 +140,7 @@ def test_a_step_that_stands_out_is_marked_and_explained(tmp_path, opened):
     assert "Rank 0 saved a checkpoint while the others stood still." in page.inner_text(".losses")
 
 
-def test_what_a_record_says_is_shown_and_not_run(tmp_path, opened):
+def test_hostile_record_text_is_not_executed(tmp_path, opened):
     folder = made(tmp_path / "run", size=3, host=HOSTILE)
     (folder / "run.json").write_text(json.dumps({"command": [HOSTILE, "--x"], "run": HOSTILE}))
     page = opened(folder)
@@ -160,7 +160,7 @@ def test_what_a_record_says_is_shown_and_not_run(tmp_path, opened):
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 380)])
-def test_it_can_be_read_by_everybody(tmp_path, opened, theme, width):
+def test_page_is_accessible(tmp_path, opened, theme, width):
     folder = made(tmp_path / "run", size=4)
     (folder / "rank-2.ring").unlink()  # doubts have their own colors
     page = opened(folder, theme=theme, width=width)
@@ -198,7 +198,7 @@ def test_it_can_be_read_by_everybody(tmp_path, opened, theme, width):
     assert page.evaluate(CONTRAST) == []
 
 
-def test_ranks_are_sorted_by_loss_and_all_of_it_is_printed(tmp_path, opened):
+def test_ranks_are_sorted_by_loss_and_all_charts_are_printed(tmp_path, opened):
     page = opened(made(tmp_path / "run", size=4), theme="dark")
     assert drawn(page, "states")[0]["x"] == ["0", "1", "2", "3"]
     page.get_by_label("what they lost").check()
@@ -208,7 +208,7 @@ def test_ranks_are_sorted_by_loss_and_all_of_it_is_printed(tmp_path, opened):
     assert page.locator("[data-chart] .main-svg").count() >= charts >= 8
 
 
-def test_512_ranks_stay_readable_and_outliers_are_kept(tmp_path, opened):
+def test_512_ranks_are_aggregated_and_outliers_kept(tmp_path, opened):
     folder = tmp_path / "run"
     folder.mkdir()
     size, steps, late = 512, 25, (300, 17)
@@ -238,7 +238,7 @@ def test_512_ranks_stay_readable_and_outliers_are_kept(tmp_path, opened):
     assert "rank 300 computed, 100 ms longer than usual" in page.inner_text("#steps")
 
 
-def test_one_rank_and_too_few_steps_have_pages_too(tmp_path, opened):
+def test_pages_of_single_rank_and_too_few_steps(tmp_path, opened):
     page = opened(made(tmp_path / "alone", size=1))
     assert "load balance" not in page.inner_text("main")
     assert agree(page, json.loads(told([tmp_path / "alone"], as_json=True))) > 20
@@ -248,7 +248,7 @@ def test_one_rank_and_too_few_steps_have_pages_too(tmp_path, opened):
     assert "too few steps to measure" in opened(folder).inner_text(".lead")
 
 
-def test_before_and_after_beside_each_other(tmp_path, opened):
+def test_comparison_page_of_two_runs(tmp_path, opened):
     before = made(tmp_path / "before", size=4)
     after = made(tmp_path / "after", size=4, compute=10)
     page = opened(before, after)
@@ -261,7 +261,7 @@ def test_before_and_after_beside_each_other(tmp_path, opened):
     assert bars["useful"][0] - bars["useful"][1] == pytest.approx(10, abs=0.5)
 
 
-def test_several_sizes_have_curves_and_say_what_falls(tmp_path, opened):
+def test_scaling_page_has_speedup_curves_and_main_loss(tmp_path, opened):
     folders = [made(tmp_path / f"n{size}", size=size) for size in (1, 2, 4)]
     page = opened(*folders)
     data = json.loads(told(folders, as_json=True))
@@ -282,7 +282,7 @@ def refusal(folder, path):
     return result.stderr
 
 
-def test_a_file_that_cant_be_written_is_said_and_leaves_nothing(tmp_path):
+def test_unwritable_output_is_reported_and_leaves_no_file(tmp_path):
     folder = made(tmp_path / "run")
     assert "No such file" in refusal(folder, tmp_path / "nowhere" / "page.html")
     (tmp_path / "taken").mkdir()
@@ -291,7 +291,7 @@ def test_a_file_that_cant_be_written_is_said_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux and root")
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
+def test_full_disk_is_reported_and_leaves_no_file(tmp_path):
     folder = made(tmp_path / "run")
     full = tmp_path / "full"
     full.mkdir()
@@ -307,18 +307,18 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
     assert result.stdout == ""
 
 
-def test_a_run_beside_itself_has_not_changed(tmp_path):
+def test_run_compared_with_itself_has_no_change(tmp_path):
     run = analyse_with_window(load_run(made(tmp_path / "run", size=4)))
     assert "No change beyond noise" in before_and_after(run, run)
 
 
-def test_words_and_pages_need_no_torch():
+def test_page_modules_do_not_import_torch():
     code = "import sys, paceline.report.page.run_page, paceline.report.page.comparison as s; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_late_ranks_own_loss_and_the_waiting_for_it_are_one(tmp_path):
+def test_loss_of_late_rank_includes_wait_of_other_ranks(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     for i in range(2):

@@ -98,7 +98,7 @@ def slices_in(data, name, pid=None):
     ]
 
 
-def test_slices_add_up_to_the_states_of_the_report(tmp_path):
+def test_slice_durations_match_report_states(tmp_path):
     whole = examined(run_of(tmp_path, size=3))
     words = timeline.write(whole, tmp_path / "run.json")
     data = trace(tmp_path / "run.json")
@@ -119,7 +119,7 @@ def test_slices_add_up_to_the_states_of_the_report(tmp_path):
     assert [path.name for path in tmp_path.glob("*json*")] == ["run.json"]
 
 
-def test_ranks_are_processes_in_the_order_of_hosts(tmp_path):
+def test_ranks_are_processes_sorted_by_host(tmp_path):
     timeline.write(examined(run_of(tmp_path, size=4)), tmp_path / "run.json")
     about = [e for e in trace(tmp_path / "run.json")["traceEvents"] if e["ph"] == "M"]
     names = {e["pid"]: e["args"]["name"] for e in about if e["name"] == "process_name"}
@@ -130,7 +130,7 @@ def test_ranks_are_processes_in_the_order_of_hosts(tmp_path):
     assert labels == {"node0", "node1"}
 
 
-def test_arrows_go_from_the_late_rank_to_those_it_held_up(tmp_path):
+def test_arrows_point_from_late_rank_to_waiting_ranks(tmp_path):
     timeline.write(examined(run_of(tmp_path, size=3)), tmp_path / "run.json")
     data = trace(tmp_path / "run.json")
     starts = [event for event in data["traceEvents"] if event["ph"] == "s"]
@@ -150,7 +150,7 @@ def test_arrows_go_from_the_late_rank_to_those_it_held_up(tmp_path):
     assert flight["args"] == {**named, "bytes": 1 << 20, "GB/s": rate}
 
 
-def test_nobody_is_blamed_within_the_clocks_residual(tmp_path):
+def test_no_late_rank_within_clock_residual(tmp_path):
     whole = examined(run_of(tmp_path))
     whole.measured.residual_ns = 5 * MS
     timeline.write(whole, tmp_path / "run.json")
@@ -159,7 +159,7 @@ def test_nobody_is_blamed_within_the_clocks_residual(tmp_path):
     assert not slices_in(data, "waited for")
 
 
-def test_messages_have_an_arrow_and_overlapping_ones_lanes(tmp_path):
+def test_messages_have_arrows_and_overlapping_messages_have_lanes(tmp_path):
     ranks = [Rank(tmp_path, i, 2, clock="one") for i in range(2)]
     for rank, op in zip(ranks, (Op.SEND, Op.RECV), strict=True):
         rank.step(0, 10)
@@ -176,7 +176,7 @@ def test_messages_have_an_arrow_and_overlapping_ones_lanes(tmp_path):
     assert {"send to 1", "recv from 0"} <= {e["name"] for e in data["traceEvents"]}
 
 
-def test_steps_choose_a_range(tmp_path):
+def test_steps_option_selects_range(tmp_path):
     ranks = [*run_of(tmp_path)]
     for given in (None, (4, 7)):
         words = timeline.write(examined(ranks, steps=given), tmp_path / "run.json", (4, 7))
@@ -190,7 +190,7 @@ def test_steps_choose_a_range(tmp_path):
         timeline.write(examined(ranks), tmp_path / "run.json", (50, 60))
 
 
-def test_slices_that_reach_over_the_range_are_cut_and_say_so(tmp_path):
+def test_slices_beyond_range_are_cut_and_marked(tmp_path):
     ranks = [*run_of(tmp_path)]
     for rank in ranks:  # from step 3 to step 8
         rank.was(State.VALIDATION, 10 + 14 * 2 + 7, 10 + 14 * 7 + 7)
@@ -200,7 +200,7 @@ def test_slices_that_reach_over_the_range_are_cut_and_say_so(tmp_path):
     assert {(e["ts"], e["dur"], e["args"]["cut_from_ms"]) for e in long} == {(0, 42000, 70)}
 
 
-def test_on_gpus_kernels_have_threads_and_wait_for_each_other(tmp_path):
+def test_gpu_kernels_have_threads_and_wait_arrows(tmp_path):
     """Synthetic kernels, as the profiler would record them."""
     ranks = [Rank(tmp_path, i, 2, clock="one") for i in range(2)]
     for i, rank in enumerate(ranks):
@@ -221,7 +221,7 @@ def test_on_gpus_kernels_have_threads_and_wait_for_each_other(tmp_path):
     assert len([event for event in data["traceEvents"] if event["ph"] == "f"]) == 3
 
 
-def test_too_many_events_narrow_the_steps_and_that_is_said(tmp_path, monkeypatch):
+def test_too_many_events_reduce_the_step_range_with_note(tmp_path, monkeypatch):
     whole = examined(run_of(tmp_path))
     monkeypatch.setattr(timeline, "MAX_EVENTS", 100)
     typical = whole.report.step_times.typical
@@ -239,7 +239,7 @@ def test_too_many_events_narrow_the_steps_and_that_is_said(tmp_path, monkeypatch
     assert f"step {typical} of 1 to 10" in timeline.write(whole, tmp_path / "run.json")
 
 
-def test_lines_of_the_script_are_instants_or_said_to_be_left_out(tmp_path, monkeypatch):
+def test_script_lines_are_instant_events_or_reported_as_omitted(tmp_path, monkeypatch):
     ranks = [*run_of(tmp_path)]
     for at in (30, 31):
         ranks[0].was(State.SAMPLE, at, at, amount=7)
@@ -256,7 +256,7 @@ def test_lines_of_the_script_are_instants_or_said_to_be_left_out(tmp_path, monke
     assert not [e for e in trace(tmp_path / "run.json")["traceEvents"] if e["ph"] == "i"]
 
 
-def test_hosts_whose_clocks_are_apart_have_no_arrows_and_it_is_said(tmp_path):
+def test_unaligned_host_clocks_have_no_arrows_and_are_reported(tmp_path):
     ranks = [Rank(tmp_path, i, 2, host=f"node{i}", groups={str(i): (1, 0)}) for i in range(2)]
     for rank in ranks:
         for step in range(3):
@@ -270,7 +270,7 @@ def test_hosts_whose_clocks_are_apart_have_no_arrows_and_it_is_said(tmp_path):
     assert {e["name"] for e in slices_in(data, "states")} >= {"useful", "wait or transfer"}
 
 
-def test_a_name_that_ends_with_gz_is_compressed(tmp_path):
+def test_gz_output_is_compressed(tmp_path):
     whole = examined(run_of(tmp_path))
     timeline.write(whole, tmp_path / "run.json")
     timeline.write(whole, tmp_path / "run.json.gz")
@@ -278,7 +278,7 @@ def test_a_name_that_ends_with_gz_is_compressed(tmp_path):
     assert (tmp_path / "run.json.gz").stat().st_size < (tmp_path / "run.json").stat().st_size / 4
 
 
-def test_hostile_names_stay_text(tmp_path):
+def test_hostile_names_are_escaped(tmp_path):
     ranks = run_of(tmp_path, host="h{}" + HOSTILE, group=HOSTILE)
     timeline.write(examined(ranks, command=[HOSTILE]), tmp_path / "run.json")
     data = trace(tmp_path / "run.json")
@@ -289,7 +289,7 @@ def test_hostile_names_stay_text(tmp_path):
     (tmp_path / "run.json").read_text("ascii")
 
 
-def test_no_window_is_said(tmp_path):
+def test_missing_measurement_window_is_reported(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.was(State.FORWARD, 0, 10)
     with pytest.raises(ValueError, match=r"fewer than two optimizer steps.*HINT"):
@@ -297,7 +297,7 @@ def test_no_window_is_said(tmp_path):
     assert not (tmp_path / "run.json").exists()
 
 
-def test_a_pipe_is_written_to_and_an_own_link_followed(tmp_path):
+def test_output_to_pipe_and_own_symlink(tmp_path):
     whole = examined(run_of(tmp_path))
     link, pipe = tmp_path / "latest", tmp_path / "pipe"
     link.symlink_to("named.json.gz")
@@ -314,7 +314,7 @@ def test_a_pipe_is_written_to_and_an_own_link_followed(tmp_path):
     assert pipe.is_fifo()
 
 
-def test_what_cant_be_written_leaves_the_old_file(tmp_path):
+def test_failed_write_keeps_old_file(tmp_path):
     whole = examined(run_of(tmp_path))
     for path, words in ((tmp_path / "no" / "run.json", "No such file"), (tmp_path, "is no file")):
         with pytest.raises(ValueError, match=f"{words}.*HINT"):
@@ -333,7 +333,7 @@ def test_what_cant_be_written_leaves_the_old_file(tmp_path):
         subprocess.run(["umount", full], check=True)
 
 
-def test_slices_beside_each_other_take_lanes_and_free_them():
+def test_overlapping_slices_use_and_free_lanes():
     import numpy as np
 
     rows = [(0, 10, 1), (0, 4, 1), (2, 3, 2), (3, 12, 3), (5, 11, 1), (10, 12, 4)]
@@ -341,7 +341,7 @@ def test_slices_beside_each_other_take_lanes_and_free_them():
     assert lanes(start, end, key).tolist() == [0, 0, 1, 1, 2, 0]
 
 
-def test_microseconds_keep_every_nanosecond():
+def test_microseconds_preserve_nanosecond_precision():
     import numpy as np
 
     times = np.concatenate(
