@@ -69,7 +69,7 @@ def closed(visitor, seconds=5.0):
     return said
 
 
-def test_a_visitor_with_the_right_word_is_returned_and_what_follows_is_not_read(door):
+def test_connection_with_right_token_is_accepted_without_reading_on(door):
     acceptor, knock = door()
     visitor = knock(say=b"open the rest")
     ((connection, result),) = acceptor.wait(5.0)
@@ -80,7 +80,7 @@ def test_a_visitor_with_the_right_word_is_returned_and_what_follows_is_not_read(
     connection.close()
 
 
-def test_a_silent_and_a_slow_and_a_wrong_visitor_are_dropped_and_counted(door):
+def test_silent_slow_and_wrong_connections_are_dropped_and_counted(door):
     acceptor, knock = door(seconds=0.3)
     silent, wrong, gone = knock(), knock(say=b"shut"), knock(say=b"op")
     gone.shutdown(socket.SHUT_WR)
@@ -96,7 +96,7 @@ def test_a_silent_and_a_slow_and_a_wrong_visitor_are_dropped_and_counted(door):
     assert str(acceptor.strangers) == "127.0.0.1 (4)"
 
 
-def test_a_thousand_silent_visitors_hold_up_nobody_and_need_no_thread(door):
+def test_thousand_silent_connections_do_not_block_or_start_threads(door):
     acceptor, knock = door()
     threads = threading.active_count()
     for number in range(1000):
@@ -113,7 +113,7 @@ def test_a_thousand_silent_visitors_hold_up_nobody_and_need_no_thread(door):
     connection.close()
 
 
-def test_too_many_of_one_address_displace_its_oldest_and_nobody_else(door):
+def test_connections_over_limit_per_address_drop_its_oldest(door):
     acceptor, knock = door(max_per_address=3)
     other, *same = knock("127.0.0.2"), *(knock("127.0.0.3") for _ in range(5))
     assert acceptor.wait(0.1) == []
@@ -130,7 +130,7 @@ def test_too_many_of_one_address_displace_its_oldest_and_nobody_else(door):
         connection.close()
 
 
-def test_too_many_in_all_displace_the_oldest(door):
+def test_connections_over_total_limit_drop_the_oldest(door):
     acceptor, knock = door(max_pending=3)
     visitors = [knock(f"127.0.0.{number}") for number in range(2, 7)]
     assert acceptor.wait(0.1) == []
@@ -139,7 +139,7 @@ def test_too_many_in_all_displace_the_oldest(door):
     assert acceptor.strangers.by_address == {"127.0.0.2": 1, "127.0.0.3": 1}
 
 
-def test_a_line_is_read_to_its_end_and_no_further(door):
+def test_line_is_read_only_up_to_its_end(door):
     acceptor, knock = door(line)
     knock(say=b"123\n456\n")
     ((connection, result),) = acceptor.wait(5.0)
@@ -159,7 +159,7 @@ def in_turn(acceptor, visitor):
     return visitor
 
 
-def test_a_greeting_that_can_not_read_what_came_refuses_it(door):
+def test_unparsable_greeting_is_rejected(door):
     def number(address):
         return int((yield Step(read=3)))
 
@@ -171,7 +171,7 @@ def test_a_greeting_that_can_not_read_what_came_refuses_it(door):
     connection.close()
 
 
-def test_a_listening_socket_that_was_shut_down_is_an_error(closing):
+def test_shut_down_listening_socket_raises(closing):
     listening = socket.create_server(("127.0.0.1", 0))
     acceptor = closing.enter_context(Acceptor([listening], word))
     threading.Timer(0.1, listening.shutdown, [socket.SHUT_RDWR]).start()
@@ -198,7 +198,7 @@ print(acceptor.strangers.total > 20, time.process_time() - begun < 5.0)
 """
 
 
-def test_a_process_without_descriptors_drops_the_oldest_and_goes_on(closing):
+def test_oldest_connection_is_dropped_when_descriptors_run_out(closing):
     process = closing.enter_context(
         subprocess.Popen(
             [sys.executable, "-c", WITHOUT_DESCRIPTORS], stdout=subprocess.PIPE, text=True
@@ -213,7 +213,7 @@ def test_a_process_without_descriptors_drops_the_oldest_and_goes_on(closing):
     assert process.communicate(timeout=30)[0] == "True True\n"
 
 
-def test_strangers_take_a_part_of_the_descriptors_only(door):
+def test_pending_connections_are_limited_to_part_of_descriptors(door):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     try:
@@ -226,7 +226,7 @@ def test_strangers_take_a_part_of_the_descriptors_only(door):
     assert acceptor.pending == 100
 
 
-def test_without_pending_visitors_a_full_process_waits_without_using_the_cpu(door, monkeypatch):
+def test_no_busy_wait_when_descriptors_run_out(door, monkeypatch):
     acceptor, knock = door()
     calls = []
 
@@ -243,7 +243,7 @@ def test_without_pending_visitors_a_full_process_waits_without_using_the_cpu(doo
     connection.close()
 
 
-def test_addresses_of_strangers_are_counted_up_to_a_limit(monkeypatch):
+def test_rejected_addresses_are_counted_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(greeting, "MAX_STRANGER_ADDRESSES", 6)
     strangers = Strangers()
     for number in range(10):
@@ -256,7 +256,7 @@ def test_addresses_of_strangers_are_counted_up_to_a_limit(monkeypatch):
     )
 
 
-def test_both_sides_of_a_greeting_in_two_threads():
+def test_greeting_between_two_threads():
     ours, theirs = socket.socketpair()
 
     def visitor():
@@ -273,7 +273,7 @@ def test_both_sides_of_a_greeting_in_two_threads():
         assert found == ["open from x"]
 
 
-def test_a_side_that_is_silent_or_slow_is_not_waited_for():
+def test_greeting_with_silent_or_slow_peer_times_out():
     ours, theirs = socket.socketpair()
     begun = time.monotonic()
     with ours, theirs:
@@ -285,7 +285,7 @@ def test_a_side_that_is_silent_or_slow_is_not_waited_for():
         drip.join()
 
 
-def test_a_side_that_does_not_read_is_refused():
+def test_peer_that_does_not_read_is_rejected():
     def much():
         yield Step(send=bytes(10_000_000))
 

@@ -77,7 +77,7 @@ def secret_of(user, place, text="private"):
     return folder
 
 
-def test_a_start_removes_copies_and_waits_for_nothing_that_another_user_made(place, bait):
+def test_start_ignores_folders_and_locks_of_another_user(place, bait):
     home, loot = secret_of(VICTIM, place), users.folder(place / "loot", ATTACKER, 0o777)
     said_sent = json.dumps({"target": str(home), "sent": True})
     baits = [
@@ -105,7 +105,7 @@ def test_a_start_removes_copies_and_waits_for_nothing_that_another_user_made(pla
     assert done.stderr.count(f"{link} is a symbolic link and no folder") == 1
 
 
-def test_top_shows_no_job_that_another_user_made_up(place, bait):
+def test_top_ignores_fake_job_of_another_user(place, bait):
     about = {"run": f"r{ESCAPE}", "command": [f"x{ESCAPE}"], "started": 1.0, "host": "h"}
     fake = bait(lock="", run_json=json.dumps(about), keep_json=json.dumps({"target": "/tmp"}))
     waits = bait(lock=None)
@@ -135,7 +135,7 @@ def test_top_shows_no_job_that_another_user_made_up(place, bait):
     assert "socket for job x takes no connection: it may be another user's" in done.stderr
 
 
-def test_a_record_goes_through_no_link_in_its_folder(place):
+def test_record_does_not_follow_links_in_its_folder(place):
     """The folder is writable for other users."""
     home = secret_of(VICTIM, place)
     record = place / "record"
@@ -151,7 +151,7 @@ def test_a_record_goes_through_no_link_in_its_folder(place):
     assert (record / "run.json").stat().st_uid == VICTIM
 
 
-def test_nobody_else_can_read_a_job_that_runs(place):
+def test_running_job_is_unreadable_for_other_users(place):
     words = paceline("run", "-n", "1", place / "train.py", 60)
     job = users.start(VICTIM, *words, cwd=place)
     try:
@@ -169,7 +169,7 @@ def _stacks():
     return list(SHM.glob(f"paceline-job-{VICTIM}-*/*.stack"))
 
 
-def test_a_temporary_folder_in_which_all_may_rename_is_not_used(tmp_path, monkeypatch):
+def test_temporary_folder_without_sticky_bit_is_rejected(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     with pytest.raises(ValueError, match=r"HINT: TMPDIR=DIR, a folder of your own or one with the"):
@@ -184,7 +184,7 @@ def test_a_temporary_folder_in_which_all_may_rename_is_not_used(tmp_path, monkey
     job_folder.remove(folder)
 
 
-def test_a_job_starts_in_a_user_namespace_that_does_not_map_root(place):
+def test_job_starts_in_user_namespace_without_root(place):
     """As in an unprivileged user's container, where /dev/shm appears to be owned by nobody."""
     words = ["unshare", "-U", "--map-current-user"]
     if users.run(VICTIM, *words, "true").returncode:
@@ -194,7 +194,7 @@ def test_a_job_starts_in_a_user_namespace_that_does_not_map_root(place):
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
-def test_earlier_attempts_records_go_through_no_link(tmp_path):
+def test_records_of_earlier_attempts_do_not_follow_links(tmp_path):
     folder, target = tmp_path / "job", tmp_path / "record"
     folder.mkdir(0o700)
     target.mkdir()
@@ -208,7 +208,7 @@ def test_earlier_attempts_records_go_through_no_link(tmp_path):
     assert list(folder.glob("*.ring"))
 
 
-def test_what_a_killed_job_left_is_cleared_and_is_no_running_job(tmp_path, monkeypatch):
+def test_leftovers_of_killed_job_are_not_running_jobs(tmp_path, monkeypatch):
     monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     half = tmp_path / f"paceline-new-{os.getuid()}-abc"
     half.mkdir(0o700)

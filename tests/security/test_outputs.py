@@ -40,7 +40,7 @@ def read_in_thread(path):
 
 
 @writers
-def test_a_fifo_of_this_user_is_written_to(tmp_path, write):
+def test_output_to_own_fifo(tmp_path, write):
     path = tmp_path / "out"
     os.mkfifo(path)
     found, thread = read_in_thread(path)
@@ -53,7 +53,7 @@ def test_a_fifo_of_this_user_is_written_to(tmp_path, write):
 
 
 @writers
-def test_a_device_stays_a_device(tmp_path, write):
+def test_output_to_device_keeps_the_device(tmp_path, write):
     need(users.missing())
     path = tmp_path / "null"
     os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
@@ -63,7 +63,7 @@ def test_a_device_stays_a_device(tmp_path, write):
 
 
 @writers
-def test_a_link_of_this_user_is_followed(tmp_path, write):
+def test_output_follows_own_link(tmp_path, write):
     link, target = tmp_path / "link", tmp_path / "there" / "target"
     target.parent.mkdir()
     link.symlink_to("there/target")
@@ -75,7 +75,7 @@ def test_a_link_of_this_user_is_followed(tmp_path, write):
 
 @writers
 @pytest.mark.parametrize("through", [False, True], ids=["named", "behind a link"])
-def test_a_link_of_another_user_is_replaced(tmp_path, write, through):
+def test_output_replaces_link_of_another_user(tmp_path, write, through):
     need(users.missing())
     path, victim = tmp_path / "theirs", tmp_path / "victim"
     victim.write_text("old")
@@ -90,7 +90,7 @@ def test_a_link_of_another_user_is_replaced(tmp_path, write, through):
     assert own.is_symlink()
 
 
-def test_a_fifo_of_another_user_is_replaced_and_not_waited_for(tmp_path):
+def test_output_replaces_fifo_of_another_user(tmp_path):
     need(users.missing())
     path = tmp_path / "out"
     os.mkfifo(path)
@@ -99,7 +99,7 @@ def test_a_fifo_of_another_user_is_replaced_and_not_waited_for(tmp_path):
     assert path.read_text() == "text"
 
 
-def test_a_terminal_is_written_to():
+def test_output_to_terminal():
     outer, inner = os.openpty()
     try:
         write_output(Path(os.ttyname(inner)), "shown")
@@ -120,7 +120,7 @@ print("after", flush=True)
 
 
 @pytest.mark.parametrize("manner", ["pipe", "file", "socket"])
-def test_what_stdout_is_gets_the_output_in_its_place(tmp_path, manner):
+def test_output_to_dev_stdout_keeps_order(tmp_path, manner):
     link = tmp_path / "stdout"  # as /dev/stdout
     link.symlink_to("/proc/self/fd/1")
     words = [sys.executable, "-c", STDOUT, str(link)]
@@ -138,7 +138,7 @@ def test_what_stdout_is_gets_the_output_in_its_place(tmp_path, manner):
     assert said == b"before\noutput\nafter\n"
 
 
-def test_what_is_no_output_is_refused_and_stays(tmp_path):
+def test_invalid_output_path_is_rejected_and_unchanged(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
@@ -155,7 +155,7 @@ def test_what_is_no_output_is_refused_and_stays(tmp_path):
         write_output(tmp_path / "/proc/self/fd/999999", "text")
 
 
-def test_an_error_leaves_the_old_file_and_its_permissions_are_kept(tmp_path):
+def test_failed_write_keeps_old_file_and_permissions(tmp_path):
     path = tmp_path / "out"
     path.write_text("old")
     path.chmod(0o600)
@@ -188,7 +188,7 @@ TRAIN = """
 @pytest.mark.parametrize(
     "launcher", ["paceline --json S", "paceline --json S --record R", "python"]
 )
-def test_a_summary_replaces_a_link_of_another_user(tmp_path, launcher):
+def test_json_summary_replaces_link_of_another_user(tmp_path, launcher):
     need(users.missing())
     summary, victim = tmp_path / "summary.json", tmp_path / "victim"
     victim.write_text("old")

@@ -28,7 +28,7 @@ def _no_hang():
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tfrecord", "a.parquet", "data.mdb", ".zarray"])
-def test_folders_of_other_formats_with_a_fifo(tmp_path, name):
+def test_fifo_in_folder_of_other_format_is_rejected(tmp_path, name):
     folder = tmp_path / "in"
     folder.mkdir()
     os.mkfifo(folder / name)
@@ -67,13 +67,13 @@ def example(**values) -> bytes:
     ],
     ids=["large", "object", "record", "negative", "no dtype", "no message"],
 )
-def test_features_of_tfrecords(tmp_path, content, said):
+def test_invalid_tfrecord_features_are_rejected(tmp_path, content, said):
     (tmp_path / "x.tfrecord").write_bytes(record(content))
     with pytest.raises(ValueError, match=said):
         pack(tmp_path / "x.tfrecord", tmp_path / "out")
 
 
-def test_lengths_of_tfrecords(tmp_path):
+def test_excessive_tfrecord_length_is_rejected(tmp_path):
     """A sparse file of 1 TiB with one record."""
     path = tmp_path / "x.tfrecord"
     path.write_bytes(record(b"", 1 << 40)[: HEADER.size])
@@ -106,13 +106,13 @@ def tar_head(name: str, size: bytes, kind: bytes = b"0") -> bytes:
         (2000 * (tar_head("a", b"00000000000\0", b"x")), "can't be read as a tar|holds no samples"),
     ],
 )
-def test_headers_of_tars(tmp_path, head, said):
+def test_invalid_tar_headers_are_rejected(tmp_path, head, said):
     (tmp_path / "x.tar").write_bytes(head + bytes(10240))
     with pytest.raises(ValueError, match=said):
         pack(tmp_path / "x.tar", tmp_path / "out")
 
 
-def test_a_sparse_member_of_a_tar(tmp_path):
+def test_sparse_tar_member_is_rejected(tmp_path):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         one = tarfile.TarInfo("a.npy")
         one.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
@@ -124,14 +124,14 @@ def test_a_sparse_member_of_a_tar(tmp_path):
         pack(tmp_path / "x.tar", tmp_path / "out")
 
 
-def test_a_class_list_beside_a_file_is_a_regular_one(tmp_path):
+def test_class_list_that_is_a_fifo_is_rejected(tmp_path):
     (tmp_path / "x.tfrecord").write_bytes(record(example(x=b"a", label=[1])))
     os.mkfifo(tmp_path / "classes.txt")
     with pytest.raises(ValueError, match=r"classes\.txt: is a FIFO"):
         pack(tmp_path / "x.tfrecord", tmp_path / "out")
 
 
-def test_rows_and_chunks_of_hdf5_that_are_too_large(tmp_path):
+def test_oversized_hdf5_rows_and_chunks_are_rejected(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("row", (2, 1 << 40), "f4", chunks=(1, 1 << 20))
         file.create_dataset("chunk", (1 << 20, 1 << 20), "f4", chunks=(1 << 20, 1))
@@ -144,7 +144,7 @@ def test_rows_and_chunks_of_hdf5_that_are_too_large(tmp_path):
         pack(f"{tmp_path / 'x.h5'}:pairs", tmp_path / "out")
 
 
-def test_hdf5_whose_values_are_in_a_fifo(tmp_path):
+def test_hdf5_with_values_in_external_fifo_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "raw")
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", (4, 2), "f4", external=[("raw", 0, 32)])
@@ -156,7 +156,7 @@ def test_hdf5_whose_values_are_in_a_fifo(tmp_path):
             pack(f"{tmp_path / 'x.h5'}:{name}", tmp_path / "out")
 
 
-def test_zarr_with_a_chunk_that_is_a_fifo_or_a_codec_that_runs_code(tmp_path):
+def test_zarr_with_fifo_chunk_or_pickle_codec_is_rejected(tmp_path):
     made = zarr.create_array(str(tmp_path / "x.zarr"), shape=(4, 2), chunks=(2, 2), dtype="f4")
     made[:] = 1
     chunk = next(p for p in (tmp_path / "x.zarr").rglob("0") if p.is_file())
@@ -179,7 +179,7 @@ def test_zarr_with_a_chunk_that_is_a_fifo_or_a_codec_that_runs_code(tmp_path):
         (b"CDF\1" + bytes(20) + b"\0\0\0\x0b\0\0\0\1" + bytes(4) + b"\xff" * 4, "of 4,294,967"),
     ],
 )
-def test_headers_of_netcdf_3(tmp_path, data, said):
+def test_invalid_netcdf3_headers_are_rejected(tmp_path, data, said):
     (tmp_path / "x.nc").write_bytes(data)
     if said:
         with pytest.raises(ValueError, match=said):
@@ -188,7 +188,7 @@ def test_headers_of_netcdf_3(tmp_path, data, said):
         assert classic.length_note(tmp_path / "x.nc") == ""
 
 
-def test_metadata_of_parquet_that_is_not_what_datasets_writes(tmp_path):
+def test_invalid_parquet_metadata_is_ignored(tmp_path):
     for told in (b"[1]", b'{"info": {"features": {"y": {"names": [1]}}}}', b"{", b"[" * 100000):
         table = pyarrow.table({"x": [1.0, 2.0], "y": [0, 1]})
         table = table.replace_schema_metadata({b"huggingface": told})
@@ -197,7 +197,7 @@ def test_metadata_of_parquet_that_is_not_what_datasets_writes(tmp_path):
         assert Shards(tmp_path / "out").meta.classes == []
 
 
-def test_what_a_library_raises_is_told_by_name(tmp_path, monkeypatch):
+def test_library_error_is_reported_with_file_name(tmp_path, monkeypatch):
     monkeypatch.setattr(zarrs, "source", lambda *_: {}["\x1b"])
     (tmp_path / "x.zarr").mkdir()
     (tmp_path / "x.zarr" / "zarr.json").write_text("{}")

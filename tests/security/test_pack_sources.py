@@ -52,7 +52,7 @@ def strange(folder: Path, name: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a character device", "a socket"])
-def test_a_sample_that_is_no_regular_file_is_an_error_of_its_own(tmp_path, monkeypatch, kind):
+def test_sample_that_is_not_a_regular_file_raises_or_is_skipped(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     folder = sets.images(tmp_path / "in", 9)
     said = strange(folder / "bee", "odd.jpg", kind)
@@ -64,7 +64,7 @@ def test_a_sample_that_is_no_regular_file_is_an_error_of_its_own(tmp_path, monke
     assert len(report.left_out) == 1
 
 
-def test_a_table_of_labels_and_its_samples(tmp_path):
+def test_invalid_label_tables_and_samples_are_rejected(tmp_path):
     folder = sets.images(tmp_path / "in", 6)
     os.mkfifo(folder / "odd.jpg")
     (tmp_path / "labels.csv").write_text("ant/0000.jpg,1\nodd.jpg,2\n")
@@ -81,7 +81,7 @@ def test_a_table_of_labels_and_its_samples(tmp_path):
         pack(folder, tmp_path / "four", tmp_path / "large.csv")
 
 
-def test_files_names_are_printed_without_control_characters(tmp_path):
+def test_file_names_are_printed_without_control_characters(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "\x1b]0;owned\x07.jpg").write_bytes(b"no image")
@@ -90,7 +90,7 @@ def test_files_names_are_printed_without_control_characters(tmp_path):
     assert str(error.value).isprintable()
 
 
-def test_links_that_lead_to_each_other_have_an_end(tmp_path):
+def test_mutual_symlinks_are_rejected(tmp_path):
     for one in range(6):
         (tmp_path / "in" / f"{one}").mkdir(parents=True)
         (tmp_path / "in" / f"{one}" / "x.bin").write_bytes(b"x")
@@ -115,7 +115,7 @@ def test_links_that_lead_to_each_other_have_an_end(tmp_path):
         (b"", "is no .npy file that can be read"),
     ],
 )
-def test_heads_of_npy_files_take_no_memory(tmp_path, data, said):
+def test_invalid_npy_headers_allocate_no_memory(tmp_path, data, said):
     (tmp_path / "x.npy").write_bytes(data)
     with pytest.raises(ValueError, match=said):
         pack(tmp_path / "x.npy", tmp_path / "out")
@@ -127,7 +127,7 @@ def test_heads_of_npy_files_take_no_memory(tmp_path, data, said):
         pack(tmp_path / "in", tmp_path / "two")
 
 
-def test_npy_files_that_are_fifos(tmp_path):
+def test_npy_fifo_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "x.npy")
     with pytest.raises(ValueError, match=r"x\.npy: is a FIFO and no regular file"):
         pack(tmp_path / "x.npy", tmp_path / "out")
@@ -135,7 +135,7 @@ def test_npy_files_that_are_fifos(tmp_path):
         pack(np.zeros((3, 2)), tmp_path / "out", tmp_path / "x.npy")
 
 
-def test_a_name_with_a_line_break_is_one_line(tmp_path):
+def test_line_break_in_sample_name_is_escaped(tmp_path):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for key in ("a\nb", "c"):
             one = tarfile.TarInfo(f"{key}.npy")
@@ -146,7 +146,7 @@ def test_a_name_with_a_line_break_is_one_line(tmp_path):
     assert {shards.name(0), shards.name(1)} == {r"a\x0ab", "c"}
 
 
-def test_the_command_tells_a_fifo_in_a_line(tmp_path):
+def test_pack_command_reports_fifo_in_one_line(tmp_path):
     folder = sets.images(tmp_path / "in", 3)
     os.mkfifo(folder / "ant" / "odd.jpg")
     words = [sys.executable, "-m", "paceline", "pack", str(folder), str(tmp_path / "out")]
@@ -157,7 +157,7 @@ def test_the_command_tells_a_fifo_in_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.tfrecord", "x.tar", "x.npy", "in"])
-def test_a_source_that_is_refused_leaves_no_file_open(tmp_path, name):
+def test_rejected_source_leaves_no_file_open(tmp_path, name):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.npy").write_bytes(b"")
     (tmp_path / "in" / "b.jpg").write_bytes(b"")

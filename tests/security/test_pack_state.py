@@ -28,7 +28,7 @@ def _no_hang():
 
 
 @pytest.mark.parametrize("ends", [b"", b"1", b"\xff" * 32, (1 << 40).to_bytes(8, "little")])
-def test_a_damaged_list_of_files_is_made_anew(tmp_path, ends):
+def test_damaged_file_listing_is_rebuilt(tmp_path, ends):
     folder = sets.images(tmp_path / "in", 6)
     (tmp_path / "work").mkdir()
     FolderSource(folder, None, tmp_path / "work").close()
@@ -42,7 +42,7 @@ def test_a_damaged_list_of_files_is_made_anew(tmp_path, ends):
     "change",
     [b"[]", b"\xff", b"[" * 100000, {"left": -1}, {"asked": {}}, {"cut": {"first": 0, "each": 0}}],
 )
-def test_a_damaged_task_of_ranks_is_told_in_a_line(tmp_path, change):
+def test_damaged_task_file_is_reported(tmp_path, change):
     Task(PackRequest("x", "y"), Partition(0, 2, 4), [0, 1], "arrays", "x", False, 0, 0, False).save(
         tmp_path
     )
@@ -92,7 +92,7 @@ def whole(folder: Path) -> bool:
     ],
     ids=str,
 )
-def test_damaged_state_of_a_shard_is_discarded(stopped, damage):
+def test_damaged_shard_state_is_discarded(stopped, damage):
     source, folder = stopped
     path = folder / WORK_FOLDER / "shard-00001.json"
     if isinstance(damage, dict):
@@ -103,7 +103,7 @@ def test_damaged_state_of_a_shard_is_discarded(stopped, damage):
 
 
 @pytest.mark.parametrize("cut", [{"first": 8, "each": 0}, {"samples": 1 << 60}, [], b"\0"], ids=str)
-def test_a_damaged_cut_is_discarded(stopped, cut):
+def test_damaged_partition_state_is_discarded(stopped, cut):
     source, folder = stopped
     told = {"first": 8, "each": 1, "samples": 16, "channels": None}
     data = cut if isinstance(cut, bytes) else json.dumps(told | cut if cut else cut).encode()
@@ -114,7 +114,7 @@ def test_a_damaged_cut_is_discarded(stopped, cut):
 
 
 @pytest.mark.parametrize("plan", [b"[1]", b"", b"{", b"[" * 100000])
-def test_a_damaged_plan_is_refused_in_a_line(stopped, plan):
+def test_damaged_plan_is_rejected_in_one_line(stopped, plan):
     source, folder = stopped
     (folder / WORK_FOLDER / "plan.json").write_bytes(plan)
     with pytest.raises(ValueError, match=r"plan\.json: .* HINT: fresh=True") as error:
@@ -125,7 +125,7 @@ def test_a_damaged_plan_is_refused_in_a_line(stopped, plan):
 
 
 @pytest.mark.parametrize("name", ["lock", "plan.json", "shard-00000.json", "rows-00000"])
-def test_state_that_is_a_fifo_is_not_waited_for(stopped, name):
+def test_state_file_that_is_a_fifo_does_not_block(stopped, name):
     source, folder = stopped
     (folder / WORK_FOLDER / name).unlink()
     os.mkfifo(folder / WORK_FOLDER / name)
@@ -137,7 +137,7 @@ def test_state_that_is_a_fifo_is_not_waited_for(stopped, name):
         assert whole(folder)
 
 
-def test_links_in_the_working_folder_lead_nowhere(stopped, tmp_path):
+def test_links_in_working_folder_are_not_followed(stopped, tmp_path):
     """The targets of the links are neither removed nor overwritten."""
     source, folder = stopped
     other = tmp_path / "other"
@@ -156,7 +156,7 @@ def test_links_in_the_working_folder_lead_nowhere(stopped, tmp_path):
     assert [p.name for p in other.iterdir()] == ["kept"]
 
 
-def test_a_working_folder_that_is_a_link_is_refused(tmp_path):
+def test_working_folder_that_is_a_link_is_rejected(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "kept").write_text("kept")
     (tmp_path / "out").mkdir()
@@ -168,7 +168,7 @@ def test_a_working_folder_that_is_a_link_is_refused(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
 @pytest.mark.parametrize("size", ["48k", "200k", "520k"])
-def test_a_full_disk_is_told_once_and_leaves_what_goes_on(tmp_path, size):
+def test_full_disk_is_reported_once_and_packing_can_resume(tmp_path, size):
     disk = tmp_path / "disk"
     disk.mkdir()
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(400, 256)))

@@ -90,7 +90,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda one: json.dumps(one)[:40])
-def test_paceline_json_with_a_right_checksum_and_wrong_values(copy, change):
+def test_metadata_with_valid_checksum_and_wrong_values_is_rejected(copy, change):
     hostile.resealed(copy, **change)
     with pytest.raises(DataError, match=r"paceline\.json: (says what its|contradicts itself)") as e:
         load_meta(copy)
@@ -98,12 +98,12 @@ def test_paceline_json_with_a_right_checksum_and_wrong_values(copy, change):
     assert str(e.value).isprintable()
 
 
-def test_texts_of_paceline_json_are_printable(copy):
+def test_metadata_strings_are_printable(copy):
     hostile.resealed(copy, classes=["\x1b]0;owned\x07", "bee", "cat"])
     assert load_meta(copy).classes[0] == r"\x1b]0;owned\x07"
 
 
-def test_a_checksum_that_is_no_checksum_names_no_folder(copy):
+def test_malformed_checksum_is_rejected(copy):
     tree = json.loads((copy / META_FILE).read_bytes())
     (copy / META_FILE).write_text(json.dumps(tree | {"checksum": "../../../../home"}))
     for read in (load_meta, read_meta_checksum):
@@ -111,7 +111,7 @@ def test_a_checksum_that_is_no_checksum_names_no_folder(copy):
             read(copy)
 
 
-def test_an_old_set_without_checksums_of_its_files_is_read(copy):
+def test_dataset_without_file_checksums_is_readable(copy):
     tree = json.loads((copy / META_FILE).read_bytes())
     del tree["files"]
     (copy / META_FILE).write_bytes(hostile.sealed(tree))
@@ -120,7 +120,7 @@ def test_an_old_set_without_checksums_of_its_files_is_read(copy):
 
 
 @pytest.mark.parametrize("name", [META_FILE, INDEX_FILE, NAMES_FILE, "shard-00000.bin"])
-def test_a_file_that_is_a_fifo_is_refused_at_once(copy, name):
+def test_dataset_file_that_is_a_fifo_is_rejected(copy, name):
     (copy / name).unlink()
     os.mkfifo(copy / name)
     with pytest.raises(DataError, match=r"is a FIFO|is no regular file"):
@@ -128,7 +128,7 @@ def test_a_file_that_is_a_fifo_is_refused_at_once(copy, name):
 
 
 @pytest.mark.parametrize("kind", ["told", "untold"])
-def test_zstd_unpacks_to_what_the_row_says_and_no_more(tmp_path, kind):
+def test_zstd_output_is_limited_to_size_in_index(tmp_path, kind):
     """512 MiB of zeros compress to 16 KiB of zstd."""
     pack(np.zeros((4, 8), "uint8"), tmp_path / "set", compress=True)
     maker = zstandard.ZstdCompressor(write_content_size=kind == "told").compressobj(
@@ -163,27 +163,27 @@ def test_zstd_unpacks_to_what_the_row_says_and_no_more(tmp_path, kind):
         ((21, 24, 3), "uint8", JPEG, "Could not determine|does not|is no image"),
     ],
 )
-def test_rows_with_a_right_checksum_and_wrong_values(copy, shape, dtype, encoding, said):
+def test_index_rows_with_wrong_values_are_rejected(copy, shape, dtype, encoding, said):
     hostile.sample_replaced(copy, 3, b"\xff\xd8\xff not", shape, dtype, encoding, array=None)
     with pytest.raises(DataError, match=said):
         Shards(copy)[3]
     assert len(verify(copy, 1)) == 1
 
 
-def test_a_row_that_differs_from_the_array_of_the_set(arrays):
+def test_index_row_that_differs_from_metadata_is_rejected(arrays):
     hostile.sample_replaced(arrays, 2, bytes(16), (4,), "float32")
     with pytest.raises(DataError, match=r"its row says float32 of \(4,\), and paceline.json"):
         Shards(arrays)[2]
 
 
-def test_a_sample_that_is_shorter_than_its_label(tmp_path):
+def test_sample_shorter_than_its_label_is_rejected(tmp_path):
     pack(np.zeros((4, 8), "uint8"), tmp_path / "set", np.zeros((4, 3)), compress=True)
     hostile.sample_replaced(tmp_path / "set", 0, b"x", (8,), "uint8", ZSTD)
     with pytest.raises(DataError, match="its label alone has 24 bytes"):
         Shards(tmp_path / "set")[0]
 
 
-def test_an_image_is_compared_with_its_row_before_it_is_decoded(copy):
+def test_image_size_is_checked_before_decoding(copy):
     """A PNG of 9,000 x 9,000 pixels replaces one of 20 x 24."""
     from PIL import Image
 
@@ -194,7 +194,7 @@ def test_an_image_is_compared_with_its_row_before_it_is_decoded(copy):
     assert "is an image of (9000, 9000), and its row says (20, 24, 3)" in done.stdout, done
 
 
-def test_images_that_would_run_a_program_are_refused(copy):
+def test_eps_image_is_rejected(copy):
     """Pillow passes EPS to Ghostscript."""
     head = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 20\n%%EndComments\n"
     hostile.sample_replaced(copy, 3, head, (20, 24, 3), "uint8", IMAGE)
@@ -202,7 +202,7 @@ def test_images_that_would_run_a_program_are_refused(copy):
         Shards(copy)[3]
 
 
-def test_a_jpeg_of_too_many_scans_is_refused(copy):
+def test_jpeg_with_too_many_scans_is_rejected(copy):
     """Each scan of a progressive JPEG covers all pixels, so a few bytes cost a second of work."""
     import io
 
@@ -218,7 +218,7 @@ def test_a_jpeg_of_too_many_scans_is_refused(copy):
         Shards(copy)[3]
 
 
-def test_changed_names_are_noticed(copy):
+def test_changed_names_file_is_detected(copy):
     data = bytearray((copy / NAMES_FILE).read_bytes())
     data[5] ^= 1
     (copy / NAMES_FILE).write_bytes(data)
@@ -230,14 +230,14 @@ def test_changed_names_are_noticed(copy):
         pack(copy, copy.parent / "again")
 
 
-def test_rows_that_have_changed_places_are_noticed_by_check(copy):
+def test_check_detects_swapped_index_rows(copy):
     rows = (copy / INDEX_FILE).read_bytes()
     (copy / INDEX_FILE).write_bytes(rows[48:96] + rows[:48] + rows[96:])
     (said,) = verify(copy, 1)
     assert "index.bin: has changed" in str(said)
 
 
-def test_names_of_old_sets_have_a_line_a_sample(copy):
+def test_names_file_of_old_dataset_needs_one_line_per_sample(copy):
     tree = json.loads((copy / META_FILE).read_bytes())
     del tree["files"]
     (copy / META_FILE).write_bytes(hostile.sealed(tree))
@@ -248,7 +248,7 @@ def test_names_of_old_sets_have_a_line_a_sample(copy):
             Shards(copy).name(0)
 
 
-def test_an_error_shows_no_control_character_of_a_name(copy):
+def test_control_characters_of_names_are_escaped_in_errors(copy):
     tree = json.loads((copy / META_FILE).read_bytes())
     del tree["files"]
     (copy / META_FILE).write_bytes(hostile.sealed(tree))
@@ -264,7 +264,7 @@ def test_an_error_shows_no_control_character_of_a_name(copy):
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_loader_tells_a_hostile_sample_in_a_line(arrays, skips):
+def test_loader_rejects_or_skips_hostile_sample(arrays, skips):
     hostile.sample_replaced(arrays, 2, b"x" * 48, (12,), "float32")
     loader = Loader(str(arrays), batch_size=4, num_workers=2, on_error="skip" if skips else "stop")
     if not skips:
@@ -275,13 +275,13 @@ def test_the_loader_tells_a_hostile_sample_in_a_line(arrays, skips):
         assert sum(len(y) for _, y in loader) == 11
 
 
-def test_labels_beyond_all_classes_take_no_memory(tmp_path):
+def test_excessive_class_count_allocates_no_memory(tmp_path):
     pack(np.zeros((4, 2)), tmp_path / "set", np.array([0, 1, 1 << 60, 2]))
     with pytest.raises(DataError, match="at most 16,777,216 classes"):
         Shards(tmp_path / "set").classes  # noqa: B018
 
 
-def test_the_command_tells_a_hostile_set_in_a_line(copy):
+def test_pack_command_reports_hostile_dataset_in_one_line(copy):
     hostile.resealed(copy, samples=300.0)
     for words in (["--check", copy], [copy, copy.parent / "out"]):
         done = subprocess.run(
@@ -294,7 +294,7 @@ def test_the_command_tells_a_hostile_set_in_a_line(copy):
         assert done.stderr.count("\n") == 1
 
 
-def test_a_batch_that_no_memory_holds_is_told_in_a_line(tmp_path):
+def test_batch_larger_than_memory_is_reported(tmp_path):
     pack(np.zeros((2, 1 << 25), np.float32), tmp_path / "set", compress=True, statistics=0)
     code = "try:\n    next(iter(Loader(sys.argv[1], 2)))\nexcept ValueError as e:\n    print(e)"
     done = limited(code, tmp_path / "set", megabytes=150)

@@ -84,7 +84,7 @@ def refusal(folder, *options):
     ],
     ids=str,
 )
-def test_sizes_in_a_header_that_can_not_be_right_are_refused(folder, changes):
+def test_invalid_header_sizes_are_rejected(folder, changes):
     for rank in range(2):
         header(folder / f"rank-{rank}.ring", **changes)
     assert "rank-0.ring: " in refusal(folder)
@@ -131,7 +131,7 @@ def test_sizes_in_a_header_that_can_not_be_right_are_refused(folder, changes):
     ],
     ids=str,
 )
-def test_a_header_of_wrong_types_is_refused_by_name(folder, changes):
+def test_header_with_wrong_types_is_rejected(folder, changes):
     for rank in range(2):
         about(folder / f"rank-{rank}.ring", **changes)
     assert "rank-0.ring: says " in refusal(folder)
@@ -143,7 +143,7 @@ def test_a_header_of_wrong_types_is_refused_by_name(folder, changes):
     assert read_tails(folder, 64) == []
 
 
-def test_a_header_nested_too_deeply_is_refused(folder):
+def test_deeply_nested_header_is_rejected(folder):
     path = folder / "rank-0.ring"
     data = bytearray(path.read_bytes())
     text = b"[" * 10000
@@ -156,7 +156,7 @@ def test_a_header_nested_too_deeply_is_refused(folder):
 
 @pytest.mark.parametrize("name", ["rank-1.ring", "rank-1.lines", "run.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link", "device"])
-def test_a_file_that_is_none_is_left_out_and_does_not_hang(folder, name, kind):
+def test_record_that_is_not_a_regular_file_is_skipped(folder, name, kind):
     path = folder / name
     path.unlink(missing_ok=True)
     match kind:
@@ -177,12 +177,12 @@ def test_a_file_that_is_none_is_left_out_and_does_not_hang(folder, name, kind):
     read_tails(folder, 10)
 
 
-def test_a_record_larger_than_any_is_not_mapped(folder):
+def test_oversized_record_is_rejected(folder):
     os.truncate(folder / "rank-1.ring", MAX_RECORD_BYTES + 1)
     assert "rank-1.ring: has 41,959,425 bytes, and a record at most" in load_run(folder).refused[0]
 
 
-def test_bad_lines_of_a_script_are_skipped_with_one_note(folder):
+def test_invalid_script_lines_are_skipped_with_one_note(folder):
     good = {"number": 7, "file": "a.py", "line": 3, "function": "f", "inside": "", "code": "x"}
     bad = [
         "{",
@@ -205,7 +205,7 @@ def test_bad_lines_of_a_script_are_skipped_with_one_note(folder):
 @pytest.mark.parametrize(
     "text", ["[1]", "{", '{"command": 5}', "[" * 5000, '{"command": [1, [2]]}']
 )
-def test_any_run_json_is_read(folder, text):
+def test_invalid_run_json_is_tolerated(folder, text):
     (folder / "run.json").write_text(text)
     assert all(isinstance(word, str) for word in load_run(folder).command)
 
@@ -216,7 +216,7 @@ def events(rank, rows):
     return rank
 
 
-def test_step_numbers_do_not_size_arrays(tmp_path):
+def test_large_step_numbers_allocate_no_memory(tmp_path):
     ranks = [Rank(tmp_path, i, 2) for i in range(2)]
     for rank in ranks:
         for at, step in enumerate([0, 1, 2, (1 << 32) - 2, (1 << 32) - 1]):
@@ -229,7 +229,7 @@ def test_step_numbers_do_not_size_arrays(tmp_path):
     assert find_steps(examined.measured) is None
 
 
-def test_a_few_lost_steps_still_have_a_place(tmp_path):
+def test_few_lost_steps_keep_their_numbers(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     for at, step in enumerate([0, 1, 2, MAX_LOST_STEPS]):
         rank.ring.write(at * 10, at * 10 + 10, State.STEP, step=step)
@@ -237,7 +237,7 @@ def test_a_few_lost_steps_still_have_a_place(tmp_path):
     assert (found.first, found.last) == (1, MAX_LOST_STEPS)
 
 
-def test_amounts_and_times_of_any_size_add_up(tmp_path):
+def test_large_amounts_and_times_do_not_overflow(tmp_path):
     ranks = [Rank(tmp_path, i, 2) for i in range(2)]
     far = 1 << 54
     for rank in ranks:
@@ -255,7 +255,7 @@ def test_amounts_and_times_of_any_size_add_up(tmp_path):
     assert 0 <= report.confidence <= 1
 
 
-def test_amounts_and_times_that_can_not_be_are_damaged_events(tmp_path):
+def test_impossible_amounts_and_times_are_damaged_events(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     for step in range(5):
         rank.ring.write(step * 10, step * 10 + 10, State.STEP, step=step)
@@ -265,7 +265,7 @@ def test_amounts_and_times_that_can_not_be_are_damaged_events(tmp_path):
     assert (len(record.events), record.damaged) == (5, 2)
 
 
-def test_clocks_further_apart_than_any_uptime_are_not_aligned(tmp_path):
+def test_excessive_clock_offsets_are_not_aligned(tmp_path):
     """Each host's clock is 2**55 ns before the next one's; the sum of offsets must stay bounded."""
     count, ranks = 40, []
     for i in range(count):
@@ -285,7 +285,7 @@ def test_clocks_further_apart_than_any_uptime_are_not_aligned(tmp_path):
     assert {"h32", "h39"} <= set(clocks.unaligned)
 
 
-def test_kernels_of_unknown_collectives_are_nobodys(tmp_path):
+def test_kernels_of_unknown_collectives_are_in_unknown_group(tmp_path):
     """On a GPU: group 0, no operation, and in one record no group at all."""
     ranks = [Rank(tmp_path, i, 2, groups={"0": (2, i)} if i else None) for i in range(2)]
     for rank in ranks:
@@ -302,7 +302,7 @@ def test_kernels_of_unknown_collectives_are_nobodys(tmp_path):
     timeline.write(examined, tmp_path / "trace.json")
 
 
-def test_slices_that_overlap_without_end_are_left_out_and_said(tmp_path):
+def test_excessive_overlapping_slices_are_skipped_and_reported(tmp_path):
     count = 20_000  # assigning lanes one by one would take quadratic time
     start = np.arange(count)
     found = lanes(start, start + count, np.zeros(count, np.int64))
@@ -320,7 +320,7 @@ def test_slices_that_overlap_without_end_are_left_out_and_said(tmp_path):
     json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
 
 
-def test_ranks_without_a_record_are_not_listed_one_by_one(tmp_path):
+def test_ranks_without_record_are_listed_as_range(tmp_path):
     rank = Rank(tmp_path, 0, 1 << 20)
     rank.step(0, 10)
     rank.step(10, 20, number=1)
@@ -330,7 +330,7 @@ def test_ranks_without_a_record_are_not_listed_one_by_one(tmp_path):
     assert (tmp_path / "trace.json").stat().st_size < 10_000
 
 
-def test_a_tail_that_is_cut_off_or_no_record_is_an_invalid_file(folder, tmp_path):
+def test_truncated_or_invalid_tail_is_rejected(folder, tmp_path):
     path = folder / "rank-0.ring"
     for size in (0, 10, HEADER_BYTES - 1, HEADER_BYTES + 100):
         os.truncate(path, size)
@@ -341,7 +341,7 @@ def test_a_tail_that_is_cut_off_or_no_record_is_an_invalid_file(folder, tmp_path
         read_tail(tmp_path / "rank-9.ring", 1)
 
 
-def test_a_counter_from_the_future_does_no_harm(folder):
+def test_excessive_write_counter_is_tolerated(folder):
     path = folder / "rank-0.ring"
     data = bytearray(path.read_bytes())
     struct.pack_into("<Q", data, WRITTEN_OFFSET, (1 << 62) + 5)

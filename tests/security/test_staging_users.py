@@ -66,7 +66,7 @@ def read(user, packed, root, groups=()):
     return users.run(user, sys.executable, "-c", code, packed, groups=groups)
 
 
-def test_a_folder_that_another_user_made_before_is_neither_written_nor_read(packed, place):
+def test_staging_folder_of_another_user_is_not_used(packed, place):
     name = f"paceline-stage-{VICTIM}"
     bait = users.folder(place / name, ATTACKER, 0o777)
     done = stage(VICTIM, packed, place)
@@ -84,13 +84,13 @@ def test_a_folder_that_another_user_made_before_is_neither_written_nor_read(pack
     assert f"{place}/{name} belongs to user {ATTACKER}: it is not read" in done.stderr
 
 
-def test_the_old_folder_of_all_users_is_not_read_any_more(packed, place):
+def test_old_common_staging_folder_is_not_used(packed, place):
     users.folder(place / "paceline-stage", ATTACKER, 0o777)
     assert stage(VICTIM, packed, place).returncode == 0
     assert os.listdir(place / "paceline-stage") == []
 
 
-def test_what_is_staged_is_no_more_readable_than_it_was(packed, place):
+def test_staged_files_keep_restricted_permissions(packed, place):
     done = stage(VICTIM, packed, place)
     assert done.returncode == 0, done.stderr
     root = place / f"paceline-stage-{VICTIM}"
@@ -102,7 +102,7 @@ def test_what_is_staged_is_no_more_readable_than_it_was(packed, place):
     assert read(VICTIM, packed, place).stdout == "True\n"
 
 
-def test_two_users_stage_to_the_same_root(place):
+def test_two_users_stage_to_same_root(place):
     packed = packed_for(place, VICTIM, 0o755, 0o644)
     for user in (VICTIM, ATTACKER):
         done = stage(user, packed, place)
@@ -111,7 +111,7 @@ def test_two_users_stage_to_the_same_root(place):
     assert len(list(place.glob("paceline-stage-*"))) == 2
 
 
-def test_a_group_shares_a_set_and_nobody_else_does(place):
+def test_shared_staging_is_readable_only_by_group(place):
     packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
     done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_a_group_shares_a_set_and_nobody_else_does(place):
     assert stage(ATTACKER, "--shared", packed, place).returncode != 0
 
 
-def test_a_set_that_the_group_can_not_read_is_not_shared(place):
+def test_dataset_unreadable_by_group_is_not_shared(place):
     packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
     (packed / "shard-00001.bin").chmod(0o600)
     done = stage(VICTIM, "--shared", packed, place, groups=[GROUP])
@@ -139,7 +139,7 @@ def test_a_set_that_the_group_can_not_read_is_not_shared(place):
     assert not list(place.glob("paceline-stage*"))
 
 
-def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(place, monkeypatch):
+def test_shared_sample_is_checked_against_checksum_of_origin(place, monkeypatch):
     """The member has changed the index of the staged copy as well."""
     x, y = sets.arrays(60, (50,))
     pack((x, y), place / "set", shard_bytes=2000)
@@ -161,7 +161,7 @@ def test_a_sample_that_a_member_changed_is_compared_with_the_origins_checksum(pl
         one[0]
 
 
-def test_what_a_set_links_to_is_not_shared(place):
+def test_link_in_dataset_is_not_shared(place):
     """The author of a dataset links a file that the group cannot read."""
     packed = packed_for(place, MEMBER, 0o750, 0o640, GROUP)
     private = users.folder(place / "private", VICTIM)
@@ -175,7 +175,7 @@ def test_what_a_set_links_to_is_not_shared(place):
     assert not list(place.glob("paceline-stage*"))
 
 
-def test_an_access_control_list_counts_where_a_set_is_shared(place):
+def test_access_control_list_is_respected_for_shared_staging(place):
     packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
     shard = packed / "shard-00001.bin"
     nobody = 0xFFFFFFFF
@@ -188,7 +188,7 @@ def test_an_access_control_list_counts_where_a_set_is_shared(place):
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_root_that_the_group_can_not_enter_is_said(place, closed):
+def test_root_inaccessible_to_group_is_reported(place, closed):
     packed = packed_for(place, VICTIM, 0o750, 0o640, GROUP)
     root = place / "near"
     if closed:
@@ -199,7 +199,7 @@ def test_a_root_that_the_group_can_not_enter_is_said(place, closed):
     assert ("near is closed to group" if closed else "there is no folder") in said
 
 
-def test_a_staged_set_that_can_only_be_read_is_read(place, monkeypatch):
+def test_staged_dataset_on_read_only_mount_is_read(place, monkeypatch):
     users.need(users.missing())
     from paceline.data.staging import stage as staging
 
@@ -215,7 +215,7 @@ def test_a_staged_set_that_can_only_be_read_is_read(place, monkeypatch):
         subprocess.run(["umount", "-l", folder.parent], check=True)
 
 
-def test_a_shard_that_a_member_replaced_by_a_fifo_is_read_where_it_lies(place, monkeypatch):
+def test_shared_shard_replaced_by_fifo_is_read_from_origin(place, monkeypatch):
     from paceline.data.staging import stage as staging
 
     x, y = sets.arrays(60, (50,))
@@ -239,7 +239,7 @@ def test_a_shard_that_a_member_replaced_by_a_fifo_is_read_where_it_lies(place, m
         (None, 0, "is a symbolic link"),
     ],
 )
-def test_a_folder_is_believed_by_its_owner_and_mode(tmp_path, mode, user, why):
+def test_folder_with_wrong_owner_or_mode_is_rejected(tmp_path, mode, user, why):
     if user:
         users.need(users.missing())
     path = tmp_path / "folder"
@@ -254,7 +254,7 @@ def test_a_folder_is_believed_by_its_owner_and_mode(tmp_path, mode, user, why):
         Folder.open(path)
 
 
-def test_files_of_a_folder_are_opened_and_removed_in_it_alone(tmp_path):
+def test_folder_operations_do_not_follow_links(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")

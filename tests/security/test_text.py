@@ -65,7 +65,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--timeline", "trace.json"]])
-def test_a_report_prints_no_control_character_of_a_record(folder, options, monkeypatch):
+def test_report_prints_no_control_characters(folder, options, monkeypatch):
     monkeypatch.chdir(folder.parent)
     done = CliRunner().invoke(app, ["report", str(folder), *options], env={"COLUMNS": "300"})
     assert done.exit_code == 0, done.output
@@ -73,13 +73,13 @@ def test_a_report_prints_no_control_character_of_a_record(folder, options, monke
     assert "x1b]0;owned" in done.output or options[:1] == ["--timeline"]
 
 
-def test_before_and_after_prints_none_either(folder):
+def test_comparison_prints_no_control_characters(folder):
     done = CliRunner().invoke(app, ["report", str(folder), str(folder)])
     assert done.exit_code == 0
     assert clean(done.output)
 
 
-def test_a_live_view_prints_none(folder):
+def test_live_view_prints_no_control_characters(folder):
     tails = [
         Tail(path.name, 1 << 40, "R", path.read_bytes()) for path in sorted(folder.glob("*.ring"))
     ]
@@ -93,7 +93,7 @@ def test_a_live_view_prints_none(folder):
 
 
 @pytest.mark.parametrize("command", [None, 5, {"a": 1}, [{"a": [1]}], [["x"]]])
-def test_any_command_of_a_job_is_words(folder, command):
+def test_invalid_job_command_is_converted_to_strings(folder, command):
     tails = [Tail("rank-0.ring", 1, "R", (folder / "rank-0.ring").read_bytes())]
     assert all(isinstance(word, str) for word in view(tails, command).command)
 
@@ -104,7 +104,7 @@ STACK = (
 )
 
 
-def test_a_stack_is_printable_and_opens_regular_files_only(tmp_path):
+def test_stack_is_printable_and_reads_only_regular_files(tmp_path):
     assert clean(str(innermost_user_frame(STACK)))
     os.mkfifo(tmp_path / "pipe.py")
     began = time.monotonic()
@@ -118,7 +118,7 @@ def test_a_stack_is_printable_and_opens_regular_files_only(tmp_path):
     assert main_thread_frames("Thread 0x1\n" + '  File "' * 200_000) == []
 
 
-def test_the_last_lines_of_a_rank_are_quoted_printable():
+def test_last_output_lines_of_failed_rank_are_printable():
     dead = RankStatus(0, host=HOSTILE, exit_code=1, exception=f"ValueError: {HOSTILE}")
     text = describe_failure(dead, [f"line {HOSTILE}"], 3)
     assert clean(text)
@@ -136,14 +136,14 @@ def test_the_last_lines_of_a_rank_are_quoted_printable():
     ],
     ids=str,
 )  # fmt: skip
-def test_a_mistake_is_told_in_printable_words(error, said, capsys):
+def test_error_messages_are_printable(error, said, capsys):
     with pytest.raises(typer.Exit) as end, exit_on_mistake():
         raise error
     assert end.value.exit_code == 2
     assert capsys.readouterr().err == f"paceline: {said}\n"
 
 
-def test_what_paceline_says_keeps_its_own_colours_only(capsys):
+def test_notify_keeps_only_own_color_codes(capsys):
     own = "\r\x1b[2K\x1b[1;31mred\x1b[0m\n"
     notify(f"{own}{TITLE}\x1b[2J\x9b31m\n")
     assert capsys.readouterr().err == f"{own}\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\n"
@@ -165,7 +165,7 @@ def output(heard):
     ],
     ids=lambda line: line[:30].decode(errors="replace"),
 )  # fmt: skip
-def test_any_line_in_the_status_pipe_is_survived(line):
+def test_invalid_lines_in_status_pipe_are_ignored(line):
     heard = []
     shown, err = output(heard)
     shown.take(0, STATUS, line + b"\n")
@@ -175,7 +175,7 @@ def test_any_line_in_the_status_pipe_is_survived(line):
     assert err.getvalue() == b"\\x1b[2Jhi\n"
 
 
-def test_a_line_without_an_end_in_the_status_pipe_is_forgotten():
+def test_endless_line_in_status_pipe_is_dropped():
     heard = []
     shown, _ = output(heard)
     for _ in range(2 * MAX_MESSAGE_BYTES >> 24):
@@ -187,7 +187,7 @@ def test_a_line_without_an_end_in_the_status_pipe_is_forgotten():
     assert ERR == 2
 
 
-def test_notes_on_a_settings_file_are_printable(tmp_path):
+def test_settings_file_notes_are_printable(tmp_path):
     path = tmp_path / "settings.toml"
     head = 'format = "paceline-settings"\nversion = 1\n[knobs]\n'
     path.write_text(head + '"\\u001b]0;x\\u0007" = "\\u001b[2J"\nthreads = 0xffffffffffffffffff\n')
@@ -200,7 +200,7 @@ def test_notes_on_a_settings_file_are_printable(tmp_path):
     assert all(note.isprintable() for note in notes)
 
 
-def test_marks_that_turn_the_direction_of_text_are_escaped():
+def test_bidirectional_text_marks_are_escaped():
     marks = "\u061c\u200e\u200f\u202a\u202e\u2066\u2069"
     assert printable(marks) == "".join(f"\\u{ord(mark):04x}" for mark in marks)
 
@@ -228,7 +228,7 @@ class Page(HTMLParser):
         self._inside = False
 
 
-def test_a_page_holds_hostile_names_as_text(folder):
+def test_page_contains_hostile_names_as_text(folder):
     examined = analyse_with_window(load_run(folder))
     for text in (single(examined), before_and_after(examined, examined)):
         text.encode()
@@ -242,7 +242,7 @@ def test_a_page_holds_hostile_names_as_text(folder):
         assert clean(text.replace(page.scripts[1][1], ""))
 
 
-def test_names_like_markup_are_printed_as_they_are(tmp_path):
+def test_names_with_rich_markup_are_printed_literally(tmp_path):
     folder = made(tmp_path / "run", host="[/b]:x:[bold]")
     done = CliRunner().invoke(app, ["report", str(folder)], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output

@@ -35,7 +35,7 @@ MACHINE = 'version = 1\nmade = "2026-01-31"\n'
     ],
     ids=lambda text: text[:12],
 )
-def test_a_file_that_takes_long_or_goes_deep_is_refused_at_once(tmp_path, text):
+def test_slow_or_deeply_nested_toml_is_rejected_quickly(tmp_path, text):
     path = tmp_path / "a.toml"
     path.write_text(text)
     began = time.monotonic()
@@ -44,7 +44,7 @@ def test_a_file_that_takes_long_or_goes_deep_is_refused_at_once(tmp_path, text):
     assert time.monotonic() - began < 1
 
 
-def test_texts_come_out_printable_and_no_pipe_is_waited_for(tmp_path):
+def test_toml_strings_are_printable_and_fifos_rejected(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text('"\\u001b[2J" = "\\u009b"\nversion = "1.2.3"\nx.y = 1\n')
     assert read_toml(path, 100) == {"\\x1b[2J": "\\x9b", "version": "1.2.3", "x": {"y": 1}}
@@ -69,7 +69,7 @@ def test_texts_come_out_printable_and_no_pipe_is_waited_for(tmp_path):
         ('hosts = ["\\u001b[2J"]\n', "no table"),
     ],
 )  # fmt: skip
-def test_a_machine_file_of_wrong_values_is_refused_with_the_key(tmp_path, text, said):
+def test_machine_file_with_wrong_values_reports_the_key(tmp_path, text, said):
     path = tmp_path / "machine.toml"
     path.write_text(MACHINE + ("hosts = []\n" if "collectives" in text else "") + text)
     with pytest.raises(InvalidFileError, match=said) as refused:
@@ -77,7 +77,7 @@ def test_a_machine_file_of_wrong_values_is_refused_with_the_key(tmp_path, text, 
     assert str(refused.value).isprintable()
 
 
-def test_a_figure_of_nothing_is_drawn(tmp_path):
+def test_machine_figure_of_zero_is_drawn(tmp_path):
     zero = Figure(0.0, 0.0, 0.0, 3, "s")
     save(Machine("2026-01-31", (HostFacts("a", import_torch=zero),)), tmp_path / "m.toml")
     file = str(tmp_path / "m.toml")
@@ -96,7 +96,7 @@ def test_a_figure_of_nothing_is_drawn(tmp_path):
     ],
     ids=lambda text: text[:20],
 )
-def test_settings_of_wrong_types_are_refused(tmp_path, text):
+def test_settings_of_wrong_types_are_rejected(tmp_path, text):
     path = tmp_path / "settings.toml"
     path.write_text(SETTINGS + text)
     with pytest.raises(InvalidFileError, match=r"settings\.toml: says what its format does not"):
@@ -110,7 +110,7 @@ def test_settings_of_wrong_types_are_refused(tmp_path, text):
 @pytest.mark.parametrize(
     "knobs", ['bucket-mb = "\\u001b[2J"', "bucket-mb = inf", 'algorithm = "x"', "compress-bf16 = 1"]
 )
-def test_the_tuner_believes_no_knob_that_can_not_be_set(tmp_path, knobs):
+def test_tuner_ignores_invalid_settings(tmp_path, knobs):
     path = tmp_path / "kept.toml"
     path.write_text(f'{SETTINGS}[knobs]\n{knobs}\n[made]\nby = "--tune-exchange"\nranks = 2\n')
     choice, why = load_settings(path, {"ranks": 2}, ExchangeSettings())
@@ -119,7 +119,7 @@ def test_the_tuner_believes_no_knob_that_can_not_be_set(tmp_path, knobs):
     assert why.isprintable()
 
 
-def test_remembered_predictions_of_wrong_types_are_passed_over(tmp_path, monkeypatch):
+def test_invalid_stored_predictions_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     pair = history.Pair("2026", "train.py", "threads", "ladder", 0.1, 0.0, 0.2, 0.3)
     assert history.append([pair] * 3) == ""
