@@ -25,7 +25,7 @@ def check(folder, *words):
     )
 
 
-def test_one_machine_is_measured_saved_and_compared(tmp_path):
+def test_check_measures_saves_and_compares_one_machine(tmp_path):
     done = check(tmp_path, "--quick", "--json", "--data", tmp_path, "--out", "a.toml")
     assert done.returncode == 0, done.stderr
     assert "paceline check: arithmetic ..." in done.stderr
@@ -57,7 +57,7 @@ def steady(figure, factor):
     return type(figure)(*values, figure.n, figure.unit)
 
 
-def test_mistakes_are_told_before_anything_is_measured(tmp_path):
+def test_invalid_arguments_are_reported_before_measuring(tmp_path):
     done = check(tmp_path, "--data", tmp_path / "none")
     assert done.returncode == 2
     assert "no such folder. HINT: one that all hosts see" in done.stderr
@@ -71,7 +71,7 @@ CPU = Path("/sys/fs/cgroup/cpu")
     not os.access(CPU / "cpu.cfs_quota_us", os.R_OK) and not (CPU / "cgroup.procs").exists(),
     reason="needs control groups of version 1",
 )
-def test_slow_and_missing_hosts_and_slow_links_are_named(hosts, shared_folder):
+def test_slow_hosts_missing_hosts_and_slow_links_are_reported(hosts, shared_folder):
     group = CPU / f"paceline-test-{os.getpid()}"
     group.mkdir()
     try:

@@ -43,7 +43,7 @@ def packed(tmp_path_factory):
     return folder
 
 
-def test_the_prediction_is_the_least_of_its_terms_and_loaders_run_beside_it(packed):
+def test_predicted_input_rate_is_minimum_of_measured_terms(packed):
     words = [ranks.PACELINE, "check", "--quick", "--json", "--data", str(packed), "-n", "2"]
     done = subprocess.run(
         [*words, "--threads", "1"], capture_output=True, text=True, timeout=120,
@@ -71,9 +71,7 @@ def test_the_prediction_is_the_least_of_its_terms_and_loaders_run_beside_it(pack
 
 
 @pytest.mark.long
-def test_a_transform_that_is_most_of_the_work_is_named_and_so_is_what_spares_it(
-    packed, tmp_path, monkeypatch
-):
+def test_slow_transform_is_reported_with_remedies(packed, tmp_path, monkeypatch):
     (tmp_path / "feeding_slow.py").write_text(SLOW)
     monkeypatch.chdir(tmp_path)
     found = told(packed, transform="feeding_slow:slow")
@@ -86,7 +84,7 @@ def test_a_transform_that_is_most_of_the_work_is_named_and_so_is_what_spares_it(
 
 
 @pytest.mark.long
-def test_a_store_and_its_labels(tmp_path):
+def test_input_rate_of_hdf5_with_labels(tmp_path):
     h5py = pytest.importorskip("h5py")
     x, y = sets.arrays(2000, (16, 16))
     with h5py.File(tmp_path / "tiles.h5", "w") as file:
@@ -98,7 +96,7 @@ def test_a_store_and_its_labels(tmp_path):
 
 
 @pytest.mark.long
-def test_images_of_several_sizes_in_files(tmp_path):
+def test_input_rate_of_image_files_of_several_sizes(tmp_path):
     folder = sets.images(tmp_path / "images", 200)
     sets.images(folder / "ant" / "large", 10, size=(30, 30))
     found = told(folder, ranks=1)
@@ -110,7 +108,7 @@ def test_images_of_several_sizes_in_files(tmp_path):
     assert f"{found['measured']['memory']:,.0f} (" in text
 
 
-def test_nothing_runs_on_when_it_is_killed(packed):
+def test_loader_processes_exit_when_check_is_killed(packed):
     words = [ranks.PACELINE, "check", "--data", str(packed), "-n", "2", "--json"]
     checking = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=ranks.environment())
     ranks.wait_until(lambda: loading(packed))
@@ -149,7 +147,7 @@ MISTAKES = [
         (["--data", "SET", "-H", "a,b"], "-H: a set is looked at on this host. HINT"),
     ],
 )
-def test_options_that_have_no_effect_are_refused(packed, words, said):
+def test_options_without_effect_are_rejected(packed, words, said):
     words = [str(packed) if word == "SET" else word for word in words]
     done = subprocess.run([ranks.PACELINE, "check", *words], capture_output=True, text=True)
     assert done.returncode == 2
@@ -157,7 +155,7 @@ def test_options_that_have_no_effect_are_refused(packed, words, said):
 
 
 @pytest.mark.parametrize(("source", "transform", "said"), MISTAKES)
-def test_mistakes_are_told(tmp_path, packed, source, transform, said):
+def test_invalid_arguments_are_reported(tmp_path, packed, source, transform, said):
     (tmp_path / "set").symlink_to(packed)
     (tmp_path / "words.tfrecord").write_bytes(b"")
     pack(np.zeros((3, 4), np.float32), tmp_path / "few")

@@ -21,7 +21,7 @@ def bench(folder, *words):
 
 
 @pytest.mark.long
-def test_each_backend_is_measured_by_size_and_kept_in_the_machine_file(tmp_path):
+def test_backends_are_measured_by_size_and_saved_in_machine_file(tmp_path):
     file = tmp_path / "machine.toml"
     save(Machine("2026-01-31T12:00:00Z", (HostFacts("here"),)), file)
     done = bench(tmp_path, "--to", "4K", "--json", "--machine", file)
@@ -52,7 +52,7 @@ def test_each_backend_is_measured_by_size_and_kept_in_the_machine_file(tmp_path)
         (["--to", "12"], "--to 12: less than the smallest vector. HINT: 1K or more"),
     ],
 )
-def test_what_can_not_be_measured_is_refused(tmp_path, words, said):
+def test_invalid_arguments_are_rejected(tmp_path, words, said):
     done = bench(tmp_path, *words)
     assert done.returncode == 2
     assert f"paceline: {said}" in done.stderr

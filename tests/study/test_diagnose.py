@@ -63,7 +63,7 @@ def script(tmp_path):
     return ranks.write(tmp_path, TRAIN)
 
 
-def test_a_slow_loader_is_named_and_files_stay_as_they_are(script, monkeypatch, tmp_path):
+def test_slow_loader_is_reported_without_changing_files(script, monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)
     said = []
@@ -88,7 +88,7 @@ def test_a_slow_loader_is_named_and_files_stay_as_they_are(script, monkeypatch, 
     assert sorted(os.listdir(tmp_path)) == ["data.txt", "script.py"]
 
 
-def test_a_script_that_would_change_a_file_is_stopped(script, tmp_path):
+def test_script_that_overwrites_a_file_is_stopped(script, tmp_path):
     done = run(script, "--steps", "40", script, "0", "overwrites")
     assert done.returncode == 2
     assert f"stopped, as {tmp_path}/data.txt would have been written. HINT: files" in done.stderr
@@ -96,7 +96,7 @@ def test_a_script_that_would_change_a_file_is_stopped(script, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["data.txt", "script.py"]
 
 
-def test_a_script_that_fails_or_ends_too_early_is_told(tmp_path):
+def test_failing_script_is_reported(tmp_path):
     script = ranks.write(tmp_path, "raise RuntimeError('no data here')")
     done = run(script, script)
     assert done.returncode == 2
@@ -113,7 +113,7 @@ def run(script, *words):
 
 
 @pytest.mark.long
-def test_the_json_has_what_the_docs_say(script):
+def test_json_output_matches_documentation(script):
     done = run(script, "--minutes", "0.2", "--steps", "16", script, "0.005")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -145,7 +145,7 @@ IMAGES = """
 
 
 @pytest.mark.long
-def test_a_script_that_ends_early_with_images_and_threads(monkeypatch, tmp_path):
+def test_short_script_with_images_and_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)
     asked = RunRequest(
@@ -163,7 +163,7 @@ def test_a_script_that_ends_early_with_images_and_threads(monkeypatch, tmp_path)
 
 
 @pytest.mark.long
-def test_what_one_rank_alone_can_not_run_is_compared_with_the_fastest(tmp_path):
+def test_single_rank_failure_uses_fastest_run_as_ideal(tmp_path):
     alone = "    if dist.get_world_size() == 1:\n        sys.exit('needs more memory')\n"
     text = textwrap.dedent(TRAIN).replace("model = nn", textwrap.dedent(alone) + "model = nn", 1)
     script = ranks.write(tmp_path, text)

@@ -6,7 +6,7 @@ from paceline.analyze.diagnosis.ladder import Interval
 from paceline.study.diagnose.try_remedies import MICRO_UNCERTAINTY, combine_predictions
 
 
-def test_the_surer_of_two_predictions_counts_for_more():
+def test_predictions_are_weighted_by_uncertainty():
     alike = combine_predictions(Interval(0.4, 0.2, 0.6), Interval(0.5, 0.3, 0.7))
     assert alike.mean == pytest.approx(0.45)
     assert alike.high - alike.low == pytest.approx(0.4 / 2**0.5)
@@ -14,7 +14,7 @@ def test_the_surer_of_two_predictions_counts_for_more():
     assert rough.mean == pytest.approx(0.4 + 0.2 / 26)
 
 
-def test_a_few_rounds_are_not_believed_beyond_what_rounds_differ_by():
+def test_measured_prediction_has_minimum_uncertainty():
     both = combine_predictions(
         Interval(0.0, -MICRO_UNCERTAINTY, MICRO_UNCERTAINTY), Interval(0.0, 0.0, 0.0)
     )
@@ -25,7 +25,7 @@ def test_a_few_rounds_are_not_believed_beyond_what_rounds_differ_by():
     assert 0.9 < half.mean < 1.0
 
 
-def test_of_predictions_that_do_not_meet_the_measured_one_counts():
+def test_measured_prediction_wins_if_intervals_do_not_overlap():
     apart = combine_predictions(Interval(0.2, 0.1, 0.3), Interval(0.8, 0.75, 0.85))
     assert apart.mean == pytest.approx(0.8)
     assert (

@@ -9,5 +9,5 @@ from paceline.study.diagnose.ladder import in_bursts
     ("steps", "burst", "whole"),
     [(3, 2, 4), (10, 2, 10), (10, 4, 12), (3, 6, 6), (10, 0, 10), (10, 1, 10), (10, 40, 10)],
 )
-def test_the_bursts_of_a_loaders_workers_are_measured_whole(steps, burst, whole):
+def test_measured_steps_are_rounded_up_to_whole_worker_bursts(steps, burst, whole):
     assert in_bursts(steps, burst) == whole

@@ -100,7 +100,7 @@ def nothing_left(temporary):
     assert str(temporary) not in Path("/proc/self/mountinfo").read_text()
 
 
-def test_an_environment_is_packed_mounted_and_compared(environment, tmp_path, squashfs):
+def test_environment_is_packed_mounted_and_compared(environment, tmp_path, squashfs):
     done = pack(environment, tmp_path, "--json")
     assert done.returncode == 0, done.stderr
     assert "packing" in done.stderr
@@ -131,7 +131,7 @@ def test_an_environment_is_packed_mounted_and_compared(environment, tmp_path, sq
     assert file.read_bytes() == before
 
 
-def test_a_tar_is_unpacked_and_shown_with_the_commands_for_a_node(environment, tmp_path):
+def test_tar_is_unpacked_and_node_commands_are_printed(environment, tmp_path):
     done = pack(environment, tmp_path, "--packed", "my env.tar", PYTHONPATH="/nowhere")
     assert done.returncode == 0, done.stderr
     assert [one.name for one in tmp_path.iterdir()] == ["my env.tar"]
@@ -146,7 +146,9 @@ def test_a_tar_is_unpacked_and_shown_with_the_commands_for_a_node(environment, t
     assert import_torch(1, interpreter, count=False).file.startswith(str(tmp_path / "there"))
 
 
-def test_where_it_cant_be_mounted_it_is_unpacked_or_only_written(environment, tmp_path, squashfs):
+def test_squashfs_is_unpacked_or_only_written_if_mount_is_impossible(
+    environment, tmp_path, squashfs
+):
     tools = tools_of(tmp_path, "mksquashfs", "unsquashfs")
     (tmp_path / "here").mkdir()
     done = pack(environment, tmp_path / "here", "--packed", "a.sqsh", PATH=tools)
@@ -194,7 +196,7 @@ echo some bytes > "$2"
         ("kill -9 $$", "was killed by signal 9: not a word. HINT"),
     ],
 )
-def test_a_mksquashfs_that_fails_leaves_no_file(environment, tmp_path, monkeypatch, then, said):
+def test_failing_mksquashfs_leaves_no_file(environment, tmp_path, monkeypatch, then, said):
     tools, here = tmp_path / "tools", tmp_path / "here"
     tools.mkdir()
     here.mkdir()
@@ -206,9 +208,7 @@ def test_a_mksquashfs_that_fails_leaves_no_file(environment, tmp_path, monkeypat
     assert list(here.iterdir()) == []
 
 
-def test_ended_while_it_packs_or_while_it_is_mounted_it_leaves_no_mount_and_no_part(
-    environment, tmp_path, squashfs
-):
+def test_signal_leaves_no_mount_and_no_partial_file(environment, tmp_path, squashfs):
     tools, temporary = tmp_path / "tools", tmp_path / "temporary"
     tools.mkdir()
     temporary.mkdir()
@@ -244,7 +244,7 @@ def test_ended_while_it_packs_or_while_it_is_mounted_it_leaves_no_mount_and_no_p
         nothing_left(temporary)
 
 
-def test_what_cant_be_packed_is_said_with_a_way_out(environment, tmp_path):
+def test_unsupported_environments_are_rejected_with_hint(environment, tmp_path):
     libraries = Path(pytest.__file__).parent.parent
     folders = f"{Path(paceline.__file__).parent.parent}:{libraries}"
     done = pack(Path(sys.base_prefix), tmp_path, PYTHONPATH=folders)
@@ -268,7 +268,7 @@ def test_what_cant_be_packed_is_said_with_a_way_out(environment, tmp_path):
     assert "what it becomes is said by its end. HINT: env.squashfs" in done.stderr
 
 
-def test_without_mksquashfs_a_tar_is_the_default(tmp_path, monkeypatch):
+def test_default_format_without_mksquashfs_is_tar(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert choose_format(None) == Path.cwd() / "env.tar"
     with pytest.raises(ValueError, match=r"mksquashfs is not installed\. HINT: .*env\.tar"):
@@ -276,7 +276,7 @@ def test_without_mksquashfs_a_tar_is_the_default(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_read_only_and_a_full_folder(environment, tmp_path):
+def test_read_only_and_full_folder_are_reported(environment, tmp_path):
     @contextlib.contextmanager
     def tmpfs(options):
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
@@ -299,7 +299,7 @@ def test_a_read_only_and_a_full_folder(environment, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_of_an_import_that_waits_few_seconds_are_a_cores(environment, monkeypatch):
+def test_import_wait_time_is_not_cpu_time(environment, monkeypatch):
     interpreter = str(environment / "bin/python")
     monkeypatch.setenv("SLEEP_IN", str(environment))
     monkeypatch.setenv("SLEEP", "0.5")

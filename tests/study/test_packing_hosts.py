@@ -77,7 +77,7 @@ def pieces(folder):
     return len(list((folder / "out" / ".packing").glob("piece-*")))
 
 
-def test_ranks_of_two_hosts_pack_what_one_process_packs(hosts, folder):
+def test_packing_on_two_hosts_matches_one_process(hosts, folder):
     done = packed(hosts, folder, "-H", "host1:2,host2:1", "--json")
     assert json.loads(done.stdout)["samples"] == COUNT
     assert "3 ranks on 2 hosts over ssh" in done.stderr
@@ -87,7 +87,7 @@ def test_ranks_of_two_hosts_pack_what_one_process_packs(hosts, folder):
 
 
 @pytest.mark.parametrize("host", ["host1", "host2"])
-def test_a_host_goes_down_and_the_rest_is_packed_by_another(hosts, folder, host):
+def test_packing_resumes_after_host_failure(hosts, folder, host):
     job = started(hosts, folder, "-H", "host1:1,host2:1")
     ranks.wait_until(lambda: pieces(folder) >= 4, 60)
     hosts.crash(host)
@@ -108,7 +108,7 @@ def test_a_host_goes_down_and_the_rest_is_packed_by_another(hosts, folder, host)
     assert hosts.left_over(10) == []
 
 
-def test_a_host_that_is_cut_off_and_packs_on_does_no_harm(hosts, folder):
+def test_disconnected_host_that_keeps_packing_is_harmless(hosts, folder):
     job = started(hosts, folder, "-H", "host1:1,host2:1")
     ranks.wait_until(lambda: pieces(folder) >= 2, 60)
     hosts.link("host2", False)  # the agent does not notice that the launcher was killed
@@ -126,7 +126,7 @@ def test_a_host_that_is_cut_off_and_packs_on_does_no_harm(hosts, folder):
     assert [path.name for path in sorted((folder / "out").iterdir()) if path.is_dir()] == []
 
 
-def test_what_a_host_does_not_share_is_told(hosts, folder):
+def test_files_not_shared_between_hosts_are_reported(hosts, folder):
     words = ["-H", "host1:1,host2:1", "x.npy", "/tmp/out"]
     done = hosts.run("host0", ranks.PACELINE, "pack", *words, cwd=folder, check=False)
     assert done.returncode == 2
@@ -142,7 +142,7 @@ def test_what_a_host_does_not_share_is_told(hosts, folder):
     assert hosts.left_over(10) == []
 
 
-def test_in_an_allocation_all_of_it_is_used(slurm, folder):
+def test_packing_uses_all_hosts_of_slurm_allocation(slurm, folder):
     words = [ranks.PACELINE, "pack", *ARRAYS, "-n", "4", "--json"]
     done = slurm.run("salloc", "-N2", "-w", "host1,host2", *words, cwd=folder)
     assert json.loads(done.stdout)["samples"] == COUNT

@@ -118,7 +118,7 @@ def whole_pieces(folder):
 @pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
 )
-def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
+def test_packing_on_ranks_matches_one_process(folder, count):
     sets.images(folder / "images", 120)
     command(folder, "images", "one", "--statistics", 50)
     _, out, err = command(
@@ -134,7 +134,7 @@ def test_any_number_of_ranks_pack_what_one_process_packs(folder, count):
 
 
 @pytest.mark.long
-def test_ranks_apply_what_holds_the_interpreter_each_by_itself(folder):
+def test_gil_bound_apply_function_runs_in_parallel_on_ranks(folder):
     words = [*ARRAYS, "--compress", "--apply", "mine:holds"]
     command(folder, *words, "one")
     (alone,) = _calls_by_process(folder)
@@ -162,7 +162,7 @@ def _overlapping(some, others):
 
 
 @pytest.mark.long
-def test_a_stream_is_spooled_once_and_packed_by_all(folder):
+def test_stream_is_spooled_once_and_packed_by_all_ranks(folder):
     command(folder, "mine:samples", "one")
     command(folder, "-n", 2, "mine:samples", "out", "--shard-size", "1K")
     same(folder / "out", folder / "one")
@@ -179,7 +179,7 @@ def test_a_stream_is_spooled_once_and_packed_by_all(folder):
         pytest.param("launcher", ("-n", 3), marks=pytest.mark.long),
     ],
 )
-def test_what_was_killed_goes_on_with_whole_pieces(folder, who, then):
+def test_killed_packing_resumes_with_complete_pieces(folder, who, then):
     words = [*ARRAYS, "--apply", "mine:noted", "--workers", 1, "out"]
     job = started(folder, "-n", 2, *words)
     ranks.wait_until(lambda: whole_pieces(folder) >= 5, 30)
@@ -224,7 +224,7 @@ def _callers(folder, name="calls"):
 
 
 @pytest.mark.long
-def test_ctrl_c_leaves_what_is_whole_and_nothing_else(folder):
+def test_interrupt_leaves_only_complete_pieces(folder):
     words = ["-n", 2, *ARRAYS, "--apply", "mine:noted", "--workers", 1, "out"]
     job = started(folder, *words)
     ranks.wait_until(lambda: whole_pieces(folder) >= 2, 30)
@@ -244,7 +244,7 @@ def test_ctrl_c_leaves_what_is_whole_and_nothing_else(folder):
 
 
 @pytest.mark.long
-def test_a_sample_that_can_not_be_packed_is_told_as_by_one_process(folder):
+def test_unpackable_sample_is_reported_as_by_one_process(folder):
     x = np.load(folder / "x.npy")
     for i, one in enumerate(x):
         path = folder / "in" / "ab"[i % 2] / f"{i:04}.npy"
@@ -265,7 +265,7 @@ def test_a_sample_that_can_not_be_packed_is_told_as_by_one_process(folder):
 
 
 @pytest.mark.long
-def test_samples_that_are_left_out_are_counted_over_all_ranks(folder):
+def test_skipped_samples_are_counted_over_all_ranks(folder):
     words = [*ARRAYS, "--apply", "mine:odd", "--on-error", "skip", "--json"]
     _, out, _ = command(folder, *words, "one")
     alone = json.loads(out)["left_out"]
@@ -276,7 +276,7 @@ def test_samples_that_are_left_out_are_counted_over_all_ranks(folder):
     same(folder / "out", folder / "one")
 
 
-def test_a_set_of_which_nothing_can_be_packed_leaves_nothing(folder):
+def test_packing_without_valid_samples_leaves_no_files(folder):
     (folder / "none.py").write_text("def fails(x):\n    raise RuntimeError('never')\n")
     words = ["-n", 2, *ARRAYS, "--apply", "none:fails", "--on-error", "skip", "out"]
     code, _, err = command(folder, *words, check=False)
@@ -299,7 +299,7 @@ def test_a_set_of_which_nothing_can_be_packed_leaves_nothing(folder):
         (["-n", "2", "x.npy", "out", "--apply", "no:such"], "no:such: No module named 'no'"),
     ],
 )
-def test_mistakes_are_told_before_any_rank_starts(folder, words, said):
+def test_invalid_arguments_are_reported_before_any_rank_starts(folder, words, said):
     pack(np.zeros((3, 2)), folder / "done")
     code, _, err = command(folder, *words, check=False)
     assert code == 2
@@ -308,7 +308,7 @@ def test_mistakes_are_told_before_any_rank_starts(folder, words, said):
     assert not list(folder.glob("out/*"))
 
 
-def test_in_an_allocation_threads_pack_and_what_would_use_all_of_it_is_said(folder):
+def test_packing_without_n_in_slurm_job_reports_how_to_use_all_nodes(folder):
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     _, _, err = command(folder, *ARRAYS, "out", **allocation)
     assert err == "paceline: threads of this host pack; with -n N ranks of all of Slurm job 7 do\n"

@@ -46,7 +46,7 @@ def agrees(one, other, factor):
 
 
 @pytest.mark.alone
-def test_a_matrix_products_rate_is_that_of_numpy():
+def test_matrix_product_rate_matches_numpy():
     found = {(a.operation, a.precision): a.rate for a in arithmetic("cpu", 0.05, threads=1)}
     assert len(found) == 6
     a, b = np.random.rand(2, 512, 512)
@@ -61,7 +61,7 @@ def test_a_matrix_products_rate_is_that_of_numpy():
 
 
 @pytest.mark.alone
-def test_the_triads_rate_is_that_of_streams_loop_in_numpy():
+def test_triad_bandwidth_matches_numpy():
     before = torch.get_num_threads()
     cpus = sorted(os.sched_getaffinity(0))
     found = triad("cpu", 0.2, cpus, threads=1).triad
@@ -77,7 +77,7 @@ def test_the_triads_rate_is_that_of_streams_loop_in_numpy():
     assert agrees(found.high, 5 * 8 * n / best(numpys), 3)
 
 
-def test_caches_are_counted_once_for_all_that_share_them(tmp_path):
+def test_shared_caches_are_counted_once(tmp_path):
     for cpu in range(4):
         for index, (level, kind, size, shared) in enumerate(
             [
@@ -95,7 +95,7 @@ def test_caches_are_counted_once_for_all_that_share_them(tmp_path):
     assert last_level_caches([0, 1, 2, 3], tmp_path) == 64 << 20
 
 
-def test_a_file_that_was_read_is_in_memory_until_it_is_forgotten(tmp_path):
+def test_file_is_in_page_cache_until_dropped(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:
@@ -106,7 +106,7 @@ def test_a_file_that_was_read_is_in_memory_until_it_is_forgotten(tmp_path):
         assert resident(file.fileno()) in (0.0, 1.0)  # 1.0 if the folder is in memory
 
 
-def test_a_folder_is_measured_and_left_as_it_was(tmp_path):
+def test_storage_measurement_leaves_folder_unchanged(tmp_path):
     (tmp_path / "mine").write_text("mine")
     found = storage(tmp_path, 0.2)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -118,11 +118,11 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path):
         assert found.read.median < found.cached_read.median
 
 
-def test_storage_in_memory_is_said_to_be():
+def test_storage_in_memory_is_reported():
     assert storage(Path("/dev/shm"), 0.05).cache == "in"
 
 
-def test_nothing_is_left_in_the_folder_when_the_check_is_ended(tmp_path):
+def test_terminated_storage_measurement_leaves_no_files(tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
@@ -142,7 +142,7 @@ with _ended_gently():
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cant_be_used_is_said_with_why_and_a_way_out(tmp_path):
+def test_unusable_folder_is_rejected_with_hint(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--data .*/none: no such folder on this host\. HINT: "):
         storage(tmp_path / "none", 0.1)
@@ -151,7 +151,7 @@ def test_a_folder_that_cant_be_used_is_said_with_why_and_a_way_out(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_read_only_and_a_full_folder(tmp_path):
+def test_read_only_and_full_folder_are_reported(tmp_path):
     @contextlib.contextmanager
     def mounted(options):
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
@@ -178,7 +178,7 @@ def test_a_read_only_and_a_full_folder(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_import_torch_asks_the_file_system_hundreds_of_times(monkeypatch):
+def test_import_torch_is_timed_and_its_file_calls_counted(monkeypatch):
     found = import_torch(1)
     assert found.seconds.n == 1
     assert 0.1 < found.first_s == found.seconds.median
@@ -191,21 +191,21 @@ def test_import_torch_asks_the_file_system_hundreds_of_times(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 31, 32])
-def test_every_two_hosts_are_a_pair_once_and_rounds_are_disjoint(count):
+def test_host_pairs_are_unique_and_rounds_are_disjoint(count):
     found = [pair for one in rounds(count) for pair in one]
     assert sorted(found) == [(i, j) for i in range(count) for j in range(i + 1, count)]
     for one in rounds(count):
         assert len({host for pair in one for host in pair}) == 2 * len(one)
 
 
-def test_of_many_hosts_neighbours_and_some_pairs_are_measured():
+def test_only_neighbours_and_some_pairs_of_many_hosts_are_measured():
     count = EVERY_PAIR + 9
     found = [pair for one in rounds(count) for pair in one]
     assert len(set(found)) == len(found) < 15 * count
     assert {(i, i + 1) for i in range(count - 1)} | {(0, count - 1)} <= set(found)
 
 
-def test_pairs_on_one_machine_are_not_measured_at_the_same_time():
+def test_pairs_on_one_machine_are_measured_in_separate_rounds():
     assert apart([(0, 1), (2, 3)], ["a", "b", "c", "d"]) == [[(0, 1), (2, 3)]]
     assert apart([(0, 1), (2, 3)], ["a", "b", "a", "d"]) == [[(0, 1)], [(2, 3)]]
     assert apart([(0, 1), (2, 3)], ["a"] * 4) == [[(0, 1)], [(2, 3)]]
@@ -215,7 +215,7 @@ def about(host, name, machine, cpu=0):
     return {"host": host, "name": name, "machine": machine, "cpus": [cpu], "gpu": False}
 
 
-def test_hosts_of_one_machine_get_turns_and_their_own_names():
+def test_hosts_on_one_machine_get_turns_and_unique_names():
     found = hosts_of(
         [
             about("0", "a", "m", 0),
@@ -231,7 +231,7 @@ def test_hosts_of_one_machine_get_turns_and_their_own_names():
     ]
 
 
-def test_a_host_that_says_nothing_is_named_and_the_others_go_on():
+def test_silent_host_is_reported_and_others_continue():
     store, ends = HashStore(), {}
 
     def one(rank):
@@ -265,7 +265,7 @@ def test_a_host_that_says_nothing_is_named_and_the_others_go_on():
 
 
 @pytest.mark.long  # test_check.py runs a similar check, without the missing folder
-def test_a_whole_check_is_one_job_and_one_machine(tmp_path):
+def test_probe_job_measures_complete_machine(tmp_path):
     probe = ranks.BIN / "paceline"
     words = [probe, "run", "-n", "2", "--json", "found.json", "-m", "paceline.study.probe"]
     words += ["--seconds", "2", "--quick", "--data", str(tmp_path / "none")]

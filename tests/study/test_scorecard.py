@@ -12,7 +12,7 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.mark.long
-def test_two_planted_faults_are_named_and_the_stronger_one_first(tmp_path):
+def test_two_planted_faults_are_ranked_by_strength(tmp_path):
     """Two of three runs must be right: noise can hide a fault in one.
 
     If the first run is right, the other two are left out. Both faults have a strength in seconds,
@@ -27,7 +27,7 @@ def test_two_planted_faults_are_named_and_the_stronger_one_first(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["exchange-latency", "binding", "input-small-files"])
-def test_more_planted_faults_are_named_first(tmp_path, kind):
+def test_planted_fault_is_ranked_first(tmp_path, kind):
     """Two of three runs must name the fault first: noise can hide it in one.
 
     If the first run names it, the other two are left out.
@@ -39,7 +39,7 @@ def test_more_planted_faults_are_named_first(tmp_path, kind):
 
 
 @pytest.mark.long
-def test_faults_beside_the_script_are_named_first(tmp_path):
+def test_faults_outside_the_script_are_ranked_first(tmp_path):
     cases = score(tmp_path, "noisy-machine,slow-host,slow-network")
     named = [first(case) for case in cases]
     assert named == ["noisy-machine", "slow-host", "exchange-bandwidth"], cases

@@ -69,7 +69,7 @@ def asked(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
+def test_effective_remedy_is_kept_and_breaking_remedy_rejected(asked):
     """Run what --try runs, without the ladder before and after."""
     foreseen = Interval(1.0, 0.97, 1.03)
     workers = Remedy("loader-workers", "input-waiting", 3, foreseen, "a formula", True, "")
@@ -93,7 +93,7 @@ def test_what_helps_is_kept_and_what_breaks_the_script_is_struck_off(asked):
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_a_slow_script_is_made_fast_and_its_settings_are_kept(asked, tmp_path):
+def test_slow_script_is_improved_and_settings_are_saved(asked, tmp_path):
     found = run_diagnosis(asked, lambda _: None)
     first = found.remedies[0]
     assert (first.knob, first.cause, first.settable) == ("loader-workers", "input-waiting", True)
@@ -150,7 +150,7 @@ def diagnose(folder, *words):
         ),
     ],
 )
-def test_what_can_not_be_tried_is_said_before_anything_runs(tmp_path, words, said):
+def test_invalid_remedies_are_reported_before_any_run(tmp_path, words, said):
     done = diagnose(tmp_path, *words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"paceline: {said}")
@@ -158,7 +158,7 @@ def test_what_can_not_be_tried_is_said_before_anything_runs(tmp_path, words, sai
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError("no loader any more")])
-def test_what_was_found_before_it_was_stopped_is_not_lost(asked, monkeypatch, stop):
+def test_results_before_interruption_are_preserved(asked, monkeypatch, stop):
     """The command is stopped in the diagnosis that follows the first trial."""
     ladder = SimpleNamespace(steps=16)
     found = Diagnosis(["script.py"], ladder, None, None, [], [], ["a note"], remedies=[])
@@ -181,7 +181,7 @@ def test_what_was_found_before_it_was_stopped_is_not_lost(asked, monkeypatch, st
     assert said[stop is KeyboardInterrupt] in result.notes[1]
 
 
-def test_what_no_time_was_left_for_comes_in_the_next_pass(asked, monkeypatch):
+def test_remedies_without_time_are_tried_in_next_pass(asked, monkeypatch):
     def remedy(knob, gain):
         return Remedy(knob, "", True, Interval(gain, gain, gain), "a formula", True, "")
 
