@@ -55,7 +55,7 @@ WAITS_INPUT = [Loss("input", 0.5)]
 LOADER = {"batches": 100, "seconds": 10.0, "busy_s": 1.0, "system_s": 0.5, "workers": 2, "ranks": 2}
 
 
-def test_nothing_is_named_where_nothing_is_lost():
+def test_no_causes_without_losses():
     assert judged() == []
 
 
@@ -74,7 +74,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(("recorded", "named"), [(0.035, []), (0.06, ["exchange-latency"])])
-def test_what_one_witness_sees_by_a_hair_the_other_has_to_see_as_well(recorded, named):
+def test_marginal_loss_needs_confirmation_by_second_witness(recorded, named):
     """Use 5.5 % by experiment: what a plain script shows with an exchange of 5 ms in 100 ms."""
     base = {name: climbs(0.1) for name in ("cached", "everything")}
     base |= {"silent": climbs(0.0945), "alone": climbs(0.0945, ranks=1)}
@@ -83,7 +83,7 @@ def test_what_one_witness_sees_by_a_hair_the_other_has_to_see_as_well(recorded, 
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_why_the_exchange_takes_long(name):
+def test_causes_of_slow_exchange(name):
     calls, facts, gradients = EXCHANGES[name]
     (cause,) = judged(
         losses=EXCHANGE, calls=calls, gradients=gradients, facts=[facts, facts], **SLOWER
@@ -101,7 +101,7 @@ def test_why_the_exchange_takes_long(name):
         (1000, 0.3, "exchange-latency"),
     ],
 )
-def test_few_small_exchanges_whose_threads_lack_a_core_are_no_latency(count, crowded, named):
+def test_few_small_exchanges_waiting_for_a_core_are_jitter(count, crowded, named):
     """Ten steps of 100 ms, half of it exchange: 50, 2.5 or 0.5 ms per call."""
     slower = SLOWER | {name: climbs(0.1, crowded=crowded) for name in ("cached", "everything")}
     (cause,) = judged(losses=EXCHANGE, calls=collective(count=count), **slower)
@@ -109,7 +109,7 @@ def test_few_small_exchanges_whose_threads_lack_a_core_are_no_latency(count, cro
     assert ("threads wait for a core" in cause.sentence) == (named == "jitter")
 
 
-def test_a_gan_with_two_backwards_does_not_accumulate():
+def test_gan_with_two_backwards_is_not_gradient_accumulation():
     half = {"parameters": {"float32": 4_000_000}}
     (cause,) = judged(
         losses=EXCHANGE, calls=collective(size=2_000_000), facts=[half, half],
@@ -118,7 +118,7 @@ def test_a_gan_with_two_backwards_does_not_accumulate():
     assert cause.id == "exchange-bandwidth"
 
 
-def test_one_bucket_for_a_large_model_can_not_overlap():
+def test_single_bucket_of_large_model_is_bucket_size_cause():
     ddp = {"ddp": {"bytes": 100 << 20, "bucket_bytes": 1 << 30}}
     (cause,) = judged(
         losses=EXCHANGE, calls=collective(size=100 << 20), facts=[ddp, ddp],
@@ -138,18 +138,18 @@ READING = {"opened": 100, "read": 100 << 24, "busy_s": 1.0, "system_s": 0.9}
 
 
 @pytest.mark.parametrize(("stored", "name"), [(100 << 24, "input-bandwidth"), (0, "input-waiting")])
-def test_a_loader_does_not_wait_for_files_that_are_in_memory(stored, name):
+def test_cached_files_are_not_an_input_bandwidth_cause(stored, name):
     (cause,) = judged(losses=WAITS_INPUT, loader=LOADER | READING | {"stored": stored}, **INPUT)
     assert cause.id == name, cause.sentence
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_why_the_next_batch_is_late(name):
+def test_causes_of_late_batch(name):
     (cause,) = judged(losses=WAITS_INPUT, loader=LOADER | INPUTS[name], **INPUT)
     assert cause.id == name, cause.sentence
 
 
-def test_a_loader_that_starts_anew_each_epoch_is_told():
+def test_loader_restart_each_epoch_is_reported():
     real = climbs(starts=4, starting=0.45)
     (cause,) = judged(losses=WAITS_INPUT, loader=LOADER, everything=real, **INPUT)
     assert (cause.id, cause.evidence["starts"]) == ("loader-start", 24)
@@ -175,7 +175,7 @@ def uneven(facts=(), losses=UNEVEN, other=(0.0, 0.0), **used):
     return cause
 
 
-def test_a_slow_rank_a_slow_host_uneven_data_and_other_programs_are_told_apart():
+def test_causes_of_uneven_ranks_are_distinguished():
     assert uneven().id == "slow-rank"
     assert "rank 1 on b takes longer for its steps, from step 1 on, and" in uneven().sentence
     host = uneven(facts=[{}, {"product_s": {"float32": 0.002}}])
@@ -191,7 +191,7 @@ def test_a_slow_rank_a_slow_host_uneven_data_and_other_programs_are_told_apart()
     assert uneven(losses=PRINTING[:1], other=(0.0, 0.3)).id == "slow-rank"
 
 
-def test_threads_cores_and_memory_are_told_apart():
+def test_causes_of_slow_shared_machine_are_distinguished():
     slowed = {name: climbs(0.2) for name in ("silent", "cached", "everything")}
     (cause,) = judged(**slowed)
     assert cause.id == "shared-machine"
@@ -208,7 +208,7 @@ def test_threads_cores_and_memory_are_told_apart():
     assert cause.id == "noisy-machine"
 
 
-def test_others_that_slow_all_rungs_alike_are_named_as_well():
+def test_noisy_machine_that_slows_all_rungs_is_reported():
     """Waits for cores are as long with one rank as with all ranks, so no bar shows them."""
     slowed = {"alone": climbs(ranks=1, delayed=0.4, host=2.0), "everything": climbs(delayed=0.4)}
     assert judged(**slowed) == []
@@ -228,7 +228,7 @@ INSIDE = {
 }
 
 
-def test_what_stands_still_inside_of_a_step_is_no_computing():
+def test_idle_time_inside_a_step_is_script_time():
     still = {"silent": climbs(process=0.6)}
     (cause,) = judged(**still)
     assert (cause.id, cause.share) == ("script", pytest.approx(0.4, abs=0.05))
@@ -242,13 +242,13 @@ def test_what_stands_still_inside_of_a_step_is_no_computing():
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_what_makes_computing_slow_on_one_rank_too(name):
+def test_causes_of_slow_computation_on_one_rank(name):
     (cause,) = judged(**INSIDE[name])
     assert cause.id == name
     assert 0.1 < cause.share < 0.7
 
 
-def test_float64_and_a_search_that_finds_nothing():
+def test_float64_and_needless_unused_parameter_search_are_causes():
     double = {"parameters": {"float64": 8}, "product_s": {"float32": 0.001, "float64": 0.002}}
     (cause,) = judged(facts=[double, double])
     assert (cause.id, cause.share) == ("precision", pytest.approx(0.5))
@@ -259,7 +259,7 @@ def test_float64_and_a_search_that_finds_nothing():
     assert judged(facts=[ddp, ddp], everything=climbs(searching=0.1)) == []
 
 
-def test_without_one_rank_alone_the_ideal_is_the_fastest_of_all():
+def test_ideal_without_single_rank_run_is_fastest_rung():
     fall = waterfall([], climbs(slow=2.0), climbs(), climbs())
     assert [bar.id for bar in fall.bars] == ["uneven"]
     assert fall.ideal.mean == pytest.approx(400, rel=0.01)

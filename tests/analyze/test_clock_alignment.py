@@ -56,7 +56,7 @@ def run_of(folder, clocks, steps=400, seed=0, latency=0.05):
     ],
     ids=["offset", "three hosts", "drift"],
 )
-def test_offset_and_drift_are_found_and_waits_are_those_of_one_clock(tmp_path, clocks):
+def test_clock_offset_and_drift_are_estimated(tmp_path, clocks):
     made, truth = run_of(tmp_path, clocks)
     report = report_of(made)
     assert report.clocks_aligned
@@ -72,7 +72,7 @@ def test_offset_and_drift_are_found_and_waits_are_those_of_one_clock(tmp_path, c
     assert "aligned to" in " ".join(report.doubts)
 
 
-def test_the_aligned_events_obey_every_bound(tmp_path):
+def test_aligned_events_satisfy_all_bounds(tmp_path):
     made, _ = run_of(tmp_path, [(0, 0), (4e4, 30e-6)])
     records = [rank.record() for rank in made]
     moved, clocks = align_clocks(records, match_collectives(records))
@@ -83,7 +83,7 @@ def test_the_aligned_events_obey_every_bound(tmp_path):
     assert (ends.min(axis=0) >= starts.max(axis=0) - clocks.residual_ns).all()
 
 
-def test_no_straggler_is_named_below_the_residual(tmp_path):
+def test_no_straggler_below_clock_residual(tmp_path):
     made = [Rank(tmp_path, i, 2, host=f"host{i}", clock=f"clock{i}") for i in range(2)]
     # Long exchanges say little about the clocks. Rank 1 arrives 2 ms later.
     for step in range(50):
@@ -98,7 +98,7 @@ def test_no_straggler_is_named_below_the_residual(tmp_path):
     assert report.confidence < 1
 
 
-def test_hosts_that_never_communicate_are_said_to_be_apart(tmp_path):
+def test_hosts_without_communication_are_reported_as_unaligned(tmp_path):
     made = [
         Rank(tmp_path, i, 2, host=f"host{i}", clock=f"clock{i}", groups={f"g{i}": (1, 0)})
         for i in range(2)
@@ -113,7 +113,7 @@ def test_hosts_that_never_communicate_are_said_to_be_apart(tmp_path):
     assert report.efficiencies.serialisation is None
 
 
-def test_a_sender_that_need_not_wait_says_nothing_of_the_clocks(tmp_path):
+def test_buffered_send_gives_no_clock_bound(tmp_path):
     """A small send ends before its receiver arrives, so it gives no bound on the clocks."""
     made = [Rank(tmp_path, i, 2, host=f"host{i}", clock=f"clock{i}") for i in range(2)]
     for rank in made:
@@ -138,7 +138,7 @@ def namespaces():
 
 
 @pytest.mark.skipif(not namespaces(), reason="needs unshare --time, as root")
-def test_a_real_offset_between_two_ranks_is_found(tmp_path):
+def test_real_clock_offset_between_two_ranks_is_estimated(tmp_path):
     """Start two real ranks, one of them with a clock that is 5000 s ahead."""
     script = launcher.write(
         tmp_path,

@@ -32,7 +32,7 @@ def replayed(ranks):
     return found[0], [busy_ns(line.states) for line in lines], within
 
 
-def test_only_transfers_are_taken_away(tmp_path):
+def test_ideal_network_removes_only_transfers(tmp_path):
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for rank, (first, second) in zip(ranks, [(30, 10), (10, 30)], strict=True):
         rank.step(0, 100)
@@ -50,7 +50,7 @@ def test_only_transfers_are_taken_away(tmp_path):
     assert e.load_balance == pytest.approx(1)
 
 
-def test_a_chain_of_messages_is_serialisation(tmp_path):
+def test_chain_of_messages_is_serialisation(tmp_path):
     """Each rank receives, computes and sends on.
 
     As in OTF-CPT's test mpi-serialization.c, whose authors expect SerE = 1/N, TE = 1 and LB = 1:
@@ -75,7 +75,7 @@ def test_a_chain_of_messages_is_serialisation(tmp_path):
     assert e.transfer == pytest.approx(1)
 
 
-def test_who_has_arrived_late_for_another_group_passes_the_delay_on(tmp_path):
+def test_delay_propagates_between_process_groups(tmp_path):
     """Rank 0 is late for rank 1 in one group, which makes rank 1 late for rank 2 in another."""
     members = [{"a": (2, 0)}, {"a": (2, 1), "b": (2, 0)}, {"b": (2, 1)}]
     ranks = [Rank(tmp_path, i, 3, groups=groups) for i, groups in enumerate(members)]
@@ -96,7 +96,7 @@ def test_who_has_arrived_late_for_another_group_passes_the_delay_on(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_it_lies_between_the_longest_rank_and_the_run(tmp_path, seed):
+def test_ideal_time_is_between_longest_rank_and_run_time(tmp_path, seed):
     """Simulate random runs: max(b) <= T_id <= T, and T_id = T without transfers."""
     draw = random.Random(seed)
     size, steps = 4, 30
@@ -123,7 +123,7 @@ def test_it_lies_between_the_longest_rank_and_the_run(tmp_path, seed):
             assert ideal == pytest.approx(within.length, abs=100)
 
 
-def test_ends_before_the_starts_that_they_need_are_said(tmp_path):
+def test_collective_ends_before_required_starts_are_reported(tmp_path):
     """With one clock, no rank can leave an all-reduce before the last rank has entered it."""
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for rank, arrival in zip(ranks, (10, 90), strict=True):

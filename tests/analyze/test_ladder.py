@@ -34,7 +34,7 @@ def made(
     return waterfall(rung(*alone, ranks=1), rung(*silent, slow=0.0), rung(*cached), rung(*real))
 
 
-def test_the_bars_add_up_exactly():
+def test_waterfall_bars_add_up():
     found = made()
     assert [bar.id for bar in found.bars] == ["sharing", "exchange", "input"]
     assert found.ideal.mean == 1000
@@ -46,7 +46,7 @@ def test_the_bars_add_up_exactly():
     assert found.of_step("input").mean == pytest.approx(600 * (1 / 600 - 1 / 800), rel=0.01)
 
 
-def test_an_interval_is_students():
+def test_interval_uses_student_t_distribution():
     found = Interval.of([9, 10, 11])
     assert found.mean == 10
     assert found.high - 10 == pytest.approx(2.92 / math.sqrt(3), rel=1e-3)
@@ -84,7 +84,7 @@ SAME = (1000, 1001, 999)
 ALONE = (500, 500.5, 499.5)
 
 
-def test_a_rate_is_that_of_the_slowest_rank(tmp_path):
+def test_rate_is_that_of_slowest_rank(tmp_path):
     run = Run("test", [rank.record() for rank in trained(tmp_path)], missing=[])
     found = measure_rung(run, 2, 10)
     assert found.together == pytest.approx(8 / 0.025, rel=1e-6)
@@ -93,12 +93,12 @@ def test_a_rate_is_that_of_the_slowest_rank(tmp_path):
         measure_rung(run, 10, 30)
 
 
-def test_nothing_is_named_where_nothing_holds_it_back(tmp_path):
+def test_no_causes_without_losses(tmp_path):
     fall = made(ALONE, SAME, SAME, (990, 991, 989))
     assert judged(tmp_path, fall, exchange=0.2)[1] == []
 
 
-def test_a_loader_that_computes_and_one_that_waits(tmp_path):
+def test_busy_loader_and_waiting_loader_are_distinguished(tmp_path):
     fall = made(ALONE, SAME, SAME, (500, 505, 495))
     loader = {"batches": 20, "seconds": 1.0, "busy_s": 0.95, "workers": 0, "ranks": 2}
     seen, (cause,) = judged(tmp_path / "a", fall, loader, load=(20, 20), exchange=0.2)
@@ -116,7 +116,7 @@ def test_a_loader_that_computes_and_one_that_waits(tmp_path):
     assert "2 workers a rank" in cause.sentence
 
 
-def test_an_exchange_is_its_bytes_or_its_latency(tmp_path):
+def test_exchange_bandwidth_and_latency_are_distinguished(tmp_path):
     fall = made(ALONE, SAME, (500, 505, 495), (500, 505, 495))
     (cause,) = judged(tmp_path / "a", fall, exchange=20, size=4 << 20)[1]
     assert cause.id == "exchange-bandwidth"
@@ -126,7 +126,7 @@ def test_an_exchange_is_its_bytes_or_its_latency(tmp_path):
     assert "400 bytes each" in cause.sentence
 
 
-def test_a_slow_rank_is_named(tmp_path):
+def test_slow_rank_is_reported(tmp_path):
     alone, slowed = rung(*[600] * 3, ranks=1), rung(800, 801, 799, slow=0.5)
     fall = waterfall(alone, slowed, rung(*[800] * 3), rung(*[800] * 3))
     seen, (cause,) = judged(tmp_path, fall, compute=(20, 30), exchange=0.2)
@@ -134,7 +134,7 @@ def test_a_slow_rank_is_named(tmp_path):
     assert not seen["uneven"].differ
 
 
-def test_threads_on_top_of_each_other_are_told_from_a_shared_memory(tmp_path):
+def test_too_many_threads_and_shared_machine_are_distinguished(tmp_path):
     fall = made(ALONE, *[(700, 702, 698)] * 3)
     (cause,) = judged(tmp_path / "a", fall, threads=2, exchange=0.2)[1]
     assert cause.id == "too-many-threads"
@@ -143,14 +143,14 @@ def test_threads_on_top_of_each_other_are_told_from_a_shared_memory(tmp_path):
     assert cause.id == "shared-machine"
 
 
-def test_what_one_witness_has_not_seen_is_shown_and_no_cause(tmp_path):
+def test_unconfirmed_loss_is_shown_but_not_a_cause(tmp_path):
     fall = made(ALONE, SAME, SAME, (500, 505, 495))
     seen, found = judged(tmp_path, fall, load=(0, 0), exchange=0.2)
     assert seen["input"].differ
     assert found == []
 
 
-def test_validation_of_one_rank_is_not_taken_for_a_slow_rank():
+def test_validation_on_one_rank_is_not_a_slow_rank():
     free = rung(*[500] * 3, validation=0.008)  # of a step of 16 ms
     fall = waterfall(rung(*[500] * 3, ranks=1), free, rung(*[500] * 3), rung(*[500] * 3))
     assert [bar.id for bar in fall.bars] == ["validation"]

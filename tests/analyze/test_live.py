@@ -47,7 +47,7 @@ def plain(found, width=80):
     return " ".join(text(found, width, no_color=True, color_system=None).split())
 
 
-def test_shares_speed_and_who_waits_for_whom(tmp_path):
+def test_live_view_shows_shares_rate_and_waits(tmp_path):
     ranks = [trained(tmp_path, i, 3, late=2 * (i == 1)) for i in range(3)]
     found = view([seen(rank, 101) for rank in ranks], ["train.py"])
     assert (found.size, found.ranks, found.step, found.missing_ranks) == (3, [0, 1, 2], 10, [])
@@ -65,14 +65,14 @@ def test_shares_speed_and_who_waits_for_whom(tmp_path):
     assert found.standing == []
 
 
-def test_long_runs_are_seen_by_their_last_ten_seconds(tmp_path):
+def test_live_view_uses_last_ten_seconds(tmp_path):
     ranks = [trained(tmp_path, i, 2, steps=2500) for i in range(2)]
     found = view([seen(rank, 25_000, most=8000) for rank in ranks], [])
     assert 9.9 < found.window_s < 10.1
     assert found.last_step == 2499
 
 
-def test_a_rank_that_is_not_there_is_named_with_what_it_did_last(tmp_path):
+def test_missing_rank_is_reported_with_its_last_event(tmp_path):
     ranks = [trained(tmp_path, i, 4) for i in range(4)]
     for rank in ranks[:3]:
         begins(rank, State.BLOCKED, 106, seq=11, op=Op.ALL_REDUCE, step=10)
@@ -92,7 +92,7 @@ def test_a_rank_that_is_not_there_is_named_with_what_it_did_last(tmp_path):
     assert "until 12 s ago, steps 1 to 9" in plain(found)
 
 
-def test_hosts_clocks_are_never_compared(tmp_path):
+def test_clocks_of_hosts_are_not_compared(tmp_path):
     """The second host was started an hour after the first one."""
     first, second = (
         trained(tmp_path, i, 2, host=f"host{i}", clock=f"clock{i}", at=3_600_000 * i)
@@ -109,7 +109,7 @@ def test_hosts_clocks_are_never_compared(tmp_path):
     assert "2 ranks on 2 hosts (host0, host1) · 5.1 s since its start" in said
 
 
-def test_what_was_begun_is_over_once_an_event_says_so(tmp_path):
+def test_unfinished_state_ends_with_its_event(tmp_path):
     rank = trained(tmp_path, 0, 1, steps=1)
     for state, op in ((State.INPUT, 0), (State.CHECKPOINT, 0), (State.BLOCKED, Op.ALL_REDUCE)):
         begins(rank, state, 20, seq=2, op=op)
@@ -124,7 +124,7 @@ def test_what_was_begun_is_over_once_an_event_says_so(tmp_path):
     assert view([seen(rank, 3030)], []).now[0].last_s == pytest.approx(3.0)
 
 
-def test_jobs_that_start_restart_and_end(tmp_path):
+def test_job_start_restart_and_end(tmp_path):
     assert view([], []) is None
     ranks = [Rank(tmp_path, i, 2, attempt=1) for i in range(2)]
     old = tmp_path / "old"
@@ -142,7 +142,7 @@ def test_jobs_that_start_restart_and_end(tmp_path):
     assert "no record of rank 1" in plain(alone)
 
 
-def test_files_that_cannot_be_read_are_told(tmp_path):
+def test_unreadable_records_are_reported(tmp_path):
     good = seen(trained(tmp_path, 0, 1), 110)
     newer = replace(good, data=good.data[:8] + b"\x63" + good.data[9:])
     found = view([good, newer], [])
@@ -151,7 +151,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path):
     assert view([torn], []) is None
 
 
-def test_it_fits_the_terminal_and_needs_no_colours(tmp_path):
+def test_live_view_fits_terminal_without_colors(tmp_path):
     """Up to 16 ranks have a row each; above that, hosts and the ranks that others wait for."""
     for size in (4, 40):
         ranks = [
@@ -179,7 +179,7 @@ def test_it_fits_the_terminal_and_needs_no_colours(tmp_path):
         assert len(hosts) == (10 if size == 40 else 0)
 
 
-def test_five_hundred_ranks_are_seen_within_a_refresh(tmp_path):
+def test_live_view_of_512_ranks_is_fast(tmp_path):
     ranks = [trained(tmp_path, i, 512, steps=100, late=i == 7, host=f"n{i // 8}") for i in range(8)]
     ends = [seen(rank, 1001, most=512) for rank in ranks]
     for i in range(8, 512):
@@ -202,7 +202,7 @@ def _longer(data, more):
     return head + bytes(16384 - end) + data[16384 + more :]
 
 
-def test_durations():
+def test_durations_are_formatted():
     assert [elapsed(s) for s in (0.04, 3.21, 45.4, 183, 11_040)] == [
         *("0.0 s", "3.2 s", "45 s", "3 min 3 s", "3 h 4 min"),
     ]

@@ -20,7 +20,7 @@ def told(busy, left_out=0):
     return fixed | {"busy_s": busy, "left_out": left_out}
 
 
-def test_cores_are_the_mean_of_the_ranks_and_the_most(tmp_path):
+def test_loader_cores_are_mean_and_maximum_over_ranks(tmp_path):
     found = report(tmp_path, told(2.0, 3), told(6.0, 1))
     loading = found.loading
     assert (loading.workers, loading.processes, loading.left_out) == (2, False, 4)
@@ -31,7 +31,7 @@ def test_cores_are_the_mean_of_the_ranks_and_the_most(tmp_path):
     assert "4 samples could not be read, and left out" in said
 
 
-def test_other_loaders_have_nothing_to_tell(tmp_path):
+def test_other_loaders_have_no_totals(tmp_path):
     found = report(tmp_path, None, None)
     assert found.loading is None
     assert "loader" not in render(found)

@@ -35,7 +35,7 @@ def late(folder, size=3, steps=10, why=State.FORWARD, guilty=1):
         (None, "other"),
     ],
 )
-def test_a_wait_is_booked_to_the_last_rank_and_to_what_it_did(tmp_path, why, doing):
+def test_wait_is_attributed_to_latest_rank_and_its_state(tmp_path, why, doing):
     report = report_of(late(tmp_path, why=why))
     waits = [loss for loss in report.losses if loss.kind == "wait"]
     assert [(w.rank, w.host, w.doing) for w in waits] == [(1, "host1", doing)]
@@ -45,14 +45,14 @@ def test_a_wait_is_booked_to_the_last_rank_and_to_what_it_did(tmp_path, why, doi
     assert sum(rank["wait"] for rank in report.states) / 3 == pytest.approx(wait.share)
 
 
-def test_all_losses_add_up_to_what_is_not_useful(tmp_path):
+def test_losses_add_up_to_non_useful_time(tmp_path):
     for why in (State.FORWARD, State.INPUT, None):
         report = report_of(late(tmp_path, why=why))
         lost = sum(loss.share for loss in report.losses)
         assert lost == pytest.approx(1 - report.efficiencies.useful)
 
 
-def test_a_loss_names_the_steps_in_which_it_was(tmp_path):
+def test_loss_reports_its_steps(tmp_path):
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.step(0, 10)
@@ -68,7 +68,7 @@ def test_a_loss_names_the_steps_in_which_it_was(tmp_path):
     assert 59 <= wait.steps[1] <= 65
 
 
-def test_a_range_of_steps_can_be_looked_at_by_itself(tmp_path):
+def test_range_of_steps_is_analysed_separately(tmp_path):
     ranks = late(tmp_path, steps=20)
     for rank in ranks:  # then 20 steps without a late rank
         for step in range(20, 40):
@@ -86,7 +86,7 @@ def test_a_range_of_steps_can_be_looked_at_by_itself(tmp_path):
         report_of(ranks, steps=(500, 600))
 
 
-def test_groups_are_never_mixed(tmp_path):
+def test_process_groups_are_analysed_separately(tmp_path):
     """Four ranks in two data groups and two tensor groups; only the tensor groups wait."""
     ranks = []
     for i in range(4):
@@ -114,7 +114,7 @@ def test_groups_are_never_mixed(tmp_path):
     assert scattered.busbw == pytest.approx((2 << 20) / (10 * MS) / 2)
 
 
-def test_messages_wait_for_the_other_side_only(tmp_path):
+def test_point_to_point_messages_wait_only_for_peer(tmp_path):
     ranks = [Rank(tmp_path, i, 3) for i in range(3)]
     for rank in ranks:
         rank.step(0, 1)
@@ -133,7 +133,7 @@ def test_messages_wait_for_the_other_side_only(tmp_path):
     assert "lack a member's record" in report.doubts[0]
 
 
-def test_a_gap_between_steps_is_input_unless_samples_say_otherwise(tmp_path):
+def test_gap_between_steps_is_input_unless_samples_differ(tmp_path):
     def share(samples):
         rank = Rank(tmp_path, 0, 1)
         rank.step(0, 10)
@@ -152,7 +152,7 @@ def test_a_gap_between_steps_is_input_unless_samples_say_otherwise(tmp_path):
     assert share([False])["input"] == 0
 
 
-def test_where_other_time_went_is_told_by_line(tmp_path):
+def test_other_time_is_reported_by_script_line(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.step(0, 10)
     rank.was(State.FORWARD, 10, 60)
@@ -173,7 +173,7 @@ def test_where_other_time_went_is_told_by_line(tmp_path):
     ]
 
 
-def test_what_a_ring_has_overwritten_is_no_doubt_inside_the_window(tmp_path):
+def test_overwritten_events_before_window_raise_no_doubt(tmp_path):
     """Rank 1's ring begins some steps later; what only rank 0 has lies before the window."""
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for step in range(20):

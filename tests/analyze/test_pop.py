@@ -59,7 +59,7 @@ def epoch(folder, size):
     return report_of(made)
 
 
-def test_the_published_efficiencies_of_epoch_come_out(tmp_path):
+def test_efficiencies_match_published_epoch_results(tmp_path):
     reports = [epoch(tmp_path / str(size), size) for size in EPOCH]
     for row in scaling(reports):
         parallel, balance, communication, computation, total, speedup = PUBLISHED[row.ranks]
@@ -72,14 +72,14 @@ def test_the_published_efficiencies_of_epoch_come_out(tmp_path):
         assert row.speedup == pytest.approx(speedup * samples, rel=1e-6)
 
 
-def test_global_efficiency_over_the_reference_is_the_scaling_efficiency(tmp_path):
+def test_relative_global_efficiency_is_scaling_efficiency(tmp_path):
     rows = scaling([epoch(tmp_path / str(size), size) for size in EPOCH])
     for row in rows:
         relative = row.global_efficiency / rows[0].global_efficiency
         assert relative == pytest.approx(row.scaling_efficiency)
 
 
-def test_talps_two_ranks_that_wait_for_each_other(tmp_path):
+def test_efficiencies_match_talp_test_of_two_waiting_ranks(tmp_path):
     """Reproduce DLB/TALP's functional test (github.com/bsc-pm/dlb, test_mpi.c).
 
     In tests/functional/talp/mpi/test_mpi.c, rank 0 computes 1.0 s, sends, and receives after 1.0 s.
@@ -105,7 +105,7 @@ def test_talps_two_ranks_that_wait_for_each_other(tmp_path):
     assert e.transfer == pytest.approx(1)  # no transfer takes time
 
 
-def test_imbalance_alone_is_load_balance(tmp_path):
+def test_pure_imbalance_is_load_balance(tmp_path):
     """Reproduce OTF-CPT's mpi-imbalance.c: 0.1, 0.3, 0.5 and 0.7 s; expected: LB = PE = 4/7."""
     ranks = [Rank(tmp_path, i, 4) for i in range(4)]
     for i, rank in enumerate(ranks):

@@ -26,7 +26,7 @@ def made(folder):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_damage_gives_a_report_or_a_refusal_by_name(tmp_path, seed):
+def test_random_damage_gives_a_report_or_a_named_error(tmp_path, seed):
     draw = random.Random(seed)
     path = draw.choice(made(tmp_path)).path
     data = bytearray(path.read_bytes())
@@ -51,7 +51,7 @@ def test_any_damage_gives_a_report_or_a_refusal_by_name(tmp_path, seed):
         assert all(sum(rank.values()) == pytest.approx(1) for rank in report.states)
 
 
-def test_damaged_events_are_counted_and_lower_the_confidence(tmp_path):
+def test_damaged_events_are_counted_and_lower_confidence(tmp_path):
     path = made(tmp_path)[1].path
     data = bytearray(path.read_bytes())
     data[HEADER_BYTES + 5 * 40 + 34] = 200  # an invalid state

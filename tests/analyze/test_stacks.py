@@ -41,7 +41,7 @@ STOPS = """
 
 
 @pytest.mark.parametrize("forks", ["", "os.fork() and os.wait()"])
-def test_a_stopped_process_is_read_as_it_would_tell_itself(tmp_path, forks):
+def test_stack_of_stopped_process_is_read_from_outside(tmp_path, forks):
     script = ranks.write(tmp_path, STOPS.format(forks=forks))
     command = [sys.executable, str(script)]
     number = tmp_path / "pid"
@@ -68,7 +68,7 @@ def test_a_stopped_process_is_read_as_it_would_tell_itself(tmp_path, forks):
     )
 
 
-def test_the_main_thread_is_the_one_of_the_process_wherever_it_stands():
+def test_main_thread_is_identified_by_process_id():
     def thread(number, name, line):
         frames = [{"filename": "/t.py", "line": line, "name": "f"}]
         return {"thread_id": 9, "os_thread_id": number, "thread_name": name, "frames": frames}
@@ -81,7 +81,7 @@ def test_the_main_thread_is_the_one_of_the_process_wherever_it_stands():
     assert innermost_user_frame(process_stack.as_faulthandler([], 70)) is None
 
 
-def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+def test_slow_stack_reader_times_out(tmp_path, monkeypatch):
     slow = tmp_path / "py-spy"
     slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 100\n")
     slow.chmod(0o755)
@@ -96,7 +96,7 @@ def test_a_reading_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
 
-def test_without_py_spy_and_without_permission(monkeypatch):
+def test_missing_py_spy_and_missing_permission_are_reported(monkeypatch):
     lines = told(None, {0: STACK_NOT_PERMITTED, 1: ""}, set(), 3.0).splitlines()
     assert lines[-2] == "    rank 0: no record; its stack could not be read: not permitted"
     assert lines[-1] == "    rank 1: no record"

@@ -47,12 +47,12 @@ def said(ranks):
     return report, troubles(report)
 
 
-def test_a_run_without_trouble_says_nothing_of_it(tmp_path):
+def test_run_without_stalls_reports_none(tmp_path):
     report, lines = said(job(tmp_path))
     assert (report.stood_still, report.stalled, lines) == ([], [], [])
 
 
-def test_a_rank_that_stood_still_is_named_with_its_step_and_who_waited(tmp_path):
+def test_standstill_is_reported_with_rank_step_and_waiting_ranks(tmp_path):
     report, (line,) = said(job(tmp_path, {7: (5000, [2])}))
     (one,) = report.stood_still
     assert (one.ranks, one.host, one.whole, one.step) == ([2], "host1", False, 7)
@@ -75,7 +75,7 @@ def test_a_rank_that_stood_still_is_named_with_its_step_and_who_waited(tmp_path)
     assert "who stopped it or its host" in largest_losses(report)[0].look
 
 
-def test_all_ranks_of_a_host_together_are_the_host(tmp_path):
+def test_standstill_of_all_ranks_of_a_host_is_attributed_to_host(tmp_path):
     report, lines = said(job(tmp_path, {7: (3000, [2, 3]), 20: (2000, [0, 2])}))
     assert [(one.ranks, one.whole) for one in report.stood_still] == [
         ([2, 3], True),
@@ -89,7 +89,7 @@ def test_all_ranks_of_a_host_together_are_the_host(tmp_path):
     assert [one.state for one in report.step_times.outliers] == ["still", "still"]
 
 
-def test_an_exchange_that_stalled_is_told_with_what_is_usual(tmp_path):
+def test_stalled_exchange_is_reported_with_usual_duration(tmp_path):
     report, (line,) = said(job(tmp_path, stalled={9: 5000}))
     (one,) = report.stalled
     assert (one.collective, one.number, one.step, one.hosts) == ("all-reduce", 9, 9, 2)
@@ -104,12 +104,12 @@ def test_an_exchange_that_stalled_is_told_with_what_is_usual(tmp_path):
     assert outliers(report) == []
 
 
-def test_on_one_host_it_is_not_the_network(tmp_path):
+def test_stalled_exchange_on_one_host_is_not_the_network(tmp_path):
     _, (line,) = said(job(tmp_path, stalled={9: 2000}, ranks=2))
     assert line.endswith("(usual: 2 ms): the exchange itself stalled")
 
 
-def test_who_stands_still_in_an_exchange_has_not_stalled_it(tmp_path):
+def test_standstill_during_exchange_is_not_a_stalled_exchange(tmp_path):
     ranks = job(tmp_path, stalled={9: 5000})
     at = 10 + 8 * 20 + 19
     ranks[1].was(State.STILL, at, at + 4900, step=9)
@@ -120,12 +120,12 @@ def test_who_stands_still_in_an_exchange_has_not_stalled_it(tmp_path):
 
 
 @pytest.mark.parametrize("slow", [dict.fromkeys(range(1, 31), 2000), {9: 900}])
-def test_what_is_always_slow_or_soon_over_is_no_stall(tmp_path, slow):
+def test_constantly_slow_or_short_exchange_is_not_a_stall(tmp_path, slow):
     report, lines = said(job(tmp_path, stalled=slow))
     assert (report.stalled, lines) == ([], [])
 
 
-def test_a_step_that_stands_out_for_another_reason_is_still_told(tmp_path):
+def test_outlier_step_with_another_cause_is_still_reported(tmp_path):
     ranks = job(tmp_path, {7: (600, [1])}, stalled={20: 800})
     report, (line,) = said(ranks)
     assert "Rank 1 (host0) stood still for 600 ms in step 7" in line
@@ -135,7 +135,7 @@ def test_a_step_that_stands_out_for_another_reason_is_still_told(tmp_path):
     assert "Rank 1 (host0) stood still for 600 ms in step 7: none of its threads ran" in shown
 
 
-def test_of_many_three_are_told_and_the_rest_counted(tmp_path):
+def test_three_largest_stalls_are_reported_and_the_rest_counted(tmp_path):
     times = {step: (600 + 10 * step, [1]) for step in range(3, 9)}
     report, lines = said(job(tmp_path, times, stalled={20: 5000, 25: 1200}))
     assert len(report.stood_still) == 6
@@ -147,7 +147,7 @@ def test_of_many_three_are_told_and_the_rest_counted(tmp_path):
     assert lines[3] == "And 5 more standstills, the longest of 670 ms (--json)"
 
 
-def test_the_timeline_shows_when_a_rank_stood_still(tmp_path):
+def test_timeline_shows_standstill_of_rank(tmp_path):
     records = [rank.record() for rank in job(tmp_path, {7: (5000, [2])})]
     timeline.write(analyse_with_window(Run("test", records, missing=[])), tmp_path / "run.json")
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
@@ -155,7 +155,7 @@ def test_the_timeline_shows_when_a_rank_stood_still(tmp_path):
     assert (one["pid"], one["dur"]) == (2, 5_000_000)
 
 
-def test_a_standstill_is_no_sign_that_a_job_moves(tmp_path):
+def test_standstill_event_is_not_progress(tmp_path):
     from paceline.record.ring.tail import read_progress
 
     rank = Rank(tmp_path, 0, 1)

@@ -47,7 +47,7 @@ def two(tmp_path):
     return ranks
 
 
-def test_wait_ends_and_transfer_begins_where_the_last_member_arrives(two):
+def test_wait_ends_and_transfer_starts_when_last_rank_arrives(two):
     records = [rank.record() for rank in two]
     latest, unmatched = latest_starts(records)
     within = find_window(records)
@@ -77,7 +77,7 @@ def test_efficiencies_follow_their_definitions(two):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_states_of_a_rank_add_up_to_its_window(tmp_path, seed):
+def test_states_add_up_to_window(tmp_path, seed):
     draw = random.Random(seed)
     ranks = [Rank(tmp_path, rank, 3) for rank in range(3)]
     for rank in ranks:
@@ -109,7 +109,7 @@ def test_the_states_of_a_rank_add_up_to_its_window(tmp_path, seed):
     assert e.parallel == pytest.approx(sum(map(busy_ns, all_states)) / 3 / within.length)
 
 
-def test_an_exchange_covered_by_the_backward_costs_nothing(tmp_path):
+def test_overlapped_exchange_has_no_cost(tmp_path):
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.step(0, 1)
@@ -120,7 +120,7 @@ def test_an_exchange_covered_by_the_backward_costs_nothing(tmp_path):
     assert all(rank["wait"] == rank["transfer"] == 0 for rank in summary.states)
 
 
-def test_inside_a_validation_input_and_forward_are_validation(tmp_path):
+def test_input_and_forward_during_validation_are_validation(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.step(0, 10)
     rank.was(State.INPUT, 20, 30)
@@ -134,7 +134,7 @@ def test_inside_a_validation_input_and_forward_are_validation(tmp_path):
     )
 
 
-def test_members_of_a_broadcast_wait_for_the_root_only(tmp_path):
+def test_broadcast_receivers_wait_only_for_root(tmp_path):
     ranks = [Rank(tmp_path, rank, 3) for rank in range(3)]
     for rank, arrival in zip(ranks, (30, 10, 50), strict=True):  # rank 0 is the root
         rank.step(0, 1)
@@ -147,7 +147,7 @@ def test_members_of_a_broadcast_wait_for_the_root_only(tmp_path):
     assert waits == [0, 20 * MS, 0]
 
 
-def test_groups_are_matched_by_name_not_by_number(tmp_path):
+def test_process_groups_are_matched_by_name(tmp_path):
     ranks = [Rank(tmp_path, rank, 2) for rank in range(2)]
     for rank, name in zip(ranks, ("3", "4"), strict=True):
         rank.ring.describe(
@@ -166,13 +166,13 @@ def test_groups_are_matched_by_name_not_by_number(tmp_path):
     assert unmatched == 0
 
 
-def test_a_collective_without_a_members_record_is_counted(two):
+def test_unmatched_collective_is_counted(two):
     two[0].collective(195, 195, 199)
     _, unmatched = latest_starts([rank.record() for rank in two])
     assert unmatched == 1
 
 
-def test_one_step_is_too_few_to_measure(tmp_path):
+def test_one_step_gives_no_measurement_window(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.step(0, 10, samples=4)
     summary = report_of([rank])
@@ -181,7 +181,7 @@ def test_one_step_is_too_few_to_measure(tmp_path):
     assert summary.states == []
 
 
-def test_the_union_of_intervals_is_clipped_and_counts_overlaps_once():
+def test_interval_union_is_clipped_and_counts_overlaps_once():
     start = np.array([0, 5, 20, 21, 90])
     end = np.array([10, 8, 30, 40, 200])
     assert covered(start, end, Window(2, 100)) == 8 + 20 + 10

@@ -28,7 +28,7 @@ def job(folder, longer=None, ranks=3, steps=30, late=None, state=State.FORWARD):
     return report_of(made)
 
 
-def test_even_steps_have_one_time_and_none_stands_out(tmp_path):
+def test_equal_steps_have_no_outliers(tmp_path):
     times = job(tmp_path).step_times
     assert (times.first, times.last) == (1, 30)
     assert times.median_s == times.p5_s == times.p95_s == pytest.approx(0.02)
@@ -44,7 +44,7 @@ def test_even_steps_have_one_time_and_none_stands_out(tmp_path):
         (State.CHECKPOINT, None, ("checkpoint", None)),
     ],
 )
-def test_an_outlier_is_whose_state_was_longer(tmp_path, state, late, told):
+def test_outlier_step_is_attributed_to_longer_state(tmp_path, state, late, told):
     report = job(tmp_path, {7: 100, 20: 60}, late=late, state=state)
     found = report.step_times.outliers
     assert [one.step for one in found] == [7, 20]
@@ -54,7 +54,7 @@ def test_an_outlier_is_whose_state_was_longer(tmp_path, state, late, told):
     assert report.step_times.worst == 7
 
 
-def test_a_long_exchange_is_the_exchanges(tmp_path):
+def test_outlier_step_with_long_exchange_is_transfer(tmp_path):
     made = []
     for i in range(2):
         rank = Rank(tmp_path, i, 2)
@@ -70,7 +70,7 @@ def test_a_long_exchange_is_the_exchanges(tmp_path):
     assert (one.step, one.state, one.rank) == (9, "transfer", None)
 
 
-def test_who_waited_for_whom_adds_up_to_the_waiting(tmp_path):
+def test_waits_between_ranks_add_up_to_wait_time(tmp_path):
     report = job(tmp_path, dict.fromkeys(range(1, 31), 5), late=[1])
     pairs = {(one.rank, one.waited_for): one.share for one in report.waited_for}
     assert pairs.keys() == {(0, 1), (2, 1)}
@@ -79,7 +79,7 @@ def test_who_waited_for_whom_adds_up_to_the_waiting(tmp_path):
     assert report.states[1]["wait"] == 0
 
 
-def test_collectives_of_one_group_have_shares_of_their_own(tmp_path):
+def test_collectives_of_one_group_have_separate_shares(tmp_path):
     from paceline.record.ring.states import Op
 
     made = []
@@ -104,7 +104,7 @@ def test_collectives_of_one_group_have_shares_of_their_own(tmp_path):
     assert group.transfer == pytest.approx(sum(one.transfer for one in group.collectives))
 
 
-def test_places_put_together_what_is_alike(tmp_path):
+def test_ranks_with_equal_placement_are_grouped(tmp_path):
     facts = {"cores": "f0f", "threads": 4, "torch": "2.13", "paceline": "1", "python": "3.12"}
     made = [Rank(tmp_path, i, 3, host=f"h{i // 2}", clock="one", **facts) for i in range(3)]
     for rank in made:
