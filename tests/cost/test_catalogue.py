@@ -28,18 +28,18 @@ ORDER = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
         ("100 Gb/sec (4X EDR)", "InfiniBand EDR"),
     ],
 )
-def test_hardware_is_found_by_what_drivers_call_it(name, row):
+def test_hardware_is_found_by_driver_name(name, row):
     assert lookup(name).name == row
 
 
 @pytest.mark.parametrize(
     "name", ["", "NVIDIA H100", "AMD EPYC", "Neoverse-V2", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"]
 )
-def test_what_is_not_there_or_may_be_several_things_is_none(name):
+def test_unknown_or_ambiguous_hardware_is_none(name):
     assert lookup(name) is None
 
 
-def test_data_sheets_in_figures():
+def test_catalogue_matches_data_sheets():
     a100, epyc = lookup("NVIDIA A100-SXM4-40GB"), lookup("AMD EPYC 7763 64-Core Processor")
     assert (a100.peak["float64"], a100.vector["float64"]) == (19.5e12, 9.7e12)
     assert a100.vector["float32"] == a100.peak["float32"] == 19.5e12
@@ -48,13 +48,13 @@ def test_data_sheets_in_figures():
     assert lookup("Slingshot-11").bandwidth == 25e9
 
 
-def test_no_name_means_two_rows():
+def test_hardware_names_are_unique():
     names = [(plain(name), row.name) for row in rows() for name in (row.name, *row.names)]
     assert len({name for name, _ in names}) == len(set(names))
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
-def test_every_row_has_a_source_and_plausible_figures(row):
+def test_catalogue_rows_have_source_and_plausible_figures(row):
     assert len(row.source) > 8
     assert row.kind in ("gpu", "cpu", "network")
     assert 1e9 <= row.bandwidth <= 1e13

@@ -14,13 +14,13 @@ def sentences(changes):
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])
-def test_two_checks_of_one_machine_are_alike(count):
+def test_repeated_checks_of_one_machine_show_no_change(count):
     for seed in range(20):
         before, after = (Maker(s, apart=0).machine(count, gpus=2) for s in (seed, seed + 1000))
         assert sentences(compare(before, after)) == []
 
 
-def test_a_host_that_became_slower_is_named_with_its_figures():
+def test_slower_host_is_reported_with_its_figures():
     before = Maker(1, noise=1e-4, apart=0).machine(4, gpus=1)
     after = Maker(2, noise=1e-4, apart=0).machine(4, slow=[2], gpus=1)
     found = compare(before, after)
@@ -34,7 +34,7 @@ def test_a_host_that_became_slower_is_named_with_its_figures():
     )
 
 
-def test_what_changed_everywhere_is_told_once_and_the_largest_change_first():
+def test_common_changes_are_reported_once_and_sorted_by_size():
     maker = Maker(3, apart=0)
     before, after = maker.machine(8), maker.machine(8)
     after = with_links(after, maker, lambda a, b: 2.0)
@@ -52,7 +52,7 @@ def test_what_changed_everywhere_is_told_once_and_the_largest_change_first():
     assert len(found[0].hosts) == 8
 
 
-def test_one_link_that_became_bad_is_named():
+def test_degraded_link_is_reported():
     maker = Maker(4, apart=0)
     before = maker.machine(4)
     after = with_links(before, maker, lambda a, b: 0.3 if (a, b) == ("host0", "host3") else 1)
@@ -61,7 +61,7 @@ def test_one_link_that_became_bad_is_named():
     assert found[0].sentence.startswith(("bandwidth of the link of host0 - host3", "latency of"))
 
 
-def test_a_collective_of_all_ranks_has_no_host():
+def test_change_of_collective_over_all_ranks_has_no_host():
     before = after = Maker(5, apart=0).machine(3)
     whole = before.collectives[-1]
     slow = replace(whole, latency=Figure(1e-3, 0.9e-3, 1.1e-3, 5, "s"))
@@ -71,7 +71,7 @@ def test_a_collective_of_all_ranks_has_no_host():
     assert found.sentence.startswith("latency of all-reduce (gloo) over all ranks was 2")
 
 
-def test_hosts_versions_parts_and_limits_are_told_first():
+def test_hosts_versions_parts_and_limits_are_reported_first():
     before = Maker(6).machine(3, links=False)
     after = replace(before, hosts=before.hosts[:2], unreachable={"host2": "no answer in 10 s"})
     after = replace(after, hosts=(*after.hosts, replace(before.hosts[0], name="host7")))

@@ -42,19 +42,19 @@ def again(machine, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])
-def test_a_machine_is_read_back_as_it_was_written(tmp_path, count):
+def test_machine_file_round_trip(tmp_path, count):
     machine = Maker(count).machine(count, gpus=count % 3)
     assert again(machine, tmp_path) == machine
     assert [p.name for p in tmp_path.iterdir()] == ["machine.toml"]
 
 
-def test_a_machine_of_which_little_is_known_is_read_back(tmp_path):
+def test_minimal_machine_file_round_trip(tmp_path):
     bare = Machine("2026-01-31", (), unreachable={"host 1.x": 'said "no"\n\x07\x7f\\'})
     shown = {"host 1.x": 'said "no"\n\\x07\\x7f\\'}  # control characters are escaped
     assert again(bare, tmp_path) == Machine("2026-01-31", (), unreachable=shown)
 
 
-def test_any_values_are_read_back_exactly(tmp_path):
+def test_random_values_round_trip_exactly(tmp_path):
     draw = random.Random(7)
     odd = "".join(map(chr, [*range(1, 128), 0xE9, 0x2028, 0x1F6B2]))
     for _ in range(50):
@@ -75,7 +75,7 @@ def test_any_values_are_read_back_exactly(tmp_path):
         assert again(machine, tmp_path) == machine
 
 
-def test_the_file_is_for_people_too(tmp_path):
+def test_machine_file_is_human_readable(tmp_path):
     save(with_host(Maker().machine(2), "host0", limits=Limits(1024, UNLIMITED)), tmp_path / "m")
     text = (tmp_path / "m").read_text()
     assert text.startswith("version = 1\n")
@@ -83,7 +83,7 @@ def test_the_file_is_for_people_too(tmp_path):
     assert re.search(r"triad = { median = [\d.e+]+, low = .*, n = 5, unit = \"B/s\" }", text)
 
 
-def test_tables_lists_and_odd_keys_are_written():
+def test_toml_tables_lists_and_unusual_keys_are_written():
     tree = {
         "plain": 1,
         "a.b": {"inner": {"deep": [1.5, -2, True, "x"]}},
@@ -95,7 +95,7 @@ def test_tables_lists_and_odd_keys_are_written():
     assert tomllib.loads(dumps(tree)) == tree
 
 
-def test_a_figure_is_the_median_and_the_quartiles():
+def test_figure_has_median_and_quartiles():
     figure = Figure.of([5.0, 1.0, 2.0, 4.0, 3.0], "s")
     assert figure == Figure(3.0, 2.0, 4.0, 5, "s")
     assert Figure.of([0.1] * 7, "s").spread == 0
@@ -104,7 +104,7 @@ def test_a_figure_is_the_median_and_the_quartiles():
         Figure.of([], "s")
 
 
-def test_bandwidths_follow_from_the_time():
+def test_bandwidths_are_computed_from_time():
     size = AtSize(1000, Figure(2.0, 1.0, 4.0, 5, "s"))
     collective = Collective("in host", "all-reduce", 4, ("a",), sizes=(size,))
     assert size.algbw == Figure(500.0, 250.0, 1000.0, 5, "B/s")
@@ -115,7 +115,7 @@ def test_bandwidths_follow_from_the_time():
     assert told.busbw(size) == size.algbw
 
 
-def test_json_has_every_key_and_the_bandwidths():
+def test_json_has_all_keys_and_bandwidths():
     machine = with_host(Maker().machine(2), "host1", limits=Limits(nofile=UNLIMITED))
     told = json.loads(json.dumps(as_json(machine), allow_nan=False))
     assert told["version"] == 1
@@ -166,7 +166,7 @@ import_torch = { median = 2.0, low = 1.0, high = 3.0, n = 5, unit = "s" }
         ),
     ],
 )
-def test_a_wrong_file_is_refused_by_key_and_value(tmp_path, old, new, message):
+def test_invalid_machine_file_is_rejected_by_key_and_value(tmp_path, old, new, message):
     path = tmp_path / "machine.toml"
     path.write_text(GOOD)
     load(path)
@@ -178,7 +178,7 @@ def test_a_wrong_file_is_refused_by_key_and_value(tmp_path, old, new, message):
     assert "HINT" in str(caught.value)
 
 
-def test_other_files_are_refused(tmp_path):
+def test_unreadable_files_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"can't be read: No such file.*HINT: paceline check"):
         load(tmp_path / "none.toml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -186,7 +186,7 @@ def test_other_files_are_refused(tmp_path):
         load(tmp_path / "binary")
 
 
-def test_unknown_keys_are_named_once_and_left_out(tmp_path):
+def test_unknown_keys_are_ignored_with_one_warning(tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(GOOD.replace('name = "a"', 'name = "a"\ncolour = "red"') + "[more]\nx = 1\n")
     with pytest.warns(UserWarning, match=r"nobody knows hosts\[0\]\.colour, more") as caught:
@@ -195,12 +195,12 @@ def test_unknown_keys_are_named_once_and_left_out(tmp_path):
     assert machine.hosts[0].import_torch.median == 2.0
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path):
+def test_missing_folder_is_reported(tmp_path):
     with pytest.raises(ValueError, match=r"can't be written: No such file.*HINT"):
         save(Maker().machine(1), tmp_path / "no" / "machine.toml")
 
 
-def test_a_wrong_machine_is_not_written(tmp_path):
+def test_invalid_machine_is_not_written(tmp_path):
     wrong = with_host(Maker().machine(1), "host0", cores=-2)
     with pytest.raises(ValueError, match=r"hosts\[0\]\.cores = -2 is negative"):
         save(wrong, tmp_path / "machine.toml")
@@ -214,13 +214,13 @@ def test_a_wrong_machine_is_not_written(tmp_path):
         *(Collective, Pair, Machine),
     ],
 )
-def test_every_key_is_documented(table):
+def test_machine_file_keys_are_documented(table):
     text = (Path(__file__).parents[2] / "docs/reference/machine-file.md").read_text()
     code = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", text))))
     assert {field.name for field in dataclasses.fields(table)} <= code
 
 
-def test_the_document_s_example_is_a_machine_file(tmp_path):
+def test_documented_example_is_a_valid_machine_file(tmp_path):
     text = (Path(__file__).parents[2] / "docs/reference/machine-file.md").read_text()
     (tmp_path / "machine.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])
     assert again(load(tmp_path / "machine.toml"), tmp_path).hosts[0].limits.nofile == 1 << 20

@@ -20,14 +20,14 @@ def sentences(machine):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 16])
-def test_noise_is_nobodys_fault(count):
+def test_noise_is_not_an_outlier(count):
     for seed in range(20):
         for noise in (0.002, 0.01, 0.05):
             machine = Maker(seed, noise).machine(count, gpus=count % 5)
             assert sentences(machine) == "", (seed, noise)
 
 
-def test_noise_of_128_hosts_is_nobodys_fault_and_soon_told():
+def test_noise_of_128_hosts_is_not_an_outlier():
     machine = Maker(1).machine(128, gpus=2)
     start = time.perf_counter()
     assert sentences(machine) == ""
@@ -35,7 +35,7 @@ def test_noise_of_128_hosts_is_nobodys_fault_and_soon_told():
 
 
 @pytest.mark.parametrize(("count", "gpus"), [(3, 0), (4, 2), (16, 0), (128, 1)])
-def test_a_slow_host_is_named(count, gpus):
+def test_slow_host_is_reported(count, gpus):
     machine = Maker(3).machine(count, slow=[1], gpus=gpus, links=count < 20)
     found = find_outliers(machine)
     assert {(one.kind, one.hosts) for one in found} == {("slow", ("host1",))}
@@ -43,7 +43,7 @@ def test_a_slow_host_is_named(count, gpus):
     assert all(one.by == pytest.approx(0.3, abs=0.06) for one in found)
 
 
-def test_the_sentence_says_who_what_and_what_others_have():
+def test_outlier_sentence_has_host_figure_and_peer_values():
     machine = Maker(3, noise=1e-4, apart=0).machine(3, slow=[2], links=False)
     told = next(one for one in find_outliers(machine) if one.what == "float32 matrix product")
     assert told.sentence == (
@@ -53,7 +53,7 @@ def test_the_sentence_says_who_what_and_what_others_have():
     assert (told.value, told.peers) == ("1.4 TFLOP/s", "2 TFLOP/s")
 
 
-def test_a_host_that_a_busy_process_disturbs_is_named_by_its_median():
+def test_host_with_large_spread_is_reported_by_its_median():
     machine = Maker(3).machine(4, links=False)
     unsteady = Figure(1e12, 0.6e12, 1.2e12, 5, "FLOP/s")
     rates = tuple(
@@ -73,7 +73,7 @@ def importing(machine, name, again, busy, first=None, first_busy=None):
     return with_host(machine, name, **changes)
 
 
-def test_an_import_that_takes_twice_its_computing_waits_for_files():
+def test_slow_import_torch_is_reported_as_waiting_for_files():
     machine = Maker(3).machine(1, links=False)
     assert find_outliers(importing(machine, "host0", 3.9, 2.0, 3.95, 2.0)) == []
     (found,) = find_outliers(importing(machine, "host0", 12.0, 3.0, 40.0, 3.0))
@@ -87,7 +87,7 @@ def test_an_import_that_takes_twice_its_computing_waits_for_files():
     assert "up to 2 times faster" in found
 
 
-def test_hosts_that_wait_for_files_are_told_once_by_the_one_that_waits_most():
+def test_hosts_with_slow_import_torch_are_reported_once():
     machine = Maker(3).machine(4, links=False)
     for number, seconds in enumerate((10.0, 10.0, 10.2, 10.1)):
         machine = importing(machine, f"host{number}", seconds, 2.0)
@@ -96,20 +96,20 @@ def test_hosts_that_wait_for_files_are_told_once_by_the_one_that_waits_most():
     assert "8.2 s of 10.2 s on host0, host1, host2 and host3 (most on host2): " in found.sentence
 
 
-def test_of_two_hosts_nobody_can_say_which_is_odd():
+def test_difference_of_two_hosts_names_both():
     found = find_outliers(Maker(3).machine(2, slow=[1]))
     assert {(one.kind, one.hosts) for one in found} == {("slow", ("host0", "host1"))}
     assert found[0].sentence.startswith("host1 and host0 differ: ")
     assert "nobody can say which" in found[0].sentence
 
 
-def test_two_hosts_with_gpus_differ_too():
+def test_difference_of_two_gpu_hosts_names_both():
     found = find_outliers(Maker(3).machine(2, slow=[0], gpus=4, links=False))
     assert {one.hosts for one in found} == {("host0", "host1")}
     assert len(found) == 10  # five figures each for processors and GPUs
 
 
-def test_a_slow_gpu_is_named_by_its_number():
+def test_slow_gpu_is_reported_by_index():
     machine = Maker(3).machine(2, gpus=4, links=False)
     slow = Figure(1e12, 0.99e12, 1.01e12, 5, "FLOP/s")
     rates = tuple(
@@ -125,7 +125,7 @@ def test_a_slow_gpu_is_named_by_its_number():
     )
 
 
-def test_hosts_of_another_kind_are_not_slow():
+def test_hosts_with_another_processor_are_not_slow():
     machine = Maker(3).machine(8, slow=[6, 7])
     for name in ("host6", "host7"):
         machine = with_host(machine, name, processor="AMD EPYC 7742 64-Core Processor")
@@ -135,7 +135,7 @@ def test_hosts_of_another_kind_are_not_slow():
 
 
 @pytest.mark.parametrize("count", [3, 4, 16, 48])
-def test_a_bad_link_is_named_by_its_hosts(count):
+def test_slow_link_is_reported_by_its_hosts(count):
     maker = Maker(5)
     machine = with_links(
         maker.machine(count), maker, lambda a, b: 0.4 if (a, b) == ("host0", "host2") else 1
@@ -145,7 +145,7 @@ def test_a_bad_link_is_named_by_its_hosts(count):
 
 
 @pytest.mark.parametrize("count", [3, 4, 16, 48])
-def test_a_host_all_of_whose_links_are_bad_is_named_alone(count):
+def test_host_with_only_slow_links_is_reported_alone(count):
     maker = Maker(6)
     machine = with_links(maker.machine(count), maker, lambda a, b: 0.4 if "host1" in (a, b) else 1)
     assert kinds(machine) == [("link", ("host1",))] * 2
@@ -153,7 +153,7 @@ def test_a_host_all_of_whose_links_are_bad_is_named_alone(count):
     assert "HINT: look at its network card" in sentences(machine)
 
 
-def test_a_network_of_two_parts_is_told_once():
+def test_network_of_two_switches_is_reported_once():
     maker = Maker(7)
     far = {f"host{i}" for i in range(5)}
     machine = with_links(
@@ -164,7 +164,7 @@ def test_a_network_of_two_parts_is_told_once():
     assert all("as between hosts at different switches" in one.sentence for one in found)
 
 
-def test_versions_that_differ_are_told():
+def test_different_versions_are_reported():
     machine = Maker(8).machine(5, links=False)
     versions = {"python": "3.11.7", "torch": "2.5.1"}
     machine = with_host(machine, "host3", versions=versions)
@@ -175,7 +175,7 @@ def test_versions_that_differ_are_told():
     assert sentences(two) == "hosts differ in torch: 2.6.0 on host0 and 2.5.1 on host1"
 
 
-def test_a_host_that_lost_a_gpu_or_memory_is_told():
+def test_missing_gpu_or_memory_is_reported():
     machine = Maker(9).machine(4, gpus=4, links=False)
     machine = with_host(machine, "host2", gpus=(Gpu(GPU),) * 3)
     machine = with_host(machine, "host1", memory_bytes=480 << 30)
@@ -194,14 +194,14 @@ def test_a_host_that_lost_a_gpu_or_memory_is_told():
         (Limits(memlock_bytes=65536), r"locked memory is 64 KiB on host0: mlx5_0 \(InfiniBand\)"),
     ],
 )
-def test_low_limits_are_told(limits, message):
+def test_low_resource_limits_are_reported(limits, message):
     machine = with_host(Maker(1).machine(1), "host0", limits=limits)
     (found,) = find_outliers(machine)
     assert found.kind == "limit"
     assert re.search(message, found.sentence)
 
 
-def test_limits_that_do_are_not_told():
+def test_sufficient_resource_limits_are_not_reported():
     machine = Maker(1).machine(2)
     plenty = Limits(UNLIMITED, UNLIMITED, UNLIMITED, 64 << 30, 60 << 30, UNLIMITED)
     machine = with_host(machine, "host0", limits=plenty)
@@ -212,7 +212,7 @@ def test_limits_that_do_are_not_told():
     assert find_outliers(with_host(small, "host0", mask="0-1")) == []
 
 
-def test_a_limit_of_many_hosts_is_told_once():
+def test_resource_limit_of_many_hosts_is_reported_once():
     machine = Maker(1).machine(16, links=False)
     for host in machine.hosts:
         machine = with_host(machine, host.name, limits=Limits(nofile=1024))
@@ -220,7 +220,7 @@ def test_a_limit_of_many_hosts_is_told_once():
     assert len(find_outliers(machine)) == 1
 
 
-def test_clocks_that_are_off_or_unknown_are_told():
+def test_wrong_or_unknown_clock_offsets_are_reported():
     machine = Maker(1).machine(4, links=False)
     machine = with_host(machine, "host1", clock_offset_s=-3.2)
     machine = with_host(machine, "host2", clock_offset_s=None)
@@ -236,7 +236,7 @@ def test_clocks_that_are_off_or_unknown_are_told():
     assert one.hosts == ("host0", "host1", "host2", "host3")
 
 
-def test_a_small_mask_what_is_missing_and_who_is_away_are_told():
+def test_affinity_mask_missing_values_and_lost_hosts_are_reported():
     machine = replace(Maker(1).machine(2), unreachable={"host9": "no answer in 10 s"})
     machine = with_host(machine, "host1", mask="0-3", missing={"storage": "the folder is full"})
     assert sentences(machine) == (

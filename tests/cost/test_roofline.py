@@ -13,7 +13,7 @@ from paceline.report.terminal.roofline import draw_roofline
 A100 = {"float64": Roof(9.7e12, 1.555e12), "bfloat16": Roof(312e12, 1.555e12)}
 
 
-def test_memory_limits_below_the_ridge_and_arithmetic_above_it():
+def test_performance_is_memory_bound_below_ridge_point():
     assert ridge(10e12, 2e12) == 5
     assert attainable(1, 10e12, 2e12) == 2e12
     assert attainable(5, 10e12, 2e12) == attainable(500, 10e12, 2e12) == 10e12
@@ -21,7 +21,7 @@ def test_memory_limits_below_the_ridge_and_arithmetic_above_it():
     assert attainable(float("inf"), 10e12, 2e12) == 10e12
 
 
-def test_work_is_placed():
+def test_work_is_placed_on_roofline():
     stream = place(2e9, 24e9, 0.02, peak=10e12, bandwidth=2e12)
     assert stream.bound == "memory"
     assert stream.intensity == pytest.approx(1 / 12)
@@ -42,13 +42,13 @@ def test_work_is_placed():
         ({"bandwidth": float("inf")}, r"bandwidth=inf is no positive"),
     ],
 )
-def test_impossible_work_is_refused(change, message):
+def test_invalid_work_is_rejected(change, message):
     good = {"flops": 1, "bytes_moved": 1, "seconds": 1, "peak": 1, "bandwidth": 1}
     with pytest.raises(ValueError, match=message):
         place(**(good | change))
 
 
-def test_measured_roofs_are_those_of_the_device():
+def test_roofs_are_those_of_the_device():
     host = Maker(1, noise=1e-4, apart=0).host("a", gpus=1)
     assert list(roofs(host)) == ["float32", "float64"]
     assert roofs(host, "cuda:0")["float32"].peak == pytest.approx(2e12, rel=1e-3)
@@ -59,7 +59,7 @@ def lines_of(roofs, points, **size):
     return draw_roofline(roofs, points, **size).splitlines()
 
 
-def test_the_drawing_has_roofs_names_and_points():
+def test_drawing_has_roofs_names_and_points():
     norm = place(1e9, 8e9, 8e9 / 1.2e12, peak=312e12, bandwidth=1.555e12)
     product = place(1e13, 1e10, 0.05, peak=312e12, bandwidth=1.555e12)
     lines = lines_of(A100, {"layer norm": norm, "product": product})
@@ -78,7 +78,7 @@ def test_the_drawing_has_roofs_names_and_points():
     assert lines[-1].startswith("  b  product: 1,000 FLOP/byte, 200 TFLOP/s, 64 % of what arithm")
 
 
-def test_the_slope_meets_the_flat_part_at_the_ridge():
+def test_drawn_slope_ends_at_ridge_point():
     lines = lines_of({"float32": Roof(1e12, 1e11)}, {}, width=110, height=30)
     top = next(line for line in lines if "float32" in line)
     axis = next(line for line in lines if line.rstrip().endswith("+") and "-+-" in line)
@@ -86,7 +86,7 @@ def test_the_slope_meets_the_flat_part_at_the_ridge():
     assert abs(top.index("-") - ten) <= 2  # the ridge is at 10 FLOP/byte
 
 
-def test_odd_drawings():
+def test_drawing_edge_cases():
     assert draw_roofline({}, {}) == ""
     slow = place(1, 0, 1, peak=1e12, bandwidth=1e11)
     lines = lines_of({"float32": Roof(1e12, 1e11)}, {"slow": slow}, width=10, height=3)
@@ -96,7 +96,7 @@ def test_odd_drawings():
     assert sum("1 TFLOP/s" in line and "float16" in line for line in equal) == 2
 
 
-def test_the_page_has_a_chart_that_plotly_takes():
+def test_plotly_accepts_roofline_chart():
     free = place(1e12, 0, 1, peak=312e12, bandwidth=1.555e12)
     made = chart(A100, {"free": free})
     drawn = plotly.graph_objects.Figure(json.loads(json.dumps(made, allow_nan=False)))
