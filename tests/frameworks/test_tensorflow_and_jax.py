@@ -31,7 +31,7 @@ def results(script, launcher="paceline", number=2, **env):
 
 @needs("tensorflow")
 @LAUNCHERS
-def test_tensorflows_workers_are_the_ranks(launcher):
+def test_tensorflow_workers_are_ranks(launcher):
     first, second = results("train_tf.py", launcher)
     assert (first.pop("worker"), second.pop("worker")) == (0, 1)
     assert first == second
@@ -41,7 +41,7 @@ def test_tensorflows_workers_are_the_ranks(launcher):
 
 @needs("jax")
 @LAUNCHERS
-def test_jax_finds_its_processes_without_arguments(launcher):
+def test_jax_finds_processes_without_arguments(launcher):
     first, second = results("train_jax.py", launcher)
     assert (first.pop("process"), second.pop("process")) == (0, 1)
     assert first == second
@@ -50,7 +50,7 @@ def test_jax_finds_its_processes_without_arguments(launcher):
 
 
 @needs("jax")
-def test_in_a_slurm_step_jax_counts_the_ranks_and_not_the_steps_tasks():
+def test_jax_in_slurm_step_uses_ranks_not_slurm_tasks():
     step = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_NODELIST": "localhost",
@@ -62,6 +62,6 @@ def test_in_a_slurm_step_jax_counts_the_ranks_and_not_the_steps_tasks():
 
 
 @needs("jax")
-def test_one_rank_is_a_world_of_one_to_jax():
+def test_jax_with_one_rank_has_one_process():
     (only,) = results("train_jax.py", number=1)
     assert only["processes"] == 1

@@ -23,7 +23,7 @@ def read(folder, features):
     return [tf.io.parse_single_example(one, features) for one in tf.data.TFRecordDataset(files)]
 
 
-def test_tensorflow_reads_arrays_and_labels(tmp_path):
+def test_tensorflow_reads_exported_arrays_and_labels(tmp_path):
     import tensorflow as tf
 
     x, y = sets.arrays(20, (3, 4))
@@ -41,7 +41,7 @@ def test_tensorflow_reads_arrays_and_labels(tmp_path):
         assert int(one["label"]) == shards[i][1]
 
 
-def test_tensorflow_decodes_images(tmp_path):
+def test_tensorflow_decodes_exported_images(tmp_path):
     import tensorflow as tf
 
     sets.images(tmp_path / "in", 12)
@@ -51,7 +51,7 @@ def test_tensorflow_decodes_images(tmp_path):
         assert tf.io.decode_image(one["image/encoded"]).shape == (20, 24, 3)
 
 
-def test_what_tensorflow_writes_is_packed(tmp_path):
+def test_tfrecords_written_by_tensorflow_are_packed(tmp_path):
     import tensorflow as tf
 
     with tf.io.TFRecordWriter(str(tmp_path / "in.tfrecord")) as writer:
