@@ -12,7 +12,7 @@ SECONDS = int(os.environ.get("PACELINE_FUZZ_SECONDS", "5"))
 
 @pytest.mark.soak
 @pytest.mark.parametrize("target", fuzz.names())
-def test_nothing_that_is_read_ends_in_a_traceback_a_hang_or_memory(target, tmp_path):
+def test_fuzzing_finds_no_traceback_hang_or_memory_growth(target, tmp_path):
     try:
         import atheris  # noqa: F401
     except ImportError:
