@@ -245,7 +245,7 @@ def test_binding(tmp_path):
     assert result["ratios"]["torchrun"]["median"] == 1
 
 
-def test_an_interrupt_ends_quietly_and_ends_what_was_started(tmp_path):
+def test_interrupted_benchmark_ends_its_child_processes(tmp_path):
     path = tmp_path / "step.json"
     process = started("step_time", "--json", str(path), "--steps", "1000000")
     child = launched_by(process.pid)

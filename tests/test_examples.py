@@ -50,7 +50,7 @@ def reached(starter, script, *arguments):
 
 @pytest.mark.long  # slow on two cores; the test of make demo uses 2 ranks as well
 @pytest.mark.parametrize("starter", ["torchrun", "4 ranks"])
-def test_digits_reach_the_same_accuracy(starter):
+def test_digits_accuracy_is_independent_of_world_size(starter):
     short = ("digits.py", "--epochs", "6")
     assert reached("alone", *short) > 0.9
     assert abs(reached(starter, *short) - reached("alone", *short)) <= IMAGE + 1e-4
@@ -58,7 +58,7 @@ def test_digits_reach_the_same_accuracy(starter):
 
 @pytest.mark.long
 @pytest.mark.parametrize("starter", ["4 ranks"])
-def test_surrogate_reaches_the_same_r_squared(starter):
+def test_surrogate_r_squared_is_independent_of_world_size(starter):
     short = ("surrogate.py", "--epochs", "2")
     assert reached("alone", *short) > 0.97
     assert abs(reached(starter, *short) - reached("alone", *short)) <= 1e-3
@@ -66,7 +66,7 @@ def test_surrogate_reaches_the_same_r_squared(starter):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("script", "epochs"), [("digits.py", "6")])
-def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs):
+def test_recorded_example_gives_same_result(tmp_path, script, epochs):
     record = tmp_path / "record"
     start = [*STARTERS["2 ranks"], "--record", record]
     done = run(*start, f"examples/{script}", "--epochs", epochs)
@@ -81,7 +81,7 @@ def test_the_examples_are_recorded_with_the_same_result(tmp_path, script, epochs
 
 
 @pytest.mark.long  # tests/launch covers a killed rank and a restart with short scripts
-def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
+def test_demo_with_killed_rank_gives_same_result():
     done = run(sys.executable, "examples/demo.py")
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGKILL" in done.stderr
@@ -91,7 +91,7 @@ def test_the_demo_loses_a_rank_and_ends_like_a_run_that_did_not():
 
 
 @pytest.mark.long
-def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
+def test_accuracy_below_target_fails_only_full_training(tmp_path):
     script, folder = tmp_path / "digits.py", tmp_path / "checkpoints"
     source = (ROOT / "examples/digits.py").read_text()
     script.write_text(source.replace("STATED = 0.98", "STATED = 1").replace(": 30,", ": 2,"))
@@ -104,7 +104,7 @@ def test_a_missed_accuracy_is_a_failure_of_the_full_recipe_alone(tmp_path):
 
 
 @pytest.mark.long
-def test_packed_digits_train_as_well_on_ranks_as_alone(tmp_path):
+def test_packed_digits_accuracy_is_independent_of_world_size(tmp_path):
     """Follow the example's docstring with fewer epochs."""
     assert run(sys.executable, "examples/packed.py", "--write", tmp_path / "files").returncode == 0
     for part in ("train", "test"):
@@ -135,7 +135,7 @@ def patches(tmp_path_factory):
     return folder
 
 
-def test_patches_are_the_same_from_files_and_packed(patches, monkeypatch):
+def test_patches_from_files_and_packed_dataset_are_equal(patches, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     case = importlib.import_module("patches")
     folders, labels = case.labelled(patches / "files")
@@ -166,7 +166,7 @@ def test_patches_are_the_same_from_files_and_packed(patches, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", ["files", "upsampled"])
-def test_patches_train_from_files_and_packed(patches, source):
+def test_patches_train_from_files_and_packed_dataset(patches, source):
     way = ("--input", "files" if source == "files" else "packed")
     short = ("--steps", "24", "--batch", "12", *way)
     done = run(*STARTERS["2 ranks"], "examples/patches.py", "train", patches / source, *short)
@@ -189,7 +189,7 @@ def test_patches_train_from_files_and_packed(patches, source):
         pytest.param("words", 126_052, [32], 38, marks=pytest.mark.long),
     ],
 )
-def test_sets_that_come_with_packages_are_packed(tmp_path, name, samples, shape, kinds):
+def test_datasets_of_installed_packages_are_packed(tmp_path, name, samples, shape, kinds):
     command = [BIN / "paceline", "pack", f"sets:{name}", tmp_path / "out", "--json"]
     done = subprocess.run(
         command, cwd=ROOT / "examples", env=ENVIRONMENT, capture_output=True, text=True, timeout=120

@@ -45,12 +45,12 @@ def circle_in(folder: Path) -> list[str]:
     return sorted(imports)
 
 
-def test_every_folder_is_a_floor_of_the_house():
+def test_every_folder_has_a_layer():
     folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders <= set(FLOORS)
 
 
-def test_imports_run_down_the_house_only():
+def test_imports_go_only_to_lower_layers():
     wrong = {}
     for path in MODULES:
         own = FLOORS.index(floor_of(path))
@@ -62,12 +62,12 @@ def test_imports_run_down_the_house_only():
 FOLDERS = sorted({path.parent for path in SOURCE.rglob("*.py")})
 
 
-def test_no_circle_of_imports_in_a_folder():
+def test_no_import_cycles_in_a_folder():
     circles = {str(folder.relative_to(SOURCE)): circle_in(folder) for folder in FOLDERS}
     assert not {folder: circle for folder, circle in circles.items() if circle}
 
 
-def test_the_checker_sees_a_circle(tmp_path, monkeypatch):
+def test_import_cycle_is_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "below.py").write_text("from .c import x\n")
@@ -80,7 +80,7 @@ MAX_FILES = 15  # per folder, without its subfolders
 
 
 @pytest.mark.parametrize("top", ["src", "tests", "benchmarks", "docs", "examples"])
-def test_folders_are_small(top):
+def test_number_of_files_per_folder_is_limited(top):
     root = SOURCE.parents[1]
     listed = subprocess.run(
         ["git", "ls-files", top], cwd=root, capture_output=True, text=True, check=True
@@ -89,7 +89,7 @@ def test_folders_are_small(top):
     assert not {folder: files for folder, files in count.items() if files > MAX_FILES}
 
 
-def test_the_checker_sees_an_import_up_the_house(tmp_path, monkeypatch):
+def test_import_of_higher_layer_is_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "record").mkdir()
     module = tmp_path / "record" / "ring.py"
@@ -105,6 +105,6 @@ def test_the_checker_sees_an_import_up_the_house(tmp_path, monkeypatch):
         *("cluster.topology.local_resources", "cluster.rank_identity"),
     ],
 )
-def test_the_launcher_and_reports_start_without_torch(module):
+def test_launcher_and_reports_do_not_import_torch(module):
     code = f"import sys, paceline.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

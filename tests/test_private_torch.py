@@ -154,14 +154,14 @@ def resolve(name, objects):
 
 
 @pytest.mark.parametrize("name", INTERFACES)
-def test_a_private_interface_exists(name, objects):
+def test_private_torch_interface_exists(name, objects):
     try:
         resolve(name, objects)
     except (AttributeError, ImportError) as error:
         pytest.fail(f"{name}: {error}; used for: {INTERFACES[name]}; by {users_of(name)}")
 
 
-def test_a_new_group_is_made_with_the_arguments_that_are_passed_on():
+def test_new_process_group_helper_signature():
     made = inspect.signature(dist.distributed_c10d._new_process_group_helper)
     assert list(made.parameters)[:6] == [
         *("group_size", "group_rank", "global_ranks_in_group"),
@@ -169,7 +169,7 @@ def test_a_new_group_is_made_with_the_arguments_that_are_passed_on():
     ]
 
 
-def test_buckets_are_made_with_the_arguments_that_are_passed():
+def test_ddp_init_helper_signature():
     made = inspect.signature(DistributedDataParallel._ddp_init_helper)
     assert list(made.parameters)[1:5] == [
         *("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"),
@@ -226,12 +226,12 @@ def users_of(name):
     return ", ".join(sorted(private_names().get(name.rpartition(".")[2], ()))) or "a string"
 
 
-def test_the_table_is_complete():
+def test_table_of_private_interfaces_is_complete():
     listed = {part for name in INTERFACES for part in name.split(".")} | OTHERS | OPTIONAL
     assert {n: files for n, files in private_names().items() if n not in listed} == {}
 
 
-def test_a_new_use_is_found(tmp_path, monkeypatch):
+def test_new_use_of_private_interface_is_detected(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     (tmp_path / "new.py").write_text("import torch\ntorch._C._a_new_one()\n")
     assert "_a_new_one" in private_names()

@@ -18,7 +18,7 @@ def package(folder):
     return folder
 
 
-def test_a_change_touches_its_folder_and_those_that_import_it(tmp_path):
+def test_change_selects_tests_of_its_folder_and_importers(tmp_path):
     near = select_slow.touched(IDS, ["src/paceline/record/ring.py"], package(tmp_path))
     assert {near[test] for test in IDS if "/record/" in test} == {0}
     assert {near[test] for test in IDS if "/launch/" in test} == {1}
@@ -27,24 +27,24 @@ def test_a_change_touches_its_folder_and_those_that_import_it(tmp_path):
     assert not [test for test in near if "/record/" in test]
 
 
-def test_a_template_touches_what_the_modules_beside_it_touch(tmp_path):
+def test_template_change_selects_tests_of_modules_in_its_folder(tmp_path):
     near = select_slow.touched(IDS, ["src/paceline/record/layout.html"], package(tmp_path))
     assert {near[test] for test in IDS if "/launch/" in test} == {1}
 
 
-def test_a_changed_test_is_touched_and_a_page_touches_none(tmp_path):
+def test_changed_test_is_selected_and_docs_page_selects_none(tmp_path):
     near = select_slow.touched(IDS, ["tests/launch/test_a.py"], package(tmp_path))
     assert set(near) == {test for test in IDS if "/launch/" in test}
     assert not select_slow.touched(IDS, ["docs/faults.md"], package(tmp_path))
 
 
-def test_six_consecutive_runs_run_every_test_however_long():
+def test_six_consecutive_runs_cover_every_test():
     durations = dict.fromkeys(IDS, 10000.0)
     parts = [select_slow.choose(IDS, {}, durations, number)[1] for number in range(100, 106)]
     assert sorted(test for part in parts for test in part) == sorted(IDS)
 
 
-def test_touched_tests_keep_to_the_budget_nearest_first():
+def test_selected_tests_fit_budget_nearest_first():
     durations = dict.fromkeys(IDS, 20.0)
     near = {test: 0 if "/record/" in test else 1 for test in IDS}
     first, rotation = select_slow.choose(IDS, near, durations, 1)
@@ -54,7 +54,7 @@ def test_touched_tests_keep_to_the_budget_nearest_first():
     assert set(inside) <= {*first, *rotation}
 
 
-def test_the_run_number_counts_up(tmp_path, monkeypatch):
+def test_run_number_increases(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("PACELINE_CI_RUN", raising=False)
     first = select_slow.run_number()
@@ -63,7 +63,7 @@ def test_the_run_number_counts_up(tmp_path, monkeypatch):
     assert select_slow.run_number() == 7
 
 
-def test_reports_become_durations(tmp_path, monkeypatch):
+def test_durations_are_read_from_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(select_slow, "DURATIONS", select_slow.ROOT / "tests" / "durations.json")
     report = tmp_path / "report.xml"
     report.write_text(
