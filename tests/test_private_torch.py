@@ -1,7 +1,7 @@
 """Private interfaces of PyTorch that Paceline uses: one table, and a test for each row.
 
 Run this file first with a new version of PyTorch. A row that fails names what is missing, the
-module that uses it and the purpose. ``test_the_table_is_complete`` searches the source for private
+module that uses it and the purpose. ``test_table_is_complete`` searches the source for private
 names, so every new use needs an entry in the table.
 
 A row's name is a path from a module or from one of the objects in ``objects``: a DDP model, its
@@ -226,7 +226,7 @@ def users_of(name):
     return ", ".join(sorted(private_names().get(name.rpartition(".")[2], ()))) or "a string"
 
 
-def test_table_of_private_interfaces_is_complete():
+def test_table_is_complete():
     listed = {part for name in INTERFACES for part in name.split(".")} | OTHERS | OPTIONAL
     assert {n: files for n, files in private_names().items() if n not in listed} == {}
 

@@ -124,7 +124,7 @@ def test_unfinished_state_ends_with_its_event(tmp_path):
     assert view([seen(rank, 3030)], []).now[0].last_s == pytest.approx(3.0)
 
 
-def test_job_start_restart_and_end(tmp_path):
+def test_live_view_of_job_start_restart_and_end(tmp_path):
     assert view([], []) is None
     ranks = [Rank(tmp_path, i, 2, attempt=1) for i in range(2)]
     old = tmp_path / "old"

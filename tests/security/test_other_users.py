@@ -208,7 +208,7 @@ def test_records_of_earlier_attempts_do_not_follow_links(tmp_path):
     assert list(folder.glob("*.ring"))
 
 
-def test_leftovers_of_killed_job_are_not_running_jobs(tmp_path, monkeypatch):
+def test_leftovers_of_killed_job_are_cleared_and_not_running(tmp_path, monkeypatch):
     monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     half = tmp_path / f"paceline-new-{os.getuid()}-abc"
     half.mkdir(0o700)
