@@ -45,9 +45,7 @@ FRESH = pytest.param("paceline --fresh", marks=pytest.mark.long)
         ("time.sleep(0.2); assert False, 'wrong'", 1, "rank 1 failed: AssertionError: wrong"),
     ],
 )
-def test_the_rank_that_died_first_is_named_and_gives_the_exit_code(
-    tmp_path, how, code, words, launcher
-):
+def test_first_failed_rank_is_reported_and_sets_exit_code(tmp_path, how, code, words, launcher):
     script = ranks.write(tmp_path, DIE)
     result = ranks.run(script, how, ranks=3, launcher=launcher, check=False)
     assert result.returncode == code, result.stderr
@@ -57,7 +55,7 @@ def test_the_rank_that_died_first_is_named_and_gives_the_exit_code(
     assert ranks.alive(str(script)) == []
 
 
-def test_a_rank_that_only_loses_its_peer_says_so_in_one_line(tmp_path):
+def test_lost_peer_is_reported_in_one_line_without_traceback(tmp_path):
     result = ranks.run(ranks.write(tmp_path, DIE), "os._exit(3)", check=False)
     assert "error: another rank has gone" in result.stderr
     assert "Traceback" not in result.stderr
@@ -94,7 +92,7 @@ def running(tmp_path):
     launcher.stderr.close()
 
 
-def test_no_orphan_outlives_a_launcher_killed_with_9_by_5_seconds(running):
+def test_ranks_end_within_5_seconds_after_launcher_sigkill(running):
     launcher, script = running
     launcher.kill()
     launcher.wait()
@@ -124,7 +122,7 @@ def imports_torch(launcher):
     return False
 
 
-def test_ctrl_c_before_the_ranks_start_is_quiet(tmp_path):
+def test_ctrl_c_before_ranks_start_shows_no_traceback(tmp_path):
     script = ranks.write(tmp_path, "import time; time.sleep(100)")
     launcher = subprocess.Popen(
         ranks.command(script), env=ranks.environment(), stderr=subprocess.PIPE, text=True
@@ -147,7 +145,7 @@ def started_in(folder, script, **env):
     )
 
 
-def test_sigterm_while_the_script_is_read_is_told(tmp_path):
+def test_sigterm_while_script_is_read_is_reported(tmp_path):
     script = tmp_path / "script.py"
     os.mkfifo(script)
     launcher = started_in(tmp_path, script)
@@ -182,7 +180,7 @@ SLOW_TORCH = """
     """
 
 
-def test_sigterm_is_not_lost_in_an_import_that_swallows_exceptions(tmp_path):
+def test_sigterm_during_import_that_catches_exceptions_is_not_lost(tmp_path):
     slow = tmp_path / "slow" / "torch"
     slow.mkdir(parents=True)
     ranks.write(slow, SLOW_TORCH, "__init__.py")
@@ -196,7 +194,7 @@ def test_sigterm_is_not_lost_in_an_import_that_swallows_exceptions(tmp_path):
     assert ranks.in_memory() == set()
 
 
-def test_a_killed_rank_server_ends_the_job(running):
+def test_killed_rank_server_ends_job(running):
     launcher, script = running
     tasks = Path(f"/proc/{launcher.pid}/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
@@ -220,7 +218,7 @@ RESTART = """
     """
 
 
-def test_restarts_start_all_ranks_again(tmp_path):
+def test_max_restarts_restarts_all_ranks(tmp_path):
     result = ranks.run(ranks.write(tmp_path, RESTART), 2, launcher="paceline --max-restarts 2")
     assert [json.loads((tmp_path / f"done-{rank}").read_text()) for rank in (0, 1)] == [2, 2]
     assert "starting again from the last checkpoint (1 of 2)" in result.stderr
@@ -228,7 +226,7 @@ def test_restarts_start_all_ranks_again(tmp_path):
     assert "Connection refused" not in result.stderr
 
 
-def test_restarts_run_out(tmp_path):
+def test_job_fails_after_max_restarts(tmp_path):
     result = ranks.run(
         ranks.write(tmp_path, RESTART), 9, launcher="paceline --max-restarts 1", check=False
     )
@@ -237,7 +235,7 @@ def test_restarts_run_out(tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_that_finishes_but_does_not_exit_is_told_from_a_hang(tmp_path):
+def test_rank_that_finishes_but_does_not_exit_is_reported(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -256,7 +254,7 @@ def test_a_rank_that_finishes_but_does_not_exit_is_told_from_a_hang(tmp_path):
     assert result.returncode == 0
 
 
-def test_a_crash_after_the_script_finished_is_no_failure(tmp_path):
+def test_crash_during_interpreter_shutdown_is_ignored(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -287,7 +285,7 @@ def small_group():
     group.rmdir()
 
 
-def test_a_rank_that_runs_out_of_memory_is_told_so(tmp_path, small_group):
+def test_rank_killed_by_oom_killer_is_reported(tmp_path, small_group):
     script = ranks.write(
         tmp_path,
         """

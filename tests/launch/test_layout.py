@@ -6,7 +6,7 @@ from paceline.cluster.schedulers.hostfile import Host
 from paceline.launch.layout import Seat, default_ranks, format_layout, make_seats, ranks_per_host
 
 
-def test_ranks_of_a_host_are_neighbours_in_rank_order():
+def test_ranks_of_host_are_consecutive():
     assert make_seats([2, 1]) == [Seat(0, 0, 2), Seat(0, 1, 2), Seat(1, 0, 1)]
     assert make_seats([0, 2]) == [Seat(1, 0, 2), Seat(1, 1, 2)]
 
@@ -21,19 +21,19 @@ def test_ranks_of_a_host_are_neighbours_in_rank_order():
     ],
     ids=["GPUs", "tasks", "NUMA domains", "nothing known"],
 )
-def test_a_host_gets_its_gpus_else_its_tasks_else_its_numa_domains(host, ranks):
+def test_default_ranks_per_host_from_gpus_tasks_or_numa_domains(host, ranks):
     assert default_ranks(host) == ranks
     assert ranks_per_host([host, host], None, explicit=False) == [ranks, ranks]
 
 
-def test_the_users_own_slots_come_before_gpus_and_are_filled_in_order():
+def test_explicit_slots_precede_gpus_and_are_filled_in_order():
     hosts = [Host("a", slots=2, devices=8), Host("b", slots=3), Host("c", slots=1)]
     assert ranks_per_host(hosts, None, explicit=True) == [2, 3, 1]
     assert ranks_per_host(hosts, 6, explicit=True) == [2, 3, 1]
     assert ranks_per_host(hosts, 3, explicit=True) == [2, 1, 0]
 
 
-def test_other_slots_are_no_limit_and_ranks_are_spread_evenly():
+def test_implicit_slots_are_no_limit_and_ranks_are_spread_evenly():
     hosts = [Host("a", slots=1), Host("b", slots=1), Host("c", slots=1)]
     assert ranks_per_host(hosts, 8, explicit=False) == [3, 3, 2]
     assert ranks_per_host(hosts, 2, explicit=False) == [1, 1, 0]
@@ -45,7 +45,7 @@ def test_other_slots_are_no_limit_and_ranks_are_spread_evenly():
     ]
 
 
-def test_more_ranks_than_slots_and_no_ranks_are_refused():
+def test_more_ranks_than_slots_or_zero_ranks_are_rejected():
     hosts = [Host("a", slots=2), Host("b", slots=3)]
     with pytest.raises(ValueError, match=r"-n 6: 6 ranks for 5 slots \(a:2, b:3\)\. HINT: -n 5"):
         ranks_per_host(hosts, 6, explicit=True)
@@ -57,7 +57,7 @@ def test_more_ranks_than_slots_and_no_ranks_are_refused():
         ranks_per_host(many, 21, explicit=True)
 
 
-def test_where_ranks_sit_is_told_in_one_line():
+def test_layout_is_formatted_in_one_line():
     assert format_layout(["a", "b"], [4, 4]) == "a: 0-3, b: 4-7"
     assert format_layout(["a", "b", "c"], [1, 0, 2]) == "a: 0, c: 1-2"
     text = format_layout([f"n{i}" for i in range(100)], [2] * 100)

@@ -37,7 +37,7 @@ TRAIN = """
 """
 
 
-def test_a_killed_rank_leaves_its_record_to_the_last_event(tmp_path):
+def test_record_of_killed_rank_is_complete(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     result = ranks.run(script, 30, 1000, launcher=f"paceline --record {record}", check=False)
@@ -48,7 +48,7 @@ def test_a_killed_rank_leaves_its_record_to_the_last_event(tmp_path):
     assert not ranks.in_memory()
 
 
-def test_each_attempt_has_its_record(tmp_path):
+def test_each_attempt_has_its_own_record(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     ranks.run(script, 25, 40, launcher=f"paceline --max-restarts 1 --record {record}")
@@ -57,7 +57,7 @@ def test_each_attempt_has_its_record(tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["launcher", "everybody"])
-def test_the_record_outlives_kill_9_of_the_launcher(tmp_path, victim):
+def test_record_is_kept_after_launcher_sigkill(tmp_path, victim):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     command = ranks.command(script, -1, 10**6, launcher=f"paceline --record {record}")
@@ -83,7 +83,7 @@ def test_the_record_outlives_kill_9_of_the_launcher(tmp_path, victim):
     assert report.steps >= 20
 
 
-def test_a_folder_that_has_a_record_is_never_overwritten(tmp_path):
+def test_existing_record_is_never_overwritten(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     ranks.run(script, -1, 5, launcher=f"paceline --record {record}")
@@ -94,7 +94,7 @@ def test_a_folder_that_has_a_record_is_never_overwritten(tmp_path):
     assert kept == {path.name: path.read_bytes() for path in record.iterdir()}
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_path):
+def test_unwritable_record_folder_is_rejected_before_ranks_start(tmp_path):
     script = ranks.write(tmp_path, "print('started')")
     (tmp_path / "file").write_text("")
     result = ranks.run(script, launcher=f"paceline --record {tmp_path}/file/x", check=False)
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_pat
     assert "started" not in result.stdout
 
 
-def test_a_script_without_torch_training_is_recorded_as_such(tmp_path):
+def test_script_without_training_is_recorded_with_zero_steps(tmp_path):
     script = ranks.write(tmp_path, "print('hello')")
     record = tmp_path / "record"
     assert "hello" in ranks.run(script, launcher=f"paceline --record {record}").stdout
@@ -111,7 +111,7 @@ def test_a_script_without_torch_training_is_recorded_as_such(tmp_path):
     assert (report.ranks, report.steps, report.window_s) == ([0, 1], 0, None)
 
 
-def test_world_scripts_are_recorded_once_and_keep_their_summary(tmp_path):
+def test_script_with_init_is_recorded_once_and_prints_summary(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -135,7 +135,7 @@ def test_world_scripts_are_recorded_once_and_keep_their_summary(tmp_path):
     assert report.samples == 16 * 2 * 39
 
 
-def test_any_launcher_starts_recorded_ranks(tmp_path):
+def test_paceline_record_under_torchrun(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     command = [str(ranks.BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
@@ -151,7 +151,7 @@ def test_any_launcher_starts_recorded_ranks(tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_of_any_launcher_that_is_killed_is_kept_by_the_others(tmp_path):
+def test_record_of_killed_torchrun_rank_is_saved_by_later_run(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     command = [str(ranks.BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
@@ -163,7 +163,7 @@ def test_a_rank_of_any_launcher_that_is_killed_is_kept_by_the_others(tmp_path):
     assert not ranks.in_memory()
 
 
-def test_a_fresh_interpreter_is_recorded_like_a_forked_one(tmp_path):
+def test_record_with_fresh_interpreters(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"
     ranks.run(script, -1, 30, launcher=f"paceline --fresh --record {record}")
@@ -171,7 +171,7 @@ def test_a_fresh_interpreter_is_recorded_like_a_forked_one(tmp_path):
     assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
 
 
-def test_processes_that_are_no_ranks_are_left_alone(tmp_path):
+def test_child_processes_of_ranks_are_not_recorded(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -192,7 +192,7 @@ def test_processes_that_are_no_ranks_are_left_alone(tmp_path):
     assert len(list(record.glob("*.ring"))) == 1
 
 
-def test_the_json_of_a_recorded_run_is_the_reports(tmp_path):
+def test_json_summary_of_recorded_run_is_report(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record, summary = tmp_path / "record", tmp_path / "summary.json"
     result = ranks.run(script, -1, 20, launcher=f"paceline --record {record} --json {summary}")
@@ -202,7 +202,7 @@ def test_the_json_of_a_recorded_run_is_the_reports(tmp_path):
     assert (data["format"], data["steps"]) == ("paceline-report", 20)
 
 
-def test_a_script_that_is_not_there_is_refused_like_by_run(tmp_path):
+def test_paceline_record_rejects_missing_script(tmp_path):
     record = tmp_path / "record"
     result = subprocess.run(
         [ranks.PACELINE, "record", str(record), str(tmp_path / "nothing.py")],
@@ -215,7 +215,7 @@ def test_a_script_that_is_not_there_is_refused_like_by_run(tmp_path):
     assert not list(record.glob("*.ring"))
 
 
-def test_a_folder_that_went_away_meanwhile_loses_no_record(tmp_path):
+def test_record_is_saved_if_record_folder_was_deleted(tmp_path):
     record = tmp_path / "record"
     script = ranks.write(
         tmp_path, TRAIN + f"    __import__('shutil').rmtree({str(record)!r}, True)"
@@ -224,7 +224,7 @@ def test_a_folder_that_went_away_meanwhile_loses_no_record(tmp_path):
     assert analyse(load_run(record)).steps == 20
 
 
-def test_what_cannot_be_kept_stays_and_is_named(tmp_path, capsys):
+def test_record_that_cannot_be_copied_is_kept_and_reported(tmp_path, capsys):
     folder, target = tmp_path / "job", tmp_path / "gone" / "record"
     folder.mkdir(0o700)
     target.mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_what_cannot_be_kept_stays_and_is_named(tmp_path, capsys):
     assert not folder.exists()
 
 
-def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_one_for_it(tmp_path):
+def test_earlier_attempt_is_not_copied_as_last_attempt(tmp_path):
     folder, target = tmp_path / "job", tmp_path / "record"
     folder.mkdir(0o700)
     target.mkdir()
@@ -255,7 +255,7 @@ def test_a_host_whose_ranks_left_nothing_of_the_last_attempt_gives_no_earlier_on
     assert not folder.exists()
 
 
-def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path):
+def test_returning_host_does_not_overwrite_later_record(tmp_path):
     """The host did not take part in attempt 1, which had one rank less."""
     folder, target = tmp_path / "job", tmp_path / "record"
     folder.mkdir(0o700)
@@ -278,7 +278,7 @@ def test_a_host_that_comes_back_after_the_end_replaces_no_later_record(tmp_path)
     assert not folder.exists()
 
 
-def test_many_jobs_that_start_at_once_leave_each_others_folders_alone():
+def test_concurrent_jobs_do_not_delete_job_folders_of_others():
     code = "from paceline.launch.records import job_folder as j; f = j.job_folder(); "
     code += "print(f, flush=True); input(); assert (f / 'lock').exists(); j.clear(f)"
     started = [
@@ -306,7 +306,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_record_that_has_no_room_is_said_once_and_leaves_nothing_half(tmp_path, small_disk):
+def test_record_on_full_disk_is_reported_once_without_partial_files(tmp_path, small_disk):
     script = ranks.write(tmp_path, TRAIN)
     record = small_disk / "record"
     done = ranks.run(script, -1, 400, launcher=f"paceline --record {record}", check=False)
@@ -327,7 +327,7 @@ def test_a_record_that_has_no_room_is_said_once_and_leaves_nothing_half(tmp_path
     assert not ranks.in_memory()
 
 
-def test_a_record_goes_to_the_folder_that_was_named_whatever_its_name_holds(tmp_path):
+def test_record_folder_name_with_control_characters(tmp_path):
     folder, target = tmp_path / "job", tmp_path / "re\x1bcord"
     folder.mkdir(0o700)
     target.mkdir()

@@ -28,7 +28,7 @@ def shown(folder, *args, number=2, launcher="paceline", **env):
 
 
 @pytest.mark.parametrize("launcher", ["paceline", "paceline --fresh"])
-def test_a_rank_sees_what_torchrun_would_show_it(tmp_path, launcher):
+def test_ranks_have_same_environment_as_under_torchrun(tmp_path, launcher):
     args = ["-n", "7", "--json", "x y", "-m", "--", "--help"]
     mine = shown(tmp_path, *args, launcher=launcher, HELLO="there")
     theirs = shown(tmp_path, *args, launcher="torchrun", HELLO="there")
@@ -44,13 +44,13 @@ def test_a_rank_sees_what_torchrun_would_show_it(tmp_path, launcher):
 
 
 @pytest.mark.parametrize("name", ["OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"])
-def test_variables_that_a_fork_would_miss_give_each_rank_its_own_interpreter(tmp_path, name):
+def test_openmp_affinity_variables_disable_forking(tmp_path, name):
     value = {"OMP_PLACES": "cores", "KMP_AFFINITY": "none", "GOMP_CPU_AFFINITY": "0"}[name]
     (rank,) = shown(tmp_path, number=1, **{name: value})
     assert rank["torch"] is False
 
 
-def test_a_module_runs_like_python_m(tmp_path):
+def test_module_runs_like_python_m(tmp_path):
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -60,7 +60,7 @@ def test_a_module_runs_like_python_m(tmp_path):
     assert ranks.untagged(out.stdout) == {"__main__ pack ['-x', '1']"}
 
 
-def test_lines_that_all_print_are_shown_once_and_others_carry_their_rank(tmp_path):
+def test_identical_lines_are_merged_and_others_have_rank_prefix(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -86,13 +86,13 @@ def test_lines_that_all_print_are_shown_once_and_others_carry_their_rank(tmp_pat
     assert ranks.untagged(result.stderr) == {"warned"}
 
 
-def test_one_rank_is_passed_through_as_it_is(tmp_path):
+def test_output_of_single_rank_is_unchanged(tmp_path):
     script = ranks.write(tmp_path, "import sys; sys.stdout.write('a\\rb\\x1b[0m no end')")
     result = subprocess.run(ranks.command(script, ranks=1), capture_output=True)
     assert result.stdout == b"a\rb\x1b[0m no end"
 
 
-def test_much_output_is_complete_and_in_order(tmp_path):
+def test_large_output_is_complete_and_in_order(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -123,7 +123,7 @@ def test_much_output_is_complete_and_in_order(tmp_path):
         (["-n", "99", "--bind", "core", "{script}"], "99 ranks need a core each, and .* HINT: -n"),
     ],
 )
-def test_mistakes_are_told_before_any_rank_starts(tmp_path, args, message):
+def test_invalid_options_are_reported_before_ranks_start(tmp_path, args, message):
     script = ranks.write(tmp_path, "open('started', 'w')")
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "binary.py").write_bytes(b"\x00\xff\x00")
@@ -135,7 +135,7 @@ def test_mistakes_are_told_before_any_rank_starts(tmp_path, args, message):
     assert not (tmp_path / "started").exists()
 
 
-def test_a_port_in_use_is_named(tmp_path):
+def test_port_in_use_is_reported(tmp_path):
     import socket
 
     script = ranks.write(tmp_path, "open('started', 'w')")
@@ -149,7 +149,7 @@ def test_a_port_in_use_is_named(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_ranks_can_be_bound_to_cores_of_their_own(tmp_path):
+def test_bind_core_gives_each_rank_separate_cores(tmp_path):
     script = ranks.write(tmp_path, "import os; print(sorted(os.sched_getaffinity(0)))")
     from paceline.cluster.topology.local_resources import cores
 
@@ -161,7 +161,7 @@ def test_ranks_can_be_bound_to_cores_of_their_own(tmp_path):
     assert f"[1] {cores()[each : 2 * each]}" in out
 
 
-def test_threads_that_are_asked_for_come_before_the_environments(tmp_path):
+def test_threads_option_overrides_omp_num_threads(tmp_path):
     script = ranks.write(
         tmp_path, "import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"
     )
@@ -170,7 +170,7 @@ def test_threads_that_are_asked_for_come_before_the_environments(tmp_path):
     assert result.stdout == "2 2\n"
 
 
-def test_a_process_of_the_scripts_own_does_not_write_to_the_launchers_pipe(tmp_path):
+def test_child_process_does_not_write_to_launcher_pipe(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -188,7 +188,7 @@ def test_a_process_of_the_scripts_own_does_not_write_to_the_launchers_pipe(tmp_p
     assert (tmp_path / "precious").read_text() == ""
 
 
-def test_forked_ranks_share_no_random_state(tmp_path):
+def test_forked_ranks_do_not_share_random_state(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -201,7 +201,7 @@ def test_forked_ranks_share_no_random_state(tmp_path):
     assert first[1] != second[1]
 
 
-def test_what_a_script_leaves_to_its_end_is_done(tmp_path):
+def test_atexit_handlers_open_files_and_threads_finish_at_exit(tmp_path):
     script = ranks.write(
         tmp_path,
         """
@@ -220,7 +220,7 @@ def test_what_a_script_leaves_to_its_end_is_done(tmp_path):
         assert (tmp_path / f"thread-{rank}").exists()
 
 
-def test_help_teaches():
+def test_help_lists_options_and_examples():
     result = subprocess.run(
         [ranks.PACELINE, "run", "--help"], capture_output=True, text=True, env={"COLUMNS": "100"}
     )

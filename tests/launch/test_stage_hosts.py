@@ -47,7 +47,7 @@ def original(hosts, packed):
     return hosts.run("host0", "sh", "-c", f"cd {packed} && sha256sum shard-* index.bin").stdout
 
 
-def test_all_hosts_have_it_and_each_byte_was_read_once(hosts, packed):
+def test_stage_copies_to_all_hosts_and_reads_each_byte_once(hosts, packed):
     names = ["host1", "host2", "host3"]
     words = [ranks.PACELINE, "stage", "set", NEAR, "-H", ":4,".join(names), "--json"]
     told = json.loads(hosts.run("host0", *words, cwd=packed.parent).stdout)
@@ -69,7 +69,7 @@ def test_all_hosts_have_it_and_each_byte_was_read_once(hosts, packed):
     assert said.count("20 of 20 shards are there") == 2
 
 
-def test_a_host_that_stands_still_while_it_holds_a_share_is_done_without(hosts, packed):
+def test_stage_continues_if_host_with_pending_shards_is_stopped(hosts, packed):
     ranks.write(packed.parent, TRAIN)
     words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "--stage", "set", "script.py"]
     near = {"PACELINE_STAGE": NEAR, "NO_COLOR": "1"}

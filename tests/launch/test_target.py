@@ -38,14 +38,14 @@ def run(folder, *words, **variables):
     return ranks.run_command(command, folder, ranks.environment(**variables))
 
 
-def test_without_hosts_and_allocation_ranks_are_this_machines():
+def test_ranks_are_local_without_hosts_or_allocation():
     found = find_target(None, None, None)
     assert found.tool is None
     assert [host.devices for host in found.hosts] == [0]
     assert found.hosts[0].numa >= 1
 
 
-def test_named_hosts_come_before_the_allocation_and_take_ssh(tmp_path, monkeypatch):
+def test_explicit_hosts_override_allocation_and_use_ssh(tmp_path, monkeypatch):
     for name, value in slurm("node[1-4]", 8).items():
         monkeypatch.setenv(name, value)
     hostfile = tmp_path / "hosts.txt"
@@ -58,7 +58,7 @@ def test_named_hosts_come_before_the_allocation_and_take_ssh(tmp_path, monkeypat
         assert found.why == why
 
 
-def test_hosts_named_twice_over_are_refused(tmp_path):
+def test_hosts_and_hostfile_together_are_rejected(tmp_path):
     script = ranks.write(tmp_path, "")
     (tmp_path / "hosts.txt").write_text("host1\n")
     result = run(tmp_path, "-H", "host1", "--hostfile", "hosts.txt", script)
@@ -75,7 +75,7 @@ def test_hosts_named_twice_over_are_refused(tmp_path):
     ],
     ids=["a word", "zero", "empty"],
 )
-def test_a_hostfile_with_a_mistake_names_the_line(tmp_path, text, said):
+def test_invalid_hostfile_is_reported_with_line(tmp_path, text, said):
     script = ranks.write(tmp_path, "")
     (tmp_path / "hosts.txt").write_text(text)
     result = run(tmp_path, "--hostfile", "hosts.txt", script)
@@ -84,7 +84,7 @@ def test_a_hostfile_with_a_mistake_names_the_line(tmp_path, text, said):
     assert said in result.stderr.replace("\n", " ")
 
 
-def test_a_hostfile_that_is_not_there_and_a_host_without_a_name_are_mistakes(tmp_path):
+def test_missing_hostfile_and_empty_host_name_are_rejected(tmp_path):
     with pytest.raises(
         ValueError, match=r"none.txt can't be read: No such file or directory. HINT"
     ):
@@ -95,7 +95,7 @@ def test_a_hostfile_that_is_not_there_and_a_host_without_a_name_are_mistakes(tmp
         find_target("", None, None)
 
 
-def test_a_launcher_without_hosts_is_refused():
+def test_launcher_option_without_hosts_is_rejected():
     with pytest.raises(
         ValueError, match=r"--launcher ssh: on which hosts. HINT: -H host1:4,host2:4"
     ):
@@ -118,7 +118,7 @@ def test_a_launcher_without_hosts_is_refused():
     ],
     ids=["srun", "mpirun"],
 )
-def test_one_paceline_run_of_several_that_a_launcher_started_is_refused(tmp_path, by, variables):
+def test_run_started_several_times_by_srun_or_mpirun_is_rejected(tmp_path, by, variables):
     script = ranks.write(tmp_path, "open('ran', 'w')")
     for hosts in ([], ["-H", "host1:2"]):
         result = run(tmp_path, *hosts, script, **variables)
@@ -129,14 +129,14 @@ def test_one_paceline_run_of_several_that_a_launcher_started_is_refused(tmp_path
     assert not (tmp_path / "ran").exists()
 
 
-def test_one_that_srun_started_alone_is_welcome(monkeypatch):
+def test_run_started_as_single_srun_task_is_accepted(monkeypatch):
     variables = {**slurm(HERE, 1), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert find_target(None, None, None).tool is None
 
 
-def test_an_allocation_of_this_host_alone_needs_no_tool(tmp_path):
+def test_allocation_of_local_host_needs_no_start_command(tmp_path):
     """The number of tasks is the number of ranks."""
     script = ranks.write(
         tmp_path,
@@ -157,7 +157,7 @@ def test_an_allocation_of_this_host_alone_needs_no_tool(tmp_path):
     assert "starts:" not in shown.stdout
 
 
-def test_an_allocation_that_contradicts_itself_or_has_ended_is_a_mistake(tmp_path):
+def test_inconsistent_or_expired_allocation_is_rejected(tmp_path):
     script = ranks.write(tmp_path, "")
     result = run(tmp_path, script, **slurm("node[1-2]", 2), SLURM_JOB_NUM_NODES="3")
     assert result.returncode == 2
@@ -169,7 +169,7 @@ def test_an_allocation_that_contradicts_itself_or_has_ended_is_a_mistake(tmp_pat
     assert "has the allocation ended?" in result.stderr
 
 
-def test_variables_for_all_hosts_are_given_or_set(tmp_path):
+def test_env_option_forwards_or_sets_variables(tmp_path):
     script = ranks.write(tmp_path, "import os; print(os.environ['A'], os.environ['B'])")
     words = ["--fresh", "-n", "1", "--env", "A=1=2", "--env", "B", script]
     assert run(tmp_path, *words, B="b").stdout == "1=2 b\n"

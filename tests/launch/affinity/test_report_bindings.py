@@ -78,7 +78,7 @@ def row(said, rank):
 
 
 @two_cores
-def test_a_core_each_for_ranks_their_threads_and_their_workers(tmp_path):
+def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
     found, said = train(tmp_path, "--bind core")
     for rank, one in enumerate(found):
         assert one["rank"] == [rank]
@@ -93,7 +93,7 @@ def test_a_core_each_for_ranks_their_threads_and_their_workers(tmp_path):
 
 
 @two_cores
-def test_who_moves_away_is_told(tmp_path):
+def test_rank_that_changes_its_affinity_is_reported(tmp_path):
     more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"
     _, said = train(tmp_path, "--bind core", more=more)
     text = " ".join(said.split())
@@ -103,7 +103,7 @@ def test_who_moves_away_is_told(tmp_path):
 
 @two_cores
 @pytest.mark.long
-def test_unasked_ranks_are_bound_only_where_their_cores_are_granted(tmp_path):
+def test_auto_binding_only_on_cores_granted_to_job(tmp_path):
     found, said = train(tmp_path, "")
     assert [one["rank"] for one in found] == [[0, 1], [0, 1]]
     assert "not bound: no scheduler says that these cores are this job's alone" in said
@@ -127,7 +127,7 @@ CPUSETS = Path("/sys/fs/cgroup/cpuset")
     not os.access(CPUSETS / "cpuset.cpus", os.R_OK) or os.geteuid() != 0 or not BOTH,
     reason="needs root and control groups of version 1",
 )
-def test_in_a_cpuset_only_its_cores_are_used(tmp_path):
+def test_auto_binding_uses_only_cores_of_cpuset(tmp_path):
     group = CPUSETS / f"paceline-test-{os.getpid()}"
     group.mkdir()
     try:
@@ -144,7 +144,7 @@ def test_in_a_cpuset_only_its_cores_are_used(tmp_path):
 
 @two_cores
 @pytest.mark.long
-def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
+def test_auto_binding_under_slurm(hosts, slurm, shared_folder):
     ranks.write(shared_folder, TRAIN.format(more="pass"))
     line = f"{ranks.PACELINE} run -n 4 --report-bindings script.py"
     torch = f"export TORCHINDUCTOR_CACHE_DIR={shared_folder}/torch"
@@ -158,7 +158,7 @@ def test_in_slurm_the_ranks_are_bound_unasked(hosts, slurm, shared_folder):
     assert [row(said, rank)[4] for rank in range(4)] == ["0", "1", "0", "1"]
 
 
-def test_a_rank_that_ended_before_the_look_is_named():
+def test_ended_rank_is_reported_as_missing_from_binding_table():
     ended = subprocess.Popen(["true"])
     ended.wait()
     here = {0: (os.getpid(), 0), 1: (ended.pid, 1)}
@@ -168,7 +168,7 @@ def test_a_rank_that_ended_before_the_look_is_named():
     assert row(said, 0)[1] == "host1"
 
 
-def test_memory_is_preferred_from_a_node():
+def test_prefer_sets_numa_memory_policy():
     script = "from paceline.launch.affinity.memory_policy import prefer; "
     script += "from paceline.cluster.binding.process_affinity import process"
     script += "; import os; print(prefer(0), process(os.getpid()).memory)"
@@ -177,7 +177,7 @@ def test_memory_is_preferred_from_a_node():
     assert policy == "prefer:0" or why  # a container may forbid it, with a reason
 
 
-def test_a_process_that_has_ended_is_nowhere():
+def test_affinity_of_ended_process_is_none():
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert process(ended.pid) is None
@@ -192,7 +192,7 @@ def test_a_process_that_has_ended_is_nowhere():
         ("--bind core --cpus-per-rank 0", "--cpus-per-rank 0: HINT: 1 or more"),
     ],
 )
-def test_what_cannot_be_had_is_told_before_any_rank_starts(tmp_path, options, told):
+def test_invalid_binding_options_are_reported_before_ranks_start(tmp_path, options, told):
     script = ranks.write(tmp_path, "open('started', 'w')")
     result = ranks.run(script, launcher=f"paceline --fresh {options}", check=False)
     assert result.returncode == 2

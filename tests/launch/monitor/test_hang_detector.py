@@ -60,7 +60,7 @@ def told(result):
     return " ".join(result.stderr.split())
 
 
-def test_a_rank_that_is_stopped_is_named_and_where_the_others_are(tmp_path):
+def test_stopped_rank_is_reported_with_all_stacks(tmp_path):
     stop = "rank == 2 and os.kill(os.getpid(), signal.SIGSTOP)"
     text = told(hanging(tmp_path, in_loop=stop))
     assert re.search(r"no rank has begun or ended anything for \d+\.\d s", text)
@@ -75,7 +75,7 @@ def test_a_rank_that_is_stopped_is_named_and_where_the_others_are(tmp_path):
     assert re.search(stands + re.escape(stop), text)
 
 
-def test_a_loader_that_never_gives_a_batch(tmp_path):
+def test_hang_in_data_loader_is_reported(tmp_path):
     forever = "while rank == 1: time.sleep(0.01)"
     text = told(hanging(tmp_path, in_loader=forever, batches="batches()"))
     assert re.search(r"all-reduce \d+: ranks 0,2 have waited", text)
@@ -84,7 +84,7 @@ def test_a_loader_that_never_gives_a_batch(tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_that_leaves_the_loop_early(tmp_path):
+def test_rank_that_misses_collective_is_reported(tmp_path):
     text = told(hanging(tmp_path, in_loop="if rank == 0: time.sleep(1000)"))
     assert re.search(r"all-reduce \d+: ranks 1-2 have waited", text)
     assert "rank 0 is not there" in text
@@ -92,7 +92,7 @@ def test_a_rank_that_leaves_the_loop_early(tmp_path):
 
 
 @pytest.mark.long
-def test_of_a_script_without_a_record_the_stacks_are_told(tmp_path):
+def test_hang_without_record_reports_stacks_only(tmp_path):
     text = told(hanging(tmp_path, in_loop="if rank == 1: time.sleep(1000)", record=False))
     assert "neither calls paceline.init() nor is recorded: only its stacks are known. HINT" in text
     assert re.search(r"rank 0: no record; stands at script\.py:\d+ in <module>: model\(x\)", text)
@@ -100,7 +100,7 @@ def test_of_a_script_without_a_record_the_stacks_are_told(tmp_path):
 
 
 @pytest.mark.long
-def test_ranks_in_different_collectives(tmp_path):
+def test_ranks_in_different_collectives_are_reported(tmp_path):
     wrong = "dist.broadcast(torch.zeros(4), 2) if rank == 1 else dist.all_reduce(torch.zeros(4))"
     result = hanging(tmp_path, in_loop=wrong, number=2)
     text = " ".join(result.stderr.split())
@@ -109,7 +109,7 @@ def test_ranks_in_different_collectives(tmp_path):
 
 
 @pytest.mark.long
-def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
+def test_slow_computing_rank_is_reported_but_not_ended(tmp_path):
     compute = "end = time.time() + 7 * (rank == 1)\n"
     compute += 12 * " " + "while time.time() < end: sum(range(999))"
     result = hanging(tmp_path, in_loop=compute, timeout=1.5)
@@ -120,7 +120,7 @@ def test_what_computes_for_long_is_slow_and_not_ended(tmp_path):
 
 
 @pytest.mark.long
-def test_brief_stops_are_survived_in_silence_and_reported(tmp_path):
+def test_job_continues_after_brief_stop_which_report_shows(tmp_path):
     stop = (
         "rank == 1 and (os.fork() or (time.sleep(1.0), os.kill(os.getppid(), signal.SIGCONT), "
         "os._exit(0))) and os.kill(os.getpid(), signal.SIGSTOP)"
@@ -157,7 +157,7 @@ def over_hosts(hosts, folder, in_loop, timeout=3):
 
 
 @pytest.mark.long
-def test_a_host_that_loses_its_network_is_named_and_the_job_ends(hosts, shared_folder):
+def test_host_without_network_is_reported_and_job_ends(hosts, shared_folder):
     wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
     process = over_hosts(hosts, shared_folder, wait)
     ranks.wait_until(lambda: len(list(shared_folder.glob("at-5-*"))) == 2, 30)
@@ -176,7 +176,7 @@ def test_a_host_that_loses_its_network_is_named_and_the_job_ends(hosts, shared_f
 
 
 @pytest.mark.long
-def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_folder):
+def test_stopped_rank_on_remote_host_is_reported_with_host(hosts, shared_folder):
     stop = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)"
     process = over_hosts(hosts, shared_folder, stop)
     _, said = process.communicate(timeout=60)
@@ -191,7 +191,7 @@ def test_a_stopped_rank_of_another_host_is_named_with_its_host(hosts, shared_fol
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_for_seconds_is_survived_and_reported(hosts, shared_folder):
+def test_job_continues_after_short_network_outage_which_report_shows(hosts, shared_folder):
     wait = "open(f'at-5-{rank}', 'w')\n            while not os.path.exists('go'): time.sleep(0.01)"
     process = over_hosts(hosts, shared_folder, wait, timeout=20)
     ranks.wait_until(lambda: len(list(shared_folder.glob("at-5-*"))) == 2, 30)
@@ -209,7 +209,7 @@ def test_a_link_that_is_cut_for_seconds_is_survived_and_reported(hosts, shared_f
     assert "though all its ranks were there" in " ".join(said.split())
 
 
-def test_a_timeout_shorter_than_a_step_is_told_once_and_adapts():
+def test_hang_timeout_shorter_than_step_is_reported_once_and_raised():
     said = []
     silence = HangDetector(0.04, lambda most: pytest.fail("nothing hangs"))
     for _ in range(3):

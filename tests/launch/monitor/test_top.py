@@ -101,7 +101,7 @@ def read_until(outer, what, seconds=20):
     return text.decode(errors="replace")
 
 
-def test_a_job_is_seen_while_it_runs_stands_and_ends(tmp_path):
+def test_top_shows_running_stopped_and_ended_job(tmp_path):
     with training(tmp_path) as (job, record):
         # The slowest rank, the waits of the other ranks and the speed, with and without DIR.
         view = once(record)
@@ -199,7 +199,7 @@ def _pids(name):
     return {int(rank): int(pid) for _, rank, pid in rings}
 
 
-def test_jobs_that_are_not_here_are_told_apart(tmp_path):
+def test_top_reports_why_job_cannot_be_shown(tmp_path):
     nothing = tmp_path / "nothing"
     assert f"{nothing} is no folder. HINT: the one given to paceline run --record" in (
         top(nothing).stderr
@@ -219,7 +219,7 @@ def test_jobs_that_are_not_here_are_told_apart(tmp_path):
     assert "--job none: no such job of yours runs here." in top("--job", "none").stderr
 
 
-def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
+def test_top_lists_several_jobs_without_taking_locks(tmp_path):
     """Use jobs without a record and without torch, which have no rings; the output says so."""
     text = "import sys, time; open(sys.argv[1], 'w'); time.sleep(60)"
     script, words = ranks.write(tmp_path, text), [tmp_path / "one", tmp_path / "two"]
@@ -255,7 +255,7 @@ def test_several_jobs_are_listed_and_looking_takes_no_lock(tmp_path):
 
 
 @pytest.mark.long
-def test_all_hosts_of_a_job_are_seen_and_a_silent_one_is_named(hosts, shared_folder):
+def test_top_shows_all_hosts_and_reports_silent_host(hosts, shared_folder):
     ranks.write(shared_folder, TRAIN)
     words = [ranks.PACELINE, "run", "-H", "host1:2,host2:2", "--record", "record", "script.py"]
     job = hosts.start("host0", *words, cwd=shared_folder)
@@ -321,7 +321,7 @@ sys.stdin.read()
 """
 
 
-def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, monkeypatch):
+def test_folder_of_killed_run_is_not_listed_as_running(tmp_path, monkeypatch):
     monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     folder = tmp_path / (job_folder._prefix() + "x")
     folder.mkdir(0o700)
@@ -343,7 +343,7 @@ def test_the_folder_of_a_run_that_was_killed_is_none_of_a_running_one(tmp_path, 
     assert Path(folder / "lock").exists()
 
 
-def test_sockets_whose_names_are_no_text_are_passed_over():
+def test_sockets_with_undecodable_names_are_ignored():
     """Any user of the host can create such a socket."""
     names = [
         b"other-\xff\xfe",
@@ -362,7 +362,7 @@ def test_sockets_whose_names_are_no_text_are_passed_over():
             one.close()
 
 
-def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path):
+def test_process_with_reused_pid_of_rank_is_not_signalled(tmp_path):
     """The signal that requests stacks would end that process."""
     other = subprocess.Popen(["sleep", "60"])
     try:

@@ -55,7 +55,7 @@ def left(job, kind):
 
 
 @pytest.mark.long
-def test_a_warned_job_saves_and_leaves_and_goes_on_bit_for_bit(tmp_path, whole):
+def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole):
     script = ranks.write(tmp_path, TRAIN)
     first = start(tmp_path, *SLOW, launcher="paceline --max-restarts 2")
     ranks.wait_until(lambda: (tmp_path / "ckpt").exists())
@@ -121,7 +121,7 @@ def saving(tmp_path):
         pytest.param(signal.SIGINT, 130, "interrupted: all ranks", marks=pytest.mark.long),
     ],
 )
-def test_a_second_signal_ends_ranks_that_are_still_saving(tmp_path, saving, kind, code, words):
+def test_second_signal_ends_ranks_that_write_checkpoint(tmp_path, saving, kind, code, words):
     begun = time.monotonic()
     saving.send_signal(kind)
     _, said = saving.communicate(timeout=20)
@@ -132,7 +132,7 @@ def test_a_second_signal_ends_ranks_that_are_still_saving(tmp_path, saving, kind
 
 
 @pytest.mark.long  # takes the whole time that ranks have to leave
-def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path, saving):
+def test_ranks_that_do_not_exit_within_grace_period_are_ended(tmp_path, saving):
     begun = time.monotonic()
     _, said = saving.communicate(timeout=40)
     assert saving.returncode == 143
@@ -142,7 +142,7 @@ def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path, saving):
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_while_the_job_is_ended_is_told_and_not_restarted(tmp_path, saving):
+def test_rank_killed_during_shutdown_is_reported_and_not_restarted(tmp_path, saving):
     script = str(tmp_path / "script.py")
     _, _, victim, *_ = ranks.family(saving.pid)  # launcher, rank server, rank
     subprocess.run(["kill", "-9", str(victim)], check=True)
@@ -173,13 +173,13 @@ OWN = """
     """
 
 
-def test_a_scripts_own_handler_is_left_alone(tmp_path):
+def test_signal_handler_of_script_is_kept(tmp_path):
     result = ranks.run(ranks.write(tmp_path, OWN), launcher="python")
     assert "through {'own'}\n" in result.stdout
 
 
 @pytest.mark.long  # same code as under the launcher
-def test_without_a_launcher_a_warning_works_too(tmp_path):
+def test_warning_signal_without_launcher_writes_checkpoint(tmp_path):
     result = ranks.run(ranks.write(tmp_path, OWN), "none", launcher="python", check=False)
     assert result.returncode == 75, result.stderr
     assert (tmp_path / "ckpt/step-00000001").exists()
@@ -187,7 +187,7 @@ def test_without_a_launcher_a_warning_works_too(tmp_path):
 
 
 @pytest.mark.long
-def test_near_the_time_limit_a_job_leaves_without_any_signal(tmp_path):
+def test_job_near_time_limit_checkpoints_and_exits_without_signal(tmp_path):
     limit = 'os.environ["PACELINE_END_TIME"] = str(time.time() + 2)\n    figures ='
     script = ranks.write(tmp_path, TRAIN.replace("figures =", limit, 1))
     args = [tmp_path / "out.pt", *ARGS, "--checkpoint", tmp_path / "ckpt", *SLOW]
@@ -198,7 +198,7 @@ def test_near_the_time_limit_a_job_leaves_without_any_signal(tmp_path):
     assert one["step"] < 60
 
 
-def test_a_time_limit_that_is_none_is_a_mistake(tmp_path):
+def test_invalid_end_time_is_rejected(tmp_path):
     script = ranks.write(tmp_path, "pass")
     result = ranks.run(script, check=False, PACELINE_END_TIME="2h")
     assert result.returncode == 2
@@ -221,7 +221,7 @@ def submitted(slurm, folder, count):
 
 
 @pytest.mark.long
-def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole):
+def test_warned_slurm_job_is_requeued_and_completes(slurm, shared_folder, whole):
     job = submitted(slurm, shared_folder, 1)
     slurm.cancel(job, "-s", "USR1", "--batch")
     ranks.wait_until(lambda: "put back" in (shared_folder / "said").read_text(), 20)
@@ -242,7 +242,9 @@ def test_slurm_queues_a_warned_job_again_and_it_ends(slurm, shared_folder, whole
         (2, ["-s", "TERM"], "FAILED"),  # signals steps, not the batch script, like preemption
     ],
 )
-def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, shared_folder, count, options, state):
+def test_cancelled_slurm_job_checkpoints_and_is_not_requeued(
+    slurm, shared_folder, count, options, state
+):
     job = submitted(slurm, shared_folder, count)
     slurm.cancel(job, *options)
     assert slurm.wait(job) == state

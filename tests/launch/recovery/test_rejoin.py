@@ -36,7 +36,7 @@ def read_until(job, text):
 
 
 @pytest.mark.long
-def test_a_host_that_was_lost_and_is_back_takes_part_again(hosts, shared_folder):
+def test_lost_host_rejoins_job_with_same_result(hosts, shared_folder):
     ranks.run(ranks.write(shared_folder, TRAIN), shared_folder / "whole.pt", *ARGS)
     record = shared_folder / "record"
     job = start(hosts, shared_folder, "--record", record)
@@ -71,7 +71,7 @@ STAYS = """
 
 
 @pytest.mark.long
-def test_a_script_that_does_not_leave_has_the_host_in_its_next_attempt(hosts, shared_folder):
+def test_host_rejoins_at_next_attempt_if_script_does_not_exit_early(hosts, shared_folder):
     """The network of the host returns; ranks that still run there are ended first."""
     ranks.write(shared_folder, STAYS)
     command = [ranks.PACELINE, "run", "--fresh", *JOB, "-H", "host1,host2", "script.py"]

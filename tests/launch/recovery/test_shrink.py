@@ -92,7 +92,7 @@ def same(found, undisturbed):
     assert figures[1] == 203
 
 
-def test_a_job_goes_on_without_a_lost_host_and_computes_the_same(hosts, shared_folder, undisturbed):
+def test_job_continues_without_lost_host_with_same_result(hosts, shared_folder, undisturbed):
     record = shared_folder / "record"
     where = "host1:2,host2:1"
     process = stands(hosts, shared_folder, where, "host2", "1", "--record", record)
@@ -119,7 +119,7 @@ def test_a_job_goes_on_without_a_lost_host_and_computes_the_same(hosts, shared_f
 
 
 @pytest.mark.long
-def test_the_first_host_may_be_lost_too(hosts, shared_folder, undisturbed):
+def test_job_continues_without_lost_first_host(hosts, shared_folder, undisturbed):
     where = "host0:1,host1:1,host2:1"
     record = shared_folder / "record"
     process = stands(hosts, shared_folder, where, "host0", "2", "--record", record)
@@ -156,7 +156,7 @@ WAIT = """
         ),
     ],
 )
-def test_with_fewer_hosts_than_needed_the_job_ends_and_says_why(hosts, shared_folder, words, told):
+def test_job_ends_with_reason_if_fewer_than_min_hosts(hosts, shared_folder, words, told):
     ranks.write(shared_folder, WAIT)
     command = [ranks.PACELINE, "run", "--fresh", "--max-restarts", "2", *words]
     process = hosts.start("host0", *command, "-H", "host1,host2", "script.py", cwd=shared_folder)
@@ -180,7 +180,7 @@ FAILS = """
 
 
 @pytest.mark.long
-def test_a_host_whose_rank_is_killed_again_is_left_out(hosts, shared_folder):
+def test_host_with_repeatedly_killed_rank_is_excluded(hosts, shared_folder):
     fails = "os.kill(os.getpid(), signal.SIGKILL)"
     seconds = 'os.environ["WORLD_SIZE"] == "2" and 300'
     ranks.write(shared_folder, FAILS.format(fails=fails, seconds=seconds))
@@ -197,7 +197,7 @@ def test_a_host_whose_rank_is_killed_again_is_left_out(hosts, shared_folder):
 
 
 @pytest.mark.long
-def test_what_a_script_raises_again_and_again_is_no_fault_of_its_host(hosts, shared_folder):
+def test_host_is_not_excluded_for_repeated_script_errors(hosts, shared_folder):
     ranks.write(shared_folder, FAILS.format(fails="sys.exit(7)", seconds="300"))
     command = [ranks.PACELINE, "run", "--fresh", *GOES_ON, "1", "-H", "host1,host2", "script.py"]
     result = hosts.run("host0", *command, cwd=shared_folder, timeout=60, check=False)
@@ -218,7 +218,7 @@ def test_what_a_script_raises_again_and_again_is_no_fault_of_its_host(hosts, sha
         ),
     ],
 )
-def test_mistakes_are_told_before_any_rank_starts(hosts, shared_folder, words, message):
+def test_invalid_min_hosts_is_reported_before_ranks_start(hosts, shared_folder, words, message):
     ranks.write(shared_folder, "open('started', 'w')")
     command = [ranks.PACELINE, "run", "--fresh", *words, "-H", "host1,host2", "script.py"]
     result = hosts.run("host0", *command, cwd=shared_folder, timeout=60, check=False)
@@ -229,7 +229,7 @@ def test_mistakes_are_told_before_any_rank_starts(hosts, shared_folder, words, m
 
 
 @pytest.mark.long
-def test_on_one_machine_there_is_one_host(tmp_path):
+def test_min_hosts_above_one_is_rejected_on_local_machine(tmp_path):
     script = ranks.write(tmp_path, "open('started', 'w')")
     launcher = "paceline --fresh --max-restarts 1 --min-hosts 2"
     result = ranks.run(script, launcher=launcher, check=False)
@@ -249,7 +249,7 @@ class Numbers(IterableDataset):
         return iter(range(self.first, 54, self.each))
 
 
-def test_a_streams_global_batch_stays_as_well():
+def test_iterable_dataset_keeps_global_batch_on_fewer_ranks():
     parts = [
         ShardedStream(
             DataLoader(Numbers(), batch_size=3),
@@ -266,7 +266,7 @@ def test_a_streams_global_batch_stays_as_well():
     assert sizes == [[5] * 5 + [2], [4] * 6 + [3]]
 
 
-def test_a_global_batch_that_fewer_ranks_do_not_divide_is_refused_at_full_size_only():
+def test_indivisible_global_batch_is_rejected_only_at_full_world_size():
     loader = DataLoader(range(100), batch_size=1)
     assert global_batch_size(loader, 4, 32) == 32  # on 3 of 4 ranks: 11, 11 and 10
     with pytest.raises(ValueError, match="32 can't be divided by 3 ranks"):

@@ -8,7 +8,7 @@ import uuid
 from paceline.launch.remote.agent_lock import acquire
 
 
-def test_a_name_under_which_nobody_listens_is_soon_given_up():
+def test_acquire_gives_up_quickly_if_socket_does_not_listen():
     run = uuid.uuid4().hex
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(f"\0paceline-agent-{os.getuid()}-{run}-0")

@@ -128,13 +128,13 @@ def exchange(left, right):
         assert not isinstance(sent(), Exception)
 
 
-def test_messages_and_raw_bytes_arrive_over_pipes(pipes):
+def test_messages_and_raw_bytes_over_pipes(pipes):
     exchange(*pipes)
     pipes[0].close()
     assert pipes[1].receive() is None
 
 
-def test_messages_and_raw_bytes_arrive_over_tcp(closing):
+def test_messages_and_raw_bytes_over_tcp(closing):
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     visitor = _in_thread(connect_channel, *door.getsockname(), SECRET, 10.0)
     host = accept_channel(door.accept()[0], SECRET)
@@ -144,7 +144,7 @@ def test_messages_and_raw_bytes_arrive_over_tcp(closing):
     assert host.receive() is None
 
 
-def test_several_messages_in_one_piece_and_one_in_many(pipes):
+def test_joined_and_fragmented_messages_are_received(pipes):
     left, right = pipes
     for number in range(3):
         left.send({"n": number})
@@ -157,7 +157,7 @@ def test_several_messages_in_one_piece_and_one_in_many(pipes):
     assert right.receive() == [({"n": 3}, b"ab")]
 
 
-def test_what_login_scripts_print_is_skipped(pipes):
+def test_output_of_login_scripts_is_skipped(pipes):
     left, right = pipes
     for piece in (
         b"Welcome to host1!\n",
@@ -172,7 +172,7 @@ def test_what_login_scripts_print_is_skipped(pipes):
     assert right.receive() == [({"place": 0}, b"")]
 
 
-def test_a_message_that_came_together_with_the_greeting_is_not_lost(pipes):
+def test_message_received_with_login_output_is_not_lost(pipes):
     left, right = pipes
     os.write(left._write_fd, b"hello\n" + START_MARKER)
     left.send({"leaving": "no room"})
@@ -181,7 +181,7 @@ def test_a_message_that_came_together_with_the_greeting_is_not_lost(pipes):
     assert right.receive() == [({"leaving": "no room"}, b"")]
 
 
-def test_a_greeting_without_end_is_no_channel(pipes):
+def test_login_output_without_start_marker_times_out(pipes):
     left, right = pipes
     os.write(left._write_fd, b"Password: ")
     begun = time.monotonic()
@@ -206,7 +206,7 @@ def test_a_greeting_without_end_is_no_channel(pipes):
     ],
     ids=["long JSON", "long raw", "words", "list", "null", "no JSON", "no text", "none", "deep"],
 )
-def test_what_is_no_message_is_broken(pipes, frame, said):
+def test_invalid_message_is_rejected(pipes, frame, said):
     left, right = pipes
     _in_thread(os.write, left._write_fd, frame)
     with pytest.raises(InvalidMessageError, match=said):
@@ -221,7 +221,7 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def test_a_pickle_is_never_loaded(pipes, tmp_path):
+def test_pickle_is_never_loaded(pipes, tmp_path):
     left, right = pipes
     bomb = pickle.dumps(Bomb(str(tmp_path / "loaded")))
     left.send({"out": 0}, bomb)
@@ -234,14 +234,14 @@ def test_a_pickle_is_never_loaded(pipes, tmp_path):
         assert (tmp_path / "loaded").exists()
 
 
-def test_who_does_not_know_the_secret_is_refused_by_both_sides(closing):
+def test_peer_with_wrong_secret_is_rejected_by_both_sides(closing):
     between = Between(closing, visitors_secret=new_secret())
     assert between.host is None
     assert isinstance(between.visitor, OSError)
     assert SECRET.encode() not in between.seen
 
 
-def test_a_false_host_is_found_out(closing):
+def test_host_without_secret_is_rejected(closing):
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     address, port = door.getsockname()
     visitor = _in_thread(connect_channel, address, port, SECRET, 10.0)
@@ -254,7 +254,7 @@ def test_a_false_host_is_found_out(closing):
     assert str(visitor()) == f"127.0.0.1 port {port} does not know this job's secret"
 
 
-def test_a_visitor_that_says_nothing_is_dropped(monkeypatch):
+def test_silent_connection_times_out(monkeypatch):
     monkeypatch.setattr(channel, "GREETING_SECONDS", 0.3)
     ours, theirs = socket.socketpair()
     begun = time.monotonic()
@@ -265,7 +265,7 @@ def test_a_visitor_that_says_nothing_is_dropped(monkeypatch):
     theirs.close()
 
 
-def test_a_visitor_that_takes_its_time_for_each_byte_is_dropped_too(monkeypatch):
+def test_slow_handshake_times_out(monkeypatch):
     monkeypatch.setattr(channel, "GREETING_SECONDS", 0.3)
     ours, theirs = socket.socketpair()
     outcome = _in_thread(accept_channel, ours, SECRET)
@@ -281,7 +281,7 @@ def test_a_visitor_that_takes_its_time_for_each_byte_is_dropped_too(monkeypatch)
     assert time.monotonic() - begun < 2.0
 
 
-def test_a_message_that_was_changed_on_the_way_is_broken(closing):
+def test_modified_message_is_rejected(closing):
     for place, change in ((0, 1), (3, -1), (12, 1), (-1, 1)):  # lengths, text, hash
         between = Between(closing)
         frame = bytearray(between.catch(start=1))
@@ -291,7 +291,7 @@ def test_a_message_that_was_changed_on_the_way_is_broken(closing):
             to_the_end(between.host)
 
 
-def test_a_message_that_was_made_longer_on_the_way_is_not_taken(closing):
+def test_message_with_modified_length_is_not_received(closing):
     between = Between(closing)
     frame = bytearray(between.catch(start=1))
     frame[7] += 1
@@ -300,7 +300,7 @@ def test_a_message_that_was_made_longer_on_the_way_is_not_taken(closing):
     assert to_the_end(between.host) == []
 
 
-def test_a_message_that_comes_twice_or_back_or_too_early_is_broken(closing):
+def test_replayed_or_reflected_message_is_rejected(closing):
     between = Between(closing)
     first, second = between.catch(signal=1), between.catch(signal=2)
     between.to_host.sendall(first)
@@ -318,7 +318,7 @@ def test_a_message_that_comes_twice_or_back_or_too_early_is_broken(closing):
         other.host.receive()
 
 
-def test_the_secret_is_never_sent(closing):
+def test_secret_is_never_sent(closing):
     between = Between(closing)
     between.to_host.sendall(between.catch(begin={"A": "b"}))
     assert between.host.receive() == [({"begin": {"A": "b"}}, b"")]
@@ -327,7 +327,7 @@ def test_the_secret_is_never_sent(closing):
         assert form not in between.seen
 
 
-def test_the_secret_reaches_agents_but_no_command_line(tmp_path, closing):
+def test_secret_reaches_agents_but_no_command_line(tmp_path, closing):
     """An unauthorized client connects first, then an agent with the secret."""
     tool = tmp_path / "tool.py"
     tool.write_text(

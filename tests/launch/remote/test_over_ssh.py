@@ -48,7 +48,7 @@ def started(hosts, folder, number, *words):
     return process
 
 
-def test_ranks_of_named_hosts_are_neighbours_and_the_surroundings_travel(hosts, shared_folder):
+def test_ranks_are_consecutive_per_host_with_environment_forwarded(hosts, shared_folder):
     ranks.write(shared_folder, SHOW)
     words = ["-H", "host1:2,host2", "-n", "3", "--env", "HELLO", "--env", "GIVEN=x y"]
     result = run(hosts, shared_folder, *words, "script.py", "-n", "7", HELLO="there")
@@ -70,7 +70,7 @@ def test_ranks_of_named_hosts_are_neighbours_and_the_surroundings_travel(hosts, 
     assert hosts.left_over() == []
 
 
-def test_a_hostfile_names_the_hosts_and_this_host_needs_no_ssh(hosts, shared_folder):
+def test_hostfile_with_local_host_needs_no_local_ssh(hosts, shared_folder):
     ranks.write(shared_folder, SHOW)
     (shared_folder / "hosts").write_text("# ours\nhost0 slots=1\nhost3 slots=1\n")
     (hosts.ssh / "authorized_keys").write_text((hosts.ssh / "id.pub").read_text())
@@ -98,7 +98,7 @@ def test_a_hostfile_names_the_hosts_and_this_host_needs_no_ssh(hosts, shared_fol
         (["-H", "host1,host2", "--json", "none/s.json"], "--json none/s.json: there is no folder"),
     ],
 )
-def test_mistakes_about_hosts_are_told_before_any_rank_starts(hosts, shared_folder, words, message):
+def test_invalid_host_options_are_reported_before_ranks_start(hosts, shared_folder, words, message):
     ranks.write(shared_folder, "open('started', 'w')")
     (shared_folder / "bad").write_text("host1 slots=2\nhost2 slots=many\n")
     result = run(hosts, shared_folder, *words, "script.py", check=False)
@@ -109,7 +109,7 @@ def test_mistakes_about_hosts_are_told_before_any_rank_starts(hosts, shared_fold
     assert hosts.left_over() == []
 
 
-def test_what_ssh_refuses_is_said_with_a_hint(hosts, shared_folder):
+def test_ssh_errors_are_reported_with_hint(hosts, shared_folder):
     ranks.write(shared_folder, "")
     words = ["-H", "host1:1,host2:1", "script.py"]
     known = (hosts.ssh / "known_hosts").read_text()
@@ -126,7 +126,7 @@ def test_what_ssh_refuses_is_said_with_a_hint(hosts, shared_folder):
     assert hosts.left_over() == []
 
 
-def test_a_host_that_lacks_something_or_has_another_version_is_named(hosts, shared_folder):
+def test_host_with_missing_files_or_other_version_is_reported(hosts, shared_folder):
     ranks.write(shared_folder, "")
     words = ["-H", "host1:1,host2:1", "script.py"]
     package = Path(paceline.__file__).parent
@@ -155,7 +155,7 @@ def test_a_host_that_lacks_something_or_has_another_version_is_named(hosts, shar
 
 
 @pytest.mark.long
-def test_words_of_login_scripts_do_no_harm(hosts, shared_folder):
+def test_output_of_login_scripts_is_ignored(hosts, shared_folder):
     ranks.write(shared_folder, SHOW)
     keys = hosts.ssh / "authorized_keys"
     greeting = 'command="echo Welcome to the cluster; eval $SSH_ORIGINAL_COMMAND"'
@@ -164,7 +164,7 @@ def test_words_of_login_scripts_do_no_harm(hosts, shared_folder):
     assert result.stdout == "all the same\n"
 
 
-def test_a_failing_rank_ends_all_hosts_and_is_named_with_its_host(hosts, shared_folder):
+def test_failed_rank_is_reported_with_host_and_job_ends(hosts, shared_folder):
     ranks.write(
         shared_folder,
         """
@@ -183,7 +183,7 @@ def test_a_failing_rank_ends_all_hosts_and_is_named_with_its_host(hosts, shared_
     assert hosts.left_over() == []
 
 
-def test_a_failed_attempt_is_followed_by_another_on_all_hosts(hosts, shared_folder):
+def test_failed_attempt_is_restarted_on_all_hosts(hosts, shared_folder):
     ranks.write(
         shared_folder,
         """
@@ -206,7 +206,7 @@ def test_a_failed_attempt_is_followed_by_another_on_all_hosts(hosts, shared_fold
 @pytest.mark.parametrize(
     "name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL"]
 )
-def test_nothing_is_left_on_any_host_when_the_launcher_ends(hosts, shared_folder, name):
+def test_no_leftovers_on_hosts_after_launcher_ends(hosts, shared_folder, name):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
     os.killpg(process.pid, getattr(signal, name))
     _, said = process.communicate(timeout=20)
@@ -216,7 +216,7 @@ def test_nothing_is_left_on_any_host_when_the_launcher_ends(hosts, shared_folder
     assert hosts.left_over(10) == []
 
 
-def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_told(hosts, shared_folder):
+def test_killed_agent_ends_its_ranks_and_is_reported(hosts, shared_folder):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
     hosts.run("host2", "pkill", "-KILL", "-f", "-o", "paceline.launch.host_agent", check=False)
     _, said = process.communicate(timeout=20)
@@ -238,7 +238,7 @@ TOGETHER = """
 
 
 @pytest.mark.long
-def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, shared_folder):
+def test_delayed_report_of_killed_rank_is_still_root_cause(hosts, shared_folder):
     """The killed rank's host reports late, after the other rank has noticed the lost peer."""
     ranks.write(shared_folder, TOGETHER)
     words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "script.py"]
@@ -261,7 +261,7 @@ def test_a_death_that_is_known_late_is_named_before_what_follows_from_it(hosts, 
 
 
 @pytest.mark.long
-def test_a_rank_that_cannot_be_started_is_told_and_ends_the_others(hosts, shared_folder):
+def test_rank_start_failure_is_reported_and_ends_job(hosts, shared_folder):
     ranks.write(shared_folder, "import time; time.sleep(300)")
     big = [word for name in "AB" for word in ("--env", f"{name}={'x' * 100_000}")]
     words = ["-H", "host1:1,host2:1", *big, "script.py"]
@@ -271,7 +271,7 @@ def test_a_rank_that_cannot_be_started_is_told_and_ends_the_others(hosts, shared
     assert hosts.left_over() == []
 
 
-def test_a_launcher_that_is_ended_while_agents_start_leaves_nothing(hosts, shared_folder):
+def test_no_leftovers_if_launcher_ends_while_agents_start(hosts, shared_folder):
     ranks.write(shared_folder, "")
     keys = hosts.ssh / "authorized_keys"
     keys.write_text(f'command="touch {shared_folder}/up-1; cat" {keys.read_text()}')
@@ -287,7 +287,7 @@ def test_a_launcher_that_is_ended_while_agents_start_leaves_nothing(hosts, share
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["TERM", "KILL"])
-def test_records_that_lie_on_a_host_only_are_sent_or_removed(hosts, shared_folder, kind):
+def test_node_local_records_are_copied_or_removed(hosts, shared_folder, kind):
     own = hosts.run("host0", "mktemp", "-d").stdout.strip()
     process = started(hosts, shared_folder, 2, "-H", "host1:1,host2:1", "--record", f"{own}/record")
     hosts.run("host2", "pkill", f"-{kind}", "-f", "-o", "paceline.launch.host_agent", check=False)
@@ -299,7 +299,7 @@ def test_records_that_lie_on_a_host_only_are_sent_or_removed(hosts, shared_folde
     assert hosts.left_over(10) == []
 
 
-def test_a_host_that_crashes_is_named_and_the_others_end(hosts, shared_folder):
+def test_crashed_host_is_reported_and_other_ranks_end(hosts, shared_folder):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
     hosts.crash("host2")
     _, said = process.communicate(timeout=20)
@@ -309,7 +309,7 @@ def test_a_host_that_crashes_is_named_and_the_others_end(hosts, shared_folder):
 
 
 @pytest.mark.long
-def test_a_cut_of_some_seconds_does_no_harm(hosts, shared_folder):
+def test_job_continues_after_short_network_outage(hosts, shared_folder):
     ranks.write(
         shared_folder,
         """
@@ -333,7 +333,7 @@ def test_a_cut_of_some_seconds_does_no_harm(hosts, shared_folder):
 
 
 @pytest.mark.long
-def test_the_network_that_reaches_the_others_is_found(hosts, shared_folder):
+def test_reachable_network_interface_is_selected(hosts, shared_folder):
     ranks.write(shared_folder, SHOW)
     hosts.second_network("host1", "host2", listed_in=["host1", "host2"])
     words = ["-H", "host1:1,host2:1", "script.py"]
@@ -358,7 +358,7 @@ TRAIN = """
 
 
 @pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.long), False])
-def test_records_of_all_hosts_come_to_the_users_folder(hosts, shared_folder, shared):
+def test_records_of_all_hosts_are_copied_to_record_folder(hosts, shared_folder, shared):
     ranks.write(shared_folder, TRAIN)
     record = str(shared_folder / "record")
     if not shared:
@@ -377,7 +377,7 @@ def test_records_of_all_hosts_come_to_the_users_folder(hosts, shared_folder, sha
 
 
 @pytest.mark.long
-def test_records_that_are_sent_to_a_full_disk_are_said_and_leave_nothing_half(hosts, shared_folder):
+def test_records_for_full_disk_are_reported_without_partial_files(hosts, shared_folder):
     ranks.write(shared_folder, TRAIN)
     disk = hosts.run("host0", "mktemp", "-d").stdout.strip()
     script = shared_folder / "full.sh"

@@ -50,7 +50,7 @@ def both():
     others.detach()
 
 
-def test_the_silence_of_an_attempt_that_hung_is_not_that_of_the_next(both):
+def test_idle_time_of_hung_attempt_is_reset_at_restart(both):
     there, agent = both
     agent.answers(agent.hears("ping"), 30.0)
     ranks.wait_until(lambda: there.progress().idle_s >= 30.0, 10)

@@ -65,7 +65,7 @@ def over(slurm, seconds=8):
         (["--gres=gpu:2", "--exclusive"], 2, 1, "0,1"),
     ],
 )
-def test_a_batch_script_uses_the_whole_allocation(slurm, shared_folder, options, each, cores, gpus):
+def test_batch_script_uses_whole_allocation(slurm, shared_folder, options, each, cores, gpus):
     script = ranks.write(shared_folder, SHOW)
     state, said = batch(slurm, shared_folder, f"exec {RUN} {script}", "-N2", *options)
     assert state == "COMPLETED", said
@@ -80,7 +80,7 @@ def test_a_batch_script_uses_the_whole_allocation(slurm, shared_folder, options,
     assert slurm.left_over() == []
 
 
-def test_salloc_on_the_login_host_uses_the_nodes_and_its_variables_arrive(slurm, shared_folder):
+def test_salloc_on_login_node_uses_nodes_and_forwards_environment(slurm, shared_folder):
     script = ranks.write(shared_folder, SHOW)
     words = ["salloc", "-N2", "-n3", *RUN.split(), "-n", "3", script]
     slurm.run(*words, cwd=shared_folder, env={"HELLO": "there"})
@@ -97,14 +97,14 @@ ALONE = """
     """
 
 
-def test_named_hosts_keep_their_slots_though_srun_orders_nodes_by_name(slurm, shared_folder):
+def test_host_slots_are_kept_if_srun_sorts_nodes(slurm, shared_folder):
     ranks.write(shared_folder, "import os; print(os.environ['RANK'], os.uname().nodename)", "s.py")
     words = [*RUN.split(), "--fresh", "--launcher", "srun", "-H", "host2:2,host1:1", "s.py"]
     said = slurm.run("salloc", "-N2", "-w", "host1,host2", *words, cwd=shared_folder).stdout
     assert ranks.untagged(said) == {"0 host2", "1 host2", "2 host1"}
 
 
-def test_on_its_only_node_a_batch_script_needs_no_srun(slurm, shared_folder):
+def test_batch_script_on_single_node_needs_no_srun(slurm, shared_folder):
     script = ranks.write(shared_folder, SHOW)
     state, said = batch(slurm, shared_folder, f"exec {RUN} {script}", "-N1", "-n2")
     assert (state, "over srun" in said) == ("COMPLETED", False)
@@ -112,14 +112,14 @@ def test_on_its_only_node_a_batch_script_needs_no_srun(slurm, shared_folder):
     assert slurm.left_over() == []
 
 
-def test_a_script_in_a_batch_script_is_alone_whatever_the_number_of_tasks(slurm, shared_folder):
+def test_script_without_launcher_in_batch_job_has_world_size_one(slurm, shared_folder):
     script = ranks.write(shared_folder, ALONE)
     text = f"exec {sys.executable} {script}"
     state, said = batch(slurm, shared_folder, text, "-N1", "-n2")
     assert (state, said) == ("COMPLETED", "a world of 1\n")
 
 
-def test_show_prints_the_command_and_starts_nothing(slurm, shared_folder):
+def test_show_prints_command_and_starts_nothing(slurm, shared_folder):
     ranks.write(shared_folder, SHOW)
     words = ["salloc", "-N2", "-n4", "--ntasks-per-node=2", ranks.PACELINE, "run", "--show"]
     said = slurm.run(*words, "script.py", "--epochs", "3", cwd=shared_folder).stdout
@@ -129,7 +129,7 @@ def test_show_prints_the_command_and_starts_nothing(slurm, shared_folder):
     assert shown(shared_folder) == []
 
 
-def test_several_launchers_are_one_too_many(slurm, shared_folder):
+def test_several_launchers_under_srun_are_rejected(slurm, shared_folder):
     script = ranks.write(shared_folder, SHOW)
     done = slurm.run("srun", "-n2", *RUN.split(), script, cwd=shared_folder, check=False)
     assert done.returncode == 2
@@ -138,7 +138,7 @@ def test_several_launchers_are_one_too_many(slurm, shared_folder):
     assert shown(shared_folder) == []
 
 
-def test_an_allocation_that_has_ended_is_told_in_sruns_words(slurm, shared_folder):
+def test_expired_allocation_is_reported_with_srun_error(slurm, shared_folder):
     script = ranks.write(shared_folder, SHOW)
     said = slurm.run("salloc", "-N2", "-n2", "env").stdout
     kept = dict(line.split("=", 1) for line in said.splitlines() if line.startswith("SLURM"))
@@ -165,9 +165,7 @@ ENDS = """
         ("sys.stderr.write('no disk\\n'); os._exit(3)", "host2: task 1: Exited with exit code 3"),
     ],
 )
-def test_an_agent_that_ends_before_it_has_said_a_word_is_told_at_once(
-    slurm, shared_folder, how, told
-):
+def test_agent_that_ends_at_start_is_reported_immediately(slurm, shared_folder, how, told):
     """srun keeps the other agents running: without its message, the launcher waits for minutes."""
     script = ranks.write(shared_folder, SHOW)
     ranks.write(shared_folder, ENDS.format(how=how), "sitecustomize.py")
@@ -183,7 +181,7 @@ def test_an_agent_that_ends_before_it_has_said_a_word_is_told_at_once(
     assert slurm.left_over() == []
 
 
-def test_a_failing_rank_gives_the_job_its_exit_code(slurm, shared_folder):
+def test_slurm_job_has_exit_code_of_failed_rank(slurm, shared_folder):
     text = """
         import os, subprocess, sys, time
         subprocess.Popen(["sleep", "300"])
@@ -213,7 +211,7 @@ def test_scancel_ends_all_ranks(slurm, shared_folder):
     over(slurm)
 
 
-def test_ctrl_c_in_a_terminal_ends_all_ranks(slurm, shared_folder):
+def test_ctrl_c_in_terminal_ends_all_ranks(slurm, shared_folder):
     """Ctrl-C reaches salloc's command, which is the foreground process of the terminal."""
     script = ranks.write(shared_folder, WAIT)
     terminal = ["script", "-qec", f"salloc -N2 {RUN} -n 4 {script}", "/dev/null"]
@@ -231,7 +229,7 @@ def test_ctrl_c_in_a_terminal_ends_all_ranks(slurm, shared_folder):
 @pytest.mark.parametrize(
     "kind", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.long)]
 )
-def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
+def test_released_allocation_ends_all_ranks(slurm, shared_folder, kind):
     """Signal salloc, which then releases the allocation."""
     script = ranks.write(shared_folder, WAIT)
     words = ["salloc", "-N2", *RUN.split(), "-n", "4", script]
@@ -245,7 +243,7 @@ def test_an_allocation_taken_away_ends_all_ranks(slurm, shared_folder, kind):
 
 
 @pytest.mark.long
-def test_the_launcher_killed_takes_all_ranks_with_it(slurm, shared_folder):
+def test_killed_launcher_ends_all_ranks(slurm, shared_folder):
     """The batch script continues, so that Slurm does not end the ranks."""
     script = ranks.write(shared_folder, WAIT)
     text = f"{RUN} -n 4 {script} & echo $! > launcher; wait; exec sleep 77"
@@ -258,7 +256,7 @@ def test_the_launcher_killed_takes_all_ranks_with_it(slurm, shared_folder):
     assert words == [job, f"[{job}.batch]", "77"]
 
 
-def test_a_warning_reaches_ranks_that_listen_and_kills_none(slurm, shared_folder):
+def test_warning_signal_is_forwarded_and_kills_no_rank(slurm, shared_folder):
     text = """
         import os, signal, sys, time
         rank = os.environ["RANK"]
@@ -296,7 +294,7 @@ RECORDED = """
 
 
 @pytest.mark.long  # `make test` has the same test over ssh
-def test_a_record_has_the_ranks_of_all_hosts(slurm, shared_folder):
+def test_record_contains_ranks_of_all_hosts(slurm, shared_folder):
     """Record into a folder that all hosts share, and into a local folder of the launcher's host."""
     script = ranks.write(shared_folder, RECORDED)
     jobs = {}

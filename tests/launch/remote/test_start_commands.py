@@ -207,7 +207,7 @@ def without_path(words):
     return [w for w in words if w != "env" and not re.match(r"(PYTHON\w*|LD_LIBRARY_PATH)=", w)]
 
 
-def test_in_an_lsf_job_blaunch_starts_an_agent_on_each_host(tmp_path, job):
+def test_lsf_job_starts_agents_with_blaunch(tmp_path, job):
     made = start(tmp_path, job, "LSF")
     assert {name for _, name, _, _ in made} == {"blaunch"}
     assert sorted(without_path(words) for _, _, words, _ in made) == [
@@ -217,7 +217,7 @@ def test_in_an_lsf_job_blaunch_starts_an_agent_on_each_host(tmp_path, job):
     assert all(secret is None for *_, secret in made)  # blaunch does not need it
 
 
-def test_on_a_coral_machine_jsrun_starts_the_agents_and_the_launch_node_has_none(tmp_path, job):
+def test_coral_job_starts_agents_with_jsrun_except_on_launch_node(tmp_path, job):
     ((_, name, words, secret),) = start(tmp_path, job, "CORAL")
     assert name == "jsrun"
     assert without_address(words) == [
@@ -227,7 +227,7 @@ def test_on_a_coral_machine_jsrun_starts_the_agents_and_the_launch_node_has_none
     assert len(secret) == 64
 
 
-def test_in_a_pbs_job_with_pals_mpiexec_starts_the_agents(tmp_path, job):
+def test_pbs_job_with_pals_starts_agents_with_mpiexec(tmp_path, job):
     ((_, name, words, secret),) = start(tmp_path, job, "PALS")
     assert name == "mpiexec"
     assert without_address(words) == [
@@ -237,7 +237,7 @@ def test_in_a_pbs_job_with_pals_mpiexec_starts_the_agents(tmp_path, job):
     assert len(secret) == 64
 
 
-def test_in_a_flux_instance_flux_run_starts_the_agents(tmp_path, job):
+def test_flux_job_starts_agents_with_flux_run(tmp_path, job):
     ((_, name, words, secret),) = start(tmp_path, job, "Flux")
     assert name == "flux"
     assert without_address(words) == [
@@ -249,7 +249,7 @@ def test_in_a_flux_instance_flux_run_starts_the_agents(tmp_path, job):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_show_tells_what_would_start_and_starts_nothing(tmp_path, job, name):
+def test_show_prints_start_command_and_starts_nothing(tmp_path, job, name):
     result = paceline(tmp_path, job(name), *JOBS[name][1], "--show", "script.py", "--epochs", "3")
     assert result.returncode == 0, result.stderr
     program = INSTALLED[name][-1]
@@ -273,7 +273,7 @@ def test_show_tells_what_would_start_and_starts_nothing(tmp_path, job, name):
     assert not list(tmp_path.glob("rank-*"))
 
 
-def test_a_tool_that_fails_is_quoted(tmp_path, job):
+def test_error_of_failed_start_command_is_reported(tmp_path, job):
     variables = job("CORAL")
     install(tmp_path, "jsrun", "sys.exit('Error: Remote JSM server is not responding')")
     result = paceline(tmp_path, variables, "--fresh", "script.py")
@@ -292,7 +292,7 @@ def test_a_tool_that_fails_is_quoted(tmp_path, job):
     assert "Flux job f1Z: flux-getattr: ERROR: Unable to connect to Flux" in result.stderr
 
 
-def test_a_scheduler_without_its_tool_is_an_error(tmp_path, job):
+def test_missing_scheduler_command_is_rejected(tmp_path, job):
     variables = job("LSF")
     (tmp_path / "bin/blaunch").unlink()
     result = paceline(tmp_path, variables, "--fresh", "script.py")
@@ -305,7 +305,7 @@ def test_a_scheduler_without_its_tool_is_an_error(tmp_path, job):
     assert "Flux job f1Z: `flux getattr hostlist`: " in result.stderr
 
 
-def test_a_launcher_that_is_not_known_is_an_error(tmp_path, job):
+def test_unknown_launcher_is_rejected(tmp_path, job):
     result = paceline(tmp_path, job("LSF"), "--launcher", "nonsense", "script.py")
     assert result.returncode == 2
     known = "ssh, blaunch, srun, jsrun, palsrun, flux, mpirun, mpiexec"
@@ -324,7 +324,7 @@ def test_a_launcher_that_is_not_known_is_an_error(tmp_path, job):
     ],
     ids=["Open MPI 4", "Open MPI 5", "MPICH", "Intel MPI", "PALS"],
 )
-def test_mpirun_is_asked_of_which_mpi_it_is(tmp_path, monkeypatch, says, first):
+def test_mpi_implementation_is_detected_from_mpirun_version(tmp_path, monkeypatch, says, first):
     install(tmp_path, "mpiexec", f"print('{says}')")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     program, *words = find_tool("mpiexec").command(["a", "b"], ["agent"])
@@ -335,7 +335,7 @@ def test_mpirun_is_asked_of_which_mpi_it_is(tmp_path, monkeypatch, says, first):
     assert [words for _, _, words, _ in calls(tmp_path)] == [["--version"]]
 
 
-def test_mpirun_of_an_mpi_that_is_not_known_or_not_there_is_an_error(tmp_path):
+def test_unknown_or_missing_mpirun_is_rejected(tmp_path):
     ranks.write(tmp_path, SCRIPT)
     install(tmp_path, "mpirun", "print('LAM 7.1.4/MPI 2 C++/ROMIO')")
     variables = environment(tmp_path)

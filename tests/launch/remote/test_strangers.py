@@ -35,9 +35,7 @@ WANTED = [
 
 
 @pytest.mark.parametrize("program", [pytest.param("srun", marks=pytest.mark.long), bed.mpi.MPIRUN])
-def test_a_job_starts_while_strangers_flood_the_launchers_port(
-    request, hosts, shared_folder, program
-):
+def test_job_starts_while_launcher_port_is_flooded(request, hosts, shared_folder, program):
     """Flood the launcher's port from the host of one agent.
 
     1,000 idle connections are reopened whenever they are dropped. 10,000 garbage connections are
@@ -87,7 +85,7 @@ def agents_of(number, secret, where):
     return made, threads
 
 
-def test_agents_are_found_among_a_thousand_idle_connections(flooded):
+def test_agents_are_accepted_among_1000_idle_connections(flooded):
     with AgentListener(["localhost"] * 20) as listener:
         address, port = listener.where.split(",")
         serving = threading.active_count()
@@ -107,7 +105,7 @@ def test_agents_are_found_among_a_thousand_idle_connections(flooded):
         channel.close()
 
 
-def test_an_agent_that_says_no_sensible_number_is_dropped(closing):
+def test_agent_with_invalid_index_is_rejected(closing):
     listener = closing.enter_context(AgentListener(["localhost"] * 2))
     address, port = listener.where.split(",")
     for place in (-1, "0", None, 1.5, [], 10**30):
@@ -130,7 +128,7 @@ def said(address, port, secret, place):
     channel.close()
 
 
-def test_the_timeout_says_how_many_strangers_came_and_from_where(tmp_path, monkeypatch, closing):
+def test_agent_timeout_reports_unauthorized_connections(tmp_path, monkeypatch, closing):
     monkeypatch.setattr(start_agents, "START_TIMEOUT_S", 1.0)
     tool = ranks.write(
         tmp_path,
@@ -153,7 +151,7 @@ def test_the_timeout_says_how_many_strangers_came_and_from_where(tmp_path, monke
     assert "firewall" not in str(raised.value)
 
 
-def test_an_agent_that_is_dropped_tries_again(closing):
+def test_dropped_agent_reconnects(closing):
     """A launcher that is busy with unauthorized connections may drop one of its agents."""
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     where = f"127.0.0.1,{door.getsockname()[1]}"
@@ -173,7 +171,7 @@ def test_an_agent_that_is_dropped_tries_again(closing):
     result[0].close()
 
 
-def test_an_agent_that_is_always_dropped_gives_up_in_time(closing, monkeypatch):
+def test_agent_that_is_always_dropped_times_out(closing, monkeypatch):
     monkeypatch.setattr(connect_back, "PATIENCE_SECONDS", 0.5)
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     agent = threading.Thread(target=drop_all, args=(door,), daemon=True)
@@ -193,7 +191,7 @@ def drop_all(door):
             return
 
 
-def test_an_agent_gives_up_at_once_where_nobody_listens():
+def test_agent_fails_immediately_if_connection_is_refused():
     port = ranks.free_port()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError, match=r"127\.0\.0\.1: Connection refused") as raised:
@@ -203,7 +201,7 @@ def test_an_agent_gives_up_at_once_where_nobody_listens():
     assert set(raised.value.tried) == {"127.0.0.1", "127.0.0.2"}
 
 
-def test_the_launcher_listens_only_where_the_nodes_need_it(monkeypatch):
+def test_launcher_listens_only_on_addresses_towards_nodes(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     assert addresses_towards(["localhost", f"me@{socket.gethostname()}"]) == ["127.0.0.1"]
@@ -226,7 +224,7 @@ def test_the_launcher_listens_only_where_the_nodes_need_it(monkeypatch):
     assert time.monotonic() - begun < 0.4
 
 
-def test_the_launcher_listens_on_the_interfaces_that_the_user_names(monkeypatch):
+def test_launcher_listens_on_interfaces_set_by_user(monkeypatch):
     found = [Link("ib0", "127.0.0.2"), Link("ib1", "127.0.0.3"), Link("eth0", "127.0.0.4")]
     monkeypatch.setattr(agent_listener, "links", lambda: found)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib")

@@ -74,7 +74,7 @@ def directives(folder: Path, kind: str, *args: str) -> list[str]:
     return [line.split(" ", 1)[1] for line in marks]
 
 
-def test_a_script_for_slurm_asks_for_everything_in_slurms_words(tmp_path):
+def test_slurm_directives_for_all_options(tmp_path):
     assert directives(tmp_path, "slurm", *ALL) == [
         "--job-name=big",
         "--nodes=2",
@@ -93,7 +93,7 @@ def test_a_script_for_slurm_asks_for_everything_in_slurms_words(tmp_path):
     ]
 
 
-def test_a_script_for_lsf_counts_slots_and_whole_minutes(tmp_path):
+def test_lsf_directives_for_all_options(tmp_path):
     assert directives(tmp_path, "lsf", *ALL) == [
         "-J 'big[1-15]%4'",
         "-n 56",
@@ -110,7 +110,7 @@ def test_a_script_for_lsf_counts_slots_and_whole_minutes(tmp_path):
     ]
 
 
-def test_pbs_pro_and_torque_get_their_different_words(tmp_path):
+def test_pbs_pro_and_torque_directives_for_all_options(tmp_path):
     common = ["-N big", "-j oe", "-q gpu", "-A physics", "-r y"]
     assert directives(tmp_path, "pbs", *ALL) == [
         *common,
@@ -135,7 +135,7 @@ def test_pbs_pro_and_torque_get_their_different_words(tmp_path):
         ("torque", ["-N train", "-j oe", "-l nodes=1:ppn=1"]),
     ],
 )
-def test_nothing_is_asked_for_that_nobody_wanted(tmp_path, kind, expected):
+def test_default_directives_request_only_minimum(tmp_path, kind, expected):
     if kind == "slurm":
         expected = [*expected, "--output=train-%j.out"]
     assert directives(tmp_path, kind) == expected
@@ -152,13 +152,13 @@ def test_nothing_is_asked_for_that_nobody_wanted(tmp_path, kind, expected):
         ("1-12:00:00", "1-12:00:00", "36:00", "36:00:00"),
     ],
 )
-def test_a_time_is_the_same_for_every_scheduler(tmp_path, time, slurm, lsf, pbs):
+def test_time_formats_are_converted_for_each_scheduler(tmp_path, time, slurm, lsf, pbs):
     assert f"--time={slurm}" in directives(tmp_path, "slurm", "--time", time)
     assert f"-W {lsf}" in directives(tmp_path, "lsf", "--time", time)
     assert f"-l walltime={pbs}" in directives(tmp_path, "pbs", "--time", time)
 
 
-def test_the_script_becomes_the_launcher_with_the_scripts_words_intact(tmp_path):
+def test_batch_script_runs_launcher_with_quoted_script_arguments(tmp_path):
     folder = tmp_path / "my folder"
     folder.mkdir()
     ranks.write(folder, "pass", "train it.py")
@@ -180,7 +180,7 @@ def test_the_script_becomes_the_launcher_with_the_scripts_words_intact(tmp_path)
     assert not (folder / "run").exists()  # a dry run creates nothing
 
 
-def test_ranks_follow_the_gpus_and_are_left_to_the_host_where_nothing_is_said(tmp_path):
+def test_number_of_ranks_follows_gpus_or_is_left_to_run(tmp_path):
     def run(*args):
         out = submit(tmp_path, "--dry-run", "--scheduler", "slurm", *args, "train.py").stdout
         return out.splitlines()[-1].split(" run ")[1]
@@ -199,7 +199,7 @@ def test_ranks_follow_the_gpus_and_are_left_to_the_host_where_nothing_is_said(tm
         ("qsub", "echo Version: 6.1.2 >&2; echo Commit: abc >&2", "8.head", "8.head", "train.o8"),
     ],
 )
-def test_the_scheduler_whose_command_is_there_gets_the_script(
+def test_scheduler_is_detected_from_submit_command_on_path(
     tmp_path, tool, version, says, number, where
 ):
     version = f'if [ "$1" = --version ]; then {version or ":"}; exit; fi'
@@ -220,7 +220,7 @@ def test_the_scheduler_whose_command_is_there_gets_the_script(
         assert not Path(called[-1]).exists()
 
 
-def test_a_site_that_talks_does_not_hide_the_number(tmp_path):
+def test_job_id_is_parsed_despite_site_messages(tmp_path):
     fake(tmp_path, "sbatch", "cat > given; echo 'Be nice to the others.' >&2; echo '77;east'")
     result = submit(tmp_path, "--array", "0-3", "train.py")
     assert result.stdout == "77;east\n"
@@ -228,7 +228,7 @@ def test_a_site_that_talks_does_not_hide_the_number(tmp_path):
     assert "output: train-77_*.out" in result.stderr
 
 
-def test_a_command_that_fails_is_quoted(tmp_path):
+def test_error_of_failed_submit_command_is_reported(tmp_path):
     fake(tmp_path, "bsub", "echo 'Bad argument for option -gpu. Job not submitted.' >&2; exit 255")
     result = submit(tmp_path, "train.py", check=False)
     assert result.returncode == 2
@@ -237,7 +237,7 @@ def test_a_command_that_fails_is_quoted(tmp_path):
     assert "HINT" in result.stderr
 
 
-def test_none_or_two_schedulers_ask_for_a_choice(tmp_path):
+def test_missing_or_ambiguous_scheduler_is_reported(tmp_path):
     result = submit(tmp_path, "train.py", check=False)
     assert result.returncode == 2
     assert "no sbatch, bsub or qsub is on PATH. HINT: --scheduler slurm, lsf" in result.stderr
@@ -252,14 +252,14 @@ def test_none_or_two_schedulers_ask_for_a_choice(tmp_path):
     assert "the commands of slurm and lsf are on PATH. HINT: --scheduler" in result.stderr
 
 
-def test_a_long_job_is_warned_before_its_limit_unless_told_otherwise(tmp_path):
+def test_warning_signal_is_requested_before_time_limit_by_default(tmp_path):
     args = ["--dry-run", "--scheduler", "slurm", "--time", "2h"]
     ranks.write(tmp_path, "", "train.py")
     assert "#SBATCH --signal=B:USR1@120\n" in submit(tmp_path, *args, "train.py").stdout
     assert "--signal" not in submit(tmp_path, *args, "--warn", "0", "train.py").stdout
 
 
-def test_a_job_learns_when_its_time_ends_and_whether_it_is_to_be_queued_again(tmp_path):
+def test_end_time_and_requeue_variables_are_exported(tmp_path):
     def exports(kind):
         args = ["--dry-run", "--scheduler", kind, "--time", "2h", "--requeue", "train.py"]
         lines = submit(tmp_path, *args).stdout.splitlines()
@@ -279,7 +279,7 @@ def test_a_job_learns_when_its_time_ends_and_whether_it_is_to_be_queued_again(tm
         ("lsf", "2", []),  # no directive, because all hosts are needed
     ],
 )
-def test_a_scheduler_leaves_a_job_the_hosts_that_it_goes_on_with(tmp_path, kind, least, asked):
+def test_min_hosts_keeps_job_running_after_node_failure(tmp_path, kind, least, asked):
     less = [*LESS, "--min-hosts", least]
     without = directives(tmp_path, kind, *LESS)
     assert directives(tmp_path, kind, *less) == [*without, *asked]
@@ -287,7 +287,7 @@ def test_a_scheduler_leaves_a_job_the_hosts_that_it_goes_on_with(tmp_path, kind,
     assert out.endswith(f" run --max-restarts 1 --min-hosts {least} train.py\n")
 
 
-def test_pbs_says_that_it_cannot_warn(tmp_path):
+def test_pbs_reports_that_warning_signal_is_not_supported(tmp_path):
     args = ["--dry-run", "--scheduler", "pbs", "--warn", "120", "train.py"]
     result = submit(tmp_path, *args)
     assert "# No warning signal: PBS sends nothing before the time limit" in result.stdout
@@ -334,7 +334,7 @@ def test_pbs_says_that_it_cannot_warn(tmp_path):
         (["--scheduler", "pbs", "x.py"], "there is no qsub on PATH. HINT"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_submitted(tmp_path, args, message):
+def test_invalid_options_are_reported_before_submission(tmp_path, args, message):
     fake(tmp_path, "sbatch", "echo > called; echo 1")
     ranks.write(tmp_path, "pass", "x.py")
     result = submit(tmp_path, *args, check=False)
@@ -353,7 +353,7 @@ WHO = """
     """
 
 
-def test_slurm_itself_runs_what_was_submitted_to_it_and_to_its_qsub(slurm):
+def test_slurm_runs_jobs_submitted_with_sbatch_and_qsub(slurm):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as shared:  # /tmp is separate on each host
         script = ranks.write(Path(shared), WHO)
         words = ["--time", "5min", "--run-option=--fresh"]
@@ -381,7 +381,7 @@ GOES_ON = """
 
 
 @pytest.mark.long
-def test_slurm_leaves_a_job_the_hosts_that_are_left(slurm, shared_folder):
+def test_slurm_job_continues_after_node_failure(slurm, shared_folder):
     script = ranks.write(shared_folder, GOES_ON)
     words = [*LESS, *ONE, "--run-option=--fresh", "--time", "5min"]
     words += ["--output", f"{shared_folder}/said"]
