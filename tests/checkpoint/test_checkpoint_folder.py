@@ -32,7 +32,7 @@ def save(folder, step, value=1.0):
     one.wait()
 
 
-def test_a_state_comes_back_as_it_was(tmp_path):
+def test_save_and_load_state_round_trip(tmp_path):
     state = {
         "model": OrderedDict(weight=torch.randn(3, 4), count=torch.tensor(7)),
         "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "betas": (0.9, 0.999)},
@@ -61,7 +61,7 @@ def test_a_state_comes_back_as_it_was(tmp_path):
     assert manifest["epoch"] == 3
 
 
-def test_what_changes_after_the_save_is_not_in_it(tmp_path):
+def test_changes_after_save_are_not_in_checkpoint(tmp_path):
     weight = torch.zeros(1000)
     one = saver(tmp_path)
     one.save(1, {"weight": weight}, {}, {})
@@ -70,7 +70,7 @@ def test_what_changes_after_the_save_is_not_in_it(tmp_path):
     assert load_checkpoint(find_newest_valid(tmp_path, print))[0]["weight"].sum() == 0
 
 
-def test_saving_stops_training_for_the_copy_only(tmp_path, monkeypatch):
+def test_save_writes_asynchronously(tmp_path, monkeypatch):
     may_write = threading.Event()
     write = checkpoint_folder.write_shard
 
@@ -89,13 +89,13 @@ def test_saving_stops_training_for_the_copy_only(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [lambda: 0, object(), {"deep": [{"f": print}]}])
-def test_what_a_checkpoint_cannot_hold_is_named_before_anything_is_written(tmp_path, value):
+def test_unsupported_state_value_is_rejected_before_writing(tmp_path, value):
     with pytest.raises(ValueError, match=r"state\['ema'\].* can't hold.*HINT"):
         saver(tmp_path).save(1, {"ema": value}, {}, {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_newest_two_are_kept(tmp_path):
+def test_only_newest_two_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     assert [p.name for p in checkpoint_folder.list_checkpoints(tmp_path)] == [
@@ -105,7 +105,7 @@ def test_the_newest_two_are_kept(tmp_path):
     assert KEPT_CHECKPOINTS == 2
 
 
-def test_the_same_step_again_replaces_it(tmp_path):
+def test_checkpoint_of_same_step_is_replaced(tmp_path):
     save(tmp_path, 5, 1.0)
     save(tmp_path, 5, 2.0)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
@@ -132,7 +132,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken(tmp_path, damage):
+def test_damaged_checkpoint_is_reported_and_previous_one_is_used(tmp_path, damage):
     save(tmp_path, 1)
     save(tmp_path, 2)
     DAMAGES[damage](tmp_path / "step-00000002")
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken(tmp_path, dama
     assert "step-00000002/rank-00000.pt" in line or "step-00000002/manifest.json" in line
 
 
-def test_the_checker_reads_every_byte(tmp_path):
+def test_verify_detects_bit_flip_at_any_position(tmp_path):
     save(tmp_path, 1)
     folder = tmp_path / "step-00000001"
     whole = (folder / "rank-00000.pt").read_bytes()
@@ -154,14 +154,14 @@ def test_the_checker_reads_every_byte(tmp_path):
             checkpoint_folder.verify(folder)
 
 
-def test_where_all_are_damaged_nothing_is_overwritten(tmp_path):
+def test_error_if_all_checkpoints_are_damaged(tmp_path):
     save(tmp_path, 1)
     DAMAGES["a flipped bit"](tmp_path / "step-00000001")
     with pytest.raises(ValueError, match=r"no whole checkpoint is left.*HINT"):
         find_newest_valid(tmp_path, lambda _: None)
 
 
-def test_loading_runs_nothing_of_a_hostile_file(tmp_path):
+def test_loading_malicious_shard_executes_no_code(tmp_path):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -192,7 +192,7 @@ def files_entry(path):
     return {"name": path.name, "bytes": len(data), "crc32": zlib.crc32(data)}
 
 
-def test_a_full_disk_is_told_and_the_previous_checkpoint_stays(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_previous_checkpoint_is_kept(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
     def full(*_):
@@ -208,13 +208,13 @@ def test_a_full_disk_is_told_and_the_previous_checkpoint_stays(tmp_path, monkeyp
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_an_unwritable_folder_is_refused(tmp_path):
+def test_unwritable_folder_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"can't be written to .*file/ckpt.*HINT"):
         checkpoint_folder.check_writable(tmp_path / "file" / "ckpt")
 
 
-def test_the_replicated_tensors_are_shared_out_evenly():
+def test_replicated_tensors_are_assigned_evenly_to_ranks():
     tensors = [torch.zeros(n) for n in (1000, 10, 500, 490, 7, 0)]
     owner = state_tree.assign_owners(tensors, 2)
     load_of = [
@@ -240,7 +240,7 @@ class Keys:
         return all(key in self.keys for key in keys)
 
 
-def test_ranks_write_a_share_each_and_any_number_can_read(tmp_path):
+def test_sharded_checkpoint_is_written_evenly_and_loaded_whole(tmp_path):
     store = Keys()
     shared = {"a": torch.ones(100), "b": torch.ones(100) * 2, "c": torch.ones(100) * 3}
     savers = [saver(tmp_path, rank=rank, size=3, store=store) for rank in range(3)]
@@ -256,7 +256,7 @@ def test_ranks_write_a_share_each_and_any_number_can_read(tmp_path):
     assert [part["rank"] for part in own] == [0, 1, 2]
 
 
-def test_a_rank_that_never_writes_leaves_the_previous_checkpoint(tmp_path):
+def test_checkpoint_is_not_committed_if_rank_times_out(tmp_path):
     warned = []
     one = CheckpointSaver(tmp_path, 0, 2, Keys(), warned.append, timeout=0.1)
     one.save(4, {}, {}, {})

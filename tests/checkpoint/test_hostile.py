@@ -63,7 +63,7 @@ def stored(folder, content):
     ],
     ids=str,
 )
-def test_a_signed_manifest_of_wrong_types_is_refused_by_name(folder, changes):
+def test_manifest_with_wrong_types_is_rejected(folder, changes):
     signed(folder, **changes)
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json: ") as refused:
         checkpoint_folder.verify(folder)
@@ -71,7 +71,7 @@ def test_a_signed_manifest_of_wrong_types_is_refused_by_name(folder, changes):
 
 
 @pytest.mark.parametrize("how", ["above", "absolute", "deeper", "control"])
-def test_only_shards_in_the_folder_are_read(folder, how):
+def test_shard_paths_outside_folder_are_rejected(folder, how):
     outside = folder.parent / "rank-00000.pt"
     outside.write_bytes((folder / "rank-00000.pt").read_bytes())
     (folder / "in").mkdir()
@@ -87,7 +87,7 @@ def test_only_shards_in_the_folder_are_read(folder, how):
         checkpoint_folder.verify(folder)
 
 
-def test_a_shard_that_is_a_link_or_named_twice_is_refused(folder):
+def test_symlinked_or_duplicate_shard_is_rejected(folder):
     shard = folder / "rank-00000.pt"
     signed(folder, files=[entry(shard, shard.name)] * 2)
     with pytest.raises(DamagedCheckpointError, match="names a shard twice"):
@@ -102,7 +102,7 @@ def test_a_shard_that_is_a_link_or_named_twice_is_refused(folder):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.pt"])
-def test_a_pipe_in_place_of_a_file_does_not_hang(folder, name):
+def test_fifo_in_place_of_file_does_not_hang(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(DamagedCheckpointError, match=name):
@@ -112,7 +112,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(folder, name):
             checkpoint_folder.read_shard(folder, name)
 
 
-def test_a_shard_that_would_unpack_to_more_than_its_bytes_is_not_loaded(folder):
+def test_compressed_shard_is_rejected(folder):
     shard = folder / "rank-00000.pt"
     members = {one: zipfile.ZipFile(shard).read(one) for one in zipfile.ZipFile(shard).namelist()}
     with zipfile.ZipFile(shard, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -143,7 +143,7 @@ WHOLE = {"shared": {}, "count": 0, "tensors": {}, "own": {}, "own_tensors": []}
     ],
     ids=str,
 )
-def test_a_shard_of_another_content_is_refused_by_name(folder, content):
+def test_shard_with_invalid_content_is_rejected(folder, content):
     stored(folder, content)
     checkpoint_folder.verify(folder)
     with pytest.raises(DamagedCheckpointError, match="step-00000001"):
@@ -151,13 +151,13 @@ def test_a_shard_of_another_content_is_refused_by_name(folder, content):
 
 
 @pytest.mark.parametrize("dtype", ["O", "object", "S8", "float64", "int32"])
-def test_an_array_is_viewed_as_a_number_of_the_same_size_only(folder, dtype):
+def test_array_dtype_of_different_size_is_rejected(folder, dtype):
     array = {"__paceline_array__": (dtype, {"__paceline_tensor__": 0})}
     with pytest.raises(state_tree.SkeletonError, match="an array of type"):
         state_tree.unflatten(array, [torch.ones(3, dtype=torch.bfloat16)])
 
 
-def test_a_state_that_holds_itself_many_times_is_not_unfolded(monkeypatch):
+def test_deep_or_exponentially_nested_state_is_rejected(monkeypatch):
     monkeypatch.setattr(state_tree, "MAX_PARTS", 1000)
     many = [1]
     for _ in range(60):
@@ -170,7 +170,7 @@ def test_a_state_that_holds_itself_many_times_is_not_unfolded(monkeypatch):
             state_tree.unflatten(state, [])
 
 
-def test_folders_of_other_names_are_no_checkpoints(folder):
+def test_folders_with_invalid_names_are_ignored(folder):
     for name in ("step-x", "step-1", "step-00000001.bak", "step-0000000000000000000000002"):
         (folder.parent / name).mkdir()
     assert checkpoint_folder.list_checkpoints(folder.parent) == [folder]
@@ -181,7 +181,7 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_the_probe_of_a_full_disk_is_removed(tmp_path, monkeypatch):
+def test_write_probe_on_full_disk_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder.os, "write", full)
     with pytest.raises(ValueError, match=r"No space left on device.*HINT"):
         checkpoint_folder.check_writable(tmp_path)
@@ -199,7 +199,7 @@ class Store(dict):
         return all(key in self for key in keys)
 
 
-def test_a_full_disk_is_said_once_for_all_ranks_and_not_in_torchs_words(tmp_path, monkeypatch):
+def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
     class Full(checkpoint_folder._ChecksummingFile):
         def write(self, data):
             try:

@@ -54,7 +54,7 @@ class Store(dict):
 
 
 @pytest.mark.parametrize("name", ["rank-00000.pt", "manifest.json"])
-def test_a_link_in_the_temporary_folder_is_replaced(directory, victim, name):
+def test_symlink_in_temporary_folder_is_replaced(directory, victim, name):
     planted = directory / ".step-00000007.1.tmp"
     planted.mkdir()
     (planted / name).symlink_to(victim)
@@ -64,7 +64,7 @@ def test_a_link_in_the_temporary_folder_is_replaced(directory, victim, name):
     assert torch.equal(load_checkpoint(directory / "step-00000007")[0]["weight"], torch.ones(3))
 
 
-def test_a_hard_link_in_the_temporary_folder_is_replaced(directory, victim):
+def test_hard_link_in_temporary_folder_is_replaced(directory, victim):
     planted = directory / ".step-00000007.1.tmp"
     planted.mkdir()
     os.link(victim, planted / "rank-00000.pt")
@@ -73,7 +73,7 @@ def test_a_hard_link_in_the_temporary_folder_is_replaced(directory, victim):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_link_in_place_of_the_temporary_folder_is_refused_once(directory, tmp_path, ranks):
+def test_symlink_as_temporary_folder_is_rejected_once(directory, tmp_path, ranks):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (directory / ".step-00000007.1.tmp").symlink_to(elsewhere)
@@ -85,7 +85,7 @@ def test_a_link_in_place_of_the_temporary_folder_is_refused_once(directory, tmp_
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_temporary_folder_of_another_user_is_refused_once(directory, ranks):
+def test_temporary_folder_of_other_user_is_rejected_once(directory, ranks):
     planted = directory / ".step-00000007.1.tmp"
     planted.mkdir()
     (planted / "theirs").write_text("")
@@ -95,7 +95,7 @@ def test_a_temporary_folder_of_another_user_is_refused_once(directory, ranks):
     assert [path.name for path in planted.iterdir()] == ["theirs"]
 
 
-def test_a_folder_that_replaced_the_temporary_one_gets_no_name(directory):
+def test_replaced_temporary_folder_is_not_committed(directory):
     path = directory / ".step-00000007.1.tmp"
     folder = UnfinishedFolder(path)
     path.rename(directory / "moved")
@@ -106,14 +106,14 @@ def test_a_folder_that_replaced_the_temporary_one_gets_no_name(directory):
     assert not (directory / "step-00000007").exists()
 
 
-def test_the_probe_does_not_follow_a_link(directory, victim):
+def test_write_probe_does_not_follow_symlink(directory, victim):
     (directory / f".probe-{os.getpid()}").symlink_to(victim)
     checkpoint_folder.check_writable(directory)
     assert victim.read_text() == "precious"
     assert (directory / f".probe-{os.getpid()}").is_symlink()
 
 
-def test_unfinished_links_and_files_are_removed_but_not_what_they_point_to(directory, tmp_path):
+def test_remove_unfinished_does_not_follow_symlinks(directory, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("")
@@ -127,7 +127,7 @@ def test_unfinished_links_and_files_are_removed_but_not_what_they_point_to(direc
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_a_link_with_the_name_of_the_checkpoint_is_replaced(directory, tmp_path, dangling):
+def test_symlink_with_name_of_checkpoint_is_replaced(directory, tmp_path, dangling):
     elsewhere = tmp_path / "elsewhere"
     if not dangling:
         elsewhere.mkdir()
@@ -139,7 +139,7 @@ def test_a_link_with_the_name_of_the_checkpoint_is_replaced(directory, tmp_path,
     assert [path.name for path in elsewhere.glob("*")] == ([] if dangling else ["kept"])
 
 
-def test_a_file_with_the_name_of_the_checkpoint_is_kept(directory):
+def test_file_with_name_of_checkpoint_is_kept(directory):
     (directory / "step-00000007").write_text("precious")
     (warning,) = save(directory)
     assert re.search("step-00000007 is a regular file and no folder", warning)

@@ -60,14 +60,14 @@ def saved(directory, own):
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", VALUES)
-def test_each_type_of_a_state_is_loaded_again(tmp_path, kind):
+def test_each_state_type_round_trips(tmp_path, kind):
     found = load_checkpoint(saved(tmp_path, VALUES[kind]))[1][0]["own"]
     if kind in ("numbers", "texts", "bytes", "containers", "keys", "subclasses", "torch"):
         assert found == VALUES[kind]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_each_dtype_are_loaded_again(tmp_path, dtype):
+def test_tensors_of_each_dtype_round_trip(tmp_path, dtype):
     try:
         tensor = torch.zeros(16, dtype=torch.uint8).view(dtype)
     except (RuntimeError, TypeError):
@@ -77,7 +77,7 @@ def test_tensors_of_each_dtype_are_loaded_again(tmp_path, dtype):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantized_and_nested_tensors_are_loaded_again(tmp_path):
+def test_quantized_and_nested_tensors_round_trip(tmp_path):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     quantized_one = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     folder = saved(tmp_path, [quantized_one, nested])
@@ -142,7 +142,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_pickle_that_the_saver_does_not_write_is_not_given_to_torch(tmp_path, monkeypatch, bomb):
+def test_unexpected_pickle_is_rejected_before_torch_load(tmp_path, monkeypatch, bomb):
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
     data = BOMBS[bomb] if bomb == "later protocol" else b"\x80\x02" + BOMBS[bomb]
     shard(tmp_path / "rank-00000.pt", data)
@@ -150,7 +150,7 @@ def test_a_pickle_that_the_saver_does_not_write_is_not_given_to_torch(tmp_path, 
         checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
-def test_the_limits_of_size_and_opcodes(tmp_path, monkeypatch):
+def test_pickle_size_and_opcode_limits(tmp_path, monkeypatch):
     data = pickle.dumps(list(range(1000)), 2)
     check_pickle(data, {})
     monkeypatch.setattr(pickle_check, "MAX_OPCODES", 1000)
@@ -162,7 +162,7 @@ def test_the_limits_of_size_and_opcodes(tmp_path, monkeypatch):
         checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
-def test_a_state_that_would_not_be_loaded_again_is_not_saved(tmp_path, monkeypatch):
+def test_state_that_cannot_be_loaded_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(pickle_check, "MAX_OPCODES", 1000)
     monkeypatch.setattr(manifest, "MAX_OPCODES", 1000)
     said = []
@@ -201,14 +201,14 @@ ARCHIVES = {
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)
-def test_an_archive_that_torch_may_read_otherwise_is_refused(tmp_path, monkeypatch, kind):
+def test_ambiguous_zip_archive_is_rejected(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
     (tmp_path / "rank-00000.pt").write_bytes(ARCHIVES[kind])
     with pytest.raises(DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded \("):
         checkpoint_folder.read_shard(tmp_path, "rank-00000.pt")
 
 
-def test_damaged_pickles_raise_no_other_error():
+def test_random_corruption_raises_only_pickle_error():
     file = io.BytesIO()
     torch.save([torch.ones(3), {1, 2}, b"a", 1j, {"a": (1, 2)}, torch.Size([1])], file)
     whole = zipfile.ZipFile(file).read("archive/data.pkl")
