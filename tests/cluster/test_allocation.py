@@ -32,7 +32,7 @@ def slots(**more):
     return [host.slots for host in find(SALLOC | more).hosts]
 
 
-def test_no_scheduler_no_allocation():
+def test_no_allocation_without_scheduler():
     assert find({}) is None
     assert find(recorded("mpirun-ssh.0")) is None
     assert (
@@ -40,7 +40,7 @@ def test_no_scheduler_no_allocation():
     )
 
 
-def test_a_slurm_batch_script_knows_hosts_tasks_gpus_and_cpus():
+def test_slurm_batch_job_hosts_tasks_gpus_and_cpus():
     found = find(recorded("slurm-sbatch.0"))
     assert (found.scheduler, found.job, found.tool) == ("Slurm", "2", "srun")
     assert found.hosts == (Host("host1", 2, 2, 2), Host("host2", 2, 2, 2))
@@ -49,11 +49,11 @@ def test_a_slurm_batch_script_knows_hosts_tasks_gpus_and_cpus():
 
 
 @pytest.mark.parametrize("name", ["slurm-srun.1", "mpirun-in-salloc.0", "slurm-pmix.2"])
-def test_inside_a_step_the_allocation_is_the_jobs(name):
+def test_slurm_step_reports_allocation_of_job(name):
     assert [host.name for host in find(recorded(name)).hosts] == ["host1", "host2"]
 
 
-def test_slurms_tasks_count_only_where_somebody_asked_for_tasks():
+def test_slurm_tasks_are_slots_only_if_requested():
     assert slots(SLURM_TASKS_PER_NODE="4(x2)") == [None, None]  # salloc -N2 --exclusive: CPUs
     assert slots(SLURM_TASKS_PER_NODE="2,1", SLURM_NTASKS="3") == [2, 1]
     step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}
@@ -72,7 +72,7 @@ def test_slurms_tasks_count_only_where_somebody_asked_for_tasks():
         ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, 3),
     ],
 )
-def test_slurms_ways_to_say_gpus(variables, devices):
+def test_slurm_gpu_variables(variables, devices):
     assert [host.devices for host in find(SALLOC | variables).hosts] == [devices, devices]
 
 
@@ -90,18 +90,18 @@ def test_slurms_ways_to_say_gpus(variables, devices):
         ({"SLURM_JOB_NODELIST": "n[1-2"}, "'n[1-2'"),
     ],
 )
-def test_a_contradiction_in_slurms_variables_names_both(variables, words):
+def test_inconsistent_slurm_variables_are_reported(variables, words):
     with pytest.raises(ValueError, match=r"HINT|counts") as said:
         find(SALLOC | variables)
     assert all(word in str(said.value) for word in words.split())
 
 
-def test_fewer_tasks_than_fit_are_no_contradiction():
+def test_fewer_slurm_tasks_than_slots_are_accepted():
     more = {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2(x2)"}
     assert slots(**more) == [2, 2]  # as sbatch -N2 -n3 --ntasks-per-node=2 sets them
 
 
-def test_lsf_names_hosts_in_three_ways(tmp_path):
+def test_lsf_hosts_from_each_variable(tmp_path):
     job = {"LSB_JOBID": "10", "LSB_JOBINDEX": "0", "LSB_HOSTS": "g1 g1 g5 g3"}
     found = find(job)
     assert (found.scheduler, found.job, found.tool) == ("LSF", "10", "blaunch")
@@ -118,7 +118,7 @@ def test_lsf_names_hosts_in_three_ways(tmp_path):
         find(job | {"LSB_MCPU_HOSTS": "g1 2 g2"})
 
 
-def test_on_coral_the_first_host_is_no_compute_node(tmp_path):
+def test_coral_launch_node_is_not_a_compute_node(tmp_path):
     hosts = lines(tmp_path / "hosts", "batch1" + " a01" * 42 + " a02" * 42)
     job = {"LSB_JOBID": "10", "LSB_DJOB_HOSTFILE": hosts}
     for more in ({"CSM_ALLOCATION_ID": "99"}, {"JSM_ROOT": "/opt/jsm"}):
@@ -129,7 +129,7 @@ def test_on_coral_the_first_host_is_no_compute_node(tmp_path):
     assert len(find(job).hosts) == 3
 
 
-def test_pbs_pro_says_slots_only_where_processes_were_asked_for(tmp_path):
+def test_pbs_pro_slots_only_if_processes_are_requested(tmp_path):
     job = {"PBS_JOBID": "3089.server", "NCPUS": "64", "PATH": str(tmp_path)}
     job["PBS_NODEFILE"] = lines(tmp_path / "nodes", "x1 x2")
     found = find(job)
@@ -140,14 +140,14 @@ def test_pbs_pro_says_slots_only_where_processes_were_asked_for(tmp_path):
     assert [host.slots for host in find(job).hosts] == [2, 2]
 
 
-def test_torque_names_gpus_in_a_file(tmp_path):
+def test_torque_gpus_from_gpufile(tmp_path):
     job = {"PBS_JOBID": "3.server", "PBS_NP": "4", "PBS_NUM_PPN": "2"}
     job["PBS_NODEFILE"] = lines(tmp_path / "nodes", "x-gpu1 x-gpu1 x2 x2")
     job["PBS_GPUFILE"] = lines(tmp_path / "gpus", "x-gpu1-gpu0 x-gpu1-gpu1 x2-gpu0")
     assert find(job).hosts == (Host("x-gpu1", 2, 2, 2), Host("x2", 2, 1, 2))
 
 
-def test_pals_starts_processes_where_it_is_there(tmp_path):
+def test_palsrun_is_used_if_available(tmp_path):
     job = {"PBS_JOBID": "3.server", "PBS_NODEFILE": lines(tmp_path / "nodes", "x1 x2")}
     assert find(job | {"CRAY_PALS_VERSION": "1.2"}).tool == "palsrun"
     tool = tmp_path / "palsrun"
@@ -157,7 +157,7 @@ def test_pals_starts_processes_where_it_is_there(tmp_path):
     assert find(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "palsrun"
 
 
-def test_an_allocation_that_has_ended_is_said_to_have(tmp_path):
+def test_missing_or_empty_pbs_nodefile_is_reported(tmp_path):
     job = {"PBS_JOBID": "3.server", "PBS_NODEFILE": str(tmp_path / "gone")}
     with pytest.raises(ValueError, match=r"PBS_NODEFILE=.*gone.*HINT: has the allocation ended"):
         find(job)
@@ -166,7 +166,7 @@ def test_an_allocation_that_has_ended_is_said_to_have(tmp_path):
         find(job | {"PBS_NODEFILE": str(tmp_path / "empty")})
 
 
-def test_flux_hosts_come_from_its_own_command():
+def test_flux_hosts_from_hostlist_command():
     script = {"FLUX_URI": "local:///run/flux/local", "FLUX_ENCLOSING_ID": "f12"}
     found = find(script)
     assert (found.scheduler, found.job, found.tool, found.hosts) == ("Flux", "f12", "flux", ())
@@ -175,7 +175,7 @@ def test_flux_hosts_come_from_its_own_command():
     assert flux.allocation({}, "a") is None
 
 
-def test_cobalt_has_a_file_or_node_numbers(tmp_path):
+def test_cobalt_hosts_from_nodefile_or_node_numbers(tmp_path):
     job = {"COBALT_JOBID": "5", "COBALT_PARTNAME": "3-5,8", "COBALT_JOBSIZE": "4"}
     found = find(job)
     assert (found.scheduler, found.tool) == ("Cobalt", "ssh")

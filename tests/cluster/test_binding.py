@@ -68,7 +68,7 @@ def workstation(machines):
     return machines["workstation"]
 
 
-def test_the_recipe_of_summit(ac922):
+def test_bind_device_on_summit_node(ac922):
     places = ac922.plan(6, allowed=SUMMIT, bind="device")
     near, far = ("mlx5_0", "mlx5_1"), ("mlx5_2", "mlx5_3")
     assert places == [
@@ -84,13 +84,13 @@ def test_the_recipe_of_summit(ac922):
     assert ac922.plan(6, allowed=SUMMIT, bind="device", cpus_per_rank=7) == places
 
 
-def test_a_whole_ac922_keeps_a_core_of_each_socket_free(ac922):
+def test_bind_core_on_ac922_leaves_one_core_per_socket_free(ac922):
     masks = ac922.masks(6, bind="core")
     assert masks == ["0-27", "28-55", "56-83", "88-115", "116-143", "144-171"]
     assert ac922.plan(6, bind="core")[0].notes == ("2 of 44 cores stay free",)
 
 
-def test_hardware_threads_are_left_or_used(ac922):
+def test_smt_option_excludes_or_uses_hardware_threads(ac922):
     left = ac922.plan(6, allowed=SUMMIT, bind="device", smt=False)
     assert left[0].cpus == (0, 4, 8, 12, 16, 20, 24)
     assert left[5].cpus == (144, 148, 152, 156, 160, 164, 168)
@@ -102,7 +102,7 @@ def test_hardware_threads_are_left_or_used(ac922):
 
 
 @pytest.mark.parametrize("bind", ["socket", "numa"])
-def test_ranks_of_one_socket_share_it(ac922, bind):
+def test_ranks_on_same_socket_share_its_cores(ac922, bind):
     places = ac922.plan(3, allowed=SUMMIT, bind=bind)
     assert [spans(list(place.cpus)) for place in places] == ["0-83", "0-83", "88-171"]
     assert [place.threads for place in places] == [10, 10, 21]
@@ -110,7 +110,7 @@ def test_ranks_of_one_socket_share_it(ac922, bind):
     assert "more" not in " ".join(ac922.odd(places))
 
 
-def test_numa_nodes_are_taken_from_both_sockets(dgx):
+def test_bind_numa_alternates_sockets(dgx):
     places = dgx.plan(4, bind="numa")
     assert [place.nodes for place in places] == [(0,), (1,), (4,), (5,)]
     assert places[2].cpus == (*range(64, 80), *range(192, 208))
@@ -118,7 +118,7 @@ def test_numa_nodes_are_taken_from_both_sockets(dgx):
     assert dgx.plan(2, bind="socket")[1].memory == (4, 5, 6, 7)
 
 
-def test_unbound_ranks_share_all_that_is_allowed(small):
+def test_bind_none_shares_all_allowed_cores(small):
     places = small.plan(3, allowed="0-3,8-11", bind="none")
     assert [place.cpus for place in places] == [(0, 1, 2, 3, 8, 9, 10, 11)] * 3
     assert [place.threads for place in places] == [1, 1, 1]
@@ -127,12 +127,12 @@ def test_unbound_ranks_share_all_that_is_allowed(small):
     assert len(small.plan(20, bind="none")) == 20
 
 
-def test_three_ranks_on_two_sockets_of_four_cores(small):
+def test_bind_core_three_ranks_on_two_sockets_of_four_cores(small):
     assert small.masks(3, bind="core") == ["0-1,8-9", "2-3,10-11", "4-5,12-13"]
     assert small.plan(3, bind="core")[0].notes == ("2 of 8 cores stay free",)
 
 
-def test_three_ranks_on_two_sockets_stay_each_on_one(ac922):
+def test_bind_core_keeps_each_rank_on_one_socket(ac922):
     places = ac922.plan(3, bind="core")
     assert [spans(list(place.cpus)) for place in places] == ["0-43", "44-87", "88-131"]
     assert places[0].notes == (
@@ -141,7 +141,7 @@ def test_three_ranks_on_two_sockets_stay_each_on_one(ac922):
     assert ac922.masks(3, bind="core", cpus_per_rank=14) == ["0-55", "56-87,144-167", "88-143"]
 
 
-def test_few_ranks_get_several_nodes_of_one_socket(dgx):
+def test_bind_core_gives_few_ranks_several_numa_nodes_of_one_socket(dgx):
     assert dgx.masks(2, bind="core") == ["0-63,128-191", "64-127,192-255"]
     assert [place.nodes for place in dgx.plan(3, bind="core")] == [(0, 1), (2, 3), (4, 5)]
     assert dgx.masks(1, bind="core") == ["0-255"]
@@ -160,11 +160,11 @@ def test_few_ranks_get_several_nodes_of_one_socket(dgx):
         (3, "1,6,8", ["8", "1", "6"]),
     ],
 )
-def test_what_the_scheduler_granted_is_divided(small, ranks, allowed, masks):
+def test_bind_core_divides_allowed_cores(small, ranks, allowed, masks):
     assert small.masks(ranks, allowed=allowed, bind="core") == masks
 
 
-def test_half_granted_cores_and_foreign_ones_are_noted(small):
+def test_partly_allowed_and_unknown_hardware_threads_are_reported(small):
     notes = small.plan(2, allowed="0-7,99", bind="core")[1].notes
     assert notes == (
         "the hardware threads 99 are granted, and not on this host",
@@ -175,7 +175,7 @@ def test_half_granted_cores_and_foreign_ones_are_noted(small):
     assert small.plan(2, allowed="0-7", bind="core", smt=False)[0].notes == ()
 
 
-def test_efficiency_cores_are_left_out_while_there_are_others(workstation):
+def test_efficiency_cores_are_used_only_if_needed(workstation):
     assert workstation.masks(4, bind="core") == ["0-3", "4-7", "8-11", "12-15"]
     assert workstation.plan(4, bind="core")[0].notes == ("8 efficiency cores are left out",)
     masks = workstation.masks(10, bind="core")
@@ -187,13 +187,13 @@ def test_efficiency_cores_are_left_out_while_there_are_others(workstation):
     assert shared[0].notes == ("8 of the 16 cores are efficiency cores",)
 
 
-def test_one_gpu_in_a_workstation(workstation):
+def test_bind_device_on_workstation_with_one_gpu(workstation):
     (place,) = workstation.plan(1, bind="device", cpus_per_rank=4)
     assert place.cpus == tuple(range(8))
     assert (place.device, place.cards, place.memory) == (0, ("enp4s0",), ())
 
 
-def test_each_gpu_of_a_dgx_has_cores_of_its_node_and_the_cards_of_its_switch(dgx):
+def test_bind_device_on_dgx_selects_nearest_cores_and_nics(dgx):
     places = dgx.plan(8, bind="device")
     assert [spans(list(place.cpus)) for place in places] == [
         *("48-55,176-183", "56-63,184-191", "16-23,144-151", "24-31,152-159"),
@@ -208,14 +208,14 @@ def test_each_gpu_of_a_dgx_has_cores_of_its_node_and_the_cards_of_its_switch(dgx
     assert dgx.odd(places) == []
 
 
-def test_a_gpus_socket_lends_cores_where_its_node_has_too_few(dgx):
+def test_bind_device_uses_cores_of_socket_if_numa_node_is_too_small(dgx):
     places = dgx.plan(8, bind="device", cpus_per_rank=16)
     assert [place.nodes for place in places] == [(3,), (0,), (1,), (2,), (7,), (4,), (5,), (6,)]
     assert "the socket's others are used" in places[0].notes[0]
     assert dgx.odd(places) == []
 
 
-def test_only_visible_gpus_count(ac922):
+def test_bind_device_uses_only_visible_gpus(ac922):
     places = ac922.plan(2, bind="device", visible=[5, 0])
     assert [place.device for place in places] == [0, 1]
     assert [spans(list(place.cpus)) for place in places] == ["88-175", "0-87"]
@@ -224,7 +224,7 @@ def test_only_visible_gpus_count(ac922):
     assert ac922.odd(places) == ["rank 0: on socket 8, its GPU 0004:04:00.0 on socket 0"]
 
 
-def test_gpus_of_unknown_place_have_any_core(small):
+def test_gpus_without_known_numa_node_get_any_cores(small):
     gpus = [Card("gpu", f"0000:0{i}:00.0") for i in (1, 2)]
     known = replace(gpus[0], node=1)
     every = set(range(16))
@@ -237,7 +237,7 @@ def test_gpus_of_unknown_place_have_any_core(small):
     assert [spans(list(place.cpus)) for place in places] == ["0-3,8-11", "4-7,12-15"]
 
 
-def test_memory_comes_from_the_nearest_node_that_has_some():
+def test_memory_is_bound_to_nearest_numa_node_with_memory():
     cpus = tuple(Cpu(n, n, 0, n) for n in range(3))
     far = [{0: 10, 1: 30, 2: 20, 9: 15}, {}, {}]
     nodes = [Node(n, (n,), n << 30, far[n]) for n in range(3)] + [Node(9, (), 1 << 30)]
@@ -245,7 +245,7 @@ def test_memory_comes_from_the_nearest_node_that_has_some():
     assert [place.memory for place in places] == [(2,), (1,), (2,)]
 
 
-def test_a_node_over_two_sockets_is_one_node(tmp_path):
+def test_numa_node_that_spans_two_sockets(tmp_path):
     write(tmp_path, Host({(0, 0): [[0], [1]], (1, 0): [[2], [3]]}))
     places = plan(topology(tmp_path), {0, 1, 2, 3}, 2, bind="numa")
     assert [place.cpus for place in places] == [(0, 1, 2, 3)] * 2
@@ -254,7 +254,7 @@ def test_a_node_over_two_sockets_is_one_node(tmp_path):
     assert [place.cpus for place in places] == [(0, 1), (2, 3)]
 
 
-def test_a_container_without_sys_is_bound_by_what_this_process_has(tmp_path):
+def test_binding_without_sysfs_uses_process_affinity(tmp_path):
     mine = os.sched_getaffinity(0)
     found = topology(tmp_path)
     places = plan(found, mine, 1, bind="core")
@@ -263,7 +263,7 @@ def test_a_container_without_sys_is_bound_by_what_this_process_has(tmp_path):
     assert plan(found, mine, 1, bind="numa")[0].cpus == tuple(sorted(mine))
 
 
-def test_on_this_machine_every_rank_has_its_own_core():
+def test_bind_core_on_current_machine():
     mine = os.sched_getaffinity(0)
     found = topology()
     ranks = len(found.cores(mine))
@@ -273,7 +273,7 @@ def test_on_this_machine_every_rank_has_its_own_core():
     assert binding_problems(places, found, cards(), allowed=mine) == []
 
 
-def test_what_can_not_be_had_is_refused_with_the_nearest_that_can(ac922, small, dgx, workstation):
+def test_impossible_binding_is_rejected_with_feasible_hint(ac922, small, dgx, workstation):
     assert ac922.refused(6, allowed=SUMMIT, bind="core", cpus_per_rank=8) == (
         "--bind core: 6 ranks with --cpus-per-rank 8 need 48 cores, and 42 are allowed here. "
         "HINT: --cpus-per-rank 7 or -n 5"
@@ -319,7 +319,7 @@ def test_what_can_not_be_had_is_refused_with_the_nearest_that_can(ac922, small, 
     assert dgx.refused(8, bind="device", cpus_per_rank=17).endswith("HINT: --cpus-per-rank 16")
 
 
-def test_what_a_hint_says_can_be_had(machines):
+def test_hint_of_rejected_binding_is_feasible(machines):
     chance = random.Random(8)
     for _ in range(300):
         machine = chance.choice(list(machines.values()))
@@ -335,7 +335,7 @@ def test_what_a_hint_says_can_be_had(machines):
                 machine.plan(ranks, allowed=allowed, bind=bind, cpus_per_rank=int(hint[1]))
 
 
-def test_mistakes_are_named_with_a_way_out(small):
+def test_invalid_binding_options_are_rejected_with_hint(small):
     assert small.refused(2, bind="cores") == (
         "--bind cores is not known. HINT: none, core, numa, socket or device"
     )
@@ -372,16 +372,16 @@ def test_mistakes_are_named_with_a_way_out(small):
         ([RankBinding((1, 40))], ["rank 0: hardware threads 40 are not on this host"]),
     ],
 )
-def test_what_is_odd_is_said_in_words(small, places, words):
+def test_binding_problems_are_reported(small, places, words):
     assert small.odd(places, allowed=set(range(16)) - {7, 15}) == words
 
 
-def test_a_gpu_on_the_other_socket_is_odd(ac922):
+def test_gpu_on_different_socket_is_reported(ac922):
     places = ac922.plan(2, bind="core")
     assert ac922.odd(places) == ["rank 1: on socket 8, its GPU 0004:05:00.0 on socket 0"]
 
 
-def test_whatever_is_granted_no_two_ranks_meet(machines):
+def test_bind_core_never_overlaps_for_random_allowed_cores(machines):
     chance = random.Random(7)
     for _ in range(300):
         machine = chance.choice(list(machines.values()))

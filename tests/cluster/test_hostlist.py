@@ -17,7 +17,7 @@ from paceline.cluster.schedulers.hostlist import counts, expand, numbers
         ("b, a[2,1]", "b a2 a1"),  # in the scheduler's order
     ],
 )
-def test_host_lists_are_written_out(text, hosts):
+def test_host_list_is_expanded(text, hosts):
     assert expand(text) == hosts.split()
 
 
@@ -28,13 +28,13 @@ def test_host_lists_are_written_out(text, hosts):
         *("n[²]", "n[1-999999999]", "a[1-999]b[1-999]"),
     ],
 )
-def test_a_host_list_with_a_mistake_is_shown(text):
+def test_invalid_host_list_is_rejected(text):
     with pytest.raises(ValueError, match=r"is not understood: .* HINT: as n") as said:
         expand(text)
     assert repr(text) in str(said.value)
 
 
-def test_counts_of_each_host():
+def test_repeated_counts_are_expanded():
     assert counts("2(x3),1") == [2, 2, 2, 1]
     assert counts("72") == [72]
     for text in ("", "2(x)", "2x3", "a", "1(x999999999)"):
@@ -42,5 +42,5 @@ def test_counts_of_each_host():
             counts(text)
 
 
-def test_ranges_of_bare_numbers():
+def test_number_ranges_are_expanded():
     assert numbers("3-5,008") == ["3", "4", "5", "008"]

@@ -15,7 +15,7 @@ from paceline.cluster.schedulers.hostfile import Host, parse_hosts, read_hostfil
         ("[::1]:4,[fe80::2%eth0]", [Host("::1", 4), Host("fe80::2%eth0")]),
     ],
 )
-def test_the_option_names_hosts_and_slots(text, hosts):
+def test_hosts_option_is_parsed(text, hosts):
     assert parse_hosts(text) == hosts
 
 
@@ -42,7 +42,7 @@ def test_the_option_names_hosts_and_slots(text, hosts):
         ("[fe80::1%a;b]", "is not an IPv6 address"),
     ],
 )
-def test_a_mistake_in_the_option_is_named_with_a_way_out(text, what):
+def test_invalid_hosts_option_is_rejected_with_hint(text, what):
     with pytest.raises(ValueError, match="HINT") as said:
         parse_hosts(text)
     assert what in str(said.value)
@@ -60,7 +60,7 @@ def test_a_mistake_in_the_option_is_named_with_a_way_out(text, what):
         ("\ufeffhost1\n", [Host("host1")]),
     ],
 )
-def test_hostfiles_of_the_common_launchers(tmp_path, text, hosts):
+def test_hostfile_formats_of_common_launchers(tmp_path, text, hosts):
     (tmp_path / "hosts").write_text(text)
     assert read_hostfile(tmp_path / "hosts") == hosts
 
@@ -76,7 +76,7 @@ def test_hostfiles_of_the_common_launchers(tmp_path, text, hosts):
         ("# nobody\n\n", "names no host"),
     ],
 )
-def test_a_mistake_in_a_hostfile_is_shown_with_its_line(tmp_path, text, what):
+def test_invalid_hostfile_is_rejected_with_line(tmp_path, text, what):
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ValueError, match="HINT") as said:
         read_hostfile(tmp_path / "hosts")
@@ -84,7 +84,7 @@ def test_a_mistake_in_a_hostfile_is_shown_with_its_line(tmp_path, text, what):
     assert str(tmp_path / "hosts") in str(said.value)
 
 
-def test_a_hostfile_that_is_none(tmp_path):
+def test_unreadable_hostfile_is_rejected(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name, what in (("gone", "No such file"), ("binary", "not text"), ("", "directory")):
         with pytest.raises(ValueError, match=f"{what}.*HINT"):

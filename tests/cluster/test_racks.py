@@ -5,7 +5,7 @@ import pytest
 from paceline.cluster.topology.racks import rack_of
 
 
-def test_as_the_user_says():
+def test_rack_from_user_setting():
     said = {"PACELINE_RACKS": "n[01-02],m1 n[03-04]", "SLURM_TOPOLOGY_ADDR": "s0.s1.n03"}
     assert rack_of("n01", said) == rack_of("m1", said) == "n[01-02],m1"
     assert rack_of("n03.cluster.org", said) == "n[03-04]"
@@ -15,7 +15,7 @@ def test_as_the_user_says():
         rack_of("n1", {"PACELINE_RACKS": "n[1"})
 
 
-def test_as_slurm_says():
+def test_rack_from_slurm_topology():
     assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "s0.s1.n03"}) == "s0.s1"
     assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "n03"}) == ""  # no topology plugin
     assert rack_of("n03", {"SLURM_TOPOLOGY_ADDR": "s0.s1.n01"}) == ""  # inherited from another host

@@ -41,7 +41,7 @@ def recorded(name):
         ("ssh-launcher", "torchrun", ["host1"], "host1 29500"),
     ],
 )
-def test_four_ranks_on_two_hosts_find_their_places(name, source, hosts, key):
+def test_rank_identity_under_each_launcher(name, source, hosts, key):
     processes = recorded(name)
     places = sorted((rank_identity(env) for _, env in processes), key=lambda found: found.rank)
     assert places == [RankIdentity(rank, 4, rank % 2, 2, source) for rank in range(4)]
@@ -53,7 +53,7 @@ def test_four_ranks_on_two_hosts_find_their_places(name, source, hosts, key):
         assert launched_by(env) == (None if source == "torchrun" else found)
 
 
-def test_torchrun_in_a_step_counts_before_the_step():
+def test_torchrun_overrides_slurm_step():
     for rank, (_, env) in enumerate(recorded("torchrun-in-srun")):
         found = rank_identity(env)
         assert found == RankIdentity(rank, 2, rank, 2, "torchrun")
@@ -62,7 +62,7 @@ def test_torchrun_in_a_step_counts_before_the_step():
         assert launched_by(env) is None  # the step has one task
 
 
-def test_a_batch_script_is_alone():
+def test_batch_script_is_not_a_rank():
     [(_, env)] = recorded("slurm-sbatch")
     assert (env["SLURM_PROCID"], env["SLURM_NTASKS"]) == ("0", "4")
     for more in ({}, {"SLURM_STEP_ID": "4294967290"}, {"SLURM_STEP_ID": "batch"}):
@@ -80,12 +80,12 @@ def step(rank=0, size=4, **more):
     return env | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NTASKS": str(size), **more}
 
 
-def test_hosts_with_unequal_numbers_of_ranks():
+def test_local_size_with_uneven_ranks_per_host():
     assert rank_identity(step(0)).local_size == 3
     assert rank_identity(step(3)) == RankIdentity(3, 4, 0, 1, "Slurm")
 
 
-def test_a_step_of_one_task_has_nobody_to_join():
+def test_slurm_step_with_one_task_is_alone():
     env = step(0, 1, SLURM_STEP_TASKS_PER_NODE="1")
     assert rank_identity(env) == RankIdentity(0, 1, 0, 1, "Slurm", alone=True)
     assert launched_by(env) is None
@@ -119,7 +119,7 @@ def pals(tmp_path):
     return env | {"PALS_APID": "ab-12", "PBS_NODEFILE": str(tmp_path / "nodes")}
 
 
-def test_pals_has_no_size_and_it_is_derived(pals):
+def test_pals_world_size_is_derived(pals):
     for env, source in ((pals, "PALS"), (pals | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "a"}, "PMIx")):
         assert rank_identity(env) == RankIdentity(5, 8, 1, 4, source)
         assert hosts_of(env, rank_identity(env)) == ["x1", "x2"]
@@ -136,7 +136,7 @@ def test_pals_has_no_size_and_it_is_derived(pals):
             rank_identity(pals | {"PBS_NODEFILE": gone})
 
 
-def test_slurm_on_a_cray_sets_the_variables_of_pals():
+def test_pals_variables_under_slurm_on_cray():
     env = step(3, SLURMD_NODENAME="n2", PALS_RANKID="3", PALS_LOCAL_RANKID="0", PALS_APID="9.2")
     assert rank_identity(env) == RankIdentity(3, 4, 0, 1, "PALS")
     env |= {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"}
@@ -153,14 +153,14 @@ FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "2", "FLUX_
     ("more", "source"),
     [({}, "Flux"), ({"PMI_RANK": "2", "PMI_SIZE": "4"}, "PMI"), ({"PMIX_RANK": "2"}, "PMIx")],
 )
-def test_flux_tasks(more, source):
+def test_rank_identity_under_flux(more, source):
     env = FLUX | more
     assert rank_identity(env) == RankIdentity(2, 4, 0, None, source)
     assert hosts_of(env, rank_identity(env)) == []
     assert job_key(env, rank_identity(env)) == "f1"
 
 
-def test_mvapich_and_cobalt():
+def test_rank_identity_under_mvapich_and_cobalt():
     env = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
     env |= {"MV2_COMM_WORLD_LOCAL_RANK": "0", "MV2_COMM_WORLD_LOCAL_SIZE": "1"}
     assert rank_identity(env) == RankIdentity(1, 2, 0, 1, "MVAPICH")
@@ -169,7 +169,7 @@ def test_mvapich_and_cobalt():
     )  # Cobalt starts no ranks
 
 
-def test_pmix_alone_needs_the_size_from_somewhere():
+def test_pmix_without_world_size_is_rejected():
     env = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-77@1"}
     with pytest.raises(ValueError, match=r"PMIX_RANK=1.*HINT: export WORLD_SIZE"):
         rank_identity(env)
@@ -186,7 +186,7 @@ def test_pmix_alone_needs_the_size_from_somewhere():
         {"PALS_RANKID": "0", "PALS_APID": "9.2", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"},
     ],
 )
-def test_mpiexec_in_a_shell_of_srun_counts_and_not_the_shell(left_over):
+def test_mpiexec_inside_srun_shell_overrides_slurm_step(left_over):
     """MPICH and Intel MPI inside `srun --pty bash`, with Slurm's MPI plugin as the default."""
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     env = step(0, 1) | left_over | hydra
@@ -194,13 +194,13 @@ def test_mpiexec_in_a_shell_of_srun_counts_and_not_the_shell(left_over):
     assert job_key(env, rank_identity(env)) == ""
 
 
-def test_variables_left_over_from_a_step_that_is_not_this_one():
+def test_variables_of_different_step_are_ignored():
     old = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.9.0", "PALS_RANKID": "0"}
     assert rank_identity(step(3, **old, PALS_APID="9.0")) == RankIdentity(3, 4, 0, 1, "Slurm")
     assert rank_identity(FLUX | old | {"SLURM_JOB_ID": "9", "PALS_APID": "9.0"}).source == "Flux"
 
 
-def test_one_rank_of_all_on_its_own_host_knows_that_rank_0_is_there():
+def test_hosts_of_rank_on_different_host_than_rank_0():
     env = step(1, SLURM_LOCALID="1", SLURMD_NODENAME="n2")  # srun --distribution=arbitrary
     assert hosts_of(env, rank_identity(env)) == ["n2", "n1"]
 
@@ -218,7 +218,7 @@ def test_one_rank_of_all_on_its_own_host_knows_that_rank_0_is_there():
         ("", ""),
     ],
 )
-def test_hosts_in_the_words_of_open_mpis_daemons(regex, hosts):
+def test_hosts_from_open_mpi_node_regex(regex, hosts):
     env = SPECTRUM | {"OMPI_MCA_orte_node_regex": regex, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     assert hosts_of(env, rank_identity(env)) == hosts.split()
     env["OMPI_MCA_orte_hnp_uri"] = "1.0;tcp://10.0.0.1,192.168.0.1:99;tcp6://[fd00::2]:98"
@@ -226,7 +226,7 @@ def test_hosts_in_the_words_of_open_mpis_daemons(regex, hosts):
     assert hosts_of(env, rank_identity(env)) == hosts.split() + more
 
 
-def test_world_size_by_hand_beside_srun_must_be_true():
+def test_explicit_world_size_must_match_slurm_step():
     env = step(3, MASTER_ADDR="n1", MASTER_PORT="29500")
     assert rank_identity(env | {"WORLD_SIZE": "4"}) == RankIdentity(3, 4, 0, 1, "Slurm")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=8 beside SLURM_STEP_NUM_TASKS=4.*HINT"):
@@ -234,7 +234,7 @@ def test_world_size_by_hand_beside_srun_must_be_true():
     assert launched_by(env | {"WORLD_SIZE": "8"}).size == 4
 
 
-def test_rank_by_hand_in_the_launchers_words():
+def test_explicit_rank_must_match_launcher():
     env = step(3, RANK="3", WORLD_SIZE="4")
     assert rank_identity(env) == RankIdentity(
         3, 4, 0, 1, "torchrun"
@@ -286,7 +286,7 @@ def test_rank_by_hand_in_the_launchers_words():
         (step(0, WORLD_SIZE="four"), "WORLD_SIZE='four' not a number"),
     ],
 )
-def test_contradictions_name_both_variables_and_their_values(env, words):
+def test_inconsistent_rank_variables_are_reported(env, words):
     with pytest.raises(ValueError, match="HINT") as said:
         rank_identity(env)
     assert all(word in str(said.value) for word in words.split())

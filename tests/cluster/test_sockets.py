@@ -5,7 +5,7 @@ import pytest
 from paceline.cluster.topology.sockets import NOWHERE, SOCKETS, socket_of
 
 
-def test_as_the_user_says():
+def test_socket_from_user_setting():
     said = {SOCKETS: "0-3,8-11 4-7,12-15"}
     assert socket_of({0, 8}, said) == 0
     assert socket_of({5}, said) == socket_of({4, 15}, said) == 1
@@ -14,7 +14,7 @@ def test_as_the_user_says():
         socket_of({0}, {SOCKETS: "0-x"})
 
 
-def test_as_sysfs_says(tmp_path):
+def test_socket_from_sysfs(tmp_path):
     for cpu, package in enumerate([0, 0, 3, 3, -1]):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)

@@ -44,7 +44,7 @@ def by_kind(found, kind):
     return [card for card in found if card.kind == kind]
 
 
-def test_an_ac922_has_two_sockets_of_22_cores_with_four_threads(host):
+def test_topology_of_ac922(host):
     found = topology(host("ac922"))
     assert found.guessed == ""
     assert len(found.cpus) == 176
@@ -53,7 +53,7 @@ def test_an_ac922_has_two_sockets_of_22_cores_with_four_threads(host):
     assert found.packages([3, 88]) == (0, 8)
 
 
-def test_gpu_memory_is_a_node_without_cores(host):
+def test_gpu_memory_is_numa_node_without_cores(host):
     found = topology(host("ac922"))
     assert [node.number for node in found.nodes] == [0, 8, 252, 253, 254, 255]
     assert [node.number for node in found.nodes if node.cpus] == [0, 8]
@@ -61,20 +61,20 @@ def test_gpu_memory_is_a_node_without_cores(host):
     assert found.nodes[0].distances == {0: 10, 8: 40, 252: 80, 253: 80, 254: 80, 255: 80}
 
 
-def test_a_dgx_has_eight_nodes_and_threads_far_apart(host):
+def test_topology_of_dgx(host):
     found = topology(host("dgx"))
     assert found.cpus[200] == Cpu(200, core=72, package=1, node=4)
     assert found.nodes[3].cpus == (*range(48, 64), *range(176, 192))
     assert found.numa_nodes([0, 255]) == (0, 7)
 
 
-def test_efficiency_cores_are_told_by_intels_driver(host):
+def test_efficiency_cores_from_intel_pmu(host):
     found = topology(host("workstation"))
     assert [cpu.number for cpu in found.cpus if cpu.efficient] == list(range(16, 24))
     assert found.cores(range(24)) == (*range(0, 16, 2), *range(16, 24))
 
 
-def test_efficiency_cores_are_told_by_their_capacity(own):
+def test_efficiency_cores_from_cpu_capacity(own):
     root = own("small")
     for cpu in range(16):
         capacity = 446 if cpu < 4 else 1024 - cpu  # performance cores differ slightly
@@ -82,14 +82,14 @@ def test_efficiency_cores_are_told_by_their_capacity(own):
     assert [cpu.number for cpu in topology(root).cpus if cpu.efficient] == [0, 1, 2, 3]
 
 
-def test_a_processor_of_small_cores_only_has_no_efficiency_cores(own):
+def test_no_efficiency_cores_if_all_cores_are_small(own):
     root = own("small")
     (root / "sys/devices/cpu_atom").mkdir()
     (root / "sys/devices/cpu_atom/cpus").write_text("0-15\n")
     assert not any(cpu.efficient for cpu in topology(root).cpus)
 
 
-def test_threads_that_are_switched_off_are_left_out(own):
+def test_offline_hardware_threads_are_ignored(own):
     root = own("small")
     for cpu in (2, 8, 9):
         (root / CPUS / f"cpu{cpu}/online").write_text("0\n")
@@ -101,13 +101,13 @@ def test_threads_that_are_switched_off_are_left_out(own):
     assert found.nodes[0].cpus == (0, 1, 3, 10, 11)
 
 
-def test_a_container_that_makes_up_the_list_of_cores_still_has_its_own(own):
+def test_cores_missing_from_online_list_in_container_are_found(own):
     root = own("small")
     (root / CPUS / "online").write_text("0-3\n")  # the four cores that the container was given
     assert len(topology(root).cpus) == 16
 
 
-def test_a_container_without_sys_has_the_cores_of_this_process(tmp_path):
+def test_topology_without_sysfs_uses_process_affinity(tmp_path):
     found = topology(tmp_path)
     mine = sorted(os.sched_getaffinity(0))
     assert found.cpus == tuple(Cpu(number, number, 0, 0) for number in mine)
@@ -117,7 +117,7 @@ def test_a_container_without_sys_has_the_cores_of_this_process(tmp_path):
     assert cards(tmp_path) == []
 
 
-def test_a_sandbox_that_numbers_its_cores_only_is_guessed_in_part(tmp_path):
+def test_topology_is_guessed_if_sysfs_is_incomplete(tmp_path):
     for cpu in range(4):
         (tmp_path / CPUS / f"cpu{cpu}").mkdir(parents=True)
     (tmp_path / CPUS / "online").write_text("0-3\n")
@@ -140,7 +140,7 @@ def test_a_sandbox_that_numbers_its_cores_only_is_guessed_in_part(tmp_path):
         (f"{NODES}/node0/meminfo", "Node 0 MemTotal: much kB\n"),
     ],
 )
-def test_files_that_contradict_each_other_are_no_end(own, path, text):
+def test_inconsistent_sysfs_files_are_tolerated(own, path, text):
     root = own("small")
     (root / path).write_text(text)
     found = topology(root)
@@ -148,13 +148,13 @@ def test_files_that_contradict_each_other_are_no_end(own, path, text):
     assert found.at([3])[0].package == 0
 
 
-def test_bytes_that_are_no_text_are_no_end(own):
+def test_undecodable_sysfs_file_is_ignored(own):
     root = own("small")
     (root / CPUS / "cpu3/topology/core_cpus_list").write_bytes(b"\xff\xfe\n")
     assert topology(root).at([3])[0].core == 3  # from the other file
 
 
-def test_gpus_come_in_the_order_of_their_bus_ids(host):
+def test_gpus_are_sorted_by_pci_bus_id(host):
     gpus = by_kind(cards(host("ac922")), "gpu")
     assert [gpu.name for gpu in gpus] == [
         *("0004:04:00.0", "0004:05:00.0", "0004:06:00.0"),
@@ -165,19 +165,19 @@ def test_gpus_come_in_the_order_of_their_bus_ids(host):
     assert gpus[3].path == ("pci0035:00", "0035:00:00.0", "0035:03:00.0")
 
 
-def test_network_cards_come_by_name(host):
+def test_network_cards_are_sorted_by_name(host):
     found = cards(host("dgx"))
     assert [card.name for card in by_kind(found, "ib")] == [f"mlx5_{i}" for i in range(8)]
     assert [card.name for card in by_kind(found, "net")] == ["enp225s0"]
 
 
-def test_the_processors_own_display_is_no_gpu_to_train_on(host):
+def test_integrated_gpu_is_ignored(host):
     found = cards(host("workstation"))
     assert [card.name for card in by_kind(found, "gpu")] == ["0000:01:00.0"]
     assert found[0].node is None
 
 
-def test_a_card_without_a_cable_and_one_that_is_no_pci_device_are_left_out(own):
+def test_inactive_and_virtual_network_cards_are_ignored(own):
     root = own("dgx")
     (root / "sys/class/infiniband/mlx5_3/ports/1/state").write_text("1: DOWN\n")
     (root / "sys/class/net/enp225s0/operstate").write_text("down\n")
@@ -199,7 +199,7 @@ def dgx_with_a_driver(own):
     return root
 
 
-def test_a_container_has_the_gpus_that_it_was_given(own):
+def test_container_has_only_gpus_with_device_files(own):
     root = dgx_with_a_driver(own)
     for minor in (1, 2):
         (root / f"dev/nvidia{minor}").touch()
@@ -214,7 +214,7 @@ DEVICES = Path("/sys/fs/cgroup/devices")
     os.geteuid() != 0 or not (DEVICES / "devices.list").exists(),
     reason="needs root and the devices' cgroup",
 )
-def test_a_step_has_the_gpus_that_slurm_constrains_it_to(own):
+def test_gpus_denied_by_device_cgroup_are_ignored(own):
     root = dgx_with_a_driver(own)
     for minor in range(3):
         os.mknod(root / f"dev/nvidia{minor}", stat.S_IFCHR | 0o666, os.makedev(195, minor))
@@ -235,7 +235,7 @@ print(*(card.name for card in cards(Path("{root}")) if card.kind == "gpu"))
         group.rmdir()
 
 
-def test_amds_accelerators_count_and_its_displays_only_without_them(tmp_path):
+def test_amd_display_gpus_only_without_accelerators(tmp_path):
     host = small()
     host.devices = [
         Device("0000:05:00.0", 0, (), 0x030000, 0x1002),
@@ -250,7 +250,7 @@ def test_amds_accelerators_count_and_its_displays_only_without_them(tmp_path):
     assert [card.name for card in cards(tmp_path / "desktop")] == ["0000:05:00.0"]
 
 
-def test_the_nearest_card_is_behind_the_same_switch(host):
+def test_nearest_nic_is_behind_same_pci_switch(host):
     root = host("dgx")
     found = cards(root)
     gpus, nics = by_kind(found, "gpu"), by_kind(found, "ib")
@@ -264,7 +264,7 @@ def test_the_nearest_card_is_behind_the_same_switch(host):
     assert distance(gpus[0], nics[2]) == 8
 
 
-def test_the_nearest_card_is_else_on_the_same_node_or_socket(own):
+def test_nearest_nic_is_on_same_numa_node_or_socket(own):
     root = own("ac922")
     found = cards(root)
     gpus, nics = by_kind(found, "gpu"), by_kind(found, "ib")
@@ -278,13 +278,13 @@ def test_the_nearest_card_is_else_on_the_same_node_or_socket(own):
     assert [nic.name for nic in nearest(gpu, nics)] == ["mlx5_0", "mlx5_1"]  # without a topology
 
 
-def test_no_card_is_nearer_where_nothing_is_said():
+def test_nearest_without_location_returns_all_nics():
     nics = [Card("ib", "mlx5_0"), Card("ib", "mlx5_1")]
     assert nearest(Card("gpu", "0000:01:00.0"), nics) == nics
     assert nearest(Card("gpu", "0000:01:00.0"), []) == []
 
 
-def test_this_machine_has_the_cores_that_lscpu_says():
+def test_topology_matches_lscpu():
     found = topology()
     assert set(os.sched_getaffinity(0)) <= {cpu.number for cpu in found.cpus}
     if not Path("/sys/devices/system/cpu/cpu0/topology").is_dir() or not shutil.which("lscpu"):
