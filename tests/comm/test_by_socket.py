@@ -34,14 +34,14 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "places", ["0101", *(pytest.param(one, marks=LONG) for one in ("00010", "00110101"))]
 )
-def test_every_collective_gives_what_it_should(tmp_path, places):
+def test_all_collectives_match_expected_results_by_socket(tmp_path, places):
     check = "    assert dist.group.WORLD.kernel.sockets == 2\n    draw ="
     script = ranks.write(tmp_path, bound(ANY.replace("    draw =", check, 1)))
     done = ranks.run(script, 7, 60, 2, ranks=len(places), PLACES=places, **BY_SOCKET)
     assert done.stdout.count("all as expected") == len(places)
 
 
-def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
+def test_all_reduce_by_socket_is_bitwise_reproducible(tmp_path):
     script, found = ranks.write(tmp_path, bound(SAME)), []
     for name, env in (("one", BY_SOCKET), ("two", BY_SOCKET), ("flat", SOCKETS)):
         ranks.run(script, tmp_path / name, ranks=3, PLACES="011", **env)
@@ -57,7 +57,7 @@ UNEVEN = "host1:3,host2:1,host3:2"
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", [UNEVEN, "host1:4,host2:4"])
-def test_between_hosts(hosts, shared_folder, where):
+def test_collectives_by_socket_between_hosts(hosts, shared_folder, where):
     ranks.write(shared_folder, bound(ANY))
     given = BY_SOCKET | {"PLACES": "01101011"}
     more = [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
@@ -67,7 +67,7 @@ def test_between_hosts(hosts, shared_folder, where):
 
 
 @pytest.mark.parametrize("places", [pytest.param("010", marks=LONG), "001"])
-def test_who_does_something_else_is_late_or_has_died_is_named(tmp_path, places):
+def test_mismatch_timeout_and_killed_rank_are_reported_by_socket(tmp_path, places):
     script = ranks.write(tmp_path, bound(FAILS))
     more = {"PLACES": places, **BY_SOCKET}
     done = ranks.run(script, "size,sleeps,dies", 1, ranks=3, check=False, **more)
@@ -94,7 +94,7 @@ ONE = """
 
 
 @pytest.mark.parametrize("places", ["000", pytest.param("01", marks=LONG)])
-def test_it_is_said_where_there_is_no_such_level(tmp_path, places):
+def test_sockets_algorithm_without_effect_is_reported(tmp_path, places):
     script = ranks.write(tmp_path, bound(ONE))
     size = len(places)
     done = ranks.run(script, ranks=size, PLACES=places, **BY_SOCKET)
@@ -102,7 +102,7 @@ def test_it_is_said_where_there_is_no_such_level(tmp_path, places):
     assert done.stderr.count("paceline: PACELINE_ALGORITHM=sockets has no effect: ranks of") == 1
 
 
-def test_ranks_that_are_told_different_things_do_not_begin(tmp_path):
+def test_inconsistent_socket_settings_are_rejected(tmp_path):
     script = ranks.write(tmp_path, bound(ONE))
     more = {"PLACES": "0101", "WITHOUT": "23", **BY_SOCKET}
     done = ranks.run(script, ranks=4, check=False, **more)
@@ -134,7 +134,7 @@ TUNED = """
     """
 
 
-def test_the_tuner_measures_it_where_ranks_are_bound_so(tmp_path):
+def test_tuner_tries_sockets_algorithm_if_ranks_span_sockets(tmp_path):
     script = ranks.write(tmp_path, bound(TUNED))
     done = ranks.run(script, ranks=4, PLACES="0011", **SOCKETS)
     expected = "paceline sockets gloo True False True"
@@ -153,7 +153,7 @@ BENCH = """
 
 
 @pytest.mark.long
-def test_it_is_measured_beside_the_others(tmp_path):
+def test_bench_comm_measures_sockets_algorithm(tmp_path):
     """Measure as ``paceline bench comm`` does when ranks are bound to cores of several sockets."""
     script = ranks.write(tmp_path, bound(BENCH))
     done = ranks.run(script, "--sizes", 1024, 1 << 20, ranks=4, PLACES="0011", **SOCKETS)

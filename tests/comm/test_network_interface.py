@@ -26,7 +26,7 @@ def client(store):
     return TCPStore("127.0.0.1", store.port, 3, False, timeout, False)
 
 
-def test_ranks_of_one_host_need_no_interface(store):
+def test_ranks_on_one_host_need_no_interface(store):
     found = {}
 
     def rank(number):
@@ -41,7 +41,7 @@ def test_ranks_of_one_host_need_no_interface(store):
     assert not set(VARIABLES) & set(os.environ)
 
 
-def test_a_rank_that_does_not_come_is_an_error_in_time(store):
+def test_missing_rank_times_out(store):
     begun = time.monotonic()
     with pytest.raises(
         ValueError, match=r"^paceline.init: 1 of 2 ranks came within 1 s. HINT: are the others"

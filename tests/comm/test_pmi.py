@@ -78,7 +78,7 @@ def server():
         one.close()
 
 
-def test_all_ranks_get_what_rank_0_says(server):
+def test_value_from_rank_0_reaches_all_ranks(server):
     launcher = server(3)
     found = {}
 
@@ -98,7 +98,7 @@ def test_all_ranks_get_what_rank_0_says(server):
     assert [commands[-1] for commands in launcher.heard] == ["finalize"] * 3
 
 
-def test_a_refusal_is_shown_in_the_launchers_words(server):
+def test_pmi_error_is_reported_with_server_response(server):
     launcher = server(1)
     pmi = Pmi(launcher.environment(0))
     with pytest.raises(ValueError, match=r"PMI_FD=\d+: get was answered .*'rc': '-1'.*not_found"):
@@ -117,7 +117,7 @@ def test_a_refusal_is_shown_in_the_launchers_words(server):
     ],
     ids=["closed", "cut", "refused", "other", "no PMI", "no text"],
 )
-def test_what_does_not_speak_pmi_1_is_an_error(answer, said):
+def test_invalid_pmi_response_is_rejected(answer, said):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(answer)
@@ -126,7 +126,7 @@ def test_what_does_not_speak_pmi_1_is_an_error(answer, said):
             Pmi({"PMI_FD": str(theirs.fileno())})
 
 
-def test_a_descriptor_that_is_not_open_is_an_error():
+def test_closed_pmi_descriptor_is_rejected():
     ours, theirs = socket.socketpair()
     number = theirs.fileno()
     ours.close()

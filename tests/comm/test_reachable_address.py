@@ -26,7 +26,7 @@ def host():
         yield made
 
 
-def test_a_host_offers_all_its_addresses_but_loopback():
+def test_host_offers_all_addresses_except_loopback():
     listener = Listener()
     try:
         offered = [Link(name, address, speed) for name, address, speed, _ in links_of(listener)]
@@ -59,20 +59,20 @@ def links_of(listener):
     return listener.offer()["links"]
 
 
-def test_a_host_is_reached_by_all_addresses_on_which_it_shows_its_token(host):
+def test_host_is_reached_by_all_addresses_with_its_token(host):
     first, second = host("127.0.0.1", "127.0.0.2"), host("127.0.0.1", "::1")
     assert try_all({4: first.offer()}, first) == {4: {"127.0.0.1": "", "127.0.0.2": ""}}
     assert try_all({1: second.offer()}, second) == {1: {"127.0.0.1": "", "::1": ""}}
 
 
-def test_another_host_with_the_same_address_is_told_from_the_one_that_was_meant(host):
+def test_different_host_with_same_address_is_detected(host):
     """The private address of a bridge can exist on every host."""
     meant, other = host("127.0.0.1"), host("127.0.0.1")
     offer = {**meant.offer(), "links": links_of(other)}
     assert try_all({1: offer}, other) == {1: {"127.0.0.1": "another host has this address too"}}
 
 
-def test_an_address_where_nobody_listens_or_that_leads_nowhere_says_why(host):
+def test_unreachable_address_is_reported_with_reason(host):
     gone = host("127.0.0.1")
     offer = gone.offer()
     gone.close()
@@ -83,7 +83,7 @@ def test_an_address_where_nobody_listens_or_that_leads_nowhere_says_why(host):
     assert said["255.255.255.255"] not in ("", None)
 
 
-def test_a_silent_address_is_given_up_while_the_others_are_tried(host, monkeypatch):
+def test_silent_address_times_out_without_blocking_others(host, monkeypatch):
     monkeypatch.setattr(reachable_address, "SECONDS", 1.0)
     silent, heard = host("127.0.0.3"), host("127.0.0.1")
     assert try_all({0: silent.offer(), 1: heard.offer()}, heard) == {
@@ -92,7 +92,7 @@ def test_a_silent_address_is_given_up_while_the_others_are_tried(host, monkeypat
     }
 
 
-def test_only_this_host_hears_a_listener_on_loopback(host):
+def test_listener_on_loopback_is_local_only(host):
     listener = host("127.0.0.1")
     (listening,) = listener.sockets.values()
     assert listening.getsockname()[0] == "127.0.0.1"
@@ -117,12 +117,12 @@ def test_only_this_host_hears_a_listener_on_loopback(host):
         (99, 100, list(range(16))),
     ],
 )
-def test_a_host_tries_all_others_or_in_a_large_job_the_first_and_the_next(me, size, others):
+def test_each_host_tries_all_others_or_a_subset_in_large_job(me, size, others):
     assert others_of(me, size) == others
 
 
 @pytest.mark.parametrize("size", [2, 5, 17, 18, 100])
-def test_every_host_is_tried_by_several_and_the_first_by_all(size):
+def test_every_host_is_tried_by_several_and_first_host_by_all(size):
     tried = [other for me in range(size) for other in others_of(me, size)]
     assert all(tried.count(other) >= min(16, size - 1) for other in range(size))
     assert tried.count(0) == size - 1
@@ -132,7 +132,7 @@ def offer(*pairs):
     return {"token": "", "links": [[name, address, 0, 1] for name, address in pairs]}
 
 
-def test_the_first_address_that_all_others_reached_is_chosen():
+def test_first_address_reached_by_all_others_is_selected():
     offers = [
         offer(("ib0", "10.1.0.1"), ("eth0", "10.0.0.1")),
         offer(("ib0", "10.1.0.2"), ("eth0", "10.0.0.2")),
@@ -156,7 +156,7 @@ def test_the_first_address_that_all_others_reached_is_chosen():
     assert choose(["a", "b", "c"], offers, tried)[0] == ("eth0", "10.0.0.1")
 
 
-def test_a_host_that_cant_be_reached_is_named_with_what_was_tried():
+def test_unreachable_host_is_reported_with_tried_addresses():
     offers = [offer(("eth0", "10.0.0.1")), offer(("eth0", "10.0.0.2"), ("eth1", "10.78.0.2"))]
     tried = {
         0: {1: {"10.0.0.2": "No route to host", "10.78.0.2": "no answer in 3 s"}},
@@ -172,6 +172,6 @@ def test_a_host_that_cant_be_reached_is_named_with_what_was_tried():
     )
 
 
-def test_a_host_without_an_interface_is_named():
+def test_host_without_network_interface_is_reported():
     with pytest.raises(ValueError, match=r"b can't be reached[^§]*no network interface that is up"):
         choose(["a", "b"], [offer(("eth0", "10.0.0.1")), offer()], {1: {0: {"10.0.0.1": ""}}})

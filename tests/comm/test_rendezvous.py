@@ -58,13 +58,13 @@ def assert_shared(stores):
         ]
 
 
-def test_ranks_of_one_host_meet_on_loopback_and_share_a_store():
+def test_rendezvous_on_loopback_for_one_host():
     stores = all_of(3)
     assert_shared(stores)
     assert {store.host for store in stores} == {"127.0.0.1"}
 
 
-def test_ranks_meet_where_the_hosts_names_lead():
+def test_rendezvous_at_resolved_host_name():
     """The store listens only on the address where the ranks met."""
     stores = all_of(2, hosts=["no-such-host.invalid", "localhost"], one_host=False)
     assert_shared(stores)
@@ -73,12 +73,12 @@ def test_ranks_meet_where_the_hosts_names_lead():
             socket.create_connection((link.address, stores[0].port), timeout=5.0)
 
 
-def test_rank_0_is_found_where_its_hosts_name_is_another_loopback_address():
+def test_rendezvous_if_host_name_resolves_to_other_loopback_address():
     """Debian's /etc/hosts maps a host's name to 127.0.1.1."""
     assert_shared(all_of(2, timeout=3.0, hosts=["127.0.1.1"], one_host=False))
 
 
-def test_real_processes_meet_without_anybody_telling_a_port(tmp_path):
+def test_rendezvous_of_processes_without_configured_port(tmp_path):
     code = (
         "import sys\n"
         "from paceline.comm.rendezvous import RendezvousSpec, join\n"
@@ -103,7 +103,7 @@ def test_real_processes_meet_without_anybody_telling_a_port(tmp_path):
 
 
 @pytest.mark.parametrize("manner", ["says nothing", "hangs up", "says something else"])
-def test_a_port_that_another_program_has_is_passed_over(closing, manner):
+def test_port_used_by_other_program_is_skipped(closing, manner):
     when = appointment(1, 2)
     other = closing.enter_context(listen_on("127.0.0.1", when.ports[0]))
     over = threading.Event()
@@ -124,7 +124,7 @@ def test_a_port_that_another_program_has_is_passed_over(closing, manner):
     assert_shared(all_of(2, timeout=5.0, key=when.key))
 
 
-def test_all_ports_taken_is_an_error_that_names_them(closing):
+def test_all_ports_in_use_is_reported(closing):
     when = appointment(0, 2)
     for port in when.ports:
         closing.enter_context(listen_on("127.0.0.1", port))
@@ -133,7 +133,7 @@ def test_all_ports_taken_is_an_error_that_names_them(closing):
         join(when, 5.0)
 
 
-def test_two_starts_with_the_same_ports_do_not_mix(monkeypatch):
+def test_two_jobs_with_same_ports_do_not_mix(monkeypatch):
     monkeypatch.setattr(RendezvousSpec, "ports", property(lambda _: [PORT + i for i in range(8)]))
     keys = uuid.uuid4().hex, uuid.uuid4().hex
     found = {}
@@ -153,7 +153,7 @@ def test_two_starts_with_the_same_ports_do_not_mix(monkeypatch):
 PORT = 32_100  # above RendezvousSpec.ports
 
 
-def test_a_rank_that_does_not_come_is_named_in_time():
+def test_missing_ranks_are_reported_within_timeout():
     key = uuid.uuid4().hex
     came = threading.Thread(target=lambda: join(appointment(1, 4, key=key), 5.0), daemon=True)
     came.start()
@@ -164,12 +164,12 @@ def test_a_rank_that_does_not_come_is_named_in_time():
     came.join(10.0)
 
 
-def test_many_absent_ranks_are_named_in_short():
+def test_many_missing_ranks_are_reported_in_short():
     with pytest.raises(ValueError, match=r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more did not come"):
         join(appointment(0, 100), 0.2)
 
 
-def test_rank_0_that_never_starts_is_told_with_what_was_tried():
+def test_missing_rank_0_is_reported_with_tried_addresses():
     when = appointment(1, 2, hosts=["localhost"], one_host=False)
     begun = time.monotonic()
     with pytest.raises(ValueError, match=r"rank 1 on .* did not find rank 0 in 1 s") as raised:
@@ -179,7 +179,7 @@ def test_rank_0_that_never_starts_is_told_with_what_was_tried():
     assert "localhost = 127.0.0.1: connection refused\n" in str(raised.value)
 
 
-def test_a_host_that_does_not_exist_is_an_error_within_seconds(monkeypatch, closing):
+def test_unknown_host_is_reported_within_seconds(monkeypatch, closing):
     """The error comes before the time for late ranks is over."""
     monkeypatch.setattr(module, "UNREACHABLE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 1.0)
@@ -204,7 +204,7 @@ def full(closing, address, port):
         waiting.connect_ex((address, port))
 
 
-def test_rank_0_says_so_where_it_reaches_none_of_the_others_either(monkeypatch, closing):
+def test_rank_0_reports_that_other_hosts_are_unreachable(monkeypatch, closing):
     monkeypatch.setattr(module, "UNREACHABLE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 1.0)
     when = appointment(0, 2, hosts=["no-such-host.invalid", "127.0.0.9"], one_host=False)
@@ -217,7 +217,7 @@ def test_rank_0_says_so_where_it_reaches_none_of_the_others_either(monkeypatch, 
     assert "    127.0.0.9: no answer in 1 s\n" in str(raised.value)
 
 
-def test_strangers_are_not_served_and_keep_nobody_out():
+def test_unauthorized_connections_are_rejected_without_blocking_ranks():
     when = appointment(1, 2)
     found = []
     host = threading.Thread(target=lambda: found.append(join(appointment(0, 2, key=when.key), 10)))

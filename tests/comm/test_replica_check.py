@@ -51,7 +51,7 @@ HINT = (
     ("backend", "options"),
     [("paceline", "--record record"), ("gloo", "--exchange paceline")],
 )
-def test_each_rank_is_told_which_parameter_differs(tmp_path, backend, options):
+def test_different_ddp_parameter_is_reported_on_each_rank(tmp_path, backend, options):
     script = ranks.write(tmp_path, DIFFERS)
     done = ranks.run(script, backend, ranks=3, launcher=f"paceline {options}")
     expected = {
@@ -69,7 +69,7 @@ def test_each_rank_is_told_which_parameter_differs(tmp_path, backend, options):
     assert expected <= ranks.untagged(done.stdout)
 
 
-def test_only_a_group_s_own_ranks_are_named():
+def test_only_ranks_of_process_group_are_reported():
     each = [[["w", "float32 of 2"]], [["w", "float32 of 3"]], [["w", "float32 of 3"]]]
     said = differing(each, [4, 6, 7])
     assert "w is float32 of 2 on rank 4, float32 of 3 on ranks 6-7." in said

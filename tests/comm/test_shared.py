@@ -19,7 +19,7 @@ KERNEL = Path(paceline.__file__).parent / "comm" / "shared"
 @pytest.mark.parametrize(
     "count", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 8))]
 )
-def test_every_collective_gives_what_it_should(tmp_path, count):
+def test_all_collectives_match_expected_results(tmp_path, count):
     done = ranks.run(ranks.write(tmp_path, ANY), count, 60, ranks=count)
     assert done.stdout.count("all as expected") == count
 
@@ -31,7 +31,7 @@ WITHOUT_C = """
     """
 
 
-def test_without_the_kernel_torch_does_it_and_says_so(tmp_path):
+def test_fallback_to_torch_without_c_kernel_is_reported(tmp_path):
     start = "    import paceline\n"
     script = ranks.write(tmp_path, ANY.replace(start, start + WITHOUT_C.lstrip("\n"), 1))
     done = ranks.run(script, 1, 40, ranks=3)
@@ -53,7 +53,7 @@ NO_ROOM = """
     """
 
 
-def test_without_room_for_it_gloo_does_it_and_that_is_said_before_the_training(tmp_path):
+def test_fallback_to_gloo_without_shared_memory_is_reported(tmp_path):
     done = ranks.run(ranks.write(tmp_path, NO_ROOM))
     assert {f"{rank} ProcessGroup 16.0" for rank in (0, 1)} <= ranks.untagged(done.stdout)
     said = "paceline: ranks exchange through gloo: rank 0: "
@@ -99,17 +99,17 @@ GROUPS = """
     """
 
 
-def test_the_memory_of_a_group_goes_with_it(tmp_path):
+def test_shared_memory_is_freed_with_process_group(tmp_path):
     done = ranks.run(ranks.write(tmp_path, GROUPS))
     assert ranks.untagged(done.stdout) == {f"{rank} has 1 mapped and 1 open" for rank in (0, 1)}
 
 
-def test_what_gloo_does_for_it_comes_back(tmp_path):
+def test_collectives_delegated_to_gloo(tmp_path):
     done = ranks.run(ranks.write(tmp_path, THE_REST), timeout=60)
     assert done.stdout.count("all came back") == 2
 
 
-def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
+def test_all_reduce_is_bitwise_reproducible(tmp_path):
     script = ranks.write(tmp_path, SAME)
     for name in ("one", "two"):
         ranks.run(script, tmp_path / name, ranks=3)
@@ -118,7 +118,7 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_models_train_over_it_as_over_gloo(tmp_path, kind):
+def test_models_train_with_same_result_as_gloo(tmp_path, kind):
     script = ranks.write(tmp_path, TRAINS)
     found = []
     for backend in ("gloo", "paceline"):
@@ -152,9 +152,7 @@ SAYS_GLOO = """
     ],
     ids=["plain", "asked", "recorded"],
 )
-def test_a_script_that_says_gloo_exchanges_over_memory_where_it_is_asked_for(
-    tmp_path, options, kind
-):
+def test_exchange_option_replaces_gloo_with_shared_memory(tmp_path, options, kind):
     script = ranks.write(tmp_path, SAYS_GLOO)
     done = ranks.run(script, launcher=f"paceline {options}")
     assert {f"{rank} gloo {kind} 16.0" for rank in (0, 1)} <= ranks.untagged(done.stdout)
@@ -166,7 +164,7 @@ def test_a_script_that_says_gloo_exchanges_over_memory_where_it_is_asked_for(
         assert header["exchange"] == "paceline"
 
 
-def test_an_exchange_that_nobody_knows_is_refused(tmp_path):
+def test_unknown_exchange_is_rejected(tmp_path):
     script = ranks.write(tmp_path, SAYS_GLOO)
     done = ranks.run(script, launcher="paceline --exchange smoke", check=False)
     assert done.returncode == 2
@@ -177,7 +175,7 @@ HAS = "exchange the same: rank 0 has all-reduce of 400,000 bytes as float32 (sum
 
 
 @pytest.mark.parametrize("later", [[], ["later"]], ids=["waits", "later"])
-def test_a_rank_that_has_died_is_named(tmp_path, later):
+def test_killed_rank_is_reported(tmp_path, later):
     done = ranks.run(ranks.write(tmp_path, FAILS), "dies", 30, *later, check=False)
     (line,) = re.findall(r"after ([\d.]+) s rank 0: (.*)", done.stdout)
     assert "all-reduce of 400,000 bytes as float32 (sum) can't go on: rank 1 has died" in line[1]
@@ -185,7 +183,7 @@ def test_a_rank_that_has_died_is_named(tmp_path, later):
     assert "rank 1 was killed by SIGKILL" in done.stderr
 
 
-def test_ranks_that_are_silent_or_do_not_do_the_same_are_named(tmp_path):
+def test_mismatched_collectives_and_timeouts_are_reported(tmp_path):
     done = ranks.run(ranks.write(tmp_path, FAILS), "size,type,call,sleeps", 1)
     said = dict(re.findall(r"(\w+) after [\d.]+ s rank 0: (.*)", done.stdout))
     assert f"{HAS} all-reduce of 280,000 bytes as float32 (sum)" in said["size"]
@@ -215,14 +213,14 @@ FORKS = """
     """
 
 
-def test_a_fork_of_a_rank_can_not_exchange_and_the_rank_goes_on(tmp_path):
+def test_forked_process_cannot_exchange_and_rank_continues(tmp_path):
     done = ranks.run(ranks.write(tmp_path, FORKS))
     assert done.stdout.count("this process was forked from a rank") == 2
     assert done.stdout.count("goes on 4.0") == 2
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_the_kernel_is_clean(tmp_path, sanitizer):
+def test_kernel_passes_sanitizers(tmp_path, sanitizer):
     """Run every collective under a sanitizer, with threads of one process as ranks."""
     compiler = shutil.which("gcc")
     assert compiler, "HINT: make test-packages"

@@ -22,7 +22,7 @@ from paceline.security.folders import Folder
 from paceline.security.greeting import RefusedError, Step
 
 
-def test_ranks_meet_among_a_thousand_idle_connections(flooded):
+def test_rendezvous_among_1000_idle_connections(flooded):
     key = uuid.uuid4().hex
     first, second = (RendezvousSpec(rank, 2, ["127.0.0.1"], key, True) for rank in range(2))
     found = []
@@ -38,7 +38,7 @@ def test_ranks_meet_among_a_thousand_idle_connections(flooded):
 
 
 @pytest.mark.parametrize("rank", ["Infinity", "1e400", "1" * 4000, "true", "1.0", '"1"', "-1"])
-def test_a_knock_with_a_strange_number_does_not_end_rank_0(rank):
+def test_request_with_invalid_rank_does_not_end_rank_0(rank):
     when = RendezvousSpec(0, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
     host = threading.Thread(target=lambda: found.append(join(when, 20.0)))
     found: list = []
@@ -75,7 +75,7 @@ def knock(port, said):
         b"",
     ],
 )
-def test_an_answer_that_is_none_of_rank_0_is_passed_over(closing, said):
+def test_invalid_response_to_store_request_is_ignored(closing, said):
     """Another user, who knows the job ID, runs a program that listens on the port."""
     when = RendezvousSpec(1, 2, ["127.0.0.1"], uuid.uuid4().hex, True)
     door = closing.enter_context(socket.create_server(("127.0.0.1", when.ports[0])))
@@ -93,7 +93,7 @@ def test_an_answer_that_is_none_of_rank_0_is_passed_over(closing, said):
     thread.join(5.0)
 
 
-def test_connections_that_say_the_same_rank_are_limited():
+def test_waiting_connections_per_rank_are_limited():
     """Any client that knows the job ID can open some; waiting connections are limited per rank."""
     when = RendezvousSpec(0, 3, ["127.0.0.1"], uuid.uuid4().hex, False)
     doorman = module._Rank0Server(when, 5.0)
@@ -108,7 +108,7 @@ def test_connections_that_say_the_same_rank_are_limited():
         one.close()
 
 
-def test_a_connection_that_is_reset_after_the_greeting_is_not_counted():
+def test_reset_connection_is_not_counted_as_rank():
     when = RendezvousSpec(0, 3, ["127.0.0.1"], uuid.uuid4().hex, True)
     doorman = module._Rank0Server(when, 5.0)
     with socket.create_server(("127.0.0.1", 0)) as here:
@@ -122,7 +122,7 @@ def test_a_connection_that_is_reset_after_the_greeting_is_not_counted():
     assert doorman.waiting == {}
 
 
-def test_peers_connect_among_a_thousand_idle_connections(flooded):
+def test_peers_connect_among_1000_idle_connections(flooded):
     doors = {host: PeerListener(Link("lo", "127.0.0.1")) for host in (0, 1)}
     names = {0: "host1", 1: "host2"}
     found = {}
@@ -146,7 +146,7 @@ def test_peers_connect_among_a_thousand_idle_connections(flooded):
 
 
 @pytest.mark.parametrize("manner", ["closed", "reset"])
-def test_a_peer_that_is_dropped_knocks_again(manner, monkeypatch):
+def test_dropped_peer_reconnects(manner, monkeypatch):
     """A host that is busy with unauthorized connections may drop a peer."""
     door, begun = PeerListener(Link("lo", "127.0.0.1")), time.monotonic()
     dropped, real = [], PeerListener._greeting
@@ -184,7 +184,7 @@ def shards(tmp_path):
     server.close()
 
 
-def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_path):
+def test_shards_are_sent_among_1000_idle_connections(flooded, shards, tmp_path):
     server, found = shards
     threads = threading.active_count()
     flooded("127.0.0.1", int(server.name.split()[1]), garbage=2000)
@@ -199,7 +199,7 @@ def test_shards_are_sent_among_a_thousand_idle_connections(flooded, shards, tmp_
 
 
 @pytest.mark.parametrize("times", [2, 9])
-def test_a_host_that_drops_who_asks_is_asked_again_some_times(shards, monkeypatch, times):
+def test_request_to_shard_server_is_retried_a_limited_number_of_times(shards, monkeypatch, times):
     server, _ = shards
     dropped, real = [], shard_server.ShardServer._admit
 
@@ -215,7 +215,7 @@ def test_a_host_that_drops_who_asks_is_asked_again_some_times(shards, monkeypatc
     ranks.wait_until(lambda: len(dropped) == min(times, 4), 5)
 
 
-def test_shards_are_sent_by_a_limited_number_of_threads(shards, monkeypatch, tmp_path):
+def test_number_of_shard_sender_threads_is_limited(shards, monkeypatch, tmp_path):
     server, found = shards
     monkeypatch.setattr(shard_server, "MAX_SENDERS", 2)
     monkeypatch.setattr(shard_server, "MAX_WAITING", 3)
@@ -239,7 +239,7 @@ def test_shards_are_sent_by_a_limited_number_of_threads(shards, monkeypatch, tmp
     ranks.wait_until(lambda: threading.active_count() == threads, 5)
 
 
-def test_a_host_that_sends_a_shard_byte_by_byte_is_not_waited_for(monkeypatch, tmp_path, shards):
+def test_slow_shard_transfer_times_out(monkeypatch, tmp_path, shards):
     monkeypatch.setattr(shard_server, "ANSWER_TIMEOUT_S", 0.3)
     shard = shards[1][0]
     with socket.create_server(("127.0.0.1", 0)) as door:

@@ -23,7 +23,7 @@ WIRE = Path(paceline.__file__).parent / "comm" / "hosts" / "wire.c"
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 7])
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_every_algorithm_gives_all_hosts_the_same_sum(name, hosts):
+def test_every_all_reduce_algorithm_is_bitwise_equal_on_all_hosts(name, hosts):
     for count in played.SIZES:
         each, found = played.reduced(name, hosts, count)
         np.testing.assert_allclose(found[0], np.sum(each, 0), rtol=1e-5, atol=1e-5)
@@ -33,7 +33,7 @@ def test_every_algorithm_gives_all_hosts_the_same_sum(name, hosts):
         assert again[0].tobytes() == found[0].tobytes(), "other bits in another run"
 
 
-def test_other_types_and_what_is_done_with_them():
+def test_reduce_operations_and_dtypes():
     each, found = played.reduced("direct", 3, 999, "max", "float64")
     assert (found[2] == np.max(each, 0)).all()
     each, found = played.reduced("ring", 3, 999, "product", "float64")
@@ -43,7 +43,7 @@ def test_other_types_and_what_is_done_with_them():
     np.testing.assert_allclose(found[0], np.sum(each, 0), rtol=1e-5, atol=1e-5)
 
 
-def test_a_broadcast_from_each_of_them():
+def test_broadcast_from_each_root():
     for root in range(5):
         for one in played.spread(5, 10_000, root):
             assert (one == root).all()
@@ -69,21 +69,21 @@ def fails(what, timeout=played.TIMEOUT):
     return together.errors
 
 
-def test_who_does_something_else_is_named_with_what_it_does():
+def test_mismatched_collective_is_reported_with_peer_call():
     theirs = played.call("broadcast", nbytes=4000)
     errors = fails(lambda _: theirs)
     assert (errors[0].reason, errors[0].host, errors[0].peer_call) == (c_wire.DIFFERS, 1, theirs)
     assert errors[1].peer_call == played.call("all-reduce", nbytes=4000)
 
 
-def test_a_connection_that_is_closed_is_noticed_at_once():
+def test_closed_connection_is_detected_immediately():
     start = time.monotonic()
     errors = fails(lambda together: [one.close() for one in together.kept[1::2]] and None)
     assert (errors[0].reason, errors[0].host) == (c_wire.CLOSED, 1)
     assert time.monotonic() - start < played.TIMEOUT / 2
 
 
-def test_silence_ends_with_the_timeout():
+def test_silent_peer_times_out():
     gone_on = threading.Event()
     together = played.Together(2)
 
@@ -102,7 +102,7 @@ def test_silence_ends_with_the_timeout():
     assert (together.errors[0].reason, together.errors[0].host) == (c_wire.SILENT, 1)
 
 
-def test_who_waits_hears_that_its_own_host_has_given_up():
+def test_waiting_host_detects_broken_flag():
     def breaks(together):
         time.sleep(0.2)  # until the other host waits
         together.broken[0] = 1
@@ -113,7 +113,7 @@ def test_who_waits_hears_that_its_own_host_has_given_up():
     assert time.monotonic() - start < played.TIMEOUT / 2
 
 
-def test_the_interpreter_is_clean(tmp_path):
+def test_interpreter_passes_sanitizers(tmp_path):
     compiler = shutil.which("gcc")
     assert compiler, "HINT: make test-packages"
     built = tmp_path / "wire.so"

@@ -44,7 +44,7 @@ def met(doors, disturb=None):
     return found
 
 
-def test_every_two_hosts_have_a_connection():
+def test_all_pairs_of_hosts_are_connected():
     found = met({host: PeerListener(HERE) for host in NAMES})
     for a in NAMES:
         for b in NAMES:
@@ -61,7 +61,7 @@ def test_every_two_hosts_have_a_connection():
     assert found[0].descriptions[2] == "host3 (lo 127.0.0.1)"
 
 
-def test_who_does_not_know_the_word_is_turned_away():
+def test_connection_with_wrong_token_is_rejected():
     strangers = []
 
     def disturb(told):
@@ -80,7 +80,7 @@ def test_who_does_not_know_the_word_is_turned_away():
         one.close()
 
 
-def test_who_can_not_be_reached_is_named_with_where_that_was_tried():
+def test_unreachable_peer_is_reported_with_address():
     doors = {0: PeerListener(HERE), 1: PeerListener(HERE)}
     doors[0].close()
     told = {0: doors[0].address}
@@ -94,7 +94,7 @@ def test_who_can_not_be_reached_is_named_with_where_that_was_tried():
     assert time.monotonic() - start < 10
 
 
-def test_interfaces_are_those_that_the_user_names(monkeypatch):
+def test_interfaces_from_user_variables(monkeypatch):
     monkeypatch.setattr(connect, "links", lambda: [Link("eth0", "10.0.0.1"), HERE])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
     assert {link.interface for link in connect.exchange_links()} == {"lo", "eth0"}

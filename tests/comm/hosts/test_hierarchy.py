@@ -35,24 +35,24 @@ def as_expected(hosts, folder, where, count, **env):
     assert done.stdout.count("all as expected") == size, done.stdout + done.stderr
 
 
-def test_every_collective_gives_what_it_should(hosts, shared_folder):
+def test_all_collectives_match_expected_results(hosts, shared_folder):
     as_expected(hosts, shared_folder, UNEVEN, 40)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", MORE)
-def test_on_every_layout_of_ranks(hosts, shared_folder, where):
+def test_collectives_on_each_rank_layout(hosts, shared_folder, where):
     as_expected(hosts, shared_folder, where, 60)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_by_every_algorithm(hosts, shared_folder, name):
+def test_collectives_with_each_algorithm(hosts, shared_folder, name):
     as_expected(hosts, shared_folder, "host1:2,host2:1,host3:2", 40, PACELINE_ALGORITHM=name)
 
 
 @pytest.mark.long
-def test_over_racks(hosts, shared_folder):
+def test_collectives_over_racks(hosts, shared_folder):
     """The hosts of a rack are not next to each other in the job."""
     racks = {"PACELINE_RACKS": "host[1,3] host[2,4]", "PACELINE_ALGORITHM": "racks"}
     as_expected(hosts, shared_folder, "host1:2,host2:1,host3:1,host4:2", 40, **racks)
@@ -69,7 +69,7 @@ CYCLIC = """
 
 
 @pytest.mark.long
-def test_ranks_that_alternate_between_hosts(hosts, shared_folder):
+def test_collectives_with_cyclic_rank_placement(hosts, shared_folder):
     ranks.write(shared_folder, ANY, "any.py")
     words = ["any.py", 7, 40, 3]
     where = "host1:2,host2:2"
@@ -80,7 +80,7 @@ def test_ranks_that_alternate_between_hosts(hosts, shared_folder):
 
 
 @pytest.mark.long
-def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(hosts, shared_folder):
+def test_all_reduce_is_bitwise_reproducible(hosts, shared_folder):
     found = []
     for name in ("one", "two"):
         run(hosts, shared_folder, SAME, "host1:2,host2:1,host3:1", shared_folder / name)
@@ -90,7 +90,7 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(hosts, shared_fo
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "uneven", "unused"])
-def test_models_train_over_it_as_over_gloo(hosts, shared_folder, kind):
+def test_models_train_with_same_result_as_gloo(hosts, shared_folder, kind):
     found = []
     for backend in ("gloo", "paceline"):
         words = [shared_folder / backend, backend, kind]
@@ -118,7 +118,7 @@ GROUPS = """
 
 
 @pytest.mark.long
-def test_groups_in_hosts_and_over_them(hosts, shared_folder):
+def test_process_groups_within_and_across_hosts(hosts, shared_folder):
     done = run(hosts, shared_folder, GROUPS, "host1:2,host2:2")
     expected = {f"{rank} 3.0 3.0 CKernel HierarchicalKernel" for rank in range(4)}
     assert expected <= ranks.untagged(done.stdout)
@@ -127,7 +127,7 @@ def test_groups_in_hosts_and_over_them(hosts, shared_folder):
 @pytest.mark.parametrize(
     "where", [pytest.param("host1:1,host2:1", marks=pytest.mark.long), "host1:2,host2:2"]
 )
-def test_ranks_that_are_silent_or_do_not_do_the_same_are_named(hosts, shared_folder, where):
+def test_mismatched_collectives_and_timeouts_are_reported(hosts, shared_folder, where):
     done = run(hosts, shared_folder, FAILS, where, "size,type,call,sleeps", 1)
     said = {}
     for what, rank, text in re.findall(r"(\w+) after [\d.]+ s rank (\d+): (.*)", done.stdout):
@@ -152,7 +152,7 @@ def test_ranks_that_are_silent_or_do_not_do_the_same_are_named(hosts, shared_fol
 @pytest.mark.parametrize(
     "where", ["host1:1,host2:1,host3:1", pytest.param("host1:2,host2:2", marks=pytest.mark.long)]
 )
-def test_a_rank_that_has_died_is_named_on_all_hosts(hosts, shared_folder, where):
+def test_killed_rank_is_reported_on_all_hosts(hosts, shared_folder, where):
     done = run(hosts, shared_folder, FAILS, where, "dies", 30, check=False)
     told = re.findall(r"after ([\d.]+) s rank (\d): (.*)", done.stdout)
     assert told, done.stdout + done.stderr
@@ -206,7 +206,7 @@ def going(hosts, folder, timeout):
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_for_a_while_is_survived(hosts, shared_folder):
+def test_all_reduce_continues_after_short_network_outage(hosts, shared_folder):
     started = going(hosts, shared_folder, 60)
     hosts.link("host2", False)
     time.sleep(3)
@@ -217,7 +217,7 @@ def test_a_link_that_is_cut_for_a_while_is_survived(hosts, shared_folder):
 
 
 @pytest.mark.long
-def test_a_link_that_goes_down_is_named_within_the_timeout(hosts, shared_folder):
+def test_link_down_is_reported_within_timeout(hosts, shared_folder):
     started = going(hosts, shared_folder, 20)
     hosts.link("host2", False)
     start = time.monotonic()
@@ -235,7 +235,7 @@ DIFFERS = """
 
 
 @pytest.mark.long
-def test_words_that_differ_or_that_nobody_knows_are_refused(hosts, shared_folder):
+def test_invalid_or_inconsistent_variables_are_rejected(hosts, shared_folder):
     where = "host1:1,host2:1"
     done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_ALGORITHM="rings")
     assert (
@@ -263,14 +263,14 @@ SLOWER = """
 
 
 @pytest.mark.long
-def test_links_that_differ_widely_are_named_once(hosts, shared_folder):
+def test_slow_link_is_reported_once(hosts, shared_folder):
     script = SLOWER.rstrip(" ") + GROUPS.lstrip("\n")
     done = run(hosts, shared_folder, script, "host1:2,host2:2")
     said = "paceline: links between hosts differ, in Mbit/s: host2 (eth0) 200; others up to 1,000."
     assert done.stderr.count(said) == 1, done.stderr
 
 
-def test_where_ranks_are_on_which_host():
+def test_place_ranks_by_block_and_cyclic_layout():
     blocks = place_ranks(["a", "a", "b", "b"], ["h1", "h1", "h2", "h2"], 3, 9)
     assert (blocks.ranks_by_host, blocks.host_index, blocks.local_rank, blocks.num_rails) == (
         ((0, 1), (2, 3)),
@@ -288,7 +288,7 @@ def test_where_ranks_are_on_which_host():
     assert (blocks.num_connected, cyclic.num_connected) == (2, 2)
 
 
-def test_hosts_of_a_rack_are_next_to_each_other():
+def test_place_ranks_groups_hosts_by_rack():
     def of(*racks):
         hosts = ["a", "b", "c", "d"]
         found = place_ranks(hosts, hosts, 0, 1, racks)

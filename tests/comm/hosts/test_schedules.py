@@ -62,7 +62,7 @@ def everything(size: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("size", HOSTS)
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_all_hosts_have_the_sum_of_all_at_the_end(name, size):
+def test_all_reduce_schedule_sums_all_hosts(name, size):
     hosts = [Host(me, list(ALL_REDUCE[name](NBYTES, me, size))) for me in range(size)]
     play(hosts)
     assert all(one == everything(size) for host in hosts for one in host.bytes)
@@ -72,7 +72,7 @@ RACKS = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 10), (10, 2)]
 
 
 @pytest.mark.parametrize(("count", "each"), RACKS)
-def test_over_racks_as_well_and_no_more_leaves_one_than_must(count, each):
+def test_racks_schedule_minimizes_traffic_between_racks(count, each):
     """At most twice the amount that a ring of R racks sends: (R - 1) / R of the vector."""
     size = count * each
     steps = [list(schedules.racks(NBYTES, me, size, each)) for me in range(size)]
@@ -95,7 +95,7 @@ def test_over_racks_as_well_and_no_more_leaves_one_than_must(count, each):
 
 @pytest.mark.parametrize("size", HOSTS)
 @pytest.mark.parametrize("name", ["ring", "direct"])
-def test_the_halves_end_at_the_part_s_own_host(name, size):
+def test_reduce_scatter_and_all_gather_schedules(name, size):
     cuts = cut_parts(NBYTES, size)
     scatter, gather = (getattr(schedules, f"{name}_{half}") for half in ("scatter", "gather"))
     hosts = [Host(me, list(scatter(cuts, me, size))) for me in range(size)]
@@ -111,7 +111,7 @@ def test_the_halves_end_at_the_part_s_own_host(name, size):
 
 
 @pytest.mark.parametrize("size", HOSTS)
-def test_a_broadcast_reaches_all_from_any_root(size):
+def test_broadcast_schedule_from_any_root(size):
     for root in range(size):
         steps = [list(schedules.broadcast(NBYTES, me, size, root)) for me in range(size)]
         hosts = [Host(me, of_one) for me, of_one in enumerate(steps)]
@@ -119,7 +119,7 @@ def test_a_broadcast_reaches_all_from_any_root(size):
         assert all(one == {root: 1} for host in hosts for one in host.bytes)
 
 
-def test_parts_cover_the_vector_and_begin_at_a_line():
+def test_cut_parts_covers_vector_at_cache_line_boundaries():
     for nbytes in (0, 1, 63, 64, 65, 1000, 4096):
         for parts in (1, 2, 3, 7):
             cuts = cut_parts(nbytes, parts)
@@ -127,7 +127,7 @@ def test_parts_cover_the_vector_and_begin_at_a_line():
             assert all(a <= b and (a % 64 == 0 or a == nbytes) for a, b in pairwise(cuts))
 
 
-def test_what_costs_least_is_taken():
+def test_cheapest_algorithm_is_selected():
     """Check the choice against the formulas in the module's docstring."""
     link = LinkModel(latency_s=50e-6, bytes_per_s=1e8)
     assert cheapest_algorithm(8, 16, link) == "doubling"

@@ -48,7 +48,7 @@ def searched(seconds, others=OTHERS):
 
 
 @pytest.mark.parametrize("count", range(MAX_CANDIDATES + 1))
-def test_the_fastest_choice_is_found_in_as_many_steps_as_were_said(count):
+def test_fastest_setting_is_found_within_max_steps(count):
     took = {choice: 1.0 - 0.1 * at for at, choice in enumerate(OTHERS)} | {DEFAULT: 1.05}
     verdict, steps = searched(took.__getitem__, OTHERS[:count])
     same = 2 * WARM_UP_STEPS  # a round may begin with the previous round's last choice
@@ -57,19 +57,19 @@ def test_the_fastest_choice_is_found_in_as_many_steps_as_were_said(count):
     assert verdict.choice == (OTHERS[count - 1] if count else DEFAULT)
 
 
-def test_what_is_slower_than_the_default_is_not_kept():
+def test_slower_setting_is_not_kept():
     verdict, _ = searched(lambda choice: 1.0 if choice == DEFAULT else 1.001)
     assert (verdict.is_faster, verdict.choice) == (False, DEFAULT)
 
 
-def test_what_is_faster_only_now_and_then_is_not_kept():
+def test_inconsistently_faster_setting_is_not_kept():
     told = iter([1.0] * 9 + [1.0, 0.9, 0.9, 1.0, 0.9, 1.0])  # slower in one of the three pairs
     verdict, _ = searched(lambda choice: next(told))
     assert verdict.step_s < verdict.default_step_s
     assert not verdict.is_faster
 
 
-def test_under_noise_it_is_rarely_far_from_the_best():
+def test_search_is_robust_to_noise():
     """Step times of 0.7 to 1.0 times the default, with noise of 5% up and down."""
     chance, missed = random.Random(0), 0
     for _ in range(300):
@@ -89,7 +89,7 @@ def test_under_noise_it_is_rarely_far_from_the_best():
         ExchangeSettings(7.0),
     ],
 )
-def test_what_is_kept_is_what_is_taken_again(tmp_path, best, kept_):
+def test_saved_settings_round_trip(tmp_path, best, kept_):
     path = tmp_path / "tuned.toml"
     assert saved_settings.load_settings(path, MINE, DEFAULT) == (None, "")
     saved_settings.save_settings(
@@ -103,7 +103,7 @@ def test_what_is_kept_is_what_is_taken_again(tmp_path, best, kept_):
     assert (knobs, notes) == (best.to_knobs() if kept_ else {}, [])
 
 
-def test_buckets_are_filled_as_ddp_fills_them():
+def test_bucket_assignment_matches_ddp():
     chance = random.Random(1)
     for _ in range(50):
         sizes = [chance.choice((1, 10, 300, 5000)) for _ in range(chance.randint(1, 40))]
@@ -115,7 +115,7 @@ def test_buckets_are_filled_as_ddp_fills_them():
         assert [one.at for one in found] == [max(one) for one in expected]
 
 
-def test_the_model_counts_what_the_backward_does_not_hide():
+def test_finish_time_counts_exposed_communication():
     seconds = AllReduceCost({1000: 0.5, 3000: 1.5})
     assert seconds(500) == 0.5
     assert seconds(2000) == 1.0
@@ -129,7 +129,7 @@ def test_the_model_counts_what_the_backward_does_not_hide():
     assert finish_time(buckets(gradients, [3000]), slow) == 6.0
 
 
-def test_short_backwards_get_one_bucket_and_long_ones_several():
+def test_likely_bucket_size_depends_on_backward_time():
     ways = {
         PACELINE: AllReduceCost({MIB: 0.010, 8 * MIB: 0.080}),
         GLOO: AllReduceCost({MIB: 0.1, 8 * MIB: 0.9}),
@@ -196,7 +196,7 @@ SET = """
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-def test_buckets_that_are_set_are_ddp_s_own_from_the_first_step_on(tmp_path, options):
+def test_buckets_are_set_from_first_step(tmp_path, options):
     """DDP itself rebuilds its buckets only after the first step."""
     (told,) = ranks.untagged(ranks.run(ranks.write(tmp_path, SET), options).stdout)
     before, first, second = json.loads(told)
@@ -269,7 +269,7 @@ def same(one, other):
     "kind",
     ["plain", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHER_KINDS)],
 )
-def test_a_training_is_the_same_to_the_last_bit_while_it_is_tuned(tmp_path, kind):
+def test_tuning_keeps_training_bitwise_equal(tmp_path, kind):
     """The model is the same while buckets and methods change, and after that.
 
     Two ranks, because a sum over two ranks has only one order.
@@ -290,7 +290,7 @@ def test_a_training_is_the_same_to_the_last_bit_while_it_is_tuned(tmp_path, kind
 
 
 @pytest.mark.long
-def test_so_is_that_of_paceline_s_own_world(tmp_path):
+def test_tuning_keeps_training_with_init_bitwise_equal(tmp_path):
     """The buckets of ``paceline.init().distribute`` are final from the start."""
     script, args = ranks.write(tmp_path, scripts.TRAIN), ["--samples", 400, "--epochs", 5]
     ranks.run(script, tmp_path / "plain.pt", *args)
@@ -306,7 +306,7 @@ def test_so_is_that_of_paceline_s_own_world(tmp_path):
 
 
 @pytest.mark.long
-def test_an_answer_of_another_model_is_not_taken(tmp_path):
+def test_saved_settings_of_different_model_are_ignored(tmp_path):
     tuned = tmp_path / "tuned.toml"
     trained(tmp_path, "plain", "--tune-exchange", tuned)
     expected, _ = trained(tmp_path, "deeper")
@@ -327,7 +327,7 @@ def test_an_answer_of_another_model_is_not_taken(tmp_path):
         ("plain", 12, "--tune-exchange: the script has ended before it was done, in step 11"),
     ],
 )
-def test_what_can_not_be_tuned_is_said_and_trains_as_ever(tmp_path, kind, steps, why):
+def test_untunable_training_is_reported_and_unchanged(tmp_path, kind, steps, why):
     expected, _ = trained(tmp_path, kind, steps=steps)
     tuned = tmp_path / "tuned.toml"
     found, said = trained(tmp_path, kind, "--tune-exchange", tuned, steps=steps)
@@ -337,7 +337,7 @@ def test_what_can_not_be_tuned_is_said_and_trains_as_ever(tmp_path, kind, steps,
 
 
 @pytest.mark.long
-def test_a_script_without_ddp_is_told_so(tmp_path):
+def test_tuning_without_ddp_is_reported(tmp_path):
     script = ranks.write(tmp_path, "print('done')")
     done = ranks.run(script, launcher=f"paceline --tune-exchange {tmp_path / 'tuned.toml'}")
     assert "--tune-exchange: no DistributedDataParallel made a step" in done.stderr
@@ -345,7 +345,7 @@ def test_a_script_without_ddp_is_told_so(tmp_path):
 
 
 @pytest.mark.long
-def test_bfloat16_is_taken_only_where_that_is_allowed(tmp_path):
+def test_tune_compression_tries_bfloat16(tmp_path):
     """With --tune-compression, bfloat16 is tried and changes the model slightly."""
     tuned = tmp_path / "tuned.toml"
     found, said = trained(tmp_path, "plain", "--tune-exchange", tuned, "--tune-compression")
@@ -368,7 +368,7 @@ def test_bfloat16_is_taken_only_where_that_is_allowed(tmp_path):
         ),
     ],
 )
-def test_options_that_can_not_be_are_told_before_anything_starts(tmp_path, options, said):
+def test_invalid_tuning_options_are_reported_before_ranks_start(tmp_path, options, said):
     other = 'format = "paceline-settings"\nversion = 1\n[knobs]\nbucket-mb = 3\n'
     (tmp_path / "other.toml").write_text(other)
     script = ranks.write(tmp_path, "open('ran', 'w')")
@@ -382,7 +382,7 @@ def test_options_that_can_not_be_are_told_before_anything_starts(tmp_path, optio
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["host1:1,host2:1", "host1:2,host2:1,host3:1"])
-def test_between_hosts_algorithms_are_tried_as_well(hosts, shared_folder, layout):
+def test_tuning_between_hosts_tries_algorithms(hosts, shared_folder, layout):
     """The model is the same to rounding: the sums of several hosts have several orders."""
     script = ranks.write(shared_folder, TRAIN)
     start = [ranks.PACELINE, "run", "--fresh", "-H", layout]
