@@ -19,8 +19,8 @@ from common import BIN, SCRIPTS, console, finish, machine, options, ratio, run, 
 from common import target as judged
 from rich.table import Table
 
-from paceline.cluster.topology.local_resources import spans
-from paceline.cluster.topology.sockets import SOCKETS
+from paceline.cluster.topology.local_resources import format_ranges
+from paceline.cluster.topology.sockets import SOCKET_VARIABLE
 from paceline.cluster.topology.topology import topology
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -47,11 +47,13 @@ def sockets() -> tuple[list[str], bool]:
     cores = sorted({cpu.core for cpu in host.at(mine)} & mine)
     packages = host.packages(cores)
     if len(packages) > 1:
-        return [spans([c.number for c in host.at(cores) if c.package == p]) for p in packages], True
+        return [
+            format_ranges([c.number for c in host.at(cores) if c.package == p]) for p in packages
+        ], True
     if len(cores) < 2:
         raise SystemExit("this needs two cores")
     half = len(cores) // 2
-    return [spans(cores[:half]), spans(cores[half : 2 * half])], False
+    return [format_ranges(cores[:half]), format_ranges(cores[half : 2 * half])], False
 
 
 def measured(ranks: int, lists: list[str], repeats: int, sizes: list[int]) -> Any:
@@ -59,7 +61,7 @@ def measured(ranks: int, lists: list[str], repeats: int, sizes: list[int]) -> An
         out = Path(folder, "found.json")
         command = [BIN / "paceline", "run", "-n", ranks, "--bind", "none"]
         command += [SCRIPTS / "exchange/sockets.py", out, "--rounds", repeats, "--sizes", *sizes]
-        environment = {**os.environ, SOCKETS: " ".join(lists)}
+        environment = {**os.environ, SOCKET_VARIABLE: " ".join(lists)}
         done = subprocess.run(
             list(map(str, command)), env=environment, capture_output=True, text=True
         )

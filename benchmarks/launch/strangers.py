@@ -35,11 +35,11 @@ RANKS = 3
 # Another listener, which greets visitors as the launcher does until it is ended.
 SINK = """
 import secrets, socket, sys
-from paceline.launch.channel import host_greeting
-from paceline.security.greeting import Acceptor
+from paceline.launch.channel import host_handshake
+from paceline.security.handshake import Acceptor
 listening = socket.create_server((sys.argv[1], 0), backlog=1024)
 secret = secrets.token_hex(32)
-with Acceptor([listening], lambda address: host_greeting(secret)) as acceptor:
+with Acceptor([listening], lambda address: host_handshake(secret)) as acceptor:
     print(listening.getsockname()[1], flush=True)
     while True:
         acceptor.wait(0.2)

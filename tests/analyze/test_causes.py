@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from rungs import climbs
+from rungs import rung
 
 from paceline.analyze.diagnosis.causes import Evidence, causes
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
@@ -20,10 +20,10 @@ FACTS = {
 def judged(*, losses=(), calls=None, loader=None, facts=(), gradients=None, late="", **changed):
     """Return the causes for two ranks with these rungs (default: the ideal), losses and facts."""
     rungs = {
-        "alone": climbs(ranks=1),
-        "silent": climbs(),
-        "cached": climbs(),
-        "everything": climbs(),
+        "alone": rung(ranks=1),
+        "silent": rung(),
+        "cached": rung(),
+        "everything": rung(),
     } | changed
     fall = waterfall(*(rungs[name] for name in ("alone", "silent", "cached", "everything")))
     told = [FACTS | one for one in facts] or [FACTS, FACTS]
@@ -36,8 +36,8 @@ def judged(*, losses=(), calls=None, loader=None, facts=(), gradients=None, late
     together = int(told[0]["mask"], 16) | int(told[1]["mask"], 16)
     e = Evidence(
         waterfall=fall, report=report, loader=loader, threads=told[0]["threads"],
-        cores=together.bit_count(), per_host=2, steps=10, climbs=rungs, facts=told,
-        gradients=gradients, late=lambda _: late,
+        cores=together.bit_count(), per_host=2, steps=10, rungs=rungs, facts=told,
+        gradients=gradients, describe_lateness=lambda _: late,
         lines={"transfer": [{"line": 7, "code": "dist.all_reduce(grad)"}]},
     )  # fmt: skip
     return causes(e)
@@ -47,10 +47,14 @@ def collective(name="all-reduce", count=10, size=1000, wait=0.0, transfer=0.3):
     return Collective(name, count, count * size, wait, transfer, 0.0, 1.0, 1.0)
 
 
-SLOWER = {"cached": climbs(0.1), "everything": climbs(0.1), "silent": climbs(0.05)}
-SLOWER["alone"] = climbs(0.05, ranks=1)
+SLOWER = {
+    "cached": rung(0.1),
+    "everything": rung(0.1),
+    "silent": rung(0.05),
+}
+SLOWER["alone"] = rung(0.05, ranks=1)
 EXCHANGE = [Loss("transfer", 0.5)]
-INPUT = {name: climbs(0.05) for name in ("silent", "cached")} | {"alone": climbs(0.05, ranks=1)}
+INPUT = {name: rung(0.05) for name in ("silent", "cached")} | {"alone": rung(0.05, ranks=1)}
 WAITS_INPUT = [Loss("input", 0.5)]
 LOADER = {"batches": 100, "seconds": 10.0, "busy_s": 1.0, "system_s": 0.5, "workers": 2, "ranks": 2}
 
@@ -76,8 +80,8 @@ EXCHANGES = {
 @pytest.mark.parametrize(("recorded", "named"), [(0.035, []), (0.06, ["exchange-latency"])])
 def test_marginal_loss_needs_confirmation_by_second_witness(recorded, named):
     """Use 5.5 % by experiment: what a plain script shows with an exchange of 5 ms in 100 ms."""
-    base = {name: climbs(0.1) for name in ("cached", "everything")}
-    base |= {"silent": climbs(0.0945), "alone": climbs(0.0945, ranks=1)}
+    base = {name: rung(0.1) for name in ("cached", "everything")}
+    base |= {"silent": rung(0.0945), "alone": rung(0.0945, ranks=1)}
     found = judged(losses=[Loss("transfer", recorded)], calls=collective(count=100), **base)
     assert [cause.id for cause in found] == named
 
@@ -103,7 +107,7 @@ def test_causes_of_slow_exchange(name):
 )
 def test_few_small_exchanges_waiting_for_a_core_are_jitter(count, crowded, named):
     """Ten steps of 100 ms, half of it exchange: 50, 2.5 or 0.5 ms per call."""
-    slower = SLOWER | {name: climbs(0.1, crowded=crowded) for name in ("cached", "everything")}
+    slower = SLOWER | {name: rung(0.1, crowded=crowded) for name in ("cached", "everything")}
     (cause,) = judged(losses=EXCHANGE, calls=collective(count=count), **slower)
     assert cause.id == named
     assert ("threads wait for a core" in cause.sentence) == (named == "jitter")
@@ -150,7 +154,7 @@ def test_causes_of_late_batch(name):
 
 
 def test_loader_restart_each_epoch_is_reported():
-    real = climbs(starts=4, starting=0.45)
+    real = rung(starts=4, starting=0.45)
     (cause,) = judged(losses=WAITS_INPUT, loader=LOADER, everything=real, **INPUT)
     assert (cause.id, cause.evidence["starts"]) == ("loader-start", 24)
     assert "each epoch begins with 112 ms of starting the loader" in cause.sentence
@@ -162,14 +166,23 @@ PRINTING = [Loss("wait", 0.25, 1, "b", "other"), Loss("other", 0.2, lines=PRINTS
 
 
 def uneven(facts=(), losses=UNEVEN, other=(0.0, 0.0), **used):
-    rungs = {name: climbs(slow=2.0, **used) for name in ("silent", "cached", "everything")}
-    rungs["alone"] = climbs(0.05, ranks=1)
+    rungs = {name: rung(slow=2.0, **used) for name in ("silent", "cached", "everything")}
+    rungs["alone"] = rung(0.05, ranks=1)
     own = [{"useful": useful, "other": one} for useful, one in zip((0.5, 1.0), other, strict=True)]
     fall = waterfall(*(rungs[name] for name in ("alone", "silent", "cached", "everything")))
     report = SimpleNamespace(losses=losses, groups=[], hosts=["a", "b"], states=own, size=2)
     told = [FACTS | one for one in facts] or [FACTS, FACTS]
     e = Evidence(
-        fall, report, None, 1, 2, 1, 10, rungs, told, late=lambda rank: f"from step {rank} on"
+        fall,
+        report,
+        None,
+        1,
+        2,
+        1,
+        10,
+        rungs,
+        told,
+        describe_lateness=lambda rank: f"from step {rank} on",
     )
     (cause,) = causes(e)
     return cause
@@ -192,50 +205,53 @@ def test_causes_of_uneven_ranks_are_distinguished():
 
 
 def test_causes_of_slow_shared_machine_are_distinguished():
-    slowed = {name: climbs(0.2) for name in ("silent", "cached", "everything")}
+    slowed = {name: rung(0.2) for name in ("silent", "cached", "everything")}
     (cause,) = judged(**slowed)
     assert cause.id == "shared-machine"
-    (cause,) = judged(**slowed, alone=climbs(ranks=1, batch=20))
+    (cause,) = judged(**slowed, alone=rung(ranks=1, batch=20))
     assert cause.id == "fixed-cost"
     assert "has 10 samples, and 20 on one rank alone" in cause.sentence
-    (cause,) = judged(facts=[{"threads": 4}] * 2, **slowed | {"one thread": climbs(0.1)})
+    (cause,) = judged(facts=[{"threads": 4}] * 2, **slowed | {"one thread": rung(0.1)})
     assert cause.id == "too-many-threads"
     assert cause.sentence.startswith("2 ranks with 4 threads each share 2 cores")
     (cause,) = judged(facts=[{"mask": "1"}] * 2, **slowed)
     assert cause.id == "binding"
     assert cause.sentence == "2 ranks may use 1 of the host's 2 cores together"
-    (cause,) = judged(**{name: climbs(0.2, delayed=0.4, host=2.0) for name in slowed})
+    (cause,) = judged(**{name: rung(0.2, delayed=0.4, host=2.0) for name in slowed})
     assert cause.id == "noisy-machine"
 
 
 def test_noisy_machine_that_slows_all_rungs_is_reported():
     """Waits for cores are as long with one rank as with all ranks, so no bar shows them."""
-    slowed = {"alone": climbs(ranks=1, delayed=0.4, host=2.0), "everything": climbs(delayed=0.4)}
+    slowed = {
+        "alone": rung(ranks=1, delayed=0.4, host=2.0),
+        "everything": rung(delayed=0.4),
+    }
     assert judged(**slowed) == []
-    slowed["everything"] = climbs(delayed=0.4, host=2.5)
+    slowed["everything"] = rung(delayed=0.4, host=2.5)
     (cause,) = judged(**slowed)
     assert (cause.id, cause.share) == ("noisy-machine", pytest.approx(0.4))
-    assert judged(**slowed | {"everything": climbs(delayed=0.04, host=2.5)}) == []
+    assert judged(**slowed | {"everything": rung(delayed=0.04, host=2.5)}) == []
 
 
 INSIDE = {
-    "layout": {"alone, channels-last": climbs(0.07, ranks=1)},
-    "allocator": {"silent": climbs(faults=100_000.0, system=0.3)},
-    "memory-limit": {"everything": climbs(squeezed=0.2)},
+    "layout": {"alone, channels-last": rung(0.07, ranks=1)},
+    "allocator": {"silent": rung(faults=100_000.0, system=0.3)},
+    "memory-limit": {"everything": rung(squeezed=0.2)},
     "interpreter": {
-        "silent": climbs(thread=0.3, others={"seconds": 0.6, "name": "monitor"}),
+        "silent": rung(thread=0.3, others={"seconds": 0.6, "name": "monitor"}),
     },
 }
 
 
 def test_idle_time_inside_a_step_is_script_time():
-    still = {"silent": climbs(process=0.6)}
+    still = {"silent": rung(process=0.6)}
     (cause,) = judged(**still)
     assert (cause.id, cause.share) == ("script", pytest.approx(0.4, abs=0.05))
     assert "on no core: it sleeps, or waits for a file" in cause.sentence
     assert judged(**still, facts=[{"gpu": True}] * 2) == []
     assert judged(**still, facts=[{"threads": 4}] * 2) == []
-    assert judged(silent=climbs(process=0.6, delayed=0.35)) == []
+    assert judged(silent=rung(process=0.6, delayed=0.35)) == []
     between = judged(**still, losses=[Loss("other", 0.4)])
     assert [one.id for one in between] == ["script"]
     assert "between its steps" in between[0].sentence
@@ -253,13 +269,13 @@ def test_float64_and_needless_unused_parameter_search_are_causes():
     (cause,) = judged(facts=[double, double])
     assert (cause.id, cause.share) == ("precision", pytest.approx(0.5))
     ddp = {"ddp": {"searches": True, "unused_bytes": 0, "bytes": 8, "bucket_bytes": 8}}
-    (cause,) = judged(facts=[ddp, ddp], everything=climbs(searching=0.1))
+    (cause,) = judged(facts=[ddp, ddp], everything=rung(searching=0.1))
     assert cause.id == "unused-parameter-search"
     ddp["ddp"]["unused_bytes"] = 8
-    assert judged(facts=[ddp, ddp], everything=climbs(searching=0.1)) == []
+    assert judged(facts=[ddp, ddp], everything=rung(searching=0.1)) == []
 
 
 def test_ideal_without_single_rank_run_is_fastest_rung():
-    fall = waterfall([], climbs(slow=2.0), climbs(), climbs())
+    fall = waterfall([], rung(slow=2.0), rung(), rung())
     assert [bar.id for bar in fall.bars] == ["uneven"]
     assert fall.ideal.mean == pytest.approx(400, rel=0.01)

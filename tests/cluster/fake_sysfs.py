@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cluster.topology.local_resources import spans
+from paceline.cluster.topology.local_resources import format_ranges
 
 NVIDIA, MELLANOX, INTEL = 0x10DE, 0x15B3, 0x8086
 GPU, INFINIBAND, ETHERNET, DISPLAY = 0x030200, 0x020700, 0x020000, 0x030000
@@ -111,15 +111,15 @@ def write(root: Path, host: Host) -> None:
     _nodes(root / "sys/devices/system/node", host, every)
     if host.efficient:
         strong = [cpu for cpu in every if cpu not in host.efficient]
-        _put(root / "sys/devices/cpu_core/cpus", spans(strong))
-        _put(root / "sys/devices/cpu_atom/cpus", spans(host.efficient))
+        _put(root / "sys/devices/cpu_core/cpus", format_ranges(strong))
+        _put(root / "sys/devices/cpu_atom/cpus", format_ranges(host.efficient))
     for device in host.devices:
         _device(root / "sys", device, _of_node(host, device.node) or every)
 
 
 def _cpus(folder: Path, host: Host, every: list[int]) -> None:
     for name in ("online", "possible", "present"):
-        _put(folder / name, spans(every))
+        _put(folder / name, format_ranges(every))
     _put(folder / "offline", "")
     _put(folder / "kernel_max", 2047)
     for (package, node), cores in host.cores.items():
@@ -143,7 +143,7 @@ def _cpus(folder: Path, host: Host, every: list[int]) -> None:
                     ("core_siblings", "package_cpus", socket),
                 ):
                     for name in (old, new):
-                        _put(own / "topology" / f"{name}_list", spans(cpus))
+                        _put(own / "topology" / f"{name}_list", format_ranges(cpus))
                         _put(own / "topology" / name, _mask(cpus, len(every)))
 
 
@@ -152,15 +152,15 @@ def _nodes(folder: Path, host: Host, every: list[int]) -> None:
     numbers = sorted([*package, *host.memory_only])
     for number in numbers:
         own = folder / f"node{number}"
-        _put(own / "cpulist", spans(_of_node(host, number)))
+        _put(own / "cpulist", format_ranges(_of_node(host, number)))
         _put(own / "cpumap", _mask(_of_node(host, number), every[-1] + 1))
         far = [_distance(number, other, package) for other in numbers]
         _put(own / "distance", " ".join(map(str, far)))
         size = (16 if number in host.memory_only else 256) << 20
         _put(own / "meminfo", f"Node {number} MemTotal:  {size} kB\nNode {number} MemFree:  0 kB")
     for name in ("online", "possible", "has_memory"):
-        _put(folder / name, spans(numbers))
-    _put(folder / "has_cpu", spans(sorted(package)))
+        _put(folder / name, format_ranges(numbers))
+    _put(folder / "has_cpu", format_ranges(sorted(package)))
 
 
 def _distance(one: int, other: int, package: dict[int, int]) -> int:
@@ -177,7 +177,7 @@ def _device(sys_: Path, device: Device, near: list[int]) -> None:
     _put(own / "class", f"{device.kind:#08x}")
     _put(own / "vendor", f"{device.vendor:#06x}")
     _put(own / "numa_node", device.node)
-    _put(own / "local_cpulist", spans(near))
+    _put(own / "local_cpulist", format_ranges(near))
     _link(sys_ / "bus/pci/devices" / device.bus, own)
     if device.kind == INFINIBAND:
         entry = own / "infiniband" / device.name

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.schedulers import flux
-from paceline.cluster.schedulers.detect import find
+from paceline.cluster.schedulers.detect import find_allocation
 from paceline.cluster.schedulers.hostfile import Host
 
 ENVS = Path(__file__).parent / "envs"
@@ -29,28 +29,31 @@ SALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NO
 
 
 def slots(**more):
-    return [host.slots for host in find(SALLOC | more).hosts]
+    return [host.slots for host in find_allocation(SALLOC | more).hosts]
 
 
 def test_no_allocation_without_scheduler():
-    assert find({}) is None
-    assert find(recorded("mpirun-ssh.0")) is None
+    assert find_allocation({}) is None
+    assert find_allocation(recorded("mpirun-ssh.0")) is None
     assert (
-        find({"SLURM_JOB_ID": "5", "PBS_JOBID": "3", "LSB_JOBID": "1", "COBALT_JOBID": "1"}) is None
+        find_allocation(
+            {"SLURM_JOB_ID": "5", "PBS_JOBID": "3", "LSB_JOBID": "1", "COBALT_JOBID": "1"}
+        )
+        is None
     )
 
 
 def test_slurm_batch_job_hosts_tasks_gpus_and_cpus():
-    found = find(recorded("slurm-sbatch.0"))
+    found = find_allocation(recorded("slurm-sbatch.0"))
     assert (found.scheduler, found.job, found.tool) == ("Slurm", "2", "srun")
     assert found.hosts == (Host("host1", 2, 2, 2), Host("host2", 2, 2, 2))
     assert found.ends_at is None
-    assert find(SALLOC | {"SLURM_JOB_END_TIME": "1700000000"}).ends_at == 1.7e9
+    assert find_allocation(SALLOC | {"SLURM_JOB_END_TIME": "1700000000"}).ends_at == 1.7e9
 
 
 @pytest.mark.parametrize("name", ["slurm-srun.1", "mpirun-in-salloc.0", "slurm-pmix.2"])
 def test_slurm_step_reports_allocation_of_job(name):
-    assert [host.name for host in find(recorded(name)).hosts] == ["host1", "host2"]
+    assert [host.name for host in find_allocation(recorded(name)).hosts] == ["host1", "host2"]
 
 
 def test_slurm_tasks_are_slots_only_if_requested():
@@ -73,7 +76,10 @@ def test_slurm_tasks_are_slots_only_if_requested():
     ],
 )
 def test_slurm_gpu_variables(variables, devices):
-    assert [host.devices for host in find(SALLOC | variables).hosts] == [devices, devices]
+    assert [host.devices for host in find_allocation(SALLOC | variables).hosts] == [
+        devices,
+        devices,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_slurm_gpu_variables(variables, devices):
 )
 def test_inconsistent_slurm_variables_are_reported(variables, words):
     with pytest.raises(ValueError, match=r"HINT|counts") as said:
-        find(SALLOC | variables)
+        find_allocation(SALLOC | variables)
     assert all(word in str(said.value) for word in words.split())
 
 
@@ -103,72 +109,74 @@ def test_fewer_slurm_tasks_than_slots_are_accepted():
 
 def test_lsf_hosts_from_each_variable(tmp_path):
     job = {"LSB_JOBID": "10", "LSB_JOBINDEX": "0", "LSB_HOSTS": "g1 g1 g5 g3"}
-    found = find(job)
+    found = find_allocation(job)
     assert (found.scheduler, found.job, found.tool) == ("LSF", "10", "blaunch")
     assert found.hosts == (Host("g1", 2), Host("g5", 1), Host("g3", 1))
     assert found.launch_node is None
     job |= {"LSB_MCPU_HOSTS": "g3 1 g1 2", "LSB_JOBINDEX": "4"}
-    assert find(job).hosts == (Host("g3", 1), Host("g1", 2))
-    assert find(job).job == "10[4]"
+    assert find_allocation(job).hosts == (Host("g3", 1), Host("g1", 2))
+    assert find_allocation(job).job == "10[4]"
     job["LSB_DJOB_HOSTFILE"] = lines(tmp_path / "hosts", "g7 g7 g8")
-    assert find(job).hosts == (Host("g7", 2), Host("g8", 1))
+    assert find_allocation(job).hosts == (Host("g7", 2), Host("g8", 1))
     job["LSB_DJOB_HOSTFILE"] = str(tmp_path / "gone")  # not on this host
-    assert find(job).hosts == (Host("g3", 1), Host("g1", 2))
+    assert find_allocation(job).hosts == (Host("g3", 1), Host("g1", 2))
     with pytest.raises(ValueError, match=r"LSB_MCPU_HOSTS='g1 2 g2'.*HINT"):
-        find(job | {"LSB_MCPU_HOSTS": "g1 2 g2"})
+        find_allocation(job | {"LSB_MCPU_HOSTS": "g1 2 g2"})
 
 
 def test_coral_launch_node_is_not_a_compute_node(tmp_path):
     hosts = lines(tmp_path / "hosts", "batch1" + " a01" * 42 + " a02" * 42)
     job = {"LSB_JOBID": "10", "LSB_DJOB_HOSTFILE": hosts}
     for more in ({"CSM_ALLOCATION_ID": "99"}, {"JSM_ROOT": "/opt/jsm"}):
-        found = find(job | more)
+        found = find_allocation(job | more)
         assert (found.tool, found.launch_node) == ("jsrun", "batch1")
         assert found.hosts == (Host("a01", cpus=42), Host("a02", cpus=42))
-    assert find(job).launch_node is None
-    assert len(find(job).hosts) == 3
+    assert find_allocation(job).launch_node is None
+    assert len(find_allocation(job).hosts) == 3
 
 
 def test_pbs_pro_slots_only_if_processes_are_requested(tmp_path):
     job = {"PBS_JOBID": "3089.server", "NCPUS": "64", "PATH": str(tmp_path)}
     job["PBS_NODEFILE"] = lines(tmp_path / "nodes", "x1 x2")
-    found = find(job)
+    found = find_allocation(job)
     assert (found.scheduler, found.job, found.tool) == ("PBS", "3089.server", "ssh")
     assert found.hosts == (Host("x1", cpus=64), Host("x2", cpus=64))
-    assert [host.slots for host in find(job | {"PBS_NP": "2"}).hosts] == [1, 1]
+    assert [host.slots for host in find_allocation(job | {"PBS_NP": "2"}).hosts] == [1, 1]
     lines(tmp_path / "nodes", "x1 x1 x2 x2")
-    assert [host.slots for host in find(job).hosts] == [2, 2]
+    assert [host.slots for host in find_allocation(job).hosts] == [2, 2]
 
 
 def test_torque_gpus_from_gpufile(tmp_path):
     job = {"PBS_JOBID": "3.server", "PBS_NP": "4", "PBS_NUM_PPN": "2"}
     job["PBS_NODEFILE"] = lines(tmp_path / "nodes", "x-gpu1 x-gpu1 x2 x2")
     job["PBS_GPUFILE"] = lines(tmp_path / "gpus", "x-gpu1-gpu0 x-gpu1-gpu1 x2-gpu0")
-    assert find(job).hosts == (Host("x-gpu1", 2, 2, 2), Host("x2", 2, 1, 2))
+    assert find_allocation(job).hosts == (Host("x-gpu1", 2, 2, 2), Host("x2", 2, 1, 2))
 
 
 def test_palsrun_is_used_if_available(tmp_path):
     job = {"PBS_JOBID": "3.server", "PBS_NODEFILE": lines(tmp_path / "nodes", "x1 x2")}
-    assert find(job | {"CRAY_PALS_VERSION": "1.2"}).tool == "palsrun"
+    assert find_allocation(job | {"CRAY_PALS_VERSION": "1.2"}).tool == "palsrun"
     tool = tmp_path / "palsrun"
     tool.touch()
-    assert find(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "ssh"  # palsrun does not exist
+    assert (
+        find_allocation(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "ssh"
+    )  # palsrun does not exist
     tool.chmod(0o755)
-    assert find(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "palsrun"
+    assert find_allocation(job | {"PATH": f"/nowhere:{tmp_path}"}).tool == "palsrun"
 
 
 def test_missing_or_empty_pbs_nodefile_is_reported(tmp_path):
     job = {"PBS_JOBID": "3.server", "PBS_NODEFILE": str(tmp_path / "gone")}
     with pytest.raises(ValueError, match=r"PBS_NODEFILE=.*gone.*HINT: has the allocation ended"):
-        find(job)
+        find_allocation(job)
     lines(tmp_path / "empty", "")
     with pytest.raises(ValueError, match=r"PBS_NODEFILE=.*names no host"):
-        find(job | {"PBS_NODEFILE": str(tmp_path / "empty")})
+        find_allocation(job | {"PBS_NODEFILE": str(tmp_path / "empty")})
 
 
 def test_flux_hosts_from_hostlist_command():
     script = {"FLUX_URI": "local:///run/flux/local", "FLUX_ENCLOSING_ID": "f12"}
-    found = find(script)
+    found = find_allocation(script)
     assert (found.scheduler, found.job, found.tool, found.hosts) == ("Flux", "f12", "flux", ())
     hosts = flux.allocation(script, "tuolumne[1001-1002],tuolumne1001").hosts
     assert hosts == (Host("tuolumne1001"), Host("tuolumne1002"))
@@ -177,10 +185,10 @@ def test_flux_hosts_from_hostlist_command():
 
 def test_cobalt_hosts_from_nodefile_or_node_numbers(tmp_path):
     job = {"COBALT_JOBID": "5", "COBALT_PARTNAME": "3-5,8", "COBALT_JOBSIZE": "4"}
-    found = find(job)
+    found = find_allocation(job)
     assert (found.scheduler, found.tool) == ("Cobalt", "ssh")
     assert [host.name for host in found.hosts] == ["nid00003", "nid00004", "nid00005", "nid00008"]
     with pytest.raises(ValueError, match="COBALT_JOBSIZE=2 beside COBALT_PARTNAME=3-5,8"):
-        find(job | {"COBALT_JOBSIZE": "2"})
+        find_allocation(job | {"COBALT_JOBSIZE": "2"})
     job |= {"COBALT_NODEFILE": lines(tmp_path / "nodes", "cc1 cc2"), "COBALT_JOBSIZE": "2"}
-    assert find(job).hosts == (Host("cc1"), Host("cc2"))
+    assert find_allocation(job).hosts == (Host("cc1"), Host("cc2"))

@@ -9,8 +9,8 @@ import pytest
 from fake_sysfs import HOSTS, Host, write
 
 from paceline.cluster.binding.binding_plan import RankBinding, binding_problems, plan
-from paceline.cluster.topology.local_resources import spans, unspanned
-from paceline.cluster.topology.pci_devices import Card, cards
+from paceline.cluster.topology.local_resources import format_ranges, parse_ranges
+from paceline.cluster.topology.pci_devices import Card, pci_cards
 from paceline.cluster.topology.topology import Cpu, Node, Topology, topology
 
 # Summit reserves the last core of each socket for the system.
@@ -23,15 +23,15 @@ class Machine:
     def __init__(self, root, name):
         write(root, HOSTS[name]())
         self.topology = topology(root)
-        self.cards = cards(root)
+        self.cards = pci_cards(root)
 
     def plan(self, ranks, *, allowed="", **asked):
         every = {cpu.number for cpu in self.topology.cpus}
-        granted = set(unspanned(allowed)) or every
+        granted = set(parse_ranges(allowed)) or every
         return plan(self.topology, granted, ranks, cards=self.cards, **asked)
 
     def masks(self, ranks, **asked):
-        return [spans(list(place.cpus)) for place in self.plan(ranks, **asked)]
+        return [format_ranges(list(place.cpus)) for place in self.plan(ranks, **asked)]
 
     def refused(self, ranks, **asked):
         with pytest.raises(ValueError, match="HINT") as said:
@@ -79,7 +79,7 @@ def test_bind_device_on_summit_node(ac922):
         RankBinding(tuple(range(116, 144)), (8,), (8,), 4, far, (8,), 7),
         RankBinding(tuple(range(144, 172)), (8,), (8,), 5, far, (8,), 7),
     ]
-    assert ac922.odd(places, allowed=set(unspanned(SUMMIT))) == []
+    assert ac922.odd(places, allowed=set(parse_ranges(SUMMIT))) == []
     assert ac922.plan(6, allowed=SUMMIT, bind="core") == places
     assert ac922.plan(6, allowed=SUMMIT, bind="device", cpus_per_rank=7) == places
 
@@ -104,7 +104,7 @@ def test_smt_option_excludes_or_uses_hardware_threads(ac922):
 @pytest.mark.parametrize("bind", ["socket", "numa"])
 def test_ranks_on_same_socket_share_its_cores(ac922, bind):
     places = ac922.plan(3, allowed=SUMMIT, bind=bind)
-    assert [spans(list(place.cpus)) for place in places] == ["0-83", "0-83", "88-171"]
+    assert [format_ranges(list(place.cpus)) for place in places] == ["0-83", "0-83", "88-171"]
     assert [place.threads for place in places] == [10, 10, 21]
     assert [place.memory for place in places] == [(0,), (0,), (8,)]
     assert "more" not in " ".join(ac922.odd(places))
@@ -134,7 +134,7 @@ def test_bind_core_three_ranks_on_two_sockets_of_four_cores(small):
 
 def test_bind_core_keeps_each_rank_on_one_socket(ac922):
     places = ac922.plan(3, bind="core")
-    assert [spans(list(place.cpus)) for place in places] == ["0-43", "44-87", "88-131"]
+    assert [format_ranges(list(place.cpus)) for place in places] == ["0-43", "44-87", "88-131"]
     assert places[0].notes == (
         "11 of 44 cores stay free; --cpus-per-rank 14 uses more, and splits ranks over NUMA nodes",
     )
@@ -195,7 +195,7 @@ def test_bind_device_on_workstation_with_one_gpu(workstation):
 
 def test_bind_device_on_dgx_selects_nearest_cores_and_nics(dgx):
     places = dgx.plan(8, bind="device")
-    assert [spans(list(place.cpus)) for place in places] == [
+    assert [format_ranges(list(place.cpus)) for place in places] == [
         *("48-55,176-183", "56-63,184-191", "16-23,144-151", "24-31,152-159"),
         *("112-119,240-247", "120-127,248-255", "80-87,208-215", "88-95,216-223"),
     ]
@@ -218,7 +218,7 @@ def test_bind_device_uses_cores_of_socket_if_numa_node_is_too_small(dgx):
 def test_bind_device_uses_only_visible_gpus(ac922):
     places = ac922.plan(2, bind="device", visible=[5, 0])
     assert [place.device for place in places] == [0, 1]
-    assert [spans(list(place.cpus)) for place in places] == ["88-175", "0-87"]
+    assert [format_ranges(list(place.cpus)) for place in places] == ["88-175", "0-87"]
     assert [place.cards for place in places] == [("mlx5_2", "mlx5_3"), ("mlx5_0", "mlx5_1")]
     assert ac922.odd(places, visible=[5, 0]) == []
     assert ac922.odd(places) == ["rank 0: on socket 8, its GPU 0004:04:00.0 on socket 0"]
@@ -229,12 +229,12 @@ def test_gpus_without_known_numa_node_get_any_cores(small):
     known = replace(gpus[0], node=1)
     every = set(range(16))
     places = plan(small.topology, every, 2, bind="device", cards=gpus)
-    assert [spans(list(place.cpus)) for place in places] == ["0-3,8-11", "4-7,12-15"]
+    assert [format_ranges(list(place.cpus)) for place in places] == ["0-3,8-11", "4-7,12-15"]
     assert places[0].notes == (
         "this host does not say which cores are near 0000:01:00.0, 0000:02:00.0",
     )
     places = plan(small.topology, every, 2, bind="device", cards=[gpus[1], known])
-    assert [spans(list(place.cpus)) for place in places] == ["0-3,8-11", "4-7,12-15"]
+    assert [format_ranges(list(place.cpus)) for place in places] == ["0-3,8-11", "4-7,12-15"]
 
 
 def test_memory_is_bound_to_nearest_numa_node_with_memory():
@@ -270,7 +270,7 @@ def test_bind_core_on_current_machine():
     places = plan(found, mine, ranks, bind="core", cpus_per_rank=1)
     assert len({cpu for place in places for cpu in place.cpus}) >= ranks
     assert {cpu for place in places for cpu in place.cpus} <= mine
-    assert binding_problems(places, found, cards(), allowed=mine) == []
+    assert binding_problems(places, found, pci_cards(), allowed=mine) == []
 
 
 def test_impossible_binding_is_rejected_with_feasible_hint(ac922, small, dgx, workstation):
@@ -324,7 +324,7 @@ def test_hint_of_rejected_binding_is_feasible(machines):
     for _ in range(300):
         machine = chance.choice(list(machines.values()))
         every = [cpu.number for cpu in machine.topology.cpus]
-        allowed = spans(chance.sample(every, chance.randint(1, len(every))))
+        allowed = format_ranges(chance.sample(every, chance.randint(1, len(every))))
         bind = chance.choice(["core", "numa", "socket", "device"])
         ranks, each = chance.randint(1, 8), chance.choice([2, 8, 20])
         try:

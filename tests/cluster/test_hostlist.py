@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.schedulers.hostlist import counts, expand, numbers
+from paceline.cluster.schedulers.hostlist import expand_counts, expand_hostlist, expand_numbers
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from paceline.cluster.schedulers.hostlist import counts, expand, numbers
     ],
 )
 def test_host_list_is_expanded(text, hosts):
-    assert expand(text) == hosts.split()
+    assert expand_hostlist(text) == hosts.split()
 
 
 @pytest.mark.parametrize(
@@ -30,17 +30,17 @@ def test_host_list_is_expanded(text, hosts):
 )
 def test_invalid_host_list_is_rejected(text):
     with pytest.raises(ValueError, match=r"is not understood: .* HINT: as n") as said:
-        expand(text)
+        expand_hostlist(text)
     assert repr(text) in str(said.value)
 
 
 def test_repeated_counts_are_expanded():
-    assert counts("2(x3),1") == [2, 2, 2, 1]
-    assert counts("72") == [72]
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("72") == [72]
     for text in ("", "2(x)", "2x3", "a", "1(x999999999)"):
         with pytest.raises(ValueError, match="counts"):
-            counts(text)
+            expand_counts(text)
 
 
 def test_number_ranges_are_expanded():
-    assert numbers("3-5,008") == ["3", "4", "5", "008"]
+    assert expand_numbers("3-5,008") == ["3", "4", "5", "008"]

@@ -11,9 +11,9 @@ import pytest
 
 from paceline.cluster.rank_identity import (
     RankIdentity,
-    hosts_of,
     job_key,
     launched_by,
+    rank_0_hosts,
     rank_identity,
 )
 
@@ -48,7 +48,7 @@ def test_rank_identity_under_each_launcher(name, source, hosts, key):
     for host, env in processes:
         found = rank_identity(env)
         assert HOSTS.index(host) == found.rank // 2
-        assert hosts_of(env, found) == hosts
+        assert rank_0_hosts(env, found) == hosts
         assert job_key(env, found) == key
         assert launched_by(env) == (None if source == "torchrun" else found)
 
@@ -57,7 +57,7 @@ def test_torchrun_overrides_slurm_step():
     for rank, (_, env) in enumerate(recorded("torchrun-in-srun")):
         found = rank_identity(env)
         assert found == RankIdentity(rank, 2, rank, 2, "torchrun")
-        assert hosts_of(env, found) == ["host1"]
+        assert rank_0_hosts(env, found) == ["host1"]
         assert job_key(env, found) == "5bf97280-445e-4694-a4e5-273a0ff3efb6 host1 35037"
         assert launched_by(env) is None  # the step has one task
 
@@ -68,7 +68,7 @@ def test_batch_script_is_not_a_rank():
     for more in ({}, {"SLURM_STEP_ID": "4294967290"}, {"SLURM_STEP_ID": "batch"}):
         assert rank_identity(env | more) == ALONE
         assert launched_by(env | more) is None
-    assert hosts_of(env, ALONE) == []
+    assert rank_0_hosts(env, ALONE) == []
     assert job_key(env, ALONE) == ""
     assert rank_identity({}) == ALONE
 
@@ -108,7 +108,7 @@ SPECTRUM |= {"OMPI_COMM_WORLD_LOCAL_RANK": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "6
 )
 def test_jsrun_with_and_without_pmix_and_spectrum_mpi(env, source, key):
     assert rank_identity(env) == RankIdentity(5, 12, 5, 6, source)
-    assert hosts_of(env, rank_identity(env)) == ["a01", "a02"]
+    assert rank_0_hosts(env, rank_identity(env)) == ["a01", "a02"]
     assert job_key(env, rank_identity(env)) == key
 
 
@@ -122,7 +122,7 @@ def pals(tmp_path):
 def test_pals_world_size_is_derived(pals):
     for env, source in ((pals, "PALS"), (pals | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "a"}, "PMIx")):
         assert rank_identity(env) == RankIdentity(5, 8, 1, 4, source)
-        assert hosts_of(env, rank_identity(env)) == ["x1", "x2"]
+        assert rank_0_hosts(env, rank_identity(env)) == ["x1", "x2"]
         assert "ab-12" in job_key(env, rank_identity(env))
         assert (
             rank_identity(env | {"WORLD_SIZE": "7"}).size == 7
@@ -142,7 +142,7 @@ def test_pals_variables_under_slurm_on_cray():
     env |= {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"}
     env["PMI_JOBID"] = "9"
     assert rank_identity(env) == RankIdentity(3, 4, 0, 1, "PMI")
-    assert hosts_of(env, rank_identity(env)) == ["n1", "n2"]
+    assert rank_0_hosts(env, rank_identity(env)) == ["n1", "n2"]
     assert job_key(env, rank_identity(env)) == "9 9.2"
 
 
@@ -156,7 +156,7 @@ FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "2", "FLUX_
 def test_rank_identity_under_flux(more, source):
     env = FLUX | more
     assert rank_identity(env) == RankIdentity(2, 4, 0, None, source)
-    assert hosts_of(env, rank_identity(env)) == []
+    assert rank_0_hosts(env, rank_identity(env)) == []
     assert job_key(env, rank_identity(env)) == "f1"
 
 
@@ -202,7 +202,7 @@ def test_variables_of_different_step_are_ignored():
 
 def test_hosts_of_rank_on_different_host_than_rank_0():
     env = step(1, SLURM_LOCALID="1", SLURMD_NODENAME="n2")  # srun --distribution=arbitrary
-    assert hosts_of(env, rank_identity(env)) == ["n2", "n1"]
+    assert rank_0_hosts(env, rank_identity(env)) == ["n2", "n1"]
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_hosts_of_rank_on_different_host_than_rank_0():
 )
 def test_hosts_from_open_mpi_node_regex(regex, hosts):
     env = SPECTRUM | {"OMPI_MCA_orte_node_regex": regex, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert hosts_of(env, rank_identity(env)) == hosts.split()
+    assert rank_0_hosts(env, rank_identity(env)) == hosts.split()
     env["OMPI_MCA_orte_hnp_uri"] = "1.0;tcp://10.0.0.1,192.168.0.1:99;tcp6://[fd00::2]:98"
     more = ["10.0.0.1", "192.168.0.1", "fd00::2"]
-    assert hosts_of(env, rank_identity(env)) == hosts.split() + more
+    assert rank_0_hosts(env, rank_identity(env)) == hosts.split() + more
 
 
 def test_explicit_world_size_must_match_slurm_step():
@@ -239,7 +239,7 @@ def test_explicit_rank_must_match_launcher():
     assert rank_identity(env) == RankIdentity(
         3, 4, 0, 1, "torchrun"
     )  # the step sets the local rank
-    assert hosts_of(env, rank_identity(env)) == ["n1", "n2"]
+    assert rank_0_hosts(env, rank_identity(env)) == ["n1", "n2"]
     assert job_key(env, rank_identity(env)) == "9.2"
     assert rank_identity(env | {"LOCAL_RANK": "2"}).local_rank == 2
     assert rank_identity(env | {"RANK": "1", "WORLD_SIZE": "2"}) == RankIdentity(

@@ -2,16 +2,18 @@
 
 import pytest
 
-from paceline.cluster.topology.sockets import NOWHERE, SOCKETS, socket_of
+from paceline.cluster.topology.sockets import SOCKET_VARIABLE, UNKNOWN_SOCKET, socket_of
 
 
 def test_socket_from_user_setting():
-    said = {SOCKETS: "0-3,8-11 4-7,12-15"}
+    said = {SOCKET_VARIABLE: "0-3,8-11 4-7,12-15"}
     assert socket_of({0, 8}, said) == 0
     assert socket_of({5}, said) == socket_of({4, 15}, said) == 1
-    assert socket_of({3, 4}, said) == socket_of({16}, said) == socket_of(set(), said) == NOWHERE
+    assert (
+        socket_of({3, 4}, said) == socket_of({16}, said) == socket_of(set(), said) == UNKNOWN_SOCKET
+    )
     with pytest.raises(ValueError, match=r"PACELINE_SOCKETS=0-x: no .* HINT: a list for each"):
-        socket_of({0}, {SOCKETS: "0-x"})
+        socket_of({0}, {SOCKET_VARIABLE: "0-x"})
 
 
 def test_socket_from_sysfs(tmp_path):
@@ -22,4 +24,6 @@ def test_socket_from_sysfs(tmp_path):
     assert socket_of({0, 1}, {}, tmp_path) == 0
     assert socket_of({3}, {}, tmp_path) == 3
     # Two sockets; no information from the kernel; no such hardware thread.
-    assert all(socket_of(cpus, {}, tmp_path) == NOWHERE for cpus in ({1, 2}, {4}, {5}, set()))
+    assert all(
+        socket_of(cpus, {}, tmp_path) == UNKNOWN_SOCKET for cpus in ({1, 2}, {4}, {5}, set())
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from fake_sysfs import HOSTS, Device, Host, small, write
 
-from paceline.cluster.topology.local_resources import spans
-from paceline.cluster.topology.pci_devices import Card, cards, distance, nearest
+from paceline.cluster.topology.local_resources import format_ranges
+from paceline.cluster.topology.pci_devices import Card, card_distance, nearest_cards, pci_cards
 from paceline.cluster.topology.topology import Cpu, Node, topology
 
 CPUS = "sys/devices/system/cpu"
@@ -113,8 +113,8 @@ def test_topology_without_sysfs_uses_process_affinity(tmp_path):
     assert found.cpus == tuple(Cpu(number, number, 0, 0) for number in mine)
     assert found.nodes == (Node(0, tuple(mine), 0, {0: 10}),)
     assert f"{CPUS} is not there" in found.guessed
-    assert spans(mine) in found.guessed
-    assert cards(tmp_path) == []
+    assert format_ranges(mine) in found.guessed
+    assert pci_cards(tmp_path) == []
 
 
 def test_topology_is_guessed_if_sysfs_is_incomplete(tmp_path):
@@ -155,7 +155,7 @@ def test_undecodable_sysfs_file_is_ignored(own):
 
 
 def test_gpus_are_sorted_by_pci_bus_id(host):
-    gpus = by_kind(cards(host("ac922")), "gpu")
+    gpus = by_kind(pci_cards(host("ac922")), "gpu")
     assert [gpu.name for gpu in gpus] == [
         *("0004:04:00.0", "0004:05:00.0", "0004:06:00.0"),
         *("0035:03:00.0", "0035:04:00.0", "0035:05:00.0"),
@@ -166,13 +166,13 @@ def test_gpus_are_sorted_by_pci_bus_id(host):
 
 
 def test_network_cards_are_sorted_by_name(host):
-    found = cards(host("dgx"))
+    found = pci_cards(host("dgx"))
     assert [card.name for card in by_kind(found, "ib")] == [f"mlx5_{i}" for i in range(8)]
     assert [card.name for card in by_kind(found, "net")] == ["enp225s0"]
 
 
 def test_integrated_gpu_is_ignored(host):
-    found = cards(host("workstation"))
+    found = pci_cards(host("workstation"))
     assert [card.name for card in by_kind(found, "gpu")] == ["0000:01:00.0"]
     assert found[0].node is None
 
@@ -184,7 +184,7 @@ def test_inactive_and_virtual_network_cards_are_ignored(own):
     (root / "sys/devices/virtual/net/lo").mkdir(parents=True)
     (root / "sys/class/net/lo").symlink_to("../../devices/virtual/net/lo")
     (root / "sys/class/net/circle").symlink_to("circle")
-    found = [card.name for card in cards(root) if card.kind != "gpu"]
+    found = [card.name for card in pci_cards(root) if card.kind != "gpu"]
     assert found == [f"mlx5_{i}" for i in (0, 1, 2, 4, 5, 6, 7)]
 
 
@@ -203,7 +203,7 @@ def test_container_has_only_gpus_with_device_files(own):
     root = dgx_with_a_driver(own)
     for minor in (1, 2):
         (root / f"dev/nvidia{minor}").touch()
-    gpus = by_kind(cards(root), "gpu")
+    gpus = by_kind(pci_cards(root), "gpu")
     assert [gpu.name for gpu in gpus] == ["0000:0f:00.0", "0000:47:00.0"]
 
 
@@ -226,7 +226,7 @@ def test_gpus_denied_by_device_cgroup_are_ignored(own):
 import os
 open("{group}/cgroup.procs", "w").write(str(os.getpid()))
 from pathlib import Path
-from paceline.cluster.topology.pci_devices import cards
+from paceline.cluster.topology.pci_devices import pci_cards
 print(*(card.name for card in cards(Path("{root}")) if card.kind == "gpu"))
 """
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -243,45 +243,48 @@ def test_amd_display_gpus_only_without_accelerators(tmp_path):
         Device("0000:1a:00.0", 0, (), 0x038000, 0x1002),
     ]
     write(tmp_path / "server", host)
-    names = [card.name for card in cards(tmp_path / "server")]
+    names = [card.name for card in pci_cards(tmp_path / "server")]
     assert names == ["0000:1a:00.0", "0000:2a:00.0"]
     host.devices = host.devices[:1]
     write(tmp_path / "desktop", host)
-    assert [card.name for card in cards(tmp_path / "desktop")] == ["0000:05:00.0"]
+    assert [card.name for card in pci_cards(tmp_path / "desktop")] == ["0000:05:00.0"]
 
 
 def test_nearest_nic_is_behind_same_pci_switch(host):
     root = host("dgx")
-    found = cards(root)
+    found = pci_cards(root)
     gpus, nics = by_kind(found, "gpu"), by_kind(found, "ib")
-    near = [[nic.name for nic in nearest(gpu, nics)] for gpu in gpus]
+    near = [[nic.name for nic in nearest_cards(gpu, nics)] for gpu in gpus]
     assert near == [
         *(["mlx5_0", "mlx5_1"], ["mlx5_0", "mlx5_1"], ["mlx5_2", "mlx5_3"], ["mlx5_2", "mlx5_3"]),
         *(["mlx5_4", "mlx5_5"], ["mlx5_4", "mlx5_5"], ["mlx5_6", "mlx5_7"], ["mlx5_6", "mlx5_7"]),
     ]
-    assert distance(gpus[0], nics[0]) == 2
-    assert distance(gpus[0], gpus[0]) == 0
-    assert distance(gpus[0], nics[2]) == 8
+    assert card_distance(gpus[0], nics[0]) == 2
+    assert card_distance(gpus[0], gpus[0]) == 0
+    assert card_distance(gpus[0], nics[2]) == 8
 
 
 def test_nearest_nic_is_on_same_numa_node_or_socket(own):
     root = own("ac922")
-    found = cards(root)
+    found = pci_cards(root)
     gpus, nics = by_kind(found, "gpu"), by_kind(found, "ib")
-    assert [nic.name for nic in nearest(gpus[4], nics)] == ["mlx5_2", "mlx5_3"]
+    assert [nic.name for nic in nearest_cards(gpus[4], nics)] == ["mlx5_2", "mlx5_3"]
     two = Host({(n // 2, n): [[n]] for n in range(4)})
     two.devices = [Device("0000:01:00.0", 3), Device("0001:01:00.0", 2, (), 0x020700, 0, "mlx5_1")]
     two.devices.append(Device("0002:01:00.0", 0, (), 0x020700, 0, "mlx5_0"))
     write(root / "two", two)
-    gpu, *nics = cards(root / "two")
-    assert [nic.name for nic in nearest(gpu, nics, topology(root / "two"))] == ["mlx5_1"]
-    assert [nic.name for nic in nearest(gpu, nics)] == ["mlx5_0", "mlx5_1"]  # without a topology
+    gpu, *nics = pci_cards(root / "two")
+    assert [nic.name for nic in nearest_cards(gpu, nics, topology(root / "two"))] == ["mlx5_1"]
+    assert [nic.name for nic in nearest_cards(gpu, nics)] == [
+        "mlx5_0",
+        "mlx5_1",
+    ]  # without a topology
 
 
 def test_nearest_without_location_returns_all_nics():
     nics = [Card("ib", "mlx5_0"), Card("ib", "mlx5_1")]
-    assert nearest(Card("gpu", "0000:01:00.0"), nics) == nics
-    assert nearest(Card("gpu", "0000:01:00.0"), []) == []
+    assert nearest_cards(Card("gpu", "0000:01:00.0"), nics) == nics
+    assert nearest_cards(Card("gpu", "0000:01:00.0"), []) == []
 
 
 def test_topology_matches_lscpu():

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from paceline.cluster.topology.network_interfaces import Link, links
+from paceline.cluster.topology.network_interfaces import Link, network_links
 from paceline.comm import reachable_address
 from paceline.comm.reachable_address import Listener, choose, listen_on, others_of, try_all
 
@@ -30,7 +30,7 @@ def test_host_offers_all_addresses_except_loopback():
     listener = Listener()
     try:
         offered = [Link(name, address, speed) for name, address, speed, _ in links_of(listener)]
-        assert offered == links()
+        assert offered == network_links()
         assert "lo" not in {link.interface for link in offered}
         assert try_all({0: listener.offer()}, listener) == {
             0: {link.address: "" for link in offered}

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from paceline.cluster.topology.network_interfaces import links
+from paceline.cluster.topology.network_interfaces import network_links
 from paceline.comm import rendezvous as module
 from paceline.comm.reachable_address import listen_on
 from paceline.comm.rendezvous import RendezvousSpec, join
@@ -68,7 +68,7 @@ def test_rendezvous_at_resolved_host_name():
     """The store listens only on the address where the ranks met."""
     stores = all_of(2, hosts=["no-such-host.invalid", "localhost"], one_host=False)
     assert_shared(stores)
-    for link in links():
+    for link in network_links():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((link.address, stores[0].port), timeout=5.0)
 

@@ -19,7 +19,7 @@ from paceline.comm.rendezvous import RendezvousSpec, join
 from paceline.data import Shards, pack
 from paceline.data.staging import shard_server
 from paceline.security.folders import Folder
-from paceline.security.greeting import RefusedError, Step
+from paceline.security.handshake import HandshakeError, HandshakeStep
 
 
 def test_rendezvous_among_1000_idle_connections(flooded):
@@ -149,15 +149,15 @@ def test_peers_connect_among_1000_idle_connections(flooded):
 def test_dropped_peer_reconnects(manner, monkeypatch):
     """A host that is busy with unauthorized connections may drop a peer."""
     door, begun = PeerListener(Link("lo", "127.0.0.1")), time.monotonic()
-    dropped, real = [], PeerListener._greeting
+    dropped, real = [], PeerListener._handshake
 
-    def greeting(self):
+    def handshake(self):
         if len(dropped) < 3:
-            dropped.append((yield Step(read=36 if manner == "closed" else 1)))
-            raise RefusedError("too many")
+            dropped.append((yield HandshakeStep(read=36 if manner == "closed" else 1)))
+            raise HandshakeError("too many")
         return (yield from real(self))
 
-    monkeypatch.setattr(PeerListener, "_greeting", greeting)
+    monkeypatch.setattr(PeerListener, "_handshake", handshake)
     names, found = {0: "host1", 1: "host2"}, []
     other = PeerListener(Link("lo", "127.0.0.1"))
     peer = threading.Thread(

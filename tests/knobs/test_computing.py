@@ -4,7 +4,7 @@ import pytest
 import ranks
 import torch
 
-from paceline.knobs.settings import Setting, write
+from paceline.knobs.settings import Setting, write_settings
 
 MODEL = """
     import sys
@@ -34,7 +34,7 @@ MODEL = """
 
 def run(folder, script, name, knobs, count=2):
     settings = folder / f"{name}.toml"
-    write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
+    write_settings(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
     path = ranks.write(folder, script)
     done = ranks.run(path, folder / name, launcher=f"paceline --settings {settings}", ranks=count)
     return done, torch.load(folder / name, weights_only=False)

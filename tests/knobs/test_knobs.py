@@ -9,7 +9,7 @@ import ranks
 import torch
 
 from paceline.knobs.registry import KNOBS
-from paceline.knobs.settings import Setting, write
+from paceline.knobs.settings import Setting, write_settings
 from paceline.knobs.value_types import Switch
 from paceline.predict.gains import GAINS
 
@@ -64,7 +64,7 @@ SET = {
 def run(folder, script, name, knobs, *args, check=True, **options):
     """Run the script with these knobs and return its stderr."""
     settings = folder / f"{name}.toml"
-    write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
+    write_settings(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
     launcher = f"paceline --settings {settings}" if knobs else "paceline"
     path = ranks.write(folder, script)
     return ranks.run(path, name, *args, launcher=launcher, check=check, **options).stderr
@@ -173,7 +173,7 @@ STREAM = """
 
 def test_iterable_dataset_gets_no_loader_workers(tmp_path):
     settings = tmp_path / "s.toml"
-    write(settings, {"loader-workers": Setting(2)}, {})
+    write_settings(settings, {"loader-workers": Setting(2)}, {})
     script = ranks.write(tmp_path, STREAM)
     done = ranks.run(script, ranks=1, launcher=f"paceline --settings {settings}")
     assert done.stdout.split() == ["8", "0"]
@@ -186,7 +186,7 @@ def test_slow_example_with_settings_has_same_loss(tmp_path):
     script = Path(__file__).parents[2] / "examples" / "slow.py"
     settings = tmp_path / "fast.toml"
     knobs = {"loader-workers": 3, "threads": 1, "accumulate-locally": True}
-    write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
+    write_settings(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
     runs = [
         ranks.run(script, "--epochs", 2, launcher=launcher).stdout
         for launcher in ("paceline", f"paceline --settings {settings}")
@@ -210,7 +210,7 @@ def test_every_knob_has_prediction_and_edit_text():
 def test_settings_environment_variable_is_json(tmp_path):
     script = ranks.write(tmp_path, "import os; print(os.environ['PACELINE_SETTINGS'])")
     settings = tmp_path / "s.toml"
-    write(settings, {"threads": Setting(1)}, {})
+    write_settings(settings, {"threads": Setting(1)}, {})
     done = ranks.run(script, ranks=1, launcher=f"paceline --settings {settings}")
     assert json.loads(done.stdout) == {"threads": 1}
 
@@ -228,7 +228,7 @@ OVER_GLOO = """
 
 def test_nccl_variables_are_set_and_reported_as_unused_with_gloo(tmp_path):
     settings, knobs = tmp_path / "s.toml", ("nccl-algorithm", "nccl-protocol", "nccl-channels")
-    write(settings, dict(zip(knobs, map(Setting, ("Tree", "LL", 8)), strict=True)), {})
+    write_settings(settings, dict(zip(knobs, map(Setting, ("Tree", "LL", 8)), strict=True)), {})
     script = ranks.write(tmp_path, OVER_GLOO)
     done = ranks.run(script, launcher=f"paceline --settings {settings}")
     assert done.stdout.splitlines() == ["Tree LL 8"]  # output that all ranks print appears once

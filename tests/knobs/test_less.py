@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch
 
-from paceline.knobs.settings import Setting, write
+from paceline.knobs.settings import Setting, write_settings
 
 # Each rank has its own data and prints its final loss.
 DESCENDS = """
@@ -37,7 +37,7 @@ DESCENDS = """
 def trained(folder, steps, knobs, script=DESCENDS):
     """Return the models and the last losses of both ranks."""
     settings = folder / "settings.toml"
-    write(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
+    write_settings(settings, {knob: Setting(value) for knob, value in knobs.items()}, {})
     launcher = f"paceline --settings {settings}" if knobs else "paceline"
     done = ranks.run(ranks.write(folder, script), folder / "model", steps, launcher=launcher)
     losses = [float(one) for one in re.findall(r"loss ([\d.]+)", done.stdout)]

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from paceline.knobs.settings import Setting, taken, write
+from paceline.knobs.settings import Setting, settings_for_script, write_settings
 
 HEAD = 'format = "paceline-settings"\nversion = 1\n'
 
@@ -19,8 +19,8 @@ def test_written_settings_are_read_and_reasons_are_comments(tmp_path):
     path = tmp_path / "fast.toml"
     why = ("input-waiting: 40.0 % of a step's time", "measured +60 % (55 to 65)")
     made = {"script": "train.py", "ranks": 2}
-    write(path, {"loader-workers": Setting(4, why), "gradient-views": Setting(True)}, made)
-    knobs, notes = taken(path, "some/where/train.py")
+    write_settings(path, {"loader-workers": Setting(4, why), "gradient-views": Setting(True)}, made)
+    knobs, notes = settings_for_script(path, "some/where/train.py")
     assert knobs == {"loader-workers": 4, "gradient-views": True}
     assert notes == []
     assert "# input-waiting: 40.0 % of a step's time\n# measured" in path.read_text()
@@ -33,7 +33,7 @@ def test_invalid_settings_are_ignored_and_reported(tmp_path):
         HEAD + '[knobs]\nloader-workers = 2\nwarp = 9\nthreads = "many"\nbucket-mb = true\n'
         "gradient-views = false\nfloat32 = true\nprefetch = 1000\n",
     )
-    knobs, notes = taken(path, "train.py")
+    knobs, notes = settings_for_script(path, "train.py")
     assert knobs == {"loader-workers": 2}
     assert len(notes) == 6
     said = "\n".join(notes)
@@ -46,11 +46,11 @@ def test_invalid_settings_are_ignored_and_reported(tmp_path):
 
 def test_settings_of_different_script_or_torch_are_reported(tmp_path):
     path = file(tmp_path, HEAD + '[knobs]\nthreads = 2\n[made]\nscript = "other.py"\n')
-    knobs, (note,) = taken(path, "train.py")
+    knobs, (note,) = settings_for_script(path, "train.py")
     assert knobs == {}
     assert "was made for other.py, not for train.py: nothing of it is set. HINT:" in note
     path = file(tmp_path, HEAD + '[knobs]\nthreads = 2\n[made]\ntorch = "1.0"\n')
-    knobs, (note,) = taken(path, "train.py")
+    knobs, (note,) = settings_for_script(path, "train.py")
     assert knobs == {"threads": 2}
     assert "was made with torch 1.0, and this is" in note
 
@@ -72,10 +72,10 @@ def test_settings_of_different_script_or_torch_are_reported(tmp_path):
 )
 def test_invalid_settings_file_is_rejected(tmp_path, text, said):
     with pytest.raises(ValueError, match=r"HINT|TOML") as error:
-        taken(file(tmp_path, text), "train.py")
+        settings_for_script(file(tmp_path, text), "train.py")
     assert said in str(error.value)
 
 
 def test_missing_settings_file_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"No such file or directory\. HINT"):
-        taken(tmp_path / "none.toml", "train.py")
+        settings_for_script(tmp_path / "none.toml", "train.py")

@@ -151,14 +151,14 @@ def test_port_in_use_is_reported(tmp_path):
 
 def test_bind_core_gives_each_rank_separate_cores(tmp_path):
     script = ranks.write(tmp_path, "import os; print(sorted(os.sched_getaffinity(0)))")
-    from paceline.cluster.topology.local_resources import cores
+    from paceline.cluster.topology.local_resources import allowed_threads
 
-    if len(cores()) < 2:
+    if len(allowed_threads()) < 2:
         pytest.skip("needs two cores")
     out = ranks.run(script, launcher="paceline --bind core").stdout
-    each = len(cores()) // 2
-    assert f"[0] {cores()[:each]}" in out
-    assert f"[1] {cores()[each : 2 * each]}" in out
+    each = len(allowed_threads()) // 2
+    assert f"[0] {allowed_threads()[:each]}" in out
+    assert f"[1] {allowed_threads()[each : 2 * each]}" in out
 
 
 def test_threads_option_overrides_omp_num_threads(tmp_path):

@@ -4,7 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from rungs import STEP, climbs
+from rungs import STEP, rung
 
 from paceline.analyze.diagnosis.causes import Cause, Evidence
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
@@ -18,9 +18,9 @@ from paceline.predict.remedies import gain_after, gain_of, remedies
 def evidence(cached=STEP, alone=STEP, cores=4, gradients=None, loader=None, facts=None, **rungs):
     """Return figures of two ranks on one host; ``rungs`` replace those measured by default."""
     climbed = {
-        "alone": climbs(alone, ranks=1), "silent": climbs(alone),
-        "cached": climbs(cached, process=0.5),
-        "everything": climbs(), **rungs,
+        "alone": rung(alone, ranks=1), "silent": rung(alone),
+        "cached": rung(cached, process=0.5),
+        "everything": rung(), **rungs,
     }  # fmt: skip
     fall = waterfall(*(climbed[name] for name in ("alone", "silent", "cached", "everything")))
     report = SimpleNamespace(
@@ -76,14 +76,14 @@ def test_accumulate_locally_leaves_one_synchronization():
 
 
 def test_threads_gain_uses_measured_value():
-    found = GAINS["threads"](evidence(**{"one thread": climbs(0.07)}), cause())
+    found = GAINS["threads"](evidence(**{"one thread": rung(0.07)}), cause())
     assert found.value == 1
     assert found.saves.mean == pytest.approx(0.3, abs=0.01)
     assert GAINS["threads"](evidence(), cause()) is None
 
 
 def test_keep_memory_saves_page_faults_and_frees():
-    e = evidence(silent=climbs(0.08, system=0.5))
+    e = evidence(silent=rung(0.08, system=0.5))
     # 30 % of a step are first touches; the kernel takes 40 % in all (half of 80 of 100 ms).
     found = GAINS["keep-memory"](e, cause(share=0.3))
     assert (found.saves.mean, found.saves.low) == pytest.approx((0.35, 0.3), abs=0.001)

@@ -16,7 +16,7 @@ from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import made
 from rich.console import Console
 
-from paceline.analyze.diagnosis.causes import RULES, WORTH, Cause, Witness
+from paceline.analyze.diagnosis.causes import MIN_SHARE, RULES, Cause, Witness
 from paceline.analyze.diagnosis.ladder import Interval, RungResult, waterfall
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
@@ -46,7 +46,7 @@ def opened(browser, tmp_path):
         yield open_
 
 
-def climbs(*rates, ranks=4, slow=0.0):
+def rung(*rates, ranks=4, slow=0.0):
     """Return the repetitions of a rung; ``rates`` are the samples/s of all ranks together."""
     return [
         RungResult(
@@ -58,11 +58,11 @@ def climbs(*rates, ranks=4, slow=0.0):
 
 
 RUNGS = {
-    "alone": climbs(1200, 1210, 1190, ranks=1),
-    "alone, loading": climbs(700, 690, 710, ranks=1),
-    "silent": climbs(3590, 3610, 3600, slow=0.01),
-    "cached": climbs(2800, 2790, 2810),
-    "everything": climbs(1600, 1590, 1610),
+    "alone": rung(1200, 1210, 1190, ranks=1),
+    "alone, loading": rung(700, 690, 710, ranks=1),
+    "silent": rung(3590, 3610, 3600, slow=0.01),
+    "cached": rung(2800, 2790, 2810),
+    "everything": rung(1600, 1590, 1610),
 }
 CAUSES = [
     Cause(
@@ -95,7 +95,7 @@ def found(folder, rungs=RUNGS, causes=CAUSES, host="node", command=("train.py", 
     needed = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     w = waterfall(*needed) if all(needed) else None
     loader = {"batches": 80, "seconds": 1.136, "busy_s": 0.06, "workers": 0, "ranks": 4}
-    ladder = Ladder(5, 20, climbs=dict(rungs), run=run, first=run, loader=loader, seconds=93.4)
+    ladder = Ladder(5, 20, rungs=dict(rungs), run=run, first=run, loader=loader, seconds=93.4)
     both = [
         *(
             Witness(bar.id, bar.of_step, 0.3 * (bar.id == "uneven"))
@@ -166,19 +166,19 @@ def test_single_round_gives_uncertain_causes_and_hatched_bars(tmp_path, opened):
 
 
 def test_difference_within_spread_of_rounds_is_not_a_cause(tmp_path):
-    noisy = RUNGS | {"cached": climbs(2800, 3900, 1700)}
+    noisy = RUNGS | {"cached": rung(2800, 3900, 1700)}
     text = diagnosis(found(tmp_path / "noisy", rungs=noisy, causes=[]), WORDS)
     assert "No cause is sure: exchange and input may cost time" in text
     text = diagnosis(found(tmp_path / "unsure", rungs=noisy), WORDS)
     assert "Not sure, and so not listed: exchange, input." in text
-    faster = RUNGS | {"cached": climbs(3700, 3710, 3720)}
+    faster = RUNGS | {"cached": rung(3700, 3710, 3720)}
     bars = chart(found(tmp_path / "faster", rungs=faster).waterfall, "samples/s")
     assert bars["text"][3].startswith("gained 110 samples/s (")
     assert bars["lengths"][3] == pytest.approx(110)
-    well = {name: climbs(*(4000 for _ in range(3))) for name in RUNGS}
-    well["alone"] = climbs(1010, 1015, 1005, ranks=1)
+    well = {name: rung(*(4000 for _ in range(3))) for name in RUNGS}
+    well["alone"] = rung(1010, 1015, 1005, ranks=1)
     text = diagnosis(found(tmp_path / "well", rungs=well, causes=[]), WORDS)
-    assert f"Nothing holds it back that takes {100 * WORTH:.0f} % of a step" in text
+    assert f"Nothing holds it back that takes {100 * MIN_SHARE:.0f} % of a step" in text
 
 
 def test_missing_rung_omits_waterfall_and_reports_reason(tmp_path, opened):
@@ -302,7 +302,7 @@ def test_remedies_are_shown_with_predicted_gain(tmp_path, opened):
 
 def test_trial_results_are_shown_beside_predictions(tmp_path, opened):
     before = found(tmp_path / "before")
-    faster = RUNGS | {"everything": climbs(2700, 2690, 2710)}
+    faster = RUNGS | {"everything": rung(2700, 2690, 2710)}
     after = found(tmp_path / "after", rungs=faster, causes=[CAUSES[2]])
     trials = [
         Trial(WORKERS, WORKERS.gain, Interval(0.69, 0.6, 0.78), True, rounds=3),

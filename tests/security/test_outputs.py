@@ -26,7 +26,7 @@ from paceline.security.outputs import open_output, output_target, write_output
 WRITERS = {
     "page": lambda path: save("<html>", path),
     "machine": lambda path: save_machine(Machine("2026-01-31", (HostFacts("a"),)), path),
-    "settings": lambda path: settings.write(path, {"threads": Setting(2)}, {}),
+    "settings": lambda path: settings.write_settings(path, {"threads": Setting(2)}, {}),
 }
 writers = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 

@@ -17,7 +17,7 @@ from paceline.analyze.records.load_run import Run, load_run
 from paceline.analyze.records.stacks import Frame, innermost_user_frame, main_thread_frames
 from paceline.cli import app
 from paceline.cli.common.base import exit_on_mistake
-from paceline.knobs.settings import taken
+from paceline.knobs.settings import settings_for_script
 from paceline.launch.monitor.failures import RankStatus, describe_failure
 from paceline.launch.monitor.output import ERR, MAX_MESSAGE_BYTES, STATUS, RankOutput
 from paceline.record.ring.launcher_messages import notify
@@ -192,9 +192,9 @@ def test_settings_file_notes_are_printable(tmp_path):
     head = 'format = "paceline-settings"\nversion = 1\n[knobs]\n'
     path.write_text(head + '"\\u001b]0;x\\u0007" = "\\u001b[2J"\nthreads = 0xffffffffffffffffff\n')
     with pytest.raises(InvalidFileError, match="an integer that does not fit 64 bits"):
-        taken(path, "train.py")
+        settings_for_script(path, "train.py")
     path.write_text(head + '"\\u001b]0;x\\u0007" = "\\u001b[2J"\nexchange = [[1]]\n')
-    knobs, notes = taken(path, "train.py")
+    knobs, notes = settings_for_script(path, "train.py")
     assert knobs == {}
     assert len(notes) == 2
     assert all(note.isprintable() for note in notes)

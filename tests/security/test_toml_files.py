@@ -12,7 +12,7 @@ from paceline.comm.tune.choice import ExchangeSettings
 from paceline.comm.tune.saved_settings import load_settings
 from paceline.cost.machine.machine_file import Figure, HostFacts, Machine, load, save
 from paceline.cost.machine.read_toml import read_toml
-from paceline.knobs.settings import read, taken
+from paceline.knobs.settings import read, settings_for_script
 from paceline.predict import history
 from paceline.security.files import InvalidFileError
 
@@ -100,7 +100,7 @@ def test_settings_of_wrong_types_are_rejected(tmp_path, text):
     path = tmp_path / "settings.toml"
     path.write_text(SETTINGS + text)
     with pytest.raises(InvalidFileError, match=r"settings\.toml: says what its format does not"):
-        taken(path, "train.py")
+        settings_for_script(path, "train.py")
     for version in ("-1", "0", "true"):
         path.write_text(f'format = "paceline-settings"\nversion = {version}\n')
         with pytest.raises(InvalidFileError):

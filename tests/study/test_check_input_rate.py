@@ -15,7 +15,7 @@ from rich.console import Console
 from paceline.data import pack
 from paceline.predict.input_rate import INTERPRETER_LIMIT_SHARE
 from paceline.report.terminal.input_rate import render
-from paceline.study.input_rate import Feed, advise
+from paceline.study.input_rate import LoadRankConfig, advise
 
 SLOW = """
 import numpy as np
@@ -29,7 +29,7 @@ def slow(x):
 
 def told(source, **options):
     """Return the result as --json prints it, from short measurements."""
-    return advise(Feed(str(source), seconds=0.2, **options), lambda what: None).as_json()
+    return advise(LoadRankConfig(str(source), seconds=0.2, **options), lambda what: None).as_json()
 
 
 def now(found, state):

@@ -72,13 +72,16 @@ def test_slow_loader_is_reported_without_changing_files(script, monkeypatch, tmp
     assert len(said) == 1 + 2 * 2
     assert found.notes == []
     assert found.report.size == 2
-    climbs = found.ladder.climbs
-    assert [one.cached for one in climbs["cached"]] == [40, 40]  # includes those of the next phase
-    assert [one.silent for one in climbs["silent"]] == [1, 1]
-    assert [one.ranks for one in climbs["alone"]] == [1, 1]
+    rungs = found.ladder.rungs
+    assert [one.cached for one in rungs["cached"]] == [
+        40,
+        40,
+    ]  # includes those of the next phase
+    assert [one.silent for one in rungs["silent"]] == [1, 1]
+    assert [one.ranks for one in rungs["alone"]] == [1, 1]
     # Four samples of 15 ms each; without them a step is several times shorter.
-    assert all(one.step_s > 0.06 for one in climbs["everything"])
-    assert all(one.step_s < 0.03 for one in climbs["cached"])
+    assert all(one.step_s > 0.06 for one in rungs["everything"])
+    assert all(one.step_s < 0.03 for one in rungs["cached"])
     of_step = found.waterfall.of_step("input")
     assert of_step.mean > 0.5
     record = next(one.record for one in found.witnesses if one.name == "input")
@@ -155,8 +158,8 @@ def test_short_script_with_images_and_threads(monkeypatch, tmp_path):
     # Fewer than ladder.LEAST_STEPS, so the script ends too early on any machine.
     assert found.ladder.steps == 56 // 4 - 5
     assert found.notes[0].startswith("the script ends after 56 steps: 9 are measured at a time")
-    climbs = found.ladder.climbs
-    assert {name: len(runs) for name, runs in climbs.items()} == dict.fromkeys(ladder.RUNGS, 2)
+    rungs = found.ladder.rungs
+    assert {name: len(runs) for name, runs in rungs.items()} == dict.fromkeys(ladder.RUNGS, 2)
     assert found.ladder.facts[0]["convolutions"] == 1
     assert found.ladder.facts[0]["parameters"]["float32"] == 4 * (8 * 27 + 8 + 8 * 36 + 1)
     assert {one.name for one in found.witnesses} > {"threads", "layout"}

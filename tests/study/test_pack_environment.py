@@ -18,7 +18,7 @@ from needs import need
 
 import paceline
 from paceline.study.environment.find_environment import Environment
-from paceline.study.environment.mount_packed import CannotMountError, mounted
+from paceline.study.environment.mount_packed import CannotMountError, mount_file
 from paceline.study.environment.pack_environment import choose_format
 from paceline.study.environment.pack_environment import pack as packed
 from paceline.study.probe.measure.import_time import import_torch, timed
@@ -175,7 +175,7 @@ def test_root_mounts_without_squashfuse(tmp_path, squashfs, monkeypatch):
     subprocess.run([*make, "-no-progress"], check=True)
     monkeypatch.setenv("PATH", tools_of(tmp_path, "mount", "umount"))
     try:
-        with mounted(tmp_path / "a.sqsh") as place:
+        with mount_file(tmp_path / "a.sqsh") as place:
             assert place.how == "mounted by the kernel"
             assert (place.folder / "file").read_text() == "words"
     except CannotMountError as why:

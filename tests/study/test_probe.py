@@ -26,9 +26,9 @@ from paceline.study.probe.measure.arithmetic import arithmetic
 from paceline.study.probe.measure.import_time import HOOK, import_torch
 from paceline.study.probe.measure.link_pairs import EVERY_PAIR, apart, rounds
 from paceline.study.probe.measure.memory_bandwidth import last_level_caches, triad
-from paceline.study.probe.measure.page_cache import forget, resident
+from paceline.study.probe.measure.page_cache import drop_from_cache, resident_share
 from paceline.study.probe.measure.storage import storage
-from paceline.study.probe.participants import HostDropped, Participants, hosts_of
+from paceline.study.probe.participants import HostDropped, Participants, group_ranks_by_host
 
 
 def best(call, repetitions=7):
@@ -101,9 +101,12 @@ def test_file_is_in_page_cache_until_dropped(tmp_path):
     with path.open("rb") as file:
         os.fsync(file.fileno())
         file.read()
-        assert resident(file.fileno()) == 1.0
-        forget(file.fileno())
-        assert resident(file.fileno()) in (0.0, 1.0)  # 1.0 if the folder is in memory
+        assert resident_share(file.fileno()) == 1.0
+        drop_from_cache(file.fileno())
+        assert resident_share(file.fileno()) in (
+            0.0,
+            1.0,
+        )  # 1.0 if the folder is in memory
 
 
 def test_storage_measurement_leaves_folder_unchanged(tmp_path):
@@ -216,7 +219,7 @@ def about(host, name, machine, cpu=0):
 
 
 def test_hosts_on_one_machine_get_turns_and_unique_names():
-    found = hosts_of(
+    found = group_ranks_by_host(
         [
             about("0", "a", "m", 0),
             about("0", "a", "m", 1),

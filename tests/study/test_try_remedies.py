@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 from paceline.analyze.diagnosis.ladder import Interval
-from paceline.knobs.settings import taken
+from paceline.knobs.settings import settings_for_script
 from paceline.predict import history
 from paceline.predict.remedies import Remedy
 from paceline.study.diagnose import diagnose as diagnose_module
@@ -17,7 +17,7 @@ from paceline.study.diagnose import ladder
 from paceline.study.diagnose import try_remedies as trials_module
 from paceline.study.diagnose.diagnose import Diagnosis, run_diagnosis, try_all
 from paceline.study.diagnose.run_script import RunRequest
-from paceline.study.diagnose.save_settings import saved
+from paceline.study.diagnose.save_settings import save_kept_settings
 from paceline.study.diagnose.try_remedies import Trial, TrialResults, try_remedies
 
 # A loader needs 20 ms per batch, and one parameter is unused.
@@ -120,8 +120,10 @@ def test_slow_script_is_improved_and_settings_are_saved(asked, tmp_path):
         for source, said in ((one.remedy.source, one.first), (one.source, one.predicted))
         if one.gain is not None and said is not None
     ]
-    assert "fast.toml is written: paceline run --settings" in saved(result, tmp_path / "fast.toml")
-    knobs, notes = taken(tmp_path / "fast.toml", "script.py")
+    assert "fast.toml is written: paceline run --settings" in save_kept_settings(
+        result, tmp_path / "fast.toml"
+    )
+    knobs, notes = settings_for_script(tmp_path / "fast.toml", "script.py")
     assert (knobs, notes) == (result.tried.kept, [])
 
 

@@ -14,7 +14,7 @@ USED = {
 USED |= {"children": 0.0, "faults": 100.0, "host": 1.0, "squeezed": 0.0}
 
 
-def climbs(step=STEP, ranks=2, slow=1.0, batch=10, **used):
+def rung(step=STEP, ranks=2, slow=1.0, batch=10, **used):
     """Return the results of three rounds of a rung.
 
     ``slow`` is the factor by which rank 1 takes longer than rank 0, ``batch`` the batch size of a

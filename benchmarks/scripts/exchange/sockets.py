@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  the backend
-from paceline.cluster.topology.local_resources import unspanned
-from paceline.comm.shared_group import SharedGroup
+from paceline.cluster.topology.local_resources import parse_ranges
+from paceline.comm.shared_group import SharedMemoryGroup
 
 LEAST, SECONDS = 5, 0.1  # calls a measurement, and about so long
 
@@ -29,13 +29,13 @@ parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 20])
 args = parser.parse_args()
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-lists = [unspanned(one) for one in os.environ["PACELINE_SOCKETS"].split()]
+lists = [parse_ranges(one) for one in os.environ["PACELINE_SOCKETS"].split()]
 mine = lists[rank * len(lists) // size]
 os.sched_setaffinity(0, [mine[rank % len(mine)]])
 dist.init_process_group("paceline")
 groups: dict[str, Any] = {"at once": dist.group.WORLD, "by sockets": dist.new_group()}
 for one in groups.values():
-    assert isinstance(one, SharedGroup)
+    assert isinstance(one, SharedMemoryGroup)
     assert one.kernel.sockets == len(lists)
 groups["by sockets"].kernel.use_socket_reduction(True)
 

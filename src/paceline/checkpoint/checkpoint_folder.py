@@ -40,10 +40,10 @@ __all__ = [
     "list_checkpoints",
     "read_manifest",
     "read_shard",
-    "verify",
+    "verify_checkpoint",
 ]
 
-_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
 
 
 class _ChecksummingFile:
@@ -113,11 +113,11 @@ def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> N
             raise FileExistsError(errno.EEXIST, reason, str(final))
         final.rename(old)
     folder.rename(final)
-    _flush_folder(final.parent)
+    _fsync_directory(final.parent)
     remove(old)
 
 
-def _flush_folder(folder: Path) -> None:
+def _fsync_directory(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -125,7 +125,7 @@ def _flush_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def verify(folder: Path) -> Manifest:
+def verify_checkpoint(folder: Path) -> Manifest:
     """Verify all shards of a checkpoint by reading every byte. Return its manifest.
 
     Raises:
@@ -141,7 +141,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in ``directory``, newest first, without verifying them."""
     if not directory.is_dir():
         return []
-    names = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    names = [p for p in directory.iterdir() if _CHECKPOINT_NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(names, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 

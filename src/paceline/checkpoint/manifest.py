@@ -17,7 +17,7 @@ import torch
 from msgspec import Meta
 
 from ..record.ring.header_schema import MAX_RANKS
-from ..security.error_reason import reason_of
+from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import Count, check
 from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pickle
@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
     except RecursionError:
         raise DamagedCheckpointError(path, "is not a checkpoint's manifest") from None
     except (OSError, ValueError) as error:
-        reason = f"is not a checkpoint's manifest ({reason_of(error)})"
+        reason = f"is not a checkpoint's manifest ({error_reason(error)})"
         raise DamagedCheckpointError(path, reason) from None
     if not isinstance(body, dict) or body.get("format") != "paceline-checkpoint":
         raise DamagedCheckpointError(path, "is not a manifest of Paceline")
@@ -111,7 +111,7 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
                     crc = zlib.crc32(block, crc)
                     left -= len(block)
     except OSError as error:
-        raise DamagedCheckpointError(path, f"can't be read ({reason_of(error)})") from None
+        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
     if size != entry["bytes"]:
         raise DamagedCheckpointError(path, f"has {size} bytes instead of {entry['bytes']}")
     if crc != entry["crc32"]:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..cluster.topology.local_resources import spans
-from ..security.error_reason import reason_of
+from ..cluster.topology.local_resources import format_ranges
+from ..security.error_reason import error_reason
 from ..security.files import UnsafeFileError
 from . import checkpoint_folder, state_tree
 from .manifest import DamagedCheckpointError, Manifest
@@ -131,7 +131,7 @@ class CheckpointSaver:
             entry = checkpoint_folder.write_shard(folder, self.rank, state)
         except Exception as error:
             trusted = not isinstance(error, UnsafeFileError)
-            entry = {"error": reason_of(error)}
+            entry = {"error": error_reason(error)}
         try:
             entries = self._gather(save, entry)
             if entries is None:
@@ -147,7 +147,7 @@ class CheckpointSaver:
             if trusted and not isinstance(error, UnsafeFileError):
                 remove(path)
             self.warn(
-                f"the checkpoint of step {step} could not be written ({reason_of(error)}); "
+                f"the checkpoint of step {step} could not be written ({error_reason(error)}); "
                 "training goes on, and the previous checkpoint is kept"
             )
         finally:
@@ -177,7 +177,7 @@ def _problems(entries: list[dict[str, Any]]) -> str:
     for rank, entry in enumerate(entries):
         if "error" in entry:
             ranks.setdefault(entry["error"], []).append(rank)
-    return "; ".join(f"rank {spans(of)}: {reason}" for reason, of in ranks.items())
+    return "; ".join(f"rank {format_ranges(of)}: {reason}" for reason, of in ranks.items())
 
 
 def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
@@ -192,7 +192,7 @@ def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | No
     candidates = checkpoint_folder.list_checkpoints(directory)
     for folder in candidates:
         try:
-            checkpoint_folder.verify(folder)
+            checkpoint_folder.verify_checkpoint(folder)
             return folder
         except checkpoint_folder.DamagedCheckpointError as problem:
             warn(f"checkpoint {folder.name} is left out: {problem}")

@@ -67,7 +67,7 @@ def comm(
     from ..cost.machine.machine_file import load, save
     from ..report.console import PlainConsole
     from ..report.terminal import bench_comm as shown
-    from ..study.bench_comm import SIZES, BenchRequest, bench, merged
+    from ..study.bench_comm import SIZES, BenchRequest, bench, merge_collectives
 
     with exit_on_mistake():
         before = load(machine) if machine is not None else None
@@ -78,7 +78,7 @@ def comm(
         wish = BenchRequest(operation, sizes, ranks, hosts, hostfile, launcher, bind)
         found = bench(wish, lambda text: typer.echo(f"paceline: {text}", err=True))
         if before is not None and machine is not None:
-            save(merged(before, found.collectives), machine)
+            save(merge_collectives(before, found.collectives), machine)
             typer.echo(f"paceline: the figures are in {machine}", err=True)
     if json:
         typer.echo(dumps(shown.as_json(found.collectives, found.copies, found.notes)))

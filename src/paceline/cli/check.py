@@ -204,18 +204,18 @@ def _feed(
 
     from ..report.console import PlainConsole
     from ..report.terminal.input_rate import render
-    from ..study.input_rate import Feed, advise
+    from ..study.input_rate import LoadRankConfig, advise
 
     cores = len(os.sched_getaffinity(0))
     console = PlainConsole(stderr=True)
     with console.status("paceline: looking at the set") as status:
-        feed = Feed(
+        feed = LoadRankConfig(
             data,
             labels,
             transform,
             threads or min(2, cores),
             ranks=ranks or min(2, cores),
-            seconds=QUICK_S if quick else Feed.seconds,
+            seconds=QUICK_S if quick else LoadRankConfig.seconds,
         )
         found = advise(feed, lambda what: status.update(f"paceline: {what}"))
     told = found.as_json()

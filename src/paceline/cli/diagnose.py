@@ -124,7 +124,7 @@ def diagnose(
     from ..report.terminal import diagnose as shown
     from ..study.diagnose.diagnose import run_diagnosis, try_all
     from ..study.diagnose.run_script import RunRequest
-    from ..study.diagnose.save_settings import saved
+    from ..study.diagnose.save_settings import save_kept_settings
     from ..study.diagnose.try_remedies import check_arguments
 
     options = ["-m"] * module + ["--fresh"] * fresh
@@ -168,7 +168,7 @@ def diagnose(
         console = PlainConsole()
         console.print(shown.render(found, console.width))
     if save_settings is not None:
-        typer.echo(saved(found, save_settings), err=json)
+        typer.echo(save_kept_settings(found, save_settings), err=json)
     if html is not None:
         _written(found, html, json)
 

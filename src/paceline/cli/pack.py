@@ -237,10 +237,10 @@ def _all_of_it() -> None:
     import os
     from contextlib import suppress
 
-    from ..cluster.schedulers.detect import find
+    from ..cluster.schedulers.detect import find_allocation
 
     with suppress(ValueError):  # inconsistent allocation; not needed for this hint
-        found = find(dict(os.environ))
+        found = find_allocation(dict(os.environ))
         if found is not None:
             job = f"{found.scheduler} job {found.job}"
             typer.echo(

@@ -80,7 +80,7 @@ def stage(
     with exit_on_mistake():
         from ..data.format.shard_format import load_meta
         from ..data.staging.staged_sets import VARIABLE
-        from ..study.stage import StageRequest, over_hosts, summed
+        from ..study.stage import StageRequest, stage_on_hosts, sum_hosts
 
         given = os.environ.get(VARIABLE) if root is None else str(root)
         if not given:
@@ -90,11 +90,11 @@ def stage(
         where = None if beside else wish.target()
         if where is not None:
             load_meta(source)
-            code, told = over_hosts(
+            code, told = stage_on_hosts(
                 wish, where, source, str(Path(given).absolute()), most, _say, shared
             )
             if json:
-                typer.echo(summed(told))
+                typer.echo(sum_hosts(told))
             else:
                 _show(told)
             raise typer.Exit(code)

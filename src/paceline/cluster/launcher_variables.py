@@ -71,7 +71,7 @@ SOURCES = (
 
 # Pairs of launchers that describe one start if both are present. The environment variables that
 # Slurm's plugins set are recognized by the name of the step.
-TWINS = {
+EQUIVALENT_SOURCES = {
     ("Open MPI", "jsrun"),
     ("PMIx", "PMI"),
     ("PMIx", "PALS"),
@@ -84,35 +84,38 @@ TWINS = {
 SLURM_PMIX = "slurm.pmix."
 
 
-def start(environment: Environment) -> list[Source]:
+def launch_sources(environment: Environment) -> list[Source]:
     """Return the launcher to use, followed by the others that describe the same start."""
-    there = [source for source in SOURCES if _is_there(environment, source)]
+    there = [source for source in SOURCES if _is_present(environment, source)]
     if not there:
         return []
-    return [there[0], *(s for s in there[1:] if _are_twins(environment, there[0].name, s.name))]
+    return [
+        there[0],
+        *(s for s in there[1:] if _are_equivalent(environment, there[0].name, s.name)),
+    ]
 
 
-def _is_there(environment: Environment, source: Source) -> bool:
+def _is_present(environment: Environment, source: Source) -> bool:
     if source.rank not in environment:
         return False
     if source.name == "Slurm":
         return slurm.step(environment) is not None
-    if _is_slurms(environment, source.name):
+    if _is_from_slurm(environment, source.name):
         # Otherwise a shell of the enclosing step, or hydra, has started this process, and the
         # environment variables are inherited from that step.
-        return _is_of_this_step(environment, source.name) and not is_hydras(environment)
+        return _is_of_this_step(environment, source.name) and not is_from_hydra(environment)
     return True
 
 
-def _are_twins(environment: Environment, first: str, other: str) -> bool:
+def _are_equivalent(environment: Environment, first: str, other: str) -> bool:
     if other == "Slurm":
         return _is_of_this_step(environment, first)
-    if first == "PMIx" and _is_slurms(environment, first):
+    if first == "PMIx" and _is_from_slurm(environment, first):
         return False
-    return (first, other) in TWINS
+    return (first, other) in EQUIVALENT_SOURCES
 
 
-def _is_slurms(environment: Environment, name: str) -> bool:
+def _is_from_slurm(environment: Environment, name: str) -> bool:
     """Return whether Slurm's own plugins set these environment variables, for any step."""
     if name == "PMIx":
         return environment.get("PMIX_NAMESPACE", "").startswith(SLURM_PMIX)
@@ -134,12 +137,12 @@ def _is_of_this_step(environment: Environment, name: str) -> bool:
         return False
     if name == "PMIx":
         return environment.get("PMIX_NAMESPACE") == SLURM_PMIX + step
-    if name == "PMI" and is_hydras(environment):
+    if name == "PMI" and is_from_hydra(environment):
         return False
     names = {"PMI": ("PMI_JOBID", "PALS_APID"), "PALS": ("PALS_APID",)}.get(name, ())
     return any(environment.get(variable) == step for variable in names)
 
 
-def is_hydras(environment: Environment) -> bool:
+def is_from_hydra(environment: Environment) -> bool:
     """Return whether MPICH's or Intel MPI's mpiexec (hydra) started this process."""
     return "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment

@@ -7,10 +7,10 @@ Environment variables of the same start must agree.
 import os
 from dataclasses import dataclass
 
-from .launcher_variables import Source, is_hydras, start
+from .launcher_variables import Source, is_from_hydra, launch_sources
 from .schedulers import lsf, nodefile, openmpi, slurm
 from .schedulers.env_numbers import Environment, is_number, number
-from .schedulers.hostlist import counts, expand
+from .schedulers.hostlist import expand_counts, expand_hostlist
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def rank_identity(environment: Environment) -> RankIdentity:
             if "RANK" not in environment and "WORLD_SIZE" not in environment:
                 return RankIdentity(0, 1, 0, 1, "alone", alone=True)
             return _from_torchrun(environment)  # raises an error that names the missing one
-        sources = start(environment)
-        _agree(environment, "WORLD_SIZE", *_size(environment, sources))
-        _agree(environment, "RANK", found.rank, sources[0].rank)
+        sources = launch_sources(environment)
+        _check_agreement(environment, "WORLD_SIZE", *_size(environment, sources))
+        _check_agreement(environment, "RANK", found.rank, sources[0].rank)
         return found
     except ValueError as mistake:
         raise ValueError(f"paceline.init: {mistake}") from None
@@ -75,7 +75,7 @@ def set_torchrun_variables(place: RankIdentity) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def hosts_of(environment: Environment, place: RankIdentity) -> list[str]:
+def rank_0_hosts(environment: Environment, place: RankIdentity) -> list[str]:
     """Return names and addresses of hosts that rank 0 may be on, the most likely first.
 
     Empty if the launcher does not report any.
@@ -85,7 +85,9 @@ def hosts_of(environment: Environment, place: RankIdentity) -> list[str]:
     if place.source == "torchrun" and environment.get("MASTER_ADDR"):
         return [environment["MASTER_ADDR"]]
     try:
-        hosts = _hosts(environment, [source.name for source in _start_of(environment, place)])
+        hosts = _hosts(
+            environment, [source.name for source in _sources_of_start(environment, place)]
+        )
     except ValueError:  # the file exists only on other hosts
         return []
     own = environment.get("PMIX_HOSTNAME") or environment.get("SLURMD_NODENAME")
@@ -105,10 +107,10 @@ def job_key(environment: Environment, place: RankIdentity) -> str:
     if place.source == "torchrun":
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         values = [environment.get(name, "") for name in names]
-    for source in () if any(values) else _start_of(environment, place):
+    for source in () if any(values) else _sources_of_start(environment, place):
         if source.name == "Slurm":
             values.append(slurm.step(environment) or "")
-        if source.name == "PMI" and is_hydras(environment):
+        if source.name == "PMI" and is_from_hydra(environment):
             continue  # PMI_JOBID belongs to the enclosing step
         for name in source.key:
             # The second part of Open MPI's value is its first address and port; the rest may
@@ -125,7 +127,7 @@ def _from_torchrun(environment: Environment) -> RankIdentity:
     words = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     launcher = None
     if "LOCAL_RANK" not in environment:
-        launcher = _same(environment)
+        launcher = _matching_launcher(environment)
         words["LOCAL_RANK"] = str(launcher.local_rank) if launcher else words["RANK"]
     for name, text in words.items():
         if not is_number(text):
@@ -142,7 +144,7 @@ def _from_torchrun(environment: Environment) -> RankIdentity:
     return RankIdentity(rank, size, local_rank, local_size, "torchrun")
 
 
-def _same(environment: Environment) -> RankIdentity | None:
+def _matching_launcher(environment: Environment) -> RankIdentity | None:
     """Return the launcher's place if the user has set RANK and WORLD_SIZE to its values."""
     try:
         found = _from_launcher(environment)
@@ -155,20 +157,20 @@ def _same(environment: Environment) -> RankIdentity | None:
 
 
 def _from_launcher(environment: Environment) -> RankIdentity | None:
-    sources = start(environment)
+    sources = launch_sources(environment)
     if not sources:
         return None
     first, *others = sources
     rank = number(environment, first.rank)
     assert rank is not None
     for other in others:
-        _agree(environment, other.rank, rank, first.rank)
+        _check_agreement(environment, other.rank, rank, first.rank)
     size, size_name = _size(environment, sources)
     _check_below(rank, size, first.rank, size_name)
-    local_rank = _first(environment, [name for s in sources for name in s.local_rank])
+    local_rank = _first_host(environment, [name for s in sources for name in s.local_rank])
     if local_rank is None:
         local_rank = number(environment, "LOCAL_RANK")
-    local_size = _first(environment, [name for s in sources for name in s.local_size])
+    local_size = _first_host(environment, [name for s in sources for name in s.local_size])
     if local_size is None and sources[-1].name == "Slurm":
         local_size = _slurm_local_size(environment)
     return RankIdentity(
@@ -181,10 +183,10 @@ def _from_launcher(environment: Environment) -> RankIdentity | None:
     )
 
 
-def _start_of(environment: Environment, place: RankIdentity) -> list[Source]:
-    if place.source == "torchrun" and _same(environment) is None:
+def _sources_of_start(environment: Environment, place: RankIdentity) -> list[Source]:
+    if place.source == "torchrun" and _matching_launcher(environment) is None:
         return []
-    return start(environment)
+    return launch_sources(environment)
 
 
 def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
@@ -195,7 +197,7 @@ def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
             continue
         if said is None:
             said = number(environment, source.size) or 0, source.size
-        _agree(environment, source.size, *said)
+        _check_agreement(environment, source.size, *said)
     on_this_host = number(environment, "PALS_LOCAL_SIZE")
     pals = any(source.name == "PALS" for source in sources)
     if said is not None:
@@ -210,7 +212,7 @@ def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
         return by_hand, "WORLD_SIZE"
     if pals and on_this_host is not None and environment.get("PBS_NODEFILE"):
         try:
-            hosts = len(nodefile.read(environment, "PBS_NODEFILE"))
+            hosts = len(nodefile.read_nodefile(environment, "PBS_NODEFILE"))
             return on_this_host * hosts, f"PALS_LOCAL_SIZE={on_this_host} on {hosts} hosts"
         except ValueError:  # only the job's first host has the file
             pass
@@ -226,7 +228,7 @@ def _slurm_local_size(environment: Environment) -> int | None:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE")
     if node is None or tasks is None:
         return None
-    each = counts(tasks)
+    each = expand_counts(tasks)
     return each[node] if node < len(each) else None
 
 
@@ -234,20 +236,20 @@ def _hosts(environment: Environment, sources: list[str]) -> list[str]:
     if "Open MPI" in sources and "jsrun" not in sources:
         return openmpi.hosts(environment)
     if "Slurm" in sources:
-        return expand(environment.get("SLURM_STEP_NODELIST", ""))
+        return expand_hostlist(environment.get("SLURM_STEP_NODELIST", ""))
     if "jsrun" in sources:
         found = lsf.allocation(environment)
         return [host.name for host in found.hosts] if found else []
     if "PALS" in sources and environment.get("PBS_NODEFILE"):
-        return list(nodefile.read(environment, "PBS_NODEFILE"))
+        return list(nodefile.read_nodefile(environment, "PBS_NODEFILE"))
     return []
 
 
-def _first(environment: Environment, names: list[str]) -> int | None:
+def _first_host(environment: Environment, names: list[str]) -> int | None:
     return next((number(environment, name) for name in names if name in environment), None)
 
 
-def _agree(environment: Environment, name: str, expected: int, other: str) -> None:
+def _check_agreement(environment: Environment, name: str, expected: int, other: str) -> None:
     """Raise ValueError if the environment variable is set to another value than expected."""
     if number(environment, name) in (None, expected):
         return

@@ -20,7 +20,7 @@ from ..record.ring.recorder import Recorder, update_all_headers
 from . import replica_check
 from .hosts.open_hierarchy import open_hierarchy
 from .shared.open_group import DISABLED_BY_USER, ON_SEVERAL_HOSTS, open_kernel
-from .shared_group import SharedGroup
+from .shared_group import SharedMemoryGroup
 
 NAME = "paceline"
 
@@ -88,7 +88,7 @@ def over_memory(
     if kernel is None:
         return group, why
     update_all_headers(exchange=NAME)
-    return SharedGroup(group, kernel, seconds, _step), ""
+    return SharedMemoryGroup(group, kernel, seconds, _step), ""
 
 
 def _step() -> str:

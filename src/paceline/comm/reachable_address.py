@@ -15,7 +15,7 @@ import socket
 import time
 from typing import Any
 
-from ..cluster.topology.network_interfaces import Link, links
+from ..cluster.topology.network_interfaces import Link, network_links
 
 SECONDS = 3.0  # timeout of a connection; on the job's network it takes less than 1 ms
 TOKEN_BYTES = 16
@@ -36,7 +36,7 @@ class Listener:
     def __init__(self, only: str | None = None) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.sockets: dict[Link, socket.socket] = {}
-        for link in of_names(links(), only):
+        for link in of_names(network_links(), only):
             try:
                 self.sockets[link] = listen_on(link.address)
             except OSError:

@@ -20,15 +20,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..cluster.topology.network_interfaces import links
-from ..security.greeting import (
-    DROPPED,
+from ..cluster.topology.network_interfaces import network_links
+from ..security.handshake import (
+    DROPPED_CONNECTION_ERRORS,
     Acceptor,
-    Greeting,
-    NoAnswerError,
-    RefusedError,
-    Step,
-    converse,
+    Handshake,
+    HandshakeError,
+    HandshakeStep,
+    HandshakeTimeoutError,
+    run_handshake,
 )
 from ..security.schema import parse_json
 from .reachable_address import listen_on
@@ -136,7 +136,7 @@ class _Rank0Server:
         self.made: Any = None
 
     def store(self) -> Any:
-        acceptor = Acceptor(self._doors(), lambda _: self.greeting())
+        acceptor = Acceptor(self._doors(), lambda _: self.handshake())
         begun = said = time.monotonic()
         asked = False
         try:
@@ -165,7 +165,7 @@ class _Rank0Server:
     def _doors(self) -> list[socket.socket]:
         addresses = ["127.0.0.1"]
         if not self.when.one_host:
-            addresses += [link.address for link in links()]
+            addresses += [link.address for link in network_links()]
         for port in self.when.ports:
             with ExitStack() as opened:
                 try:
@@ -179,18 +179,20 @@ class _Rank0Server:
             f"{socket.gethostname()}. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT"
         )
 
-    def greeting(self) -> Greeting[int]:
+    def handshake(self) -> Handshake[int]:
         """Read the rank of a connecting process of this job, and identify this as rank 0."""
-        knock = parse_json((yield Step(read=MAX_LINE_BYTES, line=True)), _JoinRequest, "knock")
+        knock = parse_json(
+            (yield HandshakeStep(read=MAX_LINE_BYTES, line=True)), _JoinRequest, "knock"
+        )
         if knock.tag != self.when.tag or not 0 < knock.rank < self.when.size:
-            raise RefusedError("the visitor is of another job")
-        yield Step(send=self.when.tag.encode() + b"\n")
+            raise HandshakeError("the visitor is of another job")
+        yield HandshakeStep(send=self.when.tag.encode() + b"\n")
         return knock.rank
 
     def _open(self, visitor: socket.socket, rank: int) -> None:
         try:
             own, other = str(visitor.getsockname()[0]), str(visitor.getpeername()[0])
-        except OSError:  # reset after the greeting: the rank connects again
+        except OSError:  # reset after the handshake: the rank connects again
             visitor.close()
             return
         self.missing.discard(rank)
@@ -234,7 +236,7 @@ class _Rank0Server:
             ValueError: This host reaches none of the others. The message lists what was tried.
         """
         tried: dict[str, str] = {}
-        mine = {link.address for link in links()} | {"127.0.0.1"}
+        mine = {link.address for link in network_links()} | {"127.0.0.1"}
         for host in [] if self.when.one_host else self.when.hosts[:16]:
             for address in set(_addresses(host, tried)) - mine:
                 answer = _request_store(self.when, address, self.when.ports[0], CONNECT_TIMEOUT_S)
@@ -314,32 +316,32 @@ def _request_store(
     try:
         with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as door:
             try:
-                converse(door, request_greeting(when), CONNECT_TIMEOUT_S)
-            except NoAnswerError:
+                run_handshake(door, request_handshake(when), CONNECT_TIMEOUT_S)
+            except HandshakeTimeoutError:
                 return NOT_RANK_0  # rank 0 would have answered
-            return converse(door, store_greeting(), max(0.1, left))
+            return run_handshake(door, store_handshake(), max(0.1, left))
     except TimeoutError:
         return f"no answer in {CONNECT_TIMEOUT_S:.0f} s"
-    except (*DROPPED, ValueError):
+    except (*DROPPED_CONNECTION_ERRORS, ValueError):
         return NOT_RANK_0  # or it is busy with other connections; the caller tries again
     except OSError as error:
         return (error.strerror or str(error)).lower()
 
 
-def request_greeting(when: RendezvousSpec) -> Greeting[None]:
+def request_handshake(when: RendezvousSpec) -> Handshake[None]:
     """Identify this rank to rank 0.
 
     Raises:
         RefusedError: The other side is not rank 0 of the same job.
     """
     knock = json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n"
-    said = yield Step(send=knock, read=MAX_LINE_BYTES, line=True)
+    said = yield HandshakeStep(send=knock, read=MAX_LINE_BYTES, line=True)
     if said.strip() != when.tag.encode():
-        raise RefusedError(NOT_RANK_0)
+        raise HandshakeError(NOT_RANK_0)
 
 
-def store_greeting() -> Greeting[tuple[str, int]]:
+def store_handshake() -> Handshake[tuple[str, int]]:
     """Read the store's address, which rank 0 sends once it knows where it can be reached."""
-    said = yield Step(read=MAX_LINE_BYTES, line=True)
+    said = yield HandshakeStep(read=MAX_LINE_BYTES, line=True)
     address, port = parse_json(said, _Answer, "rank 0's answer").store
     return str(ipaddress.ip_address(address)), port

@@ -54,7 +54,7 @@ def _faster(
     from ..record.hooks.torch_patches import replace_group
     from . import replica_check
     from .backend import over_memory
-    from .shared_group import SharedGroup
+    from .shared_group import SharedMemoryGroup
 
     replica_check.look()
     name = str(c10d._world.pg_names[group])
@@ -64,7 +64,7 @@ def _faster(
     if why:
         turned.not_done(why)
         return group
-    assert isinstance(faster, SharedGroup)
+    assert isinstance(faster, SharedMemoryGroup)
     faster.instead_of_gloo = VARIABLE in os.environ and Tuning.loads(os.environ[VARIABLE]).gloo
     turned.done()
     if isinstance(group, RecordedGroup):

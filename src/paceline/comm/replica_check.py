@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..record.hooks.collective_check import format_ranks
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.import_hooks import after_import
-from .shared_group import SharedGroup
+from .shared_group import SharedMemoryGroup
 
 LENGTH = 32  # bytes of a digest
 Rows = list[list[str]]  # name and description of each parameter and buffer, in their order
@@ -56,7 +56,7 @@ def compare(model: torch.nn.Module, group: Any) -> None:
             first parameter that differs, and what it is on which ranks.
     """
     inner = group.inner if isinstance(group, RecordedGroup) else group
-    if not isinstance(group, (RecordedGroup, SharedGroup)) or _elsewhere(model):
+    if not isinstance(group, (RecordedGroup, SharedMemoryGroup)) or _elsewhere(model):
         return
     rows = _rows(model)
     told = json.dumps(rows).encode()

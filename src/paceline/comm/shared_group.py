@@ -24,10 +24,10 @@ from .shared.c_kernel import CKernel
 from .shared.collective_calls import DTYPES, REDUCTIONS, ExchangeError
 from .shared.torch_kernel import TorchKernel
 
-KIND_OF = {getattr(torch, name): at for at, name in enumerate(DTYPES)}
-_R = dist.ReduceOp.RedOpType
-HOW_OF = {
-    getattr(_R, name): REDUCTIONS.index(how)
+DTYPE_INDEX = {getattr(torch, name): at for at, name in enumerate(DTYPES)}
+_RedOp = dist.ReduceOp.RedOpType
+REDUCTION_INDEX = {
+    getattr(_RedOp, name): REDUCTIONS.index(how)
     for name, how in (
         *(("SUM", "sum"), ("AVG", "mean"), ("PRODUCT", "product")),
         *(("MIN", "min"), ("MAX", "max")),
@@ -36,7 +36,7 @@ HOW_OF = {
 MEAN = REDUCTIONS.index("mean")
 
 
-class SharedGroup(dist.ProcessGroup):
+class SharedMemoryGroup(dist.ProcessGroup):
     """A process group that runs collectives over CPU tensors in shared memory.
 
     Attributes:
@@ -75,15 +75,15 @@ class SharedGroup(dist.ProcessGroup):
         return "paceline"
 
     def allreduce(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
-        how = _how(given)
+        how = _reduction_index(given)
         here = not self.reduces_over_gloo and len(tensors) == 1
-        if how is None or not here or not _fit(tensors, how):
+        if how is None or not here or not _is_supported(tensors, how):
             return self.inner.allreduce(tensors, *given, **options)
         return self._start(lambda: self._reduce(tensors[0], how), tensors, given)
 
     def allreduce_coalesced(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
-        how = _how(given)
-        if how is None or not _fit(tensors, how):
+        how = _reduction_index(given)
+        if how is None or not _is_supported(tensors, how):
             return self.inner.allreduce_coalesced(tensors, *given, **options)
 
         def run() -> None:
@@ -94,7 +94,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, *given: Any, **options: Any) -> dist.Work:
         root = getattr(given[0], "rootRank", None) if given else None
-        if root is None or len(tensors) != 1 or not _fit(tensors):
+        if root is None or len(tensors) != 1 or not _is_supported(tensors):
             return self.inner.broadcast(tensors, *given, **options)
 
         def run() -> None:
@@ -104,7 +104,7 @@ class SharedGroup(dist.ProcessGroup):
         return self._start(run, tensors, given)
 
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
-        alike = len(outputs) == len(inputs) == 1 and _fit([*inputs, *outputs[0]])
+        alike = len(outputs) == len(inputs) == 1 and _is_supported([*inputs, *outputs[0]])
         if not alike or any(one.nbytes != inputs[0].nbytes for one in outputs[0]):
             return self.inner.allgather(outputs, inputs, *given, **options)
         return self._start(lambda: self._gather(inputs[0], outputs[0]), outputs[0], given)
@@ -127,9 +127,9 @@ class SharedGroup(dist.ProcessGroup):
         return self._gathers(outputs, inputs, "all_gather_single_coalesced", given, options)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
-        how = _how(given)
+        how = _reduction_index(given)
         alike = len(outputs) == len(inputs) == 1
-        if how is None or not alike or not _fit([*outputs, *inputs[0]], how):
+        if how is None or not alike or not _is_supported([*outputs, *inputs[0]], how):
             return self.inner.reduce_scatter(outputs, inputs, *given, **options)
         (to,), (tensors,) = outputs, inputs
         if any(one.nbytes != to.nbytes for one in tensors):
@@ -201,7 +201,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def _reduce(self, tensor: torch.Tensor, how: int) -> None:
         with _in_place(tensor) as flat:
-            kind = KIND_OF[flat.dtype]
+            kind = DTYPE_INDEX[flat.dtype]
             self.kernel.all_reduce(flat.data_ptr(), flat.nbytes, kind, how, self.timeout)
 
     def _gathers(
@@ -210,7 +210,7 @@ class SharedGroup(dist.ProcessGroup):
         """Gather each input from all ranks into the output at the same position, in rank order."""
         pairs = list(zip(outputs, inputs, strict=True))
         alike = all(a.nbytes == b.nbytes * self.size() for a, b in pairs)
-        if not alike or not _fit([*outputs, *inputs]):
+        if not alike or not _is_supported([*outputs, *inputs]):
             single = name in ("_allgather_base", "all_gather_single")
             call: Callable[..., dist.Work] = getattr(self.inner, name)
             return call(*(pairs[0] if single else (outputs, inputs)), *given, **options)
@@ -233,9 +233,9 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Any, inputs: Any, name: str, given: tuple[Any, ...], options: Any
     ) -> dist.Work:
         """Reduce the part of each input that belongs to this rank over all ranks."""
-        how, pairs = _how(given), list(zip(outputs, inputs, strict=True))
+        how, pairs = _reduction_index(given), list(zip(outputs, inputs, strict=True))
         alike = all(b.nbytes == a.nbytes * self.size() and a.dtype == b.dtype for a, b in pairs)
-        if how is None or not alike or not _fit([*outputs, *inputs], how):
+        if how is None or not alike or not _is_supported([*outputs, *inputs], how):
             single = name in ("_reduce_scatter_base", "reduce_scatter_single")
             call: Callable[..., dist.Work] = getattr(self.inner, name)
             return call(*(pairs[0] if single else (outputs, inputs)), *given, **options)
@@ -251,12 +251,12 @@ class SharedGroup(dist.ProcessGroup):
         return self._start(run, list(outputs), given)
 
     def _scatter(self, sources: Sequence[int], into: torch.Tensor, how: int) -> None:
-        kind, to = KIND_OF[into.dtype], into.data_ptr()
+        kind, to = DTYPE_INDEX[into.dtype], into.data_ptr()
         self.kernel.reduce_scatter(sources, to, into.nbytes, kind, how, self.timeout)
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
-    def method(self: SharedGroup, *given: Any, **options: Any) -> Any:
+    def method(self: SharedMemoryGroup, *given: Any, **options: Any) -> Any:
         return getattr(self.inner, name)(*given, **options)
 
     method.__name__ = name
@@ -267,8 +267,8 @@ def _passed_on(name: str) -> Callable[..., Any]:
 # lock held (PyProcessGroup.hpp). This may deadlock: gloo's thread may wait for the interpreter lock
 # to free an earlier tensor, while it holds what the call waits for.
 for _name in (*METHODS, "monitored_barrier"):
-    if _name not in SharedGroup.__dict__ and hasattr(dist.ProcessGroup, _name):
-        setattr(SharedGroup, _name, _passed_on(_name))
+    if _name not in SharedMemoryGroup.__dict__ and hasattr(dist.ProcessGroup, _name):
+        setattr(SharedMemoryGroup, _name, _passed_on(_name))
 
 
 @contextlib.contextmanager
@@ -280,14 +280,14 @@ def _in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         tensor.copy_(flat)
 
 
-def _how(given: tuple[Any, ...]) -> int | None:
+def _reduction_index(given: tuple[Any, ...]) -> int | None:
     """Return the index of the reduction in REDUCTIONS, or None if it is not supported here."""
     if not given or not hasattr(given[0], "reduceOp"):
         return None
-    return HOW_OF.get(getattr(given[0].reduceOp, "op", given[0].reduceOp))
+    return REDUCTION_INDEX.get(getattr(given[0].reduceOp, "op", given[0].reduceOp))
 
 
-def _fit(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:
+def _is_supported(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:
     """Return whether these tensors are supported here.
 
     how: Index of the reduction that is applied to them; None without a reduction.
@@ -295,7 +295,7 @@ def _fit(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:
     return all(
         one.device.type == "cpu"
         and one.layout == torch.strided
-        and one.dtype in KIND_OF
+        and one.dtype in DTYPE_INDEX
         and (how != MEAN or one.dtype.is_floating_point)
         for one in tensors
     )

@@ -13,7 +13,7 @@ from msgspec import Meta
 from ..cost.machine.dataclass_tree import shorten
 from ..cost.machine.read_toml import read_toml
 from ..cost.machine.write_toml import dumps
-from ..security.error_reason import reason_of
+from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError
 from ..security.outputs import write_output
 from ..security.schema import check
@@ -46,7 +46,7 @@ class Setting:
     why: tuple[str, ...] = ()
 
 
-def write(path: Path, knobs: dict[str, Setting], made: dict[str, Any]) -> None:
+def write_settings(path: Path, knobs: dict[str, Setting], made: dict[str, Any]) -> None:
     head = dumps({"format": FORMAT, "version": VERSION})
     lines = [
         "# Taken by: paceline run --settings. What is not wanted can be taken out.",
@@ -59,7 +59,7 @@ def write(path: Path, knobs: dict[str, Setting], made: dict[str, Any]) -> None:
     write_output(path, "\n".join(lines))
 
 
-def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
+def settings_for_script(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
     """Return the knobs to set for ``script``, and messages about those that are ignored.
 
     Raises:
@@ -72,11 +72,11 @@ def taken(path: Path, script: str) -> tuple[dict[str, Any], list[str]]:
             f"{path} was made for {made['script']}, not for {Path(script).name}: nothing of it is "
             "set. HINT: paceline diagnose --try on this script, or take `script` out of the file"
         ]
-    knobs, notes = fitting(path, tree)
+    knobs, notes = fitting_settings(path, tree)
     return knobs, notes + _other_torch(path, made)
 
 
-def fitting(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], list[str]]:
+def fitting_settings(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], list[str]]:
     """Return the knobs of a file that can be set, and messages about those that are ignored.
 
     Raises:
@@ -113,7 +113,7 @@ def read(path: Path) -> SettingsFile:
     try:
         tree = read_toml(path, MAX_BYTES)
     except OSError as error:
-        raise ValueError(f"{path}: {reason_of(error)}. HINT: paceline diagnose --try") from None
+        raise ValueError(f"{path}: {error_reason(error)}. HINT: paceline diagnose --try") from None
     if tree.get("format") != FORMAT or not isinstance(tree.get("version"), int):
         raise InvalidFileError(
             path,

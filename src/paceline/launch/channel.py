@@ -18,13 +18,13 @@ import struct
 import time
 from typing import Any
 
-from ..security.greeting import Greeting, RefusedError, Step, converse
+from ..security.handshake import Handshake, HandshakeError, HandshakeStep, run_handshake
 
 FRAME_HEADER = struct.Struct(">II")  # bytes of JSON, raw bytes
 MAX_JSON_BYTES, MAX_RAW_BYTES = 16 << 20, 16 << 20
 MAC_BYTES = 32
 NONCE_BYTES = 32
-GREETING_SECONDS = 5.0  # from a connection until both sides have proved that they know the secret
+HANDSHAKE_SECONDS = 5.0  # from a connection until both sides have proved that they know the secret
 MAX_LOGIN_BYTES = 1 << 20  # that login scripts print before BEGIN
 # Over ssh, what login scripts print comes first; the channel begins behind this line.
 START_MARKER = b"\n--paceline-channel-1--\n"
@@ -79,7 +79,7 @@ class Channel:
             InvalidMessageError: The data is not a message.
         """
         messages = []
-        while (message := self._next_message()) is not None:  # some came with the greeting
+        while (message := self._next_message()) is not None:  # some came with the handshake
             messages.append(message)
         if messages:
             return messages
@@ -155,8 +155,8 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def host_greeting(secret: str) -> Greeting[bytes]:
-    """The listening side's part of the greeting.
+def host_handshake(secret: str) -> Handshake[bytes]:
+    """The listening side's part of the handshake.
 
     Returns:
         The random numbers of both sides, from which ``channel_of_visitor`` makes the keys.
@@ -165,41 +165,41 @@ def host_greeting(secret: str) -> Greeting[bytes]:
         RefusedError: The visitor does not prove that it knows the secret.
     """
     ours = secrets.token_bytes(NONCE_BYTES)
-    answer = yield Step(send=ours, read=NONCE_BYTES + MAC_BYTES)
+    answer = yield HandshakeStep(send=ours, read=NONCE_BYTES + MAC_BYTES)
     nonces, proof = ours + answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _mac(secret.encode(), b"visitor", nonces)):
-        raise RefusedError("the visitor does not know this job's secret")
-    yield Step(send=_mac(secret.encode(), b"host", nonces))
+        raise HandshakeError("the visitor does not know this job's secret")
+    yield HandshakeStep(send=_mac(secret.encode(), b"host", nonces))
     return nonces
 
 
-def visitor_greeting(secret: str, host: str) -> Greeting[bytes]:
-    """The connecting side's part of the greeting; ``host`` names the other side in errors.
+def visitor_handshake(secret: str, host: str) -> Handshake[bytes]:
+    """The connecting side's part of the handshake; ``host`` names the other side in errors.
 
     Returns:
-        As ``host_greeting``.
+        As ``host_handshake``.
 
     Raises:
         RefusedError: The host does not prove that it knows the secret.
     """
-    theirs = yield Step(read=NONCE_BYTES)
+    theirs = yield HandshakeStep(read=NONCE_BYTES)
     nonces = theirs + secrets.token_bytes(NONCE_BYTES)
     own = nonces[NONCE_BYTES:] + _mac(secret.encode(), b"visitor", nonces)
-    proof = yield Step(send=own, read=MAC_BYTES)
+    proof = yield HandshakeStep(send=own, read=MAC_BYTES)
     if not hmac.compare_digest(proof, _mac(secret.encode(), b"host", nonces)):
-        raise RefusedError(f"{host} does not know this job's secret")
+        raise HandshakeError(f"{host} does not know this job's secret")
     return nonces
 
 
 def channel_of_visitor(visitor: socket.socket, secret: str, nonces: bytes) -> Channel:
-    """Return the listening side's channel, after ``host_greeting``. Raises OSError."""
+    """Return the listening side's channel, after ``host_handshake``. Raises OSError."""
     return _authenticated_channel(visitor, secret, nonces, b"host", b"visitor")
 
 
 def accept_channel(visitor: socket.socket, secret: str) -> Channel | None:
     """Greet one visitor. Return a channel if it knows the secret, else close it and return None."""
     try:
-        nonces = converse(visitor, host_greeting(secret), GREETING_SECONDS)
+        nonces = run_handshake(visitor, host_handshake(secret), HANDSHAKE_SECONDS)
         return channel_of_visitor(visitor, secret, nonces)
     except OSError:
         visitor.close()
@@ -214,8 +214,8 @@ def connect_channel(address: str, port: int, secret: str, seconds: float) -> Cha
     """
     host = socket.create_connection((address, port), timeout=seconds)
     try:
-        greeting = visitor_greeting(secret, f"{address} port {port}")
-        nonces = converse(host, greeting, GREETING_SECONDS)
+        handshake = visitor_handshake(secret, f"{address} port {port}")
+        nonces = run_handshake(host, handshake, HANDSHAKE_SECONDS)
         return _authenticated_channel(host, secret, nonces, b"visitor", b"host")
     except OSError:
         host.close()

@@ -34,7 +34,7 @@ from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_ser
 from .records import job_folder
 from .remote.agent_lock import acquire
 from .remote.connect_back import LauncherNotFoundError, connect_to_launcher
-from .remote.handshake import describe_host
+from .remote.prepare_hosts import describe_host
 
 LAUNCHER_TIMEOUT_S = 900.0  # longer than a launcher is usually suspended (Ctrl-Z)
 RECORD_CHUNK_BYTES = 4 << 20

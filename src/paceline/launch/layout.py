@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..cluster.schedulers.hostfile import Host
-from ..cluster.topology.local_resources import spans
+from ..cluster.topology.local_resources import format_ranges
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def format_layout(names: list[str], counted: list[int]) -> str:
     parts, first = [], 0
     for name, count in zip(names, counted, strict=True):
         if count:
-            parts.append(f"{name}: {spans(list(range(first, first + count)))}")
+            parts.append(f"{name}: {format_ranges(list(range(first, first + count)))}")
         first += count
     if len(parts) > 8:
         parts = [*parts[:4], f"... {len(parts) - 6} more ...", *parts[-2:]]

@@ -20,7 +20,7 @@ from .ranks.fork_server import end_children
 from .recovery.rejoin import LostHostWatcher
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
 from .remote.forwarded_env import forwarded_variables
-from .remote.handshake import (
+from .remote.prepare_hosts import (
     LaunchSpec,
     check_hosts,
     label_record_folder,

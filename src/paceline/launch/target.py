@@ -10,10 +10,10 @@ from pathlib import Path
 from ..cluster.rank_identity import launched_by
 from ..cluster.schedulers import flux
 from ..cluster.schedulers.allocation import Allocation
-from ..cluster.schedulers.detect import find
+from ..cluster.schedulers.detect import find_allocation
 from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
-from ..cluster.topology.local_resources import devices, numa_domains
-from ..cluster.topology.network_interfaces import is_here
+from ..cluster.topology.local_resources import gpu_count, numa_domain_count
+from ..cluster.topology.network_interfaces import is_local_host
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool
@@ -63,7 +63,7 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
             )
         return Target(named, chosen, True, "-H" if hosts else str(hostfile))
     allocation = _allocation(environment)
-    here = Host("this machine", devices=devices(), numa=numa_domains())
+    here = Host("this machine", devices=gpu_count(), numa=numa_domain_count())
     if allocation is None:
         if launcher is not None:
             raise ValueError(f"--launcher {launcher}: on which hosts? HINT: -H host1:4,host2:4")
@@ -72,7 +72,7 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
     if allocation.ends_at is not None:
         why += f" ({max(0.0, allocation.ends_at - time.time()) / 60:.0f} min left)"
     found = list(allocation.hosts)
-    if len(found) == 1 and launcher is None and is_here(found[0].name):
+    if len(found) == 1 and launcher is None and is_local_host(found[0].name):
         slots = found[0].slots
         return Target([Host(found[0].name, slots, here.devices, numa=here.numa)], None, False, why)
     return Target(found, find_tool(launcher or allocation.tool), False, why)
@@ -95,7 +95,7 @@ def _once(environment: dict[str, str]) -> None:
 
 
 def _allocation(environment: dict[str, str]) -> Allocation | None:
-    found = find(environment)
+    found = find_allocation(environment)
     if found is None or found.hosts:
         return found
     # Flux is the only scheduler that provides the host list only by a command.
@@ -137,7 +137,7 @@ def show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) 
         calls = [[name] for name in names] if alone else [names]
         for call in calls[:4]:
             agent = agent_command(where.tool) + ([] if alone else ["--connect", "ADDRESS,PORT"])
-            command = agent if alone and is_here(call[0]) else where.tool.command(call, agent)
+            command = agent if alone and is_local_host(call[0]) else where.tool.command(call, agent)
             lines.append(f"  starts: {' '.join(command)}")
         if len(calls) > 4:
             lines.append(f"  ... and {len(calls) - 4} more")

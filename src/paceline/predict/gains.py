@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..analyze.diagnosis.causes import Cause
-from ..analyze.diagnosis.evidence import WORTH, Evidence
+from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
 
 LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
@@ -60,7 +60,7 @@ def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
     busy = min(e.loader["busy_s"] / e.loader["seconds"] / max(has, 1), 1.0)
     cores = (e.cores or e.per_host) / e.per_host
     count = min(max(math.ceil(making / (WORKER_TIME_SHARE * own)), int(has) + 1), MAX_WORKERS)
-    computing = making * busy + own * e.used("cached", "process")
+    computing = making * busy + own * e.mean_usage("cached", "process")
     step = max(own, making / count, computing / cores)
     half = (bar.high - bar.low) / 2
     mean = 1 - step - HANDOVER_SHARE
@@ -73,7 +73,7 @@ def persistent_workers(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of persistent workers: all starts but the wait for the first batch."""
     if e.loader is not None and not e.loader["workers"]:
         return None
-    share = e.used("everything", "starting")
+    share = e.mean_usage("everything", "starting")
     low, high = (1 - MAX_REMAINING_START_SHARE) * share, share
     return Saving(True, Interval((low + high) / 2, low, high), RECORD)
 
@@ -179,7 +179,7 @@ def accumulate_locally(e: Evidence, cause: Cause) -> Saving | None:
 
 def one_thread(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of one thread per rank, from the ladder's rung that measured it."""
-    found = e.gained("one thread", "silent")
+    found = e.step_time_saving("one thread", "silent")
     return Saving(1, found, LADDER) if found is not None else None
 
 
@@ -198,7 +198,9 @@ def keep_memory(e: Evidence, cause: Cause) -> Saving | None:
     It is at least the first touches of pages, and at most all kernel CPU time in that phase, as
     pages are also returned to the system.
     """
-    kernel = e.used("silent", "system") / max(e.threads or 1, 1) * e.of_step("silent")
+    kernel = (
+        e.mean_usage("silent", "system") / max(e.threads or 1, 1) * e.relative_step_time("silent")
+    )
     most = max(kernel, cause.share)
     return Saving(True, Interval((cause.share + most) / 2, cause.share, most), RECORD)
 
@@ -209,7 +211,7 @@ def autocast_bf16(e: Evidence, cause: Cause) -> Saving | None:
     if "bfloat16" not in told or "float32" not in e.first_facts.get("parameters", {}):
         return None
     most = cause.share * (1 - told["bfloat16"] / told["float32"])
-    return Saving(True, None, TRIED) if most >= WORTH else None
+    return Saving(True, None, TRIED) if most >= MIN_SHARE else None
 
 
 def compile_model(e: Evidence, cause: Cause) -> Saving | None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..record.ring.header_schema import FiniteFloat
-from ..security.error_reason import reason_of
+from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import parse_json
 
@@ -72,7 +72,7 @@ def append(pairs: Iterable[Pair]) -> str:
         with open(fd, "a") as stream:
             stream.writelines(json.dumps(asdict(pair)) + "\n" for pair in pairs)
     except OSError as error:
-        return f"{file}: {reason_of(error)}: these predictions are not remembered"
+        return f"{file}: {error_reason(error)}: these predictions are not remembered"
     return ""
 
 

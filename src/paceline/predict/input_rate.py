@@ -102,10 +102,10 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
     wait_s = t.wait_s if stored and not t.blocks and t.wait_s is not None else 0.0
     found = {"processor": t.cores / cpu_s}
     if t.kind == "store":  # the library of the store reads for one thread at a time
-        found["interpreter"] = ranks / (_longest(t, ranks, cpu_s) + wait_s)
+        found["interpreter"] = ranks / (_seconds_per_sample(t, ranks, cpu_s) + wait_s)
     else:
         found["threads"] = ranks * threads / (cpu_s + wait_s)
-        found["interpreter"] = ranks / _longest(t, ranks, cpu_s)
+        found["interpreter"] = ranks / _seconds_per_sample(t, ranks, cpu_s)
     if stored and t.bandwidth is not None and t.operations is not None:
         found["bandwidth"] = t.bandwidth / t.bytes
         if not t.blocks:
@@ -117,7 +117,7 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
         limit = min(others, key=others.__getitem__)
     if "operations" in found:
         jobs = ranks * (1 if t.kind == "store" else threads)
-        own = min(ranks * threads / cpu_s, ranks / _longest(t, ranks, cpu_s))
+        own = min(ranks * threads / cpu_s, ranks / _seconds_per_sample(t, ranks, cpu_s))
         computing = min(found["processor"], own)
         reading = min(found["bandwidth"], found["operations"])
         if wait_s:
@@ -143,7 +143,7 @@ def overlapped_rate(computing: float, reading: float, jobs: int) -> float:
     return low * share
 
 
-def _longest(t: Terms, ranks: int, cpu_s: float) -> float:
+def _seconds_per_sample(t: Terms, ranks: int, cpu_s: float) -> float:
     """Return the seconds per sample of one process with its share of the cores.
 
     With more than one core, its threads wait for each other.

@@ -4,7 +4,7 @@ from .files import InvalidFileError
 from .text import printable
 
 
-def reason_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Return the message of an error without the file's name, printable and on one line."""
     if isinstance(error, InvalidFileError):
         return printable(error.reason)

@@ -16,7 +16,7 @@ from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import AtSize, Collective, Machine
 from ..launch.job import Job
 from ..launch.start import start
-from .rank_summary import summary_of
+from .rank_summary import run_and_read_summary
 
 PROBE = "paceline.study.probe.bench_comm"
 SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KiB to 256 MiB
@@ -69,7 +69,7 @@ def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
     enough = wish.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
     bind = wish.bind or ("core" if enough else "none")
     say(f"{wish.operation} on {wish.ranks} ranks: {len(wish.sizes)} sizes")
-    code, found = summary_of(
+    code, found = run_and_read_summary(
         Job(PROBE, words, True, bind=bind, hang_timeout=0.0),
         lambda job: start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, []),
     )
@@ -110,7 +110,7 @@ def _mpi(
     return dict(json.loads(lines[0])), ""
 
 
-def merged(machine: Machine, found: list[Collective]) -> Machine:
+def merge_collectives(machine: Machine, found: list[Collective]) -> Machine:
     """Return the machine with these collectives in place of older ones of the same group."""
 
     def key(one: Collective) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import Machine
 from ..launch.job import Job
 from ..launch.start import start
-from .rank_summary import summary_of
+from .rank_summary import run_and_read_summary
 
 # Minimum number of ranks per host: collectives within a host need at least two ranks.
 RANKS = 2
@@ -73,7 +73,7 @@ def check(wish: CheckRequest) -> CheckResults:
             excluded_hosts=without,
         )
 
-    code, found = summary_of(job, begin)
+    code, found = run_and_read_summary(job, begin)
     if found is None:
         raise ValueError(
             f"nothing was measured: the probes ended with exit code {code}. HINT: what they "

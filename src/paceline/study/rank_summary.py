@@ -12,7 +12,7 @@ from ..launch.job import Job
 from ..launch.ranks.local_host import ForkedRankServer
 
 
-def summary_of(job: Job, begin: Callable[[Job], int]) -> tuple[int, Any]:
+def run_and_read_summary(job: Job, begin: Callable[[Job], int]) -> tuple[int, Any]:
     """Run the job with ``begin``; return its exit code, and its summary or None."""
     scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
     summary = scratch / "found.json"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.rank_identity import launched_by
-from ..cluster.topology.network_interfaces import is_here
+from ..cluster.topology.network_interfaces import is_local_host
 from ..launch.job import Job
 from ..launch.start import start
 from ..launch.target import Target, find_target
-from .rank_summary import summary_of
+from .rank_summary import run_and_read_summary
 
 RANK = "paceline.study.stage_rank"
 
@@ -40,11 +40,11 @@ class StageRequest:
             if "PACELINE_RUN" in os.environ or (started is not None and started.size > 1):
                 return None
         found = find_target(self.hosts, self.hostfile, self.launcher)
-        alone = len(found.hosts) == 1 and (not found.explicit or is_here(found.hosts[0].name))
+        alone = len(found.hosts) == 1 and (not found.explicit or is_local_host(found.hosts[0].name))
         return None if alone else found
 
 
-def over_hosts(
+def stage_on_hosts(
     wish: StageRequest,
     where: Target,
     source: Path,
@@ -68,7 +68,7 @@ def over_hosts(
     words = [str(source.resolve()), root, *(["--room", str(room)] if room is not None else [])]
     words += ["--shared"] if shared else []
     say(f"{source} to {root} of {count} hosts")
-    code, found = summary_of(
+    code, found = run_and_read_summary(
         Job(RANK, words, True, bind="none", hang_timeout=0.0),
         lambda job: start(job, count, named, None, wish.launcher, list(wish.variables)),
     )
@@ -86,7 +86,7 @@ def _bracketed(name: str) -> str:
     return f"[{name}]" if ":" in name else name
 
 
-def summed(hosts: list[dict[str, Any]]) -> str:
+def sum_hosts(hosts: list[dict[str, Any]]) -> str:
     """Return JSON for --json: the result of each host, and the sums over all hosts."""
     each = ("copied", "fetched", "bytes", "read")
     return json.dumps({name: sum(one[name] for one in hosts) for name in each} | {"hosts": hosts})

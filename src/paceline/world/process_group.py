@@ -12,17 +12,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..cluster.rank_identity import (
     RankIdentity,
-    hosts_of,
     job_key,
     launched_by,
+    rank_0_hosts,
     set_torchrun_variables,
 )
-from ..cluster.topology.network_interfaces import is_here, links
+from ..cluster.topology.network_interfaces import is_local_host, network_links
 from ..comm import backend
 from ..comm.network_interface import agree_on_interface
 from ..comm.pmi import from_rank_0
 from ..comm.rendezvous import RendezvousSpec, join
-from ..comm.shared_group import SharedGroup
+from ..comm.shared_group import SharedMemoryGroup
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.group_shutdown import patch_destroy_process_group
 from ..record.ring.recorder import Recorder
@@ -124,17 +124,17 @@ def _store(identity: RankIdentity, timeout: float) -> Any:
     started = launched_by(variables) or identity
     # Open MPI gives its ranks a random number that only they know.
     key = job_key(variables, started) + environment.get("OMPI_MCA_orte_precondition_transports", "")
-    hosts = hosts_of(variables, started)
+    hosts = rank_0_hosts(variables, started)
     one_host = identity.local_size == identity.size
     if identity.rank and started.source in ("Slurm", "PALS"):
         hosts = hosts[:1]  # rank 0 is on the first; lists of other launchers say where it may be
     elif identity.rank and not identity.local_rank:
         # rank 0 is not on this host, as its local rank would be lower
-        hosts = [host for host in hosts if not is_here(host)]
+        hosts = [host for host in hosts if not is_local_host(host)]
     if environment.get("MASTER_ADDR"):
         hosts = [environment["MASTER_ADDR"]]
     elif not hosts and not one_host and "PMI_FD" in environment:
-        addresses_text = ",".join(link.address for link in links())
+        addresses_text = ",".join(link.address for link in network_links())
         own_value = f"{addresses_text};{secrets.token_hex(8)}"
         value = from_rank_0(
             environment, identity.rank, "paceline", own_value, min(timeout, RENDEZVOUS_TIMEOUT_S)
@@ -158,7 +158,7 @@ def leave_process_group() -> None:
     if not dist.is_initialized():
         return
     group = dist.group.WORLD
-    if isinstance(group, RecordedGroup | SharedGroup):
+    if isinstance(group, RecordedGroup | SharedMemoryGroup):
         group.settle(seconds=5.0)
     patch_destroy_process_group(dist.distributed_c10d)
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ NAMES = {0: "host1", 1: "host2", 2: "host3"}
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(connect, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connect, "HANDSHAKE_TIMEOUT_S", 0.2)
 
 
 def met(doors, disturb=None):
@@ -95,7 +95,7 @@ def test_unreachable_peer_is_reported_with_address():
 
 
 def test_interfaces_from_user_variables(monkeypatch):
-    monkeypatch.setattr(connect, "links", lambda: [Link("eth0", "10.0.0.1"), HERE])
+    monkeypatch.setattr(connect, "network_links", lambda: [Link("eth0", "10.0.0.1"), HERE])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
     assert {link.interface for link in connect.exchange_links()} == {"lo", "eth0"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")

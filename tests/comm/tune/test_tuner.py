@@ -27,7 +27,7 @@ from paceline.comm.tune.successive_halving import (
     halving,
     max_steps,
 )
-from paceline.knobs.settings import taken
+from paceline.knobs.settings import settings_for_script
 
 DEFAULT = ExchangeSettings(None, GLOO)
 MINE = {"ranks": 4, "hosts": 2, "compression": False}
@@ -99,7 +99,7 @@ def test_saved_settings_round_trip(tmp_path, best, kept_):
     other, said = saved_settings.load_settings(path, MINE | {"compression": True}, DEFAULT)
     assert other is None
     assert said == f"{path} was made with compression = False, and this is True"
-    knobs, notes = taken(path, "train.py")
+    knobs, notes = settings_for_script(path, "train.py")
     assert (knobs, notes) == (best.to_knobs() if kept_ else {}, [])
 
 

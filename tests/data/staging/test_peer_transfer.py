@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from paceline.data import Shards, pack
 from paceline.data.staging import peer_transfer, shard_server
-from paceline.data.staging.peer_transfer import Exchange, join
+from paceline.data.staging.peer_transfer import PeerTransfer, join_peer_transfer
 from paceline.data.staging.shard_server import ShardServer
 from paceline.data.staging.stage import _files, stage
 from paceline.data.staging.staged_sets import staged_path
@@ -32,8 +32,8 @@ def job(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setattr(peer_transfer, "DEAD_PEER_S", 0.3)
-    monkeypatch.setattr("paceline.data.staging.fetch_shards.DEAD_PEER_S", 0.3)
+    monkeypatch.setattr(peer_transfer, "PEER_CHECK_DELAY_S", 0.3)
+    monkeypatch.setattr("paceline.data.staging.fetch_shards.PEER_CHECK_DELAY_S", 0.3)
 
     def of(hosts, absent=0):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
@@ -108,7 +108,7 @@ def test_nodes_with_different_space_stage_what_fits(packed, tmp_path, job):
 def dead(packed, claims):
     """Claim shards as a node that then dies."""
     files = _files(packed, Shards(packed).meta)
-    one = join(staged_path(packed, packed).name, None, files, os.environ)
+    one = join_peer_transfer(staged_path(packed, packed).name, None, files, os.environ)
     claimed = [one.claim() for _ in range(claims)]
     one.publish(claimed[0])  # announced, but never served
     one.end({"host": "dead", "copied": 0})
@@ -119,7 +119,9 @@ def dead(packed, claims):
 def test_shard_given_up_by_one_node_is_claimed_by_another(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
-    one, other = (join(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab")
+    one, other = (
+        join_peer_transfer(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab"
+    )
     claimed = [one.claim() for _ in files]
     assert sorted(claimed) == list(range(len(files)))
     one.give_up(3)
@@ -133,7 +135,9 @@ def test_shard_given_up_by_one_node_is_claimed_by_another(packed, job):
 def test_shard_taken_over_is_not_claimed_again(packed, job):
     job(2)
     files = _files(packed, Shards(packed).meta)
-    one, other = (join(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab")
+    one, other = (
+        join_peer_transfer(staged_path(packed, packed).name, None, files, os.environ) for _ in "ab"
+    )
     assert other.take_over(1)
     assert [one.claim(), one.claim()] == [0, 2]
     for each in (one, other):
@@ -168,11 +172,11 @@ def test_store_lost_during_staging_is_tolerated(packed, tmp_path, job, monkeypat
     def lost(self):
         asked.append(1)
         if len(asked) > 5:
-            raise peer_transfer.GoneError
+            raise peer_transfer.StoreLostError
         return claim(self)
 
-    claim = Exchange.claim
-    monkeypatch.setattr(Exchange, "claim", lost)
+    claim = PeerTransfer.claim
+    monkeypatch.setattr(PeerTransfer, "claim", lost)
     found = staged(packed, [tmp_path / "host0", tmp_path / "host1"])
     assert [one.here for one in found] == [40, 40]
 
@@ -215,7 +219,7 @@ def test_unresponsive_node_is_skipped(packed, tmp_path, job, monkeypatch):
     monkeypatch.setattr(shard_server, "ANSWER_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         files = _files(packed, Shards(packed).meta)
-        one = join(staged_path(packed, packed).name, None, files, os.environ)
+        one = join_peer_transfer(staged_path(packed, packed).name, None, files, os.environ)
         one._own = f"127.0.0.1 {mute.getsockname()[1]} {'0' * 32}"
         claimed = [one.claim() for _ in range(3)]
         one.publish(claimed[0])

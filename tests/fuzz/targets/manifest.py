@@ -13,7 +13,7 @@ import torch
 
 from fuzz.scratch import new_folder
 from paceline.checkpoint import state_tree
-from paceline.checkpoint.checkpoint_folder import verify
+from paceline.checkpoint.checkpoint_folder import verify_checkpoint
 from paceline.checkpoint.manifest import MANIFEST, checksum
 
 FOLDER = new_folder() / "step-00000003"
@@ -50,5 +50,5 @@ def run(data: bytes) -> None:
         body.pop("check", None)
         body["check"] = checksum(body)
     (FOLDER / MANIFEST).write_text(json.dumps(body))
-    manifest = verify(FOLDER)
+    manifest = verify_checkpoint(FOLDER)
     assert [entry["name"] for entry in manifest["files"]] == ["rank-00000.pt"]

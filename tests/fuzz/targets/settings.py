@@ -28,7 +28,7 @@ def seeds() -> Iterator[bytes]:
 def run(data: bytes) -> None:
     FILE.write_bytes(data)
     try:
-        knobs, notes = settings.taken(FILE, "train.py")
+        knobs, notes = settings.settings_for_script(FILE, "train.py")
         assert all(KNOBS[name].value.fits(value) for name, value in knobs.items())  # type: ignore[union-attr]
         assert all(note.isprintable() for note in notes), notes
     except ValueError:

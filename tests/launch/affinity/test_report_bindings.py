@@ -13,7 +13,7 @@ import pytest
 import ranks
 
 from paceline.cluster.binding.binding_plan import RankBinding
-from paceline.cluster.binding.process_affinity import process
+from paceline.cluster.binding.process_affinity import read_process
 from paceline.launch.affinity.report_bindings import report_host
 from paceline.report.terminal.bindings import render
 
@@ -170,8 +170,8 @@ def test_ended_rank_is_reported_as_missing_from_binding_table():
 
 def test_prefer_sets_numa_memory_policy():
     script = "from paceline.launch.affinity.memory_policy import prefer; "
-    script += "from paceline.cluster.binding.process_affinity import process"
-    script += "; import os; print(prefer(0), process(os.getpid()).memory)"
+    script += "from paceline.cluster.binding.process_affinity import read_process"
+    script += "; import os; print(prefer(0), read_process(os.getpid()).memory)"
     said = subprocess.run([ranks.BIN / "python", "-c", script], capture_output=True, text=True)
     why, _, policy = said.stdout.strip().rpartition(" ")
     assert policy == "prefer:0" or why  # a container may forbid it, with a reason
@@ -180,7 +180,7 @@ def test_prefer_sets_numa_memory_policy():
 def test_affinity_of_ended_process_is_none():
     ended = subprocess.Popen(["true"])
     ended.wait()
-    assert process(ended.pid) is None
+    assert read_process(ended.pid) is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from paceline.cluster.topology.network_interfaces import links
+from paceline.cluster.topology.network_interfaces import network_links
 from paceline.launch.remote.start_commands import find_tool
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
@@ -169,7 +169,7 @@ def paceline(folder, variables, *words):
 
 def start(folder, job, name):
     """Run the script in the job; return the calls of tools that started a command."""
-    if not links():
+    if not network_links():
         pytest.skip("this machine has no network interface but loopback")
     _, options, on_each = JOBS[name]
     before = ranks.in_memory()

@@ -11,7 +11,7 @@ import pytest
 import ranks
 
 import bed
-from paceline.cluster.topology.network_interfaces import Link, links
+from paceline.cluster.topology.network_interfaces import Link, network_links
 from paceline.launch.channel import accept_channel, connect_channel, new_secret
 from paceline.launch.remote import agent_listener, connect_back, start_agents
 from paceline.launch.remote.agent_listener import AgentListener, addresses_towards
@@ -214,9 +214,9 @@ def test_launcher_listens_only_on_addresses_towards_nodes(monkeypatch):
         return known(elsewhere.get(name, name), *more, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    if links():
+    if network_links():
         (address,) = addresses_towards(["far1", "own", "far2"])
-        assert address in {link.address for link in links()}
+        assert address in {link.address for link in network_links()}
     monkeypatch.setattr(agent_listener, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5))
     begun = time.monotonic()
@@ -226,7 +226,7 @@ def test_launcher_listens_only_on_addresses_towards_nodes(monkeypatch):
 
 def test_launcher_listens_on_interfaces_set_by_user(monkeypatch):
     found = [Link("ib0", "127.0.0.2"), Link("ib1", "127.0.0.3"), Link("eth0", "127.0.0.4")]
-    monkeypatch.setattr(agent_listener, "links", lambda: found)
+    monkeypatch.setattr(agent_listener, "network_links", lambda: found)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib")
     assert addresses_towards(["no-such-host.invalid"]) == ["127.0.0.2", "127.0.0.3"]
     with AgentListener(["no-such-host.invalid"]) as listener:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .evidence import WORTH, Evidence
+from .evidence import MIN_SHARE, Evidence
 from .ladder import BARS, Interval, Waterfall
 from .rules import compute, exchange, inputs, ranks, script
 
-__all__ = ["WORTH", "Cause", "Evidence", "Witness", "causes", "uncertain_bars", "witnesses"]
+__all__ = ["MIN_SHARE", "Cause", "Evidence", "Witness", "causes", "uncertain_bars", "witnesses"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Witness:
 
     @property
     def differ(self) -> bool:
-        """Whether the two differ by more than the interval and by more than ``WORTH``."""
+        """Whether the two differ by more than the interval and by more than ``MIN_SHARE``."""
         if self.ladder is None or self.record is None:
             return False
-        return not (self.ladder.low - WORTH <= self.record <= self.ladder.high + WORTH)
+        return not (self.ladder.low - MIN_SHARE <= self.record <= self.ladder.high + MIN_SHARE)
 
 
 def witnesses(e: Evidence) -> list[Witness]:
@@ -52,11 +52,11 @@ def witnesses(e: Evidence) -> list[Witness]:
 
     Those of BARS come first. The others are part of the ideal step, as one rank alone has them too.
     """
-    bar, share = e.waterfall.of_step, e.share
+    bar, share = e.waterfall.of_step, e.loss_share
     exchanged = share("transfer", doing=("transfer", "wait")) + e.occasional_waits
     return [
         Witness("sharing", bar("sharing"), None),
-        Witness("uneven", bar("uneven"), e.longer),
+        Witness("uneven", bar("uneven"), e.compute_imbalance),
         Witness("exchange", bar("exchange"), exchanged),
         Witness("input", bar("input"), share("input", doing=("input",))),
         Witness("validation", bar("validation"), share("validation", doing=("validation",))),
@@ -64,11 +64,11 @@ def witnesses(e: Evidence) -> list[Witness]:
         Witness("script", None, share("other")),
         Witness("standing", None, script.off_core_share(e)),
         Witness("noise", None, ranks.foreign_delay_share(e)),
-        Witness("threads", e.gained("one thread", "silent"), None),
-        Witness("layout", e.gained("alone, channels-last", "alone"), None),
+        Witness("threads", e.step_time_saving("one thread", "silent"), None),
+        Witness("layout", e.step_time_saving("alone, channels-last", "alone"), None),
         Witness("precision", None, compute.float64_share(e)),
         Witness("allocator", None, compute.page_fault_share(e)),
-        Witness("memory", None, e.used("everything", "squeezed")),
+        Witness("memory", None, e.mean_usage("everything", "squeezed")),
         Witness("interpreter", None, compute.interpreter_lock_share(e)),
         Witness("search", None, compute.unused_search_share(e)),
     ]
@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {
 
 
 def causes(e: Evidence) -> list[Cause]:
-    """Return the causes above ``WORTH``, largest first; empty if nothing holds the training
+    """Return the causes above ``MIN_SHARE``, largest first; empty if nothing holds the training
     back.
     """
     found: dict[str, Cause] = {}
@@ -106,7 +106,7 @@ def causes(e: Evidence) -> list[Cause]:
         share, interval = _share_of(witness)
         if witness.name == "exchange":  # the map of used parameters belongs to "search"
             share *= 1 - compute.used_map_share(e)
-        if share < WORTH or not _is_confirmed(witness):
+        if share < MIN_SHARE or not _is_confirmed(witness):
             continue
         named = RULES[witness.name](e)
         if named is None:
@@ -128,20 +128,20 @@ def _merge(one: Cause, other: Cause, witness: Witness) -> Cause:
 def _is_confirmed(witness: Witness) -> bool:
     """Whether the ladder and the record confirm a cause.
 
-    Both have to see at least half of ``WORTH``, and their mean has to reach it: one of them alone
-    may be off by that much.
+    Both have to see at least half of ``MIN_SHARE``, and their mean has to reach it: one of them
+    alone may be off by that much.
     """
-    experiment = witness.ladder is None or witness.ladder.low >= WORTH / 2
+    experiment = witness.ladder is None or witness.ladder.low >= MIN_SHARE / 2
     if witness.ladder is None or witness.record is None:
-        return experiment and (witness.record is None or witness.record >= WORTH / 2)
+        return experiment and (witness.record is None or witness.record >= MIN_SHARE / 2)
     both = (witness.ladder.mean + witness.record) / 2
-    return experiment and witness.record >= WORTH / 2 and both >= WORTH
+    return experiment and witness.record >= MIN_SHARE / 2 and both >= MIN_SHARE
 
 
 def uncertain_bars(w: Waterfall) -> list[str]:
-    """Return the bars that are above ``WORTH`` but may be close to zero."""
-    least = WORTH / 2
-    return [bar.id for bar in w.bars if bar.of_step.mean >= WORTH and bar.of_step.low < least]
+    """Return the bars that are above ``MIN_SHARE`` but may be close to zero."""
+    least = MIN_SHARE / 2
+    return [bar.id for bar in w.bars if bar.of_step.mean >= MIN_SHARE and bar.of_step.low < least]
 
 
 def _share_of(witness: Witness) -> tuple[float, tuple[float, float]]:

@@ -1,6 +1,7 @@
 """The evidence for ``causes``: the ladder's rungs, the report, and facts from each rank.
 
-Every share is of the time that a real step takes, of a mean rank.
+Unless stated otherwise, shares are fractions (0 to 1) of the step time of the unchanged script,
+averaged over the ranks.
 """
 
 from collections.abc import Callable
@@ -14,25 +15,29 @@ from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
 
 NamedCause = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
-WORTH = 0.05  # of a step: smaller shares are not reported
+MIN_SHARE = 0.05  # of a step's time; smaller losses are not reported
 LATENCY_BOUND_BYTES = 256 << 10  # latency dominates smaller exchanges and files
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a run.
+    """Measurements of one ``paceline diagnose``, the input of the rules.
 
     Attributes:
-        loader: Figures of all ranks' loaders alone (record/experiments/experiment.py); None where
-            no
+        waterfall: Lost time of a step, by rung of the ladder.
+        report: Report of the run of the unchanged script.
+        loader: Figures of all ranks' loaders alone (record/experiments/experiment.py); None if no
             loader was seen.
-        threads: Of one rank.
-        cores: Of a host, that its ranks may use.
+        threads: Threads that torch uses in one rank.
+        cores: Cores of one host that its ranks may use together.
         per_host: Ranks per host.
         steps: Measured steps.
-        facts: Of each rank (record/experiments/observer.py).
+        rungs: Results of each rung, one per repetition, by the rung's name
+            (record/experiments/rung.py).
+        facts: Facts of each rank, by rank (record/experiments/observer.py).
+        gradients: Exchange of gradients in the run of the unchanged script.
         lines: Lines of the script, by the state that ranks were in.
-        late: Returns when a rank is slower than others.
+        describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
     """
 
     waterfall: Waterfall
@@ -42,51 +47,60 @@ class Evidence:
     cores: int | None
     per_host: int
     steps: int
-    climbs: dict[str, list[RungResult]] = field(default_factory=dict)
+    rungs: dict[str, list[RungResult]] = field(default_factory=dict)
     facts: list[dict[str, Any]] = field(default_factory=list)
     gradients: GradientSync | None = None
     lines: dict[str, list[dict[str, object]]] = field(default_factory=dict)
-    late: Callable[[int], str] = lambda rank: ""
+    describe_lateness: Callable[[int], str] = lambda rank: ""
 
-    def lost(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
-        """Return losses of these kinds, and waits for ranks that were longer in one of
-        ``doing``.
-        """
+    def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
+        """Return losses of these kinds, and waits for ranks that were longer in ``doing``."""
         return [
             loss
             for loss in self.report.losses
             if loss.kind in kinds or (loss.kind == "wait" and loss.doing in doing)
         ]
 
-    def share(self, *kinds: str, doing: tuple[str, ...] = ()) -> float:
-        return sum(loss.share for loss in self.lost(*kinds, doing=doing))
+    def loss_share(self, *kinds: str, doing: tuple[str, ...] = ()) -> float:
+        """Return the sum of the shares of ``losses_of_kind``."""
+        return sum(loss.share for loss in self.losses_of_kind(*kinds, doing=doing))
 
     @cached_property
     def occasional_waits(self) -> float:
-        """Share of waits for ranks that were late only at times.
+        """Share of waits that no single rank explains.
 
-        These are waits without a known culprit, and waits for computing beyond what the slower
-        ranks always compute longer.
+        These are waits without a known late rank, and waits for computation beyond the constant
+        difference between the ranks.
         """
-        late = self.share(doing=("useful", "other"))
-        own = [rank["useful"] + rank["other"] for rank in self.report.states]
-        always = sum(max(own) - one for one in own) / len(own) if own else 0.0
-        unbooked = sum(x.share for x in self.report.losses if x.kind == "wait" and x.rank is None)
-        return unbooked + max(late - always, 0.0)
+        late = self.loss_share(doing=("useful", "other"))
+        computing = [rank["useful"] + rank["other"] for rank in self.report.states]
+        constant = (
+            sum(max(computing) - one for one in computing) / len(computing) if computing else 0.0
+        )
+        unattributed = sum(
+            x.share for x in self.report.losses if x.kind == "wait" and x.rank is None
+        )
+        return unattributed + max(late - constant, 0.0)
 
     @cached_property
-    def longer(self) -> float:
-        """Share by which the slowest rank computes longer than the fastest."""
-        own = [rank["useful"] + rank["other"] for rank in self.report.states]
-        return max(own) - min(own) if own else 0.0
+    def compute_imbalance(self) -> float:
+        """Difference between the longest and the shortest computing time of the ranks, as a share
+        of the measured time.
+        """
+        computing = [rank["useful"] + rank["other"] for rank in self.report.states]
+        return max(computing) - min(computing) if computing else 0.0
 
-    def used(self, rung: str, name: str) -> float:
-        """Return seconds per second of a rung's phase: the mean over its ranks and rounds."""
+    def mean_usage(self, rung: str, resource: str) -> float:
+        """Return the mean rate of a resource in a rung: its counter divided by the phase's seconds.
+
+        Dimensionless for times, 1/s for ``faults``; 0.0 if it was not measured. ``read_usage``
+        (record/ring/resource_usage.py) has the names.
+        """
         found = [
-            one[name] / one["seconds"]
-            for climbed in self.climbs.get(rung, [])
-            for one in climbed.used
-            if name in one and one.get("seconds")
+            rank[resource] / rank["seconds"]
+            for result in self.rungs.get(rung, [])
+            for rank in result.used
+            if resource in rank and rank.get("seconds")
         ]
         return sum(found) / len(found) if found else 0.0
 
@@ -96,7 +110,7 @@ class Evidence:
         No thread of the rank was on a core, and the training thread did not ask for one. Mean of
         all rounds.
         """
-        used_by_round = [one.used[rank] for one in self.climbs.get(rung, [])]
+        used_by_round = [one.used[rank] for one in self.rungs.get(rung, [])]
         found = [
             1 - (used["process"] + used["delayed"]) / used["seconds"]
             for used in used_by_round
@@ -104,43 +118,46 @@ class Evidence:
         ]
         return max(sum(found) / len(found), 0.0) if found else 0.0
 
-    def batch(self, rung: str) -> float:
-        """Return the samples per step of a rank; 0 where the rung was not run."""
-        found = [one.together * one.step_s / one.ranks for one in self.climbs.get(rung, [])]
+    def samples_per_step(self, rung: str) -> float:
+        """Return the samples per step of a rank; 0 if the rung was not run."""
+        found = [one.together * one.step_s / one.ranks for one in self.rungs.get(rung, [])]
         return sum(found) / len(found) if found else 0.0
 
     @property
     def step_s(self) -> float:
         """Return the mean duration of a step with nothing switched off, in seconds."""
-        found = [one.step_s for one in self.climbs.get("everything", [])]
+        found = [one.step_s for one in self.rungs.get("everything", [])]
         return sum(found) / len(found) if found else 0.0
 
-    def of_step(self, rung: str) -> float:
+    def relative_step_time(self, rung: str) -> float:
         """Return the duration of a rung's step, relative to a step with everything."""
-        both = zip(self.climbs.get(rung, []), self.climbs.get("everything", []), strict=False)
+        both = zip(self.rungs.get(rung, []), self.rungs.get("everything", []), strict=False)
         found = [one.step_s / real.step_s for one, real in both]
         return sum(found) / len(found) if found else 0.0
 
-    def gained(self, rung: str, against: str) -> Interval | None:
-        """Return by how much a rung's step is shorter than another's, relative to a full step."""
+    def step_time_saving(self, rung: str, against: str) -> Interval | None:
+        """Return (step of ``against`` - step of ``rung``) / step of "everything".
+
+        None if one of the rungs was not run.
+        """
         names = (rung, against, "everything")
-        climbs = [self.climbs.get(name, []) for name in names]
-        if not all(climbs):
+        results = [self.rungs.get(name, []) for name in names]
+        if not all(results):
             return None
-        each = zip(*climbs, strict=False)
+        each = zip(*results, strict=False)
         return Interval.of([(b.step_s - a.step_s) / real.step_s for a, b, real in each])
 
     @cached_property
-    def foreign(self) -> float:
-        """Cores that other programs kept busy, of those that the job's ranks may use.
+    def foreign_busy_cores(self) -> float:
+        """Number of cores that other programs kept busy, of those that the job's ranks may use.
 
         Measured while the script ran unchanged, on the host with most. Ranks with the same kernel
         and affinity mask count as one host.
         """
         found: dict[tuple[str, str], list[float]] = {}
-        for climbed in self.climbs.get("everything", []):
+        for result in self.rungs.get("everything", []):
             hosts: dict[tuple[str, str], list[dict[str, Any]]] = {}
-            for host, facts, one in zip(self.report.hosts, self.facts, climbed.used, strict=False):
+            for host, facts, one in zip(self.report.hosts, self.facts, result.used, strict=False):
                 if one.get("seconds") and one.get("host"):
                     place = (str(facts.get("kernel", host)), str(facts.get("mask")))
                     hosts.setdefault(place, []).append(one)
@@ -151,14 +168,14 @@ class Evidence:
         return max((sum(each) / len(each) for each in found.values()), default=0.0)
 
     @cached_property
-    def delayed(self) -> float:
-        """Share of a rank's time in which it was runnable and had no core."""
-        return self.used("everything", "delayed")
+    def cpu_wait_share(self) -> float:
+        """Share of time in which the training thread was runnable but had no core."""
+        return self.mean_usage("everything", "delayed")
 
     @cached_property
-    def delayed_each(self) -> float:
-        """The same as ``delayed``, of the rank for which it is smallest."""
-        rounds = self.climbs.get("everything", [])
+    def min_cpu_wait_share(self) -> float:
+        """``cpu_wait_share`` of the rank with the smallest share."""
+        rounds = self.rungs.get("everything", [])
         each = zip(*(one.used for one in rounds), strict=False)
         found = [
             [used["delayed"] / used["seconds"] for used in rank if used.get("seconds")]
@@ -167,12 +184,13 @@ class Evidence:
         return min((sum(one) / len(one) for one in found if one), default=0.0)
 
     @cached_property
-    def crowded(self) -> float:
-        """Share of a rank's time in which other threads than the training one lacked a core.
+    def other_threads_cpu_wait_share(self) -> float:
+        """``cpu_wait_share`` of the threads other than the training thread, due to communication.
 
-        While ranks communicate; what these threads lack without communication is subtracted.
+        It is the difference between the rungs with and without communication.
         """
-        return max(self.used("everything", "crowded") - self.used("silent", "crowded"), 0.0)
+        with_communication = self.mean_usage("everything", "crowded")
+        return max(with_communication - self.mean_usage("silent", "crowded"), 0.0)
 
     @property
     def first_facts(self) -> dict[str, Any]:

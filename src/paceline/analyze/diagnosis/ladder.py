@@ -168,20 +168,20 @@ def _time_in_state(record: Record, state: int, start: int, end: int) -> int:
     return total(both.clip(min=0))
 
 
-def _slowest(climbs: list[RungResult], *names: str) -> int:
+def _slowest(rungs: list[RungResult], *names: str) -> int:
     """Return the rank whose steps take longest over all rounds, including the named phases.
 
     Being the slowest in a single round is not significant.
     """
     parts = ("training_s", *names)
-    count = len(climbs[0].training_s)
-    sums = [sum(getattr(one, part)[i] for one in climbs for part in parts) for i in range(count)]
+    count = len(rungs[0].training_s)
+    sums = [sum(getattr(one, part)[i] for one in rungs for part in parts) for i in range(count)]
     return sums.index(max(sums))
 
 
-def _fastest(climbs: list[RungResult]) -> int:
-    count = len(climbs[0].training_s)
-    sums = [sum(one.training_s[i] for one in climbs) for i in range(count)]
+def _fastest(rungs: list[RungResult]) -> int:
+    count = len(rungs[0].training_s)
+    sums = [sum(one.training_s[i] for one in rungs) for i in range(count)]
     return sums.index(min(sums))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...cluster.topology.local_resources import spans
+from ...cluster.topology.local_resources import format_ranges
 from ..records.read_record import Record
 
 VERSIONS = ("paceline", "torch", "python")
@@ -38,7 +38,7 @@ def rank_placements(records: list[Record]) -> list[RankPlacement]:
         key += tuple(meta.get(name) for name in VERSIONS)
         alike.setdefault(key, []).append(record.rank)
     return [
-        RankPlacement(str(host), spans(ranks), *cast(Any, rest))
+        RankPlacement(str(host), format_ranges(ranks), *cast(Any, rest))
         for (host, *rest), ranks in alike.items()
     ]
 
@@ -49,4 +49,4 @@ def _cores(mask: object) -> str | None:
         bits = int(str(mask), 16)
     except ValueError:
         return None
-    return spans([core for core in range(bits.bit_length()) if bits >> core & 1])
+    return format_ranges([core for core in range(bits.bit_length()) if bits >> core & 1])

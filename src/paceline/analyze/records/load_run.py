@@ -8,7 +8,7 @@ from typing import Any
 
 from ...record.ring.header_schema import without_line_breaks
 from ...record.ring.tail import MAX_RECORD_BYTES
-from ...security.error_reason import reason_of
+from ...security.error_reason import error_reason
 from ...security.files import InvalidFileError, open_regular
 from ...security.schema import read_json
 from .read_record import NewerVersionError, Record, parse_record
@@ -63,7 +63,7 @@ def load_run(folder: Path) -> Run:
         except NewerVersionError:
             raise
         except (InvalidFileError, OSError) as error:
-            refused.append(without_line_breaks(f"{path}: {reason_of(error)}"))
+            refused.append(without_line_breaks(f"{path}: {error_reason(error)}"))
             continue
         records.append(record)
         refused += notes
@@ -104,7 +104,7 @@ def _load_with_lines(path: Path) -> tuple[Record, list[str]]:
     except FileNotFoundError:
         return record, []
     except (InvalidFileError, OSError) as error:
-        return record, [without_line_breaks(f"{lines_path}: {reason_of(error)}")]
+        return record, [without_line_breaks(f"{lines_path}: {error_reason(error)}")]
     return replace(record, lines=lines), [without_line_breaks(note)] if note else []
 
 

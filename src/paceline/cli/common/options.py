@@ -159,9 +159,9 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
     if settings is None and exchange is None:
         return {}
     from ...knobs.registry import KNOBS
-    from ...knobs.settings import taken
+    from ...knobs.settings import settings_for_script
 
-    knobs, notes = taken(settings, script) if settings is not None else ({}, [])
+    knobs, notes = settings_for_script(settings, script) if settings is not None else ({}, [])
     for note in notes:
         typer.echo(f"paceline: {printable(note)}", err=True)
     kind = KNOBS["exchange"].value

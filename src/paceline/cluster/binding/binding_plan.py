@@ -8,11 +8,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..topology.local_resources import spans
-from ..topology.pci_devices import Card, nearest
+from ..topology.local_resources import format_ranges
+from ..topology.pci_devices import Card, nearest_cards
 from ..topology.topology import Topology
-from .divide_cores import Core, Group, blocks, cores_of, even, homes, host_of
-from .gpu_affinity import GPU, local, near_gpus
+from .divide_cores import (
+    Core,
+    Group,
+    allowed_cores,
+    assign_cores,
+    assign_groups,
+    cores_per_rank,
+    group_by_socket,
+)
+from .gpu_affinity import GPU, cores_near_gpus, threads_near_card
 
 KINDS = ("none", "core", "numa", "socket", "device")
 
@@ -69,12 +77,13 @@ def plan(
         ValueError: The host cannot satisfy the request.
     """
     _check(bind, ranks, cpus_per_rank, threads)
-    cores = cores_of(topology, allowed, smt)
+    cores = allowed_cores(topology, allowed, smt)
     notes = _notes(topology, allowed, cores, smt)
     if not cores:
         raise ValueError(
-            f"--bind {bind}: none of the hardware threads granted here ({spans(sorted(allowed))}) "
-            f"is one that this host has ({spans([cpu.number for cpu in topology.cpus])}). "
+            f"--bind {bind}: none of the hardware threads granted here "
+            f"({format_ranges(sorted(allowed))}) is one that this host has "
+            f"({format_ranges([cpu.number for cpu in topology.cpus])}). "
             "HINT: start it where it is to run; a container may hide what its host has"
         )
     _check_cores(bind, ranks, cpus_per_rank, len(cores))
@@ -84,16 +93,16 @@ def plan(
         cores, note = _performance_cores(cores, ranks * (cpus_per_rank or 1))
         notes += note
         if bind == "core":
-            host = host_of(cores)
-            shares = blocks(host, ranks, cpus_per_rank or even(host, ranks))
+            host = group_by_socket(cores)
+            shares = assign_cores(host, ranks, cpus_per_rank or cores_per_rank(host, ranks))
         else:
-            shares, note = near_gpus(topology, cores, devices, ranks, cpus_per_rank)
+            shares, note = cores_near_gpus(topology, cores, devices, ranks, cpus_per_rank)
             notes += note
         notes += _free_cores_note(cores, shares, bind == "core" and cpus_per_rank is None)
     else:
         weak = sum(core[0].efficient for core in cores)
         notes += [f"{weak} of the {len(cores)} cores are efficiency cores"] if weak else []
-        shares = _shared_cores(host_of(cores), ranks, bind, cpus_per_rank)
+        shares = _shared_cores(group_by_socket(cores), ranks, bind, cpus_per_rank)
     return _bind_ranks(topology, shares, cards, devices, (cpus_per_rank, threads, smt), notes)
 
 
@@ -125,7 +134,7 @@ def _bind_ranks(
                 topology.packages(mask),
                 nodes,
                 device,
-                tuple(nic.name for nic in nearest(here, nics, topology)),
+                tuple(nic.name for nic in nearest_cards(here, nics, topology)),
                 _memory(topology, nodes),
                 threads or max(1, own),
                 tuple(notes),
@@ -159,10 +168,12 @@ def _shared_cores(
         return [host.cores] * ranks
     if bind == "socket":
         host = Group(host.cores, tuple(Group(socket.cores) for socket in host.parts))
-    found = homes(host, ranks, cpus_per_rank or 1)
+    found = assign_groups(host, ranks, cpus_per_rank or 1)
     if found is None:
         sizes = [len(part.cores) for part in _smallest(host)]
-        most = max(n for n in range(max(sizes) + 1) if not n or homes(host, ranks, n) is not None)
+        most = max(
+            n for n in range(max(sizes) + 1) if not n or assign_groups(host, ranks, n) is not None
+        )
         what = "socket" if bind == "socket" else "NUMA node"
         there = f"{len(sizes)} {what}s, of {max(sizes)} allowed cores at most"
         raise ValueError(
@@ -230,7 +241,9 @@ def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool |
     found = [topology.guessed] if topology.guessed else []
     strange = sorted(allowed - {cpu.number for cpu in topology.cpus})
     if strange:
-        found.append(f"the hardware threads {spans(strange)} are granted, and not on this host")
+        found.append(
+            f"the hardware threads {format_ranges(strange)} are granted, and not on this host"
+        )
     all_threads = Counter(cpu.core for cpu in topology.cpus)
     half = sum(len(core) < all_threads[core[0].core] for core in cores)
     if half and smt is not False:
@@ -292,7 +305,9 @@ def binding_problems(
         threads = sum(places[rank].threads for rank in ranks)
         if threads > (len(topology.at(mask)) if smt else len(cores)):
             what = "1 core" if len(cores) == 1 else f"{len(cores)} cores"
-            found.append(f"{_rank_names(ranks)}: {threads} threads on {what} ({spans(list(mask))})")
+            found.append(
+                f"{_rank_names(ranks)}: {threads} threads on {what} ({format_ranges(list(mask))})"
+            )
     return found + _overlaps(places, topology)
 
 
@@ -303,22 +318,22 @@ def _problems_of_rank(
     known = {cpu.number for cpu in topology.cpus}
     strange = set(place.cpus) - known
     if strange:
-        found.append(f"hardware threads {spans(sorted(strange))} are not on this host")
+        found.append(f"hardware threads {format_ranges(sorted(strange))} are not on this host")
     if allowed is not None and set(place.cpus) & known - allowed:
         outside = sorted(set(place.cpus) & known - allowed)
-        found.append(f"hardware threads {spans(outside)} are not granted to this job")
+        found.append(f"hardware threads {format_ranges(outside)} are not granted to this job")
     packages = topology.packages(place.cpus)
     if len(packages) > 1:
-        found.append(f"over sockets {spans(list(packages))}")
+        found.append(f"over sockets {format_ranges(list(packages))}")
     card = None
     if place.device is not None and place.device < len(gpus):
         card = gpus[place.device].card
     if card is not None:
-        near = topology.packages(local(topology, card))
+        near = topology.packages(threads_near_card(topology, card))
         if near and packages and not set(near) & set(packages):
             found.append(
-                f"on socket {spans(list(packages))}, its GPU {card.name} on socket "
-                f"{spans(list(near))}"
+                f"on socket {format_ranges(list(packages))}, its GPU {card.name} on socket "
+                f"{format_ranges(list(near))}"
             )
     return found
 
@@ -340,12 +355,14 @@ def _overlaps(places: Sequence[RankBinding], topology: Topology) -> list[str]:
     for together, cores in meeting.items():
         cpus = [cpu.number for cpu in topology.cpus if cpu.core in cores]
         what = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
-        found.append(f"{_rank_names(list(together))}: on {what} (hardware threads {spans(cpus)})")
+        found.append(
+            f"{_rank_names(list(together))}: on {what} (hardware threads {format_ranges(cpus)})"
+        )
     return found
 
 
 def _rank_names(ranks: list[int]) -> str:
-    return f"ranks {spans(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    return f"ranks {format_ranges(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def _rank_count(ranks: int) -> str:

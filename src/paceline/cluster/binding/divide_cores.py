@@ -32,7 +32,7 @@ class Group:
         return sum(part.fits(each) for part in self.parts)
 
 
-def cores_of(topology: Topology, allowed: Iterable[int], smt: bool | None) -> list[Core]:
+def allowed_cores(topology: Topology, allowed: Iterable[int], smt: bool | None) -> list[Core]:
     """Return the cores that have an allowed hardware thread.
 
     Each core lists its allowed hardware threads; with ``smt=False`` only the first one.
@@ -43,7 +43,7 @@ def cores_of(topology: Topology, allowed: Iterable[int], smt: bool | None) -> li
     return [tuple(cpus[:1] if smt is False else cpus) for cpus in found.values()]
 
 
-def host_of(cores: Iterable[Core]) -> Group:
+def group_by_socket(cores: Iterable[Core]) -> Group:
     """Return the cores grouped by socket and NUMA node, sorted, with efficiency cores last."""
     packages: dict[int, dict[int, list[Core]]] = {}
     for core in cores:
@@ -56,26 +56,26 @@ def host_of(cores: Iterable[Core]) -> Group:
             Group(tuple(sorted(package[node], key=lambda core: (core[0].efficient, core[0].core))))
             for node in sorted(package)
         ]
-        sockets.append(_joined(nodes))
-    return _joined(sockets)
+        sockets.append(_join_groups(nodes))
+    return _join_groups(sockets)
 
 
-def _joined(parts: Sequence[Group]) -> Group:
+def _join_groups(parts: Sequence[Group]) -> Group:
     return Group(tuple(core for part in parts for core in part.cores), tuple(parts))
 
 
-def even(host: Group, ranks: int) -> int:
+def cores_per_rank(host: Group, ranks: int) -> int:
     """Return how many cores each rank gets; 0 if there are fewer cores than ranks."""
     nodes = [node for socket in host.parts for node in socket.parts]
-    each = _most(nodes, ranks)
+    each = _max_cores_per_rank(nodes, ranks)
     for smaller, larger in ((nodes, host.parts), (host.parts, (host,))):
-        spread = _most(larger, ranks)
+        spread = _max_cores_per_rank(larger, ranks)
         if ranks < len(smaller) and spread > MIN_GAIN * each:
             each = spread
     return each
 
 
-def _most(groups: Sequence[Group], ranks: int) -> int:
+def _max_cores_per_rank(groups: Sequence[Group], ranks: int) -> int:
     """Return the largest number of cores of a single group that every rank can have exclusively."""
     sizes = [len(group.cores) for group in groups]
     for each in range(max(sizes, default=0), 0, -1):
@@ -84,7 +84,7 @@ def _most(groups: Sequence[Group], ranks: int) -> int:
     return 0
 
 
-def deal(group: Group, ranks: int, each: int) -> list[int] | None:
+def ranks_per_part(group: Group, ranks: int, each: int) -> list[int] | None:
     """Return how many ranks each part gets, in proportion to its cores.
 
     ``each``: cores per rank. None if a rank would have to span two parts.
@@ -92,10 +92,10 @@ def deal(group: Group, ranks: int, each: int) -> list[int] | None:
     rooms = [part.fits(each) for part in group.parts]
     if sum(rooms) < ranks:
         return None
-    return _dealt(group, rooms, ranks)
+    return _distribute(group, rooms, ranks)
 
 
-def _dealt(group: Group, rooms: list[int], ranks: int) -> list[int]:
+def _distribute(group: Group, rooms: list[int], ranks: int) -> list[int]:
     sizes = [len(part.cores) for part in group.parts]
     counts = [0] * len(rooms)
     for _ in range(ranks):
@@ -104,37 +104,37 @@ def _dealt(group: Group, rooms: list[int], ranks: int) -> list[int]:
     return counts
 
 
-def blocks(group: Group, ranks: int, each: int) -> list[tuple[Core, ...]]:
+def assign_cores(group: Group, ranks: int, each: int) -> list[tuple[Core, ...]]:
     """Return ``each`` cores for every rank: of one NUMA node if possible, else of one socket.
 
     The group must have enough cores. The result is in the order of the group's cores.
     """
     if not group.parts:
         return [group.cores[i * each : (i + 1) * each] for i in range(ranks)]
-    counts = deal(group, ranks, each)
+    counts = ranks_per_part(group, ranks, each)
     if counts is None:
         rooms = [len(part.cores) // each for part in group.parts]
-        counts = _dealt(group, rooms, min(ranks, sum(rooms)))
+        counts = _distribute(group, rooms, min(ranks, sum(rooms)))
     found = [
         block
         for part, count in zip(group.parts, counts, strict=True)
-        for block in blocks(part, count, each)
+        for block in assign_cores(part, count, each)
     ]
     taken = {core for block in found for core in block}
     rest = tuple(core for core in group.cores if core not in taken)
-    found += blocks(Group(rest), ranks - len(found), each)
+    found += assign_cores(Group(rest), ranks - len(found), each)
     order = {core: i for i, core in enumerate(group.cores)}
     return sorted(found, key=lambda block: order[block[0]])
 
 
-def homes(group: Group, ranks: int, each: int) -> list[Group] | None:
+def assign_groups(group: Group, ranks: int, each: int) -> list[Group] | None:
     """Return one of the smallest groups for every rank, or None if they have too few cores."""
     if not group.parts:
         return [group] * ranks
-    counts = deal(group, ranks, each)
+    counts = ranks_per_part(group, ranks, each)
     if counts is None:
         return None
     found: list[Group] = []
     for part, count in zip(group.parts, counts, strict=True):
-        found += homes(part, count, each) or []
+        found += assign_groups(part, count, each) or []
     return found

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..topology.local_resources import spans
+from ..topology.local_resources import format_ranges
 from ..topology.pci_devices import Card
 from ..topology.topology import Topology
-from .divide_cores import Core, blocks, even, host_of
+from .divide_cores import Core, assign_cores, cores_per_rank, group_by_socket
 
 Shares = list[tuple[Core, ...]]
 
@@ -19,7 +19,7 @@ class GPU:
     card: Card | None = None
 
 
-def near_gpus(
+def cores_near_gpus(
     topology: Topology,
     cores: Sequence[Core],
     gpus: Sequence[GPU],
@@ -33,22 +33,22 @@ def near_gpus(
     _check(gpus, ranks)
     used = [gpu.card for gpu in gpus[:ranks] if gpu.card is not None]
     notes = []
-    lost = [card.name for card in used if not local(topology, card)]
+    lost = [card.name for card in used if not threads_near_card(topology, card)]
     if lost:
         notes.append(f"this host does not say which cores are near {', '.join(lost)}")
-    close = [_within(cores, local(topology, card)) for card in used]
-    found = _carve(close, each)
+    close = [_cores_with(cores, threads_near_card(topology, card)) for card in used]
+    found = _divide_pools(close, each)
     if found is not None:
         return found, notes
-    sockets = [_within(cores, _socket(topology, card)) for card in used]
-    found = _carve(sockets, each)
+    sockets = [_cores_with(cores, _threads_of_socket(topology, card)) for card in used]
+    found = _divide_pools(sockets, each)
     if found is not None:
         notes.append("the NUMA nodes of the GPUs have too few cores: the socket's others are used")
-        return _matched(found, sockets, close), notes
-    raise ValueError(_why(topology, cores, used, sockets, each))
+        return _swap_for_proximity(found, sockets, close), notes
+    raise ValueError(_too_few_cores_message(topology, cores, used, sockets, each))
 
 
-def local(topology: Topology, card: Card) -> set[int]:
+def threads_near_card(topology: Topology, card: Card) -> set[int]:
     """Return the hardware threads near a card; empty if the host does not report them."""
     known = {cpu.number for cpu in topology.cpus}
     if known & set(card.cpus):
@@ -60,17 +60,17 @@ def local(topology: Topology, card: Card) -> set[int]:
     return set(min(homes, key=lambda node: own.distances.get(node.number, 255)).cpus)
 
 
-def _socket(topology: Topology, card: Card) -> set[int]:
-    packages = topology.packages(local(topology, card))
+def _threads_of_socket(topology: Topology, card: Card) -> set[int]:
+    packages = topology.packages(threads_near_card(topology, card))
     return {cpu.number for cpu in topology.cpus if cpu.package in packages}
 
 
-def _within(cores: Sequence[Core], cpus: set[int]) -> tuple[Core, ...]:
+def _cores_with(cores: Sequence[Core], cpus: set[int]) -> tuple[Core, ...]:
     """Return the cores with any of these hardware threads; all cores if ``cpus`` is empty."""
     return tuple(core for core in cores if not cpus or any(cpu.number in cpus for cpu in core))
 
 
-def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None:
+def _divide_pools(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None:
     """Return ``each`` cores for every rank from its pool, or None if a pool has too few.
 
     each None: As many as all ranks can have. Ranks with the same pool divide it.
@@ -78,23 +78,25 @@ def _carve(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares | None
     ranks_of: dict[tuple[Core, ...], list[int]] = {}
     for rank, pool in enumerate(pools):
         ranks_of.setdefault(pool, []).append(rank)
-    most = min(even(host_of(pool), len(ranks)) for pool, ranks in ranks_of.items())
+    most = min(
+        cores_per_rank(group_by_socket(pool), len(ranks)) for pool, ranks in ranks_of.items()
+    )
     for size in range(most, 0, -1) if each is None else (each,):
         found: dict[int, tuple[Core, ...]] = {}
         # Pools may overlap: hosts do not always report which cores are near a GPU.
         taken: set[Core] = set()
         for pool, ranks in sorted(ranks_of.items(), key=lambda entry: len(entry[0])):
-            free = host_of(core for core in pool if core not in taken)
+            free = group_by_socket(core for core in pool if core not in taken)
             if len(free.cores) // size < len(ranks):
                 break
-            found.update(zip(ranks, blocks(free, len(ranks), size), strict=True))
+            found.update(zip(ranks, assign_cores(free, len(ranks), size), strict=True))
             taken.update(core for rank in ranks for core in found[rank])
         if len(found) == len(pools):
             return [found[rank] for rank in range(len(pools))]
     return None
 
 
-def _matched(
+def _swap_for_proximity(
     found: Shares, pools: Sequence[tuple[Core, ...]], close: Sequence[tuple[Core, ...]]
 ) -> Shares:
     """Return the shares, exchanged among ranks of the same pool so that ranks get close cores."""
@@ -122,12 +124,12 @@ def _check(gpus: Sequence[GPU], ranks: int) -> None:
     unknown = [gpu.number for gpu in gpus[:ranks] if gpu.card is None]
     if unknown:
         raise ValueError(
-            f"--bind device: this host's PCI bus does not show GPU {spans(unknown)}, so nobody "
-            "knows which cores are near it. HINT: --bind core or --bind socket"
+            f"--bind device: this host's PCI bus does not show GPU {format_ranges(unknown)}, so "
+            "nobody knows which cores are near it. HINT: --bind core or --bind socket"
         )
 
 
-def _why(
+def _too_few_cores_message(
     topology: Topology,
     cores: Sequence[Core],
     used: Sequence[Card],
@@ -135,10 +137,10 @@ def _why(
     each: int | None,
 ) -> str:
     """Return the error message: which GPU has too few cores, and how many cores are possible."""
-    granted = spans(sorted(cpu.number for core in cores for cpu in core))
+    granted = format_ranges(sorted(cpu.number for core in cores for cpu in core))
     for card, pool in zip(used, sockets, strict=True):
-        near = topology.packages(local(topology, card))
-        where = f"socket {spans(list(near))}"
+        near = topology.packages(threads_near_card(topology, card))
+        where = f"socket {format_ranges(list(near))}"
         ranks = [other.name for other, its in zip(used, sockets, strict=True) if its == pool]
         if not pool:
             return (
@@ -153,11 +155,11 @@ def _why(
     gpus = f"the GPUs {', '.join(ranks)} are" if len(ranks) > 1 else f"the GPU {ranks[0]} is"
     return (
         f"--bind device: {who} {need} of {where}, where {gpus}, and {len(pool)} are allowed there. "
-        f"HINT: {_ways(sockets, each)}"
+        f"HINT: {_possible_options(sockets, each)}"
     )
 
 
-def _ways(sockets: Sequence[tuple[Core, ...]], each: int | None) -> str:
-    fitting = (n for n in range((each or 1) - 1, 0, -1) if _carve(sockets, n) is not None)
+def _possible_options(sockets: Sequence[tuple[Core, ...]], each: int | None) -> str:
+    fitting = (n for n in range((each or 1) - 1, 0, -1) if _divide_pools(sockets, n) is not None)
     most = next(fitting, None)
     return f"--cpus-per-rank {most}" if most is not None else "--bind core, or fewer ranks"

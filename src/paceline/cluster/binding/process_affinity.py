@@ -26,7 +26,7 @@ class Process:
     others: dict[str, int] = field(default_factory=dict)
 
 
-def process(pid: int, proc: Path = Path("/proc")) -> Process | None:
+def read_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
     """Return the affinity of a process, or None if it has ended."""
     folder = proc / str(pid)
     try:
@@ -39,7 +39,7 @@ def process(pid: int, proc: Path = Path("/proc")) -> Process | None:
     return Process(pid, name, first, len(masks), _policy(folder), dict(others))
 
 
-def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
+def child_processes(pid: int, proc: Path = Path("/proc")) -> list[int]:
     """Return the pids of all descendants of a process."""
     found: list[int] = []
     try:
@@ -52,7 +52,7 @@ def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
         except OSError:
             continue
         for child in map(int, text.split()):
-            found += [child, *children(child, proc)]
+            found += [child, *child_processes(child, proc)]
     return sorted(found)
 
 

@@ -3,8 +3,8 @@
 from .allocation import Allocation
 from .env_numbers import Environment, number
 from .hostfile import Host
-from .hostlist import numbers
-from .nodefile import read
+from .hostlist import expand_numbers
+from .nodefile import read_nodefile
 
 
 def allocation(environment: Environment) -> Allocation | None:
@@ -12,11 +12,11 @@ def allocation(environment: Environment) -> Allocation | None:
     if not job:
         return None
     if environment.get("COBALT_NODEFILE"):
-        source, names = "COBALT_NODEFILE", list(read(environment, "COBALT_NODEFILE"))
+        source, names = "COBALT_NODEFILE", list(read_nodefile(environment, "COBALT_NODEFILE"))
     elif environment.get("COBALT_PARTNAME"):
         source = "COBALT_PARTNAME"
         try:
-            names = [f"nid{int(n):05d}" for n in numbers(environment[source])]
+            names = [f"nid{int(n):05d}" for n in expand_numbers(environment[source])]
         except ValueError as mistake:
             raise ValueError(f"{source}={environment[source]}: {mistake}. HINT: as 3-5,8") from None
     else:

@@ -5,7 +5,7 @@ from .allocation import Allocation
 from .env_numbers import Environment
 
 
-def find(environment: Environment) -> Allocation | None:
+def find_allocation(environment: Environment) -> Allocation | None:
     """Return the allocation that this process runs in, or None.
 
     Raises:

@@ -7,7 +7,7 @@ processes run it and pass its output.
 from .allocation import Allocation
 from .env_numbers import Environment
 from .hostfile import Host
-from .hostlist import expand
+from .hostlist import expand_hostlist
 
 
 def allocation(environment: Environment, hostlist: str | None = None) -> Allocation | None:
@@ -19,5 +19,7 @@ def allocation(environment: Environment, hostlist: str | None = None) -> Allocat
     if not environment.get("FLUX_JOB_ID") and not environment.get("FLUX_URI"):
         return None
     job = environment.get("FLUX_ENCLOSING_ID") or environment.get("FLUX_JOB_ID") or ""
-    names = dict.fromkeys(expand(hostlist)) if hostlist else {}  # several brokers may run on a host
+    names = (
+        dict.fromkeys(expand_hostlist(hostlist)) if hostlist else {}
+    )  # several brokers may run on a host
     return Allocation("Flux", job, tuple(Host(name) for name in names), "flux")

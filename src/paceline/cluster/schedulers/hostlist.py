@@ -7,19 +7,19 @@ import re
 MAX_EXPANDED = 100_000  # hosts or numbers from one text; more is taken for a typing error
 
 
-def expand(text: str) -> list[str]:
+def expand_hostlist(text: str) -> list[str]:
     """Return the host names of a host list, in its order.
 
     Raises:
         ValueError: ``text`` is not a host list, or has too many hosts.
     """
     names: list[str] = []
-    for part in split(text):
+    for part in split_hostlist(text):
         pieces = re.split(r"\[([^][]*)\]", part)  # literal, inside, literal, inside, ..., literal
         if re.search(r"[\s\[\]]", "".join(pieces[::2])):
             raise _mistake(text, f"{part!r} is not a host's name")
         try:
-            choices = [numbers(p) if index % 2 else [p] for index, p in enumerate(pieces)]
+            choices = [expand_numbers(p) if index % 2 else [p] for index, p in enumerate(pieces)]
         except ValueError as mistake:
             raise _mistake(text, str(mistake)) from None
         if len(names) + math.prod(len(choice) for choice in choices) > MAX_EXPANDED:
@@ -28,7 +28,7 @@ def expand(text: str) -> list[str]:
     return names
 
 
-def counts(text: str) -> list[int]:
+def expand_counts(text: str) -> list[int]:
     """Expand Slurm's notation of one number per host: "2(x3),1" to [2, 2, 2, 1].
 
     Raises:
@@ -46,7 +46,7 @@ def counts(text: str) -> list[int]:
     return found
 
 
-def numbers(text: str) -> list[str]:
+def expand_numbers(text: str) -> list[str]:
     """Expand "3-5,008" to ["3", "4", "5", "008"].
 
     The numbers of a range are zero-padded to the width of its first number.
@@ -68,7 +68,7 @@ def numbers(text: str) -> list[str]:
     return found
 
 
-def split(text: str) -> list[str]:
+def split_hostlist(text: str) -> list[str]:
     """Split a host list at the commas outside brackets.
 
     Raises:

@@ -6,7 +6,7 @@ On CORAL machines (Summit, Sierra) the first host is the launch node, where no r
 from .allocation import Allocation
 from .env_numbers import Environment, is_number
 from .hostfile import Host
-from .nodefile import read, tally
+from .nodefile import count_hosts, read_nodefile
 
 
 def allocation(environment: Environment) -> Allocation | None:
@@ -39,7 +39,7 @@ def _slots(environment: Environment) -> dict[str, int] | None:
     pairs, words = environment.get("LSB_MCPU_HOSTS"), environment.get("LSB_HOSTS")
     if environment.get("LSB_DJOB_HOSTFILE"):
         try:
-            return read(environment, "LSB_DJOB_HOSTFILE")
+            return read_nodefile(environment, "LSB_DJOB_HOSTFILE")
         except ValueError:
             if not pairs and not words:
                 raise
@@ -54,4 +54,4 @@ def _slots(environment: Environment) -> dict[str, int] | None:
         for name, count in zip(items[::2], items[1::2], strict=True):
             slots[name] = slots.get(name, 0) + int(count)
         return slots
-    return tally(words.split()) if words else None
+    return count_hosts(words.split()) if words else None

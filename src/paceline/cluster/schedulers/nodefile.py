@@ -5,7 +5,7 @@ from pathlib import Path
 from .env_numbers import Environment
 
 
-def read(environment: Environment, variable: str) -> dict[str, int]:
+def read_nodefile(environment: Environment, variable: str) -> dict[str, int]:
     """Return the number of lines of each host, in the order of the file.
 
     ``variable``: environment variable with the path of the file.
@@ -25,10 +25,10 @@ def read(environment: Environment, variable: str) -> dict[str, int]:
     names = [line.strip() for line in lines if line.strip()]
     if not names:
         raise ValueError(f"{variable}={path} names no host. HINT: has the allocation ended?")
-    return tally(names)
+    return count_hosts(names)
 
 
-def tally(names: list[str]) -> dict[str, int]:
+def count_hosts(names: list[str]) -> dict[str, int]:
     """Count each name, in the order of first mention."""
     counts: dict[str, int] = {}
     for name in names:

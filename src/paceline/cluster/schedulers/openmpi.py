@@ -3,9 +3,11 @@
 import re
 
 from .env_numbers import Environment, number
-from .hostlist import numbers, split
+from .hostlist import expand_numbers, split_hostlist
 
-NO_DAEMON = 0xFFFFFFFF  # daemon number on a host of the allocation that this start does not use
+WITHOUT_DAEMON = (
+    0xFFFFFFFF  # daemon number on a host of the allocation that this start does not use
+)
 
 
 def hosts(environment: Environment) -> list[str]:
@@ -28,13 +30,13 @@ def in_regex(text: str) -> list[str]:
     """
     nodes, _, daemons = text.rpartition("@")
     try:
-        names = [name for part in split(nodes) for name in _names(part)]
+        names = [name for part in split_hostlist(nodes) for name in _names(part)]
     except ValueError:
         return []
     ids = _daemons(daemons)
     if len(ids) != len(names):
         return names
-    return [name for name, daemon in zip(names, ids, strict=True) if daemon != NO_DAEMON]
+    return [name for name, daemon in zip(names, ids, strict=True) if daemon != WITHOUT_DAEMON]
 
 
 def _names(part: str) -> list[str]:
@@ -42,15 +44,15 @@ def _names(part: str) -> list[str]:
     if match is None:
         return [part]
     prefix, digits, which, suffix = match.groups()
-    return [f"{prefix}{n.zfill(int(digits))}{suffix}" for n in numbers(which)]
+    return [f"{prefix}{n.zfill(int(digits))}{suffix}" for n in expand_numbers(which)]
 
 
 def _daemons(text: str) -> list[int]:
     """Expand daemon numbers such as "0(2),4294967295(1)": the first number and a count."""
     found: list[int] = []
     for first, count in re.findall(r"(\d+)(?:\((\d+)\))?", text):
-        if int(first) == NO_DAEMON:
-            found += [NO_DAEMON] * int(count or 1)
+        if int(first) == WITHOUT_DAEMON:
+            found += [WITHOUT_DAEMON] * int(count or 1)
         else:
             found += range(int(first), int(first) + int(count or 1))
     return found

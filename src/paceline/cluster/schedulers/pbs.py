@@ -6,14 +6,14 @@ from pathlib import Path
 from .allocation import Allocation
 from .env_numbers import Environment, number
 from .hostfile import Host
-from .nodefile import read
+from .nodefile import read_nodefile
 
 
 def allocation(environment: Environment) -> Allocation | None:
     job = environment.get("PBS_JOBID")
     if not job or not environment.get("PBS_NODEFILE"):
         return None
-    lines = read(environment, "PBS_NODEFILE")
+    lines = read_nodefile(environment, "PBS_NODEFILE")
     # PBS Pro writes one line per host if the job did not request processes (mpiprocs).
     asked = max(lines.values()) > 1 or "PBS_NP" in environment or environment.get("NCPUS") == "1"
     cpus = number(environment, "NCPUS") or number(environment, "PBS_NUM_PPN")

@@ -5,7 +5,7 @@ from itertools import zip_longest
 from .allocation import Allocation
 from .env_numbers import Environment, is_number, number
 from .hostfile import Host
-from .hostlist import counts, expand, numbers
+from .hostlist import expand_counts, expand_hostlist, expand_numbers
 
 # Slurm reserves step numbers from this one on: for the batch script, the shell of salloc, and
 # adopted processes.
@@ -17,7 +17,7 @@ def allocation(environment: Environment) -> Allocation | None:
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not job or not nodes:
         return None
-    names = expand(nodes)
+    names = expand_hostlist(nodes)
     _check(environment, len(names))
     devices = _devices(environment)
     cpus = _each(environment, "SLURM_JOB_CPUS_PER_NODE", len(names))
@@ -79,7 +79,7 @@ def _each(environment: Environment, name: str, hosts: int) -> list[int | None]:
     if name not in environment:
         return [None] * hosts
     try:
-        found: list[int | None] = [*counts(environment[name])]
+        found: list[int | None] = [*expand_counts(environment[name])]
     except ValueError as mistake:
         raise ValueError(f"the environment has {name}: {mistake}") from None
     return found if len(found) == hosts else [None] * hosts
@@ -95,7 +95,7 @@ def _devices(environment: Environment) -> int | None:
         return here
     if environment.get("SLURM_JOB_GPUS"):
         try:
-            return len(numbers(environment["SLURM_JOB_GPUS"]))
+            return len(expand_numbers(environment["SLURM_JOB_GPUS"]))
         except ValueError as mistake:
             raise ValueError(
                 f"the environment has SLURM_JOB_GPUS: {mistake}. HINT: as 0-3"

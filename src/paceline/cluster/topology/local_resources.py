@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 
-def cores() -> list[int]:
+def allowed_threads() -> list[int]:
     """Return the numbers of the hardware threads that this process may run on, sorted."""
     return sorted(os.sched_getaffinity(0))
 
 
-def devices() -> int:
+def gpu_count() -> int:
     """Return the number of GPUs of this host that are visible, without a call to a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -17,12 +17,12 @@ def devices() -> int:
     return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
 
 
-def numa_domains() -> int:
+def numa_domain_count() -> int:
     """Return the number of NUMA domains with a core that this process may run on; at least 1."""
-    mine, found = set(cores()), 0
+    mine, found = set(allowed_threads()), 0
     for node in Path("/sys/devices/system/node").glob("node[0-9]*"):
         try:
-            found += bool(mine & set(unspanned((node / "cpulist").read_text().strip())))
+            found += bool(mine & set(parse_ranges((node / "cpulist").read_text().strip())))
         except (OSError, ValueError):
             continue
     return max(1, found)
@@ -78,7 +78,7 @@ def _group(controller: str) -> str:
     return ""
 
 
-def spans(numbers: list[int]) -> str:
+def format_ranges(numbers: list[int]) -> str:
     """Format numbers as ranges: [0, 1, 2, 5] as "0-2,5"."""
     parts: list[str] = []
     start = previous = None
@@ -92,7 +92,7 @@ def spans(numbers: list[int]) -> str:
     return ",".join(parts)
 
 
-def unspanned(text: str) -> list[int]:
+def parse_ranges(text: str) -> list[int]:
     """Parse ranges as the kernel writes lists of cores: "0-2,5" as [0, 1, 2, 5]."""
     found: list[int] = []
     for part in text.split(",") if text else []:

@@ -12,7 +12,18 @@ SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
 # Bridges between the containers and virtual machines of one host. They have the same address on
 # every host.
-INSIDE_ONLY = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "tun", "tap")
+INTERNAL_PREFIXES = (
+    "docker",
+    "virbr",
+    "br-",
+    "veth",
+    "cni",
+    "flannel",
+    "podman",
+    "lxc",
+    "tun",
+    "tap",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Link:
     speed: int = 0
 
 
-def links() -> list[Link]:
+def network_links() -> list[Link]:
     """Return the interfaces that are up, except loopback.
 
     The fastest come first, those that only reach containers last. The address is the interface's
@@ -38,15 +49,17 @@ def links() -> list[Link]:
     """
     found = []
     for _, name in socket.if_nameindex():
-        if not _up(name):
+        if not _is_up(name):
             continue
         address = _ipv4(name) or _ipv6(name)
         if address is not None:
             found.append(Link(name, address, _speed(name)))
-    return sorted(found, key=lambda link: (link.interface.startswith(INSIDE_ONLY), -link.speed))
+    return sorted(
+        found, key=lambda link: (link.interface.startswith(INTERNAL_PREFIXES), -link.speed)
+    )
 
 
-def is_here(name: str) -> bool:
+def is_local_host(name: str) -> bool:
     """Return whether a host name or address refers to this host."""
     name = name.rpartition("@")[2]
     own = socket.gethostname()
@@ -56,23 +69,23 @@ def is_here(name: str) -> bool:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    mine = {link.address for link in links()}
+    mine = {link.address for link in network_links()}
     return any(
         str(entry[4][0]) in mine or ipaddress.ip_address(entry[4][0]).is_loopback for entry in found
     )
 
 
-def _up(name: str) -> bool:
-    (flags,) = struct.unpack_from("H", _ask(name, SIOCGIFFLAGS) or bytes(32), 16)
+def _is_up(name: str) -> bool:
+    (flags,) = struct.unpack_from("H", _ioctl(name, SIOCGIFFLAGS) or bytes(32), 16)
     return bool(flags & IFF_UP and flags & IFF_RUNNING and not flags & IFF_LOOPBACK)
 
 
 def _ipv4(name: str) -> str | None:
-    answer = _ask(name, SIOCGIFADDR)
+    answer = _ioctl(name, SIOCGIFADDR)
     return socket.inet_ntoa(answer[20:24]) if answer else None
 
 
-def _ask(name: str, question: int) -> bytes | None:
+def _ioctl(name: str, question: int) -> bytes | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         try:
             return fcntl.ioctl(handle, question, struct.pack("256s", os.fsencode(name)[:15]))

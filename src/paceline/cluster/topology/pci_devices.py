@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .local_resources import unspanned
-from .topology import Topology, text, whole
+from .local_resources import parse_ranges
+from .topology import Topology, parse_int, read_text
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
 # PCI device classes of each vendor's GPUs. Intel's displays (0x0300) are integrated into the
@@ -41,7 +41,7 @@ class Card:
     path: tuple[str, ...] = ()
 
 
-def cards(root: Path = Path("/")) -> list[Card]:
+def pci_cards(root: Path = Path("/")) -> list[Card]:
     """Return the cards of this host, or of the files below another root.
 
     GPUs come first, by bus id: this is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. Network
@@ -56,12 +56,12 @@ def cards(root: Path = Path("/")) -> list[Card]:
     return found
 
 
-def distance(a: Card, b: Card) -> int:
+def card_distance(a: Card, b: Card) -> int:
     """Return the number of PCI path components that two cards do not share."""
     return len(a.path) + len(b.path) - 2 * _shared(a, b)
 
 
-def nearest(gpu: Card, nics: Sequence[Card], topology: Topology | None = None) -> list[Card]:
+def nearest_cards(gpu: Card, nics: Sequence[Card], topology: Topology | None = None) -> list[Card]:
     """Return the network cards that are nearest to a GPU.
 
     These are the ones that share most components of its PCI path; if none shares any, those on
@@ -113,7 +113,7 @@ def _reachable(root: Path, bus: str) -> bool:
     driver = root / "proc/driver/nvidia/gpus"
     if not _entries(driver):
         return True
-    said = text(driver / bus / "information")
+    said = read_text(driver / bus / "information")
     minor = re.search(r"^Device Minor:\s*(\d+)", said, re.MULTILINE)
     return minor is not None and os.access(root / f"dev/nvidia{minor[1]}", os.R_OK | os.W_OK)
 
@@ -130,9 +130,9 @@ def _card(entry: Path, kind: str, name: str) -> list[Card]:
         return []
     folder = Path(*real.parts[: own[-1] + 1])
     start = roots[-1] if roots and roots[-1] < own[-1] else own[0]
-    node = whole(folder / "numa_node")
+    node = parse_int(folder / "numa_node")
     try:
-        cpus = tuple(unspanned(text(folder / "local_cpulist")))
+        cpus = tuple(parse_ranges(read_text(folder / "local_cpulist")))
     except ValueError:
         cpus = ()
     return [Card(kind, name, None if node == -1 else node, cpus, real.parts[start : own[-1] + 1])]
@@ -141,8 +141,8 @@ def _card(entry: Path, kind: str, name: str) -> list[Card]:
 def _unplugged(entry: Path, kind: str) -> bool:
     """Return whether the kernel reports that the network card has no link."""
     if kind == "net":
-        return text(entry / "operstate") in ("down", "lowerlayerdown", "notpresent")
-    states = [text(port / "state") for port in _entries(entry / "ports")]
+        return read_text(entry / "operstate") in ("down", "lowerlayerdown", "notpresent")
+    states = [read_text(port / "state") for port in _entries(entry / "ports")]
     return bool(states) and not any("ACTIVE" in state or not state for state in states)
 
 
@@ -165,6 +165,6 @@ def _by_number(entry: Path) -> tuple[str, int, str]:
 
 def _hexadecimal(path: Path) -> int:
     try:
-        return int(text(path), 16)
+        return int(read_text(path), 16)
     except ValueError:
         return 0

@@ -4,11 +4,13 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from .local_resources import unspanned
-from .topology import whole
+from .local_resources import parse_ranges
+from .topology import parse_int
 
-SOCKETS = "PACELINE_SOCKETS"  # hardware threads of the sockets, separated by spaces: "0-31 32-63"
-NOWHERE = -1
+SOCKET_VARIABLE = (
+    "PACELINE_SOCKETS"  # hardware threads of the sockets, separated by spaces: "0-31 32-63"
+)
+UNKNOWN_SOCKET = -1
 
 
 def socket_of(
@@ -25,17 +27,21 @@ def socket_of(
     Raises:
         ValueError: PACELINE_SOCKETS is not a list of hardware threads.
     """
-    if said := environment.get(SOCKETS):
+    if said := environment.get(SOCKET_VARIABLE):
         try:
-            each = [set(unspanned(one)) for one in said.split()]
+            each = [set(parse_ranges(one)) for one in said.split()]
         except ValueError:
             hint = 'a list for each socket, as in "0-31 32-63"'
-            raise ValueError(f"{SOCKETS}={said}: no hardware threads. HINT: {hint}") from None
-        return next((at for at, one in enumerate(each) if cpus and set(cpus) <= one), NOWHERE)
-    found = NOWHERE
+            raise ValueError(
+                f"{SOCKET_VARIABLE}={said}: no hardware threads. HINT: {hint}"
+            ) from None
+        return next(
+            (at for at, one in enumerate(each) if cpus and set(cpus) <= one), UNKNOWN_SOCKET
+        )
+    found = UNKNOWN_SOCKET
     for cpu in cpus:
-        package = whole(root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id")
-        if package is None or package < 0 or (found != NOWHERE and found != package):
-            return NOWHERE  # for an unbound process, this returns after reading a few files
+        package = parse_int(root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id")
+        if package is None or package < 0 or (found != UNKNOWN_SOCKET and found != package):
+            return UNKNOWN_SOCKET  # for an unbound process, this returns after reading a few files
         found = package
     return found

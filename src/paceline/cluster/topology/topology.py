@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .local_resources import spans, unspanned
+from .local_resources import format_ranges, parse_ranges
 
 # A core with less than this share of the largest core's capacity is an efficiency core.
 # Performance cores of one kind differ by some percent, because they reach different clock rates.
@@ -86,7 +86,7 @@ def topology(root: Path = Path("/")) -> Topology:
     system = root / "sys/devices/system"
     online = _online(system / "cpu")
     if not online:
-        return _nothing_known(system / "cpu")
+        return _guess_topology(system / "cpu")
     nodes = _nodes(system / "node", set(online))
     node_of = {cpu: node.number for node in reversed(nodes) for cpu in node.cpus}
     efficient = _efficient(root, online)
@@ -96,7 +96,7 @@ def topology(root: Path = Path("/")) -> Topology:
         core = _core(folder, number, set(online))
         if core is None:
             silent.append(number)
-        package = whole(folder / "physical_package_id")
+        package = parse_int(folder / "physical_package_id")
         cpus.append(
             Cpu(
                 number,
@@ -109,20 +109,20 @@ def topology(root: Path = Path("/")) -> Topology:
     guessed = ""
     if silent:
         guessed = (
-            f"{system / 'cpu'} does not say which cores the hardware threads {spans(silent)} are: "
-            "each is taken for a core of its own"
+            f"{system / 'cpu'} does not say which cores the hardware threads "
+            f"{format_ranges(silent)} are: each is taken for a core of its own"
         )
     return Topology(tuple(cpus), tuple(nodes), guessed)
 
 
-def _nothing_known(folder: Path) -> Topology:
+def _guess_topology(folder: Path) -> Topology:
     mine = tuple(sorted(os.sched_getaffinity(0)))
     why = "can't be read" if folder.exists() else "is not there"
     return Topology(
         tuple(Cpu(number, number, 0, 0) for number in mine),
         (Node(0, mine, 0, {0: 10}),),
-        f"{folder} {why}, as in some containers: the hardware threads {spans(list(mine))}, which "
-        "this process may use, are taken for cores of one socket and one NUMA node",
+        f"{folder} {why}, as in some containers: the hardware threads {format_ranges(list(mine))}, "
+        "which this process may use, are taken for cores of one socket and one NUMA node",
     )
 
 
@@ -137,7 +137,7 @@ def _online(folder: Path) -> list[int]:
     for cpu in _numbered(folder, "cpu"):
         own = folder / f"cpu{cpu}"
         there = listed is None or cpu in listed or (own / "topology").is_dir()
-        if there and whole(own / "online") != 0:
+        if there and parse_int(own / "online") != 0:
             found.append(cpu)
     return found
 
@@ -158,11 +158,11 @@ def _nodes(folder: Path, online: set[int]) -> list[Node]:
         own = folder / f"node{number}"
         cpus = (_list(own / "cpulist") or set()) & online
         memory = 0
-        for line in text(own / "meminfo").splitlines():
+        for line in read_text(own / "meminfo").splitlines():
             words = line.split()
             if len(words) > 3 and words[2] == "MemTotal:" and words[3].isdigit():
                 memory = int(words[3]) * 1024
-        far = text(own / "distance").split()
+        far = read_text(own / "distance").split()
         complete = len(far) == len(numbers) and all(word.isdigit() for word in far)
         distances = dict(zip(numbers, map(int, far), strict=True)) if complete else {}
         found.append(Node(number, tuple(sorted(cpus)), memory, distances))
@@ -180,7 +180,7 @@ def _efficient(root: Path, online: list[int]) -> set[int]:
     if strong:
         kinds = ("cpu_atom", "cpu_lowpower")
         return set().union(*(_list(devices / f"{kind}/cpus") or set() for kind in kinds)) - strong
-    capacities = {cpu: whole(devices / f"system/cpu/cpu{cpu}/cpu_capacity") for cpu in online}
+    capacities = {cpu: parse_int(devices / f"system/cpu/cpu{cpu}/cpu_capacity") for cpu in online}
     known = {cpu: capacity for cpu, capacity in capacities.items() if capacity is not None}
     most = max(known.values(), default=0)
     return {cpu for cpu, capacity in known.items() if capacity < CLEARLY_LOWER * most}
@@ -195,7 +195,7 @@ def _numbered(folder: Path, name: str) -> list[int]:
     return sorted(int(rest) for rest in found if rest.isascii() and rest.isdigit())
 
 
-def text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the content of a sysfs file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
@@ -203,10 +203,10 @@ def text(path: Path) -> str:
         return ""
 
 
-def whole(path: Path) -> int | None:
+def parse_int(path: Path) -> int | None:
     """Return the integer in a sysfs file, or None if there is none."""
     try:
-        return int(text(path))
+        return int(read_text(path))
     except ValueError:
         return None
 
@@ -214,6 +214,6 @@ def whole(path: Path) -> int | None:
 def _list(path: Path) -> set[int] | None:
     """Return the numbers in a file with content such as "0-3,8"; None if it cannot be read."""
     try:
-        return set(unspanned(path.read_text().strip()))
+        return set(parse_ranges(path.read_text().strip()))
     except (OSError, ValueError):
         return None

@@ -11,12 +11,19 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...cluster.topology.network_interfaces import Link, links
-from ...security.greeting import DROPPED, Acceptor, Greeting, RefusedError, Step, converse
+from ...cluster.topology.network_interfaces import Link, network_links
+from ...security.handshake import (
+    DROPPED_CONNECTION_ERRORS,
+    Acceptor,
+    Handshake,
+    HandshakeError,
+    HandshakeStep,
+    run_handshake,
+)
 from ..reachable_address import asked, listen_on, of_names
 
 CONNECT_TIMEOUT_S = 30.0  # for peers that are all known to be running
-GREETING_TIMEOUT_S = 1.0  # for a visitor to send its introduction
+HANDSHAKE_TIMEOUT_S = 1.0  # for a visitor to send its introduction
 # Delay before the first retry to a peer that dropped the connection; it doubles each time.
 FIRST_RETRY_S, MAX_RETRY_S = 0.05, 1.0
 KEEPALIVE_INTERVAL_S = 5.0  # idle time of a connection before keepalive probes, and between them
@@ -76,7 +83,7 @@ def exchange_links() -> list[Link]:
 
     Raises OSError where there is none.
     """
-    found = links()
+    found = network_links()
     requested = asked()
     if requested:
         matching = of_names(found, requested)
@@ -149,7 +156,7 @@ class PeerListener:
         if not missing:
             return
         with Acceptor(
-            [self._listening], lambda _: self._greeting(), seconds=GREETING_TIMEOUT_S
+            [self._listening], lambda _: self._handshake(), seconds=HANDSHAKE_TIMEOUT_S
         ) as acceptor:
             while missing:
                 left = deadline - time.monotonic()
@@ -167,12 +174,12 @@ class PeerListener:
                     else:
                         visitor.close()
 
-    def _greeting(self) -> Greeting[int]:
+    def _handshake(self) -> Handshake[int]:
         """Read the token and the index of a peer's host, and confirm them."""
-        token, host = _INTRODUCTION.unpack((yield Step(read=_INTRODUCTION.size)))
+        token, host = _INTRODUCTION.unpack((yield HandshakeStep(read=_INTRODUCTION.size)))
         if not hmac.compare_digest(token, self._token.encode()):
-            raise RefusedError("the visitor does not know this rank's token")
-        yield Step(send=_CONFIRMATION)
+            raise HandshakeError("the visitor does not know this rank's token")
+        yield HandshakeStep(send=_CONFIRMATION)
         return int(host)
 
 
@@ -198,7 +205,9 @@ def _connect_with_retry(
         try:
             return _connect(address, port, introduction(token, own_host), deadline)
         except OSError as error:
-            dropped = isinstance(error, DROPPED) and not isinstance(error, TimeoutError)
+            dropped = isinstance(error, DROPPED_CONNECTION_ERRORS) and not isinstance(
+                error, TimeoutError
+            )
             if not dropped or time.monotonic() + delay > deadline:
                 why = error.strerror or error
                 raise OSError(None, f"no connection to {description}: {why}") from None
@@ -206,21 +215,23 @@ def _connect_with_retry(
         delay = min(2 * delay, MAX_RETRY_S)
 
 
-def _connect(address: str, port: int, greeting: Greeting[None], deadline: float) -> socket.socket:
+def _connect(address: str, port: int, handshake: Handshake[None], deadline: float) -> socket.socket:
     connection = socket.create_connection((address, port), max(deadline - time.monotonic(), 0.001))
     try:
-        converse(connection, greeting, max(deadline - time.monotonic(), 0.001))
+        run_handshake(connection, handshake, max(deadline - time.monotonic(), 0.001))
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def introduction(token: str, own_host: int) -> Greeting[None]:
+def introduction(token: str, own_host: int) -> Handshake[None]:
     """Send the peer's token and this host's index, and wait until the peer has confirmed them."""
-    answer = yield Step(send=_INTRODUCTION.pack(token.encode(), own_host), read=len(_CONFIRMATION))
+    answer = yield HandshakeStep(
+        send=_INTRODUCTION.pack(token.encode(), own_host), read=len(_CONFIRMATION)
+    )
     if answer != _CONFIRMATION:
-        raise RefusedError("another program listens there")
+        raise HandshakeError("another program listens there")
 
 
 def _configure(connection: socket.socket) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from ...cluster.topology.network_interfaces import Link
-from ...cluster.topology.racks import RACKS, rack_of
+from ...cluster.topology.racks import RACKS_VARIABLE, rack_of
 from ...record.ring.launcher_messages import notify
 from ..shared import memory
 from ..shared import open_group as shared
@@ -205,7 +205,9 @@ def _all_gather_json(store: Any, key: str, rank: int, size: int, value: Any) -> 
 def _same_algorithm(requested: list[str], known: list[str], names: Sequence[int]) -> str:
     for rank, one in enumerate(requested):
         if one != CHEAPEST and one not in known:
-            racks = f", and {schedules.RACKS} where {RACKS} names racks of as many hosts each"
+            racks = (
+                f", and {schedules.RACKS} where {RACKS_VARIABLE} names racks of as many hosts each"
+            )
             hint = f"one of {', '.join(known)}{'' if schedules.RACKS in known else racks}"
             raise ValueError(f"{ALGORITHM_VARIABLE}={one}: no such algorithm here. HINT: {hint}")
         if one != requested[0]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ...cluster.topology.sockets import SOCKETS, socket_of
+from ...cluster.topology.sockets import SOCKET_VARIABLE, socket_of
 from ...record.ring.launcher_messages import notify
 from . import memory
 from .c_kernel import CKernel, library
@@ -105,7 +105,7 @@ def _enable_socket_reduction(kernel: CKernel) -> None:
             notify(
                 f"paceline: {ALGORITHM_VARIABLE}={SOCKET_REDUCTION} has no effect: ranks of this "
                 "host are not bound to several sockets, or to one each. HINT: paceline run --bind "
-                f"core, or {SOCKETS} where the host itself does not say\n"
+                f"core, or {SOCKET_VARIABLE} where the host itself does not say\n"
             )
 
 

@@ -14,7 +14,7 @@ from ..hosts.hierarchy import CHEAPEST, HierarchicalKernel
 from ..hosts.schedules import Step, algorithm_names, all_reduce
 from ..shared.c_kernel import CKernel
 from ..shared.open_group import ALGORITHM_VARIABLE, SOCKET_REDUCTION
-from ..shared_group import SharedGroup
+from ..shared_group import SharedMemoryGroup
 from .choice import GLOO, PACELINE, UNCHANGED
 
 MEASURED_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes
@@ -29,7 +29,7 @@ class ExchangeMethods:
     def __init__(self, group: Any) -> None:
         self.group = group
         inner = group.inner if isinstance(group, RecordedGroup) else group
-        self._shared = inner if isinstance(inner, SharedGroup) else None
+        self._shared = inner if isinstance(inner, SharedMemoryGroup) else None
         self.default, self.all, self.sockets = UNCHANGED, [UNCHANGED], False
         if self._shared is not None:
             self.default = GLOO if self._shared.instead_of_gloo else PACELINE

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cost.machine.dataclass_tree import shorten
-from ...knobs.settings import Setting, fitting, read, write
+from ...knobs.settings import Setting, fitting_settings, read, write_settings
 from ...knobs.tuning import BY, made
 from .choice import ExchangeSettings
 from .successive_halving import TuningResult
@@ -55,7 +55,7 @@ def load_settings(
         if stored.get(name) != value:
             before = shorten(stored.get(name))
             return None, f"{path} was made with {name} = {before}, and this is {value}"
-    knobs, notes = fitting(path, tree)
+    knobs, notes = fitting_settings(path, tree)
     if notes:
         return None, notes[0]
     return ExchangeSettings.from_knobs(knobs) if knobs else default, ""
@@ -74,4 +74,4 @@ def save_settings(
     of = {"script": script, "by": BY, **conditions}
     figures = {"step_ms": 1e3 * result.step_s, "step_before_ms": 1e3 * result.default_step_s}
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    write(path, settings, {**of, **(figures if result.is_faster else {}), "date": date})
+    write_settings(path, settings, {**of, **(figures if result.is_faster else {}), "date": date})

@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...cluster.topology.local_resources import unspanned
-from ...security.error_reason import reason_of
+from ...cluster.topology.local_resources import parse_ranges
+from ...security.error_reason import error_reason
 from ...security.files import InvalidFileError
 from ...security.outputs import write_output
 from .dataclass_tree import UNLIMITED as UNLIMITED
@@ -199,7 +199,7 @@ class HostFacts:
     @property
     def cpus(self) -> list[int]:
         """Hardware threads of the mask."""
-        return unspanned(self.mask)
+        return parse_ranges(self.mask)
 
     def hardware(self, device: str) -> str:
         """Return the name of a device's hardware: the processor, or the GPU of that number."""
@@ -309,7 +309,7 @@ def load(path: str | Path) -> Machine:
     try:
         data = read_toml(path, MAX_BYTES)
     except OSError as error:
-        raise ValueError(f"{path} can't be read: {reason_of(error)}. {again}") from None
+        raise ValueError(f"{path} can't be read: {error_reason(error)}. {again}") from None
     except InvalidFileError as error:
         raise InvalidFileError(path, f"{error.reason}. {again}") from None
     if "version" not in data:
@@ -342,8 +342,8 @@ def save(machine: Machine, path: str | Path) -> None:
         write_output(path, dumps(data))
     except OSError as error:
         raise ValueError(
-            f"{path} can't be written: {reason_of(error)}. HINT: choose a folder that exists, may "
-            "be written to and has room"
+            f"{path} can't be written: {error_reason(error)}. HINT: choose a folder that exists, "
+            "may be written to and has room"
         ) from None
 
 

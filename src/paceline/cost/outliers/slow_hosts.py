@@ -9,7 +9,7 @@ from .outlier import Outlier
 from .slower_than_peers import SlowerFigure, differ, find_slower
 
 
-def slow_hosts(machine: Machine) -> list[Outlier]:
+def find_slow_hosts(machine: Machine) -> list[Outlier]:
     """Return hosts that are slower than their peers by more than the spread.
 
     Each GPU is compared with all GPUs of its kind.
@@ -22,7 +22,7 @@ def slow_hosts(machine: Machine) -> list[Outlier]:
         names = {named.hosts[0] for named in members}
         if len(members) == 2:
             pair = differ(members)
-            found += [_two(pair, members)] if pair is not None else []
+            found += [_pair_outlier(pair, members)] if pair is not None else []
             continue
         worse: dict[str, list[SlowerFigure]] = defaultdict(list)
         for one in find_slower(members):
@@ -30,30 +30,30 @@ def slow_hosts(machine: Machine) -> list[Outlier]:
         for host, ones in worse.items():
             whole = len(ones) == sum(named.hosts[0] == host for named in members)
             if whole and len(names) == 2:
-                found.append(_two(ones[0], members))
+                found.append(_pair_outlier(ones[0], members))
             elif whole and len(ones) > 1:
-                found.append(_all_of(ones, members))
+                found.append(_host_outlier(ones, members))
             else:
-                found += [_one(each, members) for each in ones]
+                found += [_single_outlier(each, members) for each in ones]
     return found
 
 
-def _one(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
+def _single_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
     named, unit = worse.named, worse.named.figure.unit
     value, peers = format_value(named.figure.median, unit), format_value(worse.peers, unit)
     part = "processors" if named.device == "cpu" else named.device
     whose = f"{named.what} of its {part}" if part else named.what
-    who = _who({one.hosts[0] for one in members} - set(named.hosts), members)
+    who = _describe_peers({one.hosts[0] for one in members} - set(named.hosts), members)
     sentence = f"{named.hosts[0]} is slow: {whose} is {value}, that of {who} {peers}"
     return Outlier("slow", named.hosts, named.what, value, peers, sentence, worse.by)
 
 
-def _all_of(ones: list[SlowerFigure], members: list[NamedFigure]) -> Outlier:
+def _host_outlier(ones: list[SlowerFigure], members: list[NamedFigure]) -> Outlier:
     """Report a host all of whose devices are slow."""
     first = ones[0]
     unit, host = first.named.figure.unit, first.named.hosts[0]
     value, peers = format_value(first.named.figure.median, unit), format_value(first.peers, unit)
-    who = _who({one.hosts[0] for one in members} - {host}, members)
+    who = _describe_peers({one.hosts[0] for one in members} - {host}, members)
     sentence = (
         f"{host} is slow: {first.named.what} of all its {len(ones)} GPUs is {value} at worst, "
         f"that of {who} {peers}"
@@ -61,7 +61,7 @@ def _all_of(ones: list[SlowerFigure], members: list[NamedFigure]) -> Outlier:
     return Outlier("slow", (host,), first.named.what, value, peers, sentence, first.by)
 
 
-def _two(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
+def _pair_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
     """Report two members that differ: it is unknown which of them is the outlier."""
     unit, slow = worse.named.figure.unit, worse.named
     value, peers = format_value(slow.figure.median, unit), format_value(worse.peers, unit)
@@ -77,7 +77,7 @@ def _two(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
     return Outlier("slow", both, slow.what, value, peers, sentence, worse.by)
 
 
-def _who(others: set[str], members: list[NamedFigure]) -> str:
+def _describe_peers(others: set[str], members: list[NamedFigure]) -> str:
     if not others:
         return "its others"
     if any(":" in named.device for named in members):

@@ -12,7 +12,7 @@ from .slower_than_peers import MIN_DEVIATIONS, MIN_MADS, SlowerFigure, around, b
 _MANY = 0.25  # share of the links: if more are slow, the network itself consists of parts
 
 
-def slow_links(machine: Machine) -> list[Outlier]:
+def find_slow_links(machine: Machine) -> list[Outlier]:
     """Return the outliers among the links; needs three hosts.
 
     Hosts come first, so that a bad network card is not reported as many bad links.

@@ -15,8 +15,8 @@ import msgspec
 from ...security.files import InvalidFileError
 from ...security.schema import Count, Size, check
 
-Whole = Literal["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
-Dtype = Literal[Whole, "float16", "float32", "float64", "bool", "complex64", "complex128"]
+IntegerDtype = Literal["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
+Dtype = Literal[IntegerDtype, "float16", "float32", "float64", "bool", "complex64", "complex128"]
 # Rows of the index store positions in this tuple, so the order must never change.
 DTYPES: tuple[str, ...] = get_args(Dtype)
 ITEM_BYTES = (1, 1, 2, 4, 8, 2, 4, 8, 2, 4, 8, 1, 8, 16)  # of each of DTYPES, in the same order
@@ -26,7 +26,7 @@ MAX_SAMPLE_BYTES = 1 << 32  # limit for a decoded sample, and for a label
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.bin")
 
 Checksum = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Numbers = float | list[float]
+ScalarOrPerChannel = float | list[float]
 
 
 @dataclass
@@ -59,8 +59,8 @@ class StatisticsSchema(TypedDict, total=False):
     """Means, standard deviations and class counts, as written by ``Statistics.as_json``."""
 
     of: Count
-    mean: Numbers
-    deviation: Numbers
+    mean: ScalarOrPerChannel
+    deviation: ScalarOrPerChannel
     classes: dict[str, Count]
 
 
@@ -103,7 +103,7 @@ class MetaSchema:
     files: dict[Literal["index.bin", "names.txt"], FileChecksum] = field(default_factory=dict)
 
 
-def checked(tree: Any, file: Path) -> MetaSchema:
+def validate_meta(tree: Any, file: Path) -> MetaSchema:
     """Return the validated content of a parsed paceline.json.
 
     Raises:
@@ -142,5 +142,5 @@ def _contradiction(found: MetaSchema) -> str:
     return ""
 
 
-def _length(values: Numbers) -> int:
+def _length(values: ScalarOrPerChannel) -> int:
     return len(values) if isinstance(values, list) else -1

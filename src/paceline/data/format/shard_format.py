@@ -214,7 +214,7 @@ def load_meta(folder: Path) -> DatasetMeta:
     path = folder / META_FILE
     tree = _read_verified(folder)
     try:
-        found = meta_schema.checked(tree, path)
+        found = meta_schema.validate_meta(tree, path)
     except InvalidFileError as error:
         raise DataError(path, -1, 0, error.reason) from None
     meta = DatasetMeta(

@@ -9,7 +9,7 @@ import msgspec
 
 from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.schema import Count, Size, parse_json
-from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, Numbers, ShardSchema
+from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, ScalarOrPerChannel, ShardSchema
 from ..format.shard_format import ROW_STRUCT, ArraySpec, Shard, create_new_file
 
 MAX_STATE_BYTES = 1 << 28  # it holds the messages of samples that were left out
@@ -21,8 +21,8 @@ class MomentsSchema(TypedDict, total=False):
 
     samples: Count
     count: float
-    mean: Numbers
-    squares: Numbers
+    mean: ScalarOrPerChannel
+    squares: ScalarOrPerChannel
     classes: list[tuple[int, Count]]
 
 

@@ -21,7 +21,7 @@ from ..format import shard_format
 from ..format.meta_schema import MAX_META_BYTES
 from ..format.shard_format import DataError, Shard
 from .origin import Origin
-from .peer_transfer import DEAD_PEER_S, POLL_INTERVAL_S, Exchange, GoneError
+from .peer_transfer import PEER_CHECK_DELAY_S, POLL_INTERVAL_S, PeerTransfer, StoreLostError
 from .shard_server import UNCHECKED
 
 FETCHERS = 4  # threads that fetch shards, each from one host at a time
@@ -75,7 +75,7 @@ class ShardFetcher:
         folder: Folder,
         files: list[Shard],
         budget: int,
-        exchange: Exchange | None,
+        exchange: PeerTransfer | None,
         found: Staged,
     ) -> None:
         """Find the files that are missing on this node.
@@ -104,8 +104,8 @@ class ShardFetcher:
         self._say_what_it_is()
         here = [at for at in range(len(self._files)) if at not in self._missing]
         for at in here:
-            self._of_others(Exchange.publish, at)
-        self._of_others(Exchange.ready, lambda: step(0, 0))
+            self._of_others(PeerTransfer.publish, at)
+        self._of_others(PeerTransfer.ready, lambda: step(0, 0))
         pool = ThreadPoolExecutor(threads + FETCHERS, "paceline-stage")
         try:
             jobs = {pool.submit(self._read) for _ in range(threads)}
@@ -115,7 +115,7 @@ class ShardFetcher:
                 done, jobs = wait(jobs, POLL_INTERVAL_S, FIRST_EXCEPTION)
                 for job in done:
                     job.result()
-                if self._of_others(Exchange.read_log):
+                if self._of_others(PeerTransfer.read_log):
                     self._news()
                 step(self._found.copied, self._found.bytes)
         finally:
@@ -126,7 +126,7 @@ class ShardFetcher:
     def _read(self) -> None:
         """Read the files that this node claims, until all are claimed or there is no room."""
         while not self._stopped and self._first_missing() is not None:
-            number = self._of_others(Exchange.claim)
+            number = self._of_others(PeerTransfer.claim)
             if self._exchange is None:
                 number = self._first_missing()
             if number is None:
@@ -134,7 +134,7 @@ class ShardFetcher:
             if self._begins(number, claimed=True):
                 self._from_origin(number)
             else:
-                self._of_others(Exchange.give_up, number)
+                self._of_others(PeerTransfer.give_up, number)
 
     def _fetch(self) -> None:
         """Fetch the files that other nodes have claimed, as soon as those nodes have them."""
@@ -146,7 +146,7 @@ class ShardFetcher:
             if number is None:
                 with self._changed:
                     self._changed.wait(POLL_INTERVAL_S)
-                    quiet = time.monotonic() - self._news_at > DEAD_PEER_S
+                    quiet = time.monotonic() - self._news_at > PEER_CHECK_DELAY_S
                 if quiet:
                     self._look_after()
             elif self._begins(number):
@@ -198,7 +198,7 @@ class ShardFetcher:
         for number in sorted(some):
             if self._stopped:
                 return
-            if self._of_others(Exchange.take_over, number):
+            if self._of_others(PeerTransfer.take_over, number):
                 if self._begins(number):
                     self._from_origin(number)
                 return
@@ -227,7 +227,7 @@ class ShardFetcher:
             came = True
         finally:
             if not came:
-                self._of_others(Exchange.give_up, number)
+                self._of_others(PeerTransfer.give_up, number)
             self._came(number, came)
 
     def _from_host(self, number: int) -> None:
@@ -270,7 +270,7 @@ class ShardFetcher:
             self._changed.notify_all()
         if came:
             self._say_what_it_is()
-            self._of_others(Exchange.publish, number)
+            self._of_others(PeerTransfer.publish, number)
 
     def _say_what_it_is(self) -> None:
         """Write paceline.json once the index is complete: from then on the dataset is read here."""
@@ -292,7 +292,7 @@ class ShardFetcher:
             return None
         try:
             return ask(exchange, *given)
-        except GoneError:
+        except StoreLostError:
             self._exchange = None
             return None
 

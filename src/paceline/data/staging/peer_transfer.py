@@ -34,7 +34,9 @@ from ..format.shard_format import DataError, Shard
 from .shard_server import ShardServer, fetch_shard, is_alive
 
 PREFIX = "paceline-stage"
-DEAD_PEER_S = 3.0  # without progress, before the hosts that read the missing shards are checked
+PEER_CHECK_DELAY_S = (
+    3.0  # without progress, before the hosts that read the missing shards are checked
+)
 POLL_INTERVAL_S = 0.05  # polling interval of the log
 JOIN_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = (
@@ -42,11 +44,11 @@ READY_TIMEOUT_S = (
 )
 
 
-class GoneError(Exception):
+class StoreLostError(Exception):
     """The store does not answer: the job ends, or its first node is lost."""
 
 
-class Exchange:
+class PeerTransfer:
     """One node's part in the transfer. All methods are thread-safe."""
 
     def __init__(
@@ -168,7 +170,7 @@ class Exchange:
         if self._ended:
             return
         self._ended = True
-        with contextlib.suppress(GoneError), self._store_call():
+        with contextlib.suppress(StoreLostError), self._store_call():
             place = int(self._store.add("told", 1)) - 1
             self._store.set(f"told/{place}", json.dumps(dict(told)))
 
@@ -188,7 +190,7 @@ class Exchange:
             while len(told := self.all_told()) < self.hosts:
                 step()
                 time.sleep(4 * POLL_INTERVAL_S)
-        except GoneError:
+        except StoreLostError:
             return []
         return told
 
@@ -201,12 +203,12 @@ class Exchange:
             try:
                 yield
             except RuntimeError as error:  # DistError and its subclasses
-                raise GoneError from error
+                raise StoreLostError from error
 
 
-def join(
+def join_peer_transfer(
     name: str, folder: Folder | None, shards: Sequence[Shard], environ: Mapping[str, str]
-) -> Exchange | None:
+) -> PeerTransfer | None:
     """Join the exchange of the job that torchrun's environment variables describe.
 
     Args:
@@ -229,10 +231,10 @@ def join(
     try:
         store = TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=wait)
     except RuntimeError as error:
-        raise GoneError(str(error)) from error
+        raise StoreLostError(str(error)) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     under = PrefixStore(f"{PREFIX}/{attempt}/{name}", store)
-    return Exchange(under, own_address(address, int(port)), folder, shards, hosts)
+    return PeerTransfer(under, own_address(address, int(port)), folder, shards, hosts)
 
 
 def own_address(address: str, port: int) -> str:

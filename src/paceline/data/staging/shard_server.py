@@ -21,7 +21,7 @@ from typing import BinaryIO
 from crc32c import crc32c
 
 from ...security.folders import Folder
-from ...security.greeting import Acceptor, Greeting, RefusedError, Step
+from ...security.handshake import Acceptor, Handshake, HandshakeError, HandshakeStep
 from ..format.shard_format import DataError, Shard
 
 ANSWER_TIMEOUT_S = 20.0  # for the answer of a node, and for each piece of a shard
@@ -50,7 +50,7 @@ class ShardServer:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listening = socket.create_server((address, 0), family=family, backlog=1024)
         self.name = f"{address} {self._listening.getsockname()[1]} {self._token}"
-        self._acceptor = Acceptor([self._listening], lambda _: self.greeting())
+        self._acceptor = Acceptor([self._listening], lambda _: self.handshake())
         self._lock = threading.Lock()
         self._waiting: deque[tuple[socket.socket, int]] = deque()
         self._senders = 0
@@ -60,11 +60,11 @@ class ShardServer:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
 
-    def greeting(self) -> Greeting[int]:
+    def handshake(self) -> Handshake[int]:
         """Read the token and the number of the requested shard."""
-        token, number = _REQUEST.unpack((yield Step(read=_REQUEST.size)))
+        token, number = _REQUEST.unpack((yield HandshakeStep(read=_REQUEST.size)))
         if not hmac.compare_digest(token, self._token.encode()):
-            raise RefusedError("the visitor does not know the token")
+            raise HandshakeError("the visitor does not know the token")
         return int(number)
 
     def _serve(self) -> None:

@@ -36,7 +36,7 @@ from ..format.shard_format import DataError, DatasetMeta, Shard
 from .fetch_shards import ShardFetcher, Staged, Step, whole
 from .free_space import free
 from .origin import Origin, check_entered
-from .peer_transfer import Exchange, GoneError, join
+from .peer_transfer import PeerTransfer, StoreLostError, join_peer_transfer
 from .shard_server import UNCHECKED
 from .staged_sets import LAST_USED, open_or_create, open_staged, staged_path, touch
 
@@ -91,7 +91,7 @@ def stage(
     group = origin.group
     found = Staged(staged_path(path, Path(root), group), len(meta.shards), socket.gethostname())
     tell = step or (lambda done, size: None)
-    exchange: Exchange | None = None
+    exchange: PeerTransfer | None = None
     folder: Folder | None = None
     try:
         try:
@@ -135,7 +135,7 @@ def _fetch_shards(
     threads: int,
     tell: Step,
     waits: Callable[[], None] | None,
-    exchange: Exchange | None,
+    exchange: PeerTransfer | None,
     found: Staged,
 ) -> None:
     root = folder.path.parent
@@ -205,10 +205,10 @@ def _files(origin: Path, meta: DatasetMeta) -> list[Shard]:
     return [*small, *meta.shards]
 
 
-def _join_exchange(folder: Folder | None, files: list[Shard], found: Staged) -> Exchange | None:
+def _join_exchange(folder: Folder | None, files: list[Shard], found: Staged) -> PeerTransfer | None:
     try:
-        return join(found.folder.name, folder, files, os.environ)
-    except GoneError as error:
+        return join_peer_transfer(found.folder.name, folder, files, os.environ)
+    except StoreLostError as error:
         why = str(error).splitlines()[0] if str(error) else "no answer"
         found.notes.append(f"the job's store does not answer ({why}): {found.host} reads all alone")
         return None

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...cluster.binding.binding_plan import RankBinding, plan
-from ...cluster.topology.local_resources import cores, devices
-from ...cluster.topology.pci_devices import Card, cards
+from ...cluster.topology.local_resources import allowed_threads, gpu_count
+from ...cluster.topology.pci_devices import Card, pci_cards
 from ...cluster.topology.topology import Topology, topology
 from ..job import AUTO, Job
 
@@ -26,13 +26,13 @@ def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
     Raises:
         ValueError: The requested binding is not possible on this host.
     """
-    found, allowed = topology(root), set(cores())
+    found, allowed = topology(root), set(allowed_threads())
     if job.bind != AUTO:
-        return _plan(job, job.bind, found, allowed, cards(root))
+        return _plan(job, job.bind, found, allowed, pci_cards(root))
     why = unasked(job, found, allowed, os.environ)
     if not why:
-        cards_here = cards(root)
-        kinds = ["device"] * (0 < job.ranks <= devices()) + ["core"]
+        cards_here = pci_cards(root)
+        kinds = ["device"] * (0 < job.ranks <= gpu_count()) + ["core"]
         for kind in kinds:
             try:
                 return _plan(job, kind, found, allowed, cards_here)
@@ -112,7 +112,7 @@ def visible(environment: Mapping[str, str]) -> list[int] | None:
 
     A GPU that CUDA_VISIBLE_DEVICES lists by name (UUID) instead of an index is given as -1.
     """
-    if not devices():
+    if not gpu_count():
         return []
     said = environment.get("CUDA_VISIBLE_DEVICES")
     if said is None:

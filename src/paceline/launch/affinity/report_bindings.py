@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from ...cluster.binding.binding_plan import RankBinding, binding_problems
-from ...cluster.binding.process_affinity import Process, children, process
-from ...cluster.topology.local_resources import cores, unspanned
-from ...cluster.topology.pci_devices import cards
+from ...cluster.binding.process_affinity import Process, child_processes, read_process
+from ...cluster.topology.local_resources import allowed_threads, parse_ranges
+from ...cluster.topology.pci_devices import pci_cards
 from ...cluster.topology.topology import topology
 from ..layout import Seat
 from ..monitor.progress import ProgressReport
@@ -41,15 +41,15 @@ def report_host(
         pids: PID and local rank of each rank.
         smt: Value with which the placement was planned.
     """
-    host, near = topology(), cards()
+    host, near = topology(), pci_cards()
     ranks, found = [], []
     for rank, (pid, local) in sorted(pids.items()):
-        there = process(pid)
+        there = read_process(pid)
         if there is None:
             continue
-        below = [one for one in map(process, children(pid)) if one is not None]
+        below = [one for one in map(read_process, child_processes(pid)) if one is not None]
         planned = places[local]
-        cpus = tuple(unspanned(there.cpus))
+        cpus = tuple(parse_ranges(there.cpus))
         homes, packages = host.numa_nodes(cpus), host.packages(cpus)
         found.append(replace(planned, cpus=cpus, packages=packages, nodes=homes))
         ranks.append(
@@ -66,11 +66,11 @@ def report_host(
         )
     return {
         "cpus": [[cpu.package, cpu.node, cpu.core, cpu.number] for cpu in host.cpus],
-        "allowed": cores(),
+        "allowed": allowed_threads(),
         "ranks": ranks,
         "numbers": [one["rank"] for one in ranks],
         "odd": binding_problems(
-            found, host, near, allowed=set(cores()), visible=visible(os.environ), smt=smt
+            found, host, near, allowed=set(allowed_threads()), visible=visible(os.environ), smt=smt
         ),
         "notes": list(dict.fromkeys(note for place in places for note in place.notes)),
     }
@@ -80,7 +80,7 @@ def misplaced(planned: RankBinding, found: Process, below: Sequence[Process]) ->
     """Describe threads and children of a rank that are not bound as planned."""
     said = []
     wanted = set(planned.cpus)
-    if wanted and set(unspanned(found.cpus)) != wanted:
+    if wanted and set(parse_ranges(found.cpus)) != wanted:
         said.append(f"is on {found.cpus}, not where it was put")
     for where, count in found.others.items():
         said.append(f"{count} of its {found.threads} threads on {where}")

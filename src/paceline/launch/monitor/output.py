@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from ...cluster.topology.local_resources import spans
+from ...cluster.topology.local_resources import format_ranges
 from ...security.files import InvalidFileError
 from ...security.terminal import for_terminal
 from .rank_messages import MAX_MESSAGE_BYTES, RankMessage, message_of
@@ -214,7 +214,7 @@ class _Stream:
                 return
             for rank in same:
                 self.queues[rank].popleft()
-            tag = b"" if everyone else f"[{spans(same)}] ".encode()
+            tag = b"" if everyone else f"[{format_ranges(same)}] ".encode()
             self.screen.write(self.number, tag + line + b"\n")
 
     def show_moving(self) -> None:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...cluster.topology.local_resources import devices
+from ...cluster.topology.local_resources import gpu_count
 from ..layout import Seat
 
 # Not overwritten: the user may have set these on purpose (another network interface, or a cluster
@@ -239,4 +239,4 @@ def introduce_to_jax(cluster: Any) -> None:
             A rank gets one device if the host has at least one per rank.
             """
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            return int(os.environ["LOCAL_RANK"]) if 1 < ranks <= devices() else None
+            return int(os.environ["LOCAL_RANK"]) if 1 < ranks <= gpu_count() else None

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
-from ...cluster.topology.network_interfaces import is_here, links
+from ...cluster.topology.network_interfaces import is_local_host, network_links
 from ...comm.reachable_address import asked, listen_on, of_names
-from ...security.greeting import Acceptor
-from ..channel import channel_of_visitor, host_greeting, new_secret
+from ...security.handshake import Acceptor
+from ..channel import channel_of_visitor, host_handshake, new_secret
 from .remote_host import RemoteHost
 
-PLACE_SECONDS = 120.0  # timeout from an agent's greeting to the message with its index
+PLACE_SECONDS = 120.0  # timeout from an agent's handshake to the message with its index
 POLL_SECONDS = 0.02  # between two polls for that message
 RESOLVE_SECONDS = 5.0  # timeout for resolving the names of all nodes
 MANY_STRANGERS = 100  # unauthenticated connections that justify a warning in a job that has started
@@ -22,7 +22,7 @@ class AgentListener:
     """Listening sockets for a job's agents, which authenticate by the secret and send their index.
 
     One thread serves all connections. A connection without the secret occupies no thread, and is
-    closed after a second (``security.greeting``).
+    closed after a second (``security.handshake``).
 
     Args:
         names: Names of the nodes from which agents will connect.
@@ -38,7 +38,7 @@ class AgentListener:
     def __init__(self, names: list[str]) -> None:
         self.secret = new_secret()
         sockets, self.where = _listen(addresses_towards(names))
-        self._acceptor = Acceptor(sockets, lambda _: host_greeting(self.secret))
+        self._acceptor = Acceptor(sockets, lambda _: host_handshake(self.secret))
         self._number = len(names)
         self.found: dict[int, RemoteHost] = {}
         self.visitors: list[RemoteHost] = []
@@ -118,7 +118,9 @@ def _listen(addresses: list[str]) -> tuple[list[socket.socket], str]:
             pairs = zip(addresses, sockets, strict=True)
             return sockets, ";".join(f"{at},{one.getsockname()[1]}" for at, one in pairs)
     one = listen_on("")
-    addresses = [link.address for link in links() if ":" not in link.address] or ["127.0.0.1"]
+    addresses = [link.address for link in network_links() if ":" not in link.address] or [
+        "127.0.0.1"
+    ]
     return [one], ";".join(f"{address},{one.getsockname()[1]}" for address in addresses)
 
 
@@ -131,7 +133,7 @@ def addresses_towards(names: list[str]) -> list[str]:
     scheduler may use another name than the network.
     """
     only = asked()
-    named = [link.address for link in of_names(links(), only)] if only else []
+    named = [link.address for link in of_names(network_links(), only)] if only else []
     if named:
         return named
     pool = ThreadPoolExecutor(32)
@@ -151,7 +153,7 @@ def _sources(name: str) -> list[str]:
         OSError: The name does not resolve, or none of its addresses can be reached.
     """
     name = name.rpartition("@")[2]
-    if is_here(name):
+    if is_local_host(name):
         return []
     found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     found = [one for one in found if one[0] == socket.AF_INET] or found

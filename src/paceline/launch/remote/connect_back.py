@@ -3,7 +3,7 @@
 import random
 import time
 
-from ...security.greeting import DROPPED
+from ...security.handshake import DROPPED_CONNECTION_ERRORS
 from ..channel import Channel, connect_channel
 
 CONNECT_SECONDS = 5.0  # timeout for each address of the launcher
@@ -17,7 +17,7 @@ class LauncherNotFoundError(Exception):
 
     Attributes:
         tried: Error message, by address.
-        dropped: Whether a connection was made and dropped during the greeting.
+        dropped: Whether a connection was made and dropped during the handshake.
     """
 
     def __init__(self, tried: dict[str, str], dropped: bool) -> None:
@@ -45,8 +45,8 @@ def connect_to_launcher(where: str, secret: str) -> Channel:
                 return connect_channel(address, int(port), secret, CONNECT_SECONDS)
             except OSError as error:
                 tried[address] = error.strerror or str(error)
-                dropped = dropped or isinstance(error, DROPPED)
-                if isinstance(error, (*DROPPED, TimeoutError)):
+                dropped = dropped or isinstance(error, DROPPED_CONNECTION_ERRORS)
+                if isinstance(error, (*DROPPED_CONNECTION_ERRORS, TimeoutError)):
                     answered = time.monotonic()
         now = time.monotonic()
         if now - begun > PATIENCE_SECONDS or now - answered > REFUSED_SECONDS:

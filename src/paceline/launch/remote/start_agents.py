@@ -10,8 +10,8 @@ import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
-from ...cluster.schedulers.hostlist import numbers
-from ...cluster.topology.network_interfaces import is_here
+from ...cluster.schedulers.hostlist import expand_numbers
+from ...cluster.topology.network_interfaces import is_local_host
 from ..channel import Channel
 from .agent_listener import AgentListener
 from .forwarded_env import interpreter_variables, login_variables
@@ -169,7 +169,7 @@ class AgentConnections:
         if self._closing:
             return ValueError("interrupted")
         agent = agent_command(self.tool)
-        if is_here(name):
+        if is_local_host(name):
             started = _ToolProcess(agent, login_variables(), piped=True)
         else:
             started = _ToolProcess(self.tool.command([name], agent), None, piped=True)
@@ -318,7 +318,7 @@ class _ToolProcess:
             if tool.exit_pattern
             else []
         )
-        return {int(n) for match in matches if match for n in numbers(match["tasks"])}
+        return {int(n) for match in matches if match for n in expand_numbers(match["tasks"])}
 
     def take_new_lines(self) -> list[str]:
         """Return its output lines since the last call."""

@@ -11,7 +11,7 @@ from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted
 from ..sentences import sentence
 from ..terminal.comparison import FACTORS, NAMES, verdict
-from ..terminal.run_report import GOOD
+from ..terminal.run_report import GOOD_EFFICIENCY
 from .series import times
 from .wording import joined
 from .write_page import page
@@ -192,11 +192,11 @@ def _scaling_lead(found: list[ScalingRow]) -> str:
     first, last = found[0], found[-1]
     if last.speedup is None or last.scaling_efficiency is None:
         return f"From {first.ranks} to {last.ranks} ranks; the runs do not say how many samples."
-    below = next((s.ranks for s in found if (s.scaling_efficiency or 1) < GOOD), None)
+    below = next((s.ranks for s in found if (s.scaling_efficiency or 1) < GOOD_EFFICIENCY), None)
     knee = (
-        f" From {below} ranks on the efficiency is below {GOOD}."
+        f" From {below} ranks on the efficiency is below {GOOD_EFFICIENCY}."
         if below is not None
-        else f" The efficiency stays at {GOOD} or above."
+        else f" The efficiency stays at {GOOD_EFFICIENCY} or above."
     )
     return (
         f"{last.ranks} ranks are {last.speedup:.2f} times as fast as {first.ranks}: a scaling "

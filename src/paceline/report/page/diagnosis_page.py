@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...analyze.diagnosis.causes import WORTH, Cause, Witness, uncertain_bars
+from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ..numbers import amount, counted, percent
 from ..terminal.diagnose import NAMES, Diagnosis, computing
@@ -61,7 +61,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "causes": [(cause, list(facts(cause, at))) for at, cause in enumerate(found.causes)],
         "witnesses": found.witnesses,
         "words": words,
-        "rounds": max((len(runs) for runs in found.ladder.climbs.values()), default=0),
+        "rounds": max((len(runs) for runs in found.ladder.rungs.values()), default=0),
         "notes": [*computing(found), *found.notes],
         "finite": math.isfinite,
         "verdict": verdict,
@@ -108,7 +108,7 @@ def verdict(one: Witness) -> str:
         return ""
     if one.differ:
         return "they differ"
-    wide = one.ladder.low <= 0 and max(one.ladder.mean, one.record) >= WORTH
+    wide = one.ladder.low <= 0 and max(one.ladder.mean, one.record) >= MIN_SHARE
     return "too wide to tell" if wide else "they agree"
 
 
@@ -132,7 +132,7 @@ def _lead(found: Diagnosis, unit: str) -> str:
             "time, but the rounds are too few, or differ too much, to tell. HINT: more --minutes, "
             "or a quieter machine"
         )
-    return f"{reached} Nothing holds it back that takes {100 * WORTH:.0f} % of a step's time."
+    return f"{reached} Nothing holds it back that takes {100 * MIN_SHARE:.0f} % of a step's time."
 
 
 @dataclass(frozen=True)

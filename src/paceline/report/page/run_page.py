@@ -7,7 +7,7 @@ from ...analyze.records.state_timeline import STATES
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
 from ..terminal import step_work
-from ..terminal.run_report import NEEDS_TWO, TREE
+from ..terminal.run_report import EFFICIENCY_TREE, MULTI_RANK_EFFICIENCIES
 from . import captions
 from .roofline import chart
 from .series import series
@@ -104,9 +104,9 @@ def tree(report: Report) -> Any:
 
     Each is a tuple of name, field, name of the definition, depth in the tree, and value.
     """
-    for name, field, depth in TREE:
+    for name, field, depth in EFFICIENCY_TREE:
         value = getattr(report.efficiencies, field, None)
-        if value is not None and not (report.size == 1 and field in NEEDS_TWO):
+        if value is not None and not (report.size == 1 and field in MULTI_RANK_EFFICIENCIES):
             yield name, field, _KEYS.get(field, field), depth, value
 
 

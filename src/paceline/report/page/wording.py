@@ -8,7 +8,7 @@ from ...analyze.figures.report import Report
 from ...analyze.figures.stalls import STILL
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import doing, sentence
-from ..terminal.run_report import LARGEST
+from ..terminal.run_report import MAX_DESCRIBED_LOSSES
 
 # Why a loss occurs, and where to look: by kind of the loss, or by what the late rank did longer.
 _OWN = {
@@ -99,7 +99,7 @@ class Explanation:
 
 def largest_losses(report: Report) -> list[Explanation]:
     """Return the largest losses with explanations."""
-    found = [loss for loss in report.losses if loss.share >= 0.001][:LARGEST]
+    found = [loss for loss in report.losses if loss.share >= 0.001][:MAX_DESCRIBED_LOSSES]
     return [_explain(loss, report) for loss in found]
 
 

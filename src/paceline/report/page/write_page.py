@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...security.error_reason import reason_of
+from ...security.error_reason import error_reason
 from ...security.outputs import write_output
 from ...version import __version__
 from ..numbers import amount, duration, figure, percent, size
-from ..terminal.run_report import GOOD
+from ..terminal.run_report import GOOD_EFFICIENCY
 from .definitions import DEFINITIONS
 
 ASSETS = Path(__file__).parent / "assets"
@@ -52,7 +52,7 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         duration=duration,
         amount=amount,
         figure_of=figure,
-        good=GOOD,
+        good=GOOD_EFFICIENCY,
     )
     return environment.get_template(template).render(
         **context,
@@ -76,7 +76,7 @@ def save(text: str, path: Path) -> str:
         write_output(path, text)
     except OSError as error:
         raise ValueError(
-            f"{path} can't be written: {reason_of(error)}. HINT: a file in a folder that can be "
+            f"{path} can't be written: {error_reason(error)}. HINT: a file in a folder that can be "
             "written, on a file system with some MB of room"
         ) from None
     return f"{path}: {size(len(text.encode()))}. HINT: open it in any browser; it needs no network"

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ...cluster.topology.local_resources import spans, unspanned
+from ...cluster.topology.local_resources import format_ranges, parse_ranges
 from ..console import PlainConsole
 from ..numbers import counted
 
@@ -44,7 +44,7 @@ def render(hosts: Sequence[Host], ranks: int) -> str:
             console.print(Text(line, style="bold red"))
         ended = set(range(ranks)) - {one["rank"] for _, told in hosts for one in told["ranks"]}
         if ended:
-            which = f"rank{'s' if len(ended) > 1 else ''} {spans(sorted(ended))}"
+            which = f"rank{'s' if len(ended) > 1 else ''} {format_ranges(sorted(ended))}"
             line = f"{which}: ended before this look, so not in the table. HINT: more steps"
             console.print(Text(line, style="bold red"))
         for line in _notes(hosts):
@@ -65,8 +65,8 @@ def _table(hosts: Sequence[Host]) -> Table:
         table.add_row(
             str(one["rank"]),
             name,
-            spans(one["packages"]),
-            spans(one["nodes"]),
+            format_ranges(one["packages"]),
+            format_ranges(one["nodes"]),
             Text(process["cpus"], style="bold red" if one["odd"] else ""),
             one["gpu"] or "-",
             " ".join(planned["cards"]) or "-",
@@ -101,7 +101,7 @@ def draw_host(told: dict[str, Any]) -> list[str]:
     allowed = set(told["allowed"])
     owners: dict[int, set[int]] = {}
     for one in told["ranks"]:
-        for number in unspanned(one["process"]["cpus"]):
+        for number in parse_ranges(one["process"]["cpus"]):
             owners.setdefault(number, set()).add(one["rank"])
     lowest = min((one["rank"] for one in told["ranks"]), default=0)
     places: dict[tuple[int, int | None], dict[int, list[int]]] = {}

@@ -8,7 +8,7 @@ from rich.text import Text
 from ...analyze.figures.compare_runs import FigureChange, ScalingRow
 from ...analyze.figures.report import Report
 from ..numbers import figure
-from .run_report import GOOD
+from .run_report import GOOD_EFFICIENCY
 
 NAMES = {
     "samples_per_s": "samples/s",
@@ -95,4 +95,4 @@ def scaled(scales: list[ScalingRow], reports: list[Report]) -> Panel:
 def _graded(value: float | None) -> Text:
     if value is None:
         return Text("-")
-    return Text(f"{value:.3f}", style="green" if value >= GOOD else "bold red")
+    return Text(f"{value:.3f}", style="green" if value >= GOOD_EFFICIENCY else "bold red")

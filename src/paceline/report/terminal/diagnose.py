@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.diagnosis.causes import WORTH, Cause, Witness, uncertain_bars
+from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
@@ -71,7 +71,7 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
     ladder = found.ladder
     head = (
         f"{' '.join(found.command)} on {counted(found.report.size, 'rank')}: "
-        f"{len(ladder.climbs['everything'])} rounds of {ladder.steps} steps each, "
+        f"{len(ladder.rungs['everything'])} rounds of {ladder.steps} steps each, "
         f"{elapsed(ladder.seconds)}"
     )
     parts: list[RenderableType] = [Text(head, style="bold"), Text()]
@@ -184,7 +184,8 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
     doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall))
     if not found.causes:
         share = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
-        said = f"It runs at {share} of the ideal, and nothing that takes {WORTH:.0%} holds it back."
+        said = f"It runs at {share} of the ideal, and nothing that takes {MIN_SHARE:.0%} "
+        said += "holds it back."
         if doubtful:
             said = f"It runs at {share} of the ideal. {_DOUBT.format(doubtful)}"
         return [Text(said, style="bold")]
@@ -212,7 +213,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "warm_up": ladder.warm,
         "steps": ladder.steps,
         "seconds": ladder.seconds,
-        "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.climbs.items()},
+        "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
         "loader": ladder.loader,
         "facts": ladder.facts,
         "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,

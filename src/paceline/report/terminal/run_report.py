@@ -18,10 +18,10 @@ from ..sentences import outliers, sentence, troubles
 from . import step_work
 from .roofline import draw_roofline
 
-GOOD = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
-BAR = 12
-BLOCKS = "▁▂▃▄▅▆▇█"
-LARGEST = 3  # number of losses that are described in a sentence
+GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
+BAR_COLUMNS = 12
+SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_DESCRIBED_LOSSES = 3  # number of losses that are described in a sentence
 COLOURS = {
     "useful": "green",
     "input": "yellow",
@@ -41,7 +41,7 @@ MEANING = {
     "transfer": "after the last one arrived",
 }
 # Tree of efficiencies: name, field of Efficiencies, depth.
-TREE = (
+EFFICIENCY_TREE = (
     ("parallel efficiency", "parallel", 0),
     ("load balance", "load_balance", 1),
     ("communication efficiency", "communication", 1),
@@ -89,11 +89,16 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
     else:
         parts += [_states(report, explained), Text()]
         if full:
-            parts += [_tree(report), _course(report), *_steps(report), *_groups(report)]
-            parts += [*_losses(report), *_work(report, width)]
+            parts += [
+                _tree(report),
+                _efficiency_sparkline(report),
+                *_step_time_lines(report),
+                *_groups(report),
+            ]
+            parts += [*_losses(report), *_flops_and_roofline(report, width)]
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
-        parts += [*_loading(report), _cost(report)]
+        parts += [*_loading(report), _recording_overhead(report)]
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
     if full and report.confidence < 0.995:
         parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))
@@ -125,7 +130,7 @@ def _states(report: Report, explained: bool) -> Table:
     else:
         for rank in report.ranks if len(report.ranks) > 1 else []:
             table.add_column(f"rank {rank}", justify="right")
-    table.add_column("", min_width=BAR)
+    table.add_column("", min_width=BAR_COLUMNS)
     table.add_column("", style="bright_black", no_wrap=True)
     for name in STATES:
         shares = [rank[name] for rank in report.states]
@@ -138,7 +143,9 @@ def _states(report: Report, explained: bool) -> Table:
                 cells.append(f"{percent(share)} (rank {rank})")
         elif len(shares) > 1:
             cells += [percent(share) for share in shares]
-        bar = Text("█" * round(mean * BAR) or ("▏" if mean > 0 else ""), style=COLOURS[name])
+        bar = Text(
+            "█" * round(mean * BAR_COLUMNS) or ("▏" if mean > 0 else ""), style=COLOURS[name]
+        )
         label = name if report.clocks_aligned or name != "transfer" else "wait or transfer"
         table.add_row(label, *cells, bar, MEANING[name] if explained else "")
     return table
@@ -169,16 +176,16 @@ def _tree(report: Report) -> Table:
     table.add_column("efficiency (POP, multiplicative)")
     table.add_column("")
     table.add_column("", style="bright_black")
-    for name, field, depth in TREE:
+    for name, field, depth in EFFICIENCY_TREE:
         value = getattr(e, field)
-        if value is None or (report.size == 1 and field in NEEDS_TWO):
+        if value is None or (report.size == 1 and field in MULTI_RANK_EFFICIENCIES):
             continue
         note = _slowest(report) if field == "load_balance" and report.size > 1 else ""
         table.add_row("  " * depth + name, _graded(value), note)
     return table
 
 
-NEEDS_TWO = ("parallel", "load_balance", "communication", "serialisation", "transfer")
+MULTI_RANK_EFFICIENCIES = ("parallel", "load_balance", "communication", "serialisation", "transfer")
 
 
 def _slowest(report: Report) -> str:
@@ -191,22 +198,25 @@ def _slowest(report: Report) -> str:
 
 
 def _graded(value: float) -> Text:
-    return Text(f"{value:.2f}", style="bold green" if value >= GOOD else "bold red")
+    return Text(f"{value:.2f}", style="bold green" if value >= GOOD_EFFICIENCY else "bold red")
 
 
-def _course(report: Report) -> Text:
+def _efficiency_sparkline(report: Report) -> Text:
     """Return the course of the useful share: one block character per tenth of the steps."""
     shares = [part.efficiencies.useful for part in report.ranges]
     if len(shares) < 3:
         return Text()
-    blocks = "".join(BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)] for share in shares)
+    blocks = "".join(
+        SPARKLINE_BLOCKS[min(int(share * len(SPARKLINE_BLOCKS)), len(SPARKLINE_BLOCKS) - 1)]
+        for share in shares
+    )
     first, last = report.ranges[0].first, report.ranges[-1].last
     least, most = (f"{100 * pick(shares):.0f}" for pick in (min, max))
     text = Text("\nuseful over the steps  ").append(blocks, style=COLOURS["useful"])
     return text.append(f"  {least} to {most} %, steps {first} to {last}\n")
 
 
-def _steps(report: Report) -> list[Text]:
+def _step_time_lines(report: Report) -> list[Text]:
     """Return the distribution of step times, and the causes of the outliers."""
     times, brief = report.step_times, troubles(report)
     if times is None:
@@ -215,11 +225,11 @@ def _steps(report: Report) -> list[Text]:
     text += duration(times.p95_s)
     if times.outlier_count:
         text += f"; {times.outlier_count} of {times.last - times.first + 1} steps stand out:"
-    lines = [*brief, *outliers(report)[:LARGEST]]
-    return [Text(text), *(Text(f"  {_small(line)}") for line in lines), Text()]
+    lines = [*brief, *outliers(report)[:MAX_DESCRIBED_LOSSES]]
+    return [Text(text), *(Text(f"  {_uncapitalize(line)}") for line in lines), Text()]
 
 
-def _small(line: str) -> str:
+def _uncapitalize(line: str) -> str:
     return line[0].lower() + line[1:]
 
 
@@ -244,7 +254,7 @@ def _groups(report: Report) -> list[RenderableType]:
 
 
 def _losses(report: Report) -> list[RenderableType]:
-    told = [loss for loss in report.losses if loss.share >= 0.001][:LARGEST]
+    told = [loss for loss in report.losses if loss.share >= 0.001][:MAX_DESCRIBED_LOSSES]
     if not told:
         return []
     parts: list[RenderableType] = [Text("The largest losses, of all ranks' time:", style="bold")]
@@ -254,7 +264,7 @@ def _losses(report: Report) -> list[RenderableType]:
     return [*parts, Text()]
 
 
-def _work(report: Report, width: int) -> list[RenderableType]:
+def _flops_and_roofline(report: Report, width: int) -> list[RenderableType]:
     """Return the FLOPs of a step, and the roofline if there is one."""
     parts: list[RenderableType] = [Text(f"{line}.") for line in step_work.sentences(report)]
     if report.roofline is not None:
@@ -284,6 +294,6 @@ def _loading(report: Report) -> list[Text]:
     return lines
 
 
-def _cost(report: Report) -> Text:
+def _recording_overhead(report: Report) -> Text:
     share = 100 * report.recording_cost
     return Text(f"recording cost {share:.2g} % of the time after start-up (measured)")

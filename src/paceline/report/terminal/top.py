@@ -13,7 +13,7 @@ from rich.text import Text
 from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import View
 from ...analyze.records.state_timeline import STATES
-from ...cluster.topology.local_resources import spans
+from ...cluster.topology.local_resources import format_ranges
 from ..numbers import amount, counted, elapsed
 from .run_report import COLOURS
 
@@ -308,5 +308,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def numbered(ranks: Sequence[int]) -> str:
     """Return rank numbers as ranges, such as "0,2-4"; at most eight ranges."""
-    parts = spans(list(ranks)).split(",")
+    parts = format_ranges(list(ranks)).split(",")
     return ",".join(parts[:8]) + (" ..." if len(parts) > 8 else "")

@@ -19,7 +19,7 @@ from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.figures.steps import find_steps
 from ...analyze.records.state_timeline import Ints, Window
 from ...record.ring.states import State
-from ...security.error_reason import reason_of
+from ...security.error_reason import error_reason
 from ...security.outputs import open_output, output_target
 from ...version import __version__
 from ..terminal.top import numbered
@@ -209,7 +209,7 @@ def _open_atomically(path: Path) -> Iterator[Any]:
                 yield raw
     except OSError as error:
         raise ValueError(
-            f"the timeline can't be written to {path}: {reason_of(error)}. "
+            f"the timeline can't be written to {path}: {error_reason(error)}. "
             "HINT: another folder, or --steps for fewer steps"
         ) from None
 

@@ -74,16 +74,16 @@ def run_diagnosis(
     ladder = climb_ladder(replace(asked, count=machine is not None), say)
     examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
     report = examined.report
-    climbs = ladder.climbs
-    notes = [*ladder.notes, *_refused(ladder), *_unseen(climbs), *_drifting(climbs)]
+    rungs = ladder.rungs
+    notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     command = [asked.script, *asked.args]
-    if not (climbs["silent"] and climbs["cached"]):
+    if not (rungs["silent"] and rungs["cached"]):
         return Diagnosis(command, ladder, report, None, [], [], notes, roofline)
-    bounds = [climbs[name] for name in ("alone", "silent", "cached", "everything")]
-    count = min(len(climbed) for climbed in bounds if climbed)  # a later round may lack a rung
-    rungs = (climbed[:count] for climbed in bounds)
-    evidence = _evidence(ladder, report, examined.measured, waterfall(*rungs))
+    bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
+    count = min(len(results) for results in bounds if results)  # a later round may lack a rung
+    fall = waterfall(*(results[:count] for results in bounds))
+    evidence = _evidence(ladder, report, examined.measured, fall)
     both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
     found = causes(evidence)
     would = remedies(evidence, found, _source(asked.script), asked.settings)
@@ -200,11 +200,11 @@ def _evidence(
         cores=_cores(report, facts),
         per_host=max(report.hosts.count(host) for host in set(report.hosts)),
         steps=ladder.steps,
-        climbs=ladder.climbs,
+        rungs=ladder.rungs,
         facts=facts,
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
-        late=lambda rank: lateness(measured, rank) if measured is not None else "",
+        describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",
     )
 
 
@@ -222,9 +222,9 @@ def _refused(ladder: Ladder) -> list[str]:
     return notes
 
 
-def _drifting(climbs: dict[str, list[RungResult]]) -> list[str]:
+def _drifting(rungs: dict[str, list[RungResult]]) -> list[str]:
     """Return a note if the step time differs between rounds."""
-    times = [one.step_s for one in climbs["everything"]]
+    times = [one.step_s for one in rungs["everything"]]
     if len(times) < 2:
         return []
     drift = (max(times) - min(times)) / statistics.median(times)
@@ -237,15 +237,15 @@ def _drifting(climbs: dict[str, list[RungResult]]) -> list[str]:
     ]
 
 
-def _unseen(climbs: dict[str, list[RungResult]]) -> list[str]:
+def _unseen(rungs: dict[str, list[RungResult]]) -> list[str]:
     """Return notes on what could not be switched off in this script."""
     found = []
-    if any(not one.cached for one in climbs["cached"]):
+    if any(not one.cached for one in rungs["cached"]):
         found.append(
             "no torch DataLoader was seen: its batches could not be kept in memory, and the "
             "input's share is the record's alone"
         )
-    if any(not one.silent for one in climbs["silent"]):
+    if any(not one.silent for one in rungs["silent"]):
         found.append("no process group was seen: there was no exchange to switch off")
     return found
 

@@ -61,7 +61,7 @@ class Ladder:
     Attributes:
         warm: Warm-up steps of each phase.
         steps: Measured steps of each phase.
-        climbs: Results of each rung, one per round.
+        rungs: Results of each rung, one per round.
         run: Last run of all ranks; nothing is switched off from step ``warm`` to ``warm + steps``.
         first: The first run, with all ranks, which precedes the rounds.
         loader: Totals of the loaders when they run without training, or None.
@@ -72,7 +72,7 @@ class Ladder:
 
     warm: int
     steps: int
-    climbs: dict[str, list[RungResult]]
+    rungs: dict[str, list[RungResult]]
     run: Run
     first: Run
     loader: dict[str, float] | None = None
@@ -119,12 +119,12 @@ class _Climb:
         start_s = took - (steps + asked.warming) * known.step_s
         self.starts_s = len(self.phases) * max(start_s, 0.1)
         steps = asked.steps or self._choose_steps(known.step_s)
-        climbs: dict[str, list[RungResult]] = {
+        rungs: dict[str, list[RungResult]] = {
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
         }
-        found = Ladder(self._warm_up_steps(steps), steps, climbs, run, run)
+        found = Ladder(self._warm_up_steps(steps), steps, rungs, run, run)
         limit = asked.minutes * MINUTE_S
-        while len(found.climbs["everything"]) < REPETITIONS[1]:
+        while len(found.rungs["everything"]) < REPETITIONS[1]:
             turn = time.monotonic()
             try:
                 self._run_round(found)
@@ -132,7 +132,7 @@ class _Climb:
                 self._fit_into_script(found, ended)
                 continue
             took, spent = time.monotonic() - turn, time.monotonic() - self.began
-            enough = len(found.climbs["everything"]) >= REPETITIONS[0]
+            enough = len(found.rungs["everything"]) >= REPETITIONS[0]
             if enough and spent + took > limit:
                 break
             if not enough:
@@ -151,7 +151,7 @@ class _Climb:
 
     def _shorten_rounds(self, found: Ladder, took: float) -> None:
         """Measure fewer steps in later rounds if rounds of ``took`` seconds take too long."""
-        missing = REPETITIONS[0] - len(found.climbs["everything"])
+        missing = REPETITIONS[0] - len(found.rungs["everything"])
         share = self._max_step_time_s(missing) / max(took - self.starts_s, 0.1)
         steps = in_bursts(max(MIN_STEPS_SHORT_RUN, int(share * found.steps)), self.workers)
         if share < 1 and steps < found.steps and not self.asked.steps:
@@ -176,8 +176,8 @@ class _Climb:
             f"the script ends after {ended.done} steps: {steps} are measured at a time, and what "
             "comes later is not seen"
         ]
-        for climbs in found.climbs.values():
-            climbs.clear()
+        for rungs in found.rungs.values():
+            rungs.clear()
 
     def _choose_steps(self, step_s: float) -> int:
         """Return the number of steps per phase that the budget allows.
@@ -214,7 +214,7 @@ class _Climb:
 
         A rung that fails is left out from now on, and the results of this round are discarded.
         """
-        count = len(found.climbs["everything"])
+        count = len(found.rungs["everything"])
         for alone, phases in self.phases.items():
             left = tuple(one for one in phases if _rung_name(alone, one) not in found.refused)
             if not left:
@@ -228,13 +228,13 @@ class _Climb:
                 if name == "everything":
                     raise
                 found.refused |= {_rung_name(alone, one): str(failed) for one in left[number:]}
-                for climbs in found.climbs.values():
-                    del climbs[count:]
+                for rungs in found.rungs.values():
+                    del rungs[count:]
                 return
             for phase in left:
                 if phase != LOADER:
                     taken = measure_rung(run, rung.first_measured_step(phase), found.steps, phase)
-                    found.climbs[_rung_name(alone, phase)].append(taken)
+                    found.rungs[_rung_name(alone, phase)].append(taken)
             if not alone:
                 found.run = run
                 found.loader = _loader_totals(run) or found.loader

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from ...analyze.records.load_run import Run, load_run
-from ...knobs.settings import Setting, write
+from ...knobs.settings import Setting, write_settings
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ...record.ring.states import State
 from ...security.files import open_regular
@@ -161,7 +161,7 @@ class Runner:
 
     def _written(self, settings: dict[str, Any]) -> Path:
         path = self.folder / f"settings-{self.runs}.toml"
-        write(path, {name: Setting(value) for name, value in settings.items()}, {})
+        write_settings(path, {name: Setting(value) for name, value in settings.items()}, {})
         return path
 
 

@@ -6,14 +6,14 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from ...knobs.settings import Setting, write
+from ...knobs.settings import Setting, write_settings
 from ...report.numbers import percent
 from ...report.terminal.remedies import format_gain
 from .diagnose import Diagnosis
 from .try_remedies import TrialResults
 
 
-def saved(found: Diagnosis, path: Path) -> str:
+def save_kept_settings(found: Diagnosis, path: Path) -> str:
     """Write the settings that were kept, and return a message for the user.
 
     No file is written if no setting was kept.
@@ -25,7 +25,7 @@ def saved(found: Diagnosis, path: Path) -> str:
     settings = {
         name: Setting(value, _why(found, found.tried, name)) for name, value in kept.items()
     }
-    write(
+    write_settings(
         path,
         settings,
         {

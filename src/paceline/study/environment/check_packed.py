@@ -15,8 +15,8 @@ from ...cost.import_cost import Load, Packed
 from ...cost.machine.machine_file import SECONDS, Figure
 from ..probe.measure import page_cache
 from ..probe.measure.import_time import Timed, import_torch, timed
-from .find_environment import Environment, environment, regular
-from .mount_packed import CannotMountError, Mounted, mounted, unpacked
+from .find_environment import Environment, find_environment, regular_files
+from .mount_packed import CannotMountError, Mounted, mount_file, unpack_file
 from .pack_environment import SQUASHFS, choose_format, describe, pack, ready
 
 ROUNDS = 3
@@ -34,22 +34,22 @@ def pack_environment(file: Path | None) -> Packed:
             imported from the environment.
     """
     target = choose_format(file)
-    own = environment()
+    own = find_environment()
     ready(own, target)
     with _ended_gently():
         with describe("import torch as it is"):
             # One import first: it completes __pycache__, and fails early if torch is missing.
             file_of_torch = timed(own.interpreter).file
             _inside(file_of_torch, own.prefix, "HINT: pip install torch in this environment")
-            own = environment()
+            own = find_environment()
             known = import_torch(1, own.interpreter)
-            before = _loads(own.interpreter, own.prefix, [*regular(own.prefix)])
+            before = _loads(own.interpreter, own.prefix, [*regular_files(own.prefix)])
         with describe(f"packing {own.files:,} files into {target.name}") as step:
             seconds = pack(own, target, step)
         how, place, load, notes = _used(own, target)
     return Packed(
         str(own.prefix),
-        page_cache.kind(own.prefix),
+        page_cache.filesystem_type(own.prefix),
         own.files,
         own.bytes,
         own.outside,
@@ -57,7 +57,7 @@ def pack_environment(file: Path | None) -> Packed:
         known.counted_by,
         before,
         str(target),
-        page_cache.kind(target.parent),
+        page_cache.filesystem_type(target.parent),
         target.stat().st_size,
         seconds,
         how,
@@ -97,7 +97,7 @@ def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
     kept = 0.0
     for _ in range(ROUNDS):
         kept = max(kept, drop_from_cache([file]) or 0.0)
-        with mounted(file) as place:
+        with mount_file(file) as place:
             places.append(place)
             firsts.append(_timed(place))
             others.append(_timed(place))
@@ -108,7 +108,7 @@ def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
 
 def _from_unpacked(own: Environment, file: Path) -> tuple[str, Figure, Load]:
     drop_from_cache([file])
-    with unpacked(file, int(NOT_ROOM * own.bytes)) as place:
+    with unpack_file(file, int(NOT_ROOM * own.bytes)) as place:
         firsts = [_timed(place)]
         others = [_timed(place) for _ in range(ROUNDS)]
     return place.how, Figure.of([place.seconds], SECONDS), _load(firsts, others, None)
@@ -143,7 +143,7 @@ def _load(firsts: list[Timed], others: list[Timed], kept: float | None) -> Load:
 
 def _visible(folder: Path) -> bool:
     """Return whether the page cache is the only cache of a folder's file system on this host."""
-    return page_cache.kind(folder).partition(".")[0] not in page_cache.OWN_CACHE
+    return page_cache.filesystem_type(folder).partition(".")[0] not in page_cache.OWN_CACHE
 
 
 def drop_from_cache(files: Iterable[Path]) -> float | None:
@@ -158,10 +158,10 @@ def drop_from_cache(files: Iterable[Path]) -> float | None:
             with path.open("rb") as file:
                 own = os.fstat(file.fileno())
                 if own.st_dev not in synced:  # dirty pages can't be dropped
-                    page_cache.flush(file.fileno())
+                    page_cache.flush_page(file.fileno())
                     synced.add(own.st_dev)
-                page_cache.forget(file.fileno())
-                part = page_cache.resident(file.fileno())
+                page_cache.drop_from_cache(file.fileno())
+                part = page_cache.resident_share(file.fileno())
         except OSError:  # the file was removed, or is not readable for this user
             continue
         if part is not None:

@@ -48,7 +48,7 @@ class Environment:
         return str(self.prefix / "bin" / "python")
 
 
-def environment() -> Environment:
+def find_environment() -> Environment:
     """Return the environment of this process.
 
     Raises:
@@ -63,14 +63,14 @@ def environment() -> Environment:
         )
     sizes: dict[tuple[int, int], int] = {}
     count = 0
-    for path in regular(prefix):
+    for path in regular_files(prefix):
         found = path.lstat()
         sizes[found.st_dev, found.st_ino] = found.st_size  # hard links count once
         count += 1
     return Environment(prefix, count, sum(sizes.values()), tuple(_outside(prefix, base)))
 
 
-def regular(folder: Path) -> Iterator[Path]:
+def regular_files(folder: Path) -> Iterator[Path]:
     """Yield every regular file under a folder."""
     folders = [os.fspath(folder)]
     while folders:

@@ -42,7 +42,7 @@ class Mounted:
 
 
 @contextmanager
-def mounted(file: Path) -> Iterator[Mounted]:
+def mount_file(file: Path) -> Iterator[Mounted]:
     """Mount a squashfs file for the duration of the context.
 
     Raises:
@@ -60,7 +60,7 @@ def mounted(file: Path) -> Iterator[Mounted]:
 
 
 @contextmanager
-def unpacked(file: Path, needed: int) -> Iterator[Mounted]:
+def unpack_file(file: Path, needed: int) -> Iterator[Mounted]:
     """Unpack a squashfs or tar file into a temporary folder for the duration of the context.
 
     Args:
@@ -81,7 +81,7 @@ def unpacked(file: Path, needed: int) -> Iterator[Mounted]:
         if tool == "unsquashfs":
             words = ["unsquashfs", "-f", "-n", "-q", "-d", str(folder), str(file)]
         start = time.perf_counter()
-        failed = _failure(words, None)
+        failed = _run_command(words, None)
         if failed:
             raise CannotMountError(failed)
         yield Mounted(folder, f"unpacked by {tool}", time.perf_counter() - start)
@@ -92,7 +92,9 @@ def _mount(file: Path, folder: Path) -> str:
     if shutil.which("squashfuse") is None:
         why.append("squashfuse is not installed")
     else:
-        failed = _opens(FUSE) or _failure(["squashfuse", str(file), str(folder)], COMMAND_TIMEOUT_S)
+        failed = _open_error(FUSE) or _run_command(
+            ["squashfuse", str(file), str(folder)], COMMAND_TIMEOUT_S
+        )
         if not failed and os.path.ismount(folder):
             return "mounted by squashfuse"
         why.append(failed or "squashfuse mounted nothing")
@@ -100,14 +102,14 @@ def _mount(file: Path, folder: Path) -> str:
         why.append("mount is for root only")
     else:
         words = ["mount", "-t", "squashfs", "-o", "loop,ro", str(file), str(folder)]
-        failed = _failure(words, COMMAND_TIMEOUT_S)
+        failed = _run_command(words, COMMAND_TIMEOUT_S)
         if not failed:
             return "mounted by the kernel"
         why.append(failed)
     raise CannotMountError("; ".join(why))
 
 
-def _opens(device: str) -> str:
+def _open_error(device: str) -> str:
     try:
         os.close(os.open(device, os.O_RDWR))
     except OSError as error:
@@ -115,7 +117,7 @@ def _opens(device: str) -> str:
     return ""
 
 
-def _failure(words: list[str], seconds: float | None) -> str:
+def _run_command(words: list[str], seconds: float | None) -> str:
     """Run a command; return the reason of a failure in one line, or ""."""
     try:
         done = subprocess.run(
@@ -138,7 +140,7 @@ def _unmount(folder: Path) -> None:
         lazy = time.monotonic() > end
         for tool in known:
             late = [] if not lazy else ["-l"] if tool[0] == "umount" else ["-z"]
-            if not _failure([*tool, *late, str(folder)], COMMAND_TIMEOUT_S):
+            if not _run_command([*tool, *late, str(folder)], COMMAND_TIMEOUT_S):
                 break
         else:
             if lazy:

@@ -12,12 +12,12 @@ from ...data.shards import Shards
 from ...data.staging.free_space import kind_of
 from ...predict.input_rate import Rate, Remedy, Terms, max_hosts, rate, remedies, striping
 from .cpu_cost import from_memory
-from .load_rank import BATCHES, Feed, dataset
+from .load_rank import MIN_BATCHES, LoadRankConfig, open_dataset
 from .run_loaders import all_forgotten, measure_rates
 from .sample_files import MIN_SAMPLES, most_of, places, root_of, size_of
 from .storage_rate import from_storage
 
-__all__ = ["Advice", "Feed", "advised"]
+__all__ = ["Advice", "LoadRankConfig", "advise"]
 Say = Callable[[str], None]
 
 
@@ -37,7 +37,7 @@ class Advice:
         notes: Remarks as text.
     """
 
-    feed: Feed
+    feed: LoadRankConfig
     filesystem: str
     terms: Terms
     rates: dict[str, list[Rate]]
@@ -67,7 +67,7 @@ class Advice:
         }
 
 
-def advise(feed: Feed, say: Say) -> Advice:
+def advise(feed: LoadRankConfig, say: Say) -> Advice:
     """Measure the terms of a dataset's input rate, predict the rates and measure loaders.
 
     Args:
@@ -76,11 +76,11 @@ def advise(feed: Feed, say: Say) -> Advice:
     Raises:
         ValueError: The source is not a dataset, or too small to be measured.
     """
-    data = dataset(feed)
+    data = open_dataset(feed)
     if feed.ranks < 1:
         raise ValueError(f"{feed.ranks} ranks load nothing. HINT: 1 or more")
     feed = replace(feed, most=most_of(data))
-    least = max(MIN_SAMPLES, BATCHES * feed.ranks)
+    least = max(MIN_SAMPLES, MIN_BATCHES * feed.ranks)
     if len(data) < least:
         raise ValueError(f"{data!r}: too few to measure. HINT: a set of {least} and more")
     say(f"{data!r}")
@@ -109,7 +109,7 @@ def advise(feed: Feed, say: Say) -> Advice:
     return Advice(feed, filesystem, terms, found, measured, would, fits, over, notes)
 
 
-def _rates(terms: Terms, feed: Feed, stored: bool) -> list[Rate]:
+def _rates(terms: Terms, feed: LoadRankConfig, stored: bool) -> list[Rate]:
     ranks = sorted({1, 2, 4, terms.cores, feed.ranks})
     most = max(terms.cores, feed.ranks)
     return [rate(terms, one, feed.threads, stored) for one in ranks if one <= most]

@@ -13,7 +13,7 @@ from ...data.loading.stored_arrays import StoredArrays
 from ...data.shards import ScratchBuffer, Shards
 from ...data.sources.open_source import import_function
 from ...predict.input_rate import Terms
-from .load_rank import Feed, listed
+from .load_rank import LoadRankConfig, collate_as_list
 from .run_loaders import measure_run
 from .sample_files import Place, order_of, together
 
@@ -23,7 +23,7 @@ MAX_THREADS = 8
 MANY = 10_000
 
 
-def from_memory(feed: Feed, data: Any, some: list[Place]) -> Terms:
+def from_memory(feed: LoadRankConfig, data: Any, some: list[Place]) -> Terms:
     """Measure the CPU seconds per sample and its parts, and the rate of one process on all cores.
 
     The cost per sample is that of one core while the other cores are equally busy. It is measured
@@ -56,7 +56,7 @@ def _kind(data: Any) -> str:
     return kinds[type(data)]
 
 
-def _parts(feed: Feed, data: Any) -> tuple[float, float, float, float]:
+def _parts(feed: LoadRankConfig, data: Any) -> tuple[float, float, float, float]:
     """Return CPU seconds per sample of one thread, each value including the previous ones.
 
     The first three are: read; read and decoded; read, decoded and transformed. The fourth is the
@@ -76,7 +76,7 @@ def _parts(feed: Feed, data: Any) -> tuple[float, float, float, float]:
             plain = read
     whole = plain
     if change is not None:
-        recipe = SamplePipeline(data, adapt_transform(change), listed, 0, False, False)
+        recipe = SamplePipeline(data, adapt_transform(change), collate_as_list, 0, False, False)
         whole = max(_timed(lambda i: make_piece(recipe, [(0, i)], [], 0), order, budget), plain)
     return min(read, plain), plain, whole, first - plain
 

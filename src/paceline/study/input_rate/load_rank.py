@@ -3,7 +3,7 @@
     python -m paceline.study.input_rate.load_rank '{"source": ..., "rank": 0, "ranks": 2, ...}'
 
 The rank prints "ready" when it has its first batch, waits for a line on standard input, loads for
-``Feed.seconds`` and prints the number of samples and seconds as JSON.
+``LoadRankConfig.seconds`` and prints the number of samples and seconds as JSON.
 """
 
 import json
@@ -27,13 +27,13 @@ from ...data.sources import formats
 from ...data.sources.open_source import import_function
 
 BATCH_BYTES, BATCH = 32 << 20, 64
-LOOKS = 16  # samples whose shapes are compared
-AHEAD = 2  # prefetched batches
-BATCHES = 10  # minimum number of batches in a rank's pass
+INSPECTED_SAMPLES = 16  # samples whose shapes are compared
+PREFETCH_BATCHES = 2  # prefetched batches
+MIN_BATCHES = 10  # minimum number of batches in a rank's pass
 
 
 @dataclass(frozen=True)
-class Feed:
+class LoadRankConfig:
     """What to load, and how.
 
     Attributes:
@@ -64,7 +64,7 @@ class Feed:
         return [sys.executable, *quiet, "-m", __name__, json.dumps(asdict(self))]
 
 
-def dataset(feed: Feed) -> Any:
+def open_dataset(feed: LoadRankConfig) -> Any:
     """Open the dataset.
 
     Raises:
@@ -83,7 +83,7 @@ def dataset(feed: Feed) -> Any:
     return Files(path, feed.labels)
 
 
-def loader(feed: Feed, data: Any) -> Loader:
+def make_loader(feed: LoadRankConfig, data: Any) -> Loader:
     """Return a loader of this rank's part of the samples, in the same order as in training.
 
     Datasets stored in chunks of several samples are shuffled in blocks, others sample by sample.
@@ -91,17 +91,19 @@ def loader(feed: Feed, data: Any) -> Loader:
     change = import_function(feed.transform, "--transform") if feed.transform else None
     blocks = in_blocks(data)
     whole = Loader(data, shuffle="blocks" if blocks else True, transform=change, num_workers=0)
-    size, shapes = _outlines(data, change)
+    size, shapes = _sample_size_and_shapes(data, change)
     each = min(len(data), feed.most or len(data)) // feed.ranks
-    batch = max(min(BATCH_BYTES // max(size, 1), BATCH, each // BATCHES), 1)
+    batch = max(min(BATCH_BYTES // max(size, 1), BATCH, each // MIN_BATCHES), 1)
     return Loader(
         data,
         batch,
         sampler=list(islice(iter(whole.sampler), feed.rank, feed.most, feed.ranks)),
         num_workers=feed.threads,
-        prefetch_factor=AHEAD,
+        prefetch_factor=PREFETCH_BATCHES,
         transform=change,
-        collate_fn=listed if shapes > 1 or (change is None and _may_differ(data)) else None,
+        collate_fn=collate_as_list
+        if shapes > 1 or (change is None and _shapes_may_differ(data))
+        else None,
         drop_last=True,
     )
 
@@ -110,9 +112,9 @@ def in_blocks(data: Any) -> bool:
     return isinstance(data, StoredArrays) and data.chunk_samples > 1
 
 
-def _outlines(data: Any, change: Any) -> tuple[int, int]:
+def _sample_size_and_shapes(data: Any, change: Any) -> tuple[int, int]:
     """Return the maximum bytes of a decoded sample, and the number of shapes, of some samples."""
-    step = max(len(data) // LOOKS, 1)
+    step = max(len(data) // INSPECTED_SAMPLES, 1)
     recipe = SamplePipeline(data, adapt_transform(change), None, 0, False, False)
     try:
         looked = [recipe.sample((0, i))[0] for i in range(0, len(data), step)]
@@ -125,20 +127,20 @@ def _outlines(data: Any, change: Any) -> tuple[int, int]:
     return max(sizes), len({np.shape(one) for one in looked})
 
 
-def _may_differ(data: Any) -> bool:
+def _shapes_may_differ(data: Any) -> bool:
     """Return whether samples may have other shapes than those examined."""
     return isinstance(data, Files) or (isinstance(data, Shards) and data.meta.array is None)
 
 
-def listed(samples: list[Any]) -> list[Any]:
+def collate_as_list(samples: list[Any]) -> list[Any]:
     return samples
 
 
 def main() -> None:
-    feed, parent = Feed(**json.loads(sys.argv[1])), os.getppid()
+    feed, parent = LoadRankConfig(**json.loads(sys.argv[1])), os.getppid()
     if feed.cores:
         os.sched_setaffinity(0, feed.cores)
-    source = loader(feed, dataset(feed))
+    source = make_loader(feed, open_dataset(feed))
     if feed.again:
         for _ in source:
             pass
@@ -147,7 +149,7 @@ def main() -> None:
     print("ready", flush=True)
     if not sys.stdin.readline():
         return
-    for _ in range(AHEAD):  # prefetched before the clock starts
+    for _ in range(PREFETCH_BATCHES):  # prefetched before the clock starts
         next(batches)
     samples, start = 0, time.perf_counter()
     end = start

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ...data.loading.file_dataset import Files
-from .load_rank import Feed
+from .load_rank import LoadRankConfig
 from .sample_files import Place, files_of
 from .storage_rate import drop_from_cache
 
 Running = list["subprocess.Popen[str]"]
 
 
-def measure_rates(feed: Feed, data: Any, some: list[Place], state: str) -> float:
+def measure_rates(feed: LoadRankConfig, data: Any, some: list[Place], state: str) -> float:
     """Measure the samples per second of all ranks together, from "storage" or "memory"."""
     stored = state == "storage"
     cores = shares(feed.ranks)
@@ -26,7 +26,7 @@ def measure_rates(feed: Feed, data: Any, some: list[Place], state: str) -> float
     return measure_run(feeds, lambda: all_forgotten(data, some))
 
 
-def measure_run(feeds: list[Feed], before: Callable[[], object] = lambda: None) -> float:
+def measure_run(feeds: list[LoadRankConfig], before: Callable[[], object] = lambda: None) -> float:
     """Run one process per feed; return their samples per second together.
 
     ``before`` is called when all processes are ready, before the measurement starts.
@@ -48,7 +48,7 @@ def shares(ranks: int) -> list[tuple[int, ...]]:
     return [tuple(mine[rank * each % len(mine) :][:each]) for rank in range(ranks)]
 
 
-def started(feeds: list[Feed]) -> Running:
+def started(feeds: list[LoadRankConfig]) -> Running:
     """Start the processes and wait for their first batches.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 from ...data.loading.file_dataset import Files
 from ...data.loading.stored_arrays import CACHE_BYTES, StoredArrays
 from ...data.shards import Shards
-from .load_rank import Feed, loader
+from .load_rank import LoadRankConfig, make_loader
 
 MAX_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into memory
 MAX_SAMPLES = 20_000  # maximum number of samples used
@@ -51,7 +51,7 @@ def most_of(data: Any) -> int:
     )
 
 
-def places(data: Any, feed: Feed) -> list[Place]:
+def places(data: Any, feed: LoadRankConfig) -> list[Place]:
     """Return the file, offset and bytes of the samples to measure with, in reading order.
 
     A store's files are treated as consecutive chunks that are read in random order.
@@ -74,5 +74,5 @@ def together(data: Any) -> int:
     return data.chunk_samples if isinstance(data, StoredArrays) else 1
 
 
-def order_of(data: Any, feed: Feed) -> list[int]:
-    return list(loader(replace(feed, rank=0, ranks=1), data).sampler)
+def order_of(data: Any, feed: LoadRankConfig) -> list[int]:
+    return list(make_loader(replace(feed, rank=0, ranks=1), data).sampler)

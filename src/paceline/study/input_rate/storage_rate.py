@@ -51,9 +51,9 @@ def drop_from_cache(some: list[Place]) -> bool:
     for number, path in enumerate(sorted({path for path, _, _ in some})):
         with open(os.open(path, OPEN_FLAGS), "rb") as file:
             os.fsync(file.fileno())
-            page_cache.forget(file.fileno())
+            page_cache.drop_from_cache(file.fileno())
             if number < MIN_SAMPLES:
-                left.append(page_cache.resident(file.fileno()))
+                left.append(page_cache.resident_share(file.fileno()))
     known = [part for part in left if part is not None]
     return bool(known) and sum(known) / len(known) < DROPPED
 

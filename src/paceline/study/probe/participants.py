@@ -18,7 +18,7 @@ EXTRA_TIMEOUT_S = 60.0  # seconds that the others wait for rank 0 longer than ra
 
 
 @dataclass(frozen=True)
-class Host:
+class ProbeHost:
     """One host of the job.
 
     Attributes:
@@ -44,7 +44,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class StepResults:
+class MeasurementResults:
     """Results of the hosts' leaders in one step, by host name.
 
     Attributes:
@@ -82,11 +82,11 @@ class Participants:
         if rank == 0:
             keys = [f"who/{other}" for other in range(size)]
             store.wait(keys, datetime.timedelta(seconds=REGISTRATION_TIMEOUT_S))
-            hosts = hosts_of([json.loads(store.get(key)) for key in keys])
+            hosts = group_ranks_by_host([json.loads(store.get(key)) for key in keys])
             store.set("hosts", json.dumps([asdict(host) for host in hosts]))
         told = self._get("hosts", REGISTRATION_TIMEOUT_S + EXTRA_TIMEOUT_S)
         self.hosts = [
-            Host(**{**one, "ranks": tuple(one["ranks"]), "cpus": tuple(one["cpus"])})
+            ProbeHost(**{**one, "ranks": tuple(one["ranks"]), "cpus": tuple(one["cpus"])})
             for one in told
         ]
         self.host = next(host for host in self.hosts if rank in host.ranks)
@@ -102,7 +102,7 @@ class Participants:
         seconds: float,
         who: Iterable[int] | None = None,
         in_turns: bool = True,
-    ) -> StepResults:
+    ) -> MeasurementResults:
         """Run one measurement and wait on all ranks until it has ended.
 
         Args:
@@ -112,7 +112,7 @@ class Participants:
             in_turns: Whether hosts of one machine measure one after another.
 
         Returns:
-            The results of the leaders on rank 0; an empty ``StepResults`` on other ranks.
+            The results of the leaders on rank 0; an empty ``MeasurementResults`` on other ranks.
 
         Raises:
             HostDropped: This host did not answer in time.
@@ -133,12 +133,12 @@ class Participants:
             if self.host.name in gone:
                 raise HostDropped
             self.hosts = [host for host in self.hosts if host.name not in gone]
-        return StepResults(found, failed)
+        return MeasurementResults(found, failed)
 
     def _collect(
         self,
         name: str,
-        hosts: list[Host],
+        hosts: list[ProbeHost],
         members: set[int],
         seconds: float,
         found: dict[str, Any],
@@ -179,7 +179,7 @@ def _done(work: Callable[[], Any]) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {first}"}
 
 
-def hosts_of(ranks: list[dict[str, Any]]) -> list[Host]:
+def group_ranks_by_host(ranks: list[dict[str, Any]]) -> list[ProbeHost]:
     """Return the hosts of these ranks, in the order of their first ranks.
 
     A name that several hosts have gets a number, because later steps identify hosts by name.
@@ -197,6 +197,6 @@ def hosts_of(ranks: list[dict[str, Any]]) -> list[Host]:
         unique = name if names[name] == 1 else f"{name} ({names[name]})"
         cpus = sorted({cpu for rank in own for cpu in ranks[rank]["cpus"]})
         gpus = all(ranks[rank]["gpu"] for rank in own)
-        found.append(Host(unique, machine, machines[machine], tuple(own), tuple(cpus), gpus))
+        found.append(ProbeHost(unique, machine, machines[machine], tuple(own), tuple(cpus), gpus))
         machines[machine] += 1
     return found

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ...cluster.rank_identity import RankIdentity, rank_identity
-from ...cluster.topology.local_resources import cores
+from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.topology import topology
 from ...cost.machine.dataclass_tree import to_tree
 from ...record.ring.launcher_messages import notify
@@ -68,7 +68,7 @@ def _about(who: RankIdentity) -> dict[str, Any]:
         "host": os.environ.get("GROUP_RANK", socket.gethostname()),
         "name": socket.gethostname(),
         "machine": host_facts.boot_id(),
-        "cpus": cores(),
+        "cpus": allowed_threads(),
         "gpu": own,
     }
 
@@ -88,8 +88,8 @@ class Measures:
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
         def own_facts() -> Any:
-            own = host_facts.facts(host.name, len(host.ranks), host.cpus, self.folder)
-            return [to_tree(own), host_facts.more(self.folder)]
+            own = host_facts.host_facts(host.name, len(host.ranks), host.cpus, self.folder)
+            return [to_tree(own), host_facts.extra_facts(self.folder)]
 
         def imports() -> Any:
             found = import_torch(1, count=False) if self.quick else import_torch()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .measure.link_pairs import EVERY_PAIR
-from .participants import Host, StepResults
+from .participants import MeasurementResults, ProbeHost
 
 # The field of HostFacts that a step measures, where its name differs from the step's.
 FIELDS = {"import torch": "import_torch", "clocks": "clock_offset_s"}
@@ -20,7 +20,7 @@ FIELDS = {"import torch": "import_torch", "clocks": "clock_offset_s"}
 class Summary:
     """Collector of the results of all steps."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path | None) -> None:
+    def __init__(self, hosts: Sequence[ProbeHost], folder: Path | None) -> None:
         self._hosts: dict[str, dict[str, Any]] = {
             host.name: {"name": host.name, "more": {"machine": host.machine}} for host in hosts
         }
@@ -41,13 +41,13 @@ class Summary:
             text = f"of {len(hosts)} hosts not all pairs were measured: neighbours and some others"
             self._note(list(self._hosts), "pairs", text)
 
-    def facts(self, said: StepResults) -> None:
+    def facts(self, said: MeasurementResults) -> None:
         for name, (found, more) in said.found.items():
             own = self._hosts[name]
             self._hosts[name] = {**own, **found, "more": {**own["more"], **more}}
         self._failed("facts", said)
 
-    def imports(self, said: StepResults) -> None:
+    def imports(self, said: MeasurementResults) -> None:
         for name, found in said.found.items():
             own = self._hosts[name]
             own["import_torch"] = found["seconds"]
@@ -56,24 +56,24 @@ class Summary:
             own["more"] |= {"import_torch_calls_by": found["counted_by"]}
         self._failed("import torch", said)
 
-    def part(self, field: str, said: StepResults) -> None:
+    def part(self, field: str, said: MeasurementResults) -> None:
         """Add a step's results that form one list field of HostFacts."""
         for name, found in said.found.items():
             self._hosts[name][field] = found
         self._failed(field, said)
 
-    def offsets(self, said: StepResults) -> None:
+    def offsets(self, said: MeasurementResults) -> None:
         for found in said.found.values():
             for name, (offset, uncertainty) in found.items():
                 self._hosts[name]["clock_offset_s"] = offset
                 self._hosts[name]["clock_uncertainty_s"] = uncertainty
         self._failed("clocks", said)
 
-    def collectives(self, measure: str, said: StepResults) -> None:
+    def collectives(self, measure: str, said: MeasurementResults) -> None:
         self._collectives += [one for found in said.found.values() for one in found]
         self._failed(measure, said)
 
-    def pairs(self, said: StepResults) -> None:
+    def pairs(self, said: MeasurementResults) -> None:
         self._pairs += [one for found in said.found.values() for one in found]
         self._failed("links", said)
 
@@ -89,7 +89,7 @@ class Summary:
     def _note(self, hosts: list[str], measure: str, text: str) -> None:
         self._notes.append({"hosts": hosts, "measure": measure, "text": text})
 
-    def _failed(self, measure: str, said: StepResults) -> None:
+    def _failed(self, measure: str, said: MeasurementResults) -> None:
         """Add a note for each reason of failure; hosts with the same reason share one note."""
         alike: dict[str, list[str]] = {}
         for name, why in said.failed.items():

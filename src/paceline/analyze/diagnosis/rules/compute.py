@@ -41,12 +41,12 @@ def page_fault_share(e: Evidence) -> float:
     They occur when memory is freed to the system, allocated again and touched for the first time.
     """
     took = e.first_facts.get("fault_s", 0.0)
-    share = min(e.used("silent", "faults") * took, e.used("silent", "system"))
-    return float(share / max(e.threads or 1, 1) * e.of_step("silent"))
+    share = min(e.mean_usage("silent", "faults") * took, e.mean_usage("silent", "system"))
+    return float(share / max(e.threads or 1, 1) * e.relative_step_time("silent"))
 
 
 def allocator(e: Evidence) -> NamedCause:
-    faults = e.used("silent", "faults")
+    faults = e.mean_usage("silent", "faults")
     sentence = (
         f"memory is given back and asked for again: {faults:,.0f} pages a second and rank are "
         f"touched for the first time, at {1e6 * e.first_facts['fault_s']:.2g} µs each (another "
@@ -60,7 +60,7 @@ def allocator(e: Evidence) -> NamedCause:
 
 
 def memory(e: Evidence) -> NamedCause:
-    share = e.used("everything", "squeezed")
+    share = e.mean_usage("everything", "squeezed")
     sentence = "processes wait for memory: the host, or the control group, is at its limit"
     return "memory-limit", sentence, {"waiting": share}
 
@@ -71,14 +71,14 @@ def interpreter_lock_share(e: Evidence) -> float:
     Another Python thread computes then, and the training thread does not, although it does not
     wait for a loader, communication or a core.
     """
-    off = 1 - e.used("silent", "thread") - e.used("silent", "delayed")
-    return min(max(off, 0.0), _other_threads_cores(e)) * e.of_step("silent")
+    off = 1 - e.mean_usage("silent", "thread") - e.mean_usage("silent", "delayed")
+    return min(max(off, 0.0), _other_threads_cores(e)) * e.relative_step_time("silent")
 
 
 def _other_threads_cores(e: Evidence) -> float:
     found = [
         one.get("others", {}).get("seconds", 0.0) / one["seconds"]
-        for climbed in e.climbs.get("silent", [])
+        for climbed in e.rungs.get("silent", [])
         for one in climbed.used
         if one.get("seconds")
     ]
@@ -86,7 +86,7 @@ def _other_threads_cores(e: Evidence) -> float:
 
 
 def interpreter(e: Evidence) -> NamedCause:
-    other_threads = [one.get("others", {}) for c in e.climbs.get("silent", []) for one in c.used]
+    other_threads = [one.get("others", {}) for c in e.rungs.get("silent", []) for one in c.used]
     busiest = max(other_threads, key=lambda one: one.get("seconds", 0.0))
     where = (
         f" ({busiest['file'].rpartition('/')[2]}:{busiest['line']})" if "file" in busiest else ""
@@ -103,9 +103,9 @@ def unused_search_share(e: Evidence) -> float:
 
     0 if some parameters are unused, as the search is needed then.
     """
-    return (e.used("everything", "searching") if _search_is_useless(e) else 0.0) + used_map_share(
-        e
-    ) * e.share("transfer", doing=("transfer", "wait"))
+    return (
+        e.mean_usage("everything", "searching") if _search_is_useless(e) else 0.0
+    ) + used_map_share(e) * e.loss_share("transfer", doing=("transfer", "wait"))
 
 
 def used_map_share(e: Evidence) -> float:
@@ -131,5 +131,8 @@ def search(e: Evidence) -> NamedCause:
         "DDP searches for unused parameters after each forward, exchanges a map of them, and finds "
         "none (find_unused_parameters=False)"
     )
-    evidence = {"searching": e.used("everything", "searching"), "of_exchange": used_map_share(e)}
+    evidence = {
+        "searching": e.mean_usage("everything", "searching"),
+        "of_exchange": used_map_share(e),
+    }
     return "unused-parameter-search", sentence, evidence | {"ddp": e.first_facts["ddp"]}

@@ -29,7 +29,7 @@ def exchange(e: Evidence) -> NamedCause | None:
     calls = _costliest_collective(group)
     if calls is None:
         return None
-    if e.share("transfer") < e.occasional_waits and calls.name != "barrier":
+    if e.loss_share("transfer") < e.occasional_waits and calls.name != "barrier":
         return alternating(e)
     if calls.name == "barrier":
         return _barriers(e, calls)
@@ -114,17 +114,17 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
     A few calls that take long while their threads wait for a core are not latency-bound: other
     threads compute on all cores. MIN_DELAYED is the limit for waiting for a core.
     """
-    if e.delayed >= MIN_DELAYED * e.share("transfer") and (said := noisy(e)):
+    if e.cpu_wait_share >= MIN_DELAYED * e.loss_share("transfer") and (said := noisy(e)):
         return said
     figures = _figures(e, calls)
-    each = e.share("transfer") * e.step_s / max(figures["calls_a_step"], 1)
-    lacking = e.crowded >= MIN_DELAYED * e.share("transfer")
+    each = e.loss_share("transfer") * e.step_s / max(figures["calls_a_step"], 1)
+    lacking = e.other_threads_cpu_wait_share >= MIN_DELAYED * e.loss_share("transfer")
     if lacking and each >= SCHEDULER_DELAY_S and figures["calls_a_step"] < MAX_FEW_CALLS:
         sentence = (
             f"{calls.name}s of {figures['bytes']:,.0f} bytes take {1e3 * each:.2g} ms, as their "
             "threads wait for a core while others compute: leave a core of the host free"
         )
-        return "jitter", sentence, figures | {"crowded": e.crowded}
+        return "jitter", sentence, figures | {"crowded": e.other_threads_cpu_wait_share}
     sentence = (
         f"{figures['calls_a_step']:.3g} {calls.name} a step of {figures['bytes']:,.0f} bytes "
         f"each: the exchange is its latency{_line_text(e)}"

@@ -12,9 +12,12 @@ MIN_BYTES_PER_BATCH = 64 << 10  # with less, the loader is not considered to rea
 
 
 def inputs(e: Evidence) -> NamedCause:
-    losses = e.lost("input", doing=("input",))
+    losses = e.losses_of_kind("input", doing=("input",))
     evidence: dict[str, Any] = {"most_on": sorted({x.rank for x in losses if x.rank is not None})}
-    starting, whole = e.used("everything", "starting"), e.share("input", doing=("input",))
+    starting, whole = (
+        e.mean_usage("everything", "starting"),
+        e.loss_share("input", doing=("input",)),
+    )
     if whole and starting >= MIN_STARTING_SHARE * whole:
         return _loader_start(e, evidence | {"starting": starting})
     if e.loader is None or not e.loader["seconds"]:
@@ -61,8 +64,8 @@ def _opens_or_reads(loader: dict[str, float]) -> bool:
 
 
 def _loader_start(e: Evidence, evidence: dict[str, Any]) -> NamedCause:
-    found = [one.get("starts", 0) for c in e.climbs.get("everything", []) for one in c.used]
-    seconds = [one.get("starting", 0.0) for c in e.climbs.get("everything", []) for one in c.used]
+    found = [one.get("starts", 0) for c in e.rungs.get("everything", []) for one in c.used]
+    seconds = [one.get("starting", 0.0) for c in e.rungs.get("everything", []) for one in c.used]
     each = sum(seconds) / max(sum(found), 1)
     sentence = (
         f"each epoch begins with {1e3 * each:.3g} ms of starting the loader (persistent_workers "

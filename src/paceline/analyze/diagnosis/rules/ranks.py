@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from ..evidence import WORTH, Evidence, NamedCause
+from ..evidence import MIN_SHARE, Evidence, NamedCause
 from .script import script
 
 MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher and the kernel
@@ -19,10 +19,10 @@ def sharing(e: Evidence) -> NamedCause | None:
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     crowded = e.threads and e.cores and e.threads * e.per_host > e.cores
-    fewer = e.gained("one thread", "silent")
-    if crowded and (fewer is None or fewer.mean >= WORTH):
+    fewer = e.step_time_saving("one thread", "silent")
+    if crowded and (fewer is None or fewer.mean >= MIN_SHARE):
         return "too-many-threads", _thread_count_text(e), evidence
-    alone, each = e.batch("alone"), e.batch("silent")
+    alone, each = e.samples_per_step("alone"), e.samples_per_step("silent")
     if alone > MIN_BATCH_RATIO * each:
         sentence = (
             f"a rank's step has {each:.3g} samples, and {alone:.3g} on one rank alone: what a step "
@@ -66,13 +66,17 @@ def _restricted_binding(e: Evidence) -> NamedCause | None:
 
 def noisy(e: Evidence) -> NamedCause | None:
     """Return the cause if other programs use the job's cores and its ranks wait for a core."""
-    if e.foreign < MIN_FOREIGN_CORES or e.delayed < WORTH / 2:
+    if e.foreign_busy_cores < MIN_FOREIGN_CORES or e.cpu_wait_share < MIN_SHARE / 2:
         return None
     sentence = (
-        f"others keep {e.foreign:.1f} of the job's cores busy, and its ranks wait for a core "
-        f"{e.delayed:.0%} of the time"
+        f"others keep {e.foreign_busy_cores:.1f} of the job's cores busy, and its ranks wait for a "
+        f"core {e.cpu_wait_share:.0%} of the time"
     )
-    return "noisy-machine", sentence, {"foreign_cores": e.foreign, "delayed": e.delayed}
+    return (
+        "noisy-machine",
+        sentence,
+        {"foreign_cores": e.foreign_busy_cores, "delayed": e.cpu_wait_share},
+    )
 
 
 def foreign_delay_share(e: Evidence) -> float:
@@ -81,12 +85,12 @@ def foreign_delay_share(e: Evidence) -> float:
     The ladder cannot measure it, because other programs slow all rungs and a single rank alike. A
     loss that only some ranks have is a separate bar.
     """
-    return e.delayed_each if e.foreign >= MIN_FOREIGN_CORES else 0.0
+    return e.min_cpu_wait_share if e.foreign_busy_cores >= MIN_FOREIGN_CORES else 0.0
 
 
 def uneven(e: Evidence) -> NamedCause | None:
     """Return the cause if the steps of one rank take longer."""
-    late = e.lost(doing=("useful", "other"))
+    late = e.losses_of_kind(doing=("useful", "other"))
     if not late:
         return None
     loss = max(late, key=lambda loss: loss.share)
@@ -95,7 +99,7 @@ def uneven(e: Evidence) -> NamedCause | None:
         return None
     if said := data(e) or _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing):
         return said
-    when = e.late(rank)
+    when = e.describe_lateness(rank)
     sentence = (
         f"rank {rank} on {host} takes longer for its steps{f', {when}' if when else ''}, and all "
         "others wait for it"
@@ -106,7 +110,7 @@ def uneven(e: Evidence) -> NamedCause | None:
 def _synchronisation(e: Evidence, doing: str | None) -> NamedCause | None:
     """Return the cause if all ranks block for a value or an output, and one of them longer."""
     each = min((rank["other"] for rank in e.report.states), default=0.0)
-    if doing != "other" or each < WORTH:
+    if doing != "other" or each < MIN_SHARE:
         return None
     said = script(e)
     return said if said[0] == "synchronisation" else None
@@ -128,14 +132,19 @@ def _slow_host(e: Evidence, host: str) -> NamedCause | None:
         f"the cores of host {host} take {each[host] / others:.2g} times as long as the others' "
         "for the same product of matrices, and all other hosts wait for it"
     )
-    evidence = {"host": host, "product_s": each, "foreign_cores": e.foreign, "delayed": e.delayed}
+    evidence = {
+        "host": host,
+        "product_s": each,
+        "foreign_cores": e.foreign_busy_cores,
+        "delayed": e.cpu_wait_share,
+    }
     return "slow-host", sentence, evidence
 
 
 def data(e: Evidence) -> NamedCause | None:
     """Return the cause if batches differ in size, and step times differ accordingly."""
     elements_by_rank = [
-        [climbed.used[rank].get("elements") for climbed in e.climbs.get("everything", [])]
+        [climbed.used[rank].get("elements") for climbed in e.rungs.get("everything", [])]
         for rank in range(len(e.facts))
     ]
     known = [[one for one in rounds if one] for rounds in elements_by_rank]
@@ -145,14 +154,14 @@ def data(e: Evidence) -> NamedCause | None:
     spread = statistics.fmean(one["spread"] / one["mean"] for rounds in known for one in rounds)
     correlation = statistics.fmean(one["correlation"] for rounds in known for one in rounds)
     apart = max(means) / min(means) - 1
-    if apart >= WORTH and apart >= 0.5 * _step_time_spread(e):
+    if apart >= MIN_SHARE and apart >= 0.5 * _step_time_spread(e):
         rank = means.index(max(means))
         sentence = (
             f"batches of rank {rank} have {1 + apart:.2f} times the elements of the smallest "
             "rank's, and its steps take longer"
         )
         return "uneven-data", sentence, {"elements": means, "rank": rank}
-    if spread >= WORTH and correlation >= math.sqrt(MIN_R_SQUARED):
+    if spread >= MIN_SHARE and correlation >= math.sqrt(MIN_R_SQUARED):
         sentence = (
             f"batches differ by {spread:.0%} in their elements, and the time of steps goes with "
             "them: ranks wait for the one with most"
@@ -163,7 +172,7 @@ def data(e: Evidence) -> NamedCause | None:
 
 def _step_time_spread(e: Evidence) -> float:
     """Return the slowest rank's step time over the fastest's, minus 1, without communication."""
-    found = [max(c.training_s) / min(c.training_s) - 1 for c in e.climbs.get("silent", [])]
+    found = [max(c.training_s) / min(c.training_s) - 1 for c in e.rungs.get("silent", [])]
     return statistics.fmean(found) if found else 0.0
 
 
@@ -172,7 +181,7 @@ def alternating(e: Evidence) -> NamedCause:
     if said := data(e) or noisy(e):
         return said
     sentence = "ranks are late in turns: their steps differ, or the machine is noisy"
-    return "jitter", sentence, {"waits": e.occasional_waits, "delayed": e.delayed}
+    return "jitter", sentence, {"waits": e.occasional_waits, "delayed": e.cpu_wait_share}
 
 
 def rule_for_phase(kind: str) -> Any:
@@ -182,7 +191,7 @@ def rule_for_phase(kind: str) -> Any:
     """
 
     def rule(e: Evidence) -> NamedCause | None:
-        waits, own = e.lost(doing=(kind,)), e.lost(kind)
+        waits, own = e.losses_of_kind(doing=(kind,)), e.losses_of_kind(kind)
         what = {"validation": "evaluates", "checkpoint": "saves"}[kind]
         if waits:
             rank = max(waits, key=lambda loss: loss.share).rank

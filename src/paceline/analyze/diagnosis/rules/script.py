@@ -2,7 +2,7 @@
 
 import re
 
-from ..evidence import WORTH, Evidence, NamedCause
+from ..evidence import MIN_SHARE, Evidence, NamedCause
 from .compute import interpreter_lock_share
 
 # Calls that make a rank wait for its device, for a terminal or for all other ranks.
@@ -14,7 +14,7 @@ MIN_STANDING = 0.1  # of a step: less may be caused by the operating system
 
 
 def script(e: Evidence) -> NamedCause:
-    losses = e.lost("other")
+    losses = e.losses_of_kind("other")
     lines = [line for loss in losses for line in loss.lines]
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
     if lines and SYNCHRONISING_CALLS.search(str(lines[0]["code"])):
@@ -29,14 +29,14 @@ def off_core_share(e: Evidence) -> float:
     Only time in which a rank does not wait for communication, a loader, a core or another Python
     thread. On a GPU, off-core time is expected, and 0 is returned.
     """
-    silent = e.climbs.get("silent", [])
+    silent = e.rungs.get("silent", [])
     crowded = (e.threads or 1) * e.per_host > (e.cores or 1)
     if not silent or crowded or e.first_facts.get("gpu") or not all(one.silent for one in silent):
         return 0.0
     off = min(e.off_core("silent", rank) for rank in range(silent[0].ranks))
     own = ("other", "validation", "checkpoint", "input")
-    found = off * e.of_step("silent") - e.share(*own)
-    return found if found >= MIN_STANDING and interpreter_lock_share(e) < WORTH else 0.0
+    found = off * e.relative_step_time("silent") - e.loss_share(*own)
+    return found if found >= MIN_STANDING and interpreter_lock_share(e) < MIN_SHARE else 0.0
 
 
 def off_core(e: Evidence) -> NamedCause:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ....cluster.topology.local_resources import free_memory
 from ....cost.machine.machine_file import FLOPS, Arithmetic
-from .repeat import rate, repeated
+from .repeat import rate, repeat
 
 CPU = ("float32", "float64", "bfloat16")
 CUDA = ("float64", "float32", "tf32", "float16", "bfloat16")
@@ -62,13 +62,13 @@ def _measured(
     while True:
         call, amount = work(size, dtype, device)
         call = functools.partial(_finished, call, device)
-        times = repeated(call, 0.0, least=2)
+        times = repeat(call, 0.0, least=2)
         took = min(times)
         if took >= LONG_ENOUGH or size * 2 > most:
             break
         # At most by a factor of 8: small sizes reach a lower rate, so they overestimate the factor.
         size = min(most, size * min(8, max(2, round(1.5 * LONG_ENOUGH / took))))
-    times = repeated(call, seconds)
+    times = repeat(call, seconds)
     return Arithmetic(device, operation, precision, rate(amount, times, FLOPS))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..participants import Host
+from ..participants import ProbeHost
 
 PINGS = 30
 
@@ -19,7 +19,7 @@ PINGS = 30
 Offset = tuple[float, float]
 
 
-def offsets(hosts: Sequence[Host], rank: int, group: Any) -> dict[str, Offset]:
+def offsets(hosts: Sequence[ProbeHost], rank: int, group: Any) -> dict[str, Offset]:
     """Return each host's offset and uncertainty by name; empty except on the first host's leader.
 
     The leaders of the other hosts answer. ``group`` is the group of all leaders.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....comm.shared_group import SharedGroup
+from ....comm.shared_group import SharedMemoryGroup
 from ....cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ....record.hooks.collectives import RecordedGroup
 
@@ -89,7 +89,7 @@ def collectives(
 def backend_of(group: Any) -> str:
     """Return the name of the backend that transfers CPU tensors in a group."""
     inner = group.inner if isinstance(group, RecordedGroup) else group
-    return "paceline" if isinstance(inner, SharedGroup) else "gloo"
+    return "paceline" if isinstance(inner, SharedMemoryGroup) else "gloo"
 
 
 def _measured(

@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ....cluster.topology.local_resources import free_memory, memory_limits, spans
-from ....cluster.topology.pci_devices import Card, cards
-from ....cluster.topology.topology import text, topology
+from ....cluster.topology.local_resources import format_ranges, free_memory, memory_limits
+from ....cluster.topology.pci_devices import Card, pci_cards
+from ....cluster.topology.topology import read_text, topology
 from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
 from ....version import __version__
 
@@ -20,7 +20,7 @@ SHM = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
 
 
-def facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> HostFacts:
+def host_facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> HostFacts:
     """Return the facts of this host.
 
     Args:
@@ -36,7 +36,7 @@ def facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> Ho
     if not processor:
         missing["processor"] = "/proc/cpuinfo does not name it"
     gpus = _gpus()
-    networks = [_network(card) for card in cards() if card.kind != "gpu"]
+    networks = [_network(card) for card in pci_cards() if card.kind != "gpu"]
     return HostFacts(
         name=name,
         processor=processor,
@@ -45,7 +45,7 @@ def facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> Ho
         threads=len(known.cpus),
         numa_nodes=max(1, len(known.nodes)),
         ranks=ranks,
-        mask=spans(mask),
+        mask=format_ranges(mask),
         memory_bytes=_total_memory(),
         free_memory_bytes=free_memory(),
         free_disk_bytes=free_space(folder or TEMPORARY),
@@ -57,7 +57,7 @@ def facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) -> Ho
     )
 
 
-def more(folder: Path | None) -> dict[str, Any]:
+def extra_facts(folder: Path | None) -> dict[str, Any]:
     """Return facts that the machine file format has no field for; only the table shows them."""
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     return {
@@ -74,7 +74,7 @@ def boot_id() -> str:
 
     The boot ID is the same in all containers and namespaces of one running kernel.
     """
-    return text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
+    return read_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def free_space(folder: Path) -> int | None:
@@ -93,7 +93,7 @@ def _versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             pass
-    driver = re.search(r"Module +([\d.]+)", text(Path("/proc/driver/nvidia/version")))
+    driver = re.search(r"Module +([\d.]+)", read_text(Path("/proc/driver/nvidia/version")))
     if driver:
         found["driver"] = driver[1]
     return {**found, "kernel": platform.release()}
@@ -101,16 +101,16 @@ def _versions() -> dict[str, str]:
 
 def _processor() -> str:
     """Return the CPU's name from /proc/cpuinfo (x86, then POWER), else the board's name (Arm)."""
-    said = text(Path("/proc/cpuinfo"))
+    said = read_text(Path("/proc/cpuinfo"))
     for key in ("model name", "cpu"):
         found = re.search(rf"^{key}\s*:\s*(.+)$", said, re.MULTILINE)
         if found:
             return found[1].strip()
-    return text(Path("/proc/device-tree/model")).rstrip("\0")
+    return read_text(Path("/proc/device-tree/model")).rstrip("\0")
 
 
 def _total_memory() -> int | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", text(Path("/proc/meminfo")), re.MULTILINE)
+    found = re.search(r"^MemTotal:\s*(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -145,11 +145,11 @@ def _gpus() -> list[Gpu]:
             free, total = torch.cuda.mem_get_info(number)
             found.append(Gpu(torch.cuda.get_device_name(number), total, free))
         return found
-    return [Gpu(_model(card)) for card in cards() if card.kind == "gpu"]
+    return [Gpu(_model(card)) for card in pci_cards() if card.kind == "gpu"]
 
 
 def _model(card: Card) -> str:
-    said = text(Path("/proc/driver/nvidia/gpus") / card.name / "information")
+    said = read_text(Path("/proc/driver/nvidia/gpus") / card.name / "information")
     found = re.search(r"^Model:\s*(.+)$", said, re.MULTILINE)
     return found[1].strip() if found else f"GPU {card.name}"
 
@@ -159,7 +159,7 @@ def _network(card: Card) -> Network:
         port = next(iter(sorted(Path(f"/sys/class/infiniband/{card.name}/ports").glob("*"))), None)
         if port is None:
             return Network(card.name)
-        return Network(card.name, text(port / "link_layer"), text(port / "rate"))
-    speed = text(Path(f"/sys/class/net/{card.name}/speed"))
+        return Network(card.name, read_text(port / "link_layer"), read_text(port / "rate"))
+    speed = read_text(Path(f"/sys/class/net/{card.name}/speed"))
     known = speed.isdigit() and int(speed) > 0  # virtual interfaces report -1
     return Network(card.name, "Ethernet", f"{int(speed) / 1000:g} Gb/s" if known else "")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ....cost.machine.machine_file import BANDWIDTH, SECONDS, Figure, Pair
-from ..participants import Host
+from ..participants import ProbeHost
 
 EVERY_PAIR = 32  # maximum number of hosts of which every pair is measured
 SOME_ROUNDS = 12  # rounds with more hosts, in addition to neighbors
@@ -78,7 +78,7 @@ def apart(pairs: Iterable[Both], machine: Sequence[str]) -> list[list[Both]]:
     return [one for one, _ in found]
 
 
-def pairs(hosts: Sequence[Host], rank: int, group: Any, device: torch.device) -> list[Pair]:
+def pairs(hosts: Sequence[ProbeHost], rank: int, group: Any, device: torch.device) -> list[Pair]:
     """Measure all pairs of hosts; return those in which the calling leader's host is first.
 
     Args:
@@ -99,7 +99,9 @@ def pairs(hosts: Sequence[Host], rank: int, group: Any, device: torch.device) ->
     return found
 
 
-def _pair(first: Host, second: Host, begins: bool, group: Any, device: torch.device) -> Pair:
+def _pair(
+    first: ProbeHost, second: ProbeHost, begins: bool, group: Any, device: torch.device
+) -> Pair:
     """Measure one pair; its bandwidth is that of the slower direction."""
     link = _Link(second.leader if begins else first.leader, begins, group, device)
     try:

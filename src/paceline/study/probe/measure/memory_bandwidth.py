@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ....cluster.topology.local_resources import free_memory
-from ....cluster.topology.topology import text
+from ....cluster.topology.topology import read_text
 from ....cost.machine.machine_file import BANDWIDTH, Memory
-from .repeat import rate, repeated
+from .repeat import rate, repeat
 
 DOUBLE = 8
 UNKNOWN_CACHE = 64 << 20
@@ -54,7 +54,7 @@ def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 
             if device != "cpu":
                 torch.cuda.synchronize(device)
 
-        times = repeated(call, seconds)
+        times = repeat(call, seconds)
         if not bool((a == 7.0).all()):
             raise ValueError(f"{device}: the triad 1 + 3 x 2 is not 7 everywhere. HINT: its memory")
     finally:
@@ -68,9 +68,13 @@ def last_level_caches(cpus: Iterable[int], root: Path = Path("/")) -> int:
     for cpu in cpus:
         levels = {}
         for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
-            size, shared = text(folder / "size"), text(folder / "shared_cpu_list")
-            level = text(folder / "level")
-            if level.isdigit() and size[:-1].isdigit() and text(folder / "type") != "Instruction":
+            size, shared = read_text(folder / "size"), read_text(folder / "shared_cpu_list")
+            level = read_text(folder / "level")
+            if (
+                level.isdigit()
+                and size[:-1].isdigit()
+                and read_text(folder / "type") != "Instruction"
+            ):
                 levels[int(level)] = shared, int(size[:-1]) * SIZES.get(size[-1], 1)
         if levels:
             last = max(levels)

@@ -10,7 +10,7 @@ OWN_CACHE = ("gpfs", "zfs", "fuse", "pvfs2", "beegfs", "9p", "wekafs")
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def forget(file: int) -> None:
+def drop_from_cache(file: int) -> None:
     """Ask the kernel to drop a file's pages from the page cache; dirty pages stay.
 
     ``file`` is a file descriptor.
@@ -18,7 +18,7 @@ def forget(file: int) -> None:
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def resident(file: int) -> float | None:
+def resident_share(file: int) -> float | None:
     """Return the fraction of a file that is in the page cache; None if unknown."""
     size = os.fstat(file).st_size
     if not size:
@@ -44,7 +44,7 @@ def resident(file: int) -> float | None:
 _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
 
 
-def flush(folder: int) -> None:
+def flush_page(folder: int) -> None:
     """Write all dirty pages of a file system to disk.
 
     ``folder`` is a file descriptor of a folder or file on it.
@@ -53,7 +53,7 @@ def flush(folder: int) -> None:
         os.sync()
 
 
-def kind(folder: Path) -> str:
+def filesystem_type(folder: Path) -> str:
     """Return the type of a folder's file system as the kernel lists it; "" if unknown."""
     real, best, found = os.path.realpath(folder), "", ""
     try:

@@ -7,9 +7,7 @@ from typing import Any
 from ....cost.machine.machine_file import Figure
 
 
-def repeated(
-    call: Callable[[], Any], seconds: float, least: int = 5, most: int = 500
-) -> list[float]:
+def repeat(call: Callable[[], Any], seconds: float, least: int = 5, most: int = 500) -> list[float]:
     """Return the seconds of each repetition, without a first call that warms up.
 
     Args:

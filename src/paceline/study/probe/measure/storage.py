@@ -77,7 +77,7 @@ def _missing(folder: Path) -> str:
 
 
 def _measured(folder: Path, own: Path, free: int, seconds: float) -> Storage:
-    filesystem = page_cache.kind(folder)
+    filesystem = page_cache.filesystem_type(folder)
     written = _write(own, free // 10, seconds)
     write = Figure.of([one.size / one.seconds for one in written], BANDWIDTH)
     parts = [_forgotten(one.path) for one in written]
@@ -134,8 +134,8 @@ def _write(own: Path, room: int, seconds: float) -> list[Written]:
 
 def _forgotten(path: Path) -> float | None:
     with path.open("rb") as file:
-        page_cache.forget(file.fileno())
-        return page_cache.resident(file.fileno())
+        page_cache.drop_from_cache(file.fileno())
+        return page_cache.resident_share(file.fileno())
 
 
 def _read(files: list[Written], seconds: float) -> list[float]:
@@ -175,7 +175,7 @@ def _small(own: Path, seconds: float) -> tuple[Figure, Figure]:
     paths = [folder / str(number) for folder in folders for number in range(IN_FOLDER)]
     for path in paths:
         with path.open("rb") as file:
-            page_cache.forget(file.fileno())
+            page_cache.drop_from_cache(file.fileno())
     random.Random(0).shuffle(paths)
     times, end = [], time.perf_counter() + seconds / 2
     for first in range(0, len(paths), IN_FOLDER):
@@ -191,6 +191,6 @@ def _small(own: Path, seconds: float) -> tuple[Figure, Figure]:
 def _write_out(folder: Path) -> None:
     opened = os.open(folder, os.O_RDONLY)
     try:
-        page_cache.flush(opened)
+        page_cache.flush_page(opened)
     finally:
         os.close(opened)

@@ -4,14 +4,14 @@ Anyone on a network can connect to a listening socket, send nothing, and wait. A
 Paceline therefore accept connections through ``Acceptor``: one thread, non-blocking sockets, a
 deadline, and limits on the number of connections that are not authenticated yet.
 
-A greeting is a generator. It yields a ``Step``, which holds bytes to send and a number of bytes to
-read, and receives the bytes that were read; its return value is the result. It raises OSError or
-ValueError to refuse the connection::
+A handshake is a generator. It yields a ``HandshakeStep``, which holds bytes to send and a number of
+bytes to read, and receives the bytes that were read; its return value is the result. It raises
+OSError or ValueError to refuse the connection::
 
-    def greeting(address: str) -> Greeting[int]:
-        token, number = WORD.unpack((yield Step(read=WORD.size)))
+    def handshake(address: str) -> Handshake[int]:
+        token, number = REQUEST.unpack((yield HandshakeStep(read=REQUEST.size)))
         if not hmac.compare_digest(token, expected):
-            raise RefusedError("a wrong token")
+            raise HandshakeError("a wrong token")
         return number
 """
 
@@ -28,30 +28,30 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-GREETING_S = 1.0  # from accept until the greeting must be complete
-MAX_PENDING = 1024  # maximum number of connections with an incomplete greeting
+HANDSHAKE_TIMEOUT_S = 1.0  # from accept until the handshake must be complete
+MAX_PENDING = 1024  # maximum number of connections with an incomplete handshake
 MAX_PENDING_PER_ADDRESS = 256
-MAX_ACCEPTED_PER_TURN = 64  # then pending connections are served again
-MAX_STRANGER_ADDRESSES = 1024  # addresses that are counted separately
-SHOWN_ADDRESSES = 4
-RESUME_S = 0.1  # pause of accepting when the process has no descriptors left
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+MAX_ACCEPTED_PER_POLL = 64  # then pending connections are served again
+MAX_COUNTED_ADDRESSES = 1024  # addresses that are counted separately
+MAX_SHOWN_ADDRESSES = 4
+ACCEPT_PAUSE_S = 0.1  # pause of accepting when the process has no descriptors left
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class RefusedError(OSError):
-    """The other side fails the greeting."""
+class HandshakeError(OSError):
+    """The other side fails the handshake."""
 
 
 # Errors on the connecting side if its connection was accepted and then closed.
-DROPPED = (RefusedError, ConnectionResetError, BrokenPipeError)
+DROPPED_CONNECTION_ERRORS = (HandshakeError, ConnectionResetError, BrokenPipeError)
 
 
-class NoAnswerError(RefusedError, TimeoutError):
-    """The other side did not complete the greeting in time."""
+class HandshakeTimeoutError(HandshakeError, TimeoutError):
+    """The other side did not complete the handshake in time."""
 
 
-class Step(NamedTuple):
-    """Next step of a greeting.
+class HandshakeStep(NamedTuple):
+    """Next step of a handshake.
 
     Attributes:
         send: Bytes to send first; few enough to fit into an empty socket buffer.
@@ -64,19 +64,19 @@ class Step(NamedTuple):
     line: bool = False
 
 
-Greeting = Generator[Step, bytes, T]
+Handshake = Generator[HandshakeStep, bytes, T]
 
 
-class Conversation(Generic[T]):
-    """One greeting on one non-blocking socket.
+class HandshakeRun(Generic[T]):
+    """One handshake on one non-blocking socket.
 
     Attributes:
-        result: Return value of the greeting, available after ``proceed`` has returned True.
+        result: Return value of the handshake, available after ``proceed`` has returned True.
     """
 
-    def __init__(self, connection: socket.socket, greeting: Greeting[T]) -> None:
-        self.connection, self._greeting = connection, greeting
-        self._step: Step | None = None
+    def __init__(self, connection: socket.socket, handshake: Handshake[T]) -> None:
+        self.connection, self._handshake = connection, handshake
+        self._step: HandshakeStep | None = None
         self._data = bytearray()
         self.result: T
 
@@ -84,29 +84,29 @@ class Conversation(Generic[T]):
         """Send and read as far as possible without waiting.
 
         Returns:
-            Whether the greeting is complete. No bytes after the greeting have been read.
+            Whether the handshake is complete. No bytes after the handshake have been read.
 
         Raises:
             OSError, ValueError: The other side is refused, has disconnected, or does not read.
         """
         try:
             if self._step is None:
-                self._begin(next(self._greeting))
+                self._begin(next(self._handshake))
             while self._step is not None and self._receive(self._step):
                 data = bytes(self._data)
                 self._data.clear()
-                self._begin(self._greeting.send(data))
+                self._begin(self._handshake.send(data))
         except StopIteration as end:
             self.result = end.value
             return True
         return False
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: HandshakeStep) -> None:
         self._step = step
         if step.send and self.connection.send(step.send) < len(step.send):
-            raise RefusedError("the other side does not read the greeting")
+            raise HandshakeError("the other side does not read the greeting")
 
-    def _receive(self, step: Step) -> bool:
+    def _receive(self, step: HandshakeStep) -> bool:
         """Read the available bytes, and return whether the step is complete."""
         while (left := step.read - len(self._data)) > 0:
             try:
@@ -114,12 +114,12 @@ class Conversation(Generic[T]):
             except (BlockingIOError, InterruptedError):
                 return False
             if not more:
-                raise RefusedError("the connection was closed during the greeting")
+                raise HandshakeError("the connection was closed during the greeting")
             self._data += more
             if step.line and more.endswith(b"\n"):
                 return True
         if step.line:
-            raise RefusedError(f"a line of more than {step.read} bytes")
+            raise HandshakeError(f"a line of more than {step.read} bytes")
         return True
 
     def _recv_line(self, most: int) -> bytes:
@@ -127,27 +127,29 @@ class Conversation(Generic[T]):
         return self.connection.recv(seen.find(b"\n") + 1 or len(seen) or 1)
 
 
-def converse(connection: socket.socket, greeting: Greeting[T], seconds: float) -> T:
-    """Run a greeting on a connected socket until it is complete; makes the socket non-blocking.
+def run_handshake(connection: socket.socket, handshake: Handshake[T], seconds: float) -> T:
+    """Run a handshake on a connected socket until it is complete; makes the socket non-blocking.
 
     Raises:
-        NoAnswerError: The greeting was not complete within ``seconds``.
+        HandshakeTimeoutError: The handshake was not complete within ``seconds``.
         OSError, ValueError: Same as for ``Conversation.proceed``.
     """
     deadline = time.monotonic() + seconds
     connection.setblocking(False)
-    conversation = Conversation(connection, greeting)
+    run = HandshakeRun(connection, handshake)
     poll = select.poll()  # select does not support descriptors above 1023
     poll.register(connection, select.POLLIN)
-    while not conversation.proceed():
+    while not run.proceed():
         left = deadline - time.monotonic()
         if left <= 0 or not poll.poll(left * 1000):
-            raise NoAnswerError(errno.ETIMEDOUT, f"no answer to the greeting in {seconds:.0f} s")
-    return conversation.result
+            raise HandshakeTimeoutError(
+                errno.ETIMEDOUT, f"no answer to the greeting in {seconds:.0f} s"
+            )
+    return run.result
 
 
-class Strangers:
-    """Number of connections with an incomplete greeting, by address."""
+class RejectedConnections:
+    """Number of rejected connections by address: failed, timed out, or closed to make room."""
 
     def __init__(self) -> None:
         self.by_address: Counter[str] = Counter()
@@ -155,7 +157,7 @@ class Strangers:
 
     def add(self, address: str) -> None:
         """Count one connection."""
-        if address in self.by_address or len(self.by_address) < MAX_STRANGER_ADDRESSES:
+        if address in self.by_address or len(self.by_address) < MAX_COUNTED_ADDRESSES:
             self.by_address[address] += 1
         else:
             self.elsewhere += 1
@@ -167,60 +169,62 @@ class Strangers:
 
     def __str__(self) -> str:
         """Return the addresses with the most connections: ``10.0.0.5 (200), 10.0.0.6 (12)``."""
-        shown = self.by_address.most_common(SHOWN_ADDRESSES)
+        shown = self.by_address.most_common(MAX_SHOWN_ADDRESSES)
         words = [f"{address} ({count})" for address, count in shown]
         rest = self.total - sum(count for _, count in shown)
         return ", ".join([*words, f"other addresses ({rest})"] if rest else words)
 
 
-def _descriptors_for_visitors() -> int:
+def _max_pending_descriptors() -> int:
     """Return the maximum number of this process's descriptors for pending connections."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_PENDING if limit == resource.RLIM_INFINITY else max(1, limit // 4)
 
 
 @dataclass
-class _Visitor(Generic[T]):
-    conversation: Conversation[T]
+class _PendingConnection(Generic[T]):
+    run: HandshakeRun[T]
     address: str
     deadline: float
 
 
 class Acceptor(Generic[T]):
-    """Accept connections on listening sockets and return those that complete a greeting.
+    """Accept connections on listening sockets and return those that complete a handshake.
 
-    Connections that do not complete a correct greeting within ``seconds`` are closed and counted as
-    strangers. If too many connections are pending, in total or from one address, the oldest of them
-    is closed. Not thread-safe; ``fileno`` is readable when ``wait(0)`` has work to do.
+    Connections that do not complete a correct handshake within ``seconds`` are closed and counted
+    as rejected. If too many connections are pending, in total or from one address, the oldest of
+    them is closed. Not thread-safe; ``fileno`` is readable when ``wait(0)`` has work to do.
 
     Args:
         listening: Listening sockets; ``close`` closes them.
-        greeting: Called with the peer's address for each connection; returns the generator.
-        seconds: Time from accept until the greeting must be complete.
-        max_pending: Maximum number of connections with an incomplete greeting; at most a quarter
+        handshake: Called with the peer's address for each connection; returns the generator.
+        seconds: Time from accept until the handshake must be complete.
+        max_pending: Maximum number of connections with an incomplete handshake; at most a quarter
             of the descriptors that the process may have.
         max_per_address: Maximum number of such connections from one address.
 
     Attributes:
         strangers: Connections that the acceptor closed, by address.
-        pending: Number of connections with an incomplete greeting.
+        pending: Number of connections with an incomplete handshake.
     """
 
     def __init__(
         self,
         listening: Sequence[socket.socket],
-        greeting: Callable[[str], Greeting[T]],
+        handshake: Callable[[str], Handshake[T]],
         *,
-        seconds: float = GREETING_S,
+        seconds: float = HANDSHAKE_TIMEOUT_S,
         max_pending: int = MAX_PENDING,
         max_per_address: int = MAX_PENDING_PER_ADDRESS,
     ) -> None:
-        self._greeting, self._seconds = greeting, seconds
-        room = _descriptors_for_visitors()
+        self._handshake, self._seconds = handshake, seconds
+        room = _max_pending_descriptors()
         self._max_pending = min(max_pending, room)
         self._max_per_address = min(max_per_address, max(1, room // 2))
-        self.strangers = Strangers()
-        self._visitors: OrderedDict[int, _Visitor[T]] = OrderedDict()  # in the order of accept
+        self.strangers = RejectedConnections()
+        self._visitors: OrderedDict[int, _PendingConnection[T]] = (
+            OrderedDict()
+        )  # in the order of accept
         self._of_address: dict[str, OrderedDict[int, None]] = {}
         self._admitted: list[tuple[socket.socket, T]] = []
         self._resume_at: float | None = None
@@ -245,10 +249,10 @@ class Acceptor(Generic[T]):
         return len(self._visitors)
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, T]]:
-        """Serve connections until one has completed its greeting, or ``seconds`` have passed.
+        """Serve connections until one has completed its handshake, or ``seconds`` have passed.
 
         Returns:
-            Connections (non-blocking) with the results of their greetings.
+            Connections (non-blocking) with the results of their handshakes.
 
         Raises:
             OSError: No listening socket is open any more.
@@ -272,7 +276,7 @@ class Acceptor(Generic[T]):
         for listening in self._listening.values():
             listening.close()
         for visitor in self._visitors.values():
-            visitor.conversation.connection.close()
+            visitor.run.connection.close()
         for connection, _ in self._admitted:
             connection.close()
         self._listening.clear()
@@ -296,22 +300,22 @@ class Acceptor(Generic[T]):
                 self._accept(fd)
 
     def _accept(self, fd: int) -> None:
-        for _ in range(MAX_ACCEPTED_PER_TURN):
+        for _ in range(MAX_ACCEPTED_PER_POLL):
             try:
                 connection, peer = self._listening[fd].accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in _NO_ROOM:
+                if error.errno in _OUT_OF_RESOURCES:
                     self._make_room()
                     return
                 if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                     self._forget(fd)
                     return
                 continue  # affects only that connection: it was reset before it was accepted
-            self._greet(connection, str(peer[0]) if peer else "")
+            self._add_pending(connection, str(peer[0]) if peer else "")
 
-    def _greet(self, connection: socket.socket, address: str) -> None:
+    def _add_pending(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
         fd = connection.fileno()
         same = self._of_address.setdefault(address, OrderedDict())
@@ -319,32 +323,32 @@ class Acceptor(Generic[T]):
             self._drop(next(iter(same)))
         elif len(self._visitors) >= self._max_pending:
             self._drop(next(iter(self._visitors)))
-        conversation = Conversation(connection, self._greeting(address))
+        run = HandshakeRun(connection, self._handshake(address))
         deadline = time.monotonic() + self._seconds
-        self._visitors[fd] = _Visitor(conversation, address, deadline)
+        self._visitors[fd] = _PendingConnection(run, address, deadline)
         self._of_address.setdefault(address, OrderedDict())[fd] = None
         if self._proceed(fd):
             self._epoll.register(fd, select.EPOLLIN)
 
     def _proceed(self, fd: int) -> bool:
-        """Continue a greeting, and return whether it is still pending."""
-        conversation = self._visitors[fd].conversation
+        """Continue a handshake, and return whether it is still pending."""
+        run = self._visitors[fd].run
         try:
-            if not conversation.proceed():
+            if not run.proceed():
                 return True
         except (OSError, ValueError):
             self._drop(fd)
             return False
         self._remove(fd)
-        self._admitted.append((conversation.connection, conversation.result))
+        self._admitted.append((run.connection, run.result))
         return False
 
     def _drop(self, fd: int) -> None:
         visitor = self._remove(fd)
         self.strangers.add(visitor.address)
-        visitor.conversation.connection.close()
+        visitor.run.connection.close()
 
-    def _remove(self, fd: int) -> _Visitor[T]:
+    def _remove(self, fd: int) -> _PendingConnection[T]:
         # Closing is not enough: a process that is being forked holds the same open file.
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
@@ -364,7 +368,7 @@ class Acceptor(Generic[T]):
             self._drop(next(iter(self._visitors)))
         else:
             self._listen_for(0)
-            self._resume_at = time.monotonic() + RESUME_S
+            self._resume_at = time.monotonic() + ACCEPT_PAUSE_S
 
     def _listen_for(self, events: int) -> None:
         for fd in self._listening:

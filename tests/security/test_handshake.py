@@ -11,14 +11,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from paceline.security import greeting
-from paceline.security.greeting import (
+from paceline.security import handshake
+from paceline.security.handshake import (
     Acceptor,
-    NoAnswerError,
-    RefusedError,
-    Step,
-    Strangers,
-    converse,
+    HandshakeError,
+    HandshakeStep,
+    HandshakeTimeoutError,
+    RejectedConnections,
+    run_handshake,
 )
 
 
@@ -48,15 +48,15 @@ def door(closing):
 
 
 def word(address):
-    said = yield Step(send=b"who?", read=4)
+    said = yield HandshakeStep(send=b"who?", read=4)
     if said != b"open":
-        raise RefusedError("the wrong word")
-    yield Step(send=b"welcome")
+        raise HandshakeError("the wrong word")
+    yield HandshakeStep(send=b"welcome")
     return f"{said.decode()} from {address}"
 
 
 def line(address):
-    return (yield Step(read=10, line=True))
+    return (yield HandshakeStep(read=10, line=True))
 
 
 def closed(visitor, seconds=5.0):
@@ -109,7 +109,7 @@ def test_thousand_silent_connections_do_not_block_or_start_threads(door):
     ((connection, _),) = acceptor.wait(5.0)
     assert time.monotonic() - begun < 1.0
     assert threading.active_count() == threads
-    assert acceptor.pending <= greeting.MAX_PENDING_PER_ADDRESS
+    assert acceptor.pending <= handshake.MAX_PENDING_PER_ADDRESS
     connection.close()
 
 
@@ -161,7 +161,7 @@ def in_turn(acceptor, visitor):
 
 def test_unparsable_greeting_is_rejected(door):
     def number(address):
-        return int((yield Step(read=3)))
+        return int((yield HandshakeStep(read=3)))
 
     acceptor, knock = door(number)
     assert closed(in_turn(acceptor, knock(say=b"1x2"))) == b""
@@ -183,9 +183,9 @@ def test_shut_down_listening_socket_raises(closing):
 
 WITHOUT_DESCRIPTORS = """
 import resource, socket, time
-from paceline.security.greeting import Acceptor, Step
+from paceline.security.handshake import Acceptor, HandshakeStep
 def word(address):
-    return (yield Step(read=4))
+    return (yield HandshakeStep(read=4))
 listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
 acceptor = Acceptor([listening], word, seconds=60.0)
 resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
@@ -244,8 +244,8 @@ def test_no_busy_wait_when_descriptors_run_out(door, monkeypatch):
 
 
 def test_rejected_addresses_are_counted_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(greeting, "MAX_STRANGER_ADDRESSES", 6)
-    strangers = Strangers()
+    monkeypatch.setattr(handshake, "MAX_COUNTED_ADDRESSES", 6)
+    strangers = RejectedConnections()
     for number in range(10):
         for _ in range(10 - number):
             strangers.add(f"10.0.0.{number}")
@@ -260,15 +260,15 @@ def test_greeting_between_two_threads():
     ours, theirs = socket.socketpair()
 
     def visitor():
-        said = yield Step(read=4)
-        yield Step(send=b"open", read=7)
+        said = yield HandshakeStep(read=4)
+        yield HandshakeStep(send=b"open", read=7)
         return said
 
     with ours, theirs:
         found = []
-        host = threading.Thread(target=lambda: found.append(converse(ours, word("x"), 5.0)))
+        host = threading.Thread(target=lambda: found.append(run_handshake(ours, word("x"), 5.0)))
         host.start()
-        assert converse(theirs, visitor(), 5.0) == b"who?"
+        assert run_handshake(theirs, visitor(), 5.0) == b"who?"
         host.join(5.0)
         assert found == ["open from x"]
 
@@ -279,16 +279,16 @@ def test_greeting_with_silent_or_slow_peer_times_out():
     with ours, theirs:
         drip = threading.Timer(0.15, theirs.send, [b"o"])
         drip.start()
-        with pytest.raises(NoAnswerError, match="no answer to the greeting in 0 s"):
-            converse(ours, word("x"), 0.3)
+        with pytest.raises(HandshakeTimeoutError, match="no answer to the greeting in 0 s"):
+            run_handshake(ours, word("x"), 0.3)
         assert 0.25 < time.monotonic() - begun < 2.0
         drip.join()
 
 
 def test_peer_that_does_not_read_is_rejected():
     def much():
-        yield Step(send=bytes(10_000_000))
+        yield HandshakeStep(send=bytes(10_000_000))
 
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(RefusedError, match="does not read"):
-        converse(ours, much(), 5.0)
+    with ours, theirs, pytest.raises(HandshakeError, match="does not read"):
+        run_handshake(ours, much(), 5.0)

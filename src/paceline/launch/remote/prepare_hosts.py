@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ... import __version__
-from ...cluster.topology.local_resources import devices, numa_domains
+from ...cluster.topology.local_resources import gpu_count, numa_domain_count
 from ..job import Job, variables
 from ..records import job_folder
 from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
@@ -39,8 +39,8 @@ def describe_host() -> dict[str, Any]:
     return {
         "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "versions": software_versions(),
-        "devices": devices(),
-        "numa": numa_domains(),
+        "devices": gpu_count(),
+        "numa": numa_domain_count(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Both sides of each greeting, with arbitrary bytes.
+"""Both sides of each handshake, with arbitrary bytes.
 
 Greetings are between the launcher and its agents, between ranks that meet, between peers on other
 nodes, and with nodes that request shards.
@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.comm.hosts import connect
-from paceline.comm.rendezvous import RendezvousSpec, _Rank0Server, request_greeting, store_greeting
+from paceline.comm.rendezvous import (
+    RendezvousSpec,
+    _Rank0Server,
+    request_handshake,
+    store_handshake,
+)
 from paceline.data.staging import shard_server
 from paceline.launch import channel
-from paceline.security.greeting import Conversation, Greeting
+from paceline.security.handshake import Handshake, HandshakeRun
 
 SECRET, NONCE, TOKEN = "s" * 64, bytes(range(32)), "0123456789abcdef" * 2
 WHEN = RendezvousSpec(1, 4, ["host1"], "key", False)
@@ -34,14 +39,14 @@ def _with_token(kind: Any) -> Any:
     return made
 
 
-GREETINGS: list[Callable[[], Greeting[Any]]] = [
-    lambda: channel.host_greeting(SECRET),
-    lambda: channel.visitor_greeting(SECRET, "host1 port 1"),
-    _Rank0Server(WHEN, 1.0).greeting,
-    lambda: request_greeting(WHEN),
-    store_greeting,
-    _with_token(shard_server.ShardServer).greeting,
-    _with_token(connect.PeerListener)._greeting,
+HANDSHAKES: list[Callable[[], Handshake[Any]]] = [
+    lambda: channel.host_handshake(SECRET),
+    lambda: channel.visitor_handshake(SECRET, "host1 port 1"),
+    _Rank0Server(WHEN, 1.0).handshake,
+    lambda: request_handshake(WHEN),
+    store_handshake,
+    _with_token(shard_server.ShardServer).handshake,
+    _with_token(connect.PeerListener)._handshake,
     lambda: connect.introduction(TOKEN, 3),
 ]
 
@@ -88,8 +93,8 @@ def seeds() -> Iterator[bytes]:
 def run(data: bytes) -> None:
     if len(data) < 2:
         return
-    greeting = GREETINGS[data[0] % len(GREETINGS)]
+    handshake = HANDSHAKES[data[0] % len(HANDSHAKES)]
     peer = Peer(data[2:], PIECES[data[1] % len(PIECES)])
-    conversation: Conversation[Any] = Conversation(peer, greeting())  # type: ignore[arg-type]
-    while not conversation.proceed():
+    run: HandshakeRun[Any] = HandshakeRun(peer, handshake())  # type: ignore[arg-type]
+    while not run.proceed():
         pass
