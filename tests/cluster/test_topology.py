@@ -227,7 +227,7 @@ import os
 open("{group}/cgroup.procs", "w").write(str(os.getpid()))
 from pathlib import Path
 from paceline.cluster.topology.pci_devices import pci_cards
-print(*(card.name for card in cards(Path("{root}")) if card.kind == "gpu"))
+print(*(card.name for card in pci_cards(Path("{root}")) if card.kind == "gpu"))
 """
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (said.stdout, said.stderr) == ("0000:0f:00.0 0000:47:00.0\n", "")

@@ -1,6 +1,6 @@
 """Both sides of each handshake, with arbitrary bytes.
 
-Greetings are between the launcher and its agents, between ranks that meet, between peers on other
+Handshakes are between the launcher and its agents, between ranks that meet, between peers on other
 nodes, and with nodes that request shards.
 """
 
