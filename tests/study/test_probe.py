@@ -238,7 +238,7 @@ def test_silent_host_is_reported_and_others_continue():
     store, ends = HashStore(), {}
 
     def one(rank):
-        crew = Participants(store, rank, 3, about(str(rank), f"host{rank}", f"m{rank}"))
+        participants = Participants(store, rank, 3, about(str(rank), f"host{rank}", f"m{rank}"))
 
         def work():
             if rank == 1:
@@ -248,9 +248,14 @@ def test_silent_host_is_reported_and_others_continue():
             return rank
 
         try:
-            said = crew.step("work", work, 0.3)
-            again = crew.step("again", lambda: rank, 5.0)
-            ends[rank] = said, again, crew.silent, [host.name for host in crew.hosts]
+            said = participants.measure("work", work, 0.3)
+            again = participants.measure("again", lambda: rank, 5.0)
+            ends[rank] = (
+                said,
+                again,
+                participants.unresponsive,
+                [host.name for host in participants.hosts],
+            )
         except HostDropped:
             ends[rank] = "dropped"
 
@@ -260,8 +265,8 @@ def test_silent_host_is_reported_and_others_continue():
     for thread in threads:
         thread.join(20)
     said, again, silent, left = ends[0]
-    assert (said.found, said.failed) == ({"host0": 0}, {"host2": "OSError: the card is broken"})
-    assert again.found == {"host0": 0, "host2": 2}
+    assert (said.values, said.errors) == ({"host0": 0}, {"host2": "OSError: the card is broken"})
+    assert again.values == {"host0": 0, "host2": 2}
     assert silent == {"host1": "no answer within 0 s: work"}
     assert left == ends[2][3] == ["host0", "host2"]
     assert ends[1] == "dropped"

@@ -16,7 +16,7 @@ TIMEOUT = 30.0  # seconds after which a collective fails
 
 
 class Groups:
-    """The measurements of links, to be passed to ``Participants.step``.
+    """The measurements of links, to be passed to ``Participants.measure``.
 
     They return lists of cost.machine's dataclasses as plain values.
 
@@ -25,38 +25,46 @@ class Groups:
     rank already has, and all members must derive the same name.
     """
 
-    def __init__(self, crew: Participants, seconds: float, quick: bool) -> None:
-        self.crew, self.seconds, self.sizes = crew, seconds, QUICK if quick else SIZES
+    def __init__(self, participants: Participants, seconds: float, quick: bool) -> None:
+        self.participants, self.seconds, self.sizes = (
+            participants,
+            seconds,
+            QUICK if quick else SIZES,
+        )
         self._made: dict[tuple[int, ...], Members] = {}
 
     def in_host(self) -> Any:
         """Measure the collectives in this host; with one rank, only create the group."""
-        return self._collectives("in host", self.crew.host.ranks, (self.crew.host.name,))
+        return self._collectives(
+            "in host", self.participants.host.ranks, (self.participants.host.name,)
+        )
 
     def between(self) -> Any:
-        return self._collectives("between hosts", tuple(self.crew.leaders), self._names())
+        return self._collectives("between hosts", tuple(self.participants.leaders), self._names())
 
     def all_ranks(self) -> Any:
-        ranks = tuple(rank for host in self.crew.hosts for rank in host.ranks)
+        ranks = tuple(rank for host in self.participants.hosts for rank in host.ranks)
         return self._collectives("all", ranks, self._names())
 
     def pairs(self) -> Any:
-        members = self._members(tuple(self.crew.leaders))
-        return to_tree(pairs(self.crew.hosts, self.crew.rank, members.group, members.device))
+        members = self._members(tuple(self.participants.leaders))
+        return to_tree(
+            pairs(self.participants.hosts, self.participants.rank, members.group, members.device)
+        )
 
     def offsets(self) -> Any:
-        members = self._members(tuple(self.crew.leaders))
-        return offsets(self.crew.hosts, self.crew.rank, members.group)
+        members = self._members(tuple(self.participants.leaders))
+        return offsets(self.participants.hosts, self.participants.rank, members.group)
 
     def _names(self) -> tuple[str, ...]:
-        return tuple(host.name for host in self.crew.hosts)
+        return tuple(host.name for host in self.participants.hosts)
 
     def _collectives(self, name: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> Any:
         members = self._members(ranks)
         if len(ranks) == 1:
             return []
         found = collectives(members, name, hosts, self.seconds, self.sizes)
-        return to_tree(found) if self.crew.rank == ranks[0] else []
+        return to_tree(found) if self.participants.rank == ranks[0] else []
 
     def _members(self, ranks: tuple[int, ...]) -> Members:
         """Return the group. Only its members create it: other hosts may no longer answer."""
@@ -66,7 +74,7 @@ class Groups:
                 timeout=datetime.timedelta(seconds=TIMEOUT),
                 use_local_synchronization=True,
             )
-            gpus = all(host.gpus for host in self.crew.hosts)
+            gpus = all(host.gpus for host in self.participants.hosts)
             device = torch.device("cuda", torch.cuda.current_device()) if gpus else "cpu"
             self._made[ranks] = Members(group, len(ranks), torch.device(device))
         return self._made[ranks]

@@ -1,4 +1,4 @@
-"""Coordination of the ranks of a check in steps.
+"""Run the measurements of ``paceline check`` on all ranks, one after another.
 
 Rank 0 waits for every host, and continues without hosts that do not answer in time. Results pass
 through the job's store, so that a hanging host does not block the others.
@@ -45,15 +45,15 @@ class ProbeHost:
 
 @dataclass(frozen=True)
 class MeasurementResults:
-    """Results of the hosts' leaders in one step, by host name.
+    """Results of one measurement, by host name.
 
     Attributes:
-        found: Return value of the measurement.
-        failed: Error message of hosts on which the measurement failed.
+        values: Return value of the leader's measurement.
+        errors: Error message of hosts on which the measurement failed.
     """
 
-    found: dict[str, Any]
-    failed: dict[str, str]
+    values: dict[str, Any]
+    errors: dict[str, str]
 
 
 class HostDropped(Exception):  # noqa: N818 - nothing went wrong in this rank
@@ -66,7 +66,7 @@ class Participants:
     Attributes:
         hosts: Hosts that still take part; the same on all ranks.
         host: The host of this rank.
-        silent: Hosts that did not answer, with the reason; filled on rank 0 only.
+        unresponsive: Hosts that did not answer, with the reason; filled on rank 0 only.
     """
 
     def __init__(self, store: Any, rank: int, size: int, about: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Participants:
                 and "gpu".
         """
         self.store, self.rank = store, rank
-        self.silent: dict[str, str] = {}
+        self.unresponsive: dict[str, str] = {}
         store.set(f"who/{rank}", json.dumps(about))
         if rank == 0:
             keys = [f"who/{other}" for other in range(size)]
@@ -95,21 +95,22 @@ class Participants:
     def leaders(self) -> list[int]:
         return [host.leader for host in self.hosts]
 
-    def step(
+    def measure(
         self,
         name: str,
-        work: Callable[[], Any],
+        measurement: Callable[[], Any],
         seconds: float,
-        who: Iterable[int] | None = None,
-        in_turns: bool = True,
+        ranks: Iterable[int] | None = None,
+        *,
+        one_host_at_a_time: bool = True,
     ) -> MeasurementResults:
         """Run one measurement and wait on all ranks until it has ended.
 
         Args:
-            work: The measurement; its return value must be serializable as JSON.
-            seconds: How long rank 0 waits for each turn.
-            who: Ranks that measure; None means the hosts' leaders.
-            in_turns: Whether hosts of one machine measure one after another.
+            measurement: Its return value must be serializable as JSON.
+            seconds: Seconds that rank 0 waits for each turn.
+            ranks: Ranks that measure; None means the hosts' leaders.
+            one_host_at_a_time: Whether hosts of one machine measure one after another.
 
         Returns:
             The results of the leaders on rank 0; an empty ``MeasurementResults`` on other ranks.
@@ -117,18 +118,18 @@ class Participants:
         Raises:
             HostDropped: This host did not answer in time.
         """
-        members = set(self.leaders if who is None else who)
-        turns = sorted({host.turn for host in self.hosts}) if in_turns else [None]
+        members = set(self.leaders if ranks is None else ranks)
+        turns = sorted({host.turn for host in self.hosts}) if one_host_at_a_time else [None]
         found: dict[str, Any] = {}
         failed: dict[str, str] = {}
         for turn in turns:
             mine = turn is None or self.host.turn == turn
             if self.rank in members and mine:
-                self.store.set(f"{name}/{self.rank}", json.dumps(_done(work)))
+                self.store.set(f"{name}/{self.rank}", json.dumps(_run(measurement)))
             if self.rank == 0:
                 now = [host for host in self.hosts if turn is None or host.turn == turn]
                 self._collect(name, now, members, seconds, found, failed)
-                self.store.set(f"{name}/turn {turn}", json.dumps(list(self.silent)))
+                self.store.set(f"{name}/turn {turn}", json.dumps(list(self.unresponsive)))
             gone = self._get(f"{name}/turn {turn}", seconds + EXTRA_TIMEOUT_S)
             if self.host.name in gone:
                 raise HostDropped
@@ -154,7 +155,7 @@ class Participants:
                     POLL_INTERVAL_S
                 )  # polled, because store.wait prints warnings when it times out
             if not self.store.check(keys):
-                self.silent[host.name] = f"no answer within {seconds:.0f} s: {name}"
+                self.unresponsive[host.name] = f"no answer within {seconds:.0f} s: {name}"
                 continue
             said = [json.loads(self.store.get(key)) for key in keys]
             mistakes = [one["failed"] for one in said if "failed" in one]
@@ -168,10 +169,10 @@ class Participants:
         return json.loads(self.store.get(key))
 
 
-def _done(work: Callable[[], Any]) -> dict[str, Any]:
+def _run(measurement: Callable[[], Any]) -> dict[str, Any]:
     """Run a measurement; an exception is returned as text, so that the check continues."""
     try:
-        return {"found": work()}
+        return {"found": measurement()}
     except ValueError as error:
         return {"failed": str(error)}
     except Exception as error:

@@ -52,11 +52,13 @@ def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | 
     join_process_group(who, Recorder(who.rank, who.size, enabled=False), JOIN_SECONDS)
     # The job's store; a process that is not part of a job creates one in memory.
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else HashStore()
-    crew = Participants(PrefixStore("paceline/check", store), who.rank, who.size, _about(who))
-    measures = Measures(crew, folder, seconds / USUAL, quick)
+    participants = Participants(
+        PrefixStore("paceline/check", store), who.rank, who.size, _about(who)
+    )
+    measures = Measures(participants, folder, seconds / USUAL, quick)
     measures.of_hosts()
     measures.of_links()
-    return measures.summary.as_json(crew.silent) if who.rank == 0 else None
+    return measures.summary.as_json(participants.unresponsive) if who.rank == 0 else None
 
 
 def _about(who: RankIdentity) -> dict[str, Any]:
@@ -76,14 +78,16 @@ def _about(who: RankIdentity) -> dict[str, Any]:
 class Measures:
     """The steps of a check. Rank 0 collects their results in ``summary``."""
 
-    def __init__(self, crew: Participants, folder: Path | None, scale: float, quick: bool) -> None:
-        self.crew, self.folder, self.scale, self.quick = crew, folder, scale, quick
-        self.summary = Summary(crew.hosts, folder)
-        self.groups = Groups(crew, 0.6 * scale, quick)
+    def __init__(
+        self, participants: Participants, folder: Path | None, scale: float, quick: bool
+    ) -> None:
+        self.participants, self.folder, self.scale, self.quick = participants, folder, scale, quick
+        self.summary = Summary(participants.hosts, folder)
+        self.groups = Groups(participants, 0.6 * scale, quick)
 
     def of_hosts(self) -> None:
         """Run the measurements that each host's leader makes while its other ranks wait."""
-        crew, host, scale = self.crew, self.crew.host, self.scale
+        participants, host, scale = self.participants, self.participants.host, self.scale
         threads = max(1, len(topology().cores(host.cpus)))
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
@@ -114,45 +118,55 @@ class Measures:
                 return [to_tree(storage(self.folder, 1.5 * scale))]
 
         self._say("facts")
-        self.summary.facts(crew.step("facts", own_facts, PATIENCE, in_turns=False))
+        self.summary.facts(
+            participants.measure("facts", own_facts, PATIENCE, one_host_at_a_time=False)
+        )
         self._say("import torch")
-        self.summary.imports(crew.step("import torch", imports, 3 * PATIENCE))
+        self.summary.imports(participants.measure("import torch", imports, 3 * PATIENCE))
         self._say("arithmetic")
         patience = PATIENCE + 20 * scale
-        self.summary.part("arithmetic", crew.step("arithmetic", computing, patience))
+        self.summary.part("arithmetic", participants.measure("arithmetic", computing, patience))
         self._say("memory")
-        self.summary.part("memory", crew.step("memory", memory, patience))
+        self.summary.part("memory", participants.measure("memory", memory, patience))
         if self.folder is not None:
             self._say(f"storage of {self.folder}")
-            self.summary.part("storage", crew.step("storage", folders, patience))
+            self.summary.part("storage", participants.measure("storage", folders, patience))
 
     def of_links(self) -> None:
         """Run the measurements between ranks: in each host, between hosts, and of all ranks."""
-        crew, groups = self.crew, self.groups
+        participants, groups = self.participants, self.groups
         patience = PATIENCE + 60 * self.scale
-        everyone = [rank for host in crew.hosts for rank in host.ranks]
-        if len(crew.hosts) < len(everyone):
+        everyone = [rank for host in participants.hosts for rank in host.ranks]
+        if len(participants.hosts) < len(everyone):
             self._say("collectives in each host")
-            said = crew.step("collectives in host", groups.in_host, patience, everyone)
+            said = participants.measure("collectives in host", groups.in_host, patience, everyone)
             self.summary.collectives("collectives in host", said)
-        everyone = [rank for host in crew.hosts for rank in host.ranks]
-        if 1 < len(crew.hosts) < len(everyone):
+        everyone = [rank for host in participants.hosts for rank in host.ranks]
+        if 1 < len(participants.hosts) < len(everyone):
             self._say("collectives of all ranks")
-            said = crew.step("collectives of all", groups.all_ranks, patience, everyone, False)
+            said = participants.measure(
+                "collectives of all", groups.all_ranks, patience, everyone, one_host_at_a_time=False
+            )
             self.summary.collectives("collectives of all", said)
-        if len(crew.hosts) > 1:
+        if len(participants.hosts) > 1:
             self._say("clocks")
-            said = crew.step("clocks", groups.offsets, patience, in_turns=False)
+            said = participants.measure(
+                "clocks", groups.offsets, patience, one_host_at_a_time=False
+            )
             self.summary.offsets(said)
             self._say("links between hosts")
-            said = crew.step("links", groups.pairs, 2 * patience, in_turns=False)
+            said = participants.measure(
+                "links", groups.pairs, 2 * patience, one_host_at_a_time=False
+            )
             self.summary.pairs(said)
             self._say("collectives between hosts")
-            said = crew.step("collectives between hosts", groups.between, patience, in_turns=False)
+            said = participants.measure(
+                "collectives between hosts", groups.between, patience, one_host_at_a_time=False
+            )
             self.summary.collectives("collectives between hosts", said)
 
     def _say(self, what: str) -> None:
-        if self.crew.rank == 0:
+        if self.participants.rank == 0:
             notify(f"paceline check: {what} ...\n")
 
 

@@ -41,41 +41,41 @@ class Summary:
             text = f"of {len(hosts)} hosts not all pairs were measured: neighbours and some others"
             self._note(list(self._hosts), "pairs", text)
 
-    def facts(self, said: MeasurementResults) -> None:
-        for name, (found, more) in said.found.items():
+    def facts(self, results: MeasurementResults) -> None:
+        for name, (found, more) in results.values.items():
             own = self._hosts[name]
             self._hosts[name] = {**own, **found, "more": {**own["more"], **more}}
-        self._failed("facts", said)
+        self._failed("facts", results)
 
-    def imports(self, said: MeasurementResults) -> None:
-        for name, found in said.found.items():
+    def imports(self, results: MeasurementResults) -> None:
+        for name, found in results.values.items():
             own = self._hosts[name]
             own["import_torch"] = found["seconds"]
             for part in ("busy", "first_s", "first_busy_s", "calls"):
                 own[f"import_torch_{part}"] = found[part]
             own["more"] |= {"import_torch_calls_by": found["counted_by"]}
-        self._failed("import torch", said)
+        self._failed("import torch", results)
 
-    def part(self, field: str, said: MeasurementResults) -> None:
+    def part(self, field: str, results: MeasurementResults) -> None:
         """Add a step's results that form one list field of HostFacts."""
-        for name, found in said.found.items():
+        for name, found in results.values.items():
             self._hosts[name][field] = found
-        self._failed(field, said)
+        self._failed(field, results)
 
-    def offsets(self, said: MeasurementResults) -> None:
-        for found in said.found.values():
+    def offsets(self, results: MeasurementResults) -> None:
+        for found in results.values.values():
             for name, (offset, uncertainty) in found.items():
                 self._hosts[name]["clock_offset_s"] = offset
                 self._hosts[name]["clock_uncertainty_s"] = uncertainty
-        self._failed("clocks", said)
+        self._failed("clocks", results)
 
-    def collectives(self, measure: str, said: MeasurementResults) -> None:
-        self._collectives += [one for found in said.found.values() for one in found]
-        self._failed(measure, said)
+    def collectives(self, measure: str, results: MeasurementResults) -> None:
+        self._collectives += [one for found in results.values.values() for one in found]
+        self._failed(measure, results)
 
-    def pairs(self, said: MeasurementResults) -> None:
-        self._pairs += [one for found in said.found.values() for one in found]
-        self._failed("links", said)
+    def pairs(self, results: MeasurementResults) -> None:
+        self._pairs += [one for found in results.values.values() for one in found]
+        self._failed("links", results)
 
     def as_json(self, silent: dict[str, str]) -> dict[str, Any]:
         return {
@@ -89,10 +89,10 @@ class Summary:
     def _note(self, hosts: list[str], measure: str, text: str) -> None:
         self._notes.append({"hosts": hosts, "measure": measure, "text": text})
 
-    def _failed(self, measure: str, said: MeasurementResults) -> None:
+    def _failed(self, measure: str, results: MeasurementResults) -> None:
         """Add a note for each reason of failure; hosts with the same reason share one note."""
         alike: dict[str, list[str]] = {}
-        for name, why in said.failed.items():
+        for name, why in results.errors.items():
             alike.setdefault(why, []).append(name)
             own = self._hosts[name]
             if not measure.startswith(("collectives", "links")):
