@@ -18,6 +18,7 @@ from paceline.checkpoint.saver import (
     find_newest_valid,
     load_checkpoint,
 )
+from paceline.checkpoint.unfinished_folder import UnfinishedFolder
 
 
 def saver(folder, warned=None, rank=0, size=1, store=None):
@@ -103,6 +104,24 @@ def test_only_newest_two_checkpoints_are_kept(tmp_path):
         "step-00000003",
     ]
     assert KEPT_CHECKPOINTS == 2
+
+
+def test_replaced_checkpoint_is_restored_after_interrupted_commit(tmp_path, monkeypatch):
+    save(tmp_path, 7, 1.0)
+    killed = KeyboardInterrupt("killed between the two renames")
+
+    def rename(*_):
+        raise killed
+
+    monkeypatch.setattr(UnfinishedFolder, "rename", rename)
+    folder = UnfinishedFolder(tmp_path / ".step-00000007.1.tmp")
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_folder.commit(folder, tmp_path / "step-00000007", {})
+    assert checkpoint_folder.list_checkpoints(tmp_path) == []
+    checkpoint_folder.remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    shared, _, _ = load_checkpoint(tmp_path / "step-00000007")
+    assert torch.equal(shared["weight"], torch.full((100,), 1.0))
 
 
 def test_checkpoint_of_same_step_is_replaced(tmp_path):

@@ -43,6 +43,7 @@ __all__ = [
     "verify_checkpoint",
 ]
 
+_REPLACED_NAME = re.compile(r"\.(step-\d+)\.[0-9a-f]{16}\.old\.tmp")
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
 
 
@@ -93,6 +94,9 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
 
 def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, flush the folder, and rename it to its final name.
+
+    A checkpoint of that name is replaced. It is renamed first; if the process ends between the two
+    renames, ``remove_unfinished`` gives it its name back.
 
     Raises:
         UnsafeFileError: The folder belongs to another user, or was replaced.
@@ -152,9 +156,16 @@ def remove_old(directory: Path, keep: int) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove the temporary folders of interrupted writes. No write may be in progress."""
+    """Remove the temporary folders of interrupted writes. No write may be in progress.
+
+    A replaced checkpoint gets its name back if the process ended before the new one had it.
+    """
     for path in directory.glob(".step-*.tmp"):
-        remove(path)
+        replaced = _REPLACED_NAME.fullmatch(path.name)
+        if replaced and not path.is_symlink() and not os.path.lexists(directory / replaced[1]):
+            path.rename(directory / replaced[1])
+        else:
+            remove(path)
 
 
 def check_writable(directory: Path) -> None:
