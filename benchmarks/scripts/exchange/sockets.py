@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import paceline  # noqa: F401  the backend
 from paceline.cluster.topology.local_resources import parse_ranges
-from paceline.comm.shared_group import SharedMemoryGroup
+from paceline.comm.shared_memory_group import SharedMemoryGroup
 
 LEAST, SECONDS = 5, 0.1  # calls a measurement, and about so long
 

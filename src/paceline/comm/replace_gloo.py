@@ -54,7 +54,7 @@ def _faster(
     from ..record.hooks.torch_patches import replace_group
     from . import replica_check
     from .backend import over_memory
-    from .shared_group import SharedMemoryGroup
+    from .shared_memory_group import SharedMemoryGroup
 
     replica_check.look()
     name = str(c10d._world.pg_names[group])

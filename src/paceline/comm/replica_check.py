@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..record.hooks.collective_check import format_ranks
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.import_hooks import after_import
-from .shared_group import SharedMemoryGroup
+from .shared_memory_group import SharedMemoryGroup
 
 LENGTH = 32  # bytes of a digest
 Rows = list[list[str]]  # name and description of each parameter and buffer, in their order

@@ -22,7 +22,7 @@ from ..comm import backend
 from ..comm.network_interface import agree_on_interface
 from ..comm.pmi import from_rank_0
 from ..comm.rendezvous import RendezvousSpec, join
-from ..comm.shared_group import SharedMemoryGroup
+from ..comm.shared_memory_group import SharedMemoryGroup
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.group_shutdown import patch_destroy_process_group
 from ..record.ring.recorder import Recorder

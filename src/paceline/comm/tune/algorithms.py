@@ -14,7 +14,7 @@ from ..hosts.hierarchy import CHEAPEST, HierarchicalKernel
 from ..hosts.schedules import Step, algorithm_names, all_reduce
 from ..shared.c_kernel import CKernel
 from ..shared.open_group import ALGORITHM_VARIABLE, SOCKET_REDUCTION
-from ..shared_group import SharedMemoryGroup
+from ..shared_memory_group import SharedMemoryGroup
 from .choice import GLOO, PACELINE, UNCHANGED
 
 MEASURED_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes

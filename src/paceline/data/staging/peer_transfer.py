@@ -34,14 +34,10 @@ from ..format.shard_format import DataError, Shard
 from .shard_server import ShardServer, fetch_shard, is_alive
 
 PREFIX = "paceline-stage"
-PEER_CHECK_DELAY_S = (
-    3.0  # without progress, before the hosts that read the missing shards are checked
-)
+PEER_CHECK_DELAY_S = 3.0  # without progress, before the readers of missing shards are checked
 POLL_INTERVAL_S = 0.05  # polling interval of the log
-JOIN_TIMEOUT_S = 60.0
-READY_TIMEOUT_S = (
-    3.0  # wait for the lists of shards that other hosts have, so as not to read these again
-)
+JOIN_TIMEOUT_S = 60.0  # to connect to the job's store
+READY_TIMEOUT_S = 3.0  # for the lists of shards that other nodes have: these are not read again
 
 
 class StoreLostError(Exception):
@@ -49,7 +45,14 @@ class StoreLostError(Exception):
 
 
 class PeerTransfer:
-    """One node's part in the transfer. All methods are thread-safe."""
+    """One node's side of the shard transfer between the nodes of a job.
+
+    Methods may be called by several threads: calls of the store are serialized, and ``_where``
+    relies on the atomicity of operations on one set.
+
+    Raises:
+        StoreLostError: Every method that uses the store raises it if the store does not answer.
+    """
 
     def __init__(
         self, store: Any, address: str, folder: Folder | None, shards: Sequence[Shard], hosts: int

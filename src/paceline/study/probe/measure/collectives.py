@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....comm.shared_group import SharedMemoryGroup
+from ....comm.shared_memory_group import SharedMemoryGroup
 from ....cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ....record.hooks.collectives import RecordedGroup
 

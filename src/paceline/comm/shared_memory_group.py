@@ -1,8 +1,8 @@
 """A process group with collectives over shared memory, and over the network between hosts.
 
-It supports CPU tensors. Everything else (other devices and dtypes, sends, gathers to one rank) is
-passed to ``inner``, PyTorch's group. The choice between the two depends only on properties that are
-equal on all ranks.
+Barriers and the supported collectives on CPU tensors run here. Everything else (other devices and
+dtypes, sends, gathers to one rank) is passed to ``inner``, PyTorch's group. The choice between the
+two depends only on properties that are equal on all ranks.
 """
 
 # mypy: disable-error-code="override"
@@ -37,13 +37,15 @@ MEAN = REDUCTIONS.index("mean")
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group that runs collectives over CPU tensors in shared memory.
+    """A process group whose collectives on CPU tensors run in shared memory within a node, and over
+    TCP between nodes.
 
     Attributes:
         inner: PyTorch's group, for everything that is not supported here.
         kernel: Implementation of the collectives.
         timeout: Seconds that a rank waits for another one in a collective.
-        reduces_over_gloo: Whether all-reduces are passed to ``inner``, too.
+        reduces_over_gloo: Whether ``allreduce`` of one tensor is passed to ``inner``
+            (``allreduce_coalesced`` is not).
         instead_of_gloo: Whether the tuner (comm.tune), not the user, has requested this group.
 
     The argument ``where`` returns the prefix of error messages (the step).
