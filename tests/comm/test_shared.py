@@ -147,8 +147,8 @@ SAYS_GLOO = """
     ("options", "kind"),
     [
         ("", "ProcessGroup"),
-        ("--exchange paceline", "SharedGroup"),
-        ("--exchange paceline --record record", "SharedGroup"),
+        ("--exchange paceline", "SharedMemoryGroup"),
+        ("--exchange paceline --record record", "SharedMemoryGroup"),
     ],
     ids=["plain", "asked", "recorded"],
 )

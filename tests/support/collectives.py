@@ -8,7 +8,7 @@ ANY = """
 
     dist.init_process_group("paceline")
     rank, size = dist.get_rank(), dist.get_world_size()
-    assert type(dist.group.WORLD).__name__ == "SharedGroup"
+    assert type(dist.group.WORLD).__name__ == "SharedMemoryGroup"
     draw = random.Random(int(sys.argv[1]))
     roundings = int(sys.argv[3]) if len(sys.argv) > 3 else 1  # of numbers of 16 bits
     FLOATS = {torch.float32: 2**-24, torch.float64: 2**-53, torch.float16: 2**-11,

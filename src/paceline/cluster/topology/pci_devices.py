@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .local_resources import parse_ranges
-from .topology import Topology, parse_int, read_text
+from .topology import Topology, read_sysfs, read_sysfs_int
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
 # PCI device classes of each vendor's GPUs. Intel's displays (0x0300) are integrated into the
@@ -113,7 +113,7 @@ def _reachable(root: Path, bus: str) -> bool:
     driver = root / "proc/driver/nvidia/gpus"
     if not _entries(driver):
         return True
-    said = read_text(driver / bus / "information")
+    said = read_sysfs(driver / bus / "information")
     minor = re.search(r"^Device Minor:\s*(\d+)", said, re.MULTILINE)
     return minor is not None and os.access(root / f"dev/nvidia{minor[1]}", os.R_OK | os.W_OK)
 
@@ -130,9 +130,9 @@ def _card(entry: Path, kind: str, name: str) -> list[Card]:
         return []
     folder = Path(*real.parts[: own[-1] + 1])
     start = roots[-1] if roots and roots[-1] < own[-1] else own[0]
-    node = parse_int(folder / "numa_node")
+    node = read_sysfs_int(folder / "numa_node")
     try:
-        cpus = tuple(parse_ranges(read_text(folder / "local_cpulist")))
+        cpus = tuple(parse_ranges(read_sysfs(folder / "local_cpulist")))
     except ValueError:
         cpus = ()
     return [Card(kind, name, None if node == -1 else node, cpus, real.parts[start : own[-1] + 1])]
@@ -141,8 +141,8 @@ def _card(entry: Path, kind: str, name: str) -> list[Card]:
 def _unplugged(entry: Path, kind: str) -> bool:
     """Return whether the kernel reports that the network card has no link."""
     if kind == "net":
-        return read_text(entry / "operstate") in ("down", "lowerlayerdown", "notpresent")
-    states = [read_text(port / "state") for port in _entries(entry / "ports")]
+        return read_sysfs(entry / "operstate") in ("down", "lowerlayerdown", "notpresent")
+    states = [read_sysfs(port / "state") for port in _entries(entry / "ports")]
     return bool(states) and not any("ACTIVE" in state or not state for state in states)
 
 
@@ -165,6 +165,6 @@ def _by_number(entry: Path) -> tuple[str, int, str]:
 
 def _hexadecimal(path: Path) -> int:
     try:
-        return int(read_text(path), 16)
+        return int(read_sysfs(path), 16)
     except ValueError:
         return 0

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from .local_resources import parse_ranges
-from .topology import parse_int
+from .topology import read_sysfs_int
 
 SOCKET_VARIABLE = (
     "PACELINE_SOCKETS"  # hardware threads of the sockets, separated by spaces: "0-31 32-63"
@@ -40,7 +40,9 @@ def socket_of(
         )
     found = UNKNOWN_SOCKET
     for cpu in cpus:
-        package = parse_int(root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id")
+        package = read_sysfs_int(
+            root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id"
+        )
         if package is None or package < 0 or (found != UNKNOWN_SOCKET and found != package):
             return UNKNOWN_SOCKET  # for an unbound process, this returns after reading a few files
         found = package

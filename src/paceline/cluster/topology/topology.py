@@ -96,7 +96,7 @@ def topology(root: Path = Path("/")) -> Topology:
         core = _core(folder, number, set(online))
         if core is None:
             silent.append(number)
-        package = parse_int(folder / "physical_package_id")
+        package = read_sysfs_int(folder / "physical_package_id")
         cpus.append(
             Cpu(
                 number,
@@ -137,7 +137,7 @@ def _online(folder: Path) -> list[int]:
     for cpu in _numbered(folder, "cpu"):
         own = folder / f"cpu{cpu}"
         there = listed is None or cpu in listed or (own / "topology").is_dir()
-        if there and parse_int(own / "online") != 0:
+        if there and read_sysfs_int(own / "online") != 0:
             found.append(cpu)
     return found
 
@@ -158,11 +158,11 @@ def _nodes(folder: Path, online: set[int]) -> list[Node]:
         own = folder / f"node{number}"
         cpus = (_list(own / "cpulist") or set()) & online
         memory = 0
-        for line in read_text(own / "meminfo").splitlines():
+        for line in read_sysfs(own / "meminfo").splitlines():
             words = line.split()
             if len(words) > 3 and words[2] == "MemTotal:" and words[3].isdigit():
                 memory = int(words[3]) * 1024
-        far = read_text(own / "distance").split()
+        far = read_sysfs(own / "distance").split()
         complete = len(far) == len(numbers) and all(word.isdigit() for word in far)
         distances = dict(zip(numbers, map(int, far), strict=True)) if complete else {}
         found.append(Node(number, tuple(sorted(cpus)), memory, distances))
@@ -180,7 +180,9 @@ def _efficient(root: Path, online: list[int]) -> set[int]:
     if strong:
         kinds = ("cpu_atom", "cpu_lowpower")
         return set().union(*(_list(devices / f"{kind}/cpus") or set() for kind in kinds)) - strong
-    capacities = {cpu: parse_int(devices / f"system/cpu/cpu{cpu}/cpu_capacity") for cpu in online}
+    capacities = {
+        cpu: read_sysfs_int(devices / f"system/cpu/cpu{cpu}/cpu_capacity") for cpu in online
+    }
     known = {cpu: capacity for cpu, capacity in capacities.items() if capacity is not None}
     most = max(known.values(), default=0)
     return {cpu for cpu, capacity in known.items() if capacity < CLEARLY_LOWER * most}
@@ -195,7 +197,7 @@ def _numbered(folder: Path, name: str) -> list[int]:
     return sorted(int(rest) for rest in found if rest.isascii() and rest.isdigit())
 
 
-def read_text(path: Path) -> str:
+def read_sysfs(path: Path) -> str:
     """Return the content of a sysfs file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
@@ -203,10 +205,10 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def parse_int(path: Path) -> int | None:
+def read_sysfs_int(path: Path) -> int | None:
     """Return the integer in a sysfs file, or None if there is none."""
     try:
-        return int(read_text(path))
+        return int(read_sysfs(path))
     except ValueError:
         return None
 

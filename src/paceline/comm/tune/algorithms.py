@@ -83,7 +83,7 @@ class ExchangeMethods:
 
 
 def can_reduce_by_sockets(group: Any) -> bool:
-    """Return whether ranks of any host of a SharedGroup may reduce by sockets. Collective.
+    """Return whether ranks of any host of a SharedMemoryGroup may reduce by sockets. Collective.
 
     False where the user has set the algorithm.
     """

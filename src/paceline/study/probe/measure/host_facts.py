@@ -12,7 +12,7 @@ from typing import Any
 
 from ....cluster.topology.local_resources import format_ranges, free_memory, memory_limits
 from ....cluster.topology.pci_devices import Card, pci_cards
-from ....cluster.topology.topology import read_text, topology
+from ....cluster.topology.topology import read_sysfs, topology
 from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
 from ....version import __version__
 
@@ -74,7 +74,7 @@ def boot_id() -> str:
 
     The boot ID is the same in all containers and namespaces of one running kernel.
     """
-    return read_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
+    return read_sysfs(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def free_space(folder: Path) -> int | None:
@@ -93,7 +93,7 @@ def _versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             pass
-    driver = re.search(r"Module +([\d.]+)", read_text(Path("/proc/driver/nvidia/version")))
+    driver = re.search(r"Module +([\d.]+)", read_sysfs(Path("/proc/driver/nvidia/version")))
     if driver:
         found["driver"] = driver[1]
     return {**found, "kernel": platform.release()}
@@ -101,16 +101,16 @@ def _versions() -> dict[str, str]:
 
 def _processor() -> str:
     """Return the CPU's name from /proc/cpuinfo (x86, then POWER), else the board's name (Arm)."""
-    said = read_text(Path("/proc/cpuinfo"))
+    said = read_sysfs(Path("/proc/cpuinfo"))
     for key in ("model name", "cpu"):
         found = re.search(rf"^{key}\s*:\s*(.+)$", said, re.MULTILINE)
         if found:
             return found[1].strip()
-    return read_text(Path("/proc/device-tree/model")).rstrip("\0")
+    return read_sysfs(Path("/proc/device-tree/model")).rstrip("\0")
 
 
 def _total_memory() -> int | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
+    found = re.search(r"^MemTotal:\s*(\d+) kB", read_sysfs(Path("/proc/meminfo")), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -149,7 +149,7 @@ def _gpus() -> list[Gpu]:
 
 
 def _model(card: Card) -> str:
-    said = read_text(Path("/proc/driver/nvidia/gpus") / card.name / "information")
+    said = read_sysfs(Path("/proc/driver/nvidia/gpus") / card.name / "information")
     found = re.search(r"^Model:\s*(.+)$", said, re.MULTILINE)
     return found[1].strip() if found else f"GPU {card.name}"
 
@@ -159,7 +159,7 @@ def _network(card: Card) -> Network:
         port = next(iter(sorted(Path(f"/sys/class/infiniband/{card.name}/ports").glob("*"))), None)
         if port is None:
             return Network(card.name)
-        return Network(card.name, read_text(port / "link_layer"), read_text(port / "rate"))
-    speed = read_text(Path(f"/sys/class/net/{card.name}/speed"))
+        return Network(card.name, read_sysfs(port / "link_layer"), read_sysfs(port / "rate"))
+    speed = read_sysfs(Path(f"/sys/class/net/{card.name}/speed"))
     known = speed.isdigit() and int(speed) > 0  # virtual interfaces report -1
     return Network(card.name, "Ethernet", f"{int(speed) / 1000:g} Gb/s" if known else "")

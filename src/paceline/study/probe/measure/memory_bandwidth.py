@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ....cluster.topology.local_resources import free_memory
-from ....cluster.topology.topology import read_text
+from ....cluster.topology.topology import read_sysfs
 from ....cost.machine.machine_file import BANDWIDTH, Memory
 from .repeat import rate, repeat
 
@@ -68,12 +68,12 @@ def last_level_caches(cpus: Iterable[int], root: Path = Path("/")) -> int:
     for cpu in cpus:
         levels = {}
         for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
-            size, shared = read_text(folder / "size"), read_text(folder / "shared_cpu_list")
-            level = read_text(folder / "level")
+            size, shared = read_sysfs(folder / "size"), read_sysfs(folder / "shared_cpu_list")
+            level = read_sysfs(folder / "level")
             if (
                 level.isdigit()
                 and size[:-1].isdigit()
-                and read_text(folder / "type") != "Instruction"
+                and read_sysfs(folder / "type") != "Instruction"
             ):
                 levels[int(level)] = shared, int(size[:-1]) * SIZES.get(size[-1], 1)
         if levels:
