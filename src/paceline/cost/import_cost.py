@@ -19,7 +19,7 @@ class Load:
     Attributes:
         first: Seconds of the first import.
         repeated: Seconds of repeated imports.
-        busy: CPU-seconds of ``repeat``, as in probe/imports.py.
+        busy: CPU-seconds of ``repeat``, as in study/probe/measure/import_time.py.
         in_memory: Share of the bytes that stayed in memory although the system was asked to drop
             them; None if unknown, or if nothing was dropped.
     """
