@@ -141,12 +141,20 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 
 def in_memory() -> set[str]:
-    """Return Paceline's files in /dev/shm whose lock no running job holds."""
+    """Return this user's Paceline folders in /dev/shm whose lock no running job holds.
+
+    Tests of other users' files run at the same time: a lock may be a FIFO, which must not block.
+    """
     found = set()
     for path in Path("/dev/shm").glob("paceline-*"):
         try:
-            with (path / "lock").open() as lock:
+            if path.lstat().st_uid != os.geteuid():
+                continue
+            lock = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK)
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(lock)
         except BlockingIOError:
             continue
         except OSError:
