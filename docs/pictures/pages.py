@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, FloatRect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -65,16 +66,22 @@ def summary(browser: Browser, page: Path, name: str) -> None:
     opened.wait_for_selector("html[data-ready]")
     box = opened.locator("#summary").bounding_box()
     assert box is not None
-    clip = {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + box["height"] + 12}
-    opened.screenshot(path=PICTURES / f"{name}.png", clip=clip, full_page=True)  # type: ignore[arg-type]
+    clip: FloatRect = {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + box["height"] + 12}
+    opened.screenshot(path=PICTURES / f"{name}.png", clip=clip, full_page=True)
     opened.close()
 
 
-def parts(browser: Browser, page: Path, name: str, ids: list[str], theme: str = "light") -> None:
+def parts(
+    browser: Browser,
+    page: Path,
+    name: str,
+    ids: list[str],
+    theme: Literal["light", "dark"] = "light",
+) -> None:
     """Some sections of the page, which follow each other or not."""
     opened = browser.new_page(
         viewport={"width": WIDTH, "height": 900},
-        color_scheme=theme,  # type: ignore[arg-type]
+        color_scheme=theme,
     )
     opened.goto(f"file://{page}")
     opened.wait_for_selector("html[data-ready]")
