@@ -56,7 +56,7 @@ def sum_work(records: list[Record]) -> StepWork | None:
     if not found:
         return None
     return StepWork(
-        step=found[0].get("step", 0),
+        step=found[0]["step"],
         ranks=[record.rank for record in counted],
         flops=sum(one["flops"] for one in found),
         bytes=sum(one["bytes"] for one in found),

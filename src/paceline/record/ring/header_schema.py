@@ -37,7 +37,7 @@ class GroupMember(TypedDict):
 class StepWork(TypedDict):
     """FLOPs and bytes of one step (record/hooks/flop_counter.py)."""
 
-    step: NotRequired[NonNegativeInt]
+    step: NonNegativeInt
     seconds: NotRequired[NonNegativeFloat]
     flops: NonNegativeFloat
     bytes: NonNegativeFloat
