@@ -18,7 +18,7 @@ from paceline.checkpoint.saver import (
     find_newest_valid,
     load_checkpoint,
 )
-from paceline.checkpoint.unfinished_folder import UnfinishedFolder
+from paceline.checkpoint.shared_state import SharedState
 
 
 def saver(folder, warned=None, rank=0, size=1, store=None):
@@ -29,7 +29,7 @@ def saver(folder, warned=None, rank=0, size=1, store=None):
 
 def save(folder, step, value=1.0):
     one = saver(folder)
-    one.save(step, {"weight": torch.full((100,), value)}, {"rank": 0}, {"epoch": 0})
+    one.save(step, SharedState({"weight": torch.full((100,), value)}), {"rank": 0}, {"epoch": 0})
     one.wait()
 
 
@@ -44,7 +44,7 @@ def test_save_and_load_state_round_trip(tmp_path):
         "half": torch.randn(5).to(torch.bfloat16),
     }
     one = saver(tmp_path)
-    one.save(12, state, {"own": torch.ones(2)}, {"epoch": 3})
+    one.save(12, SharedState(state), {"own": torch.ones(2)}, {"epoch": 3})
     one.wait()
     folder = find_newest_valid(tmp_path, print)
     assert folder.name == "step-00000012"
@@ -65,7 +65,7 @@ def test_save_and_load_state_round_trip(tmp_path):
 def test_changes_after_save_are_not_in_checkpoint(tmp_path):
     weight = torch.zeros(1000)
     one = saver(tmp_path)
-    one.save(1, {"weight": weight}, {}, {})
+    one.save(1, SharedState({"weight": weight}), {}, {})
     weight += 1
     one.wait()
     assert load_checkpoint(find_newest_valid(tmp_path, print))[0]["weight"].sum() == 0
@@ -81,7 +81,9 @@ def test_save_writes_asynchronously(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_folder, "write_shard", slow_disk)
     one = saver(tmp_path)
-    one.save(1, {"weight": torch.ones(10)}, {}, {})  # returns before anything is written
+    one.save(
+        1, SharedState({"weight": torch.ones(10)}), {}, {}
+    )  # returns before anything is written
     assert one.busy
     assert checkpoint_folder.list_checkpoints(tmp_path) == []
     may_write.set()
@@ -92,7 +94,7 @@ def test_save_writes_asynchronously(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [lambda: 0, object(), {"deep": [{"f": print}]}])
 def test_unsupported_state_value_is_rejected_before_writing(tmp_path, value):
     with pytest.raises(ValueError, match=r"state\['ema'\].* can't hold.*HINT"):
-        saver(tmp_path).save(1, {"ema": value}, {}, {})
+        saver(tmp_path).save(1, SharedState({"ema": value}), {}, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,24 +106,6 @@ def test_only_newest_two_checkpoints_are_kept(tmp_path):
         "step-00000003",
     ]
     assert KEPT_CHECKPOINTS == 2
-
-
-def test_replaced_checkpoint_is_restored_after_interrupted_commit(tmp_path, monkeypatch):
-    save(tmp_path, 7, 1.0)
-    killed = KeyboardInterrupt("killed between the two renames")
-
-    def rename(*_):
-        raise killed
-
-    monkeypatch.setattr(UnfinishedFolder, "rename", rename)
-    folder = UnfinishedFolder(tmp_path / ".step-00000007.1.tmp")
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint_folder.commit(folder, tmp_path / "step-00000007", {})
-    assert checkpoint_folder.list_checkpoints(tmp_path) == []
-    checkpoint_folder.remove_unfinished(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    shared, _, _ = load_checkpoint(tmp_path / "step-00000007")
-    assert torch.equal(shared["weight"], torch.full((100,), 1.0))
 
 
 def test_checkpoint_of_same_step_is_replaced(tmp_path):
@@ -220,7 +204,7 @@ def test_full_disk_is_reported_and_previous_checkpoint_is_kept(tmp_path, monkeyp
     monkeypatch.setattr(checkpoint_folder.os, "fsync", full)
     warned = []
     one = saver(tmp_path, warned)
-    one.save(2, {"weight": torch.ones(3)}, {}, {})
+    one.save(2, SharedState({"weight": torch.ones(3)}), {}, {})
     one.wait()
     assert "step 2 could not be written" in warned[0]
     assert "No space left" in warned[0]
@@ -264,7 +248,7 @@ def test_sharded_checkpoint_is_written_evenly_and_loaded_whole(tmp_path):
     shared = {"a": torch.ones(100), "b": torch.ones(100) * 2, "c": torch.ones(100) * 3}
     savers = [saver(tmp_path, rank=rank, size=3, store=store) for rank in range(3)]
     for rank, one in enumerate(savers):
-        one.save(4, shared, {"rank": rank}, {})
+        one.save(4, SharedState(shared), {"rank": rank}, {})
     for one in savers:
         one.wait()
     folder = find_newest_valid(tmp_path, print)
@@ -278,7 +262,7 @@ def test_sharded_checkpoint_is_written_evenly_and_loaded_whole(tmp_path):
 def test_checkpoint_is_not_committed_if_rank_times_out(tmp_path):
     warned = []
     one = CheckpointSaver(tmp_path, 0, 2, Keys(), warned.append, timeout=0.1)
-    one.save(4, {}, {}, {})
+    one.save(4, SharedState({}), {}, {})
     one.wait()
     assert "not every rank wrote" in warned[0]
     assert list(tmp_path.iterdir()) == []

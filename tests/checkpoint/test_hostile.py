@@ -13,13 +13,14 @@ import torch
 from paceline.checkpoint import checkpoint_folder, state_tree
 from paceline.checkpoint.manifest import DamagedCheckpointError, checksum
 from paceline.checkpoint.saver import CheckpointSaver, find_newest_valid, load_checkpoint
+from paceline.checkpoint.shared_state import SharedState
 from paceline.security.files import InvalidFileError
 
 
 @pytest.fixture
 def folder(tmp_path):
     saver = CheckpointSaver(tmp_path, 0, 1, None, print, 5.0)
-    saver.save(1, {"weight": torch.ones(100)}, {"rank": 0}, {"epoch": 0})
+    saver.save(1, SharedState({"weight": torch.ones(100)}), {"rank": 0}, {"epoch": 0})
     saver.wait()
     return tmp_path / "step-00000001"
 
@@ -212,7 +213,7 @@ def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
     said, store = [], Store()
     savers = [CheckpointSaver(tmp_path, rank, 3, store, said.append, 5.0) for rank in range(3)]
     for saver in savers:
-        saver.save(7, {"weight": torch.ones(10000)}, {}, {})
+        saver.save(7, SharedState({"weight": torch.ones(10000)}), {}, {})
     for saver in savers:
         saver.wait()
     assert said == [

@@ -9,6 +9,7 @@ import torch
 
 from paceline.checkpoint import checkpoint_folder
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
+from paceline.checkpoint.shared_state import SharedState
 from paceline.checkpoint.unfinished_folder import UnfinishedFolder
 
 NOBODY = 65534
@@ -36,7 +37,7 @@ def save(directory, step=7, ranks=1):
         for rank in range(ranks)
     ]
     for saver in savers:
-        saver.save(step, {"weight": torch.ones(3)}, {}, {})
+        saver.save(step, SharedState({"weight": torch.ones(3)}), {}, {})
     for saver in reversed(savers):
         saver.wait()
     return warnings

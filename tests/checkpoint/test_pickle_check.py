@@ -17,6 +17,7 @@ from paceline.checkpoint import checkpoint_folder, manifest, pickle_check
 from paceline.checkpoint.manifest import DamagedCheckpointError
 from paceline.checkpoint.pickle_check import PickleError, check_pickle
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
+from paceline.checkpoint.shared_state import SharedState
 
 WHOLE_BYTES = re.compile(r"torch\.(?!q|u?int[1-7]$)")
 DTYPES = sorted(
@@ -53,7 +54,7 @@ VALUES = {
 
 def saved(directory, own):
     saver = CheckpointSaver(directory, 0, 1, None, lambda line: pytest.fail(line))
-    saver.save(1, {}, {"own": own}, {})
+    saver.save(1, SharedState({}), {"own": own}, {})
     saver.wait()
     return directory / "step-00000001"
 
@@ -167,7 +168,7 @@ def test_state_that_cannot_be_loaded_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_OPCODES", 1000)
     said = []
     saver = CheckpointSaver(tmp_path, 0, 1, None, said.append)
-    saver.save(1, {}, {"own": list(range(2000))}, {})
+    saver.save(1, SharedState({}), {"own": list(range(2000))}, {})
     saver.wait()
     assert "can't be loaded again: its data.pkl has more than 1,000 opcodes" in said[0]
     assert list(tmp_path.iterdir()) == []

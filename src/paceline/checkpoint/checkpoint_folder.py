@@ -7,12 +7,9 @@ A checkpoint is written to a temporary folder, flushed to disk, and then renamed
 folder with a final name is always complete. The previous checkpoint is kept.
 """
 
-import errno
 import json
 import os
 import re
-import secrets
-import stat
 import tempfile
 import zlib
 from pathlib import Path
@@ -20,19 +17,21 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from ..security.files import kind_of_file
+from ..cluster.topology.local_resources import format_ranges
+from ..security.files import open_regular
 from .manifest import (
     MANIFEST,
     VERSION,
     DamagedCheckpointError,
     Manifest,
+    ShardEntry,
     check_readable,
     checksum,
     read_manifest,
     read_shard,
     verify_shard,
 )
-from .unfinished_folder import UnfinishedFolder, remove
+from .unfinished_folder import UnfinishedFolder, flush_folder, remove
 
 __all__ = [
     "MANIFEST",
@@ -92,39 +91,51 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
     return {"name": name, "bytes": checked.bytes, "crc32": checked.crc}
 
 
-def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> None:
+def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> bool:
     """Write the manifest, flush the folder, and rename it to its final name.
 
-    A checkpoint of that name is replaced. It is renamed first; if the process ends between the two
-    renames, ``remove_unfinished`` gives it its name back.
+    A checkpoint of that name is replaced.
+
+    Returns:
+        Whether the names were flushed as well; some file systems can't flush folders.
 
     Raises:
         UnsafeFileError: The folder belongs to another user, or was replaced.
         FileExistsError: A file with the name of the checkpoint exists.
-        OSError: The checkpoint can't be written.
+        OSError: The checkpoint can't be written, or lacks the shards of some ranks.
     """
+    entries = manifest["files"]
+    if absent := [rank for rank, entry in enumerate(entries) if not _has_shard(folder.fd, entry)]:
+        raise OSError(
+            f"rank 0 does not see the complete shard of rank {format_ranges(absent)} in "
+            f"{final.parent}: is that the same folder on all nodes?"
+        )
     body = {"format": "paceline-checkpoint", "version": VERSION, **manifest}
     body["check"] = checksum(body)
     with folder.new_file(MANIFEST) as file:
         file.write(json.dumps(body, indent=1).encode())
         os.fsync(file.fd)
-    # The name is random, so that no other user can have created it before.
-    old = final.with_name(f".{final.name}.{secrets.token_hex(8)}.old.tmp")
-    if os.path.lexists(final):  # saved again: at an epoch's end, or after a restart
-        mode = final.lstat().st_mode
-        if not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
-            reason = f"{final.name} is {kind_of_file(mode)} and no folder"
-            raise FileExistsError(errno.EEXIST, reason, str(final))
-        final.rename(old)
+    flushed = flush_folder(folder.fd)
     folder.rename(final)
-    _fsync_directory(final.parent)
-    remove(old)
-
-
-def _fsync_directory(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+    parent = os.open(final.parent, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        flushed = flush_folder(parent) and flushed
+    finally:
+        os.close(parent)
+    if folder.replaced is not None:
+        remove(folder.replaced)
+    return flushed
+
+
+def _has_shard(folder_fd: int, entry: ShardEntry) -> bool:
+    """Return whether the shard is in the folder, with the size that the manifest has for it."""
+    try:
+        # Opened, because NFS then asks the server for the size.
+        fd = open_regular(entry["name"], dir_fd=folder_fd, follow_links=False)
+    except OSError:
+        return False
+    try:
+        return os.fstat(fd).st_size == entry["bytes"]
     finally:
         os.close(fd)
 
@@ -160,12 +171,25 @@ def remove_unfinished(directory: Path) -> None:
 
     A replaced checkpoint gets its name back if the process ended before the new one had it.
     """
-    for path in directory.glob(".step-*.tmp"):
+    # Complete ones first: one that was being removed must not get the name of another.
+    names = sorted(directory.glob(".step-*.tmp"), key=lambda path: not _is_complete(path))
+    for path in names:
         replaced = _REPLACED_NAME.fullmatch(path.name)
         if replaced and not path.is_symlink() and not os.path.lexists(directory / replaced[1]):
             path.rename(directory / replaced[1])
         else:
             remove(path)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether a replaced checkpoint has a manifest and all shards of the right size."""
+    if not _REPLACED_NAME.fullmatch(folder.name):
+        return False
+    try:
+        entries = read_manifest(folder)["files"]
+        return all((folder / one["name"]).lstat().st_size == one["bytes"] for one in entries)
+    except (OSError, DamagedCheckpointError):
+        return False
 
 
 def check_writable(directory: Path) -> None:

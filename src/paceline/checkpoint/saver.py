@@ -18,9 +18,11 @@ from ..security.error_reason import error_reason
 from ..security.files import UnsafeFileError
 from . import checkpoint_folder, state_tree
 from .manifest import DamagedCheckpointError, Manifest
+from .shared_state import SharedState
 from .unfinished_folder import UnfinishedFolder, remove
 
 KEPT_CHECKPOINTS = 2  # the newest and the previous one
+OWN_STATE = "this rank's state"  # in messages
 
 
 class Store(Protocol):
@@ -58,53 +60,37 @@ class CheckpointSaver:
         self.timeout = timeout
         self._thread: threading.Thread | None = None
         self._saves = 0
+        self._flushes = True  # whether the file system is known to flush folders
 
     @property
     def busy(self) -> bool:
         """Whether the last checkpoint is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def check(self, shared: Any, own: Any) -> None:
-        """Check that a checkpoint can hold all values of the state.
-
-        Raises:
-            ValueError: A value can't be saved; the message names its position.
-        """
-        state_tree.flatten(shared)
-        state_tree.flatten(own, "this rank's state")
-
-    def save(
-        self,
-        step: int,
-        shared: Any,
-        own: Any,
-        about: dict[str, Any],
-        leading: frozenset[int] = frozenset(),
-    ) -> None:
+    def save(self, step: int, shared: SharedState, own: Any, about: dict[str, Any]) -> None:
         """Copy the state and start a thread that writes the copy. All ranks must call it.
 
         Args:
             step: Training step.
-            shared: Tree that is the same on all ranks. Each rank writes a part of its tensors.
+            shared: State that all ranks restore. Each rank writes a part of its tensors, so they
+                must be equal on all ranks, except those of rank 0.
             own: Tree of this rank.
             about: Fields for the manifest.
-            leading: Addresses of tensors in ``shared`` of which rank 0's values are saved.
 
         Raises:
             ValueError: A value can't be saved; the message names its position.
         """
         self.wait()
-        skeleton, tensors = state_tree.flatten(shared)
-        owner = state_tree.assign_owners(tensors, self.size)
-        owner = [0 if t.data_ptr() in leading else r for t, r in zip(tensors, owner, strict=True)]
-        tensors_to_write = {
-            i: state_tree.copy_to_cpu(t) for i, t in enumerate(tensors) if owner[i] == self.rank
-        }
-        own_skeleton, own_tensors = state_tree.flatten(own, "this rank's state")
+        owner = shared.assign(self.size)
+        own_skeleton, own_tensors = state_tree.flatten(own, OWN_STATE)
         state = {
-            "shared": skeleton if self.rank == 0 else None,
-            "count": len(tensors),
-            "tensors": tensors_to_write,
+            "shared": shared.skeleton if self.rank == 0 else None,
+            "count": len(owner),
+            "tensors": {
+                i: state_tree.copy_to_cpu(shared.tensors[i])
+                for i, rank in enumerate(owner)
+                if rank == self.rank
+            },
             "own": own_skeleton,
             "own_tensors": [state_tree.copy_to_cpu(tensor) for tensor in own_tensors],
         }
@@ -139,9 +125,14 @@ class CheckpointSaver:
             problems = _problems(entries)
             if problems or folder is None:
                 raise OSError(problems)
-            checkpoint_folder.commit(
-                folder, self.directory / name, {**about, "step": step, "files": entries}
-            )
+            manifest = {**about, "step": step, "files": entries}
+            flushed = checkpoint_folder.commit(folder, self.directory / name, manifest)
+            if not flushed and self._flushes:
+                self._flushes = False
+                self.warn(
+                    f"the file system of {self.directory} can't flush folders (fsync): a "
+                    "checkpoint that was just written can be lost if its server loses power"
+                )
             checkpoint_folder.remove_old(self.directory, KEPT_CHECKPOINTS)
         except Exception as error:
             if trusted and not isinstance(error, UnsafeFileError):

@@ -7,7 +7,7 @@ the list of tensors. No other types are allowed, so that loading executes no cod
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ import torch
 _TENSOR = "__paceline_tensor__"
 _ARRAY = "__paceline_array__"
 _DEQUE = "__paceline_deque__"
+_MARKERS = frozenset((_TENSOR, _ARRAY, _DEQUE))
 MAX_DEPTH = 200
 MAX_PARTS = 50_000_000
+MAX_INTEGER_BITS = 2039  # torch.load(weights_only=True) reads no longer integers
 _DTYPES = {
     **{f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)},
     "bool": 1,
@@ -27,6 +29,11 @@ _DTYPES = {
     "complex128": 16,
 }
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_LAYOUTS = (torch.strided, torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS)
+_KEYS = (int, float, str, bytes, bool, type(None))
+_VALUES_HINT = "let state_dict() give numbers, strings, tensors, arrays and containers of them"
 
 
 def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
@@ -37,7 +44,8 @@ def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
         path: Name of the tree in error messages.
 
     Raises:
-        ValueError: A value can't be saved; the message names its position.
+        ValueError: A value can't be saved, or could not be loaded again; the message names its
+            position.
     """
     tensors: list[torch.Tensor] = []
 
@@ -45,44 +53,93 @@ def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
         tensors.append(tensor)
         return {_TENSOR: len(tensors) - 1}
 
-    return _walk(tree, path, number), tensors
+    return _walk(tree, path, number, 0), tensors
 
 
-def _walk(value: Any, path: str, number: Callable[[torch.Tensor], Any]) -> Any:
+def _walk(value: Any, path: str, number: Callable[[torch.Tensor], Any], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise _unsupported(path, f"on level {depth}", f"at most {MAX_DEPTH} levels")
     if isinstance(value, torch.Tensor):
-        return number(value.detach())
+        return number(_plain_tensor(value, path))
     if isinstance(value, (Counter, OrderedDict, defaultdict, dict)):
         return {
-            _key(key, path): _walk(item, f"{path}[{key!r}]", number) for key, item in value.items()
+            _key(key, path): _walk(item, f"{path}[{key!r}]", number, depth + 1)
+            for key, item in value.items()
         }
     if isinstance(value, deque):
-        return {_DEQUE: [_walk(v, f"{path}[{i}]", number) for i, v in enumerate(value)]}
-    if type(value) in (list, tuple, set):
-        return type(value)(_walk(v, f"{path}[{i}]", number) for i, v in enumerate(value))
-    if type(value) in _PLAIN:
-        return value
-    numpy = sys.modules.get("numpy")
-    if numpy and isinstance(value, numpy.generic):
-        return value.item()
-    if numpy and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        unsigned = str(value.dtype)
-        view = value if unsigned not in ("uint16", "uint32", "uint64") else value.view(unsigned[1:])
-        return {_ARRAY: (unsigned, number(torch.from_numpy(view.copy())))}
-    raise ValueError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        "can't hold (loading it would need code). HINT: let state_dict() give numbers, strings, "
-        "tensors, arrays and containers of them"
-    )
+        return {_DEQUE: _walk_each(value, path, number, depth)}
+    if type(value) in (list, tuple):
+        return type(value)(_walk_each(value, path, number, depth))
+    if type(value) is set:
+        try:
+            return set(_walk_each(value, path, number, depth))
+        except TypeError:  # a tensor or an array is no item of a set here
+            raise _unsupported(path, "a set of tensors or arrays", "a list of them") from None
+    return _array(value, path, number) if _is_numpy(value, "ndarray") else _scalar(value, path)
+
+
+def _walk_each(
+    items: Iterable[Any], path: str, number: Callable[[torch.Tensor], Any], depth: int
+) -> list[Any]:
+    return [_walk(item, f"{path}[{i}]", number, depth + 1) for i, item in enumerate(items)]
+
+
+def _scalar(value: Any, path: str) -> Any:
+    plain = value.item() if _is_numpy(value, "generic") else value
+    if type(plain) not in _PLAIN:
+        kind = f"a {type(value).__module__}.{type(value).__qualname__}"
+        raise _unsupported(path, f"{kind} (loading it would need code)", _VALUES_HINT)
+    if type(plain) is int and plain.bit_length() > MAX_INTEGER_BITS:
+        reason = f"an integer of over {MAX_INTEGER_BITS} bits"
+        raise _unsupported(path, reason, "keep it as bytes: value.to_bytes(...)")
+    return plain
 
 
 def _key(key: Any, path: str) -> Any:
-    if isinstance(key, (int, float, str, bytes, bool, type(None))):
-        return key
-    if isinstance(key, tuple):
-        return tuple(_key(part, path) for part in key)
-    raise ValueError(
-        f"{path} has the key {key!r}, which a checkpoint can't hold. HINT: numbers and strings"
-    )
+    if type(key) is not tuple and isinstance(key, tuple):
+        key = tuple(key)
+    plain = key.item() if _is_numpy(key, "generic") else key
+    if type(plain) is tuple:
+        return tuple(_key(part, path) for part in plain)
+    long = type(plain) is int and plain.bit_length() > MAX_INTEGER_BITS
+    if type(plain) not in _KEYS or long or plain in _MARKERS:
+        shown = f"integer of over {MAX_INTEGER_BITS} bits" if long else repr(key)
+        raise ValueError(
+            f"{path} has the key {shown}, which a checkpoint can't hold. HINT: numbers and strings"
+        )
+    return plain
+
+
+def _array(value: Any, path: str, number: Callable[[torch.Tensor], Any]) -> Any:
+    dtype = str(value.dtype)
+    if dtype not in _DTYPES:
+        raise _unsupported(path, f"an array of dtype {dtype}", f"one of {', '.join(_DTYPES)}")
+    view = value if dtype not in ("uint16", "uint32", "uint64") else value.view(dtype[1:])
+    return {_ARRAY: (dtype, number(torch.from_numpy(view.copy())))}
+
+
+def _plain_tensor(value: torch.Tensor, path: str) -> torch.Tensor:
+    """Return the tensor without gradient and attributes, if the file of a shard can hold it."""
+    if torch.nn.parameter.is_lazy(value):
+        raise _unsupported(path, "uninitialized", "run one forward before world.epochs")
+    tensor = value.detach()
+    if type(tensor) is not torch.Tensor:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise _unsupported(path, f"a {kind}", "a plain tensor: of a DTensor full_tensor()")
+    if tensor.is_meta:
+        raise _unsupported(path, "on the device meta, without values", "allocate it first")
+    if tensor.layout not in _LAYOUTS:
+        raise _unsupported(path, f"a tensor of layout {tensor.layout}", "tensor.to_dense()")
+    return tensor
+
+
+def _is_numpy(value: Any, kind: str) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, getattr(numpy, kind))
+
+
+def _unsupported(path: str, what: str, hint: str) -> ValueError:
+    return ValueError(f"{path} is {what}, which a checkpoint can't hold. HINT: {hint}")
 
 
 class SkeletonError(ValueError):
@@ -149,6 +206,38 @@ class _Joining:
         return tensor.numpy().view(dtype)
 
 
+def tensor_of(part: Any) -> int | None:
+    """Return the number of the tensor that a part of a skeleton stands for, if it is one."""
+    return part[_TENSOR] if isinstance(part, dict) and _TENSOR in part else None
+
+
+def renumber(
+    parts: Iterable[Any], tensors: Sequence[torch.Tensor], first: int = 0
+) -> list[torch.Tensor]:
+    """Number the tensors in parts of a skeleton anew, in place; return them in this order.
+
+    The order is that of ``parts``, and of sorted keys in a dict. So equal parts have equal numbers
+    on all ranks, whatever the order of their dicts. ``first`` is the first number.
+    """
+    ordered: list[torch.Tensor] = []
+    for part in parts:
+        for marker in _markers(part):
+            ordered.append(tensors[marker[_TENSOR]])
+            marker[_TENSOR] = first + len(ordered) - 1
+    return ordered
+
+
+def _markers(part: Any) -> Iterator[dict[str, int]]:
+    if tensor_of(part) is not None:
+        yield part
+    elif isinstance(part, dict):
+        for key in sorted(part, key=repr):
+            yield from _markers(part[key])
+    elif isinstance(part, list | tuple):
+        for item in part:
+            yield from _markers(item)
+
+
 def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
     """Return the rank that writes each replicated tensor.
 
@@ -157,12 +246,28 @@ def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
     """
     load = [0] * ranks
     owner = [0] * len(tensors)
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    sizes = [sum(part.nbytes for part in dense_parts(tensor)) for tensor in tensors]
     for index in sorted(range(len(tensors)), key=lambda i: (-sizes[i], i)):
         rank = load.index(min(load))
         owner[index] = rank
         load[rank] += sizes[index]
     return owner
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that hold the content of a tensor of any layout."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.is_quantized:
+        return [tensor.int_repr()]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in _SPARSE_ROWS:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,10 @@ because NFS may assign the files of root to the user nobody.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
+import secrets
 import shutil
 import stat
 from pathlib import Path
@@ -18,6 +20,9 @@ from ..security.files import UnsafeFileError, kind_of_file
 from ..security.folders import NewFile
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_AT_FDCWD = -100  # of <fcntl.h>
+_RENAME_EXCHANGE = 2  # of <linux/fs.h>
+_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class UnfinishedFolder:
@@ -26,6 +31,7 @@ class UnfinishedFolder:
     Attributes:
         path: Path of the folder.
         fd: Descriptor of the folder.
+        replaced: Path of the checkpoint that had the final name before; None if there was none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +42,7 @@ class UnfinishedFolder:
             OSError: The folder can't be created or opened.
         """
         self.path = path
+        self.replaced: Path | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             path.mkdir()
@@ -62,16 +69,34 @@ class UnfinishedFolder:
         return file
 
     def rename(self, final: Path) -> None:
-        """Flush the folder and rename it to its final name.
+        """Rename the folder to its final name. A checkpoint of that name is replaced and removed.
+
+        The two exchange their names in one step, so that one of them has the final name at any
+        moment. On a file system without such an exchange (NFS) the replaced checkpoint is renamed
+        first; if the process ends then, ``remove_unfinished`` gives it its name back.
 
         Raises:
             UnsafeFileError: The folder was replaced by another one under the temporary name.
+            FileExistsError: A file has the final name.
             OSError: The folder can't be renamed.
         """
-        os.fsync(self.fd)
         if not os.path.samestat(self.path.lstat(), os.fstat(self.fd)):
             raise self._unsafe("was replaced by another folder")
-        self.path.rename(final)
+        replaced = None
+        if os.path.lexists(final):  # saved again: at an epoch's end, or after a restart
+            mode = final.lstat().st_mode
+            if not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
+                reason = f"{final.name} is {kind_of_file(mode)} and no folder"
+                raise FileExistsError(errno.EEXIST, reason, str(final))
+            if exchange_names(self.path, final):
+                replaced = self.path
+            else:
+                # The name is random, so that no other user can have created it before.
+                replaced = final.with_name(f".{final.name}.{secrets.token_hex(8)}.old.tmp")
+                final.rename(replaced)
+        if replaced != self.path:
+            self.path.rename(final)
+        self.replaced = replaced
 
     def close(self) -> None:
         """Close the descriptor of the folder."""
@@ -79,6 +104,33 @@ class UnfinishedFolder:
 
     def _unsafe(self, reason: str) -> UnsafeFileError:
         return UnsafeFileError(errno.EPERM, f"{self.path.name} {reason}", str(self.path))
+
+
+def exchange_names(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step; return False if that is not possible.
+
+    Kernel, C library and file system must support RENAME_EXCHANGE of renameat2(2).
+    """
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    return bool(renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
+
+
+def flush_folder(fd: int) -> bool:
+    """Flush the names in a folder to disk; return False if its file system has no such operation.
+
+    Raises:
+        OSError: The folder can't be flushed for another reason.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+        return False
+    return True
 
 
 def remove(path: Path) -> None:

@@ -25,6 +25,8 @@ from ..record.ring.recorder import Recorder
 from .checkpoint_interval import CheckpointInterval
 from .checkpointing import Checkpointer
 from .finish import RunFinalizer
+from .kept_state import from_rank_0 as from_rank_0
+from .kept_state import per_rank as per_rank
 from .loops import TrainingLoops
 from .meter import Meter
 from .optimizer_step import OptimizerSteps, is_filler
@@ -206,7 +208,15 @@ class World:
         return sharded
 
     def keep(self, **things: Any) -> None:
-        """Add objects to the checkpoint: anything with state_dict and load_state_dict."""
+        """Add objects to the checkpoint: anything with state_dict and load_state_dict.
+
+        An object's state must be equal on all ranks; a save compares it. ``paceline.per_rank(x)``
+        keeps each rank's state instead, ``paceline.from_rank_0(x)`` rank 0's. A model or optimizer
+        of ``world.distribute`` is in the checkpoint anyway, unless it is kept per rank.
+
+        Raises ValueError for an object without these methods; ``world.epochs`` raises it where the
+        ranks' states differ.
+        """
         for name, thing in things.items():
             self._state.keep(name, thing)
 
@@ -264,6 +274,7 @@ class World:
             self._state,
             self._recorder,
             self._from_rank_0,
+            self._gather,
             self.any,
             self._progress.say,
         )
@@ -354,6 +365,13 @@ class World:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.broadcast(tensor, 0)
         return [int(number) for number in tensor.tolist()]
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def _agree(self, value: int, otherwise: str) -> None:
         (first,) = self._from_rank_0([value])

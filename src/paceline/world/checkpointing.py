@@ -6,15 +6,19 @@ it at the same step, whenever a signal reaches each of them. (A rank that acted 
 would leave one step before another, which would then wait for it forever.)
 """
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ..checkpoint import checkpoint_folder
-from ..checkpoint.saver import CheckpointSaver, find_newest_valid, load_checkpoint
+from ..checkpoint import checkpoint_folder, shared_folder, state_tree
+from ..checkpoint.saver import OWN_STATE, CheckpointSaver, find_newest_valid, load_checkpoint
+from ..checkpoint.shared_state import SharedState, differences
 from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
+from ..security.error_reason import error_reason
 from .checkpoint_interval import CheckpointInterval
 from .early_exit import EarlyExit, EarlyExitMonitor
 from .training_state import Position, TrainingState
@@ -26,8 +30,9 @@ MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the in
 class Checkpointer:
     """The checkpoints of one ``world.epochs``.
 
-    ``from_rank_0(numbers)`` broadcasts rank 0's numbers; ``any_rank(flag)`` is true on all ranks if
-    it is on one. ``say`` prints a line on rank 0.
+    ``from_rank_0(numbers)`` broadcasts rank 0's numbers; ``gather(value)`` returns the values of
+    all ranks; ``any_rank(flag)`` is true on all ranks if it is on one. ``say`` prints a line on
+    rank 0.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Checkpointer:
         state: TrainingState,
         recorder: Recorder,
         from_rank_0: Callable[[list[int]], list[int]],
+        gather: Callable[[Any], list[Any]],
         any_rank: Callable[[bool], bool],
         say: Callable[[str], None],
     ) -> None:
@@ -45,9 +51,11 @@ class Checkpointer:
         self.state = state
         self.recorder = recorder
         self.from_rank_0 = from_rank_0
+        self.gather = gather
         self.any_rank = any_rank
         self.say = say
         self.early_exit = EarlyExitMonitor()
+        self._warnings: set[str] = set()  # printed once
         self._saved_step = -1
         self._saved_at = time.monotonic()
         # duration of the last save, until it was on disk
@@ -61,17 +69,48 @@ class Checkpointer:
     def prepare(self) -> None:
         """Check on every rank, before training, what would otherwise fail at the first save.
 
-        Raises ValueError where checkpoints can't be written.
+        Raises ValueError where checkpoints can't be written, or ranks do not share the folder.
         """
         problem = None
         try:
             checkpoint_folder.check_writable(self.saver.directory)
-            self.saver.check(self.state.shared_state(), self.state.rank_state())
+            self.state.shared_state()
+            state_tree.flatten(self.state.rank_state(), OWN_STATE)
         except ValueError as error:
             problem = error
         if self.any_rank(problem is not None):
             raise problem or ValueError(
                 f"checkpoints can't be written to {self.saver.directory}: another rank says why"
+            )
+        if self.saver.size > 1:
+            self._check_shared_folder()
+
+    def _check_shared_folder(self) -> None:
+        """Raise ValueError on all ranks where one does not see the folder of rank 0."""
+        directory = self.saver.directory
+        number, reason = -1, "rank 0 says why"
+        if self.saver.rank == 0:
+            try:
+                number = shared_folder.write_token(directory)
+            except OSError as error:
+                reason = error_reason(error)
+        (number,) = self.from_rank_0([number])
+        if number < 0:
+            raise ValueError(
+                f"checkpoints can't be written to {directory}: {reason}. "
+                "HINT: another folder in world.epochs(..., checkpoint=...)"
+            )
+        seen = shared_folder.sees_token(directory, number)
+        answers = self.gather((seen, socket.gethostname()))
+        if self.saver.rank == 0:
+            shared_folder.remove_token(directory, number)
+        nodes = [node for _, node in answers]
+        if blind := [rank for rank, (seen, _) in enumerate(answers) if not seen]:
+            raise ValueError(
+                f"the checkpoint folder {directory} is not the same on all nodes: what rank 0 "
+                f"({nodes[0]}) writes there {shared_folder.describe_ranks(nodes, blind)} does not "
+                "see. HINT: checkpoint=... in a folder that all nodes share, not in node-local "
+                "storage such as /tmp"
             )
 
     def find_newest(self) -> Path | None:
@@ -93,6 +132,8 @@ class Checkpointer:
             )
         step = int(chosen.name.removeprefix("step-")) if chosen else -1
         (step,) = self.from_rank_0([step])
+        if step < 0:
+            self._compared_state()  # before training, which a difference would make worthless
         return self.saver.directory / f"step-{step:08}" if step >= 0 else None
 
     def load(self, folder: Path) -> Callable[[], Position]:
@@ -100,6 +141,8 @@ class Checkpointer:
         shared, own, manifest = load_checkpoint(folder)
         self._saved_step = manifest["step"]
         rank, size = self.saver.rank, self.saver.size
+        for line in self.state.restore_warnings(shared, own, size):
+            self.saver.warn(line)
         return lambda: self.state.load(shared, own, rank, size)
 
     def after_batch(self) -> None:
@@ -186,13 +229,26 @@ class Checkpointer:
             position = self.state.position
             self.saver.save(
                 self.recorder.step,
-                self.state.shared_state(),
+                self._compared_state(),
                 self.state.rank_state(),
                 {"epoch": position.epoch, "inside": position.inside, "ranks": self.saver.size},
-                self.state.buffer_addresses(),
             )
         self._saved_step = self.recorder.step
         self._saved_at, self._is_timed = start, False
+
+    def _compared_state(self) -> SharedState:
+        """Return the state that all ranks restore, after comparing it over the ranks. Collective.
+
+        Raises ValueError, the same on all ranks, where the state of a kept object differs.
+        """
+        shared = self.state.shared_state()
+        if self.saver.size > 1:
+            found = differences(self.gather(shared.digests()))
+            for line in self.state.settle(shared, found):
+                if line not in self._warnings:
+                    self._warnings.add(line)
+                    self.saver.warn(line)
+        return shared
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete."""

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.shared_state import Difference, PartPath, SharedState
+from ..cluster.topology.local_resources import format_ranges
 from ..parallel.data import unwrap
+from .kept_state import KeptState, Scope
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
 
@@ -73,39 +76,68 @@ class TrainingState:
     def __init__(self, training: OptimizerSteps, position: Position) -> None:
         self.training = training
         self.position = position
-        self.kept: dict[str, Any] = {}
+        self.kept: dict[str, KeptState] = {}
         self.meters: list[Meter] = []  # of the current epoch, in order of creation
         # sums for meters that the resumed epoch will create
         self.pending_meters: list[dict[str, float]] = []
 
     def keep(self, name: str, thing: Any) -> None:
-        if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
-            raise ValueError(
-                f"world.keep({name}=...): a {type(thing).__name__} has no state_dict and "
-                "load_state_dict. HINT: keep objects that have both"
-            )
-        self.kept[name] = thing
+        self.kept[name] = KeptState.of(name, thing)
 
     def _shared_parts(self) -> dict[str, list[Any]]:
         training = self.training
-        return {
+        parts: dict[str, list[Any]] = {
             "models": [unwrap(model) for model in training.models],
             "optimizers": training.optimizers,
             "warmups": training.warmups,
             "scaler": [training.scaler] if training.scaler else [],
         }
+        own = [unwrap(one.thing) for one in self._kept(Scope.PER_RANK).values()]
+        return {
+            name: [part for part in of if not any(part is one for one in own)]
+            for name, of in parts.items()
+        }
 
-    def shared_state(self) -> dict[str, Any]:
+    def _kept(self, *scopes: Scope) -> dict[str, KeptState]:
+        return {name: kept for name, kept in self.kept.items() if kept.scope in scopes}
+
+    def shared_state(self) -> SharedState:
+        """Return the state that all ranks restore."""
         state: dict[str, Any] = {
             name: [part.state_dict() for part in parts]
             for name, parts in self._shared_parts().items()
         }
-        state["kept"] = {name: thing.state_dict() for name, thing in self.kept.items()}
+        kept = self._kept(Scope.REPLICATED, Scope.RANK_0)
+        state["kept"] = {name: one.thing.state_dict() for name, one in kept.items()}
         state["position"] = self.position.state_dict()
         state["step"] = self.training.phases.recorder.step
-        return state
+        rank_0 = [("kept", name) for name in self._kept(Scope.RANK_0)]
+        return SharedState(state, [*rank_0, ("position",), ("step",)], self._buffer_addresses())
 
-    def buffer_addresses(self) -> frozenset[int]:
+    def settle(self, shared: SharedState, found: dict[PartPath, Difference]) -> list[str]:
+        """Decide what is saved of parts that differ between ranks; return warnings.
+
+        Of models and optimizers rank 0's state is saved: whether replicas may differ is for the
+        check of replicas to say.
+
+        Raises ValueError, the same on all ranks, where a kept object differs.
+        """
+        for path, (ranks, absent) in found.items():
+            if path[0] == "kept":
+                raise ValueError(_difference_of_kept(path[1], ranks, absent))
+            if absent:
+                raise ValueError(
+                    f"{_label(path)} is not on all ranks. HINT: call world.distribute, world.step "
+                    "and world.scale_learning_rate on every rank"
+                )
+        shared.take_from_rank_0(found)
+        return [
+            f"{_label(path)} differs on rank {format_ranges(ranks)} from rank 0: checkpoints hold "
+            "rank 0's. HINT: world.keep(NAME=paceline.per_rank(...)) where it is meant to differ"
+            for path, (ranks, _) in found.items()
+        ]
+
+    def _buffer_addresses(self) -> frozenset[int]:
         """Return the addresses of the models' buffers.
 
         Between forwards ranks differ in them (running statistics); rank 0's are broadcast before
@@ -115,7 +147,12 @@ class TrainingState:
         return frozenset(b.data_ptr() for model in models for b in model.buffers() if b.numel())
 
     def rank_state(self) -> dict[str, Any]:
-        return {"random": random_states(), "meters": [m.state_dict() for m in self.meters]}
+        kept = self._kept(Scope.PER_RANK)
+        return {
+            "random": random_states(),
+            "meters": [m.state_dict() for m in self.meters],
+            "kept": {name: one.thing.state_dict() for name, one in kept.items()},
+        }
 
     def load(self, shared: dict[str, Any], own: list[Any], rank: int, size: int) -> Position:
         """Restore every object's state; return the position at which it was saved.
@@ -126,14 +163,12 @@ class TrainingState:
             _check_count(name, len(shared[name]), len(parts))
             for part, state in zip(parts, shared[name], strict=True):
                 _load_part(part, state, name)
-        missing = self.kept.keys() ^ shared["kept"].keys()
-        if missing:
-            raise ValueError(
-                f"the checkpoint and world.keep differ in {', '.join(sorted(missing))}. "
-                "HINT: keep the same names, or another checkpoint folder"
-            )
-        for name, thing in self.kept.items():
-            thing.load_state_dict(shared["kept"][name])
+        self._check_kept(shared["kept"], _kept_per_rank(own))
+        for name, kept in self.kept.items():
+            if name in shared["kept"]:
+                kept.thing.load_state_dict(shared["kept"][name])
+            elif rank < len(own):
+                kept.thing.load_state_dict(own[rank]["kept"][name])
         self.training.phases.recorder.step = shared["step"]
         if len(own) == size:
             set_random_states(own[rank]["random"])
@@ -144,6 +179,38 @@ class TrainingState:
             meter.load_state_dict(state)
         self.pending_meters = list(sums[len(self.meters) :])
         return Position(**shared["position"])
+
+    def _check_kept(self, shared: dict[str, Any], per_rank: set[str]) -> None:
+        missing = self.kept.keys() ^ (shared.keys() | per_rank)
+        if missing:
+            raise ValueError(
+                f"the checkpoint and world.keep differ in {', '.join(sorted(missing))}. "
+                "HINT: keep the same names, or another checkpoint folder"
+            )
+        for name in self._kept(Scope.REPLICATED, Scope.RANK_0).keys() & per_rank:
+            raise ValueError(
+                f"the checkpoint has a state of {name} for each rank. "
+                f"HINT: world.keep({name}=paceline.per_rank({name}))"
+            )
+
+    def restore_warnings(self, shared: dict[str, Any], own: list[Any], size: int) -> list[str]:
+        """Return what ``load`` restores otherwise than it was saved, a line for each object."""
+        warnings = []
+        for name in self._kept(Scope.PER_RANK):
+            if name in shared["kept"]:
+                warnings.append(
+                    f"world.keep({name}=...) was saved as one state for all ranks: each rank "
+                    "restores it"
+                )
+            elif len(own) != size:
+                others = (
+                    "others keep their initial state" if size > len(own) else "the rest is lost"
+                )
+                warnings.append(
+                    f"world.keep({name}=...) has the state of {len(own)} ranks, and {size} restore "
+                    f"it: each of the first {min(size, len(own))} its own, {others}"
+                )
+        return warnings
 
     def new_meter(self, meter: Meter) -> None:
         self.meters.append(meter)
@@ -160,6 +227,29 @@ def _load_part(part: Any, state: Any, name: str) -> None:
             f"the checkpoint does not fit this script's {name}: {first}. HINT: the script that "
             "wrote it, or another checkpoint folder"
         ) from None
+
+
+def _kept_per_rank(own: list[Any]) -> set[str]:
+    """Return the names of objects with a state for each rank; older checkpoints have none."""
+    return set[str]().union(*(state.get("kept", ()) for state in own))
+
+
+def _label(path: PartPath) -> str:
+    return f"{path[0]}[{path[1]}]" if len(path) > 1 else str(path[0])
+
+
+def _difference_of_kept(name: str, ranks: list[int], absent: bool) -> str:
+    if absent:
+        return (
+            f"world.keep({name}=...) was called on some ranks only, or with another scope: rank "
+            f"{format_ranges(ranks)} differs from rank 0. HINT: call it alike on every rank"
+        )
+    return (
+        f"the state of world.keep({name}=...) differs on rank {format_ranges(ranks)} from rank 0. "
+        f"HINT: {name}=paceline.per_rank({name}) saves each rank's state, "
+        f"paceline.from_rank_0({name}) only rank 0's; an average of a model starts equal on all "
+        "ranks if it is created after world.distribute"
+    )
 
 
 def _check_count(name: str, saved: int, expected: int) -> None:

@@ -1,0 +1,183 @@
+"""State that all ranks restore alike, and whether it is equal on all ranks when it is saved.
+
+Each rank writes some of the tensors, so ranks that differ would write a mixture. Therefore ranks
+compare a digest of each part (a model, an optimizer, a kept object) before a save. A part that is
+rank 0's by choice is not compared, and rank 0 writes all of it.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from . import state_tree
+
+PartPath = tuple[Any, ...]  # keys of a part in the tree, at most two: ("models", 0)
+
+_HASHED_BYTES = 1 << 16  # of larger tensors the digest has sums
+_ROW = 4096  # 64-bit integers
+_DIGEST_BYTES = 16
+
+
+class Difference(NamedTuple):
+    """Ranks on which a part differs from rank 0's, and whether some rank does not have it."""
+
+    ranks: list[int]
+    absent: bool
+
+
+class SharedState:
+    """The tree of one rank, split into parts that are compared, and into numbered tensors.
+
+    Attributes:
+        skeleton: The tree with numbers in place of tensors.
+        tensors: The tensors, not copied.
+    """
+
+    def __init__(
+        self,
+        tree: dict[Any, Any],
+        rank_0: Iterable[PartPath] = (),
+        rank_0_addresses: frozenset[int] = frozenset(),
+    ) -> None:
+        """Split a tree.
+
+        Args:
+            tree: Dict of trees. The items of a dict or list in it are parts of their own.
+            rank_0: Parts of which rank 0's state is saved, without comparison.
+            rank_0_addresses: The same, for single tensors by their address.
+
+        Raises:
+            ValueError: A value can't be saved; the message names its position.
+        """
+        self.skeleton, self.tensors = state_tree.flatten(tree)
+        self._parts = dict(_parts(self.skeleton))
+        chosen = set(rank_0)
+        self._rank_0 = {path for path in self._parts if path in chosen or path[:1] in chosen}
+        self._rank_0_addresses = rank_0_addresses
+
+    def digests(self) -> dict[PartPath, bytes]:
+        """Return a digest of each part that must be equal on all ranks.
+
+        Large tensors are read twice, on their device.
+        """
+        compared = ((path, part) for path, part in self._parts.items() if path not in self._rank_0)
+        return {path: self._digest(part) for path, part in compared}
+
+    def take_from_rank_0(self, paths: Iterable[PartPath]) -> None:
+        """Save rank 0's state of these parts, though they were compared."""
+        self._rank_0.update(paths)
+
+    def assign(self, ranks: int) -> list[int]:
+        """Number the tensors in the order that all ranks agree on; return who writes each.
+
+        Parts of rank 0 come last, as they may have other tensors on other ranks.
+        """
+        paths = sorted(self._parts, key=repr)
+        equal = [self._parts[path] for path in paths if path not in self._rank_0]
+        replicated = state_tree.renumber(equal, self.tensors)
+        others = [self._parts[path] for path in paths if path in self._rank_0]
+        of_rank_0 = state_tree.renumber(others, self.tensors, len(replicated))
+        self.tensors = [*replicated, *of_rank_0]
+        owner = state_tree.assign_owners(replicated, ranks)
+        owner = [0 if self._is_of_rank_0(i) else rank for i, rank in enumerate(owner)]
+        return owner + [0] * len(of_rank_0)
+
+    def _is_of_rank_0(self, number: int) -> bool:
+        tensor = self.tensors[number]
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+            return False
+        return tensor.data_ptr() in self._rank_0_addresses
+
+    def _digest(self, part: Any) -> bytes:
+        content = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+        def tensor(number: int) -> None:
+            if self._is_of_rank_0(number):
+                content.update(b"rank 0")
+            else:
+                _add_tensor(self.tensors[number], content.update)
+
+        _add_part(part, content.update, tensor)
+        return content.digest()
+
+
+def differences(digests: list[dict[PartPath, bytes]]) -> dict[PartPath, Difference]:
+    """Return the parts that are not equal on all ranks; ``digests`` has one dict for each rank."""
+    found = {}
+    for path in dict.fromkeys(path for own in digests for path in own):
+        each = [own.get(path) for own in digests]
+        ranks = [rank for rank, digest in enumerate(each) if digest != each[0]]
+        if ranks:
+            found[path] = Difference(ranks, None in each)
+    return found
+
+
+def _parts(skeleton: dict[Any, Any]) -> Iterator[tuple[PartPath, Any]]:
+    for name, value in skeleton.items():
+        if isinstance(value, dict) and state_tree.tensor_of(value) is None:
+            yield from (((name, key), item) for key, item in value.items())
+        elif isinstance(value, list):
+            yield from (((name, i), item) for i, item in enumerate(value))
+        else:
+            yield (name,), value
+
+
+def _add_part(part: Any, add: Callable[[bytes], None], tensor: Callable[[int], None]) -> None:
+    """Add the types and values of a skeleton to a digest; equal trees add equal bytes."""
+    number = state_tree.tensor_of(part)
+    if number is not None:
+        tensor(number)
+    elif isinstance(part, dict):
+        add(b"dict %d;" % len(part))
+        for key in sorted(part, key=repr):
+            add(repr(key).encode())
+            _add_part(part[key], add, tensor)
+    elif type(part) in (list, tuple):
+        add(b"%s %d;" % (type(part).__name__.encode(), len(part)))
+        for item in part:
+            _add_part(item, add, tensor)
+    elif type(part) is set:
+        add(repr(sorted(map(repr, part))).encode())
+    else:
+        add(f"{type(part).__name__} {part!r};".encode())
+
+
+def _add_tensor(tensor: torch.Tensor, add: Callable[[bytes], None]) -> None:
+    add(f"{tensor.dtype} {tensor.layout} {tensor.is_nested or tuple(tensor.shape)};".encode())
+    if tensor.is_quantized:
+        add(f"{tensor.qscheme()}".encode())
+        scales = _quantization(tensor)
+        add(f"{scales}".encode())
+    for dense in state_tree.dense_parts(tensor):
+        _add_dense(dense, add)
+
+
+def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return tensor.q_scale(), tensor.q_zero_point()
+    scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return scales.tolist(), points.tolist(), tensor.q_per_channel_axis()
+
+
+def _add_dense(tensor: torch.Tensor, add: Callable[[bytes], None]) -> None:
+    """Add the bits of a tensor to a digest, on its device as far as it is large.
+
+    Of a large tensor the bits are summed as integers, in rows and in columns. So also tensors that
+    have the same elements in another order differ.
+    """
+    flat = tensor.contiguous().resolve_conj().resolve_neg().flatten()
+    if flat.numel() == 0:
+        return
+    octets = flat.view(torch.uint8)
+    if octets.numel() > _HASHED_BYTES:
+        summed = octets.numel() // (8 * _ROW) * (8 * _ROW)
+        block = octets[:summed]
+        if block.data_ptr() % 8 or block.storage_offset() % 8:
+            block = block.clone()
+        rows = block.view(torch.int64).view(-1, _ROW)
+        _add_dense(rows.sum(1), add)
+        _add_dense(rows.sum(0), add)
+        octets = octets[summed:]
+    add(octets.cpu().numpy().tobytes())

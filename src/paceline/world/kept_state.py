@@ -1,0 +1,56 @@
+"""How the states of a kept object on the ranks relate to each other: said with ``world.keep``."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Scope(Enum):
+    """Whose state a checkpoint holds for an object."""
+
+    REPLICATED = "replicated"
+    RANK_0 = "from_rank_0"
+    PER_RANK = "per_rank"
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """An object of ``world.keep``, and the scope of its state."""
+
+    thing: Any
+    scope: Scope
+
+    @classmethod
+    def of(cls, name: str, thing: Any) -> "KeptState":
+        """Return what ``world.keep(name=thing)`` keeps.
+
+        Raises:
+            ValueError: The object has no state_dict and load_state_dict.
+        """
+        kept = thing if isinstance(thing, KeptState) else cls(thing, Scope.REPLICATED)
+        thing = kept.thing
+        if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+            shown = "..." if kept.scope is Scope.REPLICATED else f"paceline.{kept.scope.value}(...)"
+            raise ValueError(
+                f"world.keep({name}={shown}): a {type(thing).__name__} has no state_dict and "
+                "load_state_dict. HINT: keep objects that have both"
+            )
+        return kept
+
+
+def per_rank(thing: Any) -> KeptState:
+    """Mark an object for ``world.keep`` whose state differs between ranks by design.
+
+    A checkpoint then holds the state of each rank, and each rank restores its own. With another
+    number of ranks, ranks that did not exist keep their initial state, and the states of ranks that
+    no longer exist are not restored; a warning names the object.
+    """
+    return KeptState(thing, Scope.PER_RANK)
+
+
+def from_rank_0(thing: Any) -> KeptState:
+    """Mark an object for ``world.keep`` of which rank 0's state is saved.
+
+    All ranks restore it. The states of other ranks may differ and are lost.
+    """
+    return KeptState(thing, Scope.RANK_0)
