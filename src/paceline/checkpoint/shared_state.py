@@ -16,7 +16,7 @@ from . import state_tree
 PartPath = tuple[Any, ...]  # keys of a part in the tree, at most two: ("models", 0)
 
 _HASHED_BYTES = 1 << 16  # of larger tensors the digest has sums
-_ROW = 4096  # 64-bit integers
+_ROW = 512  # 64-bit integers
 _DIGEST_BYTES = 16
 
 

@@ -69,7 +69,7 @@ class UnfinishedFolder:
         return file
 
     def rename(self, final: Path) -> None:
-        """Rename the folder to its final name. A checkpoint of that name is replaced and removed.
+        """Rename the folder to its final name; ``replaced`` is the checkpoint that had it before.
 
         The two exchange their names in one step, so that one of them has the final name at any
         moment. On a file system without such an exchange (NFS) the replaced checkpoint is renamed
