@@ -274,7 +274,6 @@ class World:
             self._state,
             self._recorder,
             self._from_rank_0,
-            self._gather,
             self.any,
             self._progress.say,
         )
@@ -365,13 +364,6 @@ class World:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.broadcast(tensor, 0)
         return [int(number) for number in tensor.tolist()]
-
-    def _gather(self, value: Any) -> list[Any]:
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
 
     def _agree(self, value: int, otherwise: str) -> None:
         (first,) = self._from_rank_0([value])

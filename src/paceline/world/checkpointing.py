@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ..checkpoint import checkpoint_folder, shared_folder, state_tree
 from ..checkpoint.saver import OWN_STATE, CheckpointSaver, find_newest_valid, load_checkpoint
 from ..checkpoint.shared_state import SharedState, differences
@@ -30,9 +32,8 @@ MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the in
 class Checkpointer:
     """The checkpoints of one ``world.epochs``.
 
-    ``from_rank_0(numbers)`` broadcasts rank 0's numbers; ``gather(value)`` returns the values of
-    all ranks; ``any_rank(flag)`` is true on all ranks if it is on one. ``say`` prints a line on
-    rank 0.
+    ``from_rank_0(numbers)`` broadcasts rank 0's numbers; ``any_rank(flag)`` is true on all ranks if
+    it is on one. ``say`` prints a line on rank 0.
     """
 
     def __init__(
@@ -42,7 +43,6 @@ class Checkpointer:
         state: TrainingState,
         recorder: Recorder,
         from_rank_0: Callable[[list[int]], list[int]],
-        gather: Callable[[Any], list[Any]],
         any_rank: Callable[[bool], bool],
         say: Callable[[str], None],
     ) -> None:
@@ -51,7 +51,6 @@ class Checkpointer:
         self.state = state
         self.recorder = recorder
         self.from_rank_0 = from_rank_0
-        self.gather = gather
         self.any_rank = any_rank
         self.say = say
         self.early_exit = EarlyExitMonitor()
@@ -101,7 +100,7 @@ class Checkpointer:
                 "HINT: another folder in world.epochs(..., checkpoint=...)"
             )
         seen = shared_folder.sees_token(directory, number)
-        answers = self.gather((seen, socket.gethostname()))
+        answers = self._gather((seen, socket.gethostname()))
         if self.saver.rank == 0:
             shared_folder.remove_token(directory, number)
         nodes = [node for _, node in answers]
@@ -243,12 +242,18 @@ class Checkpointer:
         """
         shared = self.state.shared_state()
         if self.saver.size > 1:
-            found = differences(self.gather(shared.digests()))
+            found = differences(self._gather(shared.digests()))
             for line in self.state.settle(shared, found):
                 if line not in self._warnings:
                     self._warnings.add(line)
                     self.saver.warn(line)
         return shared
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks. Collective."""
+        values: list[Any] = [None] * self.saver.size
+        dist.all_gather_object(values, value)
+        return values
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete."""
