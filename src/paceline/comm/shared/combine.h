@@ -1,5 +1,6 @@
 /* Elementwise reduction of the vectors of all ranks, in rank order. 16-bit floating-point numbers
-   are reduced in float32 and rounded once; integers wrap around. */
+   are reduced in float32 and rounded once; integers wrap around; a minimum or maximum with a NaN is
+   NaN. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -32,8 +33,8 @@ typedef void Fold(void *restrict acc, const void *restrict more, size_t count);
 #define FOLDS(NAME, T, W)                             \
     FOLD(NAME##_sum, T, (W)a + (W)b)                  \
     FOLD(NAME##_product, T, (W)a * (W)b)              \
-    FOLD(NAME##_min, T, b < a ? b : a)                \
-    FOLD(NAME##_max, T, b > a ? b : a)
+    FOLD(NAME##_min, T, (b < a) | (b != b) ? b : a)   \
+    FOLD(NAME##_max, T, (b > a) | (b != b) ? b : a)
 
 FOLDS(f32, float, float)
 FOLDS(f64, double, double)
@@ -95,6 +96,34 @@ WIDE static void divide_f64(double *x, double by, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] /= by;
 }
 
+/* Set the floating-point mode of this thread to the default, in which subnormals are not flushed to
+   zero (torch.set_flush_denormal) and results are rounded to nearest: float16's subnormals are
+   converted by way of float32's, and ranks with different modes have to get the same bits. Return
+   the previous mode for restore_mode. */
+static uint64_t default_mode(void) {
+#if defined(__x86_64__)
+    uint64_t mode = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(0x1f80);
+    return mode;
+#elif defined(__aarch64__)
+    uint64_t mode, none = 0;
+    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, %1" : "=&r"(mode) : "r"(none) : "memory");
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+static void restore_mode(uint64_t mode) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+#else
+    (void)mode;
+#endif
+}
+
 static const size_t SIZES[KINDS] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
 #define ROW(NAME) {NAME##_sum, NAME##_sum, NAME##_product, NAME##_min, NAME##_max}
 static Fold *const FOLD_OF[KINDS][5] = {ROW(f32), ROW(f64), ROW(f32), ROW(f32), ROW(i8),
@@ -121,8 +150,9 @@ static void narrow(int kind, void *to, const void *from, size_t n) {
 /* Reduce vectors. from: one vector of ``bytes`` per rank; by: divisor of a mean; to, also (unless
    NULL): destinations of the result. ``to`` may be one of ``from``, because each block is reduced
    in a separate buffer. */
-static void combine(int kind, int how, const char **from, int size, int by, char *to, char *also,
-                    size_t bytes) {
+static void combine(int kind, int how, const char **from, int size, double by, char *to,
+                    char *also, size_t bytes) {
+    uint64_t mode = default_mode();
     _Alignas(64) char acc[BLOCK], more[BLOCK];
     Fold *fold = FOLD_OF[kind][how];
     int half = kind == F16 || kind == BF16;
@@ -141,4 +171,5 @@ static void combine(int kind, int how, const char **from, int size, int by, char
         narrow(kind, to + at, acc, n);
         if (also) memcpy(also + at, to + at, n * SIZES[kind]);
     }
+    restore_mode(mode);
 }
