@@ -1,4 +1,4 @@
-"""The arithmetic of reductions over shared memory: special values, and more ranks than slots fit."""
+"""Reductions over shared memory: special values, and more ranks than a slot has lines."""
 
 import time
 from datetime import timedelta
