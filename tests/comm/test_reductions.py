@@ -154,6 +154,17 @@ def test_reduction_in_parts_with_many_ranks_for_a_slot():
         assert torch.equal(found, size * x + sum(range(size)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("how", REDUCTIONS)
+def test_kernels_in_c_and_torch_round_equally(dtype, how):
+    """All values of 16 bits, with subnormals, infinities and NaN, and others of any size."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    order = torch.randperm(len(bits), generator=torch.Generator().manual_seed(0))
+    each = [bits.view(dtype), bits[order].view(dtype)]
+    found = [together(2, lambda k: reduced(k, each[k.rank], how), kind) for kind in ("c", "torch")]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("size", [1, 2, 273, 274, 2048, 2049, 10_000])
 def test_a_slot_fits_an_element_for_each_rank(size):
     assert slot_bytes(size) >= 8 * size

@@ -71,7 +71,10 @@ WIDE static void narrow_f16(uint16_t *restrict to, const float *restrict from, s
         uint32_t normal = (bits + 0xc8000fff + (bits >> 13 & 1)) >> 13;
         uint32_t small = as_bits(as_float(bits) + 0.5f) - 0x3f000000; /* below 2^-14 */
         uint32_t large = bits > 0x7f800000 ? 0x7e00 : 0x7c00;         /* from 2^16 on */
-        uint32_t found = bits < 0x38800000 ? small : bits >= 0x47800000 ? large : normal;
+        /* Masks, as the compiler does not vectorize a loop with branches. */
+        uint32_t is_small = -(uint32_t)(bits < 0x38800000);
+        uint32_t is_large = -(uint32_t)(bits >= 0x47800000);
+        uint32_t found = (small & is_small) | (large & is_large) | (normal & ~(is_small | is_large));
         to[i] = (uint16_t)(found | sign);
     }
 }
