@@ -79,19 +79,25 @@ def call(op, dtype="float32", how="sum", nbytes=0, root=0):
 
 def reduced(name, hosts, count, how="sum", dtype="float32"):
     """Run an all-reduce; return the vectors of all hosts before and after it."""
-    draw, together = np.random.default_rng(count), Together(hosts)
+    draw = np.random.default_rng(count)
     each = [draw.standard_normal(count).astype(dtype) for _ in range(hosts)]
+    return each, reduced_vectors(name, each, how)
+
+
+def reduced_vectors(name, each, how="sum"):
+    """Run an all-reduce of one vector from each host; return the vectors of all hosts after it."""
+    hosts, together = len(each), Together(len(each))
     found = [one.copy() for one in each]
 
     def what(me, wire):
         steps = encode_program(ALL_REDUCE[name](found[me].nbytes, me, hosts))
-        said = call("all-reduce", dtype, how, found[me].nbytes)
+        said = call("all-reduce", found[me].dtype.name, how, found[me].nbytes)
         wire.run(steps, found[me].ctypes.data, said, TIMEOUT)
 
     together.do(what)
     together.close()
     assert not together.errors, together.errors
-    return each, found
+    return found
 
 
 def spread(hosts, count, root):

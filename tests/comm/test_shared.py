@@ -219,6 +219,23 @@ def test_forked_process_cannot_exchange_and_rank_continues(tmp_path):
     assert done.stdout.count("goes on 4.0") == 2
 
 
+PATIENT = """
+    import torch, torch.distributed as dist
+    import paceline
+
+    world = paceline.init(timeout=float("inf"))
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    group = getattr(dist.group.WORLD, "inner", dist.group.WORLD)  # recorded
+    print(type(group).__name__, float(x.sum()), flush=True)
+    """
+
+
+def test_init_without_time_limit(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, PATIENT))
+    assert {"SharedMemoryGroup 16.0"} <= ranks.untagged(done.stdout)
+
+
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_kernel_passes_sanitizers(tmp_path, sanitizer):
     """Run every collective under a sanitizer, with threads of one process as ranks."""

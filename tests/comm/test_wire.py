@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,11 @@ def test_silent_peer_times_out():
     together.do(each)
     together.close()
     assert (together.errors[0].reason, together.errors[0].host) == (c_wire.SILENT, 1)
+
+
+@pytest.mark.parametrize("timeout", [timedelta.max.total_seconds(), float("inf"), 0.0])
+def test_late_peer_within_unlimited_timeout(timeout):
+    assert fails(lambda _: time.sleep(0.2), timeout) == {}  # the other host has looked at the time
 
 
 def test_waiting_host_detects_broken_flag():

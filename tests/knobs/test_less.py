@@ -71,6 +71,16 @@ def test_lossy_compression_reaches_same_loss(tmp_path, knobs):
     assert gone > 0.9, (first, before, losses)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_powersgd_with_several_buckets_trains(tmp_path, backend):
+    script = DESCENDS.replace('"gloo"', f'"{backend}"').replace(
+        "torch.nn.Linear(32, 64)",
+        "*(torch.nn.Linear(32, 32) for _ in range(4)), torch.nn.Linear(32, 64)",
+    )
+    (one, other), _ = trained(tmp_path, 12, {"compress-powersgd": 2}, script)
+    assert close(one, other, rtol=0, atol=0)
+
+
 def test_local_sgd_ranks_are_equal_only_after_averaging(tmp_path):
     (one, other), _ = trained(tmp_path, 4 + 2 * 5, {"average-every": 5})
     assert close(one, other, rtol=0, atol=0)

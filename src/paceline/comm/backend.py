@@ -23,7 +23,8 @@ from .shared.open_group import DISABLED_BY_USER, ON_SEVERAL_HOSTS, open_kernel
 from .shared_memory_group import SharedMemoryGroup
 
 NAME = "paceline"
-
+# Longer timeouts overflow the clocks of PyTorch's stores and of gloo, which count nanoseconds.
+MAX_TIMEOUT = timedelta(days=10_000)
 
 _recorder: Recorder | None = None  # records the groups that are created from now on
 _said = False
@@ -79,7 +80,7 @@ def over_memory(
         timeout: Time that a rank waits for another one in a collective.
         names: Global ranks of the group's members.
     """
-    seconds = timeout.total_seconds()
+    seconds = min(timeout, MAX_TIMEOUT).total_seconds()
     kernel: Any
     kernel, why = open_kernel(store, group.rank(), group.size(), seconds, names)
     if why == ON_SEVERAL_HOSTS:
@@ -98,7 +99,8 @@ def _step() -> str:
 
 def _plain_group(options: Any) -> dist.ProcessGroup:
     """Create the group that ``init_process_group("cpu:gloo,cuda:nccl")`` would create."""
-    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    rank, size = options.group_rank, options.group_size
+    timeout = min(options.timeout, MAX_TIMEOUT)
     group = dist.ProcessGroup(options.store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", options.store), rank, size, timeout=timeout)

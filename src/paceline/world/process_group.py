@@ -74,6 +74,7 @@ def join_process_group(identity: RankIdentity, recorder: Recorder, timeout: floa
     if identity.alone or dist.is_initialized():
         return ""
     backend.record(recorder)
+    timeout = min(timeout, backend.MAX_TIMEOUT.total_seconds())
     set_torchrun_variables(identity)
     network = ""
     try:

@@ -15,8 +15,8 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <time.h>
 
+#include "../shared/clock.h"
 #include "../shared/combine.h"
 
 #define YIELDS 50            /* tries without progress, each with a yield, before sleeping */
@@ -81,12 +81,6 @@ void paceline_wire_said(Wire *w, uint64_t *said) {
     const Call *one = &w->theirs;
     uint64_t all[] = {one->op, one->kind, one->how, one->root, one->bytes};
     memcpy(said, all, sizeof all);
-}
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 
 static int failed(int why, int host) { return why | host << 8; }
@@ -227,7 +221,7 @@ static int step(Wire *w, int sends, int receives, Folding *f) {
 int paceline_wire_run(Wire *w, const int64_t *steps, char *data, const uint64_t *said, double timeout) {
     w->call = (Call){(uint32_t)said[0], (uint32_t)said[1], (uint32_t)said[2], (uint32_t)said[3],
                      said[4], ++w->number};
-    w->timeout_ns = (int64_t)(timeout * 1e9);
+    w->timeout_ns = timeout_ns(timeout);
     for (const int64_t *s = steps; *s >= 0;) {
         int sends = (int)s[0], receives = (int)s[1], fold = (int)s[2];
         s += 3;

@@ -1,5 +1,6 @@
 /* Elementwise reduction of the vectors of all ranks, in rank order. 16-bit floating-point numbers
-   are reduced in float32 and rounded once; integers wrap around. */
+   are reduced in float32 and rounded once; integers wrap around; a minimum or maximum with a NaN is
+   NaN. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -32,8 +33,8 @@ typedef void Fold(void *restrict acc, const void *restrict more, size_t count);
 #define FOLDS(NAME, T, W)                             \
     FOLD(NAME##_sum, T, (W)a + (W)b)                  \
     FOLD(NAME##_product, T, (W)a * (W)b)              \
-    FOLD(NAME##_min, T, b < a ? b : a)                \
-    FOLD(NAME##_max, T, b > a ? b : a)
+    FOLD(NAME##_min, T, (b < a) | (b != b) ? b : a)   \
+    FOLD(NAME##_max, T, (b > a) | (b != b) ? b : a)
 
 FOLDS(f32, float, float)
 FOLDS(f64, double, double)
@@ -70,7 +71,10 @@ WIDE static void narrow_f16(uint16_t *restrict to, const float *restrict from, s
         uint32_t normal = (bits + 0xc8000fff + (bits >> 13 & 1)) >> 13;
         uint32_t small = as_bits(as_float(bits) + 0.5f) - 0x3f000000; /* below 2^-14 */
         uint32_t large = bits > 0x7f800000 ? 0x7e00 : 0x7c00;         /* from 2^16 on */
-        uint32_t found = bits < 0x38800000 ? small : bits >= 0x47800000 ? large : normal;
+        /* Masks, as the compiler does not vectorize a loop with branches. */
+        uint32_t is_small = -(uint32_t)(bits < 0x38800000);
+        uint32_t is_large = -(uint32_t)(bits >= 0x47800000);
+        uint32_t found = (small & is_small) | (large & is_large) | (normal & ~(is_small | is_large));
         to[i] = (uint16_t)(found | sign);
     }
 }
@@ -93,6 +97,34 @@ WIDE static void divide_f32(float *x, float by, size_t n) {
 
 WIDE static void divide_f64(double *x, double by, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] /= by;
+}
+
+/* Set the floating-point mode of this thread to the default, in which subnormals are not flushed to
+   zero (torch.set_flush_denormal) and results are rounded to nearest: float16's subnormals are
+   converted by way of float32's, and ranks with different modes have to get the same bits. Return
+   the previous mode for restore_mode. */
+static uint64_t default_mode(void) {
+#if defined(__x86_64__)
+    uint64_t mode = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(0x1f80);
+    return mode;
+#elif defined(__aarch64__)
+    uint64_t mode, none = 0;
+    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, %1" : "=&r"(mode) : "r"(none) : "memory");
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+static void restore_mode(uint64_t mode) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+#else
+    (void)mode;
+#endif
 }
 
 static const size_t SIZES[KINDS] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
@@ -121,8 +153,9 @@ static void narrow(int kind, void *to, const void *from, size_t n) {
 /* Reduce vectors. from: one vector of ``bytes`` per rank; by: divisor of a mean; to, also (unless
    NULL): destinations of the result. ``to`` may be one of ``from``, because each block is reduced
    in a separate buffer. */
-static void combine(int kind, int how, const char **from, int size, int by, char *to, char *also,
-                    size_t bytes) {
+static void combine(int kind, int how, const char **from, int size, double by, char *to,
+                    char *also, size_t bytes) {
+    uint64_t mode = default_mode();
     _Alignas(64) char acc[BLOCK], more[BLOCK];
     Fold *fold = FOLD_OF[kind][how];
     int half = kind == F16 || kind == BF16;
@@ -141,4 +174,5 @@ static void combine(int kind, int how, const char **from, int size, int by, char
         narrow(kind, to + at, acc, n);
         if (also) memcpy(also + at, to + at, n * SIZES[kind]);
     }
+    restore_mode(mode);
 }

@@ -27,13 +27,14 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "combine.h"
 
 #define RING 3          /* slots of a rank: one each for the phases in, reduce and out */
 #define LINE 64         /* bytes of a cache line; parts of a chunk are aligned to it */
+#define WORD 8          /* bytes of the largest element: alignment of parts if lines do not fit */
 #define FLAT (16 << 10) /* bytes: largest vector that every rank reduces as a whole */
 #define FLAT_ALL (256 << 10) /* bytes: the same limit for the vectors of all ranks together */
 #define PAUSES 100
@@ -76,6 +77,7 @@ typedef struct {
     Call call; /* this rank's collective */
     int by;    /* divisor of a mean */
     int sockets, socket, mate, by_socket; /* see sockets.h; mate: index of this rank in its socket */
+    int most_mates;                       /* ranks of the largest socket */
     int *order, *begins; /* ranks ordered by socket, and the index of each socket's first rank */
     int64_t timeout_ns;
 } Comm;
@@ -86,9 +88,14 @@ size_t paceline_needs(int size, size_t slot) {
     return sizeof(Head) + size * sizeof(Mailbox) + size * RING * rounded(slot, 2 * LINE);
 }
 
-/* Map the memory of ``fd`` for a rank; return NULL if that fails. locks: whether ranks are
-   processes, each of which holds the lock on its byte (paceline_hold). */
+/* Map the memory of ``fd`` for a rank; return NULL and set errno if that fails. slot: at least WORD
+   bytes for each rank. locks: whether ranks are processes, each of which holds the lock on its byte
+   (paceline_hold). */
 Comm *paceline_open(int fd, int rank, int size, size_t slot, int locks) {
+    if (slot / WORD < (size_t)size) {
+        errno = EINVAL;
+        return NULL;
+    }
     Comm *c = calloc(1, sizeof(Comm));
     if (c == NULL) return NULL;
     slot = rounded(slot, 2 * LINE);
@@ -121,12 +128,6 @@ static int alive(Comm *c, int rank) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
     if (c->fd < 0 || rank == c->rank || fcntl(c->fd, F_GETLK, &lock)) return 1;
     return lock.l_type != F_UNLCK;
-}
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 
 static void pause_a_moment(void) {
@@ -237,6 +238,12 @@ static char *slot_of(Comm *c, int rank, uint64_t chunk) {
     return c->slots + ((size_t)rank * RING + chunk % RING) * c->slot;
 }
 
+/* Return the bytes of each part if a slot holds so many parts of the same size. */
+static size_t share_of_slot(Comm *c, int parts) {
+    size_t share = c->slot / parts, to = share >= LINE ? LINE : WORD;
+    return share / to * to;
+}
+
 /* Wait until no rank needs the data in the next chunk's slot, then announce the collective. */
 static int claim(Comm *c) {
     int error = await_all(c, c->freed[c->chunk % RING]);
@@ -257,7 +264,7 @@ static int begin(Comm *c, uint32_t op, uint32_t kind, uint32_t how, uint32_t roo
                  double timeout) {
     c->call = (Call){op, kind, how, root, bytes};
     c->by = c->size;
-    c->timeout_ns = (int64_t)(timeout * 1e9);
+    c->timeout_ns = timeout_ns(timeout);
     return broken(c);
 }
 
@@ -371,7 +378,7 @@ int paceline_reduce_scatter(Comm *c, const char **from, char *to, uint64_t bytes
     int error = begin(c, REDUCE_SCATTER, kind, how, 0, bytes, timeout);
     if (error) return error;
     if (by) c->by = by;
-    size_t most = c->slot / c->size / LINE * LINE;
+    size_t most = share_of_slot(c, c->size);
     for (size_t at = 0; at < bytes || !at; at += most) {
         size_t part = bytes - at < most ? bytes - at : most;
         Chunk k = {.part = part, .bytes = part * c->size};

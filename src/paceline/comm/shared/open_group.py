@@ -16,7 +16,7 @@ from ...cluster.topology.sockets import SOCKET_VARIABLE, socket_of
 from ...record.ring.launcher_messages import notify
 from . import memory
 from .c_kernel import CKernel, library
-from .torch_kernel import TorchKernel
+from .torch_kernel import MAX_ELEMENT_BYTES, TorchKernel
 
 X86_MACHINES = ("x86_64", "AMD64", "i686")
 MAX_SLOT_BYTES = 1 << 20
@@ -33,12 +33,17 @@ _socket_groups = itertools.count()
 
 
 def slot_bytes(size: int) -> int:
-    """Return the bytes of one slot for ``size`` ranks, so that all fit MAX_HOST_SLOT_BYTES."""
+    """Return the bytes of one slot for ``size`` ranks.
+
+    All slots together fit MAX_HOST_SLOT_BYTES, unless there are so many ranks that they would be
+    shorter than MIN_SLOT_BYTES or could not hold an element for each rank.
+    """
     if size == 1:
         return MIN_SLOT_BYTES  # nothing is exchanged
     return max(
         min(MAX_SLOT_BYTES, MAX_HOST_SLOT_BYTES // (SLOTS_PER_RANK * size) // 4096 * 4096),
         MIN_SLOT_BYTES,
+        -(-MAX_ELEMENT_BYTES * size // 4096) * 4096,
     )
 
 

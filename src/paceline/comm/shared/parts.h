@@ -17,13 +17,15 @@ int paceline_reduce_parts(Comm *c, char *data, uint64_t bytes, uint64_t part, in
                           double timeout) {
     int error = begin(c, ALL_REDUCE, kind, how, 0, bytes, timeout);
     if (error) return error;
+    c->by = by;
     int owners = (int)((bytes + part - 1) / part);
     if (!bytes) part = 0; /* no part begins in an empty vector */
-    size_t most = owners > 1 ? c->slot / owners / LINE * LINE : c->slot;
+    size_t most = owners > 1 ? share_of_slot(c, owners) : c->slot;
     for (uint64_t at = 0; at < part || !at; at += most) {
         if ((error = claim(c))) return error;
         uint64_t chunk = c->chunk++;
-        size_t each = part - at < most ? rounded(part - at, LINE) : most;
+        size_t each = rounded(part - at, LINE);
+        if (each > most) each = most;
         int by_socket = c->by_socket && owners * each > FLAT;
         for (int q = 0; q < owners; q++)
             if (q != c->rank || by_socket)

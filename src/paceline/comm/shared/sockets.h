@@ -1,5 +1,7 @@
 /* Reduction in two levels on several CPU sockets: first over the ranks of each socket, then over
-   the results of all sockets. With n ranks on s sockets, a reduction reads n / s times less data
+   the results of all sockets. A mean is divided in both: by the number of ranks of the largest
+   socket, so that a result fits the type if all values do, and by the rest of the divisor. With n
+   ranks on s sockets, a reduction reads n / s times less data
    from other sockets. Included by kernel.c, which describes the phases. */
 #pragma once
 
@@ -25,6 +27,7 @@ int paceline_sockets(Comm *c) {
     c->order = calloc(2 * (size_t)c->size + 1, sizeof(int));
     if (c->order == NULL) return 0;
     c->begins = c->order + c->size;
+    c->most_mates = 0;
     for (int q = 0, at = 0; q < c->size; q++) { /* order sockets by their first ranks */
         int socket = atomic_load(&c->boxes[q].socket), seen = 0;
         for (int before = 0; before < q; before++)
@@ -35,6 +38,8 @@ int paceline_sockets(Comm *c) {
             if (mate == c->rank) c->socket = all, c->mate = at - c->begins[all];
             c->order[at++] = mate;
         }
+        int mates = at - c->begins[all];
+        if (mates > c->most_mates) c->most_mates = mates;
         c->begins[++all] = at;
     }
     c->sockets = all > 1 && all < c->size ? all : 0;
@@ -55,11 +60,11 @@ static size_t piece(Comm *c, int socket, size_t bytes) {
 /* Reduce this rank's piece of the ``bytes`` in each slot over its socket, into its own slot. */
 static void within_socket(Comm *c, uint64_t chunk, size_t bytes) {
     size_t each = piece(c, c->socket, bytes), at = each * c->mate;
-    if (at >= bytes || mates(c, c->socket) == 1) return;
+    if (at >= bytes || (mates(c, c->socket) == 1 && c->call.how != MEAN)) return;
     const char *from[c->size];
     for (int i = 0; i < mates(c, c->socket); i++)
         from[i] = slot_of(c, c->order[c->begins[c->socket] + i], chunk) + at;
-    combine(c->call.kind, c->call.how == MEAN ? SUM : c->call.how, from, mates(c, c->socket), 1,
+    combine(c->call.kind, c->call.how, from, mates(c, c->socket), c->most_mates,
             slot_of(c, c->rank, chunk) + at, NULL, bytes - at < each ? bytes - at : each);
 }
 
@@ -75,7 +80,7 @@ static void over_sockets(Comm *c, uint64_t chunk, size_t bytes, size_t at, size_
             if (each * (of + 1) < next) next = each * (of + 1);
             from[s] = slot_of(c, c->order[c->begins[s] + of], chunk) + at;
         }
-        combine(c->call.kind, c->call.how, from, c->sockets, c->by, to,
+        combine(c->call.kind, c->call.how, from, c->sockets, (double)c->by / c->most_mates, to,
                 share ? slot_of(c, c->rank, chunk) + at : NULL, next - at);
         to += next - at, at = next;
     }

@@ -26,6 +26,7 @@ from .collective_calls import (
 )
 
 CACHE_LINE_BYTES = 64
+MAX_ELEMENT_BYTES = 8  # a slot holds an element for each rank
 CALL_FIELDS = 5  # 64-bit words of a published call
 # polls of a late rank's counter before it sleeps between polls
 SPINS_BEFORE_SLEEP = 200
@@ -94,7 +95,9 @@ class TorchKernel:
             CollectiveCall(COLLECTIVES.index("reduce-scatter"), dtype, reduction, 0, nbytes),
             timeout,
         )
-        chunk_bytes = self._slot // self.size // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+        share = self._slot // self.size
+        align = CACHE_LINE_BYTES if share >= CACHE_LINE_BYTES else MAX_ELEMENT_BYTES
+        chunk_bytes = share // align * align
         for part in _chunks(nbytes, chunk_bytes):
             slots, count = self._fill_slots([one[part] for one in own]), part.stop - part.start
             rank_part = slots[:, count * self.rank : count * (self.rank + 1)]
