@@ -83,7 +83,7 @@ def run(
             "workers really are, with a drawing of each host.",
         ),
     ] = False,
-    hang_timeout: HangTimeout = 300.0,
+    hang_timeout: HangTimeout = None,
     settings: Settings = None,
     exchange: Exchange = None,
     tune_exchange: TuneExchange = None,
