@@ -17,8 +17,8 @@ from .layout import make_seats
 from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, raise_on_termination
-from .ranks.fork_server import end_children
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
+from .ranks.process_groups import end_remaining_children
 from .records import job_folder
 from .requeue import STOPPED_EARLY_EXIT_CODE, requeue
 
@@ -89,7 +89,7 @@ def _clean_up(server: RankServer | None, folder: Path) -> bool:
     """End all processes of the job and remove its folder. Return whether its record was kept."""
     if server is not None:
         server.end(2.0)
-    end_children(0.0)  # nothing, unless the rank server itself was killed
+    end_remaining_children()
     return job_folder.clear(folder)
 
 
