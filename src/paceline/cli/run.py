@@ -170,7 +170,7 @@ def run(
         stage=sets,
     )
     try:
-        code = start(job, ranks, hosts, hostfile, launcher, env or [], show)
+        code = start(job, ranks, hosts, hostfile, launcher, env or [], show, explain_default=True)
     except ValueError as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)
         code = 2
