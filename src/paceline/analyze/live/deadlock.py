@@ -28,7 +28,9 @@ def find_deadlocked_ranks(view: View, stopped: Collection[int] = ()) -> list[int
         stopped: Ranks whose process is stopped by a signal.
     """
     absent_for_good = {now.rank for now in view.now if now.process == "ended"} | {*stopped}
-    blocked = {(one.group, one.number, one.collective): one for one in view.standing}
+    blocked: dict[tuple[str | None, int | None, str | None], BlockedCollective] = {
+        (one.group, one.number, one.collective): one for one in view.standing
+    }
     waiting = {
         now.rank: one
         for now in view.now
