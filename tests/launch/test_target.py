@@ -8,6 +8,9 @@ import pytest
 import ranks
 
 from paceline.cluster.schedulers.hostfile import Host
+from paceline.cluster.topology.local_resources import allowed_threads
+from paceline.cluster.topology.topology import topology
+from paceline.launch.layout import default_ranks, explain_default_ranks
 from paceline.launch.target import find_target
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
@@ -179,3 +182,39 @@ def test_env_option_forwards_or_sets_variables(tmp_path):
     result = run(tmp_path, "--env", "a b=1", script)
     assert result.returncode == 2
     assert "--env a b=1: HINT: NAME, or NAME=VALUE" in result.stderr
+
+
+def test_default_number_of_ranks_is_explained_in_one_line(tmp_path):
+    script = ranks.write(tmp_path, "print('here')")
+    cores = len(topology().cores(set(allowed_threads())))
+    if default_ranks(find_target(None, None, None).hosts[0]) >= cores:
+        pytest.skip("needs more cores than NUMA domains")
+    said = run(tmp_path, script, CUDA_VISIBLE_DEVICES="").stderr
+    assert said.count("\n") == 1
+    assert f"which has {cores} cores. HINT: -n {cores} starts one rank per core, -n 1 " in said
+    for words in (["-n", "1", script], ["-n", "1", "--show", script], ["--show", script]):
+        assert run(tmp_path, *words, CUDA_VISIBLE_DEVICES="").stderr == ""
+    assert run(tmp_path, script, CUDA_VISIBLE_DEVICES="0").stderr == ""  # its only GPU
+    missing = run(tmp_path, tmp_path / "missing.py", CUDA_VISIBLE_DEVICES="")
+    assert "which has" not in missing.stderr
+
+
+def test_default_number_of_ranks_in_allocation_is_not_explained(tmp_path):
+    script = ranks.write(tmp_path, "pass")
+    job = {"CUDA_VISIBLE_DEVICES": "", **slurm(HERE, 1)}
+    assert run(tmp_path, script, **job).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "cores", "text"),
+    [
+        (Host("here", devices=0, numa=1), 1, ""),
+        (Host("here", devices=4, numa=1), 16, ""),
+        (Host("here", devices=0, numa=2), 2, ""),
+        (Host("here", devices=0, numa=1), 16, "1 rank is started on this machine, which has 16"),
+        (Host("here", devices=0, numa=2), 16, "2 ranks are started, one per NUMA domain, on this"),
+    ],
+)
+def test_explanation_depends_on_what_else_the_host_has(host, cores, text):
+    said = explain_default_ranks(host, cores)
+    assert said == "" if not text else said.startswith(f"paceline: {text}")

@@ -54,7 +54,7 @@ def diagnose(
     cpus_per_rank: CpusPerRank = None,
     smt: Smt = None,
     fresh: Fresh = False,
-    hang_timeout: HangTimeout = 300.0,
+    hang_timeout: HangTimeout = None,
     minutes: Annotated[
         float,
         typer.Option(help="What it may take, about; more repetitions make it surer.", min=0.2),

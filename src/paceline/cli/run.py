@@ -83,7 +83,7 @@ def run(
             "workers really are, with a drawing of each host.",
         ),
     ] = False,
-    hang_timeout: HangTimeout = 300.0,
+    hang_timeout: HangTimeout = None,
     settings: Settings = None,
     exchange: Exchange = None,
     tune_exchange: TuneExchange = None,
@@ -170,7 +170,7 @@ def run(
         stage=sets,
     )
     try:
-        code = start(job, ranks, hosts, hostfile, launcher, env or [], show)
+        code = start(job, ranks, hosts, hostfile, launcher, env or [], show, explain_default=True)
     except ValueError as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)
         code = 2

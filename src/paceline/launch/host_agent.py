@@ -28,9 +28,9 @@ from .job import Job, check, preloads
 from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import DeferredTermination
-from .ranks.fork_server import end_children
 from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
+from .ranks.process_groups import end_remaining_children
 from .records import job_folder
 from .remote.agent_lock import acquire
 from .remote.connect_back import LauncherNotFoundError, connect_to_launcher
@@ -228,7 +228,7 @@ class HostAgent:
             with contextlib.suppress(KeyError):
                 self.selector.unregister(local_host)
             server.end(grace)
-        end_children(0.0)  # nothing, unless the rank server itself was killed
+        end_remaining_children()
         if self.folder is not None:
             job_folder.clear(self.folder)
 

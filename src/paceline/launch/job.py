@@ -23,6 +23,7 @@ RANK_BYTES = 64 << 20
 FRESH_RANK_BYTES = 230 << 20
 # These environment variables take effect only when a rank's interpreter starts.
 OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
+DEFAULT_HANG_TIMEOUT_S = 300.0
 AUTO = "auto"  # bind ranks only if the cores are reserved for this job
 # Imported before the fork if the script imports them: they are slow to import and have no side
 # effects.
@@ -49,7 +50,9 @@ class Job:
         granted: Number of cores of this host that the scheduler has granted to the job; None:
             unknown.
         port: Port of the ranks' store; 0: any free port.
-        hang_timeout: Seconds without progress before the job is considered hung; 0: never.
+        hang_timeout: Seconds without progress before the job is considered hung; 0: never. None:
+            DEFAULT_HANG_TIMEOUT_S, and the job is ended only if ranks wait in a collective that
+            can't complete.
         summary: File for the JSON summary, or None.
         record: Folder for the record, or None.
         count_flops: Whether to count the FLOPs of one recorded step.
@@ -72,7 +75,7 @@ class Job:
     report_bindings: bool = False
     granted: int | None = None
     port: int = 0
-    hang_timeout: float = 300.0
+    hang_timeout: float | None = None
     summary: Path | None = None
     record: Path | None = None
     count_flops: bool = False
@@ -152,7 +155,7 @@ def check(job: Job) -> bytes:
             f"--min-hosts {job.min_hosts}: without restarts the job ends with the first failure. "
             "HINT: --max-restarts 3, say"
         )
-    if job.hang_timeout < 0:
+    if job.hang_timeout is not None and not job.hang_timeout >= 0:
         raise ValueError(f"--hang-timeout {job.hang_timeout:g}: HINT: seconds, or 0 for never")
     if job.bind not in (AUTO, *KINDS):
         raise ValueError(

@@ -58,6 +58,27 @@ def default_ranks(host: Host) -> int:
     return host.devices or host.slots or host.numa or 1
 
 
+def explain_default_ranks(host: Host, cores: int) -> str:
+    """Return a message about the ranks that are started on this host by default.
+
+    Return "" if nothing on the host is left for more ranks.
+
+    Args:
+        host: This host, outside of an allocation.
+        cores: Number of its cores that ranks may use.
+    """
+    count = default_ranks(host)
+    if host.devices or count >= cores:
+        return ""
+    started = (
+        f"{count} ranks are started, one per NUMA domain," if count > 1 else "1 rank is started"
+    )
+    return (
+        f"paceline: {started} on this machine, which has {cores} cores. "
+        f"HINT: -n {cores} starts one rank per core, -n {count} hides this line\n"
+    )
+
+
 def _filled(slots: list[int], ranks: int, hosts: list[Host]) -> list[int]:
     if ranks > sum(slots):
         had = ", ".join(f"{host.name}:{host.slots}" for host in hosts[:8])

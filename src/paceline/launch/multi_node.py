@@ -16,7 +16,7 @@ from .layout import format_layout, make_seats, ranks_per_host
 from .linux_prctl import SUBREAPER, prctl
 from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
 from .monitor.live_records import LiveRecordServer
-from .ranks.fork_server import end_children
+from .ranks.process_groups import end_remaining_children
 from .recovery.rejoin import LostHostWatcher
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
 from .remote.forwarded_env import forwarded_variables
@@ -125,7 +125,7 @@ def run(
     finally:
         ignore_termination()
         connections.close()
-        end_children(0.0)
+        end_remaining_children()
     if job.record is not None:
         if remaining.changed:
             move_earlier_attempts(job.record, remaining.attempt)

@@ -17,15 +17,19 @@ from .layout import make_seats
 from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, raise_on_termination
-from .ranks.fork_server import end_children
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
+from .ranks.process_groups import end_remaining_children
 from .records import job_folder
 from .requeue import STOPPED_EARLY_EXIT_CODE, requeue
 
 
-def run(job: Job) -> int:
+def run(job: Job, message: str = "") -> int:
     """Run the job. Return its exit code: 0, that of the first failing rank, 128 + a signal's
     number, or ``requeue.STOPPED_EARLY_EXIT_CODE``.
+
+    Args:
+        job: The job.
+        message: Printed to stderr before the ranks start, if the job can run.
 
     Raises:
         ValueError: A mistake of the user, before any rank starts.
@@ -33,7 +37,7 @@ def run(job: Job) -> int:
     interrupt = Interrupt()
     raise_on_termination(interrupt.remember_termination)
     try:
-        code, kept = _run(job, interrupt)
+        code, kept = _run(job, interrupt, message)
     except TerminatedError as end:
         name = signal.Signals(end.number).name
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
@@ -45,11 +49,12 @@ def run(job: Job) -> int:
     return code
 
 
-def _run(job: Job, interrupt: Interrupt) -> tuple[int, bool]:
+def _run(job: Job, interrupt: Interrupt, message: str) -> tuple[int, bool]:
     """Run the job. Return its exit code, and whether its record was kept."""
     from .affinity import bind_ranks
 
     source, places = check(job), bind_ranks.plan_bindings(job)
+    sys.stderr.write(message)
     prctl(SUBREAPER, 1)
     started_ns = time.monotonic_ns()
     variables_by_rank = bind_ranks.variables_of_all(job, places)
@@ -89,7 +94,7 @@ def _clean_up(server: RankServer | None, folder: Path) -> bool:
     """End all processes of the job and remove its folder. Return whether its record was kept."""
     if server is not None:
         server.end(2.0)
-    end_children(0.0)  # nothing, unless the rank server itself was killed
+    end_remaining_children()
     return job_folder.clear(folder)
 
 

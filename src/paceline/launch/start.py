@@ -5,9 +5,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ..cluster.topology.local_resources import allowed_threads
+from ..cluster.topology.topology import topology
 from . import single_node
 from .job import Job, check
-from .layout import ranks_per_host
+from .layout import explain_default_ranks, ranks_per_host
 from .remote.forwarded_env import parse_env_options
 from .target import find_target, show_plan
 
@@ -22,6 +24,7 @@ def start(
     show_only: bool = False,
     min_ranks_per_host: int = 1,
     excluded_hosts: dict[str, str] | None = None,
+    explain_default: bool = False,
 ) -> int:
     """Run the job on the hosts given by the options or the allocation, and return its exit code.
 
@@ -35,6 +38,8 @@ def start(
         show_only: Whether to print what would be started, and start nothing.
         min_ranks_per_host: Lower bound of each host's default number of ranks.
         excluded_hosts: Same as for ``multi_node.run``.
+        explain_default: Whether to print how many ranks are started by default, where this host has
+            cores for more.
 
     Raises:
         ValueError: The options are invalid, or the job can't run.
@@ -49,7 +54,11 @@ def start(
         os.environ.update(environment)
         (count,) = ranks_per_host(where.hosts, ranks, where.explicit)
         count = count if ranks is not None else max(min_ranks_per_host, count)
-        return single_node.run(replace(job, ranks=count, granted=where.hosts[0].cpus))
+        message = ""
+        if explain_default and ranks is None and not where.chosen:
+            cores = len(topology().cores(set(allowed_threads())))
+            message = explain_default_ranks(where.hosts[0], cores)
+        return single_node.run(replace(job, ranks=count, granted=where.hosts[0].cpus), message)
     from . import multi_node  # imported late: a job on one node does not need it
 
     return multi_node.run(

@@ -13,7 +13,8 @@ from .monitor.hang_detector import HangDetector
 from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
 from .monitor.live_records import JobSnapshot
 from .monitor.output import RankOutput
-from .ranks.elastic_agent import ElasticAgent, Host
+from .ranks.elastic_agent import ElasticAgent
+from .ranks.host import Host
 from .ranks.rendezvous import Rendezvous
 from .recovery.shrink import RemainingHosts, check_min_hosts
 from .requeue import STOPPED_EARLY_EXIT_CODE

@@ -28,12 +28,14 @@ class Target:
         tool: Tool that starts the agents; None if the launcher starts the ranks on this host.
         explicit: Whether the user has given the hosts' slots.
         why: Description of the source of the host list, for messages.
+        chosen: Whether options or an allocation have chosen the hosts.
     """
 
     hosts: list[Host]
     tool: LaunchTool | None
     explicit: bool
     why: str
+    chosen: bool = True
 
 
 def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Target:
@@ -67,7 +69,7 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
     if allocation is None:
         if launcher is not None:
             raise ValueError(f"--launcher {launcher}: on which hosts? HINT: -H host1:4,host2:4")
-        return Target([here], None, False, "no allocation, no hosts named")
+        return Target([here], None, False, "no allocation, no hosts named", chosen=False)
     why = f"{allocation.scheduler} job {allocation.job}"
     if allocation.ends_at is not None:
         why += f" ({max(0.0, allocation.ends_at - time.time()) / 60:.0f} min left)"

@@ -3,12 +3,15 @@
 import json
 import re
 import subprocess
+import sys
 import time
 
 import pytest
 import ranks
 
+from paceline.launch.monitor import hang_detector
 from paceline.launch.monitor.hang_detector import HangDetector
+from paceline.launch.monitor.live_records import JobSnapshot
 from paceline.launch.monitor.progress import ProgressReport
 
 # A training loop with a fault at step 5 of 12.
@@ -207,6 +210,113 @@ def test_job_continues_after_short_network_outage_which_report_shows(hosts, shar
     assert (stall["collective"], stall["step"], stall["hosts"]) == ("all-reduce", 5, 2)
     assert 2.5 < stall["seconds"] < 15  # TCP doubles its retransmission interval
     assert "though all its ranks were there" in " ".join(said.split())
+
+
+# paceline run, with another default of --hang-timeout than 300 s. (The ranks import torch.)
+SHORT_DEFAULT = """
+    from paceline.cli import main
+    from paceline.launch.monitor import hang_detector
+    hang_detector.DEFAULT_HANG_TIMEOUT_S = {seconds}
+    main()
+    """
+
+
+def run_with_default(folder, script, *options, seconds=0.5):
+    """Run a script on two ranks without ``--hang-timeout``, whose default is ``seconds``."""
+    launcher = ranks.write(folder, SHORT_DEFAULT.format(seconds=seconds), "launcher.py")
+    words = [sys.executable, launcher, "run", "-n", "2", *options, ranks.write(folder, script)]
+    return ranks.run_command(words, folder, ranks.environment(NO_COLOR="1"), 60)
+
+
+def test_silent_script_is_reported_but_not_ended_by_default(tmp_path):
+    result = run_with_default(tmp_path, "import time\ntime.sleep(3)\nprint('done')")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "done\n"
+    text = " ".join(result.stderr.split())
+    assert 1 <= text.count("no rank has begun or ended anything for") <= 2
+    assert "rank 1: no record; stands at script.py:2 in <module>: time.sleep(3)" in text
+    assert "The job goes on: no rank is known to wait in a collective that can't complete" in text
+    assert "HINT: --hang-timeout 0.5 ends such a job" in text
+
+
+WAITS_FOR_DOWNLOAD = """
+    import time, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(4)
+    dist.barrier()
+    print("done")
+    """
+
+
+@pytest.mark.long
+def test_ranks_that_wait_for_sleeping_rank_are_not_ended_by_default(tmp_path):
+    record = ["--record", tmp_path / "record"]
+    result = run_with_default(tmp_path, WAITS_FOR_DOWNLOAD, *record, seconds=1.5)
+    assert result.returncode == 0, result.stderr
+    assert "rank 0 is not there" in " ".join(result.stderr.split())
+
+
+DEADLOCK = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups if dist.get_rank() == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(1), group=group)
+    """
+
+
+def test_deadlocked_job_is_ended_by_default(tmp_path):
+    record = ["--record", tmp_path / "record"]
+    text = told(run_with_default(tmp_path, DEADLOCK, *record, seconds=2))
+    for waiting, absent in ((0, 1), (1, 0)):
+        waits = rf"all-reduce 1 of group \d+: rank {waiting} has waited for [\d.]+ s; "
+        assert re.search(rf"{waits}rank {absent} is not there", text)
+
+
+class SilentJob:
+    """A job without records, whose ranks are silent from time 0 of a clock that the test sets."""
+
+    def __init__(self, monkeypatch, timeout):
+        self.now, self.idle_since, self.said = 0.0, 0.0, []
+        monkeypatch.setattr(hang_detector.time, "monotonic", lambda: self.now)
+        self.detector = HangDetector(timeout, lambda _: JobSnapshot([], [], False, {}))
+
+    def run(self, until):
+        """Let time pass second by second. Return when the job was ended, or None."""
+        while self.now < until:
+            self.now += 1
+            progress = ProgressReport(self.now - self.idle_since)
+            if self.detector.check(lambda: [progress], self.warn) is not None:  # noqa: B023
+                return self.now
+        return None
+
+    def warn(self, text):
+        self.said.append((self.now, text))
+
+
+def test_default_timeout_warns_at_growing_intervals(monkeypatch):
+    job = SilentJob(monkeypatch, None)
+    assert job.run(until=5000) is None
+    assert [at for at, _ in job.said] == [300, 1200, 4800]
+    job.idle_since = job.now  # the ranks do something, and are silent again
+    assert job.run(until=7000) is None
+    assert len(job.said) == 3
+
+
+def test_given_timeout_ends_silent_job(monkeypatch):
+    job = SilentJob(monkeypatch, 300.0)
+    assert job.run(until=5000) == 300
+    assert job.said == []
+
+
+def test_time_in_which_job_was_suspended_does_not_count(monkeypatch):
+    job = SilentJob(monkeypatch, 300.0)
+    assert job.run(until=200) is None
+    job.now += 1000  # by the scheduler: all processes are stopped
+    assert job.run(until=1400) is None
+    assert job.run(until=2000) == 1501
 
 
 def test_hang_timeout_shorter_than_step_is_reported_once_and_raised():

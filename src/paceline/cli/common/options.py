@@ -102,11 +102,15 @@ Smt = Annotated[
     ),
 ]
 HangTimeout = Annotated[
-    float,
+    float | None,
     typer.Option(
-        help="After so many seconds in which no rank begins or ends anything (and three times "
-        "as long as that ever took before) the job hangs: it is told who is missing where, "
-        "with every rank's stack; then it is ended (exit code 124) or restarted. 0: never.",
+        help="End the job (exit code 124), or restart it, after so many seconds in which no rank "
+        "begins or ends an operation, and three times the longest such time so far. Paceline "
+        "reports which ranks are missing from which collective, with all stacks. Default: 300 s, "
+        "and the report is only a warning unless ranks wait in a collective that can't complete. "
+        "0: never.",
+        metavar="SECONDS",
+        show_default=False,
     ),
 ]
 Settings = Annotated[

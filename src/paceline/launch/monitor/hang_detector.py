@@ -1,23 +1,29 @@
 """Detect a hung job, and describe the hang.
 
-The job hangs when no rank has begun or ended an operation for ``timeout`` seconds, and for three
+A job is silent when no rank has begun or ended an operation for ``timeout`` seconds, and for three
 times the longest such interval so far. Then the tails of all records and every rank's stack are
-fetched and reported. If a rank still computes, the job may only be slow: that is reported as well,
-and the limit is extended by three times.
+fetched and reported. The report is a warning if the job may go on:
+
+- a rank computes, so that the job may only be slow; the limit is then extended by three times;
+- the user has given no timeout, and no rank is known to wait in a collective that can't complete.
+
+Otherwise the job hangs and is ended.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..job import DEFAULT_HANG_TIMEOUT_S
 from .live_records import JobSnapshot, rank_of
 from .progress import ProgressReport
 
 MAX_EVENTS_PER_RANK = 512
 HANG_EXIT_CODE = 124  # same exit code as timeout(1)
 _LONGEST_IDLE_FACTOR = 3.0  # times the longest idle interval so far: shorter intervals are normal
-_BUSY_LIMIT_FACTOR = 4.0  # times the limit: a computing rank is given no more time than this
+_NEXT_REPORT_FACTOR = 4.0  # times the idle time of the last report: when the job is judged again
 _CHECK_INTERVAL_S = 1.0
+_SUSPENDED_S = 10.0  # without a check: the launcher was suspended, and the ranks perhaps as well
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,24 @@ class HangDetector:
     """Compare the progress of all hosts with the timeout.
 
     Args:
-        timeout: ``--hang-timeout`` in seconds; 0 disables the detection.
+        timeout: ``--hang-timeout`` in seconds; 0 disables the detection. None: the user has not
+            given it. It is then DEFAULT_HANG_TIMEOUT_S, and a job is ended only if ranks wait in a
+            collective that can't complete.
         fetch_records: Fetches the given number of events of each rank's record, and the ranks'
             stacks.
     """
 
-    def __init__(self, timeout: float, fetch_records: Callable[[int], JobSnapshot | None]) -> None:
-        self._timeout, self._fetch_records = timeout, fetch_records
+    def __init__(
+        self, timeout: float | None, fetch_records: Callable[[int], JobSnapshot | None]
+    ) -> None:
+        self._ends_silent_jobs = timeout is not None
+        self._timeout = DEFAULT_HANG_TIMEOUT_S if timeout is None else timeout
+        self._fetch_records = fetch_records
         self._last_check = time.monotonic()
+        self._resumed_at = 0.0  # when the launcher was last seen to run again after a suspension
         self._announced_longer_limit = False
-        self._warned_limit_s = 0.0  # limit at which the job was reported as possibly slow
+        self._reported_limit_s = 0.0  # limit at which this idle interval was reported; 0: it wasn't
+        self._longest_warned_s = 0.0  # longest idle time of which the user was warned
 
     def check(
         self,
@@ -59,9 +73,11 @@ class HangDetector:
         now = time.monotonic()
         if not self._timeout or now - self._last_check < min(_CHECK_INTERVAL_S, self._timeout / 4):
             return None
+        if now - self._last_check > _SUSPENDED_S:
+            self._resumed_at = now
         self._last_check = now
         reports = poll_hosts()
-        idle_s = min(report.idle_s for report in reports)
+        idle_s = min(now - self._resumed_at, *(report.idle_s for report in reports))
         longest_idle_s = max(report.longest_idle_s for report in reports)
         limit = max(self._timeout, _LONGEST_IDLE_FACTOR * longest_idle_s)
         if longest_idle_s > self._timeout and not self._announced_longer_limit:
@@ -70,10 +86,10 @@ class HangDetector:
                 f"paceline: --hang-timeout {self._timeout:g}: ranks are silent for "
                 f"{longest_idle_s:.1f} s here and go on, so a hang is told after {limit:.1f} s\n"
             )
-        if idle_s < limit or (
-            self._warned_limit_s and idle_s < _BUSY_LIMIT_FACTOR * self._warned_limit_s
-        ):
-            self._warned_limit_s = self._warned_limit_s if idle_s >= limit else 0.0
+        if idle_s < limit:
+            self._reported_limit_s = 0.0
+            return None
+        if idle_s < _NEXT_REPORT_FACTOR * self._reported_limit_s:
             return None
         return self._judge(
             idle_s, limit, {rank for report in reports for rank in report.busy_ranks}, write_message
@@ -86,6 +102,7 @@ class HangDetector:
         busy_ranks: set[int],
         write_message: Callable[[str], None],
     ) -> HangReport | None:
+        from ...analyze.live.deadlock import find_deadlocked_ranks
         from ...analyze.live.live_view import view
         from ...report.terminal.hang import find_computing_ranks, hang_report, suspected_rank
 
@@ -100,16 +117,27 @@ class HangDetector:
         ):
             return None  # a rank has made progress meanwhile
         computing_ranks = find_computing_ranks(current_view, busy_ranks)
-        is_hang = bool(self._warned_limit_s) or not computing_ranks
+        # A rank that a debugger holds ("t") continues.
+        stopped = {rank_of(tail) for tail in snapshot.tails if tail.process == "T"}
+        deadlocked = find_deadlocked_ranks(current_view, stopped) if current_view else []
+        may_end = self._ends_silent_jobs or bool(deadlocked)
         stacks = {rank_of(tail): tail.stack for tail in snapshot.tails if tail.stack}
         text = hang_report(current_view, stacks, busy_ranks, idle_s, snapshot.silent_hosts)
-        if not is_hang:
-            self._warned_limit_s = limit
-            extra_s = _BUSY_LIMIT_FACTOR * limit - idle_s
+        if may_end and (self._reported_limit_s or not computing_ranks):
+            return HangReport(text, suspected_rank(current_view), snapshot.silent_hosts)
+        self._reported_limit_s = max(limit, _NEXT_REPORT_FACTOR * self._reported_limit_s)
+        if may_end:
+            extra_s = _NEXT_REPORT_FACTOR * limit - idle_s
             ranks = ", ".join(map(str, computing_ranks))
             write_message(
                 f"{text}  Rank {ranks} computes, so it may be slow and not stuck: it has "
                 f"{extra_s:.0f} s more. HINT: a longer --hang-timeout, or 0 for none\n"
             )
-            return None
-        return HangReport(text, suspected_rank(current_view), snapshot.silent_hosts)
+        elif idle_s >= _NEXT_REPORT_FACTOR * self._longest_warned_s:
+            self._longest_warned_s = idle_s
+            write_message(
+                f"{text}  The job goes on: no rank is known to wait in a collective that can't "
+                f"complete. HINT: --hang-timeout {self._timeout:g} ends such a job, "
+                "--hang-timeout 0 turns this warning off\n"
+            )
+        return None

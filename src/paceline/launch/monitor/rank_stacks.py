@@ -11,10 +11,12 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 from ...record.ring.tail import process_state
 from ...security.files import open_regular, read_regular
+from ..process_signals import signal_checked
 from . import process_stack
 
 # A signal that neither schedulers nor scripts normally use.
@@ -90,11 +92,10 @@ def _answers(folder: Path, all_pids: dict[int, int]) -> dict[int, str]:
         path = folder / f"rank-{rank}-{pid}.stack"
         if process_state(pid) in ("T", "t"):  # it would answer only after it is continued
             continue
-        before[rank] = (path, path.stat().st_size)
-        try:
-            os.kill(pid, SIGNAL)
-        except OSError:
-            del before[rank]
+        size = path.stat().st_size
+        with contextlib.suppress(OSError):
+            if signal_checked(pid, [SIGNAL], partial(_has_open, pid, path)):
+                before[rank] = (path, size)
     deadline = time.monotonic() + SECONDS
     sizes: dict[int, int] = {}
     while time.monotonic() < deadline:

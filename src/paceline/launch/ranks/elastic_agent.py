@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -33,36 +33,14 @@ from ..monitor.output import RankOutput
 from ..monitor.progress import ProgressReport
 from ..recovery.shrink import RemainingHosts
 from . import framework_variables
+from .host import Host
 from .rendezvous import Rendezvous
 
 END_GRACE_S = 3.0  # between asking a rank to end and killing it
 SETTLE_S = 0.3  # after the first known failure, for an earlier one to become known
 CONSEQUENCE_SETTLE_S = 3.0  # same, if that failure only says that another rank is gone
 EXIT_TIMEOUT_S = 10.0  # for a finished rank to exit its interpreter
-
-
-class Host(Protocol):
-    """A host of the job: ``LocalHost``, or ``RemoteHost`` over a channel."""
-
-    name: str
-    address: str  # by which the other hosts reach it
-    termination_requested: bool  # whether the scheduler asks this host's agent to end
-
-    def set_output(self, output: RankOutput) -> None: ...
-    def open_store(self, port: int) -> tuple[str, int]: ...
-    def close_store(self) -> None: ...
-    def free_ports(self, count: int) -> list[int]: ...
-    def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None: ...
-    def take_exits(self) -> Iterator[tuple[int, int, float]]: ...
-    def signal(self, rank: int, kind: int) -> None: ...
-    def exit_reason(self, rank: int) -> str: ...  # the host's part in a rank's exit, or ""
-    def set_can_stop_early(
-        self, can_stop_early: bool
-    ) -> None: ...  # so that the ranks are given time to stop
-    def progress(self) -> ProgressReport: ...
-    def bindings(self) -> dict[str, Any]: ...  # actual bindings of its ranks
-    def give_up(self) -> None: ...  # consider the host lost
-    def to_local_time(self, at: float) -> float: ...  # converts from its monotonic clock
+KILL_TIMEOUT_S = 5.0  # for ranks to end after SIGKILL
 
 
 class ElasticAgent(SimpleElasticAgent):
@@ -206,10 +184,17 @@ class ElasticAgent(SimpleElasticAgent):
             pass
         for rank in self.ranks:  # ranks that exited may have left processes behind
             self._signal(rank, signal.SIGKILL)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
             time.sleep(0.005)
             self._collect_exits()
+        for rank in self.ranks:
+            if rank.running and not rank.exit_overdue:
+                rank.exit_overdue = True
+                self.output.say(
+                    f"paceline: rank {rank.rank} has not ended {KILL_TIMEOUT_S:.0f} s after "
+                    "SIGKILL. HINT: it may wait in the kernel for a device or file system\n"
+                )
 
     def _variables(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         spec, seat = group.spec, self._seats[worker.global_rank]
@@ -397,8 +382,13 @@ class ElasticAgent(SimpleElasticAgent):
             return
         if time.monotonic() - max(r.finished_at or 0.0 for r in running) > EXIT_TIMEOUT_S:
             for rank in running:
+                if rank.exit_overdue:
+                    continue
+                rank.exit_overdue = True
                 self.output.say(
                     f"paceline: rank {rank.rank} finished its script but did not exit within "
-                    f"{EXIT_TIMEOUT_S:.0f} s; it was ended (its work is done)\n"
+                    f"{EXIT_TIMEOUT_S:.0f} s, and was killed: its exit handlers have run, "
+                    "destructors (__del__) may not have run. "
+                    "HINT: close files and connections in the script\n"
                 )
                 self._signal(rank, signal.SIGKILL)

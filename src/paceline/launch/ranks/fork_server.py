@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from ..linux_prctl import SUBREAPER, prctl
 from ..monitor.out_of_memory import OomKillCounter
 from ..records import job_folder
+from .process_groups import RankGroups, end_children
 
 MESSAGE_BYTES = 180_000  # below the kernel's default limit for a message
 
@@ -50,8 +51,7 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
     os.set_blocking(wake_in, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
-    ranks: set[int] = set()
-    memory = OomKillCounter()
+    ranks, memory = RankGroups(), OomKillCounter()
     _send(channel, {"ready": True})
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
@@ -67,6 +67,9 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
         message: dict[str, Any] = json.loads(data) if data else {"end": 0.0, "orphan": True}
         if "end" in message:
             _end(folder, float(message["end"]), "orphan" in message)
+        if "signal" in message:
+            ranks.signal(message["signal"], message["kind"], message["group"])
+            continue
         pipes = (fds[0], fds[1], fds[2])
         start = RankStart(message["environment"], message["cpus"], message["memory"], pipes)
         pid = os.fork()
@@ -82,20 +85,12 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
         _send(channel, {"pid": pid})
 
 
-def _reap(channel: socket.socket, ranks: set[int], memory: OomKillCounter) -> None:
+def _reap(channel: socket.socket, ranks: RankGroups, memory: OomKillCounter) -> None:
     """Report each rank that ended, and whether memory ran out; reap other processes."""
-    while True:
-        try:
-            pid, status, used = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        if pid in ranks:
-            ranks.discard(pid)
-            code = os.waitstatus_to_exitcode(status)
-            why = memory.why(used.ru_maxrss << 10) if code == -signal.SIGKILL else ""
-            _send(channel, {"died": pid, "status": code, "at": time.monotonic(), "why": why})
+    for pid, code, peak in ranks.take_exits():
+        why = memory.why(peak) if code == -signal.SIGKILL else ""
+        _send(channel, {"died": pid, "status": code, "at": time.monotonic(), "why": why})
+    ranks.reap_others()
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
@@ -108,62 +103,6 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
     """Kill all remaining processes, clean up, and exit."""
     signal.set_wakeup_fd(-1)
-    end_children(grace)
+    end_children(grace)  # the parent adopts those that do not end, and prints them
     job_folder.clear(folder, orphan)
     os._exit(0)
-
-
-def end_children(grace: float) -> None:
-    """End all children of this process: SIGTERM for ``grace`` seconds, then SIGKILL.
-
-    A subreaper becomes the parent of its orphaned descendants, so this ends all descendants.
-    """
-    deadline = time.monotonic() + grace
-    while left := _children():
-        kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
-        for pid in left:
-            kill_group(pid, kind)
-            _signal(pid, kind)
-        until = time.monotonic() + (max(grace, 0.05) if kind == signal.SIGTERM else 0.02)
-        while time.monotonic() < until and _reaped_all():
-            time.sleep(0.005)
-
-
-def _reaped_all() -> bool:
-    """Reap ended children. Return whether any child is left."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _children() -> list[int]:
-    """Return the PIDs of this process's children."""
-    _reaped_all()
-    own, found = str(os.getpid()), []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if len(stat) > 1 and stat[1] == own:  # empty if the process ended meanwhile
-                found.append(int(entry))
-    return found
-
-
-def kill_group(pid: int, kind: int) -> None:
-    """Signal a rank and the processes that are still in its session."""
-    try:
-        os.killpg(pid, kind)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _signal(pid: int, kind: int) -> None:
-    try:
-        os.kill(pid, kind)
-    except (ProcessLookupError, PermissionError):
-        pass

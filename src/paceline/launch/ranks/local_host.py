@@ -4,6 +4,7 @@ import datetime
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import time
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...comm.reachable_address import listen_on
 from ..monitor.progress import ProgressMonitor, ProgressReport
 from ..records.job_folder import write_attempt
-from .fork_server import MESSAGE_BYTES, kill_group
+from .fork_server import MESSAGE_BYTES
 from .framework_variables import free_ports
+
+SERVER_TIMEOUT_S = 1.0  # for the rank server to read its messages when many are waiting
 
 if TYPE_CHECKING:  # loaded by every command: keep imports few
     from ...cluster.binding.binding_plan import RankBinding
@@ -68,6 +71,7 @@ class RankServer:
         except OSError:
             pass
         self.channel.close()
+        os.kill(self.pid, signal.SIGCONT)  # a stopped server ends no ranks
         os.waitpid(self.pid, 0)
 
 
@@ -250,11 +254,18 @@ class LocalHost:
         """Signal a rank and the processes that are still in its session, even after its exit.
         SIGUSR1 and SIGUSR2 go to the rank alone.
         """
-        if rank in self._pids and kind not in (signal.SIGUSR1, signal.SIGUSR2):
-            kill_group(self._pids[rank], kind)
-        elif rank in self._running:
-            # the process is not reaped before its exit was received
-            os.kill(self._pids[rank], kind)
+        if rank not in self._pids:
+            return
+        group = kind not in (signal.SIGUSR1, signal.SIGUSR2)
+        message = {"signal": self._pids[rank], "kind": int(kind), "group": group}
+        # Only the server knows which PIDs still belong to ranks.
+        waiting = select.poll()
+        waiting.register(self._channel, select.POLLOUT)
+        waiting.poll(SERVER_TIMEOUT_S * 1000)
+        try:
+            self._channel.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
+        except OSError:
+            pass  # the server has ended and its ranks with it, or it is stopped
 
     def exit_reason(self, rank: int) -> str:
         """Return whether memory ran out on this host, or ""."""

@@ -1,0 +1,61 @@
+"""Ranks that do not exit: each is reported once, with what is known about it."""
+
+import pytest
+
+from paceline.launch.layout import Seat
+from paceline.launch.monitor.failures import RankStatus
+from paceline.launch.ranks import elastic_agent
+from paceline.launch.ranks.elastic_agent import ElasticAgent
+
+
+class Output:
+    def __init__(self):
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+class UnresponsiveHost:
+    """A host whose ranks do not end, whatever signal they get."""
+
+    def __init__(self):
+        self.signals = []
+
+    def signal(self, rank, kind):
+        self.signals.append((rank, int(kind)))
+
+    def take_exits(self):
+        return iter(())
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """Return the agent of two ranks on one host; rank 0 has exited."""
+    monkeypatch.setattr(elastic_agent, "EXIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(elastic_agent, "KILL_TIMEOUT_S", 0.05)
+    agent = object.__new__(ElasticAgent)
+    agent.output, agent._hosts = Output(), [UnresponsiveHost()]
+    agent._seats = [Seat(0, 0, 2), Seat(0, 1, 2)]
+    agent.ranks = [RankStatus(0, exit_code=0), RankStatus(1)]
+    return agent
+
+
+def test_finished_rank_that_does_not_exit_is_reported_and_killed_once(agent):
+    agent.ranks[1].finished_code, agent.ranks[1].finished_at = 0, 1.0
+    for _ in range(5):
+        agent._end_unexited_ranks()
+    (said,) = agent.output.said
+    assert said.startswith("paceline: rank 1 finished its script but did not exit within 0 s")
+    assert "its exit handlers have run" in said
+    assert "destructors (__del__) may not have run" in said
+    assert "work is done" not in said
+    assert agent._hosts[0].signals == [(1, 9)]
+
+
+def test_rank_that_does_not_end_after_sigkill_is_reported_once(agent):
+    for _ in range(2):  # at the end of the attempt and at the end of the job
+        agent.end_ranks(grace=0.0)
+    (said,) = agent.output.said
+    assert said.startswith("paceline: rank 1 has not ended 0 s after SIGKILL")
+    assert "HINT" in said
