@@ -12,8 +12,9 @@ from ..cluster.schedulers import flux
 from ..cluster.schedulers.allocation import Allocation
 from ..cluster.schedulers.detect import find_allocation
 from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
-from ..cluster.topology.local_resources import gpu_count, numa_domain_count
+from ..cluster.topology.local_resources import numa_domain_count
 from ..cluster.topology.network_interfaces import is_local_host
+from ..cluster.topology.visible_gpus import gpu_count
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...cluster.topology.local_resources import gpu_count
+from ...cluster.topology.visible_gpus import gpu_count
 from ..layout import Seat
 
 # Not overwritten: the user may have set these on purpose (another network interface, or a cluster

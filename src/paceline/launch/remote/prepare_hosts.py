@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ... import __version__
-from ...cluster.topology.local_resources import gpu_count, numa_domain_count
+from ...cluster.topology.local_resources import numa_domain_count
+from ...cluster.topology.visible_gpus import gpu_count
 from ..job import Job, variables
 from ..records import job_folder
 from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
