@@ -1,6 +1,5 @@
 """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted and numbered as CUDA does."""
 
-
 import pytest
 
 from paceline.cluster.binding.binding_plan import RankBinding

@@ -179,3 +179,12 @@ def test_env_option_forwards_or_sets_variables(tmp_path):
     result = run(tmp_path, "--env", "a b=1", script)
     assert result.returncode == 2
     assert "--env a b=1: HINT: NAME, or NAME=VALUE" in result.stderr
+
+
+def test_heterogeneous_slurm_job_is_reported_once(monkeypatch, capsys):
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[1-2]"}
+    for name, value in (slurm(HERE, 2) | het).items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert [host.name for host in find_target(None, None, None).hosts] == [HERE]
+    assert capsys.readouterr().err.count("job 77 is heterogeneous") == 1

@@ -46,8 +46,8 @@ class Job:
         cpus_per_rank: Cores per rank, or None.
         smt: Whether a rank has one thread per hardware thread of its cores.
         report_bindings: Whether to report the bindings.
-        granted: Number of cores of this host that the scheduler has granted to the job; None:
-            unknown.
+        granted: Number of CPUs of this host that the scheduler has granted to the job: cores or
+            hardware threads, as it counts; None: unknown.
         port: Port of the ranks' store; 0: any free port.
         hang_timeout: Seconds without progress before the job is considered hung; 0: never.
         summary: File for the JSON summary, or None.

@@ -1,5 +1,6 @@
 """Selection of the hosts for ``paceline run``: this host, named hosts, or the allocation."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -69,6 +70,8 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         if launcher is not None:
             raise ValueError(f"--launcher {launcher}: on which hosts? HINT: -H host1:4,host2:4")
         return Target([here], None, False, "no allocation, no hosts named")
+    if allocation.note:
+        _warn_once(allocation.note)
     why = f"{allocation.scheduler} job {allocation.job}"
     if allocation.ends_at is not None:
         why += f" ({max(0.0, allocation.ends_at - time.time()) / 60:.0f} min left)"
@@ -77,6 +80,11 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         slots = found[0].slots
         return Target([Host(found[0].name, slots, here.devices, numa=here.numa)], None, False, why)
     return Target(found, find_tool(launcher or allocation.tool), False, why)
+
+
+@functools.cache
+def _warn_once(note: str) -> None:
+    sys.stderr.write(f"paceline: warning: {note}\n")
 
 
 def _once(environment: dict[str, str]) -> None:

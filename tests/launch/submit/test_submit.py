@@ -80,6 +80,7 @@ def test_slurm_directives_for_all_options(tmp_path):
         "--nodes=2",
         "--ntasks-per-node=4",
         "--cpus-per-task=7",
+        "--hint=nomultithread",
         "--gpus-per-node=2",
         "--mem=64G",
         "--time=1-02:00:00",

@@ -56,8 +56,15 @@ def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[st
         return ""  # a scheduler, a container or taskset has reserved these cores for the job
     if job.granted is None:
         return "no scheduler says that these cores are this job's alone"
-    if job.granted < len(host.cores(online)):
-        return f"the scheduler has granted {job.granted} cores and does not say which"
+    if job.granted >= len(online):
+        return ""
+    cores = len(host.cores(online))
+    if job.granted < cores or cores < len(online):  # schedulers may count hardware threads
+        threads = f" and {len(online)} hardware threads" if cores < len(online) else ""
+        return (
+            f"the scheduler has granted {job.granted} CPUs of this host's {cores} cores{threads}, "
+            "and does not say which"
+        )
     return ""
 
 

@@ -11,6 +11,7 @@ def _options(batch: Batch) -> list[str]:
         "--nodes={}": want.hosts,
         "--ntasks-per-node={}": want.tasks,
         "--cpus-per-task={}": want.cpus,
+        "--hint={}": want.cpus and "nomultithread",  # CPUs are cores, not hardware threads
         "--gpus-per-node={}": want.gpus,
         "--mem={}": want.memory,
         "--time={}": want.seconds and _days(want.seconds),
