@@ -166,7 +166,7 @@ def check(job: Job) -> bytes:
             f"--json {job.summary}: there is no folder {job.summary.absolute().parent}. "
             "HINT: make it, or another path"
         )
-    path = _module_file(job.name) if job.module else _script_file(job.name)
+    path = source_file(job.name, job.module)
     try:
         source = path.read_bytes()
         compile(source, str(path), "exec")
@@ -180,6 +180,15 @@ def check(job: Job) -> bytes:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as Python: {error}") from None
     return source
+
+
+def source_file(name: str, module: bool) -> Path:
+    """Return the file of a script, or of a module that ``-m`` starts.
+
+    Raises:
+        ValueError: There is none.
+    """
+    return _module_file(name) if module else _script_file(name)
 
 
 def _script_file(name: str) -> Path:
