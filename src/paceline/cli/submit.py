@@ -7,6 +7,8 @@ import typer
 
 from ..launch.job import Job
 from .common.base import app, exit_on_mistake
+from .common.options import Args, Script
+from .common.script_options import ScriptCommand
 
 _SUBMIT_EPILOG = (
     "Examples:  paceline submit --hosts 2 --gpus-per-host 4 --time 2h train.py --epochs 10   ·   "
@@ -15,12 +17,14 @@ _SUBMIT_EPILOG = (
 )
 
 
-@app.command(context_settings={"allow_interspersed_args": False}, epilog=_SUBMIT_EPILOG)
+@app.command(
+    cls=ScriptCommand,
+    context_settings={"allow_interspersed_args": False},
+    epilog=_SUBMIT_EPILOG,
+)
 def submit(
-    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
-    ] = None,
+    script: Script,
+    args: Args = None,
     scheduler: Annotated[
         str | None,
         typer.Option(

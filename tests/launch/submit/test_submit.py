@@ -167,7 +167,7 @@ def test_batch_script_runs_launcher_with_quoted_script_arguments(tmp_path):
     args += ["--max-restarts", "4"]
     args += ["--record", "run/a b", "--array", "1-3", "--run-option=--bind=core"]
     args += ["--setup", "module load cuda", "--setup", "export A='b c'", "--option", "-app x"]
-    out = submit(folder, *args, "train it.py", "--time", "3", "it's", "", "$HOME").stdout
+    out = submit(folder, *args, "--", "train it.py", "--time", "3", "it's", "", "$HOME").stdout
     *before, cd, activate, load, export, trial, run = out.splitlines()
     assert before[-1] == "#BSUB -app x"
     assert cd == f"cd '{folder}' || exit 1"
@@ -176,7 +176,7 @@ def test_batch_script_runs_launcher_with_quoted_script_arguments(tmp_path):
     assert trial == 'export PACELINE_TRIAL="$LSB_JOBINDEX"'
     assert run == (
         f"exec {ranks.PACELINE} run -n 6 --max-restarts 4 --bind=core "
-        "--record 'run/a b'/\"$PACELINE_TRIAL\" 'train it.py' --time 3 'it'\"'\"'s' '' '$HOME'"
+        "--record 'run/a b'/\"$PACELINE_TRIAL\" -- 'train it.py' --time 3 'it'\"'\"'s' '' '$HOME'"
     )
     assert not (folder / "run").exists()  # a dry run creates nothing
 
