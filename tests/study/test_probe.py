@@ -297,6 +297,7 @@ def test_probe_job_measures_complete_machine(tmp_path):
     assert host.ranks == 2
     assert set(host.cpus) <= os.sched_getaffinity(0)
     assert host.versions["torch"] == torch.__version__
+    assert host.torch_build["capability"] == torch.backends.cpu.get_cpu_capability()
     assert host.missing["storage"] == note["text"]
     assert len(host.arithmetic) == 6
     assert host.memory[0].triad.median > 1e8

@@ -15,6 +15,7 @@ from ....cluster.topology.pci_devices import Card, pci_cards
 from ....cluster.topology.topology import read_sysfs, topology
 from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
 from ....version import __version__
+from .torch_build import library_versions, torch_build
 
 SHM = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
@@ -50,6 +51,7 @@ def host_facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) 
         free_memory_bytes=free_memory(),
         free_disk_bytes=free_space(folder or TEMPORARY),
         versions=_versions(),
+        torch_build=torch_build(),
         limits=_limits(),
         missing=missing,
         gpus=tuple(gpus),
@@ -96,7 +98,7 @@ def _versions() -> dict[str, str]:
     driver = re.search(r"Module +([\d.]+)", read_sysfs(Path("/proc/driver/nvidia/version")))
     if driver:
         found["driver"] = driver[1]
-    return {**found, "kernel": platform.release()}
+    return {**found, **library_versions(), "kernel": platform.release()}
 
 
 def _processor() -> str:
