@@ -68,6 +68,9 @@ def test_left_out_components_of_heterogeneous_slurm_job_are_named():
     assert "of its 3 components only the hosts of one (n1,n2) are used" in found.note
     assert "big1,gpu3,gpu4 left out. HINT: -H n1,n2,big1,gpu3,gpu4" in found.note
     assert find_allocation(SALLOC).note == ""
+    step = SALLOC | components | {"SLURM_JOB_NODELIST": "n[1-2],big1,gpu[3-4]"}
+    del step["SLURM_JOB_NUM_NODES"]
+    assert find_allocation(step).note == ""  # srun --het-group=0-2
     assert "the others left out" in find_allocation(SALLOC | {"SLURM_HET_SIZE": "2"}).note
 
 

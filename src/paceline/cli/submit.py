@@ -75,6 +75,16 @@ def submit(
             show_default=False,
         ),
     ] = None,
+    switches: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximum number of leaf switches over which the hosts are spread, as 1, or as "
+            "1@30min: after 30 minutes in the queue more are accepted. Slurm: --switches; LSF: "
+            "compute units (cu[maxcus=N]); PBS Pro: 1 only (place=group=switch).",
+            metavar="N[@TIME]",
+            show_default=False,
+        ),
+    ] = None,
     warn: Annotated[
         int | None,
         typer.Option(
@@ -157,6 +167,7 @@ def submit(
             account=account,
             output=output,
             array=None if array is None else said.array(array),
+            switches=None if switches is None else said.switches(switches),
             warn=warn if warn is not None else said.usual_warning(limit),
             requeue=requeue,
             goes_on=min_hosts is not None and min_hosts < hosts,

@@ -288,6 +288,20 @@ def test_min_hosts_keeps_job_running_after_node_failure(tmp_path, kind, least, a
     assert out.endswith(f" run --max-restarts 1 --min-hosts {least} train.py\n")
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "asked"),
+    [
+        ("slurm", "2", "--switches=2"),
+        ("slurm", "1@90min", "--switches=1@01:30:00"),
+        ("slurm", "1@26h", "--switches=1@26:00:00"),
+        ("lsf", "1", "-R 'span[ptile=1] cu[maxcus=1]'"),
+        ("pbs", "1", "-l place=scatter:group=switch"),
+    ],
+)
+def test_limit_on_leaf_switches_is_requested(tmp_path, kind, value, asked):
+    assert asked in directives(tmp_path, kind, "--hosts", "2", "--switches", value)
+
+
 def test_pbs_reports_that_warning_signal_is_not_supported(tmp_path):
     args = ["--dry-run", "--scheduler", "pbs", "--warn", "120", "train.py"]
     result = submit(tmp_path, *args)
@@ -332,6 +346,11 @@ def test_pbs_reports_that_warning_signal_is_not_supported(tmp_path):
         (["--min-hosts", "1", "x.py"], "--min-hosts 1: without restarts .* HINT: --max-restarts 3"),
         ([*LESS, *ONE, "--scheduler", "lsf", "x.py"], "profile has DJOB_COMMFAIL.*HINT.*-app NAME"),
         ([*LESS, *ONE, "--scheduler", "torque", "x.py"], "Torque ends a job with .*HINT: --option"),
+        (["--switches", "0", "x.py"], "--switches '0': a number of leaf switches.*HINT: 1, or"),
+        (["--switches", "1@5", "x.py"], "--switches '1@5': '5' has no unit.*HINT"),
+        (["--scheduler", "lsf", "--switches", "2@1h", "x.py"], "LSF does not start .*switches 2"),
+        (["--scheduler", "pbs", "--switches", "2", "x.py"], "PBS Pro can ask for one.*HINT"),
+        (["--scheduler", "torque", "--switches", "1", "x.py"], "Torque has no such .*HINT"),
         (["--scheduler", "pbs", "x.py"], "there is no qsub on PATH. HINT"),
     ],
 )
@@ -360,6 +379,7 @@ def test_slurm_runs_jobs_submitted_with_sbatch_and_qsub(slurm):
         words = ["--time", "5min", "--run-option=--fresh"]
         words += ["--setup", "export SHELL_OF_JOB=$$", "--output"]
         array = [*words, f"{shared}/%a.out", "--array", "0-1", "--warn", "60"]  # finds sbatch
+        array += ["--cpus-per-rank", "1", "--switches", "1@5min"]
         alone = [*words, f"{shared}/qsub.out", "--scheduler", "torque"]
         jobs = [
             slurm.run(ranks.PACELINE, "submit", *options, script, "a b").stdout.strip()

@@ -12,6 +12,7 @@ from typing import Any
 
 from ....cluster.topology.local_resources import format_ranges, free_memory, memory_limits
 from ....cluster.topology.pci_devices import Card, pci_cards
+from ....cluster.topology.racks import rack_or_unknown
 from ....cluster.topology.topology import read_sysfs, topology
 from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
 from ....version import __version__
@@ -65,6 +66,7 @@ def extra_facts(folder: Path | None) -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "boot_id": boot_id(),
+        "leaf_switch": rack_or_unknown(os.environ.get("SLURMD_NODENAME") or socket.gethostname()),
         "nproc_limit": None if processes == resource.RLIM_INFINITY else processes,
         "free_tmp_bytes": free_space(TEMPORARY),
         "free_folder_bytes": None if folder is None else free_space(folder),
