@@ -56,6 +56,24 @@ def test_slurm_step_reports_allocation_of_job(name):
     assert [host.name for host in find_allocation(recorded(name)).hosts] == ["host1", "host2"]
 
 
+def test_left_out_components_of_heterogeneous_slurm_job_are_named():
+    components = {
+        "SLURM_HET_SIZE": "3",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "big1",
+        "SLURM_JOB_NODELIST_HET_GROUP_2": "gpu[3-4]",
+    }
+    found = find_allocation(SALLOC | components)
+    assert [host.name for host in found.hosts] == ["n1", "n2"]
+    assert "of its 3 components only the hosts of one (n1,n2) are used" in found.note
+    assert "big1,gpu3,gpu4 left out. HINT: -H n1,n2,big1,gpu3,gpu4" in found.note
+    assert find_allocation(SALLOC).note == ""
+    step = SALLOC | components | {"SLURM_JOB_NODELIST": "n[1-2],big1,gpu[3-4]"}
+    del step["SLURM_JOB_NUM_NODES"]
+    assert find_allocation(step).note == ""  # srun --het-group=0-2
+    assert "the others left out" in find_allocation(SALLOC | {"SLURM_HET_SIZE": "2"}).note
+
+
 def test_slurm_tasks_are_slots_only_if_requested():
     assert slots(SLURM_TASKS_PER_NODE="4(x2)") == [None, None]  # salloc -N2 --exclusive: CPUs
     assert slots(SLURM_TASKS_PER_NODE="2,1", SLURM_NTASKS="3") == [2, 1]

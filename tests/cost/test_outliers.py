@@ -175,6 +175,27 @@ def test_different_versions_are_reported():
     assert sentences(two) == "hosts differ in torch: 2.6.0 on host0 and 2.5.1 on host1"
 
 
+@pytest.mark.parametrize(
+    ("used", "there", "limit", "said"),
+    [
+        ("DEFAULT", "AVX512", "default", "use no AVX on host1, whose processor has AVX512: ATEN_"),
+        ("AVX2", "AVX512", "", "use AVX2 on host1, whose processor has AVX512: this build has no"),
+        ("NO AVX", "AVX2", "", "HINT: PyTorch's own wheels"),
+        ("DEFAULT", "SVE256", "", "use NEON on host1, whose processor has SVE256"),
+        ("AVX512", "AVX512", "avx512", ""),
+        ("AVX512", "AVX2", "", ""),
+        ("DEFAULT", "DEFAULT", "", ""),
+        ("VSX", "", "", ""),
+        ("SOMETHING NEW", "AVX512", "", ""),
+    ],
+)
+def test_idle_vector_units_are_reported(used, there, limit, said):
+    build = {"capability": used, "processor": there, "limited_by": limit}
+    machine = with_host(Maker(8).machine(2, links=False), "host1", torch_build=build)
+    assert kinds(machine) == ([("vector", ("host1",))] if said else [])
+    assert said in sentences(machine)
+
+
 def test_missing_gpu_or_memory_is_reported():
     machine = Maker(9).machine(4, gpus=4, links=False)
     machine = with_host(machine, "host2", gpus=(Gpu(GPU),) * 3)

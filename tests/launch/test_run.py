@@ -170,6 +170,28 @@ def test_threads_option_overrides_omp_num_threads(tmp_path):
     assert result.stdout == "2 2\n"
 
 
+def test_omp_num_threads_may_list_nested_levels(tmp_path):
+    script = ranks.write(
+        tmp_path, "import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"
+    )
+    assert ranks.run(script, ranks=2, OMP_NUM_THREADS="2,1").stdout == "2,1 2\n"
+    assert ranks.run(script, launcher="paceline --cpus-per-rank 1", OMP_NUM_THREADS="").stdout == (
+        "1 1\n"
+    )
+
+
+def test_large_environment_reaches_ranks(tmp_path):
+    script = ranks.write(
+        tmp_path, "import os; print(sum(len(v) for n, v in os.environ.items() if n[:3] == 'BIG'))"
+    )
+    large = {f"BIG{number}": "x" * 100_000 for number in range(6)}
+    words = ranks.command(script)  # not by a warm start, whose own message has a limit
+    found = subprocess.run(
+        words, env=ranks.environment(**large), capture_output=True, text=True, timeout=120
+    )
+    assert (found.stdout, found.returncode) == ("600000\n", 0), found.stderr
+
+
 def test_child_process_does_not_write_to_launcher_pipe(tmp_path):
     script = ranks.write(
         tmp_path,

@@ -218,3 +218,12 @@ def test_default_number_of_ranks_in_allocation_is_not_explained(tmp_path):
 def test_explanation_depends_on_what_else_the_host_has(host, cores, text):
     said = explain_default_ranks(host, cores)
     assert said == "" if not text else said.startswith(f"paceline: {text}")
+
+
+def test_heterogeneous_slurm_job_is_reported_once(monkeypatch, capsys):
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[1-2]"}
+    for name, value in (slurm(HERE, 2) | het).items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert [host.name for host in find_target(None, None, None).hosts] == [HERE]
+    assert capsys.readouterr().err.count("job 77 is heterogeneous") == 1

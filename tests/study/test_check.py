@@ -33,6 +33,11 @@ def test_check_measures_saves_and_compares_one_machine(tmp_path):
     machine = load(tmp_path / "a.toml")
     (host,) = machine.hosts
     assert told["machine"]["hosts"][0]["name"] == host.name == os.uname().nodename
+    assert (
+        {"capability", "blas"}
+        <= set(host.torch_build)
+        == set(told["machine"]["hosts"][0]["torch_build"])
+    )
     assert {one.precision for one in host.arithmetic} >= {"float32", "float64", "bfloat16"}
     assert all(one.rate.low > 0 for one in host.arithmetic)
     assert host.storage[0].small_create.median > 0

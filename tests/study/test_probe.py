@@ -28,7 +28,14 @@ from paceline.study.probe.measure.link_pairs import EVERY_PAIR, apart, rounds
 from paceline.study.probe.measure.memory_bandwidth import last_level_caches, triad
 from paceline.study.probe.measure.page_cache import drop_from_cache, resident_share
 from paceline.study.probe.measure.storage import storage
-from paceline.study.probe.participants import HostDropped, Participants, group_ranks_by_host
+from paceline.study.probe.participants import (
+    HostDropped,
+    MeasurementResults,
+    Participants,
+    ProbeHost,
+    group_ranks_by_host,
+)
+from paceline.study.probe.summary import Summary
 
 
 def best(call, repetitions=7):
@@ -297,6 +304,7 @@ def test_probe_job_measures_complete_machine(tmp_path):
     assert host.ranks == 2
     assert set(host.cpus) <= os.sched_getaffinity(0)
     assert host.versions["torch"] == torch.__version__
+    assert host.torch_build["capability"] == torch.backends.cpu.get_cpu_capability()
     assert host.missing["storage"] == note["text"]
     assert len(host.arithmetic) == 6
     assert host.memory[0].triad.median > 1e8
@@ -309,3 +317,16 @@ def test_probe_job_measures_complete_machine(tmp_path):
         assert one.sizes[0].bytes == 4096
         assert 1e-6 < one.latency.median < 1
         assert one.busbw(one.sizes[-1]).median > 1e5
+
+
+def test_hosts_at_several_leaf_switches_are_noted():
+    hosts = [ProbeHost(name, name, 0, (rank,), (0,), False) for rank, name in enumerate("ab")]
+    for switches, noted in ((("s0.s1", "s0.s2"), True), (("s0.s1", "s0.s1"), False)):
+        summary = Summary(hosts, None)
+        more = {
+            name: [{}, {"leaf_switch": switch}] for name, switch in zip("ab", switches, strict=True)
+        }
+        summary.facts(MeasurementResults(more, {}))
+        notes = summary.as_json({})["notes"]
+        assert [note["measure"] for note in notes] == ["switches"] * noted
+        assert not noted or "2 leaf switches (s1: a; s2: b)" in notes[0]["text"]

@@ -27,12 +27,14 @@ from .common.options import (
     can_be_written,
     knobs_of,
 )
+from .common.script_options import ScriptCommand
 
 if TYPE_CHECKING:
     from ..report.terminal.diagnose import Diagnosis
 
 
 @app.command(
+    cls=ScriptCommand,
     context_settings={"allow_interspersed_args": False},
     epilog="Examples:  paceline diagnose -n 4 train.py --epochs 10   ·   "
     "paceline diagnose -H host1:4,host2:4 --minutes 10 train.py   ·   "

@@ -123,6 +123,16 @@ def pack(
         int | None,
         typer.Option(help="Threads, of each rank. Default: two a core.", min=1, show_default=False),
     ] = None,
+    stripe: Annotated[
+        str | None,
+        typer.Option(
+            help="On Lustre: number of storage targets over which each file is striped, or all, or "
+            "auto: 4; 16 with --to hdf5 or lmdb. Sets the layout of DEST (lfs setstripe). Without "
+            "it, a message proposes a number where files would lie on fewer.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
     on_error: Annotated[
         str, typer.Option(help="stop, or skip what can't be read, with a count.")
     ] = "stop",
@@ -169,7 +179,7 @@ def pack(
         wish = PackOptions(shard_bytes, seed, statistics, on_error, fresh)
         table = None if labels is None else str(labels)
         asked = PackRequest(source, str(dest), table, apply, workers, encoding, wish)
-        work = partial(_pack, asked, where, to, json)
+        work = partial(_pack, asked, where, to, json, _striping(dest, to, stripe))
         library = "" if where else _library(source)
         if library:  # a C library, which may not validate all of its input
             run_guarded(work, partial(_at_fault, source, library), hangs=apply is None)
@@ -177,8 +187,29 @@ def pack(
             work()
 
 
-def _pack(asked: "PackRequest", where: "RankPlacement", to: str | None, json: bool) -> None:
-    report = _packed(asked, where, to)
+def _striping(dest: Path, to: str | None, count: str | None) -> Callable[[Path], None] | None:
+    """Return the function that stripes the output; without --stripe, print a proposal.
+
+    Raises:
+        ValueError: The value of --stripe is invalid.
+    """
+    from ..data.packing import striping
+
+    if count is None:
+        if proposal := striping.propose(dest, to):
+            typer.echo(f"paceline: {proposal}", err=True)
+        return None
+    return partial(striping.stripe, count=striping.check_count(count), to=to)
+
+
+def _pack(
+    asked: "PackRequest",
+    where: "RankPlacement",
+    to: str | None,
+    json: bool,
+    prepare: Callable[[Path], None] | None,
+) -> None:
+    report = _packed(asked, where, to, prepare)
     meta = asdict(report.meta)
     if json:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
@@ -205,11 +236,18 @@ def _at_fault(source: str, library: str, what: str) -> str:
     )
 
 
-def _packed(asked: "PackRequest", where: "RankPlacement", to: str | None) -> "PackReport":
+def _packed(
+    asked: "PackRequest",
+    where: "RankPlacement",
+    to: str | None,
+    prepare: Callable[[Path], None] | None,
+) -> "PackReport":
     from ..data.packing.export import convert
     from ..data.packing.pack import pack
     from ..study.packing import pack_on_ranks
 
+    if to is None and prepare is not None:
+        prepare(Path(asked.dest))
     with progress("packed" if to is None else "done", None) as step:
         if where and to is None:
             return pack_on_ranks(asked, where, step)
@@ -221,7 +259,7 @@ def _packed(asked: "PackRequest", where: "RankPlacement", to: str | None) -> "Pa
         options = {**how, "workers": asked.workers, "step": step}
         if to is None:
             return pack(asked.source, asked.dest, asked.labels, **options)
-        return convert(asked.source, asked.dest, to, asked.labels, **options)
+        return convert(asked.source, asked.dest, to, asked.labels, prepare=prepare, **options)
 
 
 def _of_one_process(where: "RankPlacement", option: str) -> None:

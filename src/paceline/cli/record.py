@@ -7,18 +7,19 @@ from typing import Annotated
 import typer
 
 from .common.base import app, exit_on_mistake
+from .common.options import Args, Script
+from .common.script_options import ScriptCommand
 
 
 @app.command(
+    cls=ScriptCommand,
     context_settings={"allow_interspersed_args": False},
     epilog="Example:  torchrun --nproc-per-node 4 --no-python paceline record run/record train.py",
 )
 def record(
     folder: Annotated[Path, typer.Argument(help="Where the records go, the same for all ranks.")],
-    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
-    ] = None,
+    script: Script,
+    args: Args = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,

@@ -31,10 +31,12 @@ from .common.options import (
     knobs_of,
     tuning_of,
 )
+from .common.script_options import ScriptCommand
 from .common.stage_before_run import PackHosts, sets_of
 
 
 @app.command(
+    cls=ScriptCommand,
     context_settings={"allow_interspersed_args": False},
     epilog="Examples:  paceline run -n 4 train.py --epochs 10   ·   "
     "paceline run -n 2 -m package.train   ·   "

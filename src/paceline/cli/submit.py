@@ -7,6 +7,8 @@ import typer
 
 from ..launch.job import Job
 from .common.base import app, exit_on_mistake
+from .common.options import Args, Script
+from .common.script_options import ScriptCommand
 
 _SUBMIT_EPILOG = (
     "Examples:  paceline submit --hosts 2 --gpus-per-host 4 --time 2h train.py --epochs 10   ·   "
@@ -15,12 +17,14 @@ _SUBMIT_EPILOG = (
 )
 
 
-@app.command(context_settings={"allow_interspersed_args": False}, epilog=_SUBMIT_EPILOG)
+@app.command(
+    cls=ScriptCommand,
+    context_settings={"allow_interspersed_args": False},
+    epilog=_SUBMIT_EPILOG,
+)
 def submit(
-    script: Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="What stands after the script is the script's.")
-    ] = None,
+    script: Script,
+    args: Args = None,
     scheduler: Annotated[
         str | None,
         typer.Option(
@@ -68,6 +72,16 @@ def submit(
         typer.Option(
             help="The job once for each number, as 0-15 or 0-15%4 (4 at once); the script finds "
             "its own in PACELINE_TRIAL.",
+            show_default=False,
+        ),
+    ] = None,
+    switches: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximum number of leaf switches over which the hosts are spread, as 1, or as "
+            "1@30min: after 30 minutes in the queue more are accepted. Slurm: --switches; LSF: "
+            "compute units (cu[maxcus=N]); PBS Pro: 1 only (place=group=switch).",
+            metavar="N[@TIME]",
             show_default=False,
         ),
     ] = None,
@@ -153,6 +167,7 @@ def submit(
             account=account,
             output=output,
             array=None if array is None else said.array(array),
+            switches=None if switches is None else said.switches(switches),
             warn=warn if warn is not None else said.usual_warning(limit),
             requeue=requeue,
             goes_on=min_hosts is not None and min_hosts < hosts,

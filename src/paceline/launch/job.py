@@ -47,8 +47,8 @@ class Job:
         cpus_per_rank: Cores per rank, or None.
         smt: Whether a rank has one thread per hardware thread of its cores.
         report_bindings: Whether to report the bindings.
-        granted: Number of cores of this host that the scheduler has granted to the job; None:
-            unknown.
+        granted: Number of CPUs of this host that the scheduler has granted to the job: cores or
+            hardware threads, as it counts; None: unknown.
         port: Port of the ranks' store; 0: any free port.
         hang_timeout: Seconds without progress before the job is considered hung; 0: never. None:
             DEFAULT_HANG_TIMEOUT_S, and the job is ended only if ranks wait in a collective that
@@ -169,7 +169,7 @@ def check(job: Job) -> bytes:
             f"--json {job.summary}: there is no folder {job.summary.absolute().parent}. "
             "HINT: make it, or another path"
         )
-    path = _module_file(job.name) if job.module else _script_file(job.name)
+    path = source_file(job.name, job.module)
     try:
         source = path.read_bytes()
         compile(source, str(path), "exec")
@@ -183,6 +183,15 @@ def check(job: Job) -> bytes:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as Python: {error}") from None
     return source
+
+
+def source_file(name: str, module: bool) -> Path:
+    """Return the file of a script, or of a module that ``-m`` starts.
+
+    Raises:
+        ValueError: There is none.
+    """
+    return _module_file(name) if module else _script_file(name)
 
 
 def _script_file(name: str) -> Path:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cluster.schedulers.hostfile import Host
+from ..cluster.topology.racks import rack_or_unknown, spread_over_switches
 from ..comm.reachable_address import asked, choose, others_of
 from .job import Job, check
 from .layout import format_layout, make_seats, ranks_per_host
@@ -295,6 +296,12 @@ def _print_layout(
             f"network {network} ({format_layout(names, ranks_per_host)}; "
             f"ranks meet at {interfaces[0][1]})\n"
         )
+        # Agents that ssh has started do not have this process's PACELINE_RACKS.
+        racks = {
+            host.name: rack_or_unknown(host.name) or host.hello.get("rack", "") for host in hosts
+        }
+        if spread := spread_over_switches(racks):
+            sys.stderr.write(f"paceline: {spread}\n")
         sys.stderr.flush()
 
 

@@ -18,6 +18,7 @@ from .ranks.host import Host
 from .ranks.rendezvous import Rendezvous
 from .recovery.shrink import RemainingHosts, check_min_hosts
 from .requeue import STOPPED_EARLY_EXIT_CODE
+from .script_source import uses_horovod
 
 
 def watch(
@@ -51,6 +52,7 @@ def watch(
     agent = ElasticAgent(spec, hosts, seats, started)
     agent.interrupt, agent.summary = interrupt, job.summary
     agent.remaining = remaining
+    agent.horovod = uses_horovod(job)
     agent.bindings = (
         BindingsReport(lambda text: agent.output.say(text)) if job.report_bindings else None
     )

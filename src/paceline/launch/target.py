@@ -1,5 +1,6 @@
 """Selection of the hosts for ``paceline run``: this host, named hosts, or the allocation."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from ..cluster.schedulers import flux
 from ..cluster.schedulers.allocation import Allocation
 from ..cluster.schedulers.detect import find_allocation
 from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
-from ..cluster.topology.local_resources import gpu_count, numa_domain_count
+from ..cluster.topology.local_resources import numa_domain_count
 from ..cluster.topology.network_interfaces import is_local_host
+from ..cluster.topology.visible_gpus import gpu_count
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool
@@ -70,6 +72,8 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         if launcher is not None:
             raise ValueError(f"--launcher {launcher}: on which hosts? HINT: -H host1:4,host2:4")
         return Target([here], None, False, "no allocation, no hosts named", chosen=False)
+    if allocation.note:
+        _warn_once(allocation.note)
     why = f"{allocation.scheduler} job {allocation.job}"
     if allocation.ends_at is not None:
         why += f" ({max(0.0, allocation.ends_at - time.time()) / 60:.0f} min left)"
@@ -78,6 +82,11 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         slots = found[0].slots
         return Target([Host(found[0].name, slots, here.devices, numa=here.numa)], None, False, why)
     return Target(found, find_tool(launcher or allocation.tool), False, why)
+
+
+@functools.cache
+def _warn_once(note: str) -> None:
+    sys.stderr.write(f"paceline: warning: {note}\n")
 
 
 def _once(environment: dict[str, str]) -> None:

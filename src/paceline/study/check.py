@@ -1,11 +1,13 @@
 """``paceline check``: run a measuring job on all reachable hosts and return the machine file."""
 
+import os
 import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..cluster.topology.racks import RACKS_VARIABLE
 from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import Machine
 from ..launch.job import Job
@@ -68,7 +70,7 @@ def check(wish: CheckRequest) -> CheckResults:
             wish.hosts,
             wish.hostfile,
             wish.launcher,
-            list(wish.variables),
+            [*wish.variables, *(one for one in (RACKS_VARIABLE,) if os.environ.get(one))],
             min_ranks_per_host=RANKS,
             excluded_hosts=without,
         )

@@ -51,11 +51,17 @@ def test_jax_coordinator_does_not_bind_to_host_name():
     [(0, (0, 3), (0, 2)), (2, (2, 3), (0, 1)), (3, (0, 2), (1, 2)), (4, (1, 2), (1, 2))],
 )
 def test_horovod_cross_ranks_share_local_rank(rank, local, cross):
-    made = variables(UNEVEN, rank, 30000, {})
+    made = variables(UNEVEN, rank, 30000, {}, horovod=True)
     assert (made["HOROVOD_RANK"], made["HOROVOD_SIZE"]) == (str(rank), "5")
     assert (int(made["HOROVOD_LOCAL_RANK"]), int(made["HOROVOD_LOCAL_SIZE"])) == local
     assert (int(made["HOROVOD_CROSS_RANK"]), int(made["HOROVOD_CROSS_SIZE"])) == cross
     assert made["HOROVOD_HOSTNAME"] == ("10.0.0.1" if rank < 3 else "10.0.0.2")
+
+
+def test_horovod_variables_are_only_for_scripts_that_use_it():
+    assert not [name for name in variables(UNEVEN, 1, 30000, {}) if name.startswith("HOROVOD")]
+    outer = {**variables(UNEVEN, 1, 30000, {}, horovod=True), "PACELINE_STATUS": "123:7"}
+    assert variables(seats("127.0.0.1"), 0, 40000, outer)["HOROVOD_SIZE"] == "1"
 
 
 def test_ipv6_addresses_are_in_brackets():

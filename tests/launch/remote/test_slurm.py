@@ -129,6 +129,27 @@ def test_show_prints_command_and_starts_nothing(slurm, shared_folder):
     assert shown(shared_folder) == []
 
 
+HETEROGENEOUS = """
+    import os, paceline, torch
+    world = paceline.init(progress=False)
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    print("rank", world.rank, "of", world.size, "on", os.uname().nodename, int(total))
+    """
+
+
+@pytest.mark.long
+def test_heterogeneous_job_is_reported_and_srun_makes_one_world(slurm, shared_folder):
+    script = ranks.write(shared_folder, HETEROGENEOUS)
+    python = f"srun --het-group=0,1 {sys.executable} {script}"
+    text = f"{ranks.PACELINE} run --show {script}\n{python}"
+    state, said = batch(slurm, shared_folder, text, "-n1", "-t5", ":", "-n1")
+    assert state == "COMPLETED", said
+    assert "of its 2 components only the hosts of one (host1) are used, and host2 left out" in said
+    assert "rank 0 of 2 on host1 2" in said
+    assert "rank 1 of 2 on host2 2" in said
+
+
 def test_several_launchers_under_srun_are_rejected(slurm, shared_folder):
     script = ranks.write(shared_folder, SHOW)
     done = slurm.run("srun", "-n2", *RUN.split(), script, cwd=shared_folder, check=False)

@@ -80,6 +80,7 @@ def test_slurm_directives_for_all_options(tmp_path):
         "--nodes=2",
         "--ntasks-per-node=4",
         "--cpus-per-task=7",
+        "--hint=nomultithread",
         "--gpus-per-node=2",
         "--mem=64G",
         "--time=1-02:00:00",
@@ -166,7 +167,7 @@ def test_batch_script_runs_launcher_with_quoted_script_arguments(tmp_path):
     args += ["--max-restarts", "4"]
     args += ["--record", "run/a b", "--array", "1-3", "--run-option=--bind=core"]
     args += ["--setup", "module load cuda", "--setup", "export A='b c'", "--option", "-app x"]
-    out = submit(folder, *args, "train it.py", "--time", "3", "it's", "", "$HOME").stdout
+    out = submit(folder, *args, "--", "train it.py", "--time", "3", "it's", "", "$HOME").stdout
     *before, cd, activate, load, export, trial, run = out.splitlines()
     assert before[-1] == "#BSUB -app x"
     assert cd == f"cd '{folder}' || exit 1"
@@ -175,7 +176,7 @@ def test_batch_script_runs_launcher_with_quoted_script_arguments(tmp_path):
     assert trial == 'export PACELINE_TRIAL="$LSB_JOBINDEX"'
     assert run == (
         f"exec {ranks.PACELINE} run -n 6 --max-restarts 4 --bind=core "
-        "--record 'run/a b'/\"$PACELINE_TRIAL\" 'train it.py' --time 3 'it'\"'\"'s' '' '$HOME'"
+        "--record 'run/a b'/\"$PACELINE_TRIAL\" -- 'train it.py' --time 3 'it'\"'\"'s' '' '$HOME'"
     )
     assert not (folder / "run").exists()  # a dry run creates nothing
 
@@ -287,6 +288,20 @@ def test_min_hosts_keeps_job_running_after_node_failure(tmp_path, kind, least, a
     assert out.endswith(f" run --max-restarts 1 --min-hosts {least} train.py\n")
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "asked"),
+    [
+        ("slurm", "2", "--switches=2"),
+        ("slurm", "1@90min", "--switches=1@01:30:00"),
+        ("slurm", "1@26h", "--switches=1@26:00:00"),
+        ("lsf", "1", "-R 'span[ptile=1] cu[maxcus=1]'"),
+        ("pbs", "1", "-l place=scatter:group=switch"),
+    ],
+)
+def test_limit_on_leaf_switches_is_requested(tmp_path, kind, value, asked):
+    assert asked in directives(tmp_path, kind, "--hosts", "2", "--switches", value)
+
+
 def test_pbs_reports_that_warning_signal_is_not_supported(tmp_path):
     args = ["--dry-run", "--scheduler", "pbs", "--warn", "120", "train.py"]
     result = submit(tmp_path, *args)
@@ -331,6 +346,11 @@ def test_pbs_reports_that_warning_signal_is_not_supported(tmp_path):
         (["--min-hosts", "1", "x.py"], "--min-hosts 1: without restarts .* HINT: --max-restarts 3"),
         ([*LESS, *ONE, "--scheduler", "lsf", "x.py"], "profile has DJOB_COMMFAIL.*HINT.*-app NAME"),
         ([*LESS, *ONE, "--scheduler", "torque", "x.py"], "Torque ends a job with .*HINT: --option"),
+        (["--switches", "0", "x.py"], "--switches '0': a number of leaf switches.*HINT: 1, or"),
+        (["--switches", "1@5", "x.py"], "--switches '1@5': '5' has no unit.*HINT"),
+        (["--scheduler", "lsf", "--switches", "2@1h", "x.py"], "LSF does not start .*switches 2"),
+        (["--scheduler", "pbs", "--switches", "2", "x.py"], "PBS Pro can ask for one.*HINT"),
+        (["--scheduler", "torque", "--switches", "1", "x.py"], "Torque has no such .*HINT"),
         (["--scheduler", "pbs", "x.py"], "there is no qsub on PATH. HINT"),
     ],
 )
@@ -359,6 +379,7 @@ def test_slurm_runs_jobs_submitted_with_sbatch_and_qsub(slurm):
         words = ["--time", "5min", "--run-option=--fresh"]
         words += ["--setup", "export SHELL_OF_JOB=$$", "--output"]
         array = [*words, f"{shared}/%a.out", "--array", "0-1", "--warn", "60"]  # finds sbatch
+        array += ["--cpus-per-rank", "1", "--switches", "1@5min"]
         alone = [*words, f"{shared}/qsub.out", "--scheduler", "torque"]
         jobs = [
             slurm.run(ranks.PACELINE, "submit", *options, script, "a b").stdout.strip()

@@ -12,7 +12,11 @@ if TYPE_CHECKING:  # every command imports this module
 
 Script = Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")]
 Args = Annotated[
-    list[str] | None, typer.Argument(help="What stands after the script is the script's.")
+    list[str] | None,
+    typer.Argument(
+        help="Arguments passed to the script unchanged. Options of this command come before the "
+        "script; `--` before the script says that all that follows is meant for it."
+    ),
 ]
 Ranks = Annotated[
     int | None,

@@ -21,9 +21,10 @@ class PackHosts:
     def of_pack(self) -> list[str]:
         """Return the options with which ``paceline pack`` uses these hosts.
 
-        They request one rank per known core. The list is empty for a single host, on which threads
-        are sufficient.
+        They request one rank per known core; hosts are taken to have as many hardware threads per
+        core as this one. The list is empty for a single host, on which threads are sufficient.
         """
+        from ...cluster.topology.topology import topology
         from ...launch.target import find_target
 
         found = find_target(self.hosts, self.hostfile, self.launcher).hosts
@@ -31,7 +32,8 @@ class PackHosts:
             return []
         named = {"-H": self.hosts, "--hostfile": self.hostfile, "--launcher": self.launcher}
         words = [str(word) for pair in named.items() if pair[1] is not None for word in pair]
-        cores = sum(one.cpus or one.slots or 1 for one in found)
+        here = topology()
+        cores = sum(here.cores_of_cpus(one.cpus) if one.cpus else one.slots or 1 for one in found)
         return words if self.hosts or self.hostfile else ["-n", str(cores), *words]
 
 

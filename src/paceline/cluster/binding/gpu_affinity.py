@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ..topology.local_resources import format_ranges
 from ..topology.pci_devices import Card
 from ..topology.topology import Topology
+from ..topology.visible_gpus import UNKNOWN
 from .divide_cores import Core, assign_cores, cores_per_rank, group_by_socket
 
 Shares = list[tuple[Core, ...]]
@@ -13,7 +14,7 @@ Shares = list[tuple[Core, ...]]
 
 @dataclass(frozen=True)
 class GPU:
-    """A visible GPU: its number by bus id, and its card in sysfs."""
+    """A visible GPU: its number by bus id (-1: unknown), and its card in sysfs."""
 
     number: int
     card: Card | None = None
@@ -122,6 +123,12 @@ def _check(gpus: Sequence[GPU], ranks: int) -> None:
             f"HINT: -n {len(gpus)} or --bind core"
         )
     unknown = [gpu.number for gpu in gpus[:ranks] if gpu.card is None]
+    if UNKNOWN in unknown:
+        raise ValueError(
+            "--bind device: CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER hides which cards the GPUs "
+            "are. HINT: GPU numbers in CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER=PCI_BUS_ID, or "
+            "--bind core"
+        )
     if unknown:
         raise ValueError(
             f"--bind device: this host's PCI bus does not show GPU {format_ranges(unknown)}, so "

@@ -14,6 +14,7 @@ class Allocation:
         job: Job id.
         tool: Program that starts one process per host.
         ends_at: End of the job's time limit, in seconds since 1970; None if unknown.
+        note: Warning for the user about hosts of the job that are left out; empty if none are.
         launch_node: Name of a node that runs the job's script and is not a compute node.
     """
 
@@ -23,3 +24,4 @@ class Allocation:
     tool: str
     ends_at: float | None = None
     launch_node: str | None = None
+    note: str = ""

@@ -9,6 +9,16 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
+def openmp_threads(environment: Environment) -> int | None:
+    """Return the number of threads in OMP_NUM_THREADS; None if it is missing or not valid.
+
+    The value may list a number for each level of nested parallel regions ("4,2"). torch uses the
+    first.
+    """
+    text = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if is_number(text) and int(text) > 0 else None
+
+
 def number(environment: Environment, name: str) -> int | None:
     """Return the number in an environment variable, or None if it is not set.
 

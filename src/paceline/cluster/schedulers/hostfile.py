@@ -19,7 +19,7 @@ class Host:
     Attributes:
         slots: Number of ranks to start on it.
         devices: Number of GPUs.
-        cpus: Number of CPUs.
+        cpus: Number of CPUs as the scheduler counts them: cores, or hardware threads.
         numa: Number of NUMA domains.
     """
 

@@ -26,7 +26,38 @@ def allocation(environment: Environment) -> Allocation | None:
         for name, slots, cores in zip_longest(names, _slots(environment, len(names)), cpus)
     ]
     end = number(environment, "SLURM_JOB_END_TIME")
-    return Allocation("Slurm", job, tuple(hosts), "srun", ends_at=float(end) if end else None)
+    return Allocation(
+        "Slurm",
+        job,
+        tuple(hosts),
+        "srun",
+        ends_at=float(end) if end else None,
+        note=_left_out_components(environment, job, names),
+    )
+
+
+def _left_out_components(environment: Environment, job: str, used: list[str]) -> str:
+    """Return the warning for a heterogeneous job, whose components are allocations of their own.
+
+    SLURM_JOB_NODELIST and the other environment variables describe one component, except in a
+    step over several components. Those of each component have the suffix _HET_GROUP_n.
+    """
+    count = number(environment, "SLURM_HET_SIZE") or 1
+    if count < 2:
+        return ""
+    lists = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{n}", "") for n in range(count)]
+    every = dict.fromkeys(name for text in lists if text for name in expand_hostlist(text))
+    others = [name for name in every if name not in used]
+    if every and not others:
+        return ""
+    named = ",".join(others[:8]) + (",..." if len(others) > 8 else "") if others else "the others"
+    both = ",".join([*used, *others]) if others and len(every) <= 8 else "HOST1,HOST2,..."
+    return (
+        f"Slurm job {job} is heterogeneous: of its {count} components only the hosts of one "
+        f"({','.join(used[:8])}{',...' if len(used) > 8 else ''}) are used, and {named} "
+        f"left out. HINT: -H {both} starts ranks on all of them over ssh, and `srun "
+        f"--het-group=0-{count - 1} python SCRIPT` those of a script with paceline.init()"
+    )
 
 
 def step(environment: Environment) -> str | None:

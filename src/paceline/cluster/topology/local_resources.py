@@ -1,4 +1,4 @@
-"""The cores, GPUs and memory of this host that this process may use."""
+"""The cores and memory of this host that this process may use."""
 
 import os
 from pathlib import Path
@@ -7,14 +7,6 @@ from pathlib import Path
 def allowed_threads() -> list[int]:
     """Return the numbers of the hardware threads that this process may run on, sorted."""
     return sorted(os.sched_getaffinity(0))
-
-
-def gpu_count() -> int:
-    """Return the number of GPUs of this host that are visible, without a call to a driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
 
 
 def numa_domain_count() -> int:

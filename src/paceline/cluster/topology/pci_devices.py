@@ -92,7 +92,7 @@ def _gpus(root: Path) -> list[Card]:
     devices: dict[int, dict[int, list[Path]]] = {}
     for entry in _entries(root / "sys/bus/pci/devices"):
         vendor, kind = _hexadecimal(entry / "vendor"), _hexadecimal(entry / "class") >> 8
-        if kind in GPUS.get(vendor, ()) and (vendor != NVIDIA or _reachable(root, entry.name)):
+        if kind in GPUS.get(vendor, ()) and (vendor != NVIDIA or is_reachable(root, entry.name)):
             devices.setdefault(vendor, {}).setdefault(kind, []).append(entry)
     for vendor in GPUS:
         kinds = devices.get(vendor, {})
@@ -104,7 +104,7 @@ def _gpus(root: Path) -> list[Card]:
     return []
 
 
-def _reachable(root: Path, bus: str) -> bool:
+def is_reachable(root: Path, bus: str) -> bool:
     """Return whether this process may use an NVIDIA GPU; True if there is no driver to tell.
 
     sysfs shows all GPUs of the host, also in a container and under Slurm's ConstrainDevices.

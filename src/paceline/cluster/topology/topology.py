@@ -72,6 +72,15 @@ class Topology:
         """Return the cores of these hardware threads."""
         return tuple(sorted({cpu.core for cpu in self.at(numbers)}))
 
+    def cores_of_cpus(self, cpus: int) -> int:
+        """Return the number of cores that a scheduler's number of CPUs stands for.
+
+        A number above the number of cores counts hardware threads. A lower one is taken for cores.
+        """
+        threads = len(self.cpus)
+        cores = len(self.cores(cpu.number for cpu in self.cpus))
+        return cpus if cpus <= cores else max(1, cpus * cores // threads)
+
     def packages(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the sockets of these hardware threads."""
         return tuple(sorted({cpu.package for cpu in self.at(numbers)}))

@@ -184,6 +184,7 @@ class HostFacts:
     import_torch_first_busy_s: float | None = None
     import_torch_calls: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    torch_build: dict[str, str] = field(default_factory=dict)  # see study/probe/measure
     limits: Limits = Limits()
     missing: dict[str, str] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()

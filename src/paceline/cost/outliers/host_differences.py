@@ -15,14 +15,17 @@ SHM, SHM_FREE = 1 << 30, 1 << 28  # bytes: workers pass batches through /dev/shm
 CLOCK_S = 1.0
 T = TypeVar("T")
 WAITING = 2.0  # ratio of time to CPU time above which an import mostly waits for files
+# Width of the vector units by PyTorch's name of their instructions. DEFAULT: those that every
+# processor of the architecture has.
+VECTOR_BITS = {"DEFAULT": 128, "NO AVX": 128, "AVX2": 256, "SVE256": 256, "AVX512": 512}
 _MEMORY = 0.02  # relative difference of the sizes of two memories of one kind
 
 
 def host_differences(machine: Machine) -> list[Outlier]:
     """Return outliers that are not speeds.
 
-    These are unreachable hosts, missing measurements, versions, parts, masks, limits, the import of
-    torch, and clocks.
+    These are unreachable hosts, missing measurements, versions, parts, masks, limits, vector units
+    that PyTorch does not use, the import of torch, and clocks.
     """
     found = [
         Outlier("unreachable", (host,), "reach", "", "", f"{host} can't be reached: {why}")
@@ -43,6 +46,12 @@ def host_differences(machine: Machine) -> list[Outlier]:
     ):
         sentence = f"{what} is {value} on {join_words(names)}: {why}"
         found.append(Outlier("limit", tuple(names), what, value, enough, sentence))
+    for (used, there, why), names in _group_by_item(hosts, _vector_units):
+        sentence = (
+            f"PyTorch's kernels use {used} on {join_words(names)}, whose processor has {there}"
+        )
+        outlier = Outlier("vector", tuple(names), "vector units", used, there, f"{sentence}: {why}")
+        found.append(outlier)
     return found + _imports(machine) + _clocks(machine)
 
 
@@ -147,6 +156,21 @@ def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]
         )
         found.append(("limit on locked memory", size(lock), "unlimited", why))
     return found
+
+
+def _vector_units(host: HostFacts) -> list[tuple[str, str, str]]:
+    build = host.torch_build
+    used, there = build.get("capability", ""), build.get("processor", "")
+    if VECTOR_BITS.get(used, 0) >= VECTOR_BITS.get(there, 0) or used not in VECTOR_BITS:
+        return []
+    limit = build.get("limited_by")
+    why = (
+        f"ATEN_CPU_CAPABILITY={limit} is set. HINT: unset it"
+        if limit
+        else f"this build has no kernels for {there}. HINT: PyTorch's own wheels, by pip"
+    )
+    names = {"DEFAULT": "no AVX" if there.startswith("AVX") else "NEON", "NO AVX": "no AVX"}
+    return [(names.get(used, used), there, why)]
 
 
 def _imports(machine: Machine) -> list[Outlier]:

@@ -9,7 +9,7 @@ class Outlier:
 
     Attributes:
         kind: "unreachable", "missing", "slow", "link", "version", "parts", "mask", "limit",
-            "import" or "clock".
+            "vector", "import" or "clock".
         hosts: Names of the affected hosts.
         what: Name of the quantity.
         value: Value of the outlier.

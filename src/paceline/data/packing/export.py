@@ -34,6 +34,7 @@ def export(
     shard_bytes: int = 256 << 20,
     fresh: bool = False,
     step: Callable[[int, int], None] | None = None,
+    prepare: Callable[[Path], None] | None = None,
 ) -> float:
     """Write a packed dataset in another format, in its order; return the seconds that it took.
 
@@ -43,6 +44,8 @@ def export(
     Args:
         shard_bytes: Target size of each output file.
         fresh: Replace an existing ``dest``.
+        prepare: Called with the path of the unfinished output before it is written: may create an
+            empty file (hdf5) or folder there, with a layout of its own.
 
     Raises:
         ValueError: The format is unknown or can't hold the data, ``dest`` exists, or the disk is
@@ -57,6 +60,8 @@ def export(
     info = ExportInfo(shards.meta, alike, shard_bytes)
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
+        if prepare is not None:
+            prepare(part)
         formats.write_dataset(to, part, info, _samples(shards, step or (lambda done, size: None)))
         if fresh:
             _remove(folder)
@@ -76,12 +81,14 @@ def convert(
     *,
     fresh: bool = False,
     step: Callable[[int, int], None] | None = None,
+    prepare: Callable[[Path], None] | None = None,
     **options: Any,
 ) -> PackReport:
     """Write any source of ``pack``, with its options, in another format.
 
     The source is first packed into a folder next to ``dest``, which needs twice the space; an
     interrupted call is continued. A packed dataset whose samples do not change is written directly.
+    ``prepare``: as for ``export``.
     """
     check_destination(dest, to, fresh)
     folder, report = Path(dest), None
@@ -106,7 +113,9 @@ def convert(
             report = pack(source, packed, labels, step=step, **options)
     report = report or PackReport(Shards(packed).meta, 0.0)
     shard_bytes = options.get("shard_bytes", defaults["shard_bytes"].default)
-    report.seconds += export(packed, dest, to, shard_bytes=shard_bytes, fresh=fresh, step=step)
+    report.seconds += export(
+        packed, dest, to, shard_bytes=shard_bytes, fresh=fresh, step=step, prepare=prepare
+    )
     if intermediate:
         shutil.rmtree(packed)
     return report

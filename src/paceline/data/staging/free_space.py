@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+MOUNTS = Path("/proc/mounts")
 KEPT = 0.1  # share of the free space that stays free
 IN_MEMORY = ("tmpfs", "ramfs")
 UNLIMITED = 1 << 60  # bytes; a control group without a limit reports this or more
@@ -25,7 +26,7 @@ def kind_of(folder: Path) -> str:
     """Return the type of the file system that a folder is on."""
     best, kind = "", ""
     path = str(folder.resolve())
-    for line in Path("/proc/mounts").read_text().splitlines():
+    for line in MOUNTS.read_text().splitlines():
         _, mount, name, *_ = line.split()
         mount = mount.replace("\\040", " ")
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...cluster.binding.binding_plan import RankBinding, plan
-from ...cluster.topology.local_resources import allowed_threads, gpu_count
+from ...cluster.schedulers.env_numbers import openmp_threads
+from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.pci_devices import Card, pci_cards
 from ...cluster.topology.topology import Topology, topology
+from ...cluster.topology.visible_gpus import gpu_count, visible_devices
 from ..job import AUTO, Job
 
 # With these variables the user binds threads. Paceline then binds only if an option requests it.
@@ -54,8 +56,15 @@ def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[st
         return ""  # a scheduler, a container or taskset has reserved these cores for the job
     if job.granted is None:
         return "no scheduler says that these cores are this job's alone"
-    if job.granted < len(host.cores(online)):
-        return f"the scheduler has granted {job.granted} cores and does not say which"
+    if job.granted >= len(online):
+        return ""
+    cores = len(host.cores(online))
+    if job.granted < cores or cores < len(online):  # schedulers may count hardware threads
+        threads = f" and {len(online)} hardware threads" if cores < len(online) else ""
+        return (
+            f"the scheduler has granted {job.granted} CPUs of this host's {cores} cores{threads}, "
+            "and does not say which"
+        )
     return ""
 
 
@@ -75,14 +84,19 @@ def variables(job: Job, place: RankBinding, given: Mapping[str, str]) -> dict[st
     """Return the environment variables of a rank at this place, except those in ``given``.
 
     The network cards are set only with ``--bind device``: NCCL selects the nearest automatically.
+    CUDA_DEVICE_ORDER makes CUDA number the GPUs as the plan of a bound rank does.
     """
     found = {"OMP_NUM_THREADS": str(place.threads)}
+    if place.cpus and place.device is not None:
+        found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     every = {path.name for path in Path("/sys/class/infiniband").glob("*")}
     infiniband = [name for name in place.cards if name in every]
     if job.bind == "device" and 0 < len(infiniband) < len(every):
         found["NCCL_IB_HCA"] = "=" + ",".join(infiniband)
         found["UCX_NET_DEVICES"] = ",".join(f"{name}:1" for name in infiniband)
     kept = {name: value for name, value in found.items() if name not in given}
+    if openmp_threads(given) is None:  # OpenMP ignores a value that is not valid
+        kept["OMP_NUM_THREADS"] = found["OMP_NUM_THREADS"]
     if job.threads is not None:
         kept["OMP_NUM_THREADS"] = str(job.threads)
     return kept
@@ -100,25 +114,11 @@ def _plan(
         threads=job.threads,
         smt=job.smt,
         cards=near,
-        visible=visible(os.environ),
+        visible=visible_devices(os.environ),
     )
     if kind != "none":
         return found
     return [RankBinding((), device=place.device, threads=place.threads) for place in found]
-
-
-def visible(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the physical indices of the visible GPUs (devices 0, 1, ...); None for all GPUs.
-
-    A GPU that CUDA_VISIBLE_DEVICES lists by name (UUID) instead of an index is given as -1.
-    """
-    if not gpu_count():
-        return []
-    said = environment.get("CUDA_VISIBLE_DEVICES")
-    if said is None:
-        return None
-    names = [name.strip() for name in said.split(",") if name.strip() not in ("", "-1")]
-    return [int(name) if name.isdecimal() else -1 for name in names]
 
 
 def _noted(place: RankBinding, note: str) -> RankBinding:

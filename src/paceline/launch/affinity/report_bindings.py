@@ -13,9 +13,9 @@ from ...cluster.binding.process_affinity import Process, child_processes, read_p
 from ...cluster.topology.local_resources import allowed_threads, parse_ranges
 from ...cluster.topology.pci_devices import pci_cards
 from ...cluster.topology.topology import topology
+from ...cluster.topology.visible_gpus import visible_devices
 from ..layout import Seat
 from ..monitor.progress import ProgressReport
-from .bind_ranks import visible
 
 UNRECORDED_SECONDS = 10.0  # after the start, if the script records no steps
 # Between two polls; one interval after the first step, loader workers and threads exist.
@@ -70,7 +70,12 @@ def report_host(
         "ranks": ranks,
         "numbers": [one["rank"] for one in ranks],
         "odd": binding_problems(
-            found, host, near, allowed=set(allowed_threads()), visible=visible(os.environ), smt=smt
+            found,
+            host,
+            near,
+            allowed=set(allowed_threads()),
+            visible=visible_devices(os.environ),
+            smt=smt,
         ),
         "notes": list(dict.fromkeys(note for place in places for note in place.notes)),
     }
@@ -90,10 +95,10 @@ def misplaced(planned: RankBinding, found: Process, below: Sequence[Process]) ->
 
 
 def _gpu(place: RankBinding, names: Sequence[str]) -> str:
-    which = visible(os.environ)
+    which = visible_devices(os.environ)
     if place.device is None:
         return ""
-    number = place.device if which is None else which[place.device]
+    number = which[place.device] if place.device < len(which) else -1
     return names[number] if 0 <= number < len(names) else ""
 
 

@@ -52,6 +52,7 @@ class ElasticAgent(SimpleElasticAgent):
     hang_detector: HangDetector
     remaining: RemainingHosts | None = None  # if the job has several hosts
     bindings: BindingsReport | None = None  # if bindings are to be reported
+    horovod = False  # whether the script uses Horovod
     summary: Path | None = None  # where to write the report of rank 0
 
     def __init__(
@@ -106,7 +107,7 @@ class ElasticAgent(SimpleElasticAgent):
             variables = {
                 **self._variables(worker_group, worker),
                 **framework_variables.variables(
-                    workers, worker.global_rank, coordinator, environment
+                    workers, worker.global_rank, coordinator, environment, self.horovod
                 ),
             }
             seat = self._seats[worker.global_rank]

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from ..monitor.out_of_memory import OomKillCounter
 from ..records import job_folder
 from .process_groups import RankGroups, end_children
 
-MESSAGE_BYTES = 180_000  # below the kernel's default limit for a message
+MESSAGE_BYTES = 4096  # a rank's environment comes in a file, which has no such limit
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class RankStart:
     """
 
     environment: dict[str, str]
-    cpus: list[int]
+    cpus: Sequence[int]
     memory: int | None
     pipes: tuple[int, int, int]
 
@@ -61,7 +62,7 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
         if channel.fileno() not in ready:
             continue
         try:
-            data, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+            data, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 4)
         except ConnectionError:
             data, fds = b"", []
         message: dict[str, Any] = json.loads(data) if data else {"end": 0.0, "orphan": True}
@@ -70,8 +71,7 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
         if "signal" in message:
             ranks.signal(message["signal"], message["kind"], message["group"])
             continue
-        pipes = (fds[0], fds[1], fds[2])
-        start = RankStart(message["environment"], message["cpus"], message["memory"], pipes)
+        start = _read_start(fds)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -80,9 +80,34 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
             channel.close()
             return start
         ranks.add(pid)
-        for fd in fds:
+        for fd in start.pipes:
             os.close(fd)
         _send(channel, {"pid": pid})
+
+
+def send_start(channel: socket.socket, start: RankStart) -> None:
+    """Ask the rank server to start a rank, and close this process's copies of the rank's pipes.
+
+    The parameters travel in an anonymous file: an environment may be larger than the kernel's
+    limit for a message.
+    """
+    parameters = {"environment": start.environment, "cpus": start.cpus, "memory": start.memory}
+    with open(os.memfd_create("paceline-rank"), "wb+") as file:
+        file.write(json.dumps(parameters).encode())
+        file.flush()
+        socket.send_fds(channel, [b'{"start": true}'], [*start.pipes, file.fileno()])
+    for pipe in start.pipes:
+        os.close(pipe)
+
+
+def _read_start(fds: list[int]) -> RankStart:
+    *pipes, parameters = fds
+    with open(parameters, "rb") as file:
+        file.seek(0)
+        found = json.load(file)
+    return RankStart(
+        found["environment"], found["cpus"], found["memory"], (pipes[0], pipes[1], pipes[2])
+    )
 
 
 def _reap(channel: socket.socket, ranks: RankGroups, memory: OomKillCounter) -> None:

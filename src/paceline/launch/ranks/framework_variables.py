@@ -13,7 +13,8 @@ supports: each is a class that is added to a list when it is defined. ``introduc
 another one, before those of JAX: inside a Slurm step JAX's class would count the launcher's agents
 as ranks.
 
-Horovod: rank, size, local rank and cross rank, for scripts and libraries that read these.
+Horovod: rank, size, local rank and cross rank, only for scripts that import horovod (see
+``script_source.uses_horovod``): some libraries choose Horovod where HOROVOD_RANK is set.
 ``hvd.init()`` with several ranks also needs the rendezvous server of horovodrun, or MPI. Paceline
 provides neither.
 """
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...cluster.topology.local_resources import gpu_count
+from ...cluster.topology.visible_gpus import gpu_count
 from ..layout import Seat
 
 # Not overwritten: the user may have set these on purpose (another network interface, or a cluster
@@ -88,7 +89,11 @@ def worker_addresses(seats: Sequence[Seat], hosts: Sequence[Host]) -> tuple[list
 
 
 def variables(
-    workers: list[Worker], rank: int, coordinator: int, environment: dict[str, str]
+    workers: list[Worker],
+    rank: int,
+    coordinator: int,
+    environment: dict[str, str],
+    horovod: bool = False,
 ) -> dict[str, str]:
     """Return the environment variables of ``rank`` in addition to torchrun's and ``environment``.
 
@@ -102,8 +107,12 @@ def variables(
         rank: Global rank.
         coordinator: A further free port on the host of rank 0.
         environment: Environment variables that are already set.
+        horovod: Whether the script uses Horovod.
     """
-    made = _tensorflow(workers, rank) | _jax(workers, rank, coordinator) | _horovod(workers, rank)
+    made = _tensorflow(workers, rank) | _jax(workers, rank, coordinator)
+    inherited = "PACELINE_STATUS" in environment and "HOROVOD_RANK" in environment
+    if horovod or inherited:
+        made |= _horovod(workers, rank)
     if "PACELINE_STATUS" in environment:
         return made
     for name in NOT_OVERWRITTEN:

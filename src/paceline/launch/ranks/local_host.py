@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...comm.reachable_address import listen_on
 from ..monitor.progress import ProgressMonitor, ProgressReport
 from ..records.job_folder import write_attempt
-from .fork_server import MESSAGE_BYTES
+from .fork_server import MESSAGE_BYTES, RankStart, send_start
 from .framework_variables import free_ports
 
 SERVER_TIMEOUT_S = 1.0  # for the rank server to read its messages when many are waiting
@@ -184,7 +184,6 @@ class LocalHost:
         """Fork a rank.
 
         Raises:
-            ValueError: The environment is too large.
             OSError: No file descriptors are left.
             RuntimeError: The rank server has ended.
         """
@@ -197,13 +196,8 @@ class LocalHost:
         }
         place = self._places[local_rank]
         memory = place.memory[0] if place.cpus and len(place.memory) == 1 else None
-        message = {"environment": environment, "cpus": place.cpus, "memory": memory}
-        data = json.dumps(message).encode()
-        if len(data) > MESSAGE_BYTES:
-            raise ValueError(f"the environment takes {len(data)} bytes, more than can be passed on")
-        socket.send_fds(self._channel, [data], [write_end for _, write_end in pipes])
-        for _, write_end in pipes:
-            os.close(write_end)
+        write_ends = (pipes[0][1], pipes[1][1], pipes[2][1])
+        send_start(self._channel, RankStart(environment, place.cpus, memory, write_ends))
         assert self._output is not None
         self._output.add_rank(rank, (pipes[0][0], pipes[1][0], pipes[2][0]))
         while True:  # exits of other ranks may come first

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import errno
 import faulthandler
 import gc
 import json
@@ -12,11 +13,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from ...cluster.rank_identity import rank_identity, set_torchrun_variables
+from ...cluster.schedulers.env_numbers import openmp_threads
 from ...knobs import tuning
 from ...knobs.apply import apply_knobs
 from ...record.attach import attach, detach
@@ -69,7 +72,7 @@ def run_forked(start: RankStart) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # At this point the streams are TextIOWrapper objects; the type stub declares TextIO.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _unshare_state(int(os.environ["OMP_NUM_THREADS"]))
+    _unshare_state(openmp_threads(os.environ))
     faulthandler.enable()
     finish(execute(command))
 
@@ -79,7 +82,24 @@ def exec_fresh(start: RankStart) -> NoReturn:
     become(start)
     os.set_inheritable(start.pipes[2], True)
     code = "from paceline.launch.ranks.rank_process import main; main()"
-    os.execv(sys.executable, [sys.executable, "-u", "-X", "faulthandler", "-c", code])
+    try:
+        os.execv(sys.executable, [sys.executable, "-u", "-X", "faulthandler", "-c", code])
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        sys.exit(f"paceline: {_too_large(os.environ)}")
+
+
+def _too_large(environment: Mapping[str, str]) -> str:
+    """Return the error message for an environment that the kernel does not pass to a program."""
+    sizes = {name: len(os.fsencode(f"{name}={value}")) for name, value in environment.items()}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    named = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in largest)
+    return (
+        f"the environment of {sum(sizes.values()):,} bytes is too large for a new interpreter; the "
+        f"largest variables are {named}. HINT: start without those that the script does not need "
+        f"(env -u {largest[0]} paceline run ...), or without --fresh"
+    )
 
 
 def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
@@ -114,13 +134,13 @@ def main() -> NoReturn:
     finish(execute(json.loads(os.environ["PACELINE_COMMAND"])))
 
 
-def _unshare_state(threads: int) -> None:
+def _unshare_state(threads: int | None) -> None:
     """Reset state that forked ranks share, but separate interpreters do not."""
     gc.enable()
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and threads is not None:
         sys.modules["torch"].set_num_threads(threads)
 
 

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ... import __version__
-from ...cluster.topology.local_resources import gpu_count, numa_domain_count
+from ...cluster.topology.local_resources import numa_domain_count
+from ...cluster.topology.racks import rack_or_unknown
+from ...cluster.topology.visible_gpus import gpu_count
 from ..job import Job, variables
 from ..records import job_folder
 from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
@@ -36,11 +38,13 @@ class LaunchSpec:
 
 def describe_host() -> dict[str, Any]:
     """Describe this host for the launcher, which compares versions and lays out the ranks by it."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     return {
-        "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "name": name,
         "versions": software_versions(),
         "devices": gpu_count(),
         "numa": numa_domain_count(),
+        "rack": rack_or_unknown(name),
     }
 
 

@@ -76,6 +76,22 @@ class Array:
 
 
 @dataclass(frozen=True)
+class Switches:
+    """A limit on the leaf switches (switches that connect nodes) over which the nodes are spread.
+
+    Attributes:
+        count: Maximum number of leaf switches.
+        wait: Seconds after which the job may start on more; None: as the site has configured.
+    """
+
+    count: int
+    wait: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.count}" + (f"@{clock(self.wait)}" if self.wait else "")
+
+
+@dataclass(frozen=True)
 class Batch:
     """A job for a scheduler, without the command that it runs.
 
@@ -85,6 +101,7 @@ class Batch:
         queue: Queue or partition.
         account: Account or project to charge.
         output: File for the job's output.
+        switches: Limit on the leaf switches of the nodes, if there is one.
         array: The job array, if the job is one.
         warn: Seconds before the time limit at which the job gets a signal. 0: no signal.
         requeue: Whether the scheduler may put the job back in the queue.
@@ -99,6 +116,7 @@ class Batch:
     account: str | None = None
     output: str | None = None
     array: Array | None = None
+    switches: Switches | None = None
     warn: int = 0
     requeue: bool = False
     goes_on: bool = False
@@ -170,6 +188,24 @@ def array(text: str) -> Array:
         if int(last) < int(first):
             raise ValueError(f"--array {text!r}: {last} is before {first}. HINT: {last}-{first}")
     return Array(match[1], int(match[2]) if match[2] else None)
+
+
+def switches(text: str) -> Switches:
+    """Return the limit of a ``--switches`` value: 1, 2 or 1@30min.
+
+    Raises:
+        ValueError: The number is not a positive integer, or the time is invalid.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,5})(?:@(.+))?", text)
+    if match is None:
+        raise ValueError(
+            f"--switches {text!r}: a number of leaf switches, and how long to wait for so few. "
+            "HINT: 1, or 1@30min"
+        )
+    try:
+        return Switches(int(match[1]), seconds(match[2]) if match[2] else None)
+    except ValueError as mistake:
+        raise ValueError(f"--switches {text!r}: {mistake}".replace("--time ", "")) from None
 
 
 def one_line(option: str, value: str) -> str:

@@ -19,10 +19,19 @@ def _options(batch: Batch) -> list[str]:
         )
     # Sites may configure memory as per task instead of per host; "/host" makes it explicit.
     memory = f" rusage[mem={want.memory}B/host]" if want.memory else ""
+    # Compute units are the site's groups of hosts; by convention those at one switch.
+    units = ""
+    if batch.switches is not None:
+        if batch.switches.wait is not None:
+            raise ValueError(
+                f"--switches {batch.switches}: LSF does not start on more after a time. HINT: "
+                f"--switches {batch.switches.count}"
+            )
+        units = f" cu[maxcus={batch.switches.count}]"
     table = {
         "-J {}": batch.name if batch.array is None else _name(batch),
         "-n {}": want.hosts * want.slots,
-        "-R {}": f"span[ptile={want.slots}]{memory}",
+        "-R {}": f"span[ptile={want.slots}]{memory}{units}",
         "-gpu {}": want.gpus and f"num={want.gpus}/host",
         "-W {}": want.seconds and _minutes(want.seconds),
         "-q {}": batch.queue,

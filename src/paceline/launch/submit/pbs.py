@@ -23,9 +23,18 @@ def _pro(batch: Batch) -> list[str]:
         "ngpus={}": want.gpus,
         "mem={}": want.memory and _size(want.memory),
     }
+    together = ""
+    if batch.switches is not None:
+        if batch.switches.count > 1 or batch.switches.wait is not None:
+            raise ValueError(
+                f"--switches {batch.switches}: PBS Pro can ask for one switch only, without a "
+                "time. HINT: --switches 1, or leave it out"
+            )
+        together = ":group=switch"  # all nodes have one value of this resource
     table = {
         "-l select={}": ":".join(filled(chunk)),
-        "-l place={}": "scatter" if want.hosts > 1 else None,  # otherwise chunks may share a node
+        # Without scatter, chunks may share a node.
+        "-l place={}": f"scatter{together}" if want.hosts > 1 else None,
         "-l walltime={}": want.seconds and clock(want.seconds),
         "-J {}": batch.array,
         "-W tolerate_node_failures=all": batch.goes_on or None,
@@ -41,6 +50,11 @@ def _torque(batch: Batch) -> list[str]:
         raise ValueError(
             "--min-hosts: Torque ends a job with the first host that it loses. HINT: "
             "--option=-f (its fault tolerance, if your qsub has it) and --run-option=--min-hosts=N"
+        )
+    if batch.switches is not None:
+        raise ValueError(
+            f"--switches {batch.switches}: Torque has no such request. HINT: a node property of "
+            "the site, as --option '-l nodes=2:ppn=4:PROPERTY'"
         )
     nodes = {"{}": want.hosts, "ppn={}": want.slots, "gpus={}": want.gpus}
     needs = {

@@ -11,6 +11,7 @@ def _options(batch: Batch) -> list[str]:
         "--nodes={}": want.hosts,
         "--ntasks-per-node={}": want.tasks,
         "--cpus-per-task={}": want.cpus,
+        "--hint={}": want.cpus and "nomultithread",  # CPUs are cores, not hardware threads
         "--gpus-per-node={}": want.gpus,
         "--mem={}": want.memory,
         "--time={}": want.seconds and _days(want.seconds),
@@ -18,6 +19,7 @@ def _options(batch: Batch) -> list[str]:
         "--account={}": batch.account,
         "--output={}": _pattern(batch),
         "--array={}": batch.array,
+        "--switches={}": batch.switches,
         "--signal=B:USR1@{}": batch.warn or None,  # B: only to the script, i.e. the launcher
         "--requeue": batch.requeue or None,
         "--open-mode=append": batch.requeue or None,

@@ -183,6 +183,8 @@ def _run_words(batch: Batch, job: Job, record: Path | None, more: list[str]) -> 
         own = '/"$PACELINE_TRIAL"' if batch.array is not None else ""
         line.append(f"--record {shlex.quote(one_line('--record', str(record)))}{own}")
     line += ["-m"] if job.module else []
+    if any(word.startswith("-") for word in job.args):  # meant for the script: already checked
+        line.append("--")
     script = [job.name, *job.args]
     line += [shlex.quote(one_line("an argument of the script", word)) for word in script]
     return " ".join(part for part in line if part)

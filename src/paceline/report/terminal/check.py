@@ -52,7 +52,8 @@ def _facts(machine: Machine) -> list[Text]:
     hosts_by_line: dict[str, list[str]] = {}
     for host in machine.hosts:
         for line in filter(
-            None, (_hardware(host), _free_space(host), _import(host), _versions(host))
+            None,
+            (_hardware(host), _free_space(host), _import(host), _torch(host), _versions(host)),
         ):
             hosts_by_line.setdefault(line, []).append(host.name)
     return [Text(f"{join_words(names)}: {line}") for line, names in hosts_by_line.items()]
@@ -87,6 +88,17 @@ def _import(host: HostFacts) -> str:
     if host.import_torch_calls is not None:
         parts.append(f"{host.import_torch_calls:,} calls to the file system")
     return f"import torch: {', '.join(parts)}" if parts else ""
+
+
+def _torch(host: HostFacts) -> str:
+    """Return what PyTorch's kernels use of the processor, and the BLAS library."""
+    build, parts = host.torch_build, []
+    if "capability" in build:
+        there = f" (processor: {build['processor']})" if "processor" in build else ""
+        parts.append(f"vector instructions {build['capability']}{there}")
+    if "blas" in build:
+        parts.append(f"BLAS {build['blas']}")
+    return f"PyTorch: {', '.join(parts)}" if parts else ""
 
 
 def _versions(host: HostFacts) -> str:

@@ -138,7 +138,7 @@ class Runner:
         words += ["--count-flops"] * count
         if settings := {**self.asked.settings, **(settings or {})}:
             words += ["--settings", str(self._written(settings))]
-        words += ["--record", str(record), self.asked.script, *self.asked.args]
+        words += ["--record", str(record), "--", self.asked.script, *self.asked.args]
         who = "one rank" if alone else "all ranks"
         what = named or f"{rung.steps} steps each of: {', '.join(rung.phases)}"
         self.say(f"run {self.runs}: {who}, {what}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...cluster.topology.racks import spread_over_switches
 from .measure.link_pairs import EVERY_PAIR
 from .participants import MeasurementResults, ProbeHost
 
@@ -46,6 +47,9 @@ class Summary:
             own = self._hosts[name]
             self._hosts[name] = {**own, **found, "more": {**own["more"], **more}}
         self._failed("facts", results)
+        racks = {name: own["more"].get("leaf_switch", "") for name, own in self._hosts.items()}
+        if spread := spread_over_switches(racks):
+            self._note(list(racks), "switches", spread)
 
     def imports(self, results: MeasurementResults) -> None:
         for name, found in results.values.items():

@@ -96,7 +96,7 @@ def _key_text(key: bytes) -> str:
 def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
     """Write a folder with data.mdb, in the order of the keys."""
     lmdb = import_format_package("lmdb")
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     database = lmdb.open(str(path), map_size=MAP_BYTES, metasync=False, sync=False)
     try:
         transaction = database.begin(write=True)

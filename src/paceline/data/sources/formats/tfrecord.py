@@ -224,7 +224,7 @@ def _example() -> Any:
 
 def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
     """Write a folder of files of about ``shard_bytes``."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     for files in count():
         first = next(samples, None)
         if first is None:

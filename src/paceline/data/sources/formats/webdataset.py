@@ -127,7 +127,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
     """Write a folder of tar files of about ``shard_bytes``."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     numbered = enumerate(samples)
     for tars in count():
         first = next(numbered, None)

@@ -12,9 +12,11 @@ from typing import Any
 
 from ....cluster.topology.local_resources import format_ranges, free_memory, memory_limits
 from ....cluster.topology.pci_devices import Card, pci_cards
+from ....cluster.topology.racks import rack_or_unknown
 from ....cluster.topology.topology import read_sysfs, topology
 from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
 from ....version import __version__
+from .torch_build import library_versions, torch_build
 
 SHM = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
@@ -50,6 +52,7 @@ def host_facts(name: str, ranks: int, cpus: Iterable[int], folder: Path | None) 
         free_memory_bytes=free_memory(),
         free_disk_bytes=free_space(folder or TEMPORARY),
         versions=_versions(),
+        torch_build=torch_build(),
         limits=_limits(),
         missing=missing,
         gpus=tuple(gpus),
@@ -63,6 +66,7 @@ def extra_facts(folder: Path | None) -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "boot_id": boot_id(),
+        "leaf_switch": rack_or_unknown(os.environ.get("SLURMD_NODENAME") or socket.gethostname()),
         "nproc_limit": None if processes == resource.RLIM_INFINITY else processes,
         "free_tmp_bytes": free_space(TEMPORARY),
         "free_folder_bytes": None if folder is None else free_space(folder),
@@ -96,7 +100,7 @@ def _versions() -> dict[str, str]:
     driver = re.search(r"Module +([\d.]+)", read_sysfs(Path("/proc/driver/nvidia/version")))
     if driver:
         found["driver"] = driver[1]
-    return {**found, "kernel": platform.release()}
+    return {**found, **library_versions(), "kernel": platform.release()}
 
 
 def _processor() -> str:

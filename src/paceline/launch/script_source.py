@@ -1,0 +1,106 @@
+"""The source files of a script: its own and those of the local modules that it imports.
+
+Nothing is imported. Local modules are those in the script's folder (of a module that ``-m`` starts:
+in its package and the working directory). Installed packages are only named.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .job import Job, source_file
+
+MAX_FILES = 400  # more are not read
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(?P<of>\.*[\w.]*)[ \t]+import[ \t]+(?P<names>\([^)]*\)|[^\n]*)"
+    r"|import[ \t]+(?P<modules>[^\n]*))",
+    re.MULTILINE,
+)
+_NAME = re.compile(r"[\w.]+")
+_HOROVOD = re.compile(r"^[^#\n]*\b(?:(?:import|from)[ \t]+horovod\b|HOROVOD_[A-Z])", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ScriptSource:
+    """The source files of a script.
+
+    Attributes:
+        texts: Text of each file; the script's own comes first.
+        packages: Top-level names of the installed packages that the files import, without those
+            of the standard library.
+        complete: Whether all local modules were read.
+    """
+
+    texts: dict[Path, str]
+    packages: frozenset[str]
+    complete: bool
+
+
+def read_source(name: str, module: bool) -> ScriptSource:
+    """Read the files of a script, or of a module that ``-m`` starts.
+
+    Raises:
+        ValueError: There is no such script or module.
+    """
+    first = source_file(name, module)
+    folders = [first.parent]
+    if module:  # the folder that contains the top-level package comes first
+        above = name.count(".") + (first.name == "__main__.py")
+        folders = [first.parents[above], Path.cwd()]
+    texts: dict[Path, str] = {}
+    packages: set[str] = set()
+    left = [first]
+    while left and len(texts) < MAX_FILES:
+        path = left.pop().resolve()
+        if path in texts:
+            continue
+        try:
+            texts[path] = path.read_text(errors="replace")
+        except OSError:
+            continue
+        for imported, below in _imports(texts[path]):
+            found = _local_files(imported, below, path, folders)
+            left += found
+            top = imported.partition(".")[0]
+            if top and not found and top not in sys.stdlib_module_names:
+                packages.add(top)
+    return ScriptSource(texts, frozenset(packages), not left)
+
+
+def uses_horovod(job: Job) -> bool:
+    """Return whether the script or a local module imports horovod, or names its variables."""
+    return any(_HOROVOD.search(text) for text in read_source(job.name, job.module).texts.values())
+
+
+def _imports(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each imported module, and the names that are imported from it."""
+    for found in _IMPORT.finditer(text):
+        if found["modules"] is not None:
+            for part in found["modules"].partition("#")[0].split(","):
+                if name := _NAME.match(part.strip()):
+                    yield name[0], []
+        else:
+            names = re.sub(r"#[^\n]*", "", found["names"]).strip("()\\ \t\n").split(",")
+            yield found["of"], [part.split()[0] for part in names if part.split()]
+
+
+def _local_files(imported: str, below: list[str], path: Path, folders: list[Path]) -> list[Path]:
+    """Return the files of an imported local module and of the packages that contain it."""
+    relative = len(imported) - len(imported.lstrip("."))
+    if relative:
+        folders = [path.parents[relative - 1]] if relative <= len(path.parents) else []
+    parts = [part for part in imported.split(".") if part]
+    found: list[Path] = []
+    for folder in folders:
+        names = [parts[:i] for i in range(1, len(parts) + 1)] + [[*parts, one] for one in below]
+        for name in names:
+            place = folder.joinpath(*name)
+            files = (place.with_name(f"{place.name}.py"), place / "__init__.py")
+            found += [file for file in files if file.is_file()]
+        if relative and (folder / "__init__.py").is_file():
+            found.append(folder / "__init__.py")
+        if found or (parts and (folder / parts[0]).is_dir()):
+            break
+    return found
