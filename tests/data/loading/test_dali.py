@@ -90,9 +90,8 @@ def test_random_draws_depend_on_seed_epoch_and_sample_only(images, augmented):
         for rank in range(count):
             loader = Loader(shards, size // count, shuffle=True, dali=augmented)
             part = ShardedLoader(loader, rank=rank, ranks=count, seed=5)
-            batches = part._batches
-            batches.epoch, batches.start, batches.order = 0, 0, part._order(0)
-            yield zip(part.loader, list(batches), strict=True)
+            part._batches.begin(0, 0, part._order(0))
+            yield zip(part.loader, list(part._batches), strict=True)
 
     alone, three = by_sample(ranks(1, 9), 5), by_sample(ranks(3, 9), 5)
     other = by_sample(ranks(2, 4), 5)
@@ -100,10 +99,14 @@ def test_random_draws_depend_on_seed_epoch_and_sample_only(images, augmented):
         assert torch.equal(x, three[key])
         assert torch.equal(x, other[key])
     loader = Loader(shards, 30, dali=augmented)
-    first, second = [next(iter(loader))[0] for _ in range(2)], next(iter(loader))[0]
-    assert torch.equal(*first)  # an unfinished epoch does not count
-    list(loader)
-    assert not torch.equal(next(iter(loader))[0], second)
+    first, second = (next(iter(loader))[0] for _ in range(2))
+    assert not torch.equal(first, second)  # an abandoned pass has its own epoch
+    loader.set_epoch(0)
+    passing = iter(loader)
+    assert torch.equal(next(passing)[0], first)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match=r"another pass has begun.*HINT"):
+        next(passing)
 
 
 @pytest.mark.parametrize("function", ["augmented", "drawing"])
