@@ -2,11 +2,13 @@
 
 import gc
 import importlib.util
+import os
 import sys
 import weakref
 
 import numpy as np
 import pytest
+import ranks
 import sets
 import torch
 from needs import need
@@ -265,3 +267,22 @@ def test_missing_dali_reports_install_hint(images, monkeypatch):
     loader = Loader(images, 4, dali=lambda samples: samples)
     with pytest.raises(ValueError, match=r"DALI is not installed\. HINT: pip install nvidia-dali"):
         next(iter(loader))
+
+
+def test_forked_child_makes_a_graph_of_its_own(images, decoded):
+    loader = Loader(images, 8, dali=decoded)
+    whole = [x.clone() for x, _ in loader]
+    passing = iter(loader)
+    next(passing)
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            with pytest.raises(RuntimeError, match="forked in mid-pass"):
+                next(passing)
+            code = 0 if all(map(torch.equal, [x for x, _ in loader], whole)) else 1
+        finally:
+            os._exit(code)
+    ranks.wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(list(passing)) == 3

@@ -283,3 +283,36 @@ def test_sharded_passes_are_independent(kind):
     assert numbers(part) == expected[2]
     part.set_epoch(1)
     assert numbers(part) == expected[1]
+
+
+def test_lightning_with_limited_batches_and_resume_in_an_epoch(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(1, 1), {}
+
+        def training_step(self, batch, _):
+            self.seen.setdefault(self.current_epoch, []).extend(numbers([batch]))
+            return self.layer(batch[:, None]).sum() * 1e-9
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-9)
+
+    def fit(resume=None, **options):
+        quiet = ("logger", "enable_progress_bar", "enable_model_summary")
+        model, loader = Model(), Loader(SAMPLES, 10, shuffle=True)
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, **dict.fromkeys(quiet, False), **options
+        )
+        trainer.fit(model, loader, ckpt_path=resume, weights_only=False)
+        return model.seen
+
+    seen = fit(max_epochs=4, limit_train_batches=5, enable_checkpointing=False)
+    assert seen == {epoch: order(epoch)[:50] for epoch in range(4)}
+    saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=13, save_top_k=-1)
+    fit(max_steps=14, max_epochs=-1, callbacks=[saving])
+    resumed = fit(next(tmp_path.glob("*step=13.ckpt")), max_epochs=3, enable_checkpointing=False)
+    assert resumed == {1: order(1)[30:], 2: order(2)}

@@ -17,7 +17,8 @@ from torch.utils.data import (
 )
 
 from ...record.hooks.batch_size import samples_in
-from .passes import Key, check_order_repeats, draw_order
+from .passes import check_order_repeats, draw_order
+from .rank_batches import RankBatches
 from .sample_order import (
     BatchShare,
     BatchSplit,
@@ -56,42 +57,6 @@ class _SeededSamples(Dataset[Any]):
     def _sample(self, epoch: int, index: int) -> Any:
         seed_cpu_generators(derive_seed(self.seed, epoch, index))
         return self.dataset[index]
-
-
-class _Batches:
-    """Batch sampler of one rank: yields lists of (epoch, sample), starting at a position.
-
-    An iterator keeps the epoch, position and order that were set when it was made, so that
-    several passes can be in progress.
-    """
-
-    def __init__(self, split: BatchSplit, rank: int, fill: bool) -> None:
-        self.split = split
-        self.rank = rank
-        self.fill = fill
-        self.epoch = 0
-        self.start = 0
-        self.order: torch.Tensor | None = None
-
-    def begin(self, epoch: int, start: int, order: torch.Tensor) -> None:
-        """Set what the iterators made from now on yield."""
-        self.epoch, self.start, self.order = epoch, start, order
-
-    def __len__(self) -> int:
-        return len(self.split) - self.start
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        assert self.order is not None
-        return self._batches(self.epoch, self.start, self.order)
-
-    def _batches(self, epoch: int, start: int, order: torch.Tensor) -> Iterator[list[Key]]:
-        for position in range(start, len(self.split)):
-            first, end = self.split.bounds(position, self.rank)
-            if first == end:  # fewer samples than ranks: repeat one, or skip the batch
-                if not self.fill:
-                    continue
-                first, end = position * self.split.batch, position * self.split.batch + 1
-            yield [(epoch, index) for index in order[first:end].tolist()]
 
 
 class ShardedLoader:
@@ -134,7 +99,7 @@ class ShardedLoader:
                 f"of {batch}, and drop_last=True drops them all. HINT: drop_last=False, or a "
                 "smaller batch"
             )
-        self._batches = _Batches(self.split, rank, fill=not every_sample_once)
+        self._batches = RankBatches(self.split, rank, fill=not every_sample_once)
         self.loader = _over(loader, self._batches, seed)
 
     def __len__(self) -> int:
@@ -216,7 +181,7 @@ class ShardedLoader:
         return order
 
 
-def _over(loader: DataLoader[Any], batches: _Batches, seed: int) -> DataLoader[Any]:
+def _over(loader: DataLoader[Any], batches: RankBatches, seed: int) -> DataLoader[Any]:
     """Return a copy of the user's loader with these batches and with seeded samples."""
     # data.Loader has this method. Its class is not imported, to keep every start fast.
     over: Any = getattr(loader, "over", None)
@@ -267,12 +232,16 @@ class ShardedStream:
         self.name = f"DataLoader({type(loader.dataset).__name__})"
         self.batch = global_batch_size(loader, full_ranks or ranks, global_batch)
         each, more = divmod(self.batch, ranks)
+        options = _options(loader)
+        if hasattr(loader.dataset, "set_epoch"):
+            # Workers that persist have a copy of the dataset, which set_epoch does not reach.
+            options.pop("persistent_workers", None)
         self.loader: DataLoader[Any] = DataLoader(
             _own_part(loader.dataset, rank, ranks, split, self.name),
             batch_size=each + (rank < more),
             drop_last=loader.drop_last,
             generator=torch.Generator().manual_seed(seed),
-            **_options(loader),
+            **options,
         )
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
