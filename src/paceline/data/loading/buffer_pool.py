@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+MMAP_BYTES = 64 << 10  # from this size on, freed memory is returned to the system
+HUGE_BYTES = 4 << 20  # from this size on, huge pages are requested, as NumPy does
 MAX_SIZES = 8  # the last batch of an epoch, and those of uneven shares, are smaller
 _numbers = count()
 
@@ -79,7 +81,7 @@ class BufferPool:
     def _new(self, size: int) -> Array:
         self.allocated += 1
         if not self.shared:
-            return np.empty(size, np.uint8)
+            return _allocate(size)
         file = os.memfd_create("paceline-batch", os.MFD_CLOEXEC)
         os.ftruncate(file, size)
         memory = map_file(file, size)
@@ -89,6 +91,17 @@ class BufferPool:
         # refers to no part of the pool that refers to the memory
         weakref.finalize(memory, _close, self._files, self.numbers, address)
         return memory
+
+
+def _allocate(size: int) -> Array:
+    # malloc keeps much of what is freed, because later small allocations lie behind it.
+    if size < MMAP_BYTES:
+        return np.empty(size, np.uint8)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _close(files: dict[int, tuple[int, int]], numbers: set[int], address: int) -> None:
