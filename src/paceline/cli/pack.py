@@ -103,7 +103,11 @@ def pack(
     ] = False,
     cast: Annotated[
         str | None,
-        typer.Option(help="Arrays to this dtype, as float16.", metavar="DTYPE", show_default=False),
+        typer.Option(
+            help="Arrays to this dtype, as float16; it must hold all values.",
+            metavar="DTYPE",
+            show_default=False,
+        ),
     ] = None,
     apply: Annotated[
         str | None,

@@ -42,6 +42,8 @@ class TrainingLoops:
         self.checkpointer: Checkpointer | None = None
         self.count = 0  # number of epochs; 0 outside of world.epochs
         self._resume: tuple[Position, Callable[[], Position]] | None = None
+        # The pass of each loader, by number, that has begun last and has not ended.
+        self._open_passes: dict[int, object] = {}
 
     @property
     def position(self) -> Position:
@@ -60,10 +62,12 @@ class TrainingLoops:
         )
 
     def _train(self, loader: Sharded, number: int) -> Iterator[Any]:
+        self._end_pass(number, self._open_passes.get(number))
         start = self._first_batch(loader, number)
         if start is None:
             return
         position, training = self.position, self.training
+        this = self._open_passes[number] = object()
         nominal = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
         position.batch[number] = nominal
         try:
@@ -80,21 +84,36 @@ class TrainingLoops:
                         "HINT: world.backward(loss) instead of loss.backward()"
                     )
                 training.end()
-                position.open[number] = share.position + 1
+                if self._open_passes.get(number) is this:
+                    position.open[number] = share.position + 1
                 self.progress.batch(share.position + 1, _length(loader), training)
                 if self.checkpointer is not None:
                     self.checkpointer.after_batch()
         finally:  # also where the script breaks out of the loop
-            training.end()
-            position.open.pop(number, None)
-            position.passes[number] = position.passes.get(number, 0) + 1
+            if self._end_pass(number, this):
+                training.end()
+
+    def _end_pass(self, number: int, ended: object) -> bool:
+        """Count a pass as completed; return whether it was open.
+
+        The iterator of an abandoned pass may be freed after the next pass or epoch has begun. The
+        next pass has ended it then.
+        """
+        if ended is None or self._open_passes.get(number) is not ended:
+            return False
+        del self._open_passes[number]
+        self.position.open.pop(number, None)
+        self.position.passes[number] = self.position.passes.get(number, 0) + 1
+        return True
 
     def _evaluate(self, loader: Sharded, number: int) -> Iterator[Any]:
+        self._end_pass(number, self._open_passes.get(number))
         start = self._first_batch(loader, number)
         if start is None:
             return
         start_ns = now()
         training = self.training
+        this = self._open_passes[number] = object()
         try:
             with evaluation(training.models):
                 for batch, share in self._with_input_time(loader.iterate(0, start)):
@@ -103,7 +122,7 @@ class TrainingLoops:
         finally:
             training.share = None
             self.recorder.event(State.VALIDATION, start_ns, now())
-            self.position.passes[number] = self.position.passes.get(number, 0) + 1
+            self._end_pass(number, this)
 
     def _iterate_unsharded(self, loader: Any) -> Iterator[Any]:
         training = self.training
@@ -175,7 +194,7 @@ class TrainingLoops:
     def _epochs(self, first: int, count: int, checkpointer: Checkpointer | None) -> Iterator[int]:
         outer = len(self.state.meters)
         for epoch in range(first, count):
-            self.position.new_epoch(epoch)
+            self._new_epoch(epoch)
             self.training.replicas.new_epoch()
             del self.state.meters[outer:]
             self.progress.epoch(epoch, count)
@@ -188,10 +207,16 @@ class TrainingLoops:
                 )
             self.training.check_previous_loss()
             self.training.replicas.end_of_epoch()
-            self.position.new_epoch(epoch + 1)
+            self._new_epoch(epoch + 1)
             del self.state.meters[outer:]
             if checkpointer is not None:
                 checkpointer.after_epoch(epoch, last=epoch == count - 1)
+
+    def _new_epoch(self, epoch: int) -> None:
+        if self._open_passes:  # abandoned, and their iterators are kept
+            self.training.end()
+            self._open_passes.clear()
+        self.position.new_epoch(epoch)
 
     def _resume_epoch(self, checkpointer: Checkpointer) -> int:
         """Load the newest checkpoint, if there is one; return the epoch to resume in."""

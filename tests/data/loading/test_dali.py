@@ -2,11 +2,13 @@
 
 import gc
 import importlib.util
+import os
 import sys
 import weakref
 
 import numpy as np
 import pytest
+import ranks
 import sets
 import torch
 from needs import need
@@ -90,9 +92,8 @@ def test_random_draws_depend_on_seed_epoch_and_sample_only(images, augmented):
         for rank in range(count):
             loader = Loader(shards, size // count, shuffle=True, dali=augmented)
             part = ShardedLoader(loader, rank=rank, ranks=count, seed=5)
-            batches = part._batches
-            batches.epoch, batches.start, batches.order = 0, 0, part._order(0)
-            yield zip(part.loader, list(batches), strict=True)
+            part._batches.begin(0, 0, part._order(0))
+            yield zip(part.loader, list(part._batches), strict=True)
 
     alone, three = by_sample(ranks(1, 9), 5), by_sample(ranks(3, 9), 5)
     other = by_sample(ranks(2, 4), 5)
@@ -100,10 +101,14 @@ def test_random_draws_depend_on_seed_epoch_and_sample_only(images, augmented):
         assert torch.equal(x, three[key])
         assert torch.equal(x, other[key])
     loader = Loader(shards, 30, dali=augmented)
-    first, second = [next(iter(loader))[0] for _ in range(2)], next(iter(loader))[0]
-    assert torch.equal(*first)  # an unfinished epoch does not count
-    list(loader)
-    assert not torch.equal(next(iter(loader))[0], second)
+    first, second = (next(iter(loader))[0] for _ in range(2))
+    assert not torch.equal(first, second)  # an abandoned pass has its own epoch
+    loader.set_epoch(0)
+    passing = iter(loader)
+    assert torch.equal(next(passing)[0], first)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match=r"another pass has begun.*HINT"):
+        next(passing)
 
 
 @pytest.mark.parametrize("function", ["augmented", "drawing"])
@@ -262,3 +267,22 @@ def test_missing_dali_reports_install_hint(images, monkeypatch):
     loader = Loader(images, 4, dali=lambda samples: samples)
     with pytest.raises(ValueError, match=r"DALI is not installed\. HINT: pip install nvidia-dali"):
         next(iter(loader))
+
+
+def test_forked_child_makes_a_graph_of_its_own(images, decoded):
+    loader = Loader(images, 8, dali=decoded)
+    whole = [x.clone() for x, _ in loader]
+    passing = iter(loader)
+    next(passing)
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            with pytest.raises(RuntimeError, match="forked in mid-pass"):
+                next(passing)
+            code = 0 if all(map(torch.equal, [x for x, _ in loader], whole)) else 1
+        finally:
+            os._exit(code)
+    ranks.wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(list(passing)) == 3

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -447,3 +448,28 @@ def test_packing_memory_is_bounded(tmp_path):
 def test_packing_does_not_import_torch():
     code = "import sys, paceline.data.packing.pack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "cast", "reason"),
+    [
+        (1e6, "float64", "float16", r"1000000\.0, which float16 can't hold"),
+        (1e39, "float64", "float32", r"1e\+39, which float32 can't hold"),
+        (70000, "int32", "float16", "70000, which float16 can't hold"),
+        (np.nan, "float32", "uint8", "nan, which uint8 can't hold"),
+        (np.inf, "float32", "int64", "inf, which int64 can't hold"),
+        (2.0**63, "float64", "int64", r"9\.2\S+e\+18, which int64 can't hold"),
+        (1 + 2j, "complex128", "float32", r"\(1\+2j\), which float32 can't hold"),
+        (1e300, "complex128", "complex64", r"\(1e\+300\+0j\), which complex64 can't hold"),
+    ],
+)
+def test_cast_that_loses_a_value_names_sample_and_value(tmp_path, value, source, cast, reason):
+    x = np.ones((9, 4, 5), source)
+    x[7, 2, 3] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=rf"sample 7.* {reason}.*HINT: .*--cast"):
+            pack(x, tmp_path / "out", cast=cast)
+        pack(x[:7], tmp_path / "whole", cast=cast)
+        if np.dtype(cast).kind in "fc":  # these values exist in the new dtype
+            pack(np.array([[np.nan, np.inf]]), tmp_path / "kept", cast=cast, statistics=0)

@@ -155,3 +155,38 @@ def test_unsplittable_stream_is_rejected_unless_stride_is_requested():
 def test_unsupported_loaders_are_rejected_with_hint(loader, options, message):
     with pytest.raises(ValueError, match=message):
         sharded(loader, 0, 4, **options)
+
+
+class EpochStream(IterableDataset):
+    """Yields numbers that depend on the epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(10 * self.epoch, 10 * self.epoch + 4))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epoch_of_stream_reaches_worker_processes(persistent):
+    loader = DataLoader(EpochStream(), 2, num_workers=1, persistent_workers=persistent)
+    part = sharded(loader)
+    found = [[b.tolist() for b in part] for _ in range(3)]
+    assert found == [[[10 * e, 10 * e + 1], [10 * e + 2, 10 * e + 3]] for e in range(3)]
+    part.set_epoch(7)
+    assert next(iter(part)).tolist() == [70, 71]
+
+
+def test_order_of_a_foreign_sampler_leaves_random_generators_alone():
+    generator = torch.Generator().manual_seed(3)
+    weights = WeightedRandomSampler([1.0] * 20, 20, generator=generator)
+    part = sharded(DataLoader(numbers(20), 5, sampler=weights))
+    states = [torch.get_rng_state(), generator.get_state()]
+    before = random.getstate()
+    list(part.iterate(0))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(generator.get_state(), states[1])
+    assert random.getstate() == before

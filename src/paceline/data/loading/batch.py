@@ -50,7 +50,6 @@ class SamplePipeline:
         self.source, self.transform, self.collate, self.seed = source, transform, collate, seed
         self.skips, self.mixing = skips, mixing
         self.skipped: list[DataError] = []
-        self.busy_s = 0.0  # CPU time of all pieces
         self.buffer_pool = BufferPool(shared)
         self.array: ArraySpec | None = None
         self.channels_last = False  # in the buffers; batches are permuted to channels first
@@ -61,8 +60,21 @@ class SamplePipeline:
     def seeded(self, seed: int) -> "SamplePipeline":
         """Return a copy with another seed and its own buffer pool."""
         other = copy.copy(self)
-        other.seed, other.buffer_pool, other.busy_s = seed, BufferPool(self.buffer_pool.shared), 0.0
+        other.seed, other.buffer_pool = seed, BufferPool(self.buffer_pool.shared)
         return other
+
+    def trim_buffers(self, ahead: int) -> None:
+        """Keep as many unused buffers as a pass needs that loads ``ahead`` batches in advance.
+
+        A pass uses one more batch in the script, one that the script releases only when it gets
+        the next one, and one that a worker releases.
+        """
+        self.buffer_pool.max_free = ahead + 3
+
+    def leave_to_parent(self) -> None:
+        """Stop using memory that the parent of this forked process shares with its workers."""
+        if self.buffer_pool.shared:
+            self.buffer_pool = BufferPool(shared=True)
 
     @property
     def plain(self) -> bool:
@@ -75,18 +87,25 @@ class SamplePipeline:
         label: ArraySpec | None = (self.mixing or self.source).label
         return label
 
-    def resolve_spec(self, keys: list[Key]) -> ArraySpec:
-        """Return the shape and dtype of samples, from the first of the keys that can be read."""
-        if self.array is None:
-            for key in keys:
-                try:
-                    self.array = self._first(key)
-                    break
-                except DataError:
-                    if not self.skips or key is keys[-1]:
-                        raise
-        assert self.array is not None
-        return self.array
+    def resolve_spec(self, keys: list[Key], bad: dict[int, DataError]) -> ArraySpec | None:
+        """Return the shape and dtype of samples, from the first of the keys that can be read.
+
+        Return None if no sample can be read and ``skips`` is set; their errors are added to
+        ``bad``, by position.
+        """
+        if self.array is not None:
+            return self.array
+        errors: dict[int, DataError] = {}
+        for k, key in enumerate(keys):
+            try:
+                self.array = self._first(key)
+                return self.array
+            except DataError as error:
+                if not self.skips:
+                    raise
+                errors[k] = error.with_traceback(None)
+        bad |= errors
+        return None
 
     def _first(self, key: Key) -> ArraySpec:
         source = self.source
@@ -124,11 +143,17 @@ class SamplePipeline:
             )
             try:
                 array = self.transform(array, *more)
+            except StopIteration as error:  # would end the pass silently
+                raise RuntimeError(
+                    f"Loader: StopIteration in the transform of sample {i} of {self.source!r}"
+                ) from error
             except Exception as error:
                 error.add_note(f"in the transform of sample {i} of {self.source!r}")
                 raise
             self._tensors = isinstance(array, torch.Tensor)
             array = array.detach().numpy() if self._tensors else np.asarray(array)
+            if not array.dtype.isnative:
+                array = array.astype(array.dtype.newbyteorder("="))
         return array, label
 
     def record_skipped(self, error: DataError, owner: Any) -> None:
@@ -140,18 +165,27 @@ class SamplePipeline:
 
 
 class PendingBatch:
-    """A batch that workers are filling. pinned: whether its memory is page-locked."""
+    """A batch that workers are filling. pinned: whether its memory is page-locked.
+
+    Attributes:
+        keys: The samples, as (epoch, sample).
+        busy_s: CPU time of the workers, complete after ``wait``.
+    """
 
     def __init__(
         self, pipeline: SamplePipeline, keys: list[Key], submit: Submit, pieces: int, pinned: bool
     ) -> None:
-        self.pipeline, self.keys, self._pinned = pipeline, keys, pinned
+        self.pipeline, self.keys, self._pinned, self.busy_s = pipeline, keys, pinned, 0.0
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray[Any, Any]] = []
+        self._bad: dict[int, DataError] = {}  # by position in the batch
+        self._pieces: list[Future[BatchPiece]] = []
         if pipeline.collate is None:
-            label = pipeline.label
-            fields = [pipeline.resolve_spec(keys), *([] if label is None else [label])]
-            self._arrays = [self._memory(field) for field in fields]
+            array, label = pipeline.resolve_spec(keys, self._bad), pipeline.label
+            if array is None:
+                return
+            specs = [array] if label is None else [array, label]
+            self._arrays = [self._memory(spec, field) for field, spec in enumerate(specs)]
         count = max(min(pieces, len(keys)), 1)
         ends = [len(keys) * (k + 1) // count for k in range(count)]
         self._pieces = [
@@ -159,7 +193,7 @@ class PendingBatch:
             for first, end in zip([0, *ends[:-1]], ends, strict=True)
         ]
 
-    def _memory(self, what: ArraySpec) -> np.ndarray[Any, Any]:
+    def _memory(self, what: ArraySpec, field: int) -> np.ndarray[Any, Any]:
         shape = (len(self.keys), *what.shape)
         if self._pinned:
             # torch's caching allocator of pinned memory knows which blocks are still being copied.
@@ -168,7 +202,7 @@ class PendingBatch:
             self._tensors.append(tensor)
             return tensor.numpy()
         try:
-            return self.pipeline.buffer_pool.take(shape, what.dtype)
+            return self.pipeline.buffer_pool.take(shape, what.dtype, field)
         except (MemoryError, OSError, OverflowError) as error:
             size = len(self.keys) * what.nbytes / 2**30
             raise ValueError(
@@ -177,17 +211,20 @@ class PendingBatch:
             ) from None
 
     def wait(self, owner: Any) -> Any:
-        """Wait for all pieces and return the batch. owner: the loader, for the warning."""
-        pipeline, samples, bad = self.pipeline, list[Any](), dict[int, DataError]()
+        """Wait for all pieces and return the batch; None if all its samples are left out.
+
+        owner: the loader, for the warning.
+        """
+        pipeline, samples, bad = self.pipeline, list[Any](), self._bad
         for piece in self._pieces:
             done = piece.result()
             samples += done.samples
             bad |= done.bad
-            pipeline.busy_s += done.busy_s
+            self.busy_s += done.busy_s
         for k in sorted(bad):
             pipeline.record_skipped(bad[k], owner)
         if len(bad) == len(self.keys):
-            raise bad[0]
+            return None
         if pipeline.collate is not None:
             labelled = pipeline.label is not None
             return pipeline.collate(
@@ -279,7 +316,15 @@ def _transformed(
 def _collected(
     pipeline: SamplePipeline, key: Key, arrays: list[Any], k: int, piece: BatchPiece
 ) -> None:
-    piece.samples.append(pipeline.sample(key))
+    array, label = pipeline.sample(key)
+    if isinstance(array, np.ndarray) and not _fits_torch(array):
+        array = array.copy()
+    piece.samples.append((array, label))
+
+
+def _fits_torch(array: Array) -> bool:
+    """Return whether the memory of an array can be that of a tensor."""
+    return bool(array.flags.writeable) and min(array.strides, default=0) >= 0
 
 
 def _outline(array: Any) -> ArraySpec:

@@ -4,6 +4,7 @@ The Loader reads the samples in order and verifies their checksums. A graph of D
 processes whole batches into tensors, on the GPU if there is one.
 """
 
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -124,6 +125,7 @@ class Graph:
     def __init__(
         self, function: Callable[..., Any], pipeline: Undecoded, size: int, threads: int, ahead: int
     ) -> None:
+        self.process = os.getpid()  # the threads of DALI don't exist in a forked child
         self._pipeline, self._coming = pipeline, deque[tuple[int, list[Key], list[Any]]]()
         self._inputs: list[_Input] = []
         self._pull: Pull = lambda: None
@@ -170,8 +172,11 @@ class Graph:
         self._pull = pull
         return self._failed is None
 
-    def next(self) -> tuple[int, Any] | None:
+    def next(self, pull: Pull) -> tuple[int, Any] | None:
         """Return the next batch, or None at the end of the pass.
+
+        Args:
+            pull: Source of the pass, from ``begin_pass``.
 
         Returns:
             The number of samples of the epoch in the batch, and the batch: x or [x, label], or
@@ -180,7 +185,13 @@ class Graph:
         Raises:
             DataError: A sample can't be read.
             ValueError: DALI can't process the batch.
+            RuntimeError: Another pass has begun, or this process was forked during the pass.
         """
+        if pull is not self._pull or self.process != os.getpid():
+            raise RuntimeError(
+                "Loader: dali: another pass has begun, or this process was forked in mid-pass, "
+                "and DALI runs one pass at a time. HINT: a Loader for each"
+            )
         if self._failed is not None:
             raise self._failed
         stream = (torch.cuda.current_stream(),) if self._on_gpu else ()

@@ -4,32 +4,33 @@ No batch is copied between processes.
 """
 
 import os
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ...record.ring.recorder import update_all_headers
 from ..format.shard_format import DataError
-from ..sampling.samplers import BLOCK_BYTES, BlockShuffled, Ordered, Shuffled
+from ..sampling.passes import Key, Pass, Passes
+from ..sampling.sample_order import derive_seed
+from ..sampling.samplers import BlockShuffled
 from ..shards import Shards
-from .array_dataset import ArrayDataset
 from .batch import PendingBatch, SamplePipeline
-from .concat_dataset import ConcatDataset
 from .external_transforms import adapt_transform
-from .file_dataset import Files
 from .mixup import MixUp
+from .open_dataset import make_sampler, open_dataset
 from .read_ahead import ReadAhead, read_ahead_samples
-from .stored_arrays import StoredArrays, is_stored_array
 from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
+Workers = ThreadWorkers | ProcessWorkers
+# Kept in a forked child: freeing one would wait for threads that exist in the parent only.
+_graphs_of_parents: list[Any] = []
 Pull = Callable[[], tuple[int, Any] | None]  # a batch: number of samples, tensors
 
 # Totals over all loaders of this process, written to the record for the report.
@@ -56,7 +57,8 @@ class Loader(DataLoader[Any]):
         batch_size: Samples per batch; with ``world.shard``, per rank.
         shuffle: True, or "blocks" for storage that is slow at small reads. The order depends only
             on (seed, epoch).
-        sampler: Any torch sampler, instead of ``shuffle``.
+        sampler: Any torch sampler, instead of ``shuffle``. ``set_epoch`` of the sampler also sets
+            the epoch of the transforms.
         num_workers: Number of worker threads. Default: 2, or 1 if the rank has one core. With 0,
             batches are loaded in the calling thread when they are requested.
         prefetch_factor: Number of batches that are prefetched.
@@ -76,7 +78,8 @@ class Loader(DataLoader[Any]):
             processes, the global random generators are seeded for each sample, too.
         seed: Seed of the order and of the transforms.
         on_error: "stop", or "skip" to leave out samples that can't be read, with a warning. The
-            errors are listed in ``skipped``.
+            errors are listed in ``skipped``. Under ``world.shard``, a rank that has no readable
+            sample for a global batch repeats another batch with weight zero.
         dali: Function that defines a graph of NVIDIA DALI operators, ``f(samples)`` or
             ``f(samples, rng)``. ``samples`` is a DataNode of undecoded samples (bytes of files as
             uint8, or arrays). ``rng.uniform(low, high)`` and ``rng.coin(share)`` return DataNodes
@@ -111,7 +114,7 @@ class Loader(DataLoader[Any]):
     ) -> None:
         if on_error not in ("stop", "skip"):
             raise ValueError(f"Loader: on_error={on_error!r}. HINT: 'stop' or 'skip'")
-        dataset = _dataset(source)
+        dataset = open_dataset(source)
         if not len(dataset):
             raise ValueError(f"Loader: {dataset!r} has no samples")
         if sampler is not None and shuffle:
@@ -131,7 +134,7 @@ class Loader(DataLoader[Any]):
         super().__init__(
             dataset,
             batch_size,
-            sampler=_order(dataset, shuffle, seed) if sampler is None else sampler,
+            sampler=make_sampler(dataset, shuffle, seed) if sampler is None else sampler,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor if num_workers else None,
             pin_memory=pin_memory,
@@ -148,91 +151,132 @@ class Loader(DataLoader[Any]):
             from .dali import Undecoded
 
             self._pipeline = Undecoded(dataset, seed, skips)
-        self._epoch, self._start = 0, 0
-        self._given = 0  # samples of the current epoch that were returned
-        self._ranks, self._skipped_before = 1, 0
-        self._pool: tuple[int, ThreadWorkers | ProcessWorkers] | None = None
+        self._passes = Passes(self.sampler)
+        self._rank_batches: Any = None  # batches of this rank, under world.shard
+        self._skipped_before = 0
+        self._workers: tuple[int, Workers, weakref.finalize[..., Any]] | None = None
+
+    # The workers belong to the loader, not to a pass: they persist in any case.
+    @property
+    def persistent_workers(self) -> bool:
+        """Always false: iterators are not reused, and each one has its own pass."""
+        return False
+
+    @persistent_workers.setter
+    def persistent_workers(self, value: bool) -> None: ...
 
     @property
     def skipped(self) -> list[DataError]:
         """Errors of the samples left out so far (on_error="skip")."""
         return self._pipeline.skipped
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether samples that can't be read are left out."""
+        return self._pipeline.skips
+
     def check_worker_number_rationality(self) -> None:
         """Override DataLoader's warning about too many worker processes, as workers are threads."""
 
-    def over(self, batches: Any, seed: int, ranks: int) -> "Loader":
+    def over(self, batches: Any, seed: int) -> "Loader":
         """Return a copy that loads the batches of one rank, for ``world.shard``.
 
-        batches: batch sampler that yields lists of (epoch, sample).
+        The copy returns None for a batch whose samples are all left out.
+
+        Args:
+            batches: Batch sampler that yields lists of (epoch, sample).
+            seed: Seed of the world.
+
+        Raises:
+            ValueError: This loader is to continue a pass, in which the ranks have another order.
         """
+        position = self.state_dict()
+        if self._passes.is_resuming:
+            raise ValueError(
+                "world.shard: the Loader has the position of load_state_dict, epoch "
+                f"{position['epoch']}, sample {position['sample']}, and its ranks another order. "
+                "HINT: world.epochs(..., checkpoint=...) saves and restores the position of "
+                "sharded loaders"
+            )
         other = Loader.__new__(Loader)
-        changed: dict[str, Any] = {"batch_sampler": batches, "_recipe": self._pipeline.seeded(seed)}
-        changed["_ranks"] = ranks
-        changed["_max_batch_size"], changed["_graph"] = -(-batches.split.batch // ranks), None
-        # DataLoader draws its base seed from this generator, not from that of the training.
-        changed["generator"] = torch.Generator().manual_seed(seed)
-        other.__dict__.update({**self.__dict__, **changed, "_pool": None, "_iterator": None})
+        other.__dict__.update(
+            self.__dict__,
+            batch_sampler=batches,
+            # DataLoader draws its base seed from this generator, not from that of the training.
+            generator=torch.Generator().manual_seed(seed),
+            _pipeline=self._pipeline.seeded(derive_seed(seed, self._pipeline.seed)),
+            _passes=Passes(self.sampler),
+            _rank_batches=batches,
+            _max_batch_size=-(-batches.split.batch // batches.split.ranks),
+            _graph=None,
+            _workers=None,
+        )
         return other
 
     # Position
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; without a call, epochs count up from 0."""
-        self._epoch, self._start = epoch, 0
+        """Set the epoch of the next pass, also for the sampler.
+
+        Without a call, epochs count up from 0 with each pass, also if passes are abandoned. A call
+        after ``load_state_dict`` keeps the position if it is in the same epoch.
+        """
+        self._passes.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of samples loaded in it.
+        """Return the epoch of the pass that began last, and the number of samples loaded in it.
 
-        ``world`` saves this position automatically.
+        After the end of a pass: the next epoch, and 0. ``order_seed`` is added for a sampler that
+        draws its order from random generators. ``world`` saves the position automatically.
         """
-        return {"epoch": self._epoch, "sample": self._given}
+        return self._passes.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from this position in the next pass; the batch size may differ."""
-        self._epoch, self._start = state["epoch"], state["sample"]
+        self._passes.load_state_dict(state)
 
     # Passes
 
-    def _get_iterator(self) -> "_Pass":
-        return _Pass(self)
+    def _get_iterator(self) -> "_LoaderIterator":
+        return _LoaderIterator(self)
 
-    def begin_pass(self) -> int:
-        """Begin a pass and return the position of its first sample."""
-        if isinstance(self.sampler, Ordered):
-            self.sampler.set_epoch(self._epoch)
-        self._workers()  # worker processes must be forked by the training thread
-        start, self._start = self._start, 0
-        self._given, self._pipeline.busy_s = start, 0.0
-        return start
+    def begin_pass(self, seed: int) -> Pass:
+        """Begin a pass. seed: of the order, if the sampler draws it from random generators."""
+        self.running_workers()  # worker processes must be forked by the training thread
+        self._pipeline.trim_buffers(max(self.prefetch_factor or 1, 1))
+        if self._rank_batches is None:
+            begun = self._passes.begin(self.batch_size or 1, self.drop_last, seed)
+        else:
+            begun = Pass(self._rank_batches.epoch, iter(self._rank_batches))
+        if isinstance(self.sampler, BlockShuffled) and isinstance(self.dataset, Shards):
+            begun.batches = self._read_ahead(self.dataset, begun.batches)
+        return begun
 
-    def count_samples(self, samples: int) -> None:
-        """Count the samples of one more batch of the pass."""
-        self._given += samples
-
-    def end_pass(self, seconds: float) -> None:
-        """End the pass, which took ``seconds``, and update the totals in the record."""
-        self._epoch, self._given = self._epoch + 1, 0
-        busy, self._pipeline.busy_s = self._pipeline.busy_s, 0.0
-        _totals["seconds"] += seconds
-        _totals["busy_s"] += busy if self.num_workers else 0.0
+    def end_pass(self, ended: Pass) -> None:
+        """Add a completed or abandoned pass to the totals in the record."""
+        _totals["seconds"] += ended.seconds
+        _totals["busy_s"] += ended.busy_s if self.num_workers else 0.0
         _totals["workers"] = max(_totals["workers"], self.num_workers)
         _totals["processes"] = _totals["processes"] or self._processes
         _totals["left_out"] += len(self.skipped) - self._skipped_before
         self._skipped_before = len(self.skipped)
         update_all_headers(loader=dict(_totals))
 
-    def batch(self, keys: list[Any]) -> PendingBatch:
-        """Start to load a batch.
-
-        Args:
-            keys: List of (epoch, sample), or of samples of the current epoch.
-        """
-        if not isinstance(keys[0], tuple):
-            keys = [(self._epoch, int(i)) for i in keys]
-        workers = self._workers()
+    def start_batch(self, keys: list[Key]) -> PendingBatch:
+        """Start to load a batch of samples, (epoch, sample)."""
+        submit = self.running_workers().submit
         pinned = self.pin_memory and not self._processes and torch.cuda.is_available()
-        return PendingBatch(self._pipeline, keys, workers.submit, self.num_workers, pinned)
+        return PendingBatch(self._pipeline, keys, submit, self.num_workers, pinned)
+
+    @property
+    def is_rank_part(self) -> bool:
+        """Whether the loader loads the batches of one rank, under ``world.shard``."""
+        return self._rank_batches is not None
+
+    def check_empty_batch(self) -> None:
+        """Raise the error of the sample that was skipped last, if DALI makes the batches."""
+        if self._dali is not None:
+            raise self.skipped[-1]
 
     def wrap_with_dali(self, pull: Pull) -> Pull:
         """Return the source of batches: a DALI graph with ``pull`` as input, or ``pull``."""
@@ -241,97 +285,105 @@ class Loader(DataLoader[Any]):
         from .dali import Graph, Undecoded
 
         how = max(self.num_workers, 1), max(self.prefetch_factor or 1, 1)
+        if self._graph is not None and self._graph[1].process != os.getpid():
+            _graphs_of_parents.append(self._graph[1])
+            self._graph = None
         if self._graph is None or self._graph[0] != how or not self._graph[1].begin_pass(pull):
             assert isinstance(self._pipeline, Undecoded)
             self._graph = how, Graph(self._dali, self._pipeline, self._max_batch_size, *how)
             self._graph[1].begin_pass(pull)
         graph: Graph = self._graph[1]
-        return graph.next
+        return lambda: graph.next(pull)
 
-    def read_ahead(self, batches: Any) -> ReadAhead:
+    def _read_ahead(self, shards: Shards, batches: Any) -> ReadAhead:
         """Return the same batches, with blocks prefetched before they are needed."""
-        count = read_ahead_samples(self._pipeline.source) // self._ranks
-        return ReadAhead(self._pipeline.source, batches, count, self._workers().call)
+        ranks = 1 if self._rank_batches is None else self._rank_batches.split.ranks
+        count = read_ahead_samples(shards) // ranks
+        return ReadAhead(shards, batches, count, lambda *task: self.running_workers().call(*task))
 
-    def _workers(self) -> InlineWorker | ThreadWorkers | ProcessWorkers:
+    def running_workers(self) -> InlineWorker | Workers:
+        """Return the workers, started if they don't run in this process with ``num_workers``."""
         if not self.num_workers:
             return InlineWorker()
-        if self._pool is None or self._pool[0] != self.num_workers:
-            if self._pool is not None:
-                self._pool[1].close()
-            count = self.num_workers
-            workers = (
-                ProcessWorkers(self._pipeline, count) if self._processes else ThreadWorkers(count)
-            )
-            self._pool = (count, workers)
-            weakref.finalize(self, workers.close)
-        return self._pool[1]
+        if self._workers is not None:
+            count, workers, close = self._workers
+            if count == self.num_workers and workers.process == os.getpid():
+                return workers
+            close()
+            if workers.process != os.getpid():
+                self._pipeline.leave_to_parent()
+        count = self.num_workers
+        workers = ProcessWorkers(self._pipeline, count) if self._processes else ThreadWorkers(count)
+        self._workers = count, workers, weakref.finalize(self, workers.close)
+        return workers
 
 
-class _Pass(_BaseDataLoaderIter):
+class _LoaderIterator(_BaseDataLoaderIter):
     """Iterator over one pass; a subclass of torch's iterator, so that hooks on DataLoader apply."""
 
+    _pass: Pass | None = None  # None after the pass was added to the totals
+
     def __init__(self, loader: Loader) -> None:
-        start = loader.begin_pass()
         super().__init__(loader)
-        self._begin(loader, start)
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        start = loader.begin_pass()
-        super()._reset(loader, first_iter)
-        self._begin(loader, start)
-
-    def _begin(self, loader: Loader, start: int) -> None:
-        self._loader, self._ahead, self._began = loader, deque[PendingBatch](), time.monotonic()
-        if start:
-            rest = list(islice(iter(loader.sampler), start, None))
-            self._sampler_iter = iter(BatchSampler(rest, loader.batch_size or 1, loader.drop_last))
-        if isinstance(loader.sampler, BlockShuffled) and isinstance(loader.dataset, Shards):
-            self._sampler_iter = loader.read_ahead(self._sampler_iter)
+        self._loader, self._process, self._began = loader, os.getpid(), time.monotonic()
+        self._ahead = deque[PendingBatch]()
+        self._skipped_before = len(loader.skipped)
+        self._pass = loader.begin_pass(int(self._base_seed))
         self._next_batch = loader.wrap_with_dali(self._made)
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._end()
+
     def _next_data(self) -> Any:
-        found = self._next_batch()
-        if found is None:
-            self._loader.end_pass(time.monotonic() - self._began)
+        if self._pass is None:
             raise StopIteration
-        samples, whole = found
-        self._loader.count_samples(samples)
-        return whole
+        found = self._next_batch()
+        self._pass.seconds = time.monotonic() - self._began
+        if found is None:
+            self._pass.completed = True
+            skipped = self._loader.skipped[self._skipped_before :]
+            nothing = not self._pass.returned and not self._loader.is_rank_part
+            self._end()
+            if nothing and skipped:
+                raise skipped[0]
+            raise StopIteration
+        samples, batch = found
+        self._pass.position += samples
+        self._pass.returned += 1
+        return batch
+
+    def _end(self) -> None:
+        ended, self._pass = self._pass, None
+        if ended is not None:
+            self._ahead.clear()
+            self._loader.end_pass(ended)
 
     def _made(self) -> tuple[int, Any] | None:
-        """Return (number of samples, batch), or None at the end of the pass."""
-        loader = self._loader
+        """Return (number of samples, batch), or None at the end of the pass.
+
+        Batches whose samples are all left out are counted with the next one.
+        """
+        loader, this, samples = self._loader, self._pass, 0
+        assert this is not None
+        if self._process != os.getpid():  # the workers of the parent don't run in a forked child
+            self._process = os.getpid()
+            self._ahead = deque(loader.start_batch(pending.keys) for pending in self._ahead)
         depth = max(loader.prefetch_factor or 1, 1)
-        while len(self._ahead) < depth and (keys := next(self._sampler_iter, None)) is not None:
-            self._ahead.append(loader.batch(keys))
-        if not self._ahead:
-            return None
-        batch = self._ahead.popleft()
-        return len(batch.keys), batch.wait(loader)
-
-
-def _dataset(source: Any) -> Any:
-    if is_stored_array(source):
-        return StoredArrays(source)
-    if isinstance(source, (str, os.PathLike)):
-        return Shards(source)
-    if isinstance(source, tuple) and len(source) == 2 and is_stored_array(source[0]):
-        return StoredArrays(*source)
-    if isinstance(source, (Shards, ArrayDataset, ConcatDataset, StoredArrays, Files)):
-        return source
-    if isinstance(source, list) and source:
-        return ConcatDataset([_dataset(one) for one in source])
-    if isinstance(source, TensorDataset):
-        source = source.tensors
-    if isinstance(source, tuple) and len(source) in (1, 2):
-        return ArrayDataset(*source)
-    if isinstance(source, (np.ndarray, torch.Tensor)):
-        return ArrayDataset(source)
-    raise ValueError(
-        f"Loader: {type(source).__name__} is no source. HINT: a folder that paceline pack has "
-        "written, HDF5, netCDF or zarr, arrays x or (x, y); for other datasets torch's DataLoader"
-    )
+        while True:
+            while len(self._ahead) < depth and (keys := next(this.batches, None)) is not None:
+                self._ahead.append(loader.start_batch(keys))
+            if not self._ahead:
+                return None
+            pending = self._ahead.popleft()
+            batch = pending.wait(loader)
+            samples += len(pending.keys)
+            this.busy_s += pending.busy_s
+            if batch is not None:
+                return samples, batch
+            if loader.is_rank_part:
+                loader.check_empty_batch()
+                return samples, None
 
 
 def _check_dali_arguments(others: dict[str, Any]) -> None:
@@ -342,16 +394,3 @@ def _check_dali_arguments(others: dict[str, Any]) -> None:
             f"Loader: dali and {', '.join(named)}. HINT: without {', '.join(named)}; what it does "
             "belongs into the function that dali is"
         )
-
-
-def _order(dataset: Any, shuffle: bool | str, seed: int) -> Ordered:
-    if shuffle not in (True, False, "blocks"):
-        raise ValueError(f"Loader: shuffle={shuffle!r}. HINT: True, False or 'blocks'")
-    if shuffle == "blocks" and isinstance(dataset, Shards):
-        each = max(dataset.meta.bytes / len(dataset), 1)
-        return BlockShuffled(len(dataset), int(BLOCK_BYTES / each), seed)
-    if shuffle == "blocks" and isinstance(dataset, StoredArrays):
-        return dataset.in_blocks(seed)
-    if shuffle and isinstance(dataset, StoredArrays):
-        dataset.fights()
-    return (Shuffled if shuffle else Ordered)(len(dataset), seed)

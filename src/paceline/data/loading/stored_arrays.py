@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..fork_locks import make_lock
 from ..format.shard_format import ArraySpec, DataError, label_spec
 from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
 from ..shards import MAX_CLASSES, RaggedError
@@ -50,6 +51,7 @@ class StoredArrays(UnpackedDataset):
 
     def __init__(self, x: str | os.PathLike[str], y: str | os.PathLike[str] | None = None) -> None:
         self._arguments = (os.fspath(x), None if y is None else os.fspath(y))
+        self._open_lock = make_lock()
         self._open()
         for note in self._source.notes:
             warnings.warn(f"Loader: {note}", stacklevel=3)
@@ -140,7 +142,7 @@ class StoredArrays(UnpackedDataset):
         x, y = self._arguments
         source = formats.open_source(*formats.split_path(x), y)
         assert isinstance(source, StoreSource)
-        self._source, self._process = source, os.getpid()
+        self._source = source
         labels: Any = source.y
         if isinstance(labels, Rows):
             size = ArraySpec(labels.dtype, labels.shape).nbytes * len(labels)
@@ -149,10 +151,17 @@ class StoredArrays(UnpackedDataset):
         self._labels = labels
         self._lock = threading.Lock()
         self._chunks: OrderedDict[int, Future[Any]] = OrderedDict()
+        self._process = os.getpid()  # last: other threads wait for it in _open_in_child
+
+    def _open_in_child(self) -> None:
+        """Open the file again in a forked process: processes must not share a file handle."""
+        with self._open_lock:
+            if self._process != os.getpid():
+                self._open()
 
     def _row(self, i: int) -> Any:
-        if self._process != os.getpid():  # forked: processes must not share a file handle
-            self._open()
+        if self._process != os.getpid():
+            self._open_in_child()
         rows, size = self._source.x, self.chunk_samples
         try:
             return rows.row(i) if size == 1 else self._unpacked(rows, i // size)[i % size]
@@ -183,6 +192,6 @@ class StoredArrays(UnpackedDataset):
 
     def _label(self, i: int) -> Any:
         if self._process != os.getpid():
-            self._open()
+            self._open_in_child()
         label = self._labels.row(i) if hasattr(self._labels, "row") else self._labels[i]
         return int(label) if self._source.label == "class" else np.asarray(label)

@@ -4,15 +4,19 @@ Processes write into shared memory, so no batch is copied between processes.
 """
 
 import os
+import pickle
 import signal
+import threading
 import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from queue import SimpleQueue
+from socket import SHUT_RDWR, socket
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,7 @@ from .buffer_pool import map_file
 
 Array = np.ndarray[Any, Any]
 PARENT_CHECK_INTERVAL_S = 2.0
+THREAD_NAME = "paceline-loader"
 # The parent's end of the pipe to each worker process, of all loaders.
 _parent_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -33,7 +38,8 @@ class ThreadWorkers:
     """A pool of ``count`` worker threads."""
 
     def __init__(self, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, "paceline-loader")
+        self.process = os.getpid()  # threads don't exist in a forked child
+        self._pool = ThreadPoolExecutor(count, THREAD_NAME)
 
     def submit(self, *task: Any) -> "Future[BatchPiece]":
         return self._pool.submit(make_piece, *task)
@@ -42,7 +48,8 @@ class ThreadWorkers:
         return self._pool.submit(function, *args)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if os.getpid() == self.process:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class InlineWorker:
@@ -67,12 +74,13 @@ class ProcessWorkers:
     """
 
     def __init__(self, pipeline: SamplePipeline, count: int) -> None:
+        self.process = os.getpid()
         self._free: SimpleQueue[_Worker] = SimpleQueue()
         self._workers: list[_Worker] = []
         for _ in range(count):  # fork before any thread is started
             self._workers.append(_Worker(pipeline))
             self._free.put(self._workers[-1])
-        self._threads = ThreadPoolExecutor(count, "paceline-loader")
+        self._threads = ThreadPoolExecutor(count, THREAD_NAME)
 
     def submit(
         self, pipeline: SamplePipeline, keys: list[Key], arrays: list[Array], first: int
@@ -84,9 +92,22 @@ class ProcessWorkers:
         return self._threads.submit(function, *args)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the worker processes, then the threads that wait for them, then close the pipes.
+
+        A pipe must not be closed while a thread reads from it: the thread would read from the file
+        that gets the same number next. A forked child leaves the workers to its parent.
+        """
+        if os.getpid() != self.process:
+            return
         for worker in self._workers:
-            worker.connection.close()  # the process then exits
+            worker.hang_up()
+        threads = self._threads
+        # The garbage collector may run this in one of the threads. That thread keeps its pipe.
+        own = threading.current_thread().name.startswith(THREAD_NAME)
+        threads.shutdown(wait=not own, cancel_futures=True)
+        if not own:
+            for worker in self._workers:
+                worker.connection.close()
 
     def _run_in_process(self, *task: Any) -> BatchPiece:
         worker = self._free.get()
@@ -107,7 +128,17 @@ class _Worker:
         self._process = context.Process(target=_serve, args=args, daemon=True)
         self._process.start()
         child_connection.close()
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # numbers of the buffers that the process has mapped
+        self._hung_up = False
+
+    def hang_up(self) -> None:
+        """End both directions of the pipe: the process exits, and ``ask`` raises RuntimeError."""
+        self._hung_up = True
+        with (
+            suppress(OSError),  # the process is dead
+            socket(fileno=os.dup(self.connection.fileno())) as end,
+        ):
+            end.shutdown(SHUT_RDWR)
 
     def ask(
         self, pipeline: SamplePipeline, keys: list[Key], arrays: list[Array], first: int
@@ -117,14 +148,18 @@ class _Worker:
             (number, number not in self._known, array.shape, array.dtype.str)
             for (number, _), array in zip(handles, arrays, strict=True)
         ]
+        gone = self._known - pipeline.buffer_pool.numbers
+        self._known -= gone
         try:
-            self.connection.send((keys, first, pipeline.array, fields))
+            self.connection.send((keys, first, pipeline.array, fields, gone))
             for (number, file), (_, fresh, *_) in zip(handles, fields, strict=True):
                 if fresh:
                     send_handle(self.connection, file, self._process.pid)
                     self._known.add(number)
             answer: BatchPiece | Exception = self.connection.recv()
         except (EOFError, OSError):
+            if self._hung_up:
+                raise RuntimeError("Loader: its worker processes were ended") from None
             self._process.join(5)
             raise RuntimeError(
                 f"Loader: one of its processes has {_death(self._process.exitcode)}. HINT: fewer "
@@ -161,7 +196,9 @@ def _serve(pipeline: SamplePipeline, line: Connection, parent: int) -> None:
             while not line.poll(PARENT_CHECK_INTERVAL_S):
                 if os.getppid() != parent:
                     os._exit(0)
-            keys, first, pipeline.array, fields = line.recv()
+            keys, first, pipeline.array, fields, gone = line.recv()
+            for number in gone:  # the parent has returned the memory to the system
+                memories.pop(number, None)
             arrays = [_array(line, memories, *field) for field in fields]
         except (EOFError, OSError):
             os._exit(0)
@@ -171,13 +208,28 @@ def _serve(pipeline: SamplePipeline, line: Connection, parent: int) -> None:
             answer = error
         except Exception as error:
             error.add_note(f"in a process of the loader:\n{traceback.format_exc()}")
-            answer = error
+            answer = _picklable(error)
+        del arrays
         try:
             line.send(answer)
         except (EOFError, OSError):
             os._exit(0)
-        except Exception as error:  # the answer can't be pickled
-            line.send(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
+        except Exception as error:  # samples for collate_fn that can't be pickled
+            line.send(RuntimeError(f"Loader: a sample can't be sent to its process: {error}"))
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return the error, or a RuntimeError with its type, message and notes if pickle changes it."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    except Exception:  # of any type: pickle calls the code of the exception's class
+        pass
+    other = RuntimeError(f"Loader: {type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        other.add_note(str(note))
+    return other
 
 
 def _array(

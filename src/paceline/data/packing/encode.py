@@ -14,6 +14,8 @@ from ..format.shard_format import FILE, RAW, ZSTD, ArraySpec, IndexRow, checksum
 from ..sources.source import ARRAYS, IMAGES, JPEGS, LoadedSample
 from .statistics import Statistics
 
+CAST_HINT = ". HINT: --cast to a wider dtype, or --apply a function that clips or scales"
+
 
 @dataclass(frozen=True)
 class EncodingOptions:
@@ -24,7 +26,7 @@ class EncodingOptions:
         resize: Shrink images to this shorter side in pixels, as JPEGs.
         quality: JPEG quality of resized images, 1 to 100.
         compress: Compress arrays with zstd.
-        cast: Cast arrays to this dtype.
+        cast: Cast arrays to this dtype. A value that it can't hold is an error of the sample.
         apply: Function that gets a sample's array (bytes for files that are neither arrays nor
             images) and returns the array to pack instead.
     """
@@ -194,9 +196,7 @@ def _encode_array(
         raise ValueError(f"is an array of {array.shape}: too many dims, or too long a side")
     if array.size * kind.itemsize >= MAX_SAMPLE_BYTES:
         raise ValueError("has 4 GiB or more. HINT: cut it into patches")
-    if kind.kind in "iu" and kind != array.dtype:
-        _check_range(array, kind)
-    array = np.asarray(array, kind, order="C")
+    array = np.asarray(array if kind == array.dtype else _cast(array, kind), order="C")
     if options.compress:
         return ZSTD, array.shape, kind.name, compress_zstd(array)
     return RAW, array.shape, kind.name, _array_bytes(array)
@@ -215,14 +215,34 @@ def _array_bytes(array: np.ndarray[Any, Any]) -> Any:
     return array.tobytes()
 
 
-def _check_range(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:
-    """Raise ValueError for a cast to integers that would wrap around."""
-    limits = np.iinfo(kind)
-    if array.size and (array.min() < limits.min or array.max() > limits.max):
-        raise ValueError(
-            f"has values from {array.min()} to {array.max()}, which {kind} can't hold. "
-            "HINT: --cast to a wider dtype"
-        )
+def _cast(array: np.ndarray[Any, Any], kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return the array in another dtype. Fractions are cut for integers, else values are rounded.
+
+    Raises:
+        ValueError: The dtype can't hold a value: it would wrap around, become infinite, or lose
+            its imaginary part. NaN has no integer.
+    """
+    if array.dtype.kind == "c" and kind.kind not in "cb":
+        _check_values(array, array.imag == 0, kind)
+        array = array.real
+    if kind.kind in "iu" and array.size:
+        limits = np.iinfo(kind)
+        low, high = array.min().item(), array.max().item()  # Python compares these exactly
+        if not (low >= limits.min and high <= limits.max):
+            raise ValueError(f"has values from {low} to {high}, which {kind} can't hold{CAST_HINT}")
+    with np.errstate(over="ignore"):
+        made = array.astype(kind)
+    if kind.kind in "fc" and not np.isfinite(made).all():
+        _check_values(array, np.isfinite(made) | ~np.isfinite(array), kind)
+    return made
+
+
+def _check_values(array: np.ndarray[Any, Any], fits: Any, kind: np.dtype[Any]) -> None:
+    """Raise ValueError with the first value for which ``fits`` is false."""
+    if not np.all(fits):
+        place = tuple(int(i) for i in np.argwhere(~fits)[0])
+        value = array[place].item()
+        raise ValueError(f"has at {place} the value {value}, which {kind} can't hold{CAST_HINT}")
 
 
 def _resize_jpeg(data: Any, side: int, quality: int) -> bytes:

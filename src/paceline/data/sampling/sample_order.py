@@ -29,6 +29,12 @@ def derive_seed(*numbers: int) -> int:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of torch, Python and, if it is imported, NumPy."""
     torch.manual_seed(seed)
+    seed_cpu_generators(seed)
+
+
+def seed_cpu_generators(seed: int) -> None:
+    """Seed the global CPU generators, those that ``preserve_random_states`` restores."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -16,7 +16,11 @@ BLOCK_BYTES = 4 << 20
 
 
 class Ordered(Sampler[int]):
-    """Sampler that yields all samples in the order of ``order(seed, epoch)``: here, by number."""
+    """Sampler that yields all samples in the order of ``order(seed, epoch)``: here, by number.
+
+    Attributes:
+        epoch: Epoch of the next pass. It advances when a pass begins.
+    """
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed, self.epoch = samples, seed, 0
@@ -25,9 +29,11 @@ class Ordered(Sampler[int]):
         return self.samples
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self.seed, self.epoch).tolist())
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return iter(self.order(self.seed, epoch).tolist())
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:

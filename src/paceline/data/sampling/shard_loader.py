@@ -1,8 +1,7 @@
 """``world.shard``: a rank's part of a ``DataLoader``, resumable at any position."""
 
-import random
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +17,15 @@ from torch.utils.data import (
 )
 
 from ...record.hooks.batch_size import samples_in
+from .passes import check_order_repeats, draw_order
+from .rank_batches import RankBatches
 from .sample_order import (
     BatchShare,
     BatchSplit,
     checksum,
     derive_seed,
     preserve_random_states,
-    seed_everything,
+    seed_cpu_generators,
     shuffled,
 )
 from .samplers import Ordered
@@ -54,44 +55,15 @@ class _SeededSamples(Dataset[Any]):
             return [self._sample(epoch, index) for epoch, index in keys]
 
     def _sample(self, epoch: int, index: int) -> Any:
-        seed = derive_seed(self.seed, epoch, index)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        seed_cpu_generators(derive_seed(self.seed, epoch, index))
         return self.dataset[index]
-
-
-class _Batches:
-    """Batch sampler of one rank: yields lists of (epoch, sample), starting at a position."""
-
-    def __init__(self, split: BatchSplit, rank: int) -> None:
-        self.split = split
-        self.rank = rank
-        self.epoch = 0
-        self.start = 0
-        self.order: torch.Tensor | None = None
-        self.fill = True
-
-    def __len__(self) -> int:
-        return len(self.split) - self.start
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        assert self.order is not None
-        for position in range(self.start, len(self.split)):
-            first, end = self.split.bounds(position, self.rank)
-            if first == end:  # fewer samples than ranks: repeat one, or skip the batch
-                if not self.fill:
-                    continue
-                first, end = position * self.split.batch, position * self.split.batch + 1
-            yield [(self.epoch, index) for index in self.order[first:end].tolist()]
 
 
 class ShardedLoader:
     """One rank's part of a map-style ``DataLoader``.
 
     ``iterate(epoch, start)`` yields ``(batch, share)``. ``iter(loader)`` yields batches only;
-    each call iterates over the next epoch, from epoch 0.
+    each call iterates over the next epoch, from epoch 0 or that of ``set_epoch``.
     """
 
     def __init__(
@@ -127,8 +99,7 @@ class ShardedLoader:
                 f"of {batch}, and drop_last=True drops them all. HINT: drop_last=False, or a "
                 "smaller batch"
             )
-        self._batches = _Batches(self.split, rank)
-        self._batches.fill = not every_sample_once
+        self._batches = RankBatches(self.split, rank, fill=not every_sample_once)
         self.loader = _over(loader, self._batches, seed)
 
     def __len__(self) -> int:
@@ -136,13 +107,46 @@ class ShardedLoader:
         return len(self.split)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
-        """Yield (batch, share) of this rank, from position ``start`` of ``epoch``."""
-        self._batches.epoch, self._batches.start = epoch, start
-        self._batches.order = self._order(epoch)
+        """Yield (batch, share) of this rank, from position ``start`` of ``epoch``.
+
+        Raises:
+            ValueError: ``start`` is above 0, and the sampler does not repeat its order.
+        """
+        self._batches.begin(epoch, start, self._order(epoch, start > 0))
         shares = (self.split.share(p, self.rank) for p in range(start, len(self.split)))
         if not self._batches.fill:
             shares = (share for share in shares if not share.filler)
-        yield from zip(self.loader, shares, strict=True)
+        pairs = zip(self.loader, shares, strict=True)
+        yield from self._fill_empty(pairs) if getattr(self.loader, "may_skip", False) else pairs
+
+    def _fill_empty(
+        self, pairs: Iterator[tuple[Any, BatchShare]]
+    ) -> Iterator[tuple[Any, BatchShare]]:
+        """Replace each None, a batch whose samples are all left out, by a filler.
+
+        The filler is another batch of this rank with weight zero, so that the rank takes part in
+        the collectives. If every sample is to be seen once, the batch is left out instead.
+
+        Raises:
+            DataError: No batch of the rank has a readable sample.
+        """
+        before = len(self.loader.skipped)  # type: ignore[attr-defined]
+        last, waiting = None, list[BatchShare]()
+        for batch, share in pairs:
+            if batch is not None:
+                yield from ((batch, replace(empty, filler=True)) for empty in waiting)
+                waiting, last = [], batch
+                yield batch, share
+            elif self._batches.fill and last is None:
+                waiting.append(share)
+            elif self._batches.fill:
+                yield last, replace(share, filler=True)
+        if waiting:
+            raise self.loader.skipped[before]  # type: ignore[attr-defined]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next ``iter(loader)``."""
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
@@ -151,7 +155,7 @@ class ShardedLoader:
     def group_total(self, share: BatchShare, accumulate: int) -> int:
         return self.split.group_total(share.position, accumulate)
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _order(self, epoch: int, resumes: bool = False) -> torch.Tensor:
         if isinstance(self._sampler, SequentialSampler):
             return torch.arange(self.split.samples)
         if isinstance(self._sampler, Ordered):
@@ -161,13 +165,12 @@ class ShardedLoader:
         # Other samplers draw from generators that have the same seed on every rank.
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        with preserve_random_states():
-            seed = derive_seed(self.seed, epoch)
-            seed_everything(seed)
-            own = getattr(self._sampler, "generator", None)
-            if own is not None:
-                own.manual_seed(seed)
-            order = torch.tensor(list(self._sampler), dtype=torch.int64)
+        seed = derive_seed(self.seed, epoch)
+        order = draw_order(self._sampler, seed)
+        if resumes:
+            check_order_repeats(
+                self._sampler, order, seed, f"world.batches: {self.name}: the sampler"
+            )
         if self._agree is not None:
             self._agree(
                 checksum(order),
@@ -178,12 +181,12 @@ class ShardedLoader:
         return order
 
 
-def _over(loader: DataLoader[Any], batches: _Batches, seed: int) -> DataLoader[Any]:
+def _over(loader: DataLoader[Any], batches: RankBatches, seed: int) -> DataLoader[Any]:
     """Return a copy of the user's loader with these batches and with seeded samples."""
     # data.Loader has this method. Its class is not imported, to keep every start fast.
     over: Any = getattr(loader, "over", None)
     if over is not None:
-        made: DataLoader[Any] = over(batches, seed, batches.split.ranks)
+        made: DataLoader[Any] = over(batches, seed)
         return made
     return DataLoader(
         _SeededSamples(loader.dataset, seed),
@@ -229,12 +232,16 @@ class ShardedStream:
         self.name = f"DataLoader({type(loader.dataset).__name__})"
         self.batch = global_batch_size(loader, full_ranks or ranks, global_batch)
         each, more = divmod(self.batch, ranks)
+        options = _options(loader)
+        if hasattr(loader.dataset, "set_epoch"):
+            # Workers that persist have a copy of the dataset, which set_epoch does not reach.
+            options.pop("persistent_workers", None)
         self.loader: DataLoader[Any] = DataLoader(
             _own_part(loader.dataset, rank, ranks, split, self.name),
             batch_size=each + (rank < more),
             drop_last=loader.drop_last,
             generator=torch.Generator().manual_seed(seed),
-            **_options(loader),
+            **options,
         )
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
@@ -266,6 +273,10 @@ class ShardedStream:
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         return (batch for batch, _ in self.iterate(epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next ``iter(loader)``."""
+        self._epoch = epoch
 
     def group_total(self, share: BatchShare, accumulate: int) -> int | None:
         """Return the number of samples accumulated together with ``share``, None if unknown.
