@@ -76,6 +76,7 @@ INTERFACES = {
     "torch.nn.Module._compiled_call_impl": "whether a module is compiled",
     "torch._dynamo.eval_frame.OptimizedModule": "what torch.compile returns: it has _orig_mod",
     "compiled._orig_mod": "the module inside torch.compile",
+    "function._torchdynamo_inline": "what torch.compile traces in place of a function with a hook",
     "torch._dynamo.utils": "hooks that torch.compile may trace through",
     "torch._dynamo.trace_rules.add": "torch.compile does not trace into Paceline",
     "torch._dynamo.variables.nn_module": "hooks that torch.compile may trace through",
@@ -127,6 +128,7 @@ def objects(tmp_path_factory):
         "iterator": iter(DataLoader([1, 2])),
         "sparse": torch.eye(2).to_sparse(),
         "compiled": torch.compile(torch.nn.Linear(2, 2)),
+        "function": torch.compile(lambda: None),
     }
     dist.destroy_process_group()
 

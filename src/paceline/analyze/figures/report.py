@@ -11,10 +11,11 @@ import numpy as np
 from ...cost.machine.machine_file import Machine
 from ...record.ring.states import USEFUL_STATES, State
 from ..records.clock_alignment import Clocks, align_clocks
+from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
-from ..records.state_timeline import STATES, Window, find_window, total
+from ..records.state_timeline import STATES, Window, background_ns, find_window, total
 from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss
 from .measured_window import MeasuredWindow
@@ -56,7 +57,7 @@ class Report:
     wall_s: float
     startup_s: float
     window_s: float | None
-    samples: int  # in the window's steps, all ranks
+    samples: int  # in the window's steps, of all ranks that do not train the same ones
     samples_per_s: float | None
     states: list[dict[str, float]]
     hidden: list[float]
@@ -85,6 +86,8 @@ class Report:
     work: StepWork | None = None  # of one step, where it was counted
     roofline: Roofline | None = None  # with a machine file
     loading: LoaderTotals | None = None  # by paceline.data.Loader
+    # of each rank: other threads than the training one waited for collectives, beside its states
+    background: list[float] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
@@ -136,7 +139,10 @@ def analyse_with_window(
     stepped = [record.events_in(State.STEP) for record in records]
     cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
-    figures = _window_figures(measured)
+    axis = find_data_axis(records, within) if within is not None else None
+    figures = _window_figures(measured, axis)
+    if axis is not None and figures["samples"]:
+        doubts += axis.doubts
     report = Report(
         name=run.name,
         command=run.command,
@@ -172,18 +178,16 @@ def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) 
     return on_roofline(records, machine, times and times.median_s, found and found.useful)
 
 
-def _window_figures(m: MeasuredWindow | None) -> dict[str, Any]:
+def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str, Any]:
     """Return the fields of a Report that need a window."""
-    if m is None:
+    if m is None or axis is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
-        lists += ["stood_still", "stalled"]
+        lists += ["stood_still", "stalled", "background"]
         nothing: dict[str, Any] = dict.fromkeys((*names, "step_times")) | {"samples": 0}
         return nothing | {name: [] for name in lists}
     length = m.within.length
-    rows = [record.events_in(State.STEP) for record in m.records]
-    inside = [s[(s["end"] > m.within.start) & (s["end"] <= m.within.end)] for s in rows]
-    samples = sum(total(s["amount"]) for s in inside)
+    samples = axis.count_samples(m.records, m.within)
     times = [busy_ns(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
@@ -208,6 +212,7 @@ def _window_figures(m: MeasuredWindow | None) -> dict[str, Any]:
         "stood_still": still,
         "stalled": stalled,
         "waited_for": longest_waits(m),
+        "background": [background_ns(record, m.within) / length for record in m.records],
     }
 
 
