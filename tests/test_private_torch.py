@@ -72,6 +72,8 @@ INTERFACES = {
     "sparse._values": "bytes of a sparse tensor",
     "torch._foreach_norm": "norms of all gradients in one kernel",
     # Modules and compilation
+    "torch._C._is_tracing": "torch.jit.trace runs the model: not a forward of the training",
+    "torch._C.DisableTorchFunction": "a subclass of Tensor does not see how a batch is counted",
     "torch.nn.Module._call_impl": "a hooked module that is not compiled",
     "torch.nn.Module._compiled_call_impl": "whether a module is compiled",
     "torch._dynamo.eval_frame.OptimizedModule": "what torch.compile returns: it has _orig_mod",

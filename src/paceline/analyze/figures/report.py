@@ -135,9 +135,11 @@ def analyse_with_window(
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
     worked = [record.events_in(State.INPUT, *USEFUL_STATES) for record in records]
-    first = min((int(w["start"].min()) for w in worked if len(w)), default=started)
+    # Without a batch and without work the whole run was start-up.
+    startup = min((int(w["start"].min()) - started for w in worked if len(w)), default=wall)
     stepped = [record.events_in(State.STEP) for record in records]
-    cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
+    recorded = (wall - startup) or wall
+    cost = max(r.cost_ns for r in records) / max(recorded, 1)
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
     axis = find_data_axis(records, within) if within is not None else None
     figures = _window_figures(measured, axis)
@@ -152,7 +154,7 @@ def analyse_with_window(
         steps=max(len(s) for s in stepped),
         first_step=min((int(s["step"].min()) for s in stepped if len(s)), default=0),
         wall_s=wall / 1e9,
-        startup_s=(first - started) / 1e9,
+        startup_s=startup / 1e9,
         **figures,
         recording_cost=cost,
         events=sum(len(record.events) + record.lost for record in records),
@@ -252,6 +254,9 @@ def _doubts(
         named = ", ".join(map(str, run.missing[:8])) + (" ..." if len(run.missing) > 8 else "")
         doubts.append(f"no record of rank {named}: the figures leave it out")
     doubts += [f"{what}: left out" for what in run.refused]
+    doubts += _failures(records)
+    if any(record.meta.get("failed_hooks") for record in records):
+        confidence *= 0.5
     for record in records:
         if record.damaged:
             confidence *= len(record.events) / (len(record.events) + record.damaged)
@@ -285,6 +290,22 @@ def _doubts(
             f"{100 * unsure:.0f} % of the blocked time is in waits too short to be booked to a rank"
         )
     return doubts, confidence
+
+
+def _failures(records: list[Record]) -> list[str]:
+    """Return sentences about failures of the script and of the recorder, one for each text."""
+    ranks: dict[str, list[int]] = {}
+    for record in records:
+        if failure := record.meta.get("failure"):
+            when = "" if record.count(State.STEP) else " before its first step"
+            ranks.setdefault(f"failed{when}: {failure}", []).append(record.rank)
+        for hook, failure in record.meta.get("failed_hooks", {}).items():
+            text = f"is recorded in part: the recorder's hook of {hook} failed ({failure})"
+            ranks.setdefault(text, []).append(record.rank)
+    return [
+        f"rank {', '.join(map(str, found[:8]))}{' ...' if len(found) > 8 else ''} {text}"
+        for text, found in ranks.items()
+    ]
 
 
 def _unmatched(matched: MatchedCommunication, within: Window | None) -> tuple[int, int]:

@@ -110,7 +110,7 @@ def _reductions_in_forward(record: Record, within: Window) -> dict[str, float]:
     if not len(calls):
         return {}
     steps = record.events_in(State.STEP)
-    count = max(np.count_nonzero((steps["end"] > within.start) & (steps["end"] <= within.end)), 1)
+    count = int(np.count_nonzero((steps["end"] > within.start) & (steps["end"] <= within.end)))
     forwards = record.events_in(State.FORWARD)
     in_forward = _are_inside(calls["start"], forwards, within)
     groups = record.meta.get("groups", {})
@@ -118,7 +118,7 @@ def _reductions_in_forward(record: Record, within: Window) -> dict[str, float]:
     for number in np.unique(calls["group"]).tolist():
         of_group = calls["group"] == number
         name = groups[str(number)]["name"]
-        found[name] = np.count_nonzero(in_forward & of_group) / count
+        found[name] = int(np.count_nonzero(in_forward & of_group)) / max(count, 1)
     return found
 
 

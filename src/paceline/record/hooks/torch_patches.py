@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import State
@@ -74,10 +74,10 @@ def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Ca
     return _seen_by_compiler_as(function, timed)
 
 
-def _seen_by_compiler_as(function: Any, wrapper: Any) -> Any:
+def _seen_by_compiler_as(function: Any, wrapper: Any) -> Callable[..., Any]:
     """Make torch.compile trace ``function`` in place of its wrapper; return the wrapper."""
     wrapper._torchdynamo_inline = function
-    return wrapper
+    return cast(Callable[..., Any], wrapper)
 
 
 def _patch_modules(loop: LoopRecorder, module: Any) -> None:

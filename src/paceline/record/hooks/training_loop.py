@@ -151,7 +151,7 @@ class LoopRecorder:
         """Call the outermost module and record its forward."""
         if self._loop.last_model() is not module and not self._is_model(module):
             return call(module, *args, **kwargs)
-        if has_failed(_FORWARD) or torch.jit.is_tracing():
+        if has_failed(_FORWARD) or torch._C._is_tracing():
             return call(module, *args, **kwargs)
         self.busy, self._running_module = True, module
         start = now()
