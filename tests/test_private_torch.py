@@ -72,10 +72,13 @@ INTERFACES = {
     "sparse._values": "bytes of a sparse tensor",
     "torch._foreach_norm": "norms of all gradients in one kernel",
     # Modules and compilation
+    "torch._C._is_tracing": "torch.jit.trace runs the model: not a forward of the training",
+    "torch._C.DisableTorchFunction": "a subclass of Tensor does not see how a batch is counted",
     "torch.nn.Module._call_impl": "a hooked module that is not compiled",
     "torch.nn.Module._compiled_call_impl": "whether a module is compiled",
     "torch._dynamo.eval_frame.OptimizedModule": "what torch.compile returns: it has _orig_mod",
     "compiled._orig_mod": "the module inside torch.compile",
+    "function._torchdynamo_inline": "what torch.compile traces in place of a function with a hook",
     "torch._dynamo.utils": "hooks that torch.compile may trace through",
     "torch._dynamo.trace_rules.add": "torch.compile does not trace into Paceline",
     "torch._dynamo.variables.nn_module": "hooks that torch.compile may trace through",
@@ -127,6 +130,7 @@ def objects(tmp_path_factory):
         "iterator": iter(DataLoader([1, 2])),
         "sparse": torch.eye(2).to_sparse(),
         "compiled": torch.compile(torch.nn.Linear(2, 2)),
+        "function": torch.compile(lambda: None),
     }
     dist.destroy_process_group()
 

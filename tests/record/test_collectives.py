@@ -1,8 +1,21 @@
 """Every collective of torch.distributed is recorded at one place and gives its usual result."""
 
+import datetime
+import gc
 import json
+import threading
+import weakref
 
+import pytest
 import ranks
+import torch
+import torch.distributed as dist
+
+from paceline.analyze.records.read_record import parse_record
+from paceline.record.hooks import hook_failures
+from paceline.record.hooks.collectives import RecordedGroup
+from paceline.record.ring.recorder import Recorder
+from paceline.record.ring.states import State
 
 SCRIPT = """
     import json, os, sys, torch, torch.distributed as dist
@@ -149,3 +162,58 @@ def test_ddp_buckets_are_recorded_with_and_without_comm_hook(tmp_path):
     assert amount == parameters * 4
     ranks.run(script, tmp_path / "hook.json", "hook")
     assert json.loads((tmp_path / "hook.json").read_text()) == [buckets, parameters * 2]
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Return a recorded group of one rank."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    inner = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, datetime.timedelta(seconds=30))
+    inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return RecordedGroup(inner, "0", Recorder(0, 1, folder=tmp_path))
+
+
+def states(group):
+    return parse_record(group._recorder.snapshot()).states.tolist()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_last_collective_does_not_keep_its_tensor_alive(group, waits):
+    tensor = torch.ones(1 << 20)
+    work = group.allreduce([tensor])
+    if waits:
+        work.wait()
+    del work
+    alive = weakref.ref(tensor)
+    del tensor
+    ranks.wait_until(lambda: gc.collect() is not None and alive() is None)
+    group.allreduce([torch.ones(1)]).wait()
+    assert states(group).count(State.COLLECTIVE) == 2
+
+
+def test_collective_of_another_thread_is_not_of_the_training(group):
+    group.allreduce([torch.ones(1)]).wait()
+
+    def save():
+        group.allreduce([torch.ones(1)]).wait()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    training, background = states(group)[:2], states(group)[2:]
+    assert set(training) == {State.BLOCKED, State.COLLECTIVE}
+    assert set(background) == {State.BACKGROUND_BLOCKED, State.BACKGROUND_COLLECTIVE}
+
+
+def test_failure_of_the_recorder_does_not_fail_a_collective(group, monkeypatch):
+    said = []
+    monkeypatch.setattr(hook_failures, "_failures", {})
+    monkeypatch.setattr(hook_failures, "notify", said.append)
+    monkeypatch.setattr(group, "note_launch", lambda *_: {}["broken"])
+    tensor = torch.ones(2)
+    for _ in range(3):
+        assert group.allreduce([tensor]).wait()
+    assert len(said) == 1
+    assert "hook of the collectives failed" in said[0]

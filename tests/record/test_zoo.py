@@ -27,7 +27,7 @@ class Told:
     collectives: set[str] = field(default_factory=lambda: {"all-reduce"})
     present: tuple[str, ...] = ()
     absent: tuple[str, ...] = ("validation", "checkpoint")
-    samples: int | None = None  # of all ranks in each step
+    samples: int | None = None  # in each step, each counted once
     steps: int = 30
     args: tuple[object, ...] = ()
     ranks: int = 2
@@ -59,8 +59,8 @@ CASES = {
     "groups": Told(collectives={"all-reduce", "barrier"}, other=0.5),
     "p2p": Told(collectives={"all-reduce", *P2P}),
     "workers": Told(present=("input",), samples=128),
-    "pipeline": Told(collectives=P2P),
-    "tensor_parallel": Told(),
+    "pipeline": Told(collectives=P2P, samples=256),
+    "tensor_parallel": Told(samples=128),
     "fsdp2": Told(
         collectives={"all-gather", "reduce-scatter"},
         present=("checkpoint",),

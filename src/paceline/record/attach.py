@@ -11,6 +11,7 @@ import multiprocessing.process
 import os
 from typing import Any
 
+from .hooks.hook_failures import report_failure
 from .hooks.import_hooks import after_import
 from .ring.recorder import Recorder
 
@@ -73,7 +74,10 @@ def _int_variable(variable: str, default: int) -> int:
 def detach() -> None:
     """Stop recording at the end of the script, and write the events that are still pending."""
     if _loop is not None and not _loop.stopped:
-        _loop.end()
+        try:
+            _loop.end()
+        except Exception as error:
+            report_failure("the end of the script", error)
         _loop.recorder.write_cost()
     if _sampler is not None:
         _sampler.stop()

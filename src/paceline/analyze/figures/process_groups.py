@@ -142,6 +142,7 @@ def _overlapped_ns(
         if not len(flight) and not len(blocked):
             result.append(0)
             continue
+        flight = flight[~flight["background"]]  # not of the thread that trains
         start, end = (np.concatenate([flight[n], blocked[n]]) for n in ("start", "end"))
         start, end = merge_intervals(start, end, within)
         time = line.cumulative_busy(end) - line.cumulative_busy(start) if len(start) else start

@@ -11,10 +11,11 @@ import numpy as np
 from ...cost.machine.machine_file import Machine
 from ...record.ring.states import USEFUL_STATES, State
 from ..records.clock_alignment import Clocks, align_clocks
+from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
-from ..records.state_timeline import STATES, Window, find_window, total
+from ..records.state_timeline import STATES, Window, background_ns, find_window, total
 from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss
 from .measured_window import MeasuredWindow
@@ -56,7 +57,7 @@ class Report:
     wall_s: float
     startup_s: float
     window_s: float | None
-    samples: int  # in the window's steps, all ranks
+    samples: int  # in the window's steps, of all ranks that do not train the same ones
     samples_per_s: float | None
     states: list[dict[str, float]]
     hidden: list[float]
@@ -85,6 +86,8 @@ class Report:
     work: StepWork | None = None  # of one step, where it was counted
     roofline: Roofline | None = None  # with a machine file
     loading: LoaderTotals | None = None  # by paceline.data.Loader
+    # of each rank: other threads than the training one waited for collectives, beside its states
+    background: list[float] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
@@ -132,11 +135,16 @@ def analyse_with_window(
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
     wall = max(ends, default=started) - started
     worked = [record.events_in(State.INPUT, *USEFUL_STATES) for record in records]
-    first = min((int(w["start"].min()) for w in worked if len(w)), default=started)
+    # Without a batch and without work the whole run was start-up.
+    startup = min((int(w["start"].min()) - started for w in worked if len(w)), default=wall)
     stepped = [record.events_in(State.STEP) for record in records]
-    cost = max(r.cost_ns for r in records) / max(wall - (first - started), 1)
+    recorded = (wall - startup) or wall
+    cost = max(r.cost_ns for r in records) / max(recorded, 1)
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
-    figures = _window_figures(measured)
+    axis = find_data_axis(records, within) if within is not None else None
+    figures = _window_figures(measured, axis)
+    if axis is not None and figures["samples"]:
+        doubts += axis.doubts
     report = Report(
         name=run.name,
         command=run.command,
@@ -146,7 +154,7 @@ def analyse_with_window(
         steps=max(len(s) for s in stepped),
         first_step=min((int(s["step"].min()) for s in stepped if len(s)), default=0),
         wall_s=wall / 1e9,
-        startup_s=(first - started) / 1e9,
+        startup_s=startup / 1e9,
         **figures,
         recording_cost=cost,
         events=sum(len(record.events) + record.lost for record in records),
@@ -172,18 +180,16 @@ def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) 
     return on_roofline(records, machine, times and times.median_s, found and found.useful)
 
 
-def _window_figures(m: MeasuredWindow | None) -> dict[str, Any]:
+def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str, Any]:
     """Return the fields of a Report that need a window."""
-    if m is None:
+    if m is None or axis is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
-        lists += ["stood_still", "stalled"]
+        lists += ["stood_still", "stalled", "background"]
         nothing: dict[str, Any] = dict.fromkeys((*names, "step_times")) | {"samples": 0}
         return nothing | {name: [] for name in lists}
     length = m.within.length
-    rows = [record.events_in(State.STEP) for record in m.records]
-    inside = [s[(s["end"] > m.within.start) & (s["end"] <= m.within.end)] for s in rows]
-    samples = sum(total(s["amount"]) for s in inside)
+    samples = axis.count_samples(m.records, m.within)
     times = [busy_ns(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
@@ -208,6 +214,7 @@ def _window_figures(m: MeasuredWindow | None) -> dict[str, Any]:
         "stood_still": still,
         "stalled": stalled,
         "waited_for": longest_waits(m),
+        "background": [background_ns(record, m.within) / length for record in m.records],
     }
 
 
@@ -247,6 +254,9 @@ def _doubts(
         named = ", ".join(map(str, run.missing[:8])) + (" ..." if len(run.missing) > 8 else "")
         doubts.append(f"no record of rank {named}: the figures leave it out")
     doubts += [f"{what}: left out" for what in run.refused]
+    doubts += _failures(records)
+    if any(record.meta.get("failed_hooks") for record in records):
+        confidence *= 0.5
     for record in records:
         if record.damaged:
             confidence *= len(record.events) / (len(record.events) + record.damaged)
@@ -280,6 +290,22 @@ def _doubts(
             f"{100 * unsure:.0f} % of the blocked time is in waits too short to be booked to a rank"
         )
     return doubts, confidence
+
+
+def _failures(records: list[Record]) -> list[str]:
+    """Return sentences about failures of the script and of the recorder, one for each text."""
+    ranks: dict[str, list[int]] = {}
+    for record in records:
+        if failure := record.meta.get("failure"):
+            when = "" if record.count(State.STEP) else " before its first step"
+            ranks.setdefault(f"failed{when}: {failure}", []).append(record.rank)
+        for hook, failure in record.meta.get("failed_hooks", {}).items():
+            text = f"is recorded in part: the recorder's hook of {hook} failed ({failure})"
+            ranks.setdefault(text, []).append(record.rank)
+    return [
+        f"rank {', '.join(map(str, found[:8]))}{' ...' if len(found) > 8 else ''} {text}"
+        for text, found in ranks.items()
+    ]
 
 
 def _unmatched(matched: MatchedCommunication, within: Window | None) -> tuple[int, int]:

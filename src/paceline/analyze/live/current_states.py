@@ -10,12 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from ...record.ring.states import POINT_TO_POINT_OPS, SAMPLER_STATES, Op, State
+from ...record.ring.states import (
+    BACKGROUND_STATES,
+    POINT_TO_POINT_OPS,
+    SAMPLER_STATES,
+    Op,
+    State,
+)
 from ...record.ring.tail import Tail
 from ..figures.losses import collective_name
-from ..records.read_record import Record
+from ..records.read_record import BegunOperation, Record
 
-_IN_FLIGHT = (State.COLLECTIVE, State.BLOCKED)
+_IN_FLIGHT = (State.COLLECTIVE, State.BLOCKED, *BACKGROUND_STATES)
+_MIN_SILENT_S = 1.0  # without an event, before another thread's collective may explain a rank
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class RankState:
         number: Sequence number of the collective in its group; None for point-to-point operations.
         last: Name of the event that ended last.
         last_s: Seconds since that event ended.
+        in_background: Whether another thread than the training one is in the collective, while the
+            training records nothing. ``doing`` is the training thread's.
     """
 
     rank: int
@@ -47,6 +56,7 @@ class RankState:
     number: int | None
     last: str | None
     last_s: float | None
+    in_background: bool = False
 
 
 def rank_state(record: Record, tail: Tail) -> RankState:
@@ -74,8 +84,8 @@ def rank_state(record: Record, tail: Tail) -> RankState:
 def _with_begun_operation(found: RankState, record: Record, clock: int) -> RankState:
     """Return ``found`` with the operation that the rank began last, unless it has ended."""
     begun = record.begun
-    if begun is None or _has_ended(record):
-        return found
+    if begun is None or _has_ended(begun, record):
+        return _with_background_collective(found, record, clock)
     since = age(clock, begun.since)
     step = max(found.step, begun.step)
     found = replace(found, step=step, for_s=since)
@@ -83,22 +93,39 @@ def _with_begun_operation(found: RankState, record: Record, clock: int) -> RankS
         return replace(found, doing="input")
     if begun.state == State.CHECKPOINT:
         return replace(found, doing="checkpoint")
+    collective = _collective(begun, record)
+    if collective is None:
+        return replace(found, for_s=None)  # the entry is being written at this moment
+    doing = "exchange" if begun.state == State.BLOCKED else "flight"
+    return replace(found, doing=doing, **collective)
+
+
+def _collective(begun: BegunOperation, record: Record) -> dict[str, Any] | None:
+    """Return the collective's name, group and number; None if the operation is not one."""
     group = record.meta.get("groups", {}).get(str(begun.group))
     if begun.state not in _IN_FLIGHT or group is None or begun.op not in set(Op):
-        return replace(found, for_s=None)  # the entry is being written at this moment
-    return replace(
-        found,
-        doing="exchange" if begun.state == State.BLOCKED else "flight",
-        collective=collective_name(begun.op),
-        group=str(group["name"]),
-        number=begun.seq if begun.op not in POINT_TO_POINT_OPS else None,
-    )
+        return None
+    return {
+        "collective": collective_name(begun.op),
+        "group": str(group["name"]),
+        "number": begun.seq if begun.op not in POINT_TO_POINT_OPS else None,
+    }
 
 
-def _has_ended(record: Record) -> bool:
-    """Return whether an event records the end of the operation that was begun last."""
-    begun, events = record.begun, record.events
-    assert begun is not None
+def _with_background_collective(found: RankState, record: Record, clock: int) -> RankState:
+    """Return ``found`` with another thread's collective, if the rank records nothing else."""
+    begun = record.begun_in_background
+    if begun is None or (found.last_s or 0.0) < _MIN_SILENT_S or _has_ended(begun, record):
+        return found
+    collective = _collective(begun, record)
+    if collective is None:
+        return found
+    return replace(found, for_s=age(clock, begun.since), in_background=True, **collective)
+
+
+def _has_ended(begun: BegunOperation, record: Record) -> bool:
+    """Return whether an event records the end of an operation that was begun."""
+    events = record.events
     if begun.state in _IN_FLIGHT:
         ended = np.isin(record.states, _IN_FLIGHT)
         same = (events["group"] == begun.group) & (events["seq"] == begun.seq)
@@ -208,7 +235,7 @@ def _last_collective_number(record: Record, name: str) -> int | None:
     own = (events["group"] == numbers[0]) & (events["op"] > 0)
     own &= ~np.isin(events["op"], POINT_TO_POINT_OPS)
     last = int(events["seq"][own].max(initial=0))
-    begun = record.begun
-    if begun is not None and begun.group == numbers[0] and begun.op not in POINT_TO_POINT_OPS:
-        last = max(last, begun.seq)
+    for begun in (record.begun, record.begun_in_background):
+        if begun is not None and begun.group == numbers[0] and begun.op not in POINT_TO_POINT_OPS:
+            last = max(last, begun.seq)
     return last

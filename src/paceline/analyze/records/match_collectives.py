@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...record.ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
+from ...record.ring.states import LAUNCH_STATES, POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
 from .read_record import Record
 from .state_timeline import Ints, blocking_states, total
 
@@ -24,8 +24,9 @@ class MatchedCommunication:
     """The communication of all records, matched.
 
     Attributes:
-        launches: One row per COLLECTIVE event: record, start, end, node, op, group, amount (bytes),
-            whole (whether the records of all members are there).
+        launches: One row per COLLECTIVE or BACKGROUND_COLLECTIVE event: record, start, end, node,
+            op, group, amount (bytes), whole (whether the records of all members are there),
+            background (launched by another thread than the one that trains).
         waits: One row per BLOCKED or CALL event: record, start, end, node, op, group, step, latest
             (start of the launch that it waits for), culprit (the record of that launch, or
             NO_INDEX), whole, root, call (the launching call itself, which waits for no other rank).
@@ -70,7 +71,7 @@ def split_by_record(rows: npt.NDArray[Any], count: int) -> list[npt.NDArray[Any]
 
 
 _LAUNCH_FIELDS = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
-_LAUNCH_FIELDS += [("amount", "i8"), ("node", "i8"), ("whole", "?")]
+_LAUNCH_FIELDS += [("amount", "i8"), ("node", "i8"), ("whole", "?"), ("background", "?")]
 _WAIT_FIELDS = [("record", "i4"), ("start", "i8"), ("end", "i8"), ("op", "u1"), ("group", "i4")]
 _WAIT_FIELDS += [
     ("step", "u4"),
@@ -86,9 +87,7 @@ def match_collectives(records: list[Record]) -> MatchedCommunication:
     """Match the communication of all records. Their times must be on one clock."""
     names = sorted({g["name"] for r in records for g in r.meta.get("groups", {}).values()})
     group_index = {name: i for i, name in enumerate(names)}
-    launches, keys, group_facts = _collect_rows(
-        records, _launch_states, _LAUNCH_FIELDS, group_index
-    )
+    launches, keys, group_facts = _collect_rows(records, launch_states, _LAUNCH_FIELDS, group_index)
     if not (known_collective := keys[:, 1] > 0).all():  # a kernel whose collective is not known
         launches, keys, group_facts = (
             launches[known_collective],
@@ -214,8 +213,9 @@ def _find_deciding_launches(
     return deciding_launch, waits_for_no_rank
 
 
-def _launch_states(record: Record) -> tuple[State, ...]:
-    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else (State.COLLECTIVE,)
+def launch_states(record: Record) -> tuple[State, ...]:
+    """Return the states of communication in flight, of all threads."""
+    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else LAUNCH_STATES
 
 
 def _collect_rows(
@@ -246,6 +246,8 @@ def _collect_rows(
         record_rows["record"] = i
         if "call" in (record_rows.dtype.names or ()):
             record_rows["call"] = events["state"] == State.CALL
+        if "background" in (record_rows.dtype.names or ()):
+            record_rows["background"] = events["state"] == State.BACKGROUND_COLLECTIVE
         group = _by_group_number(record, lambda g: group_index[g["name"]])[events["group"]]
         group[events["group"] == 0] = len(group_index)
         own_rank = _by_group_number(record, lambda g: g["rank"])[events["group"]]

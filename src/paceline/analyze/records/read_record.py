@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ...record.ring.header_schema import MAX_TIME_NS, parse_header
 from ...record.ring.ring import (
+    BACKGROUND_BEGUN_OFFSET,
     EVENT,
     HEADER,
     HEADER_BYTES,
@@ -18,7 +19,7 @@ from ...record.ring.ring import (
     MAGIC,
     VERSION,
 )
-from ...record.ring.states import Op, State
+from ...record.ring.states import BACKGROUND_STATES, Op, State
 from ...security.files import InvalidFileError
 
 EVENT_DTYPE = np.dtype(
@@ -74,6 +75,8 @@ class Record:
     pages: mmap.mmap | None = None  # the mapped file that holds the events
     damaged: int = 0  # number of implausible events, left out
     begun: BegunOperation | None = None  # None before format version 3
+    # Of threads that do not train; None before format version 5
+    begun_in_background: BegunOperation | None = None
 
     @property
     def rank(self) -> int:
@@ -155,15 +158,21 @@ def parse_record(data: Any, name: str = "the record") -> Record:
     damaged = len(events) - int(valid.sum()) - never_written
     events = events if valid.all() else events[valid]
     pages = data if isinstance(data, mmap.mmap) else None
-    begun = (
-        BegunOperation(*LAST_BEGUN.unpack_from(data, LAST_BEGUN_OFFSET)) if version >= 3 else None
-    )
+    background_offset = BACKGROUND_BEGUN_OFFSET if version >= 5 else None
     return Record(
         *(meta, events, max(0, written - capacity), cost_ns),
         pages=pages,
         damaged=damaged,
-        begun=begun if begun is not None and begun.since > 0 else None,
+        begun=_read_begun(data, LAST_BEGUN_OFFSET if version >= 3 else None),
+        begun_in_background=_read_begun(data, background_offset),
     )
+
+
+def _read_begun(data: Any, offset: int | None) -> BegunOperation | None:
+    if offset is None:
+        return None
+    begun = BegunOperation(*LAST_BEGUN.unpack_from(data, offset))
+    return begun if begun.since > 0 else None
 
 
 def _find_valid_events(events: npt.NDArray[Any], meta: dict[str, Any]) -> npt.NDArray[np.bool_]:
@@ -176,7 +185,7 @@ def _find_valid_events(events: npt.NDArray[Any], meta: dict[str, Any]) -> npt.ND
     known_ops[[0, *Op]] = True
     valid = known_states[events["state"]] & known_groups[events["group"]] & known_ops[events["op"]]
     is_communication = events["state"] == State.BLOCKED
-    for state in (State.COLLECTIVE, State.CALL):
+    for state in (State.COLLECTIVE, State.CALL, *BACKGROUND_STATES):
         is_communication |= events["state"] == state
     valid &= ~is_communication | ((events["group"] > 0) & (events["op"] > 0))
     start, end = events["start"], events["end"]

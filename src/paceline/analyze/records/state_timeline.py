@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...record.ring.states import BLOCKING_STATES, SAMPLER_STATES, USEFUL_STATES, State
+from ...record.ring.states import (
+    BACKGROUND_STATES,
+    BLOCKING_STATES,
+    SAMPLER_STATES,
+    USEFUL_STATES,
+    State,
+)
 from .read_record import Record
 
 Ints = npt.NDArray[np.int64]
@@ -63,7 +69,8 @@ def find_window(records: list[Record], steps: tuple[int, int] | None = None) -> 
     if not step_ends or min(len(step) for step in step_ends) < 2:
         return None
     start = max(int(step["end"][0]) for step in step_ends)
-    end = max(int(r.events["end"][~np.isin(r.states, SAMPLER_STATES)].max()) for r in records)
+    beside = (*SAMPLER_STATES, *BACKGROUND_STATES)
+    end = max(int(r.events["end"][~np.isin(r.states, beside)].max()) for r in records)
     if steps is not None:
         first, last = steps
         ends_before = [step["end"][step["step"] < max(first, 1)] for step in step_ends]
@@ -167,6 +174,12 @@ def build_timeline(record: Record, latest: Ints, window: Window) -> Timeline:
             segment = np.searchsorted(start, edges[:-1], "right") - 1
             label[(segment >= 0) & (edges[:-1] < end[segment])] = STATES.index(name)
     return Timeline(edges, label)
+
+
+def background_ns(record: Record, window: Window) -> int:
+    """Return for how long another thread than the training one waited for a collective (ns)."""
+    start, end = _state_intervals(record, State.BACKGROUND_BLOCKED, window)
+    return total(end - start)
 
 
 def _state_intervals(record: Record, state: State, window: Window) -> Intervals:

@@ -27,12 +27,15 @@ from ...record.hooks.error_messages import format_error, summarize_error
 from ...record.hooks.group_shutdown import patch_destroy_process_group
 from ...record.hooks.import_hooks import after_import
 from ...record.ring.launcher_messages import send_to_launcher
+from ...record.ring.recorder import update_all_headers
 from ..affinity.memory_policy import prefer
 from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ..monitor import rank_stacks
 from ..records import job_folder
 from .fork_server import RankStart
 from .framework_variables import introduce_to_jax
+
+MAX_FAILURE_CHARS = 300  # of an exception in a record's header
 
 
 def become(start: RankStart) -> None:
@@ -180,7 +183,9 @@ def execute(command: dict[str, Any]) -> int:
         return _exit_code(end)
     except BaseException as error:
         sys.last_value = error  # same as the interpreter; exit handlers print no summary then
-        send_to_launcher(exception=summarize_error(error), at=time.monotonic(), code=1)
+        summary = summarize_error(error)
+        send_to_launcher(exception=summary, at=time.monotonic(), code=1)
+        _record_failure(summary)
         sys.stderr.write(format_error(error))
         return 1
     return 0
@@ -206,7 +211,13 @@ def _exit_code(end: SystemExit) -> int:
     if code and not getattr(end, "early", False):  # see world.early_exit
         sys.last_value = end
         send_to_launcher(exception=f"exit code {code}", at=time.monotonic(), code=code)
+        _record_failure(f"exit code {code}")
     return code
+
+
+def _record_failure(summary: str) -> None:
+    """Write into the rank's record, if there is one, why the script failed."""
+    update_all_headers(failure=summary[:MAX_FAILURE_CHARS])
 
 
 def finish(code: int) -> NoReturn:

@@ -115,7 +115,7 @@ class CollectiveCheck:
         start = time.monotonic_ns()
         options = next((arg for arg in args if hasattr(arg, "asyncOp")), None)
         buffers = self._free_buffers.pop() if self._free_buffers else _Buffers(self.size)
-        row = _ROW.pack(*_signature(name, op, args), _script_line())
+        row = _make_row(name, op, args)
         check = PendingCheck(self, group, number, buffers, row, getattr(options, "timeout", None))
         blocks = options is not None and not options.asyncOp and op not in ROOTED_OPS
         if blocks:
@@ -196,6 +196,14 @@ class PendingCheck:
             raise ValueError(describe_mismatch(rows, differing, self.number, self.group))
 
 
+def _make_row(name: str, op: Op, args: Sequence[Any]) -> bytes:
+    """Return this rank's row. Nothing but the collective is compared if its arguments can't be."""
+    try:
+        return _ROW.pack(*_signature(name, op, args), _script_line())
+    except Exception:  # arguments of a type that is not known must not fail the script
+        return _ROW.pack(int(op), *[NOT_COMPARED] * 4, b"a line that is not known\n")
+
+
 def _signature(name: str, op: Op, args: Sequence[Any]) -> tuple[int, int, int, int, int]:
     """Return the five numbers that must be equal on all ranks (or NOT_COMPARED)."""
     root = next((arg.rootRank for arg in args if hasattr(arg, "rootRank")), NOT_COMPARED)
@@ -237,7 +245,7 @@ def _shared_bytes(name: str, op: Op, args: Sequence[Any]) -> int:
 def _script_line() -> bytes:
     """Return the line of the script that launched the collective, and its owner (DDP, FSDP)."""
     try:
-        frame: FrameType | None = sys._getframe(4)
+        frame: FrameType | None = sys._getframe(5)
     except ValueError:  # a thread of autograd, without Python frames
         return b"in the backward\nDDP"
     assert frame is not None

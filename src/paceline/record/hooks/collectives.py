@@ -30,11 +30,14 @@ from torch._C._distributed_c10d import (
 from torch.autograd import Variable
 
 from ..ring.recorder import Recorder, measure_difference_ns, now
-from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
+from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op
 from .collective_check import AUTOGRAD_ENGINE_CODE, CollectiveCheck, PendingCheck, is_checked
-from .collective_in_flight import CollectiveInFlight
+from .collective_in_flight import BLOCKED, COLLECTIVE, CollectiveInFlight, is_in_background
+from .hook_failures import has_failed, report_failure
 
-_COLLECTIVE, _BLOCKED = int(State.COLLECTIVE), int(State.BLOCKED)  # faster than enum members
+# PyTorch before 2.9 keeps only the C++ half of a Work that is made in Python.
+KEEPS_PYTHON_WORK = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+_HOOK = "the collectives"
 
 
 class RecordedWork(dist.Work):
@@ -58,15 +61,20 @@ class RecordedWork(dist.Work):
             if self._check is not None:
                 self._check.finish()
             return bool(self._work.wait(*timeout))
-        start = now()
-        self._in_flight.begin_wait(start)
+        start, in_background = now(), is_in_background(self._in_flight.recorder)
+        self._in_flight.begin_wait(start, in_background)
         if self._check is not None:
             self._check.finish()
         done = self._work.wait(*timeout)
         end = now()
-        if self._in_flight.op == Op.RECV and self._in_flight.peer < 0:
-            self._set_sender()
-        self._in_flight.end_wait(start, end)
+        try:
+            if self._in_flight.op == Op.RECV and self._in_flight.peer < 0:
+                self._set_sender()
+            self._in_flight.end_wait(start, end, in_background)
+            if not KEEPS_PYTHON_WORK and (group := self._group()) is not None:
+                group.forget_finished()
+        except Exception as error:
+            report_failure(_HOOK, error)
         return bool(done)
 
     def _set_sender(self) -> None:
@@ -84,8 +92,11 @@ class RecordedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         group = self._group()
-        if group is not None and torch._C._current_graph_task_id() != -1:
-            group.finish_after_backward(self._work, self._in_flight, self._check)
+        try:
+            if group is not None and torch._C._current_graph_task_id() != -1:
+                group.finish_after_backward(self._work, self._in_flight, self._check)
+        except Exception as error:
+            report_failure(_HOOK, error)
         return self._work.get_future()
 
 
@@ -151,8 +162,9 @@ class RecordedGroup(dist.ProcessGroup):
         self._pending: dict[
             int, list[tuple[dist.Work, CollectiveInFlight, PendingCheck | None]]
         ] = {}
-        # PyTorch before 2.9 keeps only the C++ half of a Work made in Python; this keeps the other.
-        self._unfinished: list[RecordedWork] = []
+        # Collectives whose end is not recorded yet, with their Works, which keep tensors alive.
+        self._unfinished: list[tuple[CollectiveInFlight, Callable[[], RecordedWork | None]]] = []
+        recorder.groups.add(self)
         share_backends(self, inner)
 
     def message_number(self, op: Op, peer: int, tag: int) -> int:
@@ -165,16 +177,17 @@ class RecordedGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """Run gloo's barrier that names missing ranks. It blocks and returns no Work."""
-        launched = now()
-        self._recorder.begin(_BLOCKED, launched, self._seq + 1, self._group, int(Op.BARRIER))
+        launched, in_background = now(), is_in_background(self._recorder)
+        state = BLOCKED[in_background]
+        self._recorder.begin(state, launched, self._seq + 1, self._group, int(Op.BARRIER))
         inner: Any = self.inner  # its stub lacks monitored_barrier
         inner.monitored_barrier(*args, **options)
         self._seq += 1
         if self._group:
             place = (0, self._seq, self._group, int(Op.BARRIER), -1)
-            CollectiveInFlight(self._recorder, launched, launched, launched, *place).end_wait(
-                launched, now()
-            )
+            times = (launched, launched, launched)
+            in_flight = CollectiveInFlight(self._recorder, *times, *place, in_background)
+            in_flight.end_wait(launched, now(), in_background)
 
     def finish_after_backward(
         self, work: dist.Work, in_flight: CollectiveInFlight, check: PendingCheck | None = None
@@ -196,7 +209,8 @@ class RecordedGroup(dist.ProcessGroup):
         wait for late ranks counts as the collective's; the rest counts as cost of recording.
         """
         if self._group:
-            self._recorder.begin(_BLOCKED, launched, self._seq, self._group, int(op))
+            state = BLOCKED[is_in_background(self._recorder)]
+            self._recorder.begin(state, launched, self._seq, self._group, int(op))
         check = checks.begin(self, self._seq, name, op, args)
         self._recorder.extra_cost_ns += checks.cost_ns
         return None if check.done else check
@@ -204,22 +218,67 @@ class RecordedGroup(dist.ProcessGroup):
     def settle(self, seconds: float) -> None:
         """Wait for unfinished collectives and drop their tensors, before the group is destroyed."""
         deadline = now() + int(seconds * 1e9)
-        while now() < deadline and not all(work.done() for work in self._unfinished):
+        while now() < deadline and self._unfinished:
             time.sleep(0.005)
+            self.forget_finished()
         self._unfinished.clear()
         if hasattr(self.inner, "settle"):
             self.inner.settle(seconds)
 
+    def forget_finished(self) -> None:
+        """Drop the collectives whose end is recorded, or can be recorded now."""
+        unfinished = []
+        for in_flight, reference in self._unfinished:
+            work = reference()
+            if work is None:  # the script has dropped it without a wait
+                in_flight.finish(now())
+            elif not work.done():
+                unfinished.append((in_flight, reference))
+        self._unfinished = unfinished
+
+    def drop_pending(self) -> None:
+        """Drop the collectives of a backward that raised an exception."""
+        for pending in self._pending.values():
+            for _, in_flight, _ in pending:
+                in_flight.finish(now())
+        self._pending.clear()
+
     def _finish_pending(self, backward: int) -> None:
         """Wait for the buckets one by one, after the last gradient and before DDP's own wait."""
-        for work, in_flight, check in self._pending.pop(backward):
+        for work, in_flight, check in self._pending.pop(backward, ()):
             if not in_flight.is_done:
                 start = now()
-                in_flight.begin_wait(start)
+                in_flight.begin_wait(start, in_background=False)
                 if check is not None:
                     check.finish()
                 work.wait()
-                in_flight.end_wait(start, now())
+                in_flight.end_wait(start, now(), in_background=False)
+
+    def note_launch(
+        self,
+        work: dist.Work,
+        in_flight: CollectiveInFlight,
+        check: PendingCheck | None,
+        by_engine: bool,
+    ) -> dist.Work:
+        """Note that a collective was launched; return its Work, which records the wait for it.
+
+        by_engine: C++ code of the backward waits for it.
+        """
+        recorder = self._recorder
+        recorder.wrapped_calls += 1
+        if recorder.launched_collectives is not None:
+            names = ("amount", "seq", "group", "op", "peer")
+            recorder.launched_collectives.append({n: getattr(in_flight, n) for n in names})
+        if by_engine:
+            self.finish_after_backward(work, in_flight, check)
+            return work
+        wrapped = RecordedWork(work, in_flight, self, check)
+        if self._unfinished:
+            self.forget_finished()
+        reference = weakref.ref(wrapped) if KEEPS_PYTHON_WORK else lambda: wrapped
+        self._unfinished.append((in_flight, reference))
+        return wrapped
 
 
 # By name of the process group's method: the collective, and the argument that is the whole vector.
@@ -282,35 +341,34 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         engine = in_backward() != -1 and _called_by_engine()
         if reduces and recorder.on_backward_reduce is not None and in_backward() != -1:
             recorder.on_backward_reduce(self, args[0] if engine else [])
-        if not self._group:
+        if not self._group or has_failed(_HOOK):
             return call(*args, **options)
-        called = now() if checked else launched
-        amount = 0 if vector_argument is None else _bytes(args[vector_argument])
-        if shared:
-            amount *= self.size()
-        peer = _peer(op, args) if has_peer else -1
-        seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
-        if checked:
-            recorder.event(_BLOCKED, launched, called, amount, seq, self._group, number, peer)
-        recorder.begin(_COLLECTIVE, called, seq, self._group, number)
+        try:
+            called = now() if checked else launched
+            amount = 0 if vector_argument is None else _bytes(args[vector_argument])
+            if shared:
+                amount *= self.size()
+            peer = _peer(op, args) if has_peer else -1
+            seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
+            place = (amount, seq, self._group, number, peer)
+            in_background = is_in_background(recorder)
+            if checked:
+                recorder.event(BLOCKED[in_background], launched, called, *place)
+            recorder.begin(COLLECTIVE[in_background], called, seq, self._group, number)
+        except Exception as error:
+            report_failure(_HOOK, error)
+            return call(*args, **options)
         work = call(*args, **options)
         returned = now()
         if work is None:  # part of a coalesced batch, whose wait is recorded as a whole
             return None
-        recorder.wrapped_calls += 1
-        place = (amount, seq, self._group, number, peer)
-        in_flight = CollectiveInFlight(recorder, launched, called, returned, *place)
-        if recorder.launched_collectives is not None:
-            recorder.launched_collectives.append(
-                {"amount": amount, "seq": seq, "group": self._group, "op": number, "peer": peer}
-            )
-        if engine:
-            self.finish_after_backward(work, in_flight, check)
+        try:
+            times = (launched, called, returned)
+            in_flight = CollectiveInFlight(recorder, *times, *place, in_background)
+            return self.note_launch(work, in_flight, check, engine)
+        except Exception as error:
+            report_failure(_HOOK, error)
             return work
-        wrapped = RecordedWork(work, in_flight, self, check)
-        self._unfinished = [w for w in self._unfinished if not w.done()]
-        self._unfinished.append(wrapped)
-        return wrapped
 
     method.__name__ = name
     return method

@@ -9,13 +9,14 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import State
 from . import group_shutdown
 from .collective_check import announce_check, make_check
 from .collectives import RecordedGroup, measure_wrapper_cost
+from .hook_failures import report_failure
 from .import_hooks import after_import
 from .training_loop import LoopRecorder
 
@@ -41,16 +42,27 @@ def install(loop: LoopRecorder) -> None:
             _patch_saving, recorder, ["save_file", "save_model"]
         ),
     }
-    after_import(patches)
+    after_import({name: _guarded(name, patch) for name, patch in patches.items()})
+
+
+def _guarded(name: str, patch: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return the patch of a module so that a failure is reported: the script's import succeeds."""
+
+    def apply(module: Any) -> None:
+        try:
+            patch(module)
+        except Exception as error:
+            report_failure(f"the import of {name}", error)
+
+    return apply
 
 
 def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Callable[..., Any]:
-    """Return ``function`` with its calls in the main thread recorded as ``state``."""
-    main = threading.main_thread().ident
+    """Return ``function`` with its calls in the training thread recorded as ``state``."""
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != main:
+        if threading.get_ident() != recorder.training_thread:
             return function(*args, **kwargs)
         start = now()
         recorder.begin(state, start)
@@ -59,7 +71,13 @@ def _timed(function: Callable[..., Any], state: State, recorder: Recorder) -> Ca
         finally:
             recorder.event(state, start, now())
 
-    return timed
+    return _seen_by_compiler_as(function, timed)
+
+
+def _seen_by_compiler_as(function: Any, wrapper: Any) -> Callable[..., Any]:
+    """Make torch.compile trace ``function`` in place of its wrapper; return the wrapper."""
+    wrapper._torchdynamo_inline = function
+    return cast(Callable[..., Any], wrapper)
 
 
 def _patch_modules(loop: LoopRecorder, module: Any) -> None:
@@ -118,7 +136,7 @@ def _unless_stopped(loop: LoopRecorder, function: Callable[..., Any]) -> Callabl
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (function if loop.stopped else timed)(*args, **kwargs)
 
-    return chosen
+    return _seen_by_compiler_as(function, chosen)
 
 
 def _patch_clipping(loop: LoopRecorder, module: Any) -> None:

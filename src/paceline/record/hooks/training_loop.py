@@ -1,15 +1,13 @@
-"""Record the training loop of a script that does not use Paceline's API.
+"""Hooks that note the training loop of a script that does not use Paceline's API.
 
 ``torch_patches`` calls the methods of ``LoopRecorder`` around the outermost module's forward, every
-backward, every optimizer step and every batch of a DataLoader.
-
-    fetch  forward  (loss)  backward  step      a training iteration
-    fetch  forward without gradient             an iteration of an evaluation
-    fetch  teacher, forward  (loss) backward    a training iteration: a backward follows
-
-Whether an iteration was an evaluation is known only at its end, so its event is written then.
+backward, every optimizer step and every batch of a DataLoader. They only write down what happened;
+``loop.iterations.TrainingLoop`` decides what it was. The notes of a hook and the script's own call
+are kept apart: the script's exceptions pass unchanged, and an exception in the notes is reported
+once and switches that hook off.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,35 +18,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..loop.iterations import TrainingLoop
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
-from .batch_size import samples_in
+from .batch_size import fingerprint_of, samples_in
+from .hook_failures import has_failed, report_failure
 
-MAX_NESTED_LOADERS = 8  # loaders that are iterated inside each other's loops
-# Batches fetched before their backward. If there are more, the script only reads the data.
-MAX_BATCHES_AHEAD = 16
-DISCARDED = -1  # in place of the id of an iterator that no longer exists
-# Forwards without gradient that are held until it is known whether a backward follows them.
-MAX_HELD_FORWARDS = 64
-
-
-class _Iteration:
-    """One iteration of a loop over a DataLoader: from one fetch to the next."""
-
-    __slots__ = (
-        *("forwards", "is_training", "iterator", "iterator_start", "may_be_evaluation", "module"),
-        *("samples", "start"),
-    )
-
-    def __init__(self, iterator: int, start: int, samples: int, iterator_start: int = 0) -> None:
-        self.iterator = iterator  # id; 0 without a loader: from a forward to the optimizer's step
-        self.iterator_start = iterator_start  # ns; 0 if unknown
-        self.module = 0  # id of the first one called, without a loader
-        self.start = start
-        self.samples = samples
-        self.may_be_evaluation = False  # a forward without gradient, or of a model in eval mode
-        self.is_training = False
-        self.forwards: list[tuple[int, int]] = []  # without gradient
+MAX_FINGERPRINTS = 4  # of the first batches that are trained; the report compares ranks by them
+_FETCH, _FORWARD, _BACKWARD = "the DataLoader", "the model's forward", "the backward"
+_STEP = "the optimizer step"
+_in_backward = torch._C._current_graph_task_id
 
 
 class LoopRecorder:
@@ -68,26 +47,18 @@ class LoopRecorder:
     def reset(self) -> None:
         """Return to the initial state."""
         self.busy = False
-        self._thread = threading.main_thread().ident
+        self._thread = self.recorder.training_thread = threading.main_thread().ident or 0
+        self._other_thread = 0  # that has run the last optimizer step
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._trained_parameters: set[int] = set()  # ids of first parameters of trained models
-        self._last_model: Callable[[], nn.Module | None] = lambda: None  # trained
         self._running_module: nn.Module | None = None  # the outermost one
         self._loop_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._iterations: list[_Iteration] = []
-        self._samples_ahead: list[int] = []  # samples of fetched, unused batches
-        self._loaderless_evaluation = [0, 0]  # start and end (ns)
-        self._forward_end = 0  # of a forward without its backward yet
-        self._new_iterator = (0, 0)  # its id, and the start of its creation (ns)
-        self._step_end = 0  # of the last step, until the next forward
-        self._fetched_this_step = 0  # batches since the last step
-        self._fetched_last_step = 0
-        self._running_optimizer: Optimizer | None = None
+        self._running_optimizer: Callable[[], Optimizer | None] = lambda: None
         self._step_start = 0
-        self._step_optimizer: weakref.ref[Optimizer] | None = None
-        self._other_optimizer: weakref.ref[Optimizer] | None = None
-        self._backwards = 0  # since the last counted step
-        self._ever_backward = False
+        self._fingerprints: list[int] = []
+        self._is_input = False  # the fingerprints are of a model's input, not of a loader's batch
+        self._loop = TrainingLoop(
+            self.recorder, _samples, _first_parameter, self._fingerprint, self._add_fingerprint
+        )
 
     def ignores_thread(self) -> bool:
         """Return whether the calling thread does not train, or something else records the loop."""
@@ -97,28 +68,44 @@ class LoopRecorder:
 
     def fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """Fetch the next batch of a loader's iterator, and record its time and samples."""
-        self.recorder.hook_calls += 1
-        start = now()
-        if self._loaderless_evaluation[0]:
-            self._end_evaluation()
-        self._forward_end = 0
-        iterator_start = self._close_iterations(id(iterator), start)
-        self.recorder.begin(State.INPUT, start)
+        if has_failed(_FETCH):
+            return fetch(iterator)
+        start, iterator_start = now(), 0
+        try:
+            self.recorder.hook_calls += 1
+            iterator_start = self._loop.fetch_begins(id(iterator), start)
+            self.recorder.begin(State.INPUT, start)
+        except Exception as error:
+            report_failure(_FETCH, error)
+            return fetch(iterator)
         self.busy = True
         try:
             batch = fetch(iterator)
-        finally:
+        except BaseException as error:
             self.busy = False
-            self.recorder.event(State.INPUT, start, now())
-        if self._new_iterator[0]:
-            if self._new_iterator[0] == id(iterator):
-                start = iterator_start = self._new_iterator[1]
-            self._new_iterator = (0, 0)
-        self._iterations.append(_Iteration(id(iterator), start, _samples(batch), iterator_start))
-        if len(self._iterations) > MAX_NESTED_LOADERS:
-            del self._iterations[0]
-        self._fetched_this_step += 1
+            self._end_fetch(iterator, start, iterator_start, None, error)
+            raise
+        self.busy = False
+        self._end_fetch(iterator, start, iterator_start, batch, None)
         return batch
+
+    def _end_fetch(
+        self,
+        iterator: Any,
+        start: int,
+        iterator_start: int,
+        batch: Any,
+        failure: BaseException | None,
+    ) -> None:
+        try:
+            self.recorder.event(State.INPUT, start, now())
+            if failure is None:
+                samples, fingerprint = _samples(batch), self._fingerprint(batch)
+                self._loop.fetched(id(iterator), start, iterator_start, samples, fingerprint)
+            elif isinstance(failure, StopIteration):
+                self._loop.exhausted(id(iterator), iterator_start)
+        except Exception as error:
+            report_failure(_FETCH, error)
 
     def open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         """Make a loader's iterator and its workers, recorded as a wait for input."""
@@ -130,43 +117,42 @@ class LoopRecorder:
         finally:
             self.busy = False
             self.recorder.event(State.INPUT, start, now())
-        self._new_iterator = (id(iterator), start)
-        if self._iterations and self._iterations[-1].iterator == id(iterator):
-            self._close_iterations(id(iterator), start)
-        for iteration in self._iterations:
-            if iteration.iterator == id(iterator):  # a deleted one, whose id was reused
-                iteration.iterator = DISCARDED
+        try:
+            self._loop.iterator_made(id(iterator), start)
+        except Exception as error:
+            report_failure(_FETCH, error)
         return iterator
 
-    def _close_iterations(self, iterator: int, end: int) -> int:
-        """Close the current iterations of a loader and of the loaders inside its loop.
+    def _fingerprint(self, batch: Any) -> int:
+        """Return the checksum of one of the first batches; 0 for later ones."""
+        if len(self._fingerprints) >= MAX_FINGERPRINTS:
+            return 0
+        try:
+            with torch._C.DisableTorchFunction():
+                return fingerprint_of(batch)
+        except Exception:  # of a type that is not known
+            return 0
 
-        Returns the time at which the loader's iterator was made (ns), or 0 if it is not known.
-        """
-        iterations, iterator_start = self._iterations, 0
-        if iterations and (
-            iterations[-1].iterator == iterator
-            or any(iteration.iterator == iterator for iteration in iterations)
-        ):
-            while self._iterations:
-                iteration = self._iterations.pop()
-                if iteration.may_be_evaluation and not iteration.is_training:
-                    self.recorder.event(State.VALIDATION, iteration.start, end)
-                    self._samples_ahead = []
-                elif iteration.samples:
-                    self._samples_ahead.append(iteration.samples)
-                if iteration.iterator == iterator:
-                    iterator_start = iteration.iterator_start
-                    break
-        return iterator_start
+    def _add_fingerprint(self, fingerprint: int, is_input: bool) -> None:
+        """Store the checksum of a batch that is trained. is_input: A model's input."""
+        if len(self._fingerprints) < MAX_FINGERPRINTS:
+            self._fingerprints.append(fingerprint)
+            self._is_input |= is_input
+            if len(self._fingerprints) == MAX_FINGERPRINTS:
+                self._write_fingerprints()
+
+    def _write_fingerprints(self) -> None:
+        name = "inputs" if self._is_input else "batches"
+        self.recorder.update_header(**{name: self._fingerprints})
 
     # The model
 
     def forward(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the outermost module and record its forward."""
-        if self._last_model() is not module and not self._is_model(module):
+        if self._loop.last_model() is not module and not self._is_model(module):
             return call(module, *args, **kwargs)
-        self.recorder.hook_calls += 1
+        if has_failed(_FORWARD) or torch._C._is_tracing():
+            return call(module, *args, **kwargs)
         self.busy, self._running_module = True, module
         start = now()
         try:
@@ -175,10 +161,18 @@ class LoopRecorder:
             end = now()
             if self._running_module is module:  # else it contains a training loop: see before_step
                 self.busy, self._running_module = False, None
-                if torch.is_grad_enabled():
-                    self._record_training_forward(module, start, end, args, kwargs)
-                else:
-                    self._record_other_forward(module, start, end)
+                self._end_forward(module, start, end, args, kwargs)
+
+    def _end_forward(self, module: nn.Module, start: int, end: int, args: Any, kwargs: Any) -> None:
+        try:
+            self.recorder.hook_calls += 1
+            if torch.is_grad_enabled():
+                inputs = args or tuple(kwargs.values())
+                self._loop.training_forward(module, module.training, start, end, inputs)
+            else:
+                self._loop.other_forward(module, module.training, start, end)
+        except Exception as error:
+            report_failure(_FORWARD, error)
 
     def _is_model(self, module: nn.Module) -> bool:
         """Return whether the module is a model.
@@ -186,182 +180,144 @@ class LoopRecorder:
         Data transforms and loss functions have no parameters. A module that runs optimizer steps
         inside its forward contains the training loop.
         """
-        if module in self._models:
-            return True
-        if next(module.parameters(), None) is None or module in self._loop_modules:
+        try:
+            if module in self._models:
+                return True
+            if not _first_parameter(module) or module in self._loop_modules:
+                return False
+            self._models.add(module)
+        except Exception as error:  # a module with methods or a hash of its own
+            report_failure(_FORWARD, error)
             return False
-        self._models.add(module)
         return True
-
-    def _record_training_forward(
-        self, module: nn.Module, start: int, end: int, args: Any, kwargs: Any
-    ) -> None:
-        if self._loaderless_evaluation[0]:
-            self._end_evaluation()
-        self.recorder.event(State.FORWARD, start, end)
-        self._forward_end = end
-        if self._last_model() is not module:  # usually the same one
-            self._last_model = weakref.ref(module)
-            self._trained_parameters.add(id(next(module.parameters())))
-        if not (self._fetched_this_step or self._fetched_last_step):
-            self._record_loaderless_input(module, start, args or tuple(kwargs.values()))
-        elif not self._iterations:
-            self._iterations.append(_Iteration(0, start, 0))
-        self._step_end = 0
-        iteration = self._iterations[-1]
-        if module.training:
-            iteration.is_training = True
-        else:
-            iteration.may_be_evaluation = True
-
-    def _record_loaderless_input(self, module: nn.Module, start: int, inputs: Any) -> None:
-        """Record the input of a step in whose two last steps no DataLoader was used.
-
-        The gap since the last step is the wait for the batch, and the model's first input has its
-        samples.
-        """
-        if self._step_end:
-            self.recorder.event(State.GAP, self._step_end, start)
-        if not self._iterations:
-            self._iterations.append(_Iteration(0, start, 0))
-            self._iterations[-1].module = id(module)
-        if self._iterations[-1].module == id(module) and inputs:
-            self._iterations[-1].samples += _samples(inputs)
-
-    def _record_other_forward(self, module: nn.Module, start: int, end: int) -> None:
-        iteration = self._iterations[-1] if self._iterations else None
-        if iteration is not None and iteration.iterator and not iteration.is_training:
-            iteration.may_be_evaluation = True
-            if len(iteration.forwards) < MAX_HELD_FORWARDS:
-                iteration.forwards.append((start, end))
-            else:
-                iteration.forwards[-1] = (iteration.forwards[-1][0], end)
-        elif not module.training and id(next(module.parameters())) in self._trained_parameters:
-            self._loaderless_evaluation = [self._loaderless_evaluation[0] or start, end]
-        else:
-            self.recorder.event(State.FORWARD, start, end)
-
-    def _end_evaluation(self) -> None:
-        self.recorder.event(State.VALIDATION, *self._loaderless_evaluation)
-        self._loaderless_evaluation = [0, 0]
 
     # Gradients
 
     def backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run autograd's engine and record the backward."""
-        self.recorder.hook_calls += 1
-        if self._loaderless_evaluation[0]:
-            self._end_evaluation()
-        start = now()
-        if self._forward_end:
-            self.recorder.event(State.LOSS, self._forward_end, start)
-            self._forward_end = 0
-        if self._iterations:
-            self._assign_to_training(self._iterations[-1])
-        self.busy = True
-        try:
+        if has_failed(_BACKWARD):
             return run(*args, **kwargs)
+        start = now()
+        try:
+            self.recorder.hook_calls += 1
+            self._loop.backward_begins(start)
+        except Exception as error:
+            report_failure(_BACKWARD, error)
+        self.busy = is_failing = True
+        try:
+            result = run(*args, **kwargs)
+            is_failing = False
+            return result
         finally:
             self.busy = False
-            end = now()
-            self.recorder.event(State.BACKWARD, start, end)
-            if kwargs.get("accumulate_grad", True):
-                self._backwards += 1
-                self._ever_backward = True
-            else:  # autograd.grad: part of the loss, which may go on
-                self._forward_end = end
+            self._end_backward(start, kwargs.get("accumulate_grad", True), is_failing)
 
-    def _assign_to_training(self, iteration: _Iteration) -> None:
-        """Count an iteration as training: its forwards without gradient were part of the step."""
-        iteration.is_training = True
-        self._close_earlier_evaluations(iteration)
-        if iteration.forwards:
-            for start, end in iteration.forwards:
-                self.recorder.event(State.FORWARD, start, end)
-            iteration.forwards.clear()
-        if self._samples_ahead:
-            if len(self._samples_ahead) <= MAX_BATCHES_AHEAD:
-                self.recorder.samples += sum(self._samples_ahead)
-            self._samples_ahead = []
-        self.recorder.samples += iteration.samples
-        iteration.samples = 0
-
-    def _close_earlier_evaluations(self, iteration: _Iteration) -> None:
-        """Record evaluations that ended without a last fetch.
-
-        An evaluation that knew its last batch was over when the loader that now trains was made.
-        Its iterator is deleted, and another one may have the same id.
-        """
-        while len(self._iterations) > 1:
-            last = self._iterations[-2]
-            evaluates = last.iterator and last.may_be_evaluation and not last.is_training
-            if not evaluates or last.start >= iteration.iterator_start:
-                break
-            self.recorder.event(State.VALIDATION, last.start, iteration.iterator_start)
-            del self._iterations[-2]
+    def _end_backward(self, start: int, accumulates: bool, is_failing: bool) -> None:
+        try:
+            self._loop.backward_ends(start, now(), accumulates)
+            if is_failing:
+                self.recorder.backward_failed()
+        except Exception as error:
+            report_failure(_BACKWARD, error)
 
     # The optimizer
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        running = self._running_optimizer
-        if self.stopped or (running is not None and running is not optimizer):
+        if self.stopped or has_failed(_STEP):
+            return
+        try:
+            self._begin_step(optimizer)
+        except Exception as error:
+            report_failure(_STEP, error)
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        if not self._trains_in(get_ident()):
+            return
+        running = self._running_optimizer()
+        if running is not None and running is not optimizer and _is_stepping(running):
             return  # an optimizer inside another optimizer's step
-        self._thread = get_ident()
         if self._running_module is not None:  # its forward contains the training loop
             self._loop_modules.add(self._running_module)
             self._models.discard(self._running_module)
             self.busy, self._running_module = False, None
-        if self._loaderless_evaluation[0]:
-            self._end_evaluation()
-        self._running_optimizer = optimizer
+        self._loop.step_begins()
+        self._running_optimizer = weakref.ref(optimizer)
         self._step_start = now()
 
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.stopped or self._running_optimizer is not optimizer:
-            return
-        self.recorder.hook_calls += 1
-        self._running_optimizer = None
-        self._forward_end = 0
-        self.recorder.event(State.OPTIMIZER, self._step_start, now())
-        if self._iterations and not self._iterations[-1].iterator:
-            self._iterations.pop()  # a step ends an iteration without a loader
-        if self._ends_job_step(optimizer):
-            self._backwards = 0
-            self.recorder.end_of_step()
-            self._step_end = now()
-            self._fetched_this_step, self._fetched_last_step = 0, self._fetched_this_step
+    def _trains_in(self, thread: int) -> bool:
+        """Return whether an optimizer step in this thread is one of the training.
 
-    def _ends_job_step(self, optimizer: Optimizer) -> bool:
-        """Return whether a step of the job ends with this optimizer's step.
-
-        Some frameworks use one optimizer for each group of parameters, with one backward before all
-        of them. If several optimizers alternate, the steps of the first one count, until another
-        one steps twice without it.
+        Another thread than the one of the last steps takes over with its second step in a row, or
+        before the first step. A step inside a backward may be in a thread of autograd's engine.
         """
-        if self._ever_backward and not self._backwards:
-            return False
-        counted = self._step_optimizer() if self._step_optimizer is not None else None
-        other = self._other_optimizer() if self._other_optimizer is not None else None
-        if counted is None or counted is optimizer or other is optimizer:
-            self._step_optimizer, self._other_optimizer = weakref.ref(optimizer), None
+        if thread == self._thread or _in_backward() != -1:
+            self._other_thread = 0
             return True
-        self._other_optimizer = weakref.ref(optimizer)
-        return False
+        if self.recorder.step and self._other_thread != thread:
+            self._other_thread = thread
+            return False
+        self._thread = self.recorder.training_thread = thread
+        self._other_thread = 0
+        return True
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.stopped or self._running_optimizer() is not optimizer or has_failed(_STEP):
+            return
+        try:
+            self.recorder.hook_calls += 1
+            self._running_optimizer = lambda: None
+            skipped = _was_skipped(optimizer)
+            if not self._loop.step(optimizer, self._step_start, now(), skipped):
+                return
+        except Exception as error:
+            report_failure(_STEP, error)
+            return
+        self.recorder.end_of_step()  # may end an experiment, and so the process
+        self._loop.step_end = now()
 
     def end(self) -> None:
         """Record the iterations that are still open; called at the end of the script."""
-        if self._loaderless_evaluation[0]:
-            self._end_evaluation()
-        if self._iterations:
-            iteration = self._iterations[-1]
-            if iteration.may_be_evaluation and not iteration.is_training and iteration.iterator:
-                self.recorder.event(State.VALIDATION, iteration.start, now())
-        self._iterations.clear()
+        self._loop.end(now())
+        if 0 < len(self._fingerprints) < MAX_FINGERPRINTS:
+            self._write_fingerprints()
+
+
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step is on this thread's stack.
+
+    It is not if the step has raised an exception, which ends it without its hooks.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        is_step = frame.f_code.co_name in ("wrapper", "step")
+        if is_step and frame.f_locals.get("self") is optimizer:
+            return True
+    return False
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    """Return whether a fused optimizer skipped its step, because a gradient was infinite.
+
+    The gradient scaler tells it to such an optimizer in a tensor. On a GPU its value is not known
+    without waiting for the device, so the step counts.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
+        return False
+    return bool(found)
+
+
+def _first_parameter(module: Any) -> int:
+    """Return the id of the module's first parameter; 0 if it has none."""
+    parameter = next(module.parameters(), None)
+    return 0 if parameter is None else id(parameter)
 
 
 def _samples(batch: Any) -> int:
     """Return the number of samples in a batch; 0 if its type is unknown."""
     try:
-        return samples_in(batch)
-    except Exception:  # recording must never fail a script
+        with torch._C.DisableTorchFunction():
+            return samples_in(batch)
+    except Exception:
         return 0

@@ -181,6 +181,10 @@ class RecordHeader(TypedDict):
     loader: NotRequired[LoaderTotals]
     knobs: NotRequired[dict[str, Knob]]
     rung: NotRequired[RungTotals]
+    failed_hooks: NotRequired[dict[str, str]]  # of the recorder: the exception of each
+    failure: NotRequired[str]  # exception or exit code that ended the script
+    batches: NotRequired[list[NonNegativeInt]]  # checksums of the first batches of a loader
+    inputs: NotRequired[list[NonNegativeInt]]  # the same of a model's inputs, without a loader
 
 
 def parse_header(text: bytes, name: str) -> RecordHeader:

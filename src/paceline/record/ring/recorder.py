@@ -6,6 +6,7 @@ import secrets
 import socket
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -56,6 +57,8 @@ class Recorder:
         # Called when a backward launches an all-reduce: the group, and the tensors if DDP launched
         # it.
         self.on_backward_reduce: Callable[[Any, Any], None] | None = None
+        self.training_thread = threading.main_thread().ident or 0  # whose states are recorded
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # RecordedGroups of this recorder
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
         self._full = False  # the header has no room for another group
@@ -131,14 +134,28 @@ class Recorder:
         self._last_step_end = end
         self.samples = 0
         self.step += 1
-        if self.kernel_sampler is not None:
-            self.kernel_sampler.after_step()
-        if self.flop_counter is not None:
-            self.flop_counter.after_step()
+        if self.kernel_sampler is not None or self.flop_counter is not None:
+            self._sample_step()
         if self.experiment is not None:
             self.experiment.after_step()
         if self.step % 32 == 0:
             self.write_cost()
+
+    def _sample_step(self) -> None:
+        """Call the samplers of kernels and FLOPs; one that fails is switched off."""
+        for name in ("kernel_sampler", "flop_counter"):
+            sampler = getattr(self, name)
+            try:
+                if sampler is not None:
+                    sampler.after_step()
+            except Exception as error:
+                setattr(self, name, None)
+                notify(f"warning: Paceline's {type(sampler).__name__} failed and is off: {error}\n")
+
+    def backward_failed(self) -> None:
+        """Drop the collectives of a backward that raised an exception, with their tensors."""
+        for group in list(self.groups):
+            group.drop_pending()
 
     def update_header(self, **fields: Any) -> None:
         """Add fields to the record's header; warn if it has no room for them."""

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...security.files import open_regular
+from .states import BACKGROUND_STATES
 
 MAGIC = b"PACELINE"
-VERSION = 4
+VERSION = 5
 HEADER_BYTES = 16384
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON
@@ -32,6 +33,7 @@ EVENT = struct.Struct("<qqqIIHBBi")
 # state, op.
 LAST_BEGUN = struct.Struct("<qIIHBB")
 LAST_BEGUN_OFFSET = HEADER_BYTES - 64
+BACKGROUND_BEGUN_OFFSET = HEADER_BYTES - 32  # the same of threads that do not train
 DEFAULT_CAPACITY = 1 << 16
 
 
@@ -107,12 +109,14 @@ class Ring:
     def begin_writer(self, of: Any) -> Callable[..., None]:
         """Return a function that writes the operation which the recorder ``of`` begins.
 
-        It overwrites the previous one. Whether that has ended is in the events.
+        It overwrites the previous one, of the training thread or of the other threads. Whether that
+        has ended is in the events.
         """
-        pack, memory = LAST_BEGUN.pack_into, self._map
+        pack, memory, background = LAST_BEGUN.pack_into, self._map, int(min(BACKGROUND_STATES))
 
         def begin(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
-            pack(memory, LAST_BEGUN_OFFSET, since, seq & 0xFFFFFFFF, of.step, group, state, op)
+            place = LAST_BEGUN_OFFSET if state < background else BACKGROUND_BEGUN_OFFSET
+            pack(memory, place, since, seq & 0xFFFFFFFF, of.step, group, state, op)
 
         return begin
 
@@ -134,7 +138,8 @@ class Ring:
         """Discard all events."""
         self._next = count()
         COUNTER.pack_into(self._map, WRITTEN_OFFSET, 0)
-        LAST_BEGUN.pack_into(self._map, LAST_BEGUN_OFFSET, 0, 0, 0, 0, 0, 0)
+        for offset in (LAST_BEGUN_OFFSET, BACKGROUND_BEGUN_OFFSET):
+            LAST_BEGUN.pack_into(self._map, offset, 0, 0, 0, 0, 0, 0)
 
     def snapshot(self) -> bytes:
         """Return the file's bytes without the unused slots."""

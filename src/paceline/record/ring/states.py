@@ -22,6 +22,9 @@ class State(IntEnum):
     COMMUNICATION_KERNEL = 15  # one communication kernel on a GPU in sampled steps
     SAMPLE = 12  # position in the script at an instant; amount = number of the line
     STILL = 16  # stall: no thread of the rank ran, in whichever state it was
+    # Like COLLECTIVE and BLOCKED, in another thread than the one that trains: beside its states.
+    BACKGROUND_COLLECTIVE = 17
+    BACKGROUND_BLOCKED = 18
 
 
 class Op(IntEnum):
@@ -44,6 +47,8 @@ SAMPLER_STATES = (
     State.SAMPLE,
     State.STILL,
 )  # written by the stack sampler, possibly while the rank waits in a call
+BACKGROUND_STATES = (State.BACKGROUND_COLLECTIVE, State.BACKGROUND_BLOCKED)
+LAUNCH_STATES = (State.COLLECTIVE, State.BACKGROUND_COLLECTIVE)
 POINT_TO_POINT_OPS = (Op.SEND, Op.RECV)
 BLOCKING_STATES = (State.BLOCKED, State.CALL)
 USEFUL_STATES = (State.FORWARD, State.LOSS, State.BACKWARD, State.OPTIMIZER)

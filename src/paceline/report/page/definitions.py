@@ -15,6 +15,8 @@ DEFINITIONS = {
     "transfer": "Blocked in a communication after the last member arrived, and in the calls that "
     "launch one: the exchange itself.",
     "hidden": "Communication in flight while the rank did something else: it costs nothing.",
+    "background": "Collectives that another thread than the training one waited for (an "
+    "asynchronous checkpoint's), beside the states.",
     # the tree
     "useful share": "Useful time of all ranks over all their time: mean(u) / T. Parallel "
     "efficiency times the four factors below it, exactly.",

@@ -22,6 +22,7 @@ GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of
 BAR_COLUMNS = 12
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_DESCRIBED_LOSSES = 3  # number of losses that are described in a sentence
+BACKGROUND, MIN_BACKGROUND = "background", 0.0005  # beside the states; the share that is shown
 COLOURS = {
     "useful": "green",
     "input": "yellow",
@@ -30,6 +31,7 @@ COLOURS = {
     "other": "bright_black",
     "wait": "red",
     "transfer": "magenta",
+    BACKGROUND: "bright_black",
 }
 MEANING = {
     "useful": "computing for the model",
@@ -39,6 +41,7 @@ MEANING = {
     "other": "not explained by a state",
     "wait": "for the last rank to arrive",
     "transfer": "after the last one arrived",
+    BACKGROUND: "other threads' collectives, meanwhile",
 }
 # Tree of efficiencies: name, field of Efficiencies, depth.
 EFFICIENCY_TREE = (
@@ -132,8 +135,10 @@ def _states(report: Report, explained: bool) -> Table:
             table.add_column(f"rank {rank}", justify="right")
     table.add_column("", min_width=BAR_COLUMNS)
     table.add_column("", style="bright_black", no_wrap=True)
-    for name in STATES:
-        shares = [rank[name] for rank in report.states]
+    rows = [(name, [rank[name] for rank in report.states]) for name in STATES]
+    if max(report.background, default=0.0) >= MIN_BACKGROUND:
+        rows.append((BACKGROUND, report.background))
+    for name, shares in rows:
         mean = sum(shares) / len(shares)
         cells = [percent(mean)]
         if many:

@@ -261,6 +261,8 @@ def _kind(now: RankState) -> str:
 def _plain(now: RankState) -> str:
     long = now.for_s is not None and now.for_s >= _AT_ONCE
     what = f"{now.collective} {now.number}" if now.number is not None else f"{now.collective}"
+    if now.in_background:
+        return f"in {what}{_of(now.group)} in another thread"
     if now.doing == "starting":
         return "starting"
     if now.doing == "input":
@@ -281,7 +283,7 @@ def _in(now: RankState) -> str:
 
 
 def _told(kind: str, now: RankState) -> str:
-    if now.process == "ended" or now.doing == "starting":
+    if now.process == "ended" or (now.doing == "starting" and not now.in_background):
         return f"{kind}{_since(now)}"
     if now.for_s is not None:
         return f"{kind} for {elapsed(now.for_s)}" if now.for_s >= _AT_ONCE else kind

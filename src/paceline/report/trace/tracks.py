@@ -15,7 +15,12 @@ import numpy as np
 
 from ...analyze.figures.losses import collective_name
 from ...analyze.figures.measured_window import MeasuredWindow
-from ...analyze.records.match_collectives import NO_INDEX, MatchedCommunication, split_by_record
+from ...analyze.records.match_collectives import (
+    NO_INDEX,
+    MatchedCommunication,
+    launch_states,
+    split_by_record,
+)
 from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...record.ring.states import Op, State
@@ -69,7 +74,7 @@ class Tracks:
         """Yield starts and ends of all slices of one record, except the "waited for" slices."""
         record, line, waits = self.m.records[i], self.m.timelines[i], self.waits[i]
         yield line.edges[:-1], line.edges[1:]
-        kinds = (*PHASES, State.STEP, State.STILL, *_in_flight_states(record))
+        kinds = (*PHASES, State.STEP, State.STILL, *launch_states(record))
         kinds += (State.KERNEL,) * record.on_gpu + (State.SAMPLE,) * self.samples
         rows = record.events_in(*kinds)
         yield rows["start"], rows["end"]
@@ -145,7 +150,7 @@ class Tracks:
         """
         record, waits = self.m.records[i], self.waits[i]
         in_flight, blocked = (
-            record.events_in(*_in_flight_states(record)),
+            record.events_in(*launch_states(record)),
             record.events_in(*blocking_states(record)),
         )
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
@@ -280,10 +285,6 @@ class Labels:
 def split_like(values: Any, rows: list[Any]) -> list[Any]:
     """Split ``values``, one per row, into parts with the lengths of ``rows``."""
     return np.split(values, np.cumsum([len(part) for part in rows])[:-1])
-
-
-def _in_flight_states(record: Record) -> tuple[State, ...]:
-    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else (State.COLLECTIVE,)
 
 
 def _launch_rates(launches: Any) -> Any:
