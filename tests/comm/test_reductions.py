@@ -1,6 +1,8 @@
 """Reductions over shared memory: special values, and more ranks than a slot has lines."""
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from memory_threads import reduced, scattered, together
 from paceline.comm import backend
 from paceline.comm.hosts.c_wire import encode_program
 from paceline.comm.hosts.schedules import ALL_REDUCE
+from paceline.comm.shared import memory
 from paceline.comm.shared.collective_calls import REDUCTIONS
 from paceline.comm.shared.open_group import slot_bytes
 from paceline.comm.shared_memory_group import DTYPE_INDEX
@@ -192,6 +195,34 @@ def test_late_rank_within_unlimited_timeout(kind, timeout):
         return float(reduced(kernel, torch.ones(1), "sum", timeout))
 
     assert together(2, what, kind) == [2, 2]
+
+
+@pytest.mark.parametrize("timeout", [2**32 / 1000 + 0.05, 1e9], ids=["50 days", "30 years"])
+def test_memory_is_shared_with_late_rank(timeout):
+    """Python passes a socket's timeout on as 32 bits of milliseconds."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(memory.open_shared_memory, store, 0, 2, 4096, timeout)
+        time.sleep(0.2)
+        second = pool.submit(memory.open_shared_memory, store, 1, 2, 4096, timeout)
+        for one in (first, second):
+            os.close(one.result())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (timedelta(seconds=5), 5),
+        (timedelta.max, backend.MAX_TIMEOUT.total_seconds()),
+        (timedelta(0), backend.MAX_TIMEOUT.total_seconds()),  # no limit, as in gloo
+    ],
+)
+def test_timeout_of_a_group(monkeypatch, given, expected):
+    asked = []
+    monkeypatch.setattr(backend, "open_kernel", lambda *args: asked.append(args[3]) or (None, "no"))
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    assert backend.over_memory(group, None, given) == (group, "no")
+    assert asked == [expected]
 
 
 def test_longest_timeout_of_python_is_accepted():

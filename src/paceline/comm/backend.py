@@ -77,10 +77,10 @@ def over_memory(
     return the unchanged group and the reason.
 
     Args:
-        timeout: Time that a rank waits for another one in a collective.
+        timeout: Time that a rank waits for another one in a collective; 0 for no limit, as in gloo.
         names: Global ranks of the group's members.
     """
-    seconds = min(timeout, MAX_TIMEOUT).total_seconds()
+    seconds = min(timeout or MAX_TIMEOUT, MAX_TIMEOUT).total_seconds()
     kernel: Any
     kernel, why = open_kernel(store, group.rank(), group.size(), seconds, names)
     if why == ON_SEVERAL_HOSTS:

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 SOCKET_NAME_KEY = "where"  # in the store
+MAX_WAIT_S = 1e6  # of one call: Python passes a socket's timeout on as 32 bits of milliseconds
 
 
 def sharing_domain() -> str:
@@ -57,7 +58,7 @@ def _create_and_send(store: Any, size: int, nbytes: int, deadline: float) -> int
         store.set(SOCKET_NAME_KEY, name)
         missing = size - 1
         while missing:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            listener.settimeout(_seconds_left(deadline))
             peer, _ = listener.accept()
             with peer:
                 if _peer_uid(peer) == os.getuid():
@@ -73,7 +74,7 @@ def _receive(store: Any, deadline: float) -> int:
     if name.startswith("!"):
         raise OSError(None, name[1:])
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.settimeout(_seconds_left(deadline))
         _connect(connection, f"\0{name}", deadline)
         if _peer_uid(connection) != os.getuid():
             raise OSError(None, f"the memory offered is of user {_peer_uid(connection)}")
@@ -82,6 +83,10 @@ def _receive(store: Any, deadline: float) -> int:
         raise OSError(None, "rank 0 has handed on no memory")
     os.set_inheritable(fds[0], False)
     return fds[0]
+
+
+def _seconds_left(deadline: float) -> float:
+    return min(max(deadline - time.monotonic(), 0.001), MAX_WAIT_S)
 
 
 def _connect(connection: socket.socket, address: str, deadline: float) -> None:
