@@ -55,6 +55,23 @@ def hanging(
     return ranks.run_command(command, folder, ranks.environment(NO_COLOR="1"), 90)
 
 
+# Ranks run this until ``finish`` has seen the report.
+UNTIL_REPORTED = "time.time() < end and not os.path.exists('reported')"
+
+
+def finish(job, folder, report):
+    """Let the ranks go on once ``report`` was printed; return stdout and stderr on one line."""
+    said = ""
+    for line in job.stderr:
+        said += line
+        if report in " ".join(said.split()):
+            (folder / "reported").touch()
+            break
+    out, rest = job.communicate(timeout=60)
+    assert job.returncode == 0, said + rest
+    return out, " ".join((said + rest).split())
+
+
 def told(result):
     """Assert that the job was ended because it hung; return the report on one line."""
     assert result.returncode == 124, result.stderr
@@ -113,12 +130,18 @@ def test_ranks_in_different_collectives_are_reported(tmp_path):
 
 @pytest.mark.long
 def test_slow_computing_rank_is_reported_but_not_ended(tmp_path):
-    compute = "end = time.time() + 7 * (rank == 1)\n"
-    compute += 12 * " " + "while time.time() < end: sum(range(999))"
-    result = hanging(tmp_path, in_loop=compute, timeout=1.5)
-    assert result.returncode == 0, result.stderr
-    text = " ".join(result.stderr.split())
-    assert "Rank 1 computes, so it may be slow and not stuck" in text
+    compute = "end = time.time() + 30 * (rank == 1)\n"
+    compute += 12 * " " + f"while {UNTIL_REPORTED}: sum(range(9999))"
+    script = ranks.write(tmp_path, LOOP.format(in_loop=compute, in_loader="pass", batches="loader"))
+    launcher = f"paceline --hang-timeout 3 --record {tmp_path / 'record'}"
+    job = ranks.start(
+        ranks.command(script, ranks=3, launcher=launcher),
+        cwd=tmp_path,
+        env=ranks.environment(NO_COLOR="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    _, text = finish(job, tmp_path, "Rank 1 computes, so it may be slow and not stuck")
     assert "HINT: a longer --hang-timeout" in text
 
 
@@ -221,30 +244,39 @@ SHORT_DEFAULT = """
     """
 
 
-def run_with_default(folder, script, *options, seconds=0.5):
-    """Run a script on two ranks without ``--hang-timeout``, whose default is ``seconds``."""
+def start_with_default(folder, script, *options, seconds=0.5):
+    """Start a script on two ranks without ``--hang-timeout``, whose default is ``seconds``."""
     launcher = ranks.write(folder, SHORT_DEFAULT.format(seconds=seconds), "launcher.py")
     words = [sys.executable, launcher, "run", "-n", "2", *options, ranks.write(folder, script)]
-    return ranks.run_command(words, folder, ranks.environment(NO_COLOR="1"), 60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return ranks.start(words, cwd=folder, env=ranks.environment(NO_COLOR="1"), **pipes)
+
+
+SILENT = f"""
+    import os, time
+    end = time.time() + 30
+    while {UNTIL_REPORTED}:
+        time.sleep(0.05)
+    print("done")
+    """
 
 
 def test_silent_script_is_reported_but_not_ended_by_default(tmp_path):
-    result = run_with_default(tmp_path, "import time\ntime.sleep(3)\nprint('done')")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "done\n"
-    text = " ".join(result.stderr.split())
-    assert 1 <= text.count("no rank has begun or ended anything for") <= 2
-    assert "rank 1: no record; stands at script.py:2 in <module>: time.sleep(3)" in text
-    assert "The job goes on: no rank is known to wait in a collective that can't complete" in text
-    assert "HINT: --hang-timeout 0.5 ends such a job" in text
+    goes_on = "The job goes on: no rank is known to wait in a collective that can't complete"
+    out, text = finish(start_with_default(tmp_path, SILENT), tmp_path, goes_on)
+    assert out == "done\n"
+    assert "no rank has begun or ended anything for" in text
+    assert re.search(r"rank 1: no record; stands at script.py:\d in <module>: time.sleep", text)
+    assert f"{goes_on}. HINT: --hang-timeout 0.5 ends such a job" in text
 
 
-WAITS_FOR_DOWNLOAD = """
-    import time, torch, torch.distributed as dist
+WAITS_FOR_DOWNLOAD = f"""
+    import os, time, torch, torch.distributed as dist
     dist.init_process_group("gloo")
     dist.barrier()
-    if dist.get_rank() == 0:
-        time.sleep(4)
+    end = time.time() + 30 * (dist.get_rank() == 0)
+    while {UNTIL_REPORTED}:
+        time.sleep(0.05)
     dist.barrier()
     print("done")
     """
@@ -253,9 +285,9 @@ WAITS_FOR_DOWNLOAD = """
 @pytest.mark.long
 def test_ranks_that_wait_for_sleeping_rank_are_not_ended_by_default(tmp_path):
     record = ["--record", tmp_path / "record"]
-    result = run_with_default(tmp_path, WAITS_FOR_DOWNLOAD, *record, seconds=1.5)
-    assert result.returncode == 0, result.stderr
-    assert "rank 0 is not there" in " ".join(result.stderr.split())
+    job = start_with_default(tmp_path, WAITS_FOR_DOWNLOAD, *record, seconds=1.5)
+    _, text = finish(job, tmp_path, "The job goes on")
+    assert "rank 0 is not there" in text
 
 
 DEADLOCK = """
@@ -269,7 +301,9 @@ DEADLOCK = """
 
 def test_deadlocked_job_is_ended_by_default(tmp_path):
     record = ["--record", tmp_path / "record"]
-    text = told(run_with_default(tmp_path, DEADLOCK, *record, seconds=2))
+    job = start_with_default(tmp_path, DEADLOCK, *record, seconds=2)
+    _, said = job.communicate(timeout=60)
+    text = told(subprocess.CompletedProcess([], job.returncode, stderr=said))
     for waiting, absent in ((0, 1), (1, 0)):
         waits = rf"all-reduce 1 of group \d+: rank {waiting} has waited for [\d.]+ s; "
         assert re.search(rf"{waits}rank {absent} is not there", text)
