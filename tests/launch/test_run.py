@@ -182,14 +182,21 @@ def test_omp_num_threads_may_list_nested_levels(tmp_path):
 
 def test_large_environment_reaches_ranks(tmp_path):
     script = ranks.write(
-        tmp_path, "import os; print(sum(len(v) for n, v in os.environ.items() if n[:3] == 'BIG'))"
+        tmp_path,
+        """
+        import os, subprocess, sys
+        print(sum(len(v) for n, v in os.environ.items() if n[:3] == "BIG"))
+        print(len(sys.argv[2]), subprocess.call(["true"]))
+        """,
     )
     large = {f"BIG{number}": "x" * 100_000 for number in range(6)}
-    words = ranks.command(script)  # not by a warm start, whose own message has a limit
+    words = ranks.command(
+        script, *["y" * 100_000] * 2
+    )  # not by a warm start, whose own message has a limit
     found = subprocess.run(
         words, env=ranks.environment(**large), capture_output=True, text=True, timeout=120
     )
-    assert (found.stdout, found.returncode) == ("600000\n", 0), found.stderr
+    assert (found.stdout, found.returncode) == ("600000\n100000 0\n", 0), found.stderr
 
 
 def test_child_process_does_not_write_to_launcher_pipe(tmp_path):

@@ -404,7 +404,7 @@ GOES_ON = """
 @pytest.mark.long
 def test_slurm_job_continues_after_node_failure(slurm, shared_folder):
     script = ranks.write(shared_folder, GOES_ON)
-    words = [*LESS, *ONE, "--run-option=--fresh", "--time", "5min"]
+    words = [*LESS, *ONE, "--run-option=--fresh", "--time", "5min", "--cpus-per-rank", "1"]
     words += ["--output", f"{shared_folder}/said"]
     told = slurm.run(ranks.PACELINE, "submit", *words, script, cwd=shared_folder)
     job = told.stdout.strip()

@@ -74,7 +74,7 @@ class ScriptCommand(TyperCommand):
         before, after = words[: len(words) - count], words[len(words) - count :]
         if before[-1:] == ["--"]:
             return
-        options = {
+        options: dict[str, Any] = {
             name: option
             for option in self.params
             if option.param_type_name == "option" and option.name != "help"

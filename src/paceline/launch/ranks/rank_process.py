@@ -71,7 +71,8 @@ def become(start: RankStart) -> None:
 def run_forked(start: RankStart) -> NoReturn:
     """Run a forked rank from its fork to its end."""
     become(start)
-    command = json.loads(os.environ["PACELINE_COMMAND"])
+    # With many arguments the variable is too long for programs that the script starts.
+    command = json.loads(os.environ.pop("PACELINE_COMMAND"))
     for stream in (sys.stdout, sys.stderr):
         # At this point the streams are TextIOWrapper objects; the type stub declares TextIO.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -134,7 +135,7 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
 def main() -> NoReturn:
     """Run a rank in a new interpreter (after ``exec_fresh``)."""
     os.set_inheritable(int(os.environ["PACELINE_STATUS"].partition(":")[2]), False)
-    finish(execute(json.loads(os.environ["PACELINE_COMMAND"])))
+    finish(execute(json.loads(os.environ.pop("PACELINE_COMMAND"))))
 
 
 def _unshare_state(threads: int | None) -> None:
