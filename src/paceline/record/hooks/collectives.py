@@ -33,7 +33,7 @@ from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op
 from .collective_check import AUTOGRAD_ENGINE_CODE, CollectiveCheck, PendingCheck, is_checked
 from .collective_in_flight import BLOCKED, COLLECTIVE, CollectiveInFlight, is_in_background
-from .hook_failures import has_failed, report_failure
+from .hook_failures import failed_hooks, report_failure
 
 # PyTorch before 2.9 keeps only the C++ half of a Work that is made in Python.
 KEEPS_PYTHON_WORK = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
@@ -341,7 +341,7 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         engine = in_backward() != -1 and _called_by_engine()
         if reduces and recorder.on_backward_reduce is not None and in_backward() != -1:
             recorder.on_backward_reduce(self, args[0] if engine else [])
-        if not self._group or has_failed(_HOOK):
+        if not self._group or _HOOK in failed_hooks:
             return call(*args, **options)
         try:
             called = now() if checked else launched
