@@ -3,6 +3,7 @@
 from ..ring.launcher_messages import notify
 from ..ring.recorder import update_all_headers
 
+MAX_FAILURE_CHARS = 200  # of an exception in a record's header
 failed_hooks: dict[str, str] = {}  # hooks that are off, and the exception of each
 
 
@@ -13,12 +14,13 @@ def report_failure(hook: str, error: Exception) -> None:
     """
     if hook in failed_hooks:
         return
-    failed_hooks[hook] = f"{type(error).__name__}: {error}"[:200]
+    failed_hooks[hook] = type(error).__name__
     try:
+        failed_hooks[hook] = f"{type(error).__name__}: {error}"[:MAX_FAILURE_CHARS]
         notify(
             f"warning: Paceline's hook of {hook} failed and is off ({failed_hooks[hook]}). "
             "The script goes on; its record is incomplete\n"
         )
         update_all_headers(failed_hooks=dict(failed_hooks))
-    except Exception:  # a closed stderr must not fail the script either
+    except Exception:  # an error without text, a closed stderr: must not fail the script either
         pass
