@@ -209,7 +209,6 @@ def test_collective_of_another_thread_is_not_of_the_training(group):
 
 def test_failure_of_the_recorder_does_not_fail_a_collective(group, monkeypatch):
     said = []
-    monkeypatch.setattr(hook_failures, "_failures", {})
     monkeypatch.setattr(hook_failures, "notify", said.append)
     monkeypatch.setattr(group, "note_launch", lambda *_: {}["broken"])
     tensor = torch.ones(2)
@@ -217,3 +216,4 @@ def test_failure_of_the_recorder_does_not_fail_a_collective(group, monkeypatch):
         assert group.allreduce([tensor]).wait()
     assert len(said) == 1
     assert "hook of the collectives failed" in said[0]
+    hook_failures.failed_hooks.clear()

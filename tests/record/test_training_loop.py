@@ -179,9 +179,9 @@ def no_failures(monkeypatch):
     from paceline.record.hooks import hook_failures
 
     said = []
-    monkeypatch.setattr(hook_failures, "_failures", {})
     monkeypatch.setattr(hook_failures, "notify", said.append)
-    return said
+    yield said
+    hook_failures.failed_hooks.clear()
 
 
 def test_failure_of_a_hook_is_said_once_and_the_script_goes_on(loop, no_failures, monkeypatch):

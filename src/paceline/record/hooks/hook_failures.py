@@ -3,12 +3,8 @@
 from ..ring.launcher_messages import notify
 from ..ring.recorder import update_all_headers
 
-_failures: dict[str, str] = {}  # by hook: the exception
-
-
-def has_failed(hook: str) -> bool:
-    """Return whether a hook has failed before, and is therefore off."""
-    return hook in _failures
+MAX_FAILURE_CHARS = 200  # of an exception in a record's header
+failed_hooks: dict[str, str] = {}  # hooks that are off, and the exception of each
 
 
 def report_failure(hook: str, error: Exception) -> None:
@@ -16,14 +12,15 @@ def report_failure(hook: str, error: Exception) -> None:
 
     The record's header has the failures as well, for the report.
     """
-    if hook in _failures:
+    if hook in failed_hooks:
         return
-    _failures[hook] = f"{type(error).__name__}: {error}"[:200]
+    failed_hooks[hook] = type(error).__name__
     try:
+        failed_hooks[hook] = f"{type(error).__name__}: {error}"[:MAX_FAILURE_CHARS]
         notify(
-            f"warning: Paceline's hook of {hook} failed and is off ({_failures[hook]}). "
+            f"warning: Paceline's hook of {hook} failed and is off ({failed_hooks[hook]}). "
             "The script goes on; its record is incomplete\n"
         )
-        update_all_headers(failed_hooks=dict(_failures))
-    except Exception:  # a closed stderr must not fail the script either
+        update_all_headers(failed_hooks=dict(failed_hooks))
+    except Exception:  # an error without text, a closed stderr: must not fail the script either
         pass

@@ -1,5 +1,6 @@
 """Record the phases of a training loop that uses ``paceline.init``."""
 
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,7 @@ class PhaseRecorder:
 
     def _before_step(self, *_: Any) -> None:
         self._step_start = now()
+        self.recorder.training_thread = get_ident()
         if self._forward_end:
             self.recorder.event(State.BACKWARD, self._forward_end, self._step_start)
             self._forward_end = 0

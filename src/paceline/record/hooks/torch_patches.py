@@ -177,8 +177,11 @@ def _patch_profiler(recorder: Recorder, module: Any) -> None:
 
     @functools.wraps(original)
     def prepare(self: Any) -> Any:
-        if recorder.kernel_sampler is not None:
-            recorder.kernel_sampler.give_way()
+        try:
+            if recorder.kernel_sampler is not None:
+                recorder.kernel_sampler.give_way()
+        except Exception as error:
+            report_failure("the profiler", error)
         return original(self)
 
     module.profile._prepare_trace = prepare
@@ -226,8 +229,11 @@ def _patch_groups(recorder: Recorder, c10d: Any) -> None:
         if group is c10d.GroupMember.NON_GROUP_MEMBER:
             return group, store
         if not members:
-            recorder.join(group.rank(), group.size())
-            measure_wrapper_cost(recorder)
+            try:
+                recorder.join(group.rank(), group.size())
+                measure_wrapper_cost(recorder)
+            except Exception as error:  # the group is wrapped nevertheless: others check with it
+                report_failure("the process groups", error)
         if not isinstance(group, RecordedGroup):
             checks = make_check(group, shared, key)
             name = str(c10d._world.pg_names[group])

@@ -22,12 +22,14 @@ from ..loop.iterations import TrainingLoop
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
 from .batch_size import fingerprint_of, samples_in
-from .hook_failures import has_failed, report_failure
+from .hook_failures import failed_hooks, report_failure
 
 MAX_FINGERPRINTS = 4  # of the first batches that are trained; the report compares ranks by them
 _FETCH, _FORWARD, _BACKWARD = "the DataLoader", "the model's forward", "the backward"
 _STEP = "the optimizer step"
-_in_backward = torch._C._current_graph_task_id
+_INPUT = int(State.INPUT)  # faster than the enum member
+_in_backward, _is_tracing = torch._C._current_graph_task_id, torch._C._is_tracing
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class LoopRecorder:
@@ -52,7 +54,7 @@ class LoopRecorder:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._running_module: nn.Module | None = None  # the outermost one
         self._loop_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._running_optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._running_optimizer: Callable[[], Optimizer | None] = _no_optimizer
         self._step_start = 0
         self._fingerprints: list[int] = []
         self._is_input = False  # the fingerprints are of a model's input, not of a loader's batch
@@ -68,13 +70,13 @@ class LoopRecorder:
 
     def fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """Fetch the next batch of a loader's iterator, and record its time and samples."""
-        if has_failed(_FETCH):
+        if _FETCH in failed_hooks:
             return fetch(iterator)
         start, iterator_start = now(), 0
         try:
             self.recorder.hook_calls += 1
             iterator_start = self._loop.fetch_begins(id(iterator), start)
-            self.recorder.begin(State.INPUT, start)
+            self.recorder.begin(_INPUT, start)
         except Exception as error:
             report_failure(_FETCH, error)
             return fetch(iterator)
@@ -83,40 +85,36 @@ class LoopRecorder:
             batch = fetch(iterator)
         except BaseException as error:
             self.busy = False
-            self._end_fetch(iterator, start, iterator_start, None, error)
+            self.recorder.event(_INPUT, start, now())
+            if isinstance(error, StopIteration):
+                self._end_iterator(id(iterator), iterator_start)
             raise
         self.busy = False
-        self._end_fetch(iterator, start, iterator_start, batch, None)
+        try:
+            self.recorder.event(_INPUT, start, now())
+            known = len(self._fingerprints) >= MAX_FINGERPRINTS
+            fingerprint = 0 if known else self._fingerprint(batch)
+            self._loop.fetched(id(iterator), start, iterator_start, _samples(batch), fingerprint)
+        except Exception as error:
+            report_failure(_FETCH, error)
         return batch
 
-    def _end_fetch(
-        self,
-        iterator: Any,
-        start: int,
-        iterator_start: int,
-        batch: Any,
-        failure: BaseException | None,
-    ) -> None:
+    def _end_iterator(self, iterator: int, iterator_start: int) -> None:
         try:
-            self.recorder.event(State.INPUT, start, now())
-            if failure is None:
-                samples, fingerprint = _samples(batch), self._fingerprint(batch)
-                self._loop.fetched(id(iterator), start, iterator_start, samples, fingerprint)
-            elif isinstance(failure, StopIteration):
-                self._loop.exhausted(id(iterator), iterator_start)
+            self._loop.exhausted(iterator, iterator_start)
         except Exception as error:
             report_failure(_FETCH, error)
 
     def open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         """Make a loader's iterator and its workers, recorded as a wait for input."""
         start = now()
-        self.recorder.begin(State.INPUT, start)
+        self.recorder.begin(_INPUT, start)
         self.busy = True
         try:
             iterator = make(loader)
         finally:
             self.busy = False
-            self.recorder.event(State.INPUT, start, now())
+            self.recorder.event(_INPUT, start, now())
         try:
             self._loop.iterator_made(id(iterator), start)
         except Exception as error:
@@ -124,7 +122,7 @@ class LoopRecorder:
         return iterator
 
     def _fingerprint(self, batch: Any) -> int:
-        """Return the checksum of one of the first batches; 0 for later ones."""
+        """Return the checksum of a batch; 0 if it has none, or is not one of the first."""
         if len(self._fingerprints) >= MAX_FINGERPRINTS:
             return 0
         try:
@@ -151,7 +149,7 @@ class LoopRecorder:
         """Call the outermost module and record its forward."""
         if self._loop.last_model() is not module and not self._is_model(module):
             return call(module, *args, **kwargs)
-        if has_failed(_FORWARD) or torch._C._is_tracing():
+        if _FORWARD in failed_hooks or _is_tracing():
             return call(module, *args, **kwargs)
         self.busy, self._running_module = True, module
         start = now()
@@ -161,18 +159,15 @@ class LoopRecorder:
             end = now()
             if self._running_module is module:  # else it contains a training loop: see before_step
                 self.busy, self._running_module = False, None
-                self._end_forward(module, start, end, args, kwargs)
-
-    def _end_forward(self, module: nn.Module, start: int, end: int, args: Any, kwargs: Any) -> None:
-        try:
-            self.recorder.hook_calls += 1
-            if torch.is_grad_enabled():
-                inputs = args or tuple(kwargs.values())
-                self._loop.training_forward(module, module.training, start, end, inputs)
-            else:
-                self._loop.other_forward(module, module.training, start, end)
-        except Exception as error:
-            report_failure(_FORWARD, error)
+                try:
+                    self.recorder.hook_calls += 1
+                    if _is_grad_enabled():
+                        inputs = args or tuple(kwargs.values())
+                        self._loop.training_forward(module, module.training, start, end, inputs)
+                    else:
+                        self._loop.other_forward(module, module.training, start, end)
+                except Exception as error:
+                    report_failure(_FORWARD, error)
 
     def _is_model(self, module: nn.Module) -> bool:
         """Return whether the module is a model.
@@ -195,7 +190,7 @@ class LoopRecorder:
 
     def backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run autograd's engine and record the backward."""
-        if has_failed(_BACKWARD):
+        if _BACKWARD in failed_hooks:
             return run(*args, **kwargs)
         start = now()
         try:
@@ -210,62 +205,56 @@ class LoopRecorder:
             return result
         finally:
             self.busy = False
-            self._end_backward(start, kwargs.get("accumulate_grad", True), is_failing)
-
-    def _end_backward(self, start: int, accumulates: bool, is_failing: bool) -> None:
-        try:
-            self._loop.backward_ends(start, now(), accumulates)
-            if is_failing:
-                self.recorder.backward_failed()
-        except Exception as error:
-            report_failure(_BACKWARD, error)
+            try:
+                self._loop.backward_ends(start, now(), kwargs.get("accumulate_grad", True))
+                if is_failing:
+                    self.recorder.backward_failed()
+            except Exception as error:
+                report_failure(_BACKWARD, error)
 
     # The optimizer
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.stopped or has_failed(_STEP):
+        if self.stopped or _STEP in failed_hooks:
             return
         try:
-            self._begin_step(optimizer)
+            thread = get_ident()
+            if thread != self._thread and not self._takes_over(thread):
+                return
+            running = self._running_optimizer()
+            if running is not None and running is not optimizer and _is_stepping(running):
+                return  # an optimizer inside another optimizer's step
+            if self._running_module is not None:  # its forward contains the training loop
+                self._loop_modules.add(self._running_module)
+                self._models.discard(self._running_module)
+                self.busy, self._running_module = False, None
+            self._other_thread = 0
+            self._loop.step_begins()
+            self._running_optimizer = weakref.ref(optimizer)
+            self._step_start = now()
         except Exception as error:
             report_failure(_STEP, error)
 
-    def _begin_step(self, optimizer: Optimizer) -> None:
-        if not self._trains_in(get_ident()):
-            return
-        running = self._running_optimizer()
-        if running is not None and running is not optimizer and _is_stepping(running):
-            return  # an optimizer inside another optimizer's step
-        if self._running_module is not None:  # its forward contains the training loop
-            self._loop_modules.add(self._running_module)
-            self._models.discard(self._running_module)
-            self.busy, self._running_module = False, None
-        self._loop.step_begins()
-        self._running_optimizer = weakref.ref(optimizer)
-        self._step_start = now()
+    def _takes_over(self, thread: int) -> bool:
+        """Return whether an optimizer step in another thread is one of the training.
 
-    def _trains_in(self, thread: int) -> bool:
-        """Return whether an optimizer step in this thread is one of the training.
-
-        Another thread than the one of the last steps takes over with its second step in a row, or
-        before the first step. A step inside a backward may be in a thread of autograd's engine.
+        The thread takes over with its second step in a row, or before the first step. A step inside
+        a backward may be in a thread of autograd's engine.
         """
-        if thread == self._thread or _in_backward() != -1:
-            self._other_thread = 0
+        if _in_backward() != -1:
             return True
         if self.recorder.step and self._other_thread != thread:
             self._other_thread = thread
             return False
         self._thread = self.recorder.training_thread = thread
-        self._other_thread = 0
         return True
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.stopped or self._running_optimizer() is not optimizer or has_failed(_STEP):
+        if self.stopped or self._running_optimizer() is not optimizer or _STEP in failed_hooks:
             return
         try:
             self.recorder.hook_calls += 1
-            self._running_optimizer = lambda: None
+            self._running_optimizer = _no_optimizer
             skipped = _was_skipped(optimizer)
             if not self._loop.step(optimizer, self._step_start, now(), skipped):
                 return
@@ -280,6 +269,10 @@ class LoopRecorder:
         self._loop.end(now())
         if 0 < len(self._fingerprints) < MAX_FINGERPRINTS:
             self._write_fingerprints()
+
+
+def _no_optimizer() -> None:
+    return None
 
 
 def _is_stepping(optimizer: Optimizer) -> bool:
@@ -302,7 +295,7 @@ def _was_skipped(optimizer: Optimizer) -> bool:
     The gradient scaler tells it to such an optimizer in a tensor. On a GPU its value is not known
     without waiting for the device, so the step counts.
     """
-    found = getattr(optimizer, "found_inf", None)
+    found = optimizer.__dict__.get("found_inf")
     if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
         return False
     return bool(found)
@@ -310,7 +303,10 @@ def _was_skipped(optimizer: Optimizer) -> bool:
 
 def _first_parameter(module: Any) -> int:
     """Return the id of the module's first parameter; 0 if it has none."""
-    parameter = next(module.parameters(), None)
+    try:
+        parameter = next(nn.Module.parameters(module), None)
+    except Exception:  # e.g. a module whose constructor has not run yet
+        return 0
     return 0 if parameter is None else id(parameter)
 
 

@@ -21,6 +21,9 @@ from .sample_counter import MAX_BATCHES_AHEAD, SampleCounter
 
 MAX_NESTED_LOADERS = 8  # loaders that are iterated inside each other's loops
 MAX_HELD_FORWARDS = 64  # forwards without gradient of one iteration
+# Integers are faster than enum members.
+VALIDATION, FORWARD, GAP = int(State.VALIDATION), int(State.FORWARD), int(State.GAP)
+LOSS, BACKWARD, OPTIMIZER = int(State.LOSS), int(State.BACKWARD), int(State.OPTIMIZER)
 DISCARDED = -1  # in place of the number of an iterator that no longer exists
 
 
@@ -173,7 +176,7 @@ class TrainingLoop:
     def _close(self, iteration: Iteration, end: int) -> None:
         if iteration.may_be_evaluation and not iteration.is_training:
             if iteration.has_eval_forward or iteration.key == self._evaluating_iterator:
-                self._recorder.event(State.VALIDATION, iteration.start, end)
+                self._recorder.event(VALIDATION, iteration.start, end)
                 self._samples.discard_ahead()
                 return
             if iteration.key != self._training_iterator:
@@ -188,7 +191,7 @@ class TrainingLoop:
     def _decide_evaluation(self) -> None:
         """Record the undecided iterations as an evaluation, and later ones of their iterator."""
         for iteration, end in self._undecided:
-            self._recorder.event(State.VALIDATION, iteration.start, end)
+            self._recorder.event(VALIDATION, iteration.start, end)
             self._evaluating_iterator = iteration.key
         self._undecided.clear()
         self._samples.discard_ahead()
@@ -202,7 +205,7 @@ class TrainingLoop:
 
     def _record_forwards(self, iteration: Iteration) -> None:
         for start, end in iteration.forwards:
-            self._recorder.event(State.FORWARD, start, end)
+            self._recorder.event(FORWARD, start, end)
         iteration.forwards.clear()
 
     # The model
@@ -213,12 +216,13 @@ class TrainingLoop:
         """Note a forward with gradient. inputs: its arguments."""
         if self._loaderless_evaluation[0]:
             self._end_loaderless_evaluation()
-        self._recorder.event(State.FORWARD, start, end)
+        self._recorder.event(FORWARD, start, end)
         self._forward_end = end
         self._has_worked = True
         if self.last_model() is not model:  # usually the same one
             self.last_model = weakref.ref(model)
-            self._trained_parameters.add(self._first_parameter(model))
+            if parameter := self._first_parameter(model):
+                self._trained_parameters.add(parameter)
         uses_loader = self._fetched_this_step or self._fetched_last_step
         if not (uses_loader or self._samples.holds_batches):
             self._record_loaderless_input(model, start, inputs)
@@ -237,7 +241,7 @@ class TrainingLoop:
         samples.
         """
         if self.step_end:
-            self._recorder.event(State.GAP, self.step_end, start)
+            self._recorder.event(GAP, self.step_end, start)
         if not self._iterations:
             self._iterations.append(Iteration(0, start))
             self._iterations[-1].model = id(model)
@@ -257,10 +261,10 @@ class TrainingLoop:
         elif not is_training_mode and self._first_parameter(model) in self._trained_parameters:
             self._loaderless_evaluation = [self._loaderless_evaluation[0] or start, end]
         else:
-            self._recorder.event(State.FORWARD, start, end)
+            self._recorder.event(FORWARD, start, end)
 
     def _end_loaderless_evaluation(self) -> None:
-        self._recorder.event(State.VALIDATION, *self._loaderless_evaluation)
+        self._recorder.event(VALIDATION, *self._loaderless_evaluation)
         self._loaderless_evaluation = [0, 0]
 
     # Gradients
@@ -270,7 +274,7 @@ class TrainingLoop:
         if self._loaderless_evaluation[0]:
             self._end_loaderless_evaluation()
         if self._forward_end:
-            self._recorder.event(State.LOSS, self._forward_end, start)
+            self._recorder.event(LOSS, self._forward_end, start)
             self._forward_end = 0
         self._has_worked = True
         if self._iterations:
@@ -278,7 +282,7 @@ class TrainingLoop:
 
     def backward_ends(self, start: int, end: int, accumulates: bool) -> None:
         """Note the end of a backward. accumulates: False for autograd.grad."""
-        self._recorder.event(State.BACKWARD, start, end)
+        self._recorder.event(BACKWARD, start, end)
         if not accumulates:  # part of the loss, which may go on
             self._forward_end = end
 
@@ -312,7 +316,7 @@ class TrainingLoop:
             evaluates = last.iterator and last.may_be_evaluation and not last.is_training
             if not evaluates or last.start >= iteration.iterator_start:
                 break
-            self._recorder.event(State.VALIDATION, last.start, iteration.iterator_start)
+            self._recorder.event(VALIDATION, last.start, iteration.iterator_start)
             del self._iterations[-2]
 
     # The optimizer
@@ -327,7 +331,7 @@ class TrainingLoop:
         was_skipped: The optimizer changed nothing, because a gradient was infinite.
         """
         self._forward_end = 0
-        self._recorder.event(State.OPTIMIZER, start, end)
+        self._recorder.event(OPTIMIZER, start, end)
         if self._iterations and not self._iterations[-1].iterator:
             self._iterations.pop()  # a step ends an iteration without a loader
         if was_skipped or not self._ends_job_step(optimizer):
@@ -364,5 +368,5 @@ class TrainingLoop:
         if self._iterations:
             iteration = self._iterations[-1]
             if iteration.iterator and iteration.may_be_evaluation and not iteration.is_training:
-                self._recorder.event(State.VALIDATION, iteration.start, at)
+                self._recorder.event(VALIDATION, iteration.start, at)
         self._iterations.clear()

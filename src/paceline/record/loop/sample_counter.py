@@ -64,6 +64,8 @@ class SampleCounter:
         """Return the number of samples of the step that ends now."""
         claimed, direct = self._claimed, self._direct
         self._claimed, self._direct = [], 0
+        if self._prefetched == 0:
+            return sum(claimed) + direct
         if not claimed:
             trained = self._held[: self._batches_per_step] if self._is_exhausted else []
             self._held = self._held[len(trained) :]

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from ...security.files import open_regular
+from .launcher_messages import notify
 from .recorder import Recorder, now
 from .states import State
 
@@ -53,6 +54,12 @@ class StackSampler:
         self._end.set()
 
     def _run(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:  # must not print a stack between the script's output
+            notify(f"warning: Paceline's stack sampler failed and is off: {error}\n")
+
+    def _sample(self) -> None:
         gap = StallDetector()
         while not self._end.wait(SAMPLE_INTERVAL_S):
             at, began = now(), time.thread_time_ns()  # excludes the wait for the GIL
