@@ -98,6 +98,16 @@ def knobs() -> str:
     return "\n".join(_table("", heads, rows))
 
 
+def remedies() -> str:
+    """Return a table of the knobs and edits that address each cause."""
+    answers: dict[str, list[str]] = {}
+    for name, knob in KNOBS.items():
+        for cause in knob.answers:
+            answers.setdefault(cause, []).append(f"`{name}`" if knob.hook else knob.does)
+    rows = [(f"`{cause}`", "; ".join(names)) for cause, names in sorted(answers.items())]
+    return "\n".join(_table("", ("cause", "remedies"), rows))
+
+
 def definitions() -> str:
     """Return the definitions that the report page shows as tooltips."""
     return "\n".join(f"{term}\n: {text}\n" for term, text in DEFINITIONS.items())
@@ -119,7 +129,7 @@ def write_all(app: Sphinx) -> None:
     """Write every generated part whose text has changed."""
     folder = Path(app.srcdir, "reference", "generated")
     folder.mkdir(exist_ok=True)
-    for part in (commands, knobs, definitions):
+    for part in (commands, knobs, remedies, definitions):
         path, text = folder / f"{part.__name__}.md", part()
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
