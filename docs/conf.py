@@ -40,6 +40,7 @@ html_theme = "furo"
 html_title = f"Paceline {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "_static/scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 # Summaries in search results are fetched, which browsers forbid for file://.
