@@ -36,6 +36,8 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 
+smartquotes = False  # -- is the begin of an option
+
 html_theme = "furo"
 html_title = f"Paceline {release}"
 html_static_path = ["_static"]

@@ -4,6 +4,8 @@ The files are `docs/reference/generated/*.md`; pages of the reference include th
 those of `--help` and of the tables in the code, so the reference cannot differ from either.
 """
 
+import inspect
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
     context = command.context_class(command, info_name=name)
     yield f"## {name}\n"
     yield f"```text\n{' '.join([name, '[OPTIONS]', *_arguments(command)])}\n```\n"
-    yield f"{command.help or ''}\n"
+    yield f"{_markdown(inspect.cleandoc(command.help or ''))}\n"
     if isinstance(command, TyperGroup):
         for inner, other in command.commands.items():
             yield from (line.replace("## ", "### ", 1) for line in _command(f"{name} {inner}", other))
@@ -48,7 +50,7 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
     for panel, parameters in panels.items():
         yield from _table(panel, ("", "default", ""), [_row(one, context) for one in parameters])
     if command.epilog:
-        yield f"{command.epilog}\n"
+        yield f"{_markdown(command.epilog)}\n"
 
 
 def _arguments(command: TyperCommand) -> Iterable[str]:
@@ -78,7 +80,13 @@ def _type(option: TyperOption, context: Any) -> str:
 
 
 def _help(parameter: Any) -> str:
-    return " ".join((parameter.help or "").split())
+    return _markdown(" ".join((parameter.help or "").split()))
+
+
+def _markdown(text: str) -> str:
+    """Return a help text as Markdown: options and names in capitals as code, no other markup."""
+    text = re.sub(r"([*_`\[\]])", r"\\\1", text)
+    return re.sub(r"(?<![\w-])(--?[a-z][\w-]*)", r"`\1`", text)
 
 
 def knobs() -> str:
