@@ -14,7 +14,7 @@ from paceline.version import __version__
 
 project = "Paceline"
 author = "The Paceline developers"
-copyright = "The Paceline developers, BSD-3-Clause"
+project_copyright = "The Paceline developers, BSD-3-Clause"
 release = version = __version__
 
 extensions = [

@@ -40,7 +40,9 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
     yield f"{_markdown(inspect.cleandoc(command.help or ''))}\n"
     if isinstance(command, TyperGroup):
         for inner, other in command.commands.items():
-            yield from (line.replace("## ", "### ", 1) for line in _command(f"{name} {inner}", other))
+            yield from (
+                line.replace("## ", "### ", 1) for line in _command(f"{name} {inner}", other)
+            )
         return
     panels: dict[str, list[TyperOption | TyperArgument]] = {}
     for parameter in command.params:
@@ -72,11 +74,21 @@ def _row(parameter: TyperOption | TyperArgument, context: Any) -> tuple[str, str
     names = [*parameter.opts, *parameter.secondary_opts]
     value = "" if parameter.is_flag else f" {parameter.metavar or _type(parameter, context)}"
     default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
-    return ", ".join(f"`{name}{value}`" for name in sorted(names, key=len)), default, _help(parameter)
+    return (
+        ", ".join(f"`{name}{value}`" for name in sorted(names, key=len)),
+        default,
+        _help(parameter),
+    )
 
 
 def _type(option: TyperOption, context: Any) -> str:
-    return str(option.display_type(context)).strip("<>").removeprefix("list[").removesuffix("]").upper()
+    return (
+        str(option.display_type(context))
+        .strip("<>")
+        .removeprefix("list[")
+        .removesuffix("]")
+        .upper()
+    )
 
 
 def _help(parameter: Any) -> str:
