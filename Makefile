@@ -9,7 +9,7 @@ COLD := PACELINE_TESTS_WARM=0
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz lint types format bench picture plotly-bundle clean
+.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz lint types format bench picture plotly-bundle docs clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
@@ -27,6 +27,10 @@ $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 # without them those tests are skipped.
 $(VENV)/frameworks: $(VENV)/installed
 	@$(BIN)/pip install $(PIP_ARGS) -e '.[frameworks]'
+	@touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	@$(BIN)/pip install $(PIP_ARGS) -e '.[docs]'
 	@touch $@
 
 # TensorFlow and JAX take over a gigabyte and choose versions of what they share: a place of
@@ -134,6 +138,11 @@ plotly-bundle:
 picture: $(VENV)/installed
 	$(BIN)/python docs/pictures/demo.py
 	$(BIN)/python docs/pictures/pages.py
+
+# The documentation site, in run/site; a warning is an error.
+docs: $(VENV)/docs
+	$(BIN)/sphinx-build -q -W --keep-going -d run/doctrees docs run/site
+	@echo "open run/site/index.html"
 
 clean:
 	rm -rf $(VENV) $(TF_VENV) run

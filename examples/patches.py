@@ -1,5 +1,5 @@
 """Satellite patches of twelve bands in three resolutions, as a training reads them when nobody has
-looked at its input yet, and three steps later: what docs/case-patches.md tells from start to end.
+looked at its input yet, and three steps later. The case: docs/explanation/case-patches.md.
 
     cd examples
     python patches.py make ../run/patches --patches 2000

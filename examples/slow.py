@@ -1,5 +1,6 @@
-"""Handwritten digits with three faults in it, each of which is common: what docs/remedies.md makes
-fast. A plain PyTorch script for torchrun or `paceline run`; nothing in it knows of Paceline.
+"""Handwritten digits, with three common mistakes: docs/how-to/improve/slow-job.md makes it fast.
+
+A plain PyTorch script for torchrun or `paceline run`, which does not import Paceline.
 
     paceline diagnose -n 2 --try all --html found.html examples/slow.py
 """

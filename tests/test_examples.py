@@ -120,7 +120,10 @@ PATCHES = 48
 
 @pytest.fixture(scope="module")
 def patches(tmp_path_factory):
-    """Return the folder of the case's datasets (docs/case-patches.md): files, packed, upsampled."""
+    """Return the folder of the case's datasets: files, packed, upsampled.
+
+    See docs/explanation/case-patches.md.
+    """
     folder = tmp_path_factory.mktemp("patches")
     script = "examples/patches.py"
     done = run(sys.executable, script, "make", folder / "files", "--patches", str(PATCHES))

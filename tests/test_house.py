@@ -1,6 +1,5 @@
 """Architecture rules: which folder may import which, and what starts without torch."""
 
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -77,7 +76,6 @@ def test_import_cycle_is_detected(tmp_path, monkeypatch):
     assert circle_in(tmp_path / "a") == ["above", "below", "c"]
 
 
-DOCS = SOURCE.parents[1] / "docs"
 MAX_FILES = 15  # per folder, without its subfolders
 
 
@@ -89,19 +87,6 @@ def test_number_of_files_per_folder_is_limited(top):
     )
     count = Counter(str(Path(line).parent) for line in listed.stdout.splitlines())
     assert not {folder: files for folder, files in count.items() if files > MAX_FILES}
-
-
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{one.name}" for one in DOCS.glob("*.md"))]
-)
-def test_files_named_on_pages_exist(page):
-    """Paths in prose and commands start at the repository's root, those of links at the page."""
-    root = SOURCE.parents[1]
-    pattern = r"(?<![\w/.-])((?:src|tests|examples|benchmarks|docs|tools)/[\w/.-]+\.\w+)"
-    named = re.findall(pattern, (root / page).read_text())
-    places = (root, (root / page).parent)
-    gone = [path for path in named if not any((place / path).exists() for place in places)]
-    assert not [path for path in gone if "NAME" not in path]
 
 
 def test_import_of_higher_layer_is_detected(tmp_path, monkeypatch):

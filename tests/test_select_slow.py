@@ -35,7 +35,7 @@ def test_template_change_selects_tests_of_modules_in_its_folder(tmp_path):
 def test_changed_test_is_selected_and_docs_page_selects_none(tmp_path):
     near = select_slow.touched(IDS, ["tests/launch/test_a.py"], package(tmp_path))
     assert set(near) == {test for test in IDS if "/launch/" in test}
-    assert not select_slow.touched(IDS, ["docs/faults.md"], package(tmp_path))
+    assert not select_slow.touched(IDS, ["docs/index.md"], package(tmp_path))
 
 
 def test_six_consecutive_runs_cover_every_test():

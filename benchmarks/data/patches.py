@@ -1,6 +1,7 @@
-"""The case of docs/case-patches.md: what each of five steps does to a training that waits for its
-input. Claims: the last one waits for input for a tenth of its time at most, takes half as long a
-sample as more workers, and its loss is that of the training as it was found (to a twentieth).
+"""The case of docs/explanation/case-patches.md: what each of five steps does to a training that
+waits for its input. Claims: the last one waits for input for a tenth of its time at most, takes
+half as long a sample as more workers, and its loss is that of the training as it was found (to a
+twentieth).
 
 The patches are SYNTHETIC (examples/patches.py). Every run is recorded, on two ranks, with the
 files' pages dropped from the cache before it (what the storage itself remembers is not touched).

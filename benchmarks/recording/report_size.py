@@ -107,7 +107,7 @@ def simulated(
 
 
 def write(folder: Path, members: int, start: np.ndarray, end: np.ndarray) -> None:
-    """A ring's file for each rank, as docs/reference/record-format.md describes it."""
+    """A ring's file for each rank, as docs/reference/formats/record-format.md describes it."""
     kinds, steps, ranks = start.shape
     buckets = (kinds - len(step_events(0))) // 2
     states = np.array(step_events(buckets))

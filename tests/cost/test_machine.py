@@ -215,12 +215,12 @@ def test_invalid_machine_is_not_written(tmp_path):
     ],
 )
 def test_machine_file_keys_are_documented(table):
-    text = (Path(__file__).parents[2] / "docs/reference/machine-file.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/formats/machine-file.md").read_text()
     code = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", text))))
     assert {field.name for field in dataclasses.fields(table)} <= code
 
 
 def test_documented_example_is_a_valid_machine_file(tmp_path):
-    text = (Path(__file__).parents[2] / "docs/reference/machine-file.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/formats/machine-file.md").read_text()
     (tmp_path / "machine.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])
     assert again(load(tmp_path / "machine.toml"), tmp_path).hosts[0].limits.nofile == 1 << 20

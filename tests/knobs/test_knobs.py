@@ -182,7 +182,7 @@ def test_iterable_dataset_gets_no_loader_workers(tmp_path):
 
 @pytest.mark.long
 def test_slow_example_with_settings_has_same_loss(tmp_path):
-    """Use the settings of docs/remedies.md."""
+    """Use the settings of docs/how-to/improve/slow-job.md."""
     script = Path(__file__).parents[2] / "examples" / "slow.py"
     settings = tmp_path / "fast.toml"
     knobs = {"loader-workers": 3, "threads": 1, "accumulate-locally": True}

@@ -117,7 +117,7 @@ def check(
     Versions, limits, masks, clocks; arithmetic by precision, memory bandwidth, storage, import of
     torch; collectives in each host and between hosts, every link. What is odd is red: a host that
     is slower than its peers by more than the spread is named. Hosts that do not answer are named,
-    and the rest is checked. The figures go to a machine file (docs/reference/machine-file.md).
+    and the rest is checked. The figures go to a machine file.
 
     Exit code 1 where a host does not answer, or is slower than others, or versions differ.
     """

@@ -4,7 +4,7 @@ A message is a JSON object, plus raw bytes if it carries output or a file. Over 
 the remote command's standard input and output, and ssh has authenticated both sides. Over TCP both
 sides first prove that they know the job's secret, without sending it; afterwards each message
 carries a keyed hash (HMAC-SHA256 over a counter and the message), so that no other process can
-insert messages. Nothing is encrypted, and nothing is unpickled. See docs/security.md.
+insert messages. Nothing is encrypted, and nothing is unpickled. See docs/explanation/security.md.
 """
 
 import hashlib

@@ -6,5 +6,5 @@ schema     parsed JSON and TOML, checked against types before it is used
 text       text of a file, script or job, without the control characters of terminals
 greeting   authentication of incoming connections, without a thread for each
 
-The threat model is in docs/security.md. These modules need no torch.
+The threat model is in docs/explanation/security.md. These modules need no torch.
 """

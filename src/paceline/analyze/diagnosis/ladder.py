@@ -1,4 +1,6 @@
-"""The rates of the ladder's rungs, and the waterfall between them. See docs/diagnose.md.
+"""The rates of the ladder's rungs, and the waterfall between them.
+
+See docs/explanation/diagnose.md.
 
 From what the ranks could do if each were alone with its batch in memory, down to what they did.
 """

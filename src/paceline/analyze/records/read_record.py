@@ -1,4 +1,7 @@
-"""Read a rank's record. The layout is in docs/record-format.md; the writer is record.ring."""
+"""Read a rank's record.
+
+The layout is in docs/reference/formats/record-format.md; the writer is record.ring.
+"""
 
 import mmap
 from dataclasses import dataclass, field

@@ -1,4 +1,6 @@
-"""Assign every instant of a rank's window to exactly one state, as docs/measures.md defines them.
+"""Assign every instant of a rank's window to exactly one state.
+
+The states are defined in docs/reference/measures.md.
 
 Events overlap (a blocked wait lies inside a backward, input inside a validation). Of all events
 that cover an instant, the first in ``STATE_PRIORITY`` counts. A rank's window becomes a sequence of

@@ -1,7 +1,7 @@
 """The machine file: what ``paceline check`` measured of a machine, each figure with its spread.
 
-The format is versioned TOML; docs/reference/machine-file.md lists every key, its unit and what
-measures it.
+The format is versioned TOML; docs/reference/formats/machine-file.md lists every key, its unit and
+what measures it.
 """
 
 import re
@@ -325,7 +325,7 @@ def load(path: str | Path) -> Machine:
     try:
         machine: Machine = from_tree(Machine, data, "", unknown)
     except ValueError as error:
-        hint = "HINT: docs/reference/machine-file.md lists all keys; paceline check writes a file"
+        hint = "HINT: paceline check writes one; its keys: docs/reference/formats/machine-file.md"
         raise InvalidFileError(path, f"{error}. {hint}") from None
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""

@@ -1,7 +1,7 @@
 """The record file of a rank, memory-mapped: a header, then fixed-size events in a ring buffer.
 
 Writing an event is one ``struct.pack_into`` on mapped memory. It needs no system call, and the data
-survives ``kill -9``. docs/reference/record-format.md describes the layout;
+survives ``kill -9``. docs/reference/formats/record-format.md describes the layout;
 ``analyze.records.read_record`` reads it.
 """
 

@@ -1,4 +1,7 @@
-"""Numeric codes of states and collectives in an event. See docs/reference/record-format.md."""
+"""Numeric codes of states and collectives in an event.
+
+See docs/reference/formats/record-format.md.
+"""
 
 from enum import IntEnum
 

@@ -203,7 +203,7 @@ _DOUBT = (
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """Return the diagnosis as JSON-compatible values, as documented in docs/diagnose.md."""
+    """Return the diagnosis as JSON-compatible values: docs/reference/formats/json.md."""
     ladder = found.ladder
     return {
         "format": "paceline-diagnosis",

@@ -146,7 +146,7 @@ def render_before_after(
 
 
 def as_json(found: Any) -> dict[str, Any]:
-    """Return the remedies as JSON, in the format of docs/remedies.md."""
+    """Return the remedies as JSON, in the format of docs/reference/formats/json.md."""
     return {
         "remedies": [asdict(one) for one in found.remedies],
         "predictions_off": {source: asdict(one) for source, one in found.off.items()},

@@ -1,0 +1,160 @@
+"""Write the parts of the reference that the code defines, before Sphinx reads the pages.
+
+The files are `docs/reference/generated/*.md`; pages of the reference include them. The texts are
+those of `--help` and of the tables in the code, so the reference cannot differ from either.
+"""
+
+import inspect
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+from sphinx.application import Sphinx
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from paceline.cli import app as cli
+from paceline.knobs.registry import KNOBS
+from paceline.report.page.definitions import DEFINITIONS
+
+OTHER_OPTIONS = "Options"  # heading of options that belong to no group
+
+
+def commands() -> str:
+    """Return a section for each command: usage, description, options by group, examples."""
+    group = typer.main.get_command(cli)
+    assert isinstance(group, TyperGroup)
+    return "\n".join(
+        line
+        for name, command in group.commands.items()
+        if not command.hidden
+        for line in _command(f"paceline {name}", command)
+    )
+
+
+def _command(name: str, command: TyperCommand) -> Iterable[str]:
+    context = command.context_class(command, info_name=name)
+    yield f"## {name}\n"
+    yield f"```text\n{' '.join([name, '[OPTIONS]', *_arguments(command)])}\n```\n"
+    yield f"{_markdown(inspect.cleandoc(command.help or ''))}\n"
+    if isinstance(command, TyperGroup):
+        for inner, other in command.commands.items():
+            yield from (
+                line.replace("## ", "### ", 1) for line in _command(f"{name} {inner}", other)
+            )
+        return
+    panels: dict[str, list[TyperOption | TyperArgument]] = {}
+    for parameter in command.params:
+        if not getattr(parameter, "hidden", False):
+            panel = getattr(parameter, "rich_help_panel", None)
+            panels.setdefault(panel or _kind(parameter), []).append(parameter)
+    for panel, parameters in panels.items():
+        yield from _table(panel, ("", "default", ""), [_row(one, context) for one in parameters])
+    if command.epilog:
+        yield f"{_markdown(command.epilog)}\n"
+
+
+def _arguments(command: TyperCommand) -> Iterable[str]:
+    for parameter in command.params:
+        if isinstance(parameter, TyperArgument):
+            word = (parameter.metavar or parameter.name or "").upper()
+            word += "..." if parameter.nargs == -1 else ""
+            yield word if parameter.required else f"[{word}]"
+
+
+def _kind(parameter: TyperOption | TyperArgument) -> str:
+    return "Arguments" if isinstance(parameter, TyperArgument) else OTHER_OPTIONS
+
+
+def _row(parameter: TyperOption | TyperArgument, context: Any) -> tuple[str, str, str]:
+    if isinstance(parameter, TyperArgument):
+        return f"`{(parameter.metavar or parameter.name or '').upper()}`", "", _help(parameter)
+    assert isinstance(parameter, TyperOption)
+    names = [*parameter.opts, *parameter.secondary_opts]
+    value = "" if parameter.is_flag else f" {parameter.metavar or _type(parameter, context)}"
+    default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
+    return (
+        ", ".join(f"`{name}{value}`" for name in sorted(names, key=len)),
+        default,
+        _help(parameter),
+    )
+
+
+def _type(option: TyperOption, context: Any) -> str:
+    return (
+        str(option.display_type(context))
+        .strip("<>")
+        .removeprefix("list[")
+        .removesuffix("]")
+        .upper()
+    )
+
+
+def _help(parameter: Any) -> str:
+    return _markdown(" ".join((parameter.help or "").split()))
+
+
+def _markdown(text: str) -> str:
+    """Return a help text as Markdown: options and names in capitals as code, no other markup."""
+    text = re.sub(r"([*_`\[\]])", r"\\\1", text)
+    return re.sub(r"(?<![\w-])(--?[a-z][\w-]*)", r"`\1`", text)
+
+
+def knobs() -> str:
+    """Return a table of all knobs: effect, values, causes, equivalent edit, and cost."""
+    rows = [
+        (
+            f"`{name}`",
+            knob.does,
+            str(knob.value) if knob.hook and knob.value is not None else "edit of the script",
+            ", ".join(f"`{cause}`" for cause in knob.answers),
+            knob.edit.replace("{value}", "N"),
+            knob.costs + (" Changes the numbers." if knob.numbers else ""),
+        )
+        for name, knob in KNOBS.items()
+    ]
+    heads = ("knob", "effect", "values", "causes", "edit of the script", "cost")
+    return "\n".join(_table("", heads, rows))
+
+
+def remedies() -> str:
+    """Return a table of the knobs and edits that address each cause."""
+    answers: dict[str, list[str]] = {}
+    for name, knob in KNOBS.items():
+        for cause in knob.answers:
+            answers.setdefault(cause, []).append(f"`{name}`" if knob.hook else knob.does)
+    rows = [(f"`{cause}`", "; ".join(names)) for cause, names in sorted(answers.items())]
+    return "\n".join(_table("", ("cause", "remedies"), rows))
+
+
+def definitions() -> str:
+    """Return the definitions that the report page shows as tooltips."""
+    return "\n".join(f"{term}\n: {text}\n" for term, text in DEFINITIONS.items())
+
+
+def _table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterable[str]:
+    if title:
+        yield f"**{title}**\n"
+    heads = list(heads)
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{' --- |' * len(heads)}"
+    for row in rows:
+        cells = (cell.replace("|", "\\|").replace("<", "&lt;") for cell in row)
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def write_all(app: Sphinx) -> None:
+    """Write every generated part whose text has changed."""
+    folder = Path(app.srcdir, "reference", "generated")
+    folder.mkdir(exist_ok=True)
+    for part in (commands, knobs, remedies, definitions):
+        path, text = folder / f"{part.__name__}.md", part()
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", write_all)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,73 @@
+"""Run the commands of a page of the docs in an empty folder, and store what they print.
+
+    .venv/bin/python docs/run_commands.py docs/getting-started.md            # renew docs/outputs
+    .venv/bin/python docs/run_commands.py docs/getting-started.md --check    # run, change nothing
+
+Commands run in a copy of `examples/`, one after the other, with the interpreter's folder first in
+PATH. A command that ends with another exit code than expected, or without the text that the page
+expects, ends this with its output and exit code 1.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS / "_ext"))
+
+from command_output import commands_of, output_file
+
+TIMEOUT_S = 600  # of one command
+WIDTH = "96"  # columns of the outputs on the pages
+
+
+def run_page(page: Path, check: bool) -> None:
+    """Run all commands of ``page``; unless ``check``, store their outputs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "tutorial"
+        shutil.copytree(DOCS.parent / "examples", folder)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "COLUMNS": WIDTH, "NO_COLOR": "1"}
+        for command in commands_of(page):
+            print(f"$ {command.line}", flush=True)
+            start = time.monotonic()
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", command.line],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            output = done.stdout.replace(scratch, "~")
+            if done.returncode != command.status or command.expect not in output:
+                sys.exit(
+                    f"{output}\nexit code {done.returncode}, expected {command.status}"
+                    f" and the text {command.expect!r}"
+                )
+            print(f"  {time.monotonic() - start:.1f} s", flush=True)
+            if not check:
+                file = output_file(page, command.name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(output)
+
+
+def main() -> None:
+    """Run the pages that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("pages", nargs="+", type=Path)
+    parser.add_argument("--check", action="store_true", help="do not change docs/outputs")
+    arguments = parser.parse_args()
+    for page in arguments.pages:
+        run_page(page, arguments.check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The site is built without a warning, and the generated reference is complete."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import paceline
+from paceline.cli import app
+from paceline.knobs.registry import KNOBS
+
+ROOT = Path(paceline.__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sphinx") is None, reason="sphinx is not installed: make docs"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site; a warning is an error."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", out / "doctrees"]
+    done = subprocess.run(
+        [*command, ROOT / "docs", out / "html"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return out / "html"
+
+
+def test_reference_has_every_option_of_every_command(site):
+    page = (site / "reference/commands.html").read_text()
+    for name, command in typer.main.get_command(app).commands.items():
+        assert f'id="paceline-{name}"' in page
+        for option in command.params:
+            for spelling in option.opts if not getattr(option, "hidden", False) else ():
+                assert not spelling.startswith("--") or spelling in page, (name, spelling)
+
+
+def test_reference_has_every_knob(site):
+    page = (site / "reference/knobs.html").read_text()
+    assert not [name for name in KNOBS if name not in page]
+
+
+def test_pages_load_nothing_from_other_sites(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        for tag in ('<script src="http', '<link rel="stylesheet" href="http', '<img src="http'):
+            assert tag not in text, page
+    assert not [css for css in site.rglob("*.css") if "@import url(http" in css.read_text()]

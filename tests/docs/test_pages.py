@@ -1,0 +1,140 @@
+"""The pages of the documentation: what they name exists, and their samples are valid."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperArgument, TyperGroup
+
+import paceline
+from paceline.analyze.diagnosis import rules
+from paceline.cli import app
+from paceline.knobs.registry import COMPUTING, KNOBS
+
+SOURCE = Path(paceline.__file__).parent
+ROOT = SOURCE.parents[1]
+PAGES = sorted(
+    path
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    if "generated" not in path.parts
+)
+CONSOLE = re.compile(r"^```(?:console|sh|bash|\{command\}.*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """Return the words of each ``paceline`` command in the page's console blocks."""
+    found = []
+    for block in CONSOLE.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            words = [word.strip(";()") for word in words]
+            if "paceline" in words:
+                found.append(words[words.index("paceline") + 1 :])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_on_pages_have_known_options(page):
+    group = typer.main.get_command(app)
+    for words in command_lines(page):
+        command = group
+        while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
+            assert words[0] in command.commands, words
+            command = command.commands[words.pop(0)]
+        options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        positional = [one for one in command.params if isinstance(one, TyperArgument)]
+        takes_script = any(one.name == "script" for one in positional)
+        seen = 0
+        for word in words:
+            if word in ("|", ">", "2>", "&&", ";", "done") or (takes_script and seen):
+                break
+            if word.startswith("-") and word != "-m":
+                assert word.partition("=")[0] in {*options, "--help", "-h"}, (words, word)
+            elif word.endswith(".py"):
+                seen += 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_python_samples_on_pages_compile(page):
+    for sample in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        compile(sample, page.name, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_files_named_on_pages_exist(page):
+    """Paths in prose and commands start at the repository's root, those of links at the page."""
+    pattern = r"(?<![\w/.-])((?:src|tests|examples|benchmarks|docs|tools)/[\w/.-]+\.\w+)"
+    named = re.findall(pattern, page.read_text())
+    gone = [path for path in named if not any((top / path).exists() for top in (ROOT, page.parent))]
+    assert not [path for path in gone if "NAME" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_on_pages_lead_to_files(page):
+    """The site checks links between pages and their anchors; this is for readers of the files."""
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    gone = [one for one in links if "://" not in one and not (page.parent / one).exists()]
+    assert not gone
+
+
+def test_environment_variables_are_documented():
+    page = (ROOT / "docs/reference/environment-variables.md").read_text()
+    used = {
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r"\bPACELINE_[A-Z_]+\b", path.read_text())
+    }
+    assert used == set(re.findall(r"\bPACELINE_[A-Z_]+\b", page))
+
+
+def test_causes_are_documented():
+    page = (ROOT / "docs/reference/causes.md").read_text()
+    listed = set(re.findall(r"`([a-z]+(?:-[a-z]+)*)`", page))
+    rule_files = [path.read_text() for path in Path(rules.__file__).parent.glob("*.py")]
+    answered = {cause for knob in KNOBS.values() for cause in knob.answers} - {COMPUTING}
+    named = {
+        name
+        for text in rule_files
+        for name in re.findall(r'(?:return \(?\s*|name = )"([a-z-]+)",', text)
+    }
+    assert named
+    assert answered | named <= listed
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = {
+        (page.parent / f"{name}.md").resolve()
+        for page in PAGES
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL)
+        for name in re.findall(r"^([a-z/-]+)$", block, re.MULTILINE)
+    }
+    pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert pages - listed == {ROOT / "docs/index.md"}
+
+
+def test_readme_fits_one_screen():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_outputs_of_the_tutorial_belong_to_its_commands():
+    names = re.findall(
+        r"^```\{command\} (\S+)", (ROOT / "docs/getting-started.md").read_text(), re.M
+    )
+    stored = {path.stem for path in (ROOT / "docs/outputs/getting-started").glob("*.txt")}
+    assert stored == set(names)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_commands_of_the_tutorial_print_what_it_says():
+    """Walk the ten minutes of "Getting started" in an empty folder."""
+    command = [ROOT / ".venv/bin/python", "docs/run_commands.py", "docs/getting-started.md"]
+    done = subprocess.run([*command, "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
