@@ -52,7 +52,7 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
     for panel, parameters in panels.items():
         yield from _table(panel, ("", "default", ""), [_row(one, context) for one in parameters])
     if command.epilog:
-        yield f"{_markdown(command.epilog)}\n"
+        yield "\n".join(["```text", *command.epilog.split("\n\n")[1:], "```\n"])
 
 
 def _arguments(command: TyperCommand) -> Iterable[str]:

@@ -53,7 +53,7 @@ def test_commands_on_pages_have_known_options(page):
         takes_script = any(one.name == "script" for one in positional)
         seen = 0
         for word in words:
-            if word in ("|", ">", "2>", "&&", ";", "done") or (takes_script and seen):
+            if word in ("|", ">", "2>", "&&", ";", "done", "--") or (takes_script and seen):
                 break
             if word.startswith("-") and word != "-m":
                 assert word.partition("=")[0] in {*options, "--help", "-h"}, (words, word)

@@ -6,7 +6,7 @@ from .common.base import app
 
 # The order of imports is the order of the commands in --help.
 # isort: off
-from . import run, check, diagnose, record, report, top, submit, pack, stage, bench
+from . import run, submit, record, report, top, diagnose, pack, stage, check, bench
 
 # isort: on
 __all__ = [

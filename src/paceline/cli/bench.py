@@ -1,21 +1,26 @@
 """The command ``paceline bench``."""
 
-from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common.base import app, exit_on_mistake
-from .common.options import Hostfile, Hosts, Launcher
+from .common.base import MACHINE, app, examples, exit_on_mistake
+from .common.command import Command, print_json
+from .common.options import Hostfile, Hosts, Json, Launcher
 from .common.sizes import bytes_of
 
 _bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure parts of this machine, or of an allocation, against each other.",
+    help="Measure parts of a machine or an allocation in detail.",
 )
-app.add_typer(_bench, name="bench")
+app.add_typer(
+    _bench,
+    name="bench",
+    rich_help_panel=MACHINE,
+    short_help="Measure collectives by message size, for each backend",
+)
 
 
 @_bench.callback()
@@ -24,45 +29,54 @@ def _only() -> None:
 
 
 @_bench.command(
-    epilog="Examples:  paceline bench comm -n 4   ·   "
-    "paceline bench comm --operation all-gather   ·   "
-    "paceline bench comm -H host1:2,host2:2 --to 16M   ·   "
-    "paceline bench comm --machine machine.toml",
+    cls=Command,
+    short_help="Measure collectives by message size, for each backend",
+    epilog=examples(
+        ("paceline bench comm -n 4", "4 ranks on this machine"),
+        ("paceline bench comm --operation all-gather", "another collective"),
+        ("paceline bench comm -H host1:2,host2:2 --to 16M", "two hosts, up to 16 MiB"),
+        ("paceline bench comm --machine machine.toml", "add the figures to a machine file"),
+    ),
 )
 def comm(
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N", min=2)
+    ] = 2,
     operation: Annotated[
         str,
-        typer.Option(help="all-reduce, all-gather, reduce-scatter or all-to-all."),
-    ] = "all-reduce",
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Ranks, in all.", min=2)] = 2,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
-    largest: Annotated[
-        str, typer.Option("--to", help="The largest vector, as 64K, 16M or 1G.")
-    ] = "256M",
-    bind: Annotated[
-        str | None,
         typer.Option(
-            help="As paceline run has it. Default: core, where each rank can have one.",
-            show_default=False,
+            help="all-reduce, all-gather, reduce-scatter or all-to-all.", metavar="COLLECTIVE"
         ),
-    ] = None,
+    ] = "all-reduce",
+    largest: Annotated[
+        str, typer.Option("--to", help="Largest vector: 64K, 16M, 1G.", metavar="SIZE")
+    ] = "256M",
     machine: Annotated[
         Path | None,
         typer.Option(
-            help="A machine file (paceline check), to which the figures are added.",
+            help="Machine file (paceline check) to which the figures are added.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="JSON on standard output instead of a table.")
-    ] = False,
+    json: Json = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            help="See paceline run. Default: core, if each rank can have one.",
+            metavar="HOW",
+            show_default=False,
+        ),
+    ] = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
 ) -> None:
-    """Collectives by size: time, algorithm and bus bandwidth as nccl-tests has them.
+    """Measure collectives by message size: time, algorithm and bus bandwidth as in nccl-tests.
 
-    gloo, Paceline's own (memory in a host, and once between hosts), NCCL where there are GPUs, MPI
-    where mpi4py and mpirun are installed; in turns, and beside a copy of as many bytes in memory.
+    Backends: gloo; Paceline's own (memory within a node, once per node between nodes); NCCL with
+    GPUs; MPI if mpi4py and mpirun are installed. Measurements are interleaved, and compared with
+    a copy of as many bytes in memory.
     """
     from ..cost.machine.machine_file import load, save
     from ..report.console import PlainConsole
@@ -80,7 +94,7 @@ def comm(
         if before is not None and machine is not None:
             save(merge_collectives(before, found.collectives), machine)
             typer.echo(f"paceline: the figures are in {machine}", err=True)
-    if json:
-        typer.echo(dumps(shown.as_json(found.collectives, found.copies, found.notes)))
+    if json is not None:
+        print_json(shown.as_json(found.collectives, found.copies, found.notes), json)
     else:
         PlainConsole().print(shown.render(found.collectives, found.copies, found.notes))

@@ -1,50 +1,43 @@
 """The command ``paceline check``."""
 
 import sys
-from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common.base import app, exit_on_mistake
+from .common.base import MACHINE, app, examples, exit_on_mistake
+from .common.command import Command, print_json
+from .common.options import Env, Hostfile, Hosts, Json, Launcher
 
+READING = "Reading rate of a dataset"  # headings of options in --help
+ENVIRONMENT = "Python environment"
 QUICK_S = 0.5  # seconds per measurement of a dataset with --quick
 BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # lead to exit code 1
 
 
 @app.command(
-    epilog="Examples:  paceline check   ·   paceline check --data /scratch/me   ·   "
-    "salloc -N 4 paceline check --out before.toml   ·   "
-    "paceline check --data packed/ -n 4   ·   "
-    "paceline check --compare before.toml after.toml   ·   "
-    "paceline check --pack-env",
+    cls=Command,
+    rich_help_panel=MACHINE,
+    short_help="Measure nodes, links and storage, and name the slow ones",
+    epilog=examples(
+        ("paceline check", "this machine, or the allocation"),
+        ("paceline check --quick", "about 10 s"),
+        ("paceline check --data /scratch/me", "also the storage of a folder"),
+        ("salloc -N 4 paceline check --out before.toml", "four nodes, and links"),
+        ("paceline check --compare before.toml after.toml", "differences above the noise"),
+        ("paceline check --data packed/ -n 4", "reading rate of a dataset"),
+        ("paceline check --pack-env", "one file instead of many for Python"),
+    ),
 )
 def check(
-    compare: Annotated[
-        tuple[Path, Path] | None,
+    ranks: Annotated[
+        int | None,
         typer.Option(
-            "--compare",
-            help="Measure nothing: what differs between two machine files, by more than their "
-            "spread.",
-            metavar="BEFORE AFTER",
-            show_default=False,
-        ),
-    ] = None,
-    pack_env: Annotated[
-        bool,
-        typer.Option(
-            "--pack-env",
-            help="Only this: pack the environment that runs this into one file, and show what "
-            "that changes for import torch.",
-        ),
-    ] = False,
-    packed: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file of --pack-env, .squashfs or .tar. Default: env.squashfs here; without "
-            "mksquashfs env.tar.",
-            metavar="FILE",
+            "-n",
+            "--ranks",
+            help="Number of ranks. Default: as for paceline run, and at least 2 on each node.",
+            metavar="N",
             show_default=False,
         ),
     ] = None,
@@ -52,74 +45,89 @@ def check(
         str | None,
         typer.Option(
             "--data",
-            help="A folder whose storage is measured: bandwidth and small files, read and write. "
-            "With a set of samples only this: how fast it can be read here, and what limits that.",
-            metavar="FOLDER|SET",
+            help="Folder whose storage is measured: bandwidth and small files. With a dataset: "
+            "measure only how fast it can be read, and what limits the rate.",
+            metavar="FOLDER|DATASET",
             show_default=False,
         ),
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure fewer sizes with fewer repetitions: 10 s.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option("--out", help="Machine file to write.", metavar="FILE")
+    ] = Path("machine.toml"),
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--compare",
+            help="Compare two machine files and print the differences larger than their "
+            "measurement noise. Nothing is measured.",
+            metavar="BEFORE AFTER",
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+    env: Env = None,
     labels: Annotated[
         str | None,
-        typer.Option(help="Of a set, as paceline pack has it.", show_default=False),
+        typer.Option(
+            help="Labels of the dataset: see paceline pack.",
+            metavar="LABELS",
+            show_default=False,
+            rich_help_panel=READING,
+        ),
     ] = None,
     transform: Annotated[
         str | None,
         typer.Option(
-            help="What the Loader does with each sample, importable from here.",
+            help="Transform of the Loader, importable from this folder.",
             metavar="MODULE:FUNCTION",
             show_default=False,
+            rich_help_panel=READING,
         ),
     ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
-            help="Of each rank's loader. Default: as the Loader has them.",
+            help="Threads of each rank's loader. Default: 2, or the number of cores if smaller.",
+            metavar="N",
             min=1,
             show_default=False,
+            rich_help_panel=READING,
         ),
     ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option("-H", "--hosts", help="Hosts, as paceline run has them.", show_default=False),
-    ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(help="The hosts from a file.", show_default=False)
-    ] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(help="What starts an agent on each host.", show_default=False),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(help="A variable on all hosts, as NAME or NAME=VALUE.", show_default=False),
-    ] = None,
-    ranks: Annotated[
-        int | None,
+    pack_env: Annotated[
+        bool,
         typer.Option(
-            "-n",
-            "--ranks",
-            help="Ranks in all. Default: as paceline run, and at least 2 on each host.",
+            "--pack-env",
+            help="Pack the Python environment of this command into one file, and measure what "
+            "this gains for import torch. Nothing else is measured.",
+            rich_help_panel=ENVIRONMENT,
+        ),
+    ] = False,
+    packed: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of --pack-env, ending in .squashfs or .tar. Default: env.squashfs, or "
+            "env.tar without mksquashfs.",
+            metavar="FILE",
             show_default=False,
+            rich_help_panel=ENVIRONMENT,
         ),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sizes and repetitions: about 10 s.")
-    ] = False,
-    out: Annotated[Path, typer.Option("--out", help="The machine file to write.")] = Path(
-        "machine.toml"
-    ),
-    json: Annotated[
-        bool, typer.Option("--json", help="JSON on standard output instead of tables.")
-    ] = False,
 ) -> None:
-    """What this machine, or all hosts of the allocation, can do, before the allocation is burnt.
+    """Measure what this machine, or all nodes of an allocation, can do, before a long job.
 
-    Versions, limits, masks, clocks; arithmetic by precision, memory bandwidth, storage, import of
-    torch; collectives in each host and between hosts, every link. What is odd is red: a host that
-    is slower than its peers by more than the spread is named. Hosts that do not answer are named,
-    and the rest is checked. The figures go to a machine file.
+    Measured are arithmetic by precision, memory bandwidth, storage, import of torch, collectives
+    within and between nodes, every link, clocks, limits and versions. Nodes that are slower than
+    the others by more than the noise are named. Nodes that do not answer are named, and the
+    others are checked. The figures are stored in a machine file.
 
-    Exit code 1 where a host does not answer, or is slower than others, or versions differ.
+    Exit code 1: a node does not answer or is slow, a link is slow, or versions differ.
     """
     from ..report.console import PlainConsole
     from ..report.terminal import check as shown
@@ -138,8 +146,8 @@ def check(
 
             before, after = map(load, compare)
             found = changes(before, after)
-            if json:
-                typer.echo(dumps([vars(change) for change in found]))
+            if json is not None:
+                print_json([vars(change) for change in found], json)
             else:
                 PlainConsole().print(shown.render_comparison(before, after, found))
             return
@@ -166,9 +174,9 @@ def check(
         checked = measured(wish)
         save(checked.machine, out)
     oddities = find_outliers(checked.machine)
-    if json:
+    if json is not None:
         found_json = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
-        typer.echo(dumps(found_json))
+        print_json(found_json, json)
     else:
         PlainConsole().print(shown.render(checked.machine, oddities, checked.notes))
         sys.stderr.write(f"paceline: the machine file is {out}\n")
@@ -198,7 +206,7 @@ def _feed(
     threads: int | None,
     ranks: int | None,
     quick: bool,
-    json: bool,
+    json: Path | None,
 ) -> None:
     import os
 
@@ -219,20 +227,20 @@ def _feed(
         )
         found = advise(feed, lambda what: status.update(f"paceline: {what}"))
     told = found.as_json()
-    if json:
-        typer.echo(dumps(told))
+    if json is not None:
+        print_json(told, json)
         return
     PlainConsole().print(render(told))
 
 
-def _pack(file: Path | None, json: bool) -> None:
+def _pack(file: Path | None, json: Path | None) -> None:
     from ..cost.import_cost import as_json
     from ..report.console import PlainConsole
     from ..report.terminal import packed_environment as shown
     from ..study.environment.check_packed import pack_environment
 
     found = pack_environment(file)
-    if json:
-        typer.echo(dumps(as_json(found)))
+    if json is not None:
+        print_json(as_json(found), json)
     else:
         PlainConsole().print(shown.render(found))

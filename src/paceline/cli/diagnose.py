@@ -1,13 +1,13 @@
 """The command ``paceline diagnose``."""
 
 import sys
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common.base import app, exit_on_mistake
+from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.command import STDOUT, print_json
 from .common.options import (
     Args,
     Bind,
@@ -17,6 +17,7 @@ from .common.options import (
     HangTimeout,
     Hostfile,
     Hosts,
+    Json,
     Launcher,
     Module,
     Ranks,
@@ -29,98 +30,119 @@ from .common.options import (
 )
 from .common.script_options import ScriptCommand
 
+MEASUREMENT = "Measurement"  # heading of options in --help
+
 if TYPE_CHECKING:
     from ..report.terminal.diagnose import Diagnosis
 
 
 @app.command(
     cls=ScriptCommand,
+    rich_help_panel=UNDERSTAND,
+    short_help="Find what slows a script down, and try remedies",
     context_settings={"allow_interspersed_args": False},
-    epilog="Examples:  paceline diagnose -n 4 train.py --epochs 10   ·   "
-    "paceline diagnose -H host1:4,host2:4 --minutes 10 train.py   ·   "
-    "salloc -N 2 paceline diagnose --json train.py > found.json   ·   "
-    "paceline diagnose -n 4 --html found.html train.py   ·   "
-    "paceline diagnose -n 4 --try all --save-settings fast.toml train.py",
+    epilog=examples(
+        ("paceline diagnose -n 4 train.py --epochs 10", "causes, remedies, predicted gains"),
+        ("paceline diagnose --try all --save-settings fast.toml train.py", "keep what helps"),
+        ("paceline diagnose -n 4 --html found.html train.py", "a page for any browser"),
+        ("paceline diagnose -H host1:4,host2:4 --minutes 10 train.py", "two hosts over ssh"),
+        ("salloc -N 2 paceline diagnose --json train.py > found.json", "in an allocation"),
+    ),
 )
 def diagnose(
     script: Script,
     args: Args = None,
     ranks: Ranks = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    env: Env = None,
-    launcher: Launcher = None,
     module: Module = False,
-    threads: Threads = None,
-    bind: Bind = "auto",
-    cpus_per_rank: CpusPerRank = None,
-    smt: Smt = None,
-    fresh: Fresh = False,
-    hang_timeout: HangTimeout = None,
     minutes: Annotated[
         float,
-        typer.Option(help="What it may take, about; more repetitions make it surer.", min=0.2),
-    ] = 5.0,
-    steps: Annotated[
-        int | None,
         typer.Option(
-            help="Optimizer steps that each short run measures. Default: what the budget allows, "
-            "10 to 400.",
-            min=3,
-            show_default=False,
+            help="Approximate duration. A longer one gives narrower intervals.",
+            metavar="MINUTES",
+            min=0.2,
         ),
-    ] = None,
-    warm_up: Annotated[
-        int, typer.Option("--warm-up", help="Steps before the measured ones.", min=1)
-    ] = 5,
-    settings: Settings = None,
+    ] = 5.0,
     try_: Annotated[
         list[str] | None,
         typer.Option(
             "--try",
             metavar="NAME[=VALUE]",
-            help="Set this remedy (or all: the best predicted first), measure it in turns with "
-            "the training as it was, and keep it if it helped. Repeatable; takes as long again.",
+            help="Set this remedy (all: every remedy, best prediction first), measure it in "
+            "alternation with the unchanged training, and keep it if it helps. May be repeated. "
+            "Takes about as long again.",
             show_default=False,
         ),
     ] = None,
     save_settings: Annotated[
         Path | None,
         typer.Option(
-            help="With --try: write what helped to this file, for paceline run --settings.",
+            help="With --try: write the remedies that helped to this file, for paceline run "
+            "--settings.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
-    machine: Annotated[
-        Path | None,
-        typer.Option(
-            help="A machine file (paceline check): also how near computing comes to the limits "
-            "that were measured there.",
-            show_default=False,
-        ),
-    ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="JSON on standard output (docs/diagnose.md).")
-    ] = False,
+    settings: Settings = None,
     html: Annotated[
         Path | None,
         typer.Option(
-            help="Write a page to this file: the causes with their evidence, in words and "
-            "pictures, for any browser, with everything inside.",
+            help="Write a page with causes, evidence and charts to this file, for any browser.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
+    json: Json = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="Machine file (paceline check): also compare the computation with the limits "
+            "measured there.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps measured in each experiment. Default: 10 to 400, depending on "
+            "--minutes.",
+            metavar="N",
+            min=3,
+            show_default=False,
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
+    warm_up: Annotated[
+        int,
+        typer.Option(
+            "--warm-up",
+            help="Optimizer steps before the measured ones.",
+            metavar="N",
+            min=1,
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = 5,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+    env: Env = None,
+    bind: Bind = "auto",
+    threads: Threads = None,
+    cpus_per_rank: CpusPerRank = None,
+    smt: Smt = None,
+    fresh: Fresh = False,
+    hang_timeout: HangTimeout = None,
 ) -> None:
-    """Run SCRIPT a few steps at a time, each time with something switched off, and say what holds
-    it back: a loader that starts, reads, computes or waits, an exchange of too many or too large
-    messages, a rank or host that is slower and since when, threads and cores, what the script does
-    beside its steps and in which line.
+    """Find what slows SCRIPT down: run it a few steps at a time, with parts switched off.
 
-    Each cause comes with its remedies and what they would gain; --try sets those that can be set
-    from outside, proves them, and --save-settings keeps them for paceline run --settings.
+    The loader, the gradient synchronization or the other ranks are switched off from outside.
+    The differences show the share of each in a step. Causes are listed with their evidence, and
+    with remedies and predicted gains. --try sets remedies, measures them, and keeps those that
+    help.
 
-    Nothing in the script changes, and none of its files: new ones go to a scratch folder, and a
-    run that would change an existing file is stopped and says so.
+    The script and its files are not changed: new files go to a scratch folder, and a run that
+    would change an existing file is stopped with a message.
     """
     from ..cost.machine.machine_file import load
     from ..report.terminal import diagnose as shown
@@ -162,27 +184,27 @@ def diagnose(
             found = try_all(asked, found, try_, _progress)
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K")
-    if json:
-        typer.echo(dumps(shown.as_json(found), indent=1))
+    if json is not None:
+        print_json(shown.as_json(found), json, indent=1)
     else:
         from ..report.console import PlainConsole
 
         console = PlainConsole()
         console.print(shown.render(found, console.width))
     if save_settings is not None:
-        typer.echo(save_kept_settings(found, save_settings), err=json)
+        typer.echo(save_kept_settings(found, save_settings), err=json == STDOUT)
     if html is not None:
-        _written(found, html, json)
+        _written(found, html, json == STDOUT)
 
 
-def _written(found: "Diagnosis", path: Path, json: bool) -> None:
-    """Write the HTML page; with JSON on stdout, print the message about it to stderr."""
+def _written(found: "Diagnosis", path: Path, err: bool) -> None:
+    """Write the HTML page, and print a message to stdout, or to stderr if ``err``."""
     from ..report.page.diagnosis_page import diagnosis
     from ..report.page.write_page import save
     from ..study.diagnose.ladder import WORDS
 
     with exit_on_mistake():
-        typer.echo(save(diagnosis(found, WORDS), path), err=json)
+        typer.echo(save(diagnosis(found, WORDS), path), err=err)
 
 
 def _progress(text: str) -> None:

@@ -5,157 +5,203 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common.base import app, exit_on_mistake
+from .common.base import DATASETS, app, examples, exit_on_mistake
+from .common.command import Command, print_json
 from .common.guarded_process import run_guarded
-from .common.options import Env, Hostfile, Hosts, Launcher
+from .common.options import NODES, Env, Hostfile, Hosts, Json, Launcher
 from .common.sizes import bytes_of
 
 if TYPE_CHECKING:
     from ..data.packing.pack import PackReport
     from ..study.packing import PackRequest, RankPlacement
 
+SAMPLES = "Samples"  # headings of options in --help
+SHARDS = "Shards"
 QUIET_S = 10.0  # seconds between progress lines without a terminal
 
 
 @app.command(
-    epilog="Examples:  paceline pack photos/ packed/   ·   "
-    "paceline pack tiles/ packed/ --labels labels.csv   ·   "
-    "paceline pack photos/ small/ --resize 256   ·   "
-    "paceline pack x.npy packed/ --labels y.npy --cast float16 --compress   ·   "
-    "paceline pack mine:samples packed/   ·   "
-    "paceline pack tiles.h5:bands packed/ --apply mine:upsampled   ·   "
-    "paceline pack -n 8 photos/ packed/ --apply mine:cleaned   ·   "
-    "paceline pack -H host1:32,host2:32 photos/ packed/   ·   "
-    "paceline pack tiles.h5:bands packed/ --labels kind   ·   "
-    "paceline pack packed/ tars/ --to webdataset   ·   paceline pack --check packed/",
+    cls=Command,
+    rich_help_panel=DATASETS,
+    short_help="Write many small files into few large ones, with checksums",
+    epilog=examples(
+        ("paceline pack photos/ packed/", "a folder of images"),
+        ("paceline pack tiles/ packed/ --labels labels.csv", "labels from a CSV file"),
+        ("paceline pack photos/ small/ --resize 256", "smaller images"),
+        ("paceline pack x.npy packed/ --labels y.npy --cast float16", "arrays"),
+        ("paceline pack tiles.h5:bands packed/ --labels kind", "an HDF5 file"),
+        ("paceline pack mine:samples packed/", "a Python generator"),
+        ("paceline pack -n 8 photos/ packed/ --apply mine:cleaned", "preprocess on 8 processes"),
+        ("paceline pack packed/ tars/ --to webdataset", "export"),
+        ("paceline pack --check packed/", "verify every sample"),
+    ),
 )
 def pack(
     source: Annotated[
         str,
         typer.Argument(
             help="A folder of files, a .npy file, HDF5, netCDF or zarr (FILE:ARRAY), LMDB, "
-            "TFRecord or Parquet (FILE:COLUMN), a webdataset's tars, a packed set, or "
-            "MODULE:FUNCTION that yields arrays, bytes, or (data, label). With --check: the "
-            "packed set."
+            "TFRecord or Parquet (FILE:COLUMN), tars of a webdataset, a packed dataset, or "
+            "MODULE:FUNCTION that yields arrays, bytes, or (data, label). With --check: a packed "
+            "dataset."
         ),
     ],
     dest: Annotated[
-        Path | None, typer.Argument(help="The folder to pack into.", show_default=False)
+        Path | None, typer.Argument(help="Folder of the packed dataset.", show_default=False)
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            help="Labels: a CSV file with lines of file,label; a .npy file; the name of an array "
+            "or column of SOURCE; the suffix of a tar's member. Default: the class of a file is "
+            "its folder.",
+            metavar="LABELS",
+            show_default=False,
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Read every byte of a packed dataset, and decode it. Pack nothing."
+        ),
+    ] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Write hdf5, lmdb, tfrecord or webdataset instead of a packed dataset.",
+            metavar="FORMAT",
+            show_default=False,
+        ),
+    ] = None,
+    on_error: Annotated[
+        str,
+        typer.Option(
+            help="stop, or skip samples that cannot be read, and count them.",
+            metavar="stop|skip",
+        ),
+    ] = "stop",
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Start again if DEST has a dataset or a part of one."),
+    ] = False,
+    json: Json = None,
+    resize: Annotated[
+        int | None,
+        typer.Option(
+            help="Convert larger images to JPEGs with this shorter side (pixels).",
+            metavar="PIXELS",
+            show_default=False,
+            min=1,
+            rich_help_panel=SAMPLES,
+        ),
+    ] = None,
+    quality: Annotated[
+        int,
+        typer.Option(
+            help="Quality of these JPEGs.", metavar="N", min=1, max=100, rich_help_panel=SAMPLES
+        ),
+    ] = 90,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode",
+            help="Store images as arrays: more bytes, no decoding in the training.",
+            rich_help_panel=SAMPLES,
+        ),
+    ] = False,
+    compress: Annotated[
+        bool,
+        typer.Option(
+            "--compress", help="Compress arrays with zstd, lossless.", rich_help_panel=SAMPLES
+        ),
+    ] = False,
+    cast: Annotated[
+        str | None,
+        typer.Option(
+            help="Convert arrays to this dtype, which must hold all values: float16.",
+            metavar="DTYPE",
+            show_default=False,
+            rich_help_panel=SAMPLES,
+        ),
+    ] = None,
+    apply: Annotated[
+        str | None,
+        typer.Option(
+            help="Store the result of this function for each sample's array: preprocessing that "
+            "is the same in every epoch. Random augmentation belongs into the Loader.",
+            metavar="MODULE:FUNCTION",
+            show_default=False,
+            rich_help_panel=SAMPLES,
+        ),
+    ] = None,
+    statistics: Annotated[
+        int,
+        typer.Option(
+            help="Number of samples for mean and standard deviation.",
+            metavar="N",
+            min=0,
+            rich_help_panel=SAMPLES,
+        ),
+    ] = 4096,
+    shard_size: Annotated[
+        str,
+        typer.Option(help="Target shard size, 64M to 1G.", metavar="SIZE", rich_help_panel=SHARDS),
+    ] = "256M",
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed of the order of samples.", metavar="N", rich_help_panel=SHARDS),
+    ] = 0,
+    stripe: Annotated[
+        str | None,
+        typer.Option(
+            help="On Lustre: stripe each file over this number of storage targets (all; auto: 4, "
+            "or 16 with --to hdf5 or lmdb), with lfs setstripe on DEST. Without it, a message "
+            "proposes a number if files would be on fewer.",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=SHARDS,
+        ),
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
             "-n",
             "--ranks",
-            help="Processes in all, on this host, on all of the allocation or on -H's hosts: for "
-            "--apply with a function that holds Python's lock, and for several hosts. Default: "
-            "threads of this host; with -H its slots, else a rank a core.",
+            help="Number of processes, on this node, the allocation or the hosts of -H: for "
+            "--apply with a function that holds Python's global interpreter lock, and for several "
+            "nodes. Default: threads of this node; with -H one for each core.",
+            metavar="N",
             show_default=False,
+            rich_help_panel=NODES,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Threads of each rank. Default: two for each core.",
+            metavar="N",
+            min=1,
+            show_default=False,
+            rich_help_panel=NODES,
         ),
     ] = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
     env: Env = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Pack nothing: read every byte of a packed set back, and decode it."
-        ),
-    ] = False,
-    labels: Annotated[
-        Path | None,
-        typer.Option(
-            help="A CSV of file and label (or several numbers) a line; of a .npy file another "
-            "one; of a file of arrays or columns the name of theirs; of tars the end of a member. "
-            "Default: a file's class is the folder that it is in.",
-            show_default=False,
-        ),
-    ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            help="Write hdf5, lmdb, tfrecord or webdataset in the place of a packed set.",
-            show_default=False,
-        ),
-    ] = None,
-    resize: Annotated[
-        int | None,
-        typer.Option(
-            help="Images whose shorter side is longer than this become JPEGs of that size.",
-            show_default=False,
-            min=1,
-        ),
-    ] = None,
-    quality: Annotated[int, typer.Option(help="Of --resize's JPEGs.", min=1, max=100)] = 90,
-    decode: Annotated[
-        bool,
-        typer.Option("--decode", help="Images as arrays: no decoding in training, more bytes."),
-    ] = False,
-    compress: Annotated[
-        bool, typer.Option("--compress", help="Arrays with zstd, without loss.")
-    ] = False,
-    cast: Annotated[
-        str | None,
-        typer.Option(
-            help="Arrays to this dtype, as float16; it must hold all values.",
-            metavar="DTYPE",
-            show_default=False,
-        ),
-    ] = None,
-    apply: Annotated[
-        str | None,
-        typer.Option(
-            help="Pack what this makes of each sample's array: work that is always the same is "
-            "done once and not in each epoch. What is drawn at random stays in the Loader.",
-            metavar="MODULE:FUNCTION",
-            show_default=False,
-        ),
-    ] = None,
-    shard_size: Annotated[str, typer.Option(help="Of a shard, about: 64M to 1G.")] = "256M",
-    seed: Annotated[int, typer.Option(help="Of the order that samples are packed in.")] = 0,
-    statistics: Annotated[
-        int, typer.Option(help="Samples whose mean and deviation are taken.", min=0)
-    ] = 4096,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Threads, of each rank. Default: two a core.", min=1, show_default=False),
-    ] = None,
-    stripe: Annotated[
-        str | None,
-        typer.Option(
-            help="On Lustre: number of storage targets over which each file is striped, or all, or "
-            "auto: 4; 16 with --to hdf5 or lmdb. Sets the layout of DEST (lfs setstripe). Without "
-            "it, a message proposes a number where files would lie on fewer.",
-            metavar="N",
-            show_default=False,
-        ),
-    ] = None,
-    on_error: Annotated[
-        str, typer.Option(help="stop, or skip what can't be read, with a count.")
-    ] = "stop",
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Anew, where DEST holds a set or part of one already."),
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="JSON on standard output instead of a table.")
-    ] = False,
 ) -> None:
-    """Many small files into few large ones, in random order, each sample with a checksum.
+    """Write many small files into few large ones, in random order, with a checksum per sample.
 
-    Reading a file a sample is slow on every parallel file system, and its servers' time is
-    everybody's. A packed set is read at the speed of large files, and a flipped byte is noticed.
-    Stopped or killed, the same command goes on where it was, on any number of ranks.
-    paceline.data.Loader reads it.
+    Parallel file systems are slow for one file per sample. A packed dataset is read at the speed
+    of large files, and damaged samples are detected. If the command is killed, repeat it: it
+    continues, on any number of ranks. paceline.data.Loader reads packed datasets.
 
-    Exit code 1 where --check has found something.
+    Exit code 1: --check found damaged samples.
     """
     with exit_on_mistake():
         from ..data.packing.pack import PackOptions
@@ -210,14 +256,14 @@ def _pack(
     asked: "PackRequest",
     where: "RankPlacement",
     to: str | None,
-    json: bool,
+    json: Path | None,
     prepare: Callable[[Path], None] | None,
 ) -> None:
     report = _packed(asked, where, to, prepare)
     meta = asdict(report.meta)
-    if json:
+    if json is not None:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
-        typer.echo(dumps({"folder": asked.dest, **meta, **more}))
+        print_json({"folder": asked.dest, **meta, **more}, json)
         return
     from ..report.console import PlainConsole
     from ..report.terminal import packed_dataset as shown
@@ -291,7 +337,7 @@ def _all_of_it() -> None:
             )
 
 
-def _check(folder: Path, workers: int | None, json: bool) -> int:
+def _check(folder: Path, workers: int | None, json: Path | None) -> int:
     from ..data.format.shard_format import load_meta
     from ..data.verify import verify
 
@@ -299,8 +345,8 @@ def _check(folder: Path, workers: int | None, json: bool) -> int:
     with progress("read back", meta.samples) as step:
         bad = verify(folder, workers, step)
     lines = [str(one) for one in bad]
-    if json:
-        typer.echo(dumps({"folder": str(folder), "samples": meta.samples, "bad": lines}))
+    if json is not None:
+        print_json({"folder": str(folder), "samples": meta.samples, "bad": lines}, json)
     else:
         from ..report.console import PlainConsole
         from ..report.terminal import packed_dataset as shown

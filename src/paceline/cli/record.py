@@ -6,31 +6,39 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, exit_on_mistake
-from .common.options import Args, Script
+from .common.base import RUN, app, examples, exit_on_mistake
+from .common.options import Args, Module, Script
 from .common.script_options import ScriptCommand
 
 
 @app.command(
     cls=ScriptCommand,
+    rich_help_panel=RUN,
+    short_help="Record a rank that torchrun, srun or mpirun started",
     context_settings={"allow_interspersed_args": False},
-    epilog="Example:  torchrun --nproc-per-node 4 --no-python paceline record run/record train.py",
+    epilog=examples(
+        ("torchrun --nproc-per-node 4 --no-python paceline record DIR train.py", "torchrun"),
+        ("srun -N 2 -n 8 paceline record DIR train.py", "srun"),
+    ),
 )
 def record(
-    folder: Annotated[Path, typer.Argument(help="Where the records go, the same for all ranks.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of the records, the same for all ranks.", metavar="DIR")
+    ],
     script: Script,
     args: Args = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
+    module: Module = False,
     count_flops: Annotated[
         bool,
-        typer.Option("--count-flops", help="Count the FLOPs of step 10: see paceline run."),
+        typer.Option(
+            "--count-flops", help="Count FLOPs and memory traffic of step 10: see paceline run."
+        ),
     ] = False,
 ) -> None:
-    """Run SCRIPT as one recorded rank of any launcher: torchrun, srun, mpirun.
+    """Run SCRIPT as one rank of another launcher, and record it.
 
-    Ranks may be on several hosts, if FOLDER is on a file system that they share.
+    The launcher starts this command once for each rank. DIR must be on a file system that all
+    nodes share. Then: paceline report DIR.
     """
     from ..launch.ranks.rank_process import record_here
 

@@ -5,61 +5,74 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, exit_on_mistake
+from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.command import STDOUT, Command, json_output
+from .common.options import Json
 
 
 @app.command(
-    epilog="Examples:  paceline report run/record   ·   paceline report n1 n2 n4   ·   "
-    "paceline report run/record --html run.html   ·   "
-    "paceline report before after --html change.html   ·   "
-    "paceline report --steps 100:200 --timeline run.json.gz run/record"
+    cls=Command,
+    rich_help_panel=UNDERSTAND,
+    short_help="Show where the time of a recorded run went; compare runs",
+    epilog=examples(
+        ("paceline report run/record", "states, efficiencies, losses"),
+        ("paceline report run/record --html run.html", "a page for any browser"),
+        ("paceline report before after", "compare two runs"),
+        ("paceline report n1 n2 n4", "scaling table"),
+        ("paceline report run/record --timeline run.json.gz", "a trace for Perfetto"),
+    ),
 )
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(help="Folders that paceline run --record has written.")
+        list[Path],
+        typer.Argument(help="Folders written by paceline run --record.", metavar="DIR..."),
     ],
     steps: Annotated[
         str | None,
-        typer.Option(help="Only these steps, as 100:200 (100 to 199).", show_default=False),
+        typer.Option(
+            help="Use these steps only: 100:200 is 100 to 199.",
+            metavar="FIRST:END",
+            show_default=False,
+        ),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON (docs/reference/measures.md).")
-    ] = False,
+    json: Json = None,
     html: Annotated[
         Path | None,
         typer.Option(
-            help="Write a page to this file: the figures in words and pictures, for any browser, "
-            "with everything inside.",
+            help="Write a page with everything inside to this file, for any browser.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
-            help="Write every rank's states and collectives to this file, for ui.perfetto.dev or "
-            "chrome://tracing; ending in .gz it is compressed.",
+            help="Write states and collectives of every rank to this file, for ui.perfetto.dev "
+            "and chrome://tracing. A name that ends in .gz is compressed.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
     machine: Annotated[
         Path | None,
         typer.Option(
-            help="A machine file (paceline check): a step of a run with --count-flops is placed "
-            "on its roofline.",
+            help="Machine file (paceline check): place a step of a run with --count-flops on its "
+            "roofline.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Say what every second of every rank went into.
+    """Show where the time of every rank went.
 
-    One record: states, efficiencies and the three largest losses. Two of the same number of
-    ranks: before and after, figure by figure, with what is noise. Several with different numbers
-    of ranks: the scaling table. Of a job that still runs: what there is so far.
+    One record gives states, efficiencies and the three largest losses. Two records of the same
+    number of ranks are compared, with the noise of each figure. Records of different numbers of
+    ranks give a scaling table. A running job is reported as far as it is recorded.
     """
     from ..launch.monitor.partial_record import load_so_far
     from ..report.report_command import report_text
 
     with exit_on_mistake():
-        typer.echo(
-            report_text(folders, steps, json, html, timeline, load_so_far, machine), nl=False
-        )
+        text = report_text(folders, steps, json is not None, html, timeline, load_so_far, machine)
+        with json_output(json or STDOUT):
+            typer.echo(text, nl=False)

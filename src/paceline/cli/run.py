@@ -3,13 +3,18 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from ..launch.job import Job
-from .common.base import app, exit_on_mistake, in_words
+from .common.base import RUN, app, examples, exit_on_mistake, in_words
 from .common.options import (
+    BINDING,
+    DATA,
+    FAULTS,
+    NODES,
+    RECORDING,
     Args,
     Bind,
     CpusPerRank,
@@ -35,112 +40,171 @@ from .common.script_options import ScriptCommand
 from .common.stage_before_run import PackHosts, sets_of
 
 
+class RunCommand(ScriptCommand):
+    """``paceline run``, with options of torchrun."""
+
+    renamed: ClassVar[dict[str, str]] = {"--show": "--dry-run"}
+    translated: ClassVar[dict[str, tuple[str, str]]] = {
+        "--nproc-per-node": ("--ranks", "the number of ranks on all nodes"),
+        "--nproc_per_node": ("--ranks", "the number of ranks on all nodes"),
+        "--master-port": ("--port", "the port of the ranks' store"),
+        "--master_port": ("--port", "the port of the ranks' store"),
+        "--max_restarts": ("--max-restarts", "the number of restarts of the job"),
+    }
+    answered: ClassVar[dict[str, str]] = {
+        option: hint
+        for options, hint in (
+            (("--standalone",), "leave it out; paceline run starts the ranks of this machine"),
+            (
+                ("--nnodes", "--node-rank", "--node_rank"),
+                "start paceline run once, in the allocation of a scheduler or with "
+                "-H host1:4,host2:4; it starts the ranks of all nodes",
+            ),
+            (
+                (
+                    *("--master-addr", "--master_addr", "--rdzv-backend", "--rdzv_backend"),
+                    *("--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id"),
+                ),
+                "leave it out; paceline run finds the address by which the nodes reach each other",
+            ),
+        )
+        for option in options
+    }
+
+
 @app.command(
-    cls=ScriptCommand,
+    cls=RunCommand,
+    rich_help_panel=RUN,
+    short_help="Start a script on the ranks of this machine, hosts or an allocation",
     context_settings={"allow_interspersed_args": False},
-    epilog="Examples:  paceline run -n 4 train.py --epochs 10   ·   "
-    "paceline run -n 2 -m package.train   ·   "
-    "paceline run -n 4 --max-restarts 3 train.py   ·   "
-    "paceline run -H host1:4,host2:4 train.py   ·   "
-    "salloc -N 2 paceline run train.py",
+    epilog=examples(
+        ("paceline run -n 4 train.py --epochs 10", "4 ranks on this machine"),
+        ("paceline run -n 2 -m package.train", "a module"),
+        ("paceline run -n 4 --record run/record train.py", "then: paceline report run/record"),
+        ("paceline run -n 4 --max-restarts 3 train.py", "restart after failures"),
+        ("paceline run -H host1:4,host2:4 train.py", "two hosts over ssh"),
+        ("salloc -N 2 paceline run train.py", "all nodes of an allocation"),
+    ),
 )
 def run(
     script: Script,
     args: Args = None,
     ranks: Ranks = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    env: Env = None,
-    launcher: Launcher = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print what would start where, and start nothing.")
-    ] = False,
     module: Module = False,
-    max_restarts: Annotated[
-        int,
+    record: Annotated[
+        Path | None,
         typer.Option(
-            help="How often to start again after a failure; a script that uses world.epochs with "
-            "a checkpoint goes on from the last one.",
-            min=0,
-        ),
-    ] = 0,
-    min_hosts: Annotated[
-        int | None,
-        typer.Option(
-            help="With --max-restarts: when hosts are lost, go on with those that are left if "
-            "there are at least so many. Default: all are needed.",
+            help="Record what every rank does, of any script, into this folder: see paceline "
+            "report.",
+            metavar="DIR",
             show_default=False,
         ),
     ] = None,
-    fresh: Fresh = False,
-    threads: Threads = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            help="Number of restarts after failures. A script with world.epochs(checkpoint=...) "
+            "resumes from its last checkpoint.",
+            metavar="N",
+            min=0,
+        ),
+    ] = 0,
+    settings: Settings = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Print the figures of the summary as JSON after the output of the script; "
+            "--json=FILE, or --json NAME.json, writes them to a file.",
+            metavar="[=FILE]",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print which ranks would start where, and start nothing."),
+    ] = False,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+    env: Env = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            help="Port of the ranks' store. 0 selects a free port.",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            rich_help_panel=NODES,
+        ),
+    ] = 0,
     bind: Bind = "auto",
+    threads: Threads = None,
     cpus_per_rank: CpusPerRank = None,
     smt: Smt = None,
+    fresh: Fresh = False,
     report_bindings: Annotated[
         bool,
         typer.Option(
             "--report-bindings",
-            help="Once the ranks train, show where they, their threads and their loaders' "
-            "workers really are, with a drawing of each host.",
+            help="After the first step, show the cores on which ranks, their threads and loader "
+            "workers run, with a drawing of each node.",
+            rich_help_panel=BINDING,
         ),
     ] = False,
     hang_timeout: HangTimeout = None,
-    settings: Settings = None,
-    exchange: Exchange = None,
-    tune_exchange: TuneExchange = None,
-    tune_compression: TuneCompression = False,
+    min_hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="With --max-restarts: continue without lost nodes, if at least this many remain. "
+            "Default: all nodes are needed.",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=FAULTS,
+        ),
+    ] = None,
     stage: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A packed set that the hosts bring to their own $PACELINE_STAGE while they "
-            "train: see paceline stage. May be given again.",
-            metavar="SET",
+            help="Copy this packed dataset to $PACELINE_STAGE on each node during the training "
+            "(see paceline stage). May be repeated.",
+            metavar="DATASET",
             show_default=False,
+            rich_help_panel=DATA,
         ),
     ] = None,
     pack: Annotated[
         list[str] | None,
         typer.Option(
-            help="If the set of --stage is not there yet: what it is packed from first, with the "
-            "options of paceline pack, as --pack 'photos/ --resize 256'. On several hosts all of "
-            "them pack. The second --pack is for the second --stage.",
+            help="Source from which the dataset of --stage is packed first if it does not exist, "
+            "with options of paceline pack: --pack 'photos/ --resize 256'. The second --pack "
+            "belongs to the second --stage.",
             metavar="'SOURCE ...'",
             show_default=False,
+            rich_help_panel=DATA,
         ),
     ] = None,
-    port: Annotated[
-        int, typer.Option(help="Port of the ranks' store; 0 finds a free one.", min=0, max=65535)
-    ] = 0,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            help="Record the script, whatever it is, and keep the record in this folder: see "
-            "paceline report.",
-            show_default=False,
-        ),
-    ] = None,
+    exchange: Exchange = None,
+    tune_exchange: TuneExchange = None,
+    tune_compression: TuneCompression = False,
     count_flops: Annotated[
         bool,
         typer.Option(
             "--count-flops",
-            help="With --record: count the FLOPs and the memory traffic of step 10, for the "
-            "roofline of paceline report --machine. That step is slower for it.",
+            help="With --record: count FLOPs and memory traffic of step 10, for the roofline of "
+            "paceline report --machine. That step is slower.",
+            rich_help_panel=RECORDING,
         ),
     ] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option(help="Write the summary's figures to this file as JSON.", show_default=False),
-    ] = None,
 ) -> None:
-    """Run SCRIPT on several ranks: of this machine, of named hosts, or of the whole allocation.
+    """Start SCRIPT on the ranks of this machine, of named hosts, or of an allocation.
 
-    Inside an allocation (Slurm, LSF, PBS, Flux, Cobalt) all of its hosts are used; -H and
-    --hostfile name hosts by hand. Ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR ...), so a script written for torchrun runs unchanged. Lines that all ranks print
-    are shown once, others carry their rank. If a rank fails, the others end within seconds, and
-    the exit code is that rank's. On SIGUSR1 or SIGTERM, and before the job's time limit, a script
-    with world.epochs(checkpoint=...) writes a checkpoint and leaves: exit code 75.
+    In an allocation (Slurm, LSF, PBS, Flux, Cobalt) all of its nodes are used. Ranks get the
+    environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so scripts
+    written for torchrun run unchanged. Lines that all ranks print are shown once; other lines
+    begin with their rank. If a rank fails, Paceline ends the others within seconds and returns
+    the exit code of that rank. On SIGUSR1, SIGTERM and before the time limit, a script with
+    world.epochs(checkpoint=...) writes a checkpoint and ends with exit code 75.
     """
     from ..launch.start import start
 
@@ -148,7 +212,7 @@ def run(
         knobs = knobs_of(settings, script, exchange)
         tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
         sets = sets_of(
-            stage or [], [] if show else pack or [], PackHosts(hosts, hostfile, launcher)
+            stage or [], [] if dry_run else pack or [], PackHosts(hosts, hostfile, launcher)
         )
     job = Job(
         name=script,
@@ -172,7 +236,9 @@ def run(
         stage=sets,
     )
     try:
-        code = start(job, ranks, hosts, hostfile, launcher, env or [], show, explain_default=True)
+        code = start(
+            job, ranks, hosts, hostfile, launcher, env or [], dry_run, explain_default=True
+        )
     except ValueError as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)
         code = 2

@@ -4,14 +4,14 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common.base import app, exit_on_mistake
-from .common.options import Env, Hostfile, Hosts, Launcher
+from .common.base import DATASETS, app, examples, exit_on_mistake
+from .common.command import Command, json_output, print_json
+from .common.options import Env, Hostfile, Hosts, Json, Launcher
 from .common.sizes import bytes_of
 from .pack import progress
 
@@ -20,26 +20,31 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Examples:  paceline stage packed/ /local   ·   "
-    "salloc -N 4 paceline stage packed/ /dev/shm --room 100G   ·   "
-    "paceline stage packed/ /local -H host1,host2   ·   "
-    "PACELINE_STAGE=/local paceline run --stage packed/ train.py",
+    cls=Command,
+    rich_help_panel=DATASETS,
+    short_help="Copy a packed dataset to node-local storage",
+    epilog=examples(
+        ("paceline stage packed/ /local", "this node"),
+        ("salloc -N 4 paceline stage packed/ /dev/shm --room 100G", "all nodes of an allocation"),
+        ("paceline stage packed/ /local -H host1,host2", "two hosts over ssh"),
+        ("PACELINE_STAGE=/local paceline run --stage packed/ train.py", "during a training"),
+    ),
 )
 def stage(
-    source: Annotated[Path, typer.Argument(help="A packed set, as on the shared file system.")],
+    source: Annotated[Path, typer.Argument(help="Packed dataset on the shared file system.")],
     root: Annotated[
         Path | None,
         typer.Argument(
-            help="A folder of each host's own: a local disk, or /dev/shm. Default: "
-            "$PACELINE_STAGE.",
+            help="Node-local folder: a local disk, or /dev/shm. Default: $PACELINE_STAGE.",
             show_default=False,
         ),
     ] = None,
     room: Annotated[
         str | None,
         typer.Option(
-            help="What all staged sets there may take on a host, as 100G. Default: what is free "
-            "(in memory: what the job may still use), but for a tenth.",
+            help="Maximum size of all staged datasets on a node: 100G. Default: 90 % of the free "
+            "space; in memory, of what the job may still use.",
+            metavar="SIZE",
             show_default=False,
         ),
     ] = None,
@@ -47,10 +52,11 @@ def stage(
         bool,
         typer.Option(
             "--shared",
-            help="Share the staged set with the group that owns SOURCE, which must be able to read "
-            "it there. Default: only you can read what you stage.",
+            help="Share the copy with the group that owns SOURCE, which must be able to read it "
+            "there. Default: only you can read it.",
         ),
     ] = False,
+    json: Json = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -59,23 +65,23 @@ def stage(
         bool,
         typer.Option(
             "--beside",
-            help="As paceline run --stage calls it: with the other hosts of the job, until the "
-            "process that started it has ended.",
+            help="Used by paceline run --stage: with the other nodes of the job, until the process "
+            "that started it has ended.",
+            hidden=True,
         ),
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="JSON on standard output instead of lines.")
-    ] = False,
 ) -> None:
-    """Bring a packed set to storage of each host's own, once for all jobs that run there.
+    """Copy a packed dataset to node-local storage, once for all jobs that run there.
 
-    Inside an allocation, or with -H, all its hosts take part: each byte is read once from where
-    the set is, by one of them, and the others fetch it from that host. Each shard's checksum is
-    compared. A host without room for all keeps a part that no other host has.
+    In an allocation, or with -H, all nodes take part: each byte is read once from the shared file
+    system by one of them, and the others fetch it from that node. Every shard is compared with
+    its checksum. A node without enough space keeps a part that no other node has. The longest
+    unused datasets are removed if space is needed.
 
-    Training may begin meanwhile: with PACELINE_STAGE=ROOT the Loader reads what is there from
-    there, and the rest from where it was packed. What other sets have left makes room, the longest
-    unused first. Killed, the same command goes on. Exit code 1 where a host could not do its part.
+    Training can start at once: with PACELINE_STAGE=ROOT the Loader reads shards that have arrived
+    from there, and the others from SOURCE. If the command is killed, repeat it: it continues.
+
+    Exit code 1: a node could not do its part.
     """
     with exit_on_mistake():
         from ..data.format.shard_format import load_meta
@@ -93,16 +99,17 @@ def stage(
             code, told = stage_on_hosts(
                 wish, where, source, str(Path(given).absolute()), most, _say, shared
             )
-            if json:
-                typer.echo(sum_hosts(told))
+            if json is not None:
+                with json_output(json):
+                    typer.echo(sum_hosts(told))
             else:
                 _show(told)
             raise typer.Exit(code)
         found = _here(source, given, most, beside, shared)
     if beside:
         return
-    if json:
-        typer.echo(dumps(asdict(found) | {"folder": str(found.folder)}))
+    if json is not None:
+        print_json(asdict(found) | {"folder": str(found.folder)}, json)
     else:
         _show([asdict(found)])
 

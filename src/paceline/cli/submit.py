@@ -1,151 +1,218 @@
 """The command ``paceline submit``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from ..launch.job import Job
-from .common.base import app, exit_on_mistake
-from .common.options import Args, Script
+from .common.base import RUN, app, examples, exit_on_mistake
+from .common.options import Args, Module, Script
 from .common.script_options import ScriptCommand
 
-_SUBMIT_EPILOG = (
-    "Examples:  paceline submit --hosts 2 --gpus-per-host 4 --time 2h train.py --epochs 10   ·   "
-    "paceline submit --dry-run --scheduler pbs --ranks-per-host 4 --cpus-per-rank 7 train.py   ·   "
-    "paceline submit --array 0-15%4 --time 90min --setup 'module load cuda' -m package.study"
-)
+RESOURCES = "Resources"
+SCHEDULER = "Scheduler"
+TRAINING = "Options of paceline run"
+
+
+class SubmitCommand(ScriptCommand):
+    """``paceline submit``, with the earlier names of its options."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        "--hosts": "--nodes",
+        "--ranks-per-host": "--ranks-per-node",
+        "--gpus-per-host": "--gpus-per-node",
+    }
 
 
 @app.command(
-    cls=ScriptCommand,
+    cls=SubmitCommand,
+    rich_help_panel=RUN,
+    short_help="Write a batch script for Slurm, LSF or PBS, and submit it",
     context_settings={"allow_interspersed_args": False},
-    epilog=_SUBMIT_EPILOG,
+    epilog=examples(
+        ("paceline submit --nodes 2 --gpus-per-node 4 --time 2h train.py", "submit"),
+        ("paceline submit --dry-run --nodes 2 --time 2h train.py", "print the batch script"),
+        ("paceline submit --requeue --time 2h train.py", "continue after the time limit"),
+        ("paceline submit --array 0-15%4 --time 90min -m package.study", "16 jobs, 4 at once"),
+    ),
 )
 def submit(
     script: Script,
     args: Args = None,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(
-            help="slurm, lsf, pbs (PBS Pro) or torque. Default: whose command is on PATH.",
-            show_default=False,
-        ),
-    ] = None,
-    hosts: Annotated[int, typer.Option(help="Hosts to ask for.")] = 1,
-    ranks_per_host: Annotated[
-        int | None,
-        typer.Option(help="Default: one a GPU; without GPUs, one.", show_default=False),
-    ] = None,
-    cpus_per_rank: Annotated[
-        int | None, typer.Option(help="Cores for each rank.", show_default=False)
-    ] = None,
-    gpus_per_host: Annotated[
-        int | None, typer.Option(help="GPUs of each host.", show_default=False)
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Of each host, as 64G.", show_default=False)
+    nodes: Annotated[int, typer.Option(help="Number of nodes.", metavar="N")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="GPUs of each node.", metavar="N", show_default=False)
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option(help="The limit: 2:00:00, 90min, 2h, 1-12:00:00.", show_default=False),
+        typer.Option(
+            help="Time limit: 2:00:00, 90min, 2h, 1-12:00:00.", metavar="TIME", show_default=False
+        ),
     ] = None,
     queue: Annotated[
-        str | None, typer.Option("--queue", "--partition", help="Where to.", show_default=False)
+        str | None,
+        typer.Option(
+            "--queue", "--partition", help="Queue or partition.", metavar="NAME", show_default=False
+        ),
     ] = None,
     account: Annotated[
-        str | None, typer.Option(help="Account or project to charge.", show_default=False)
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Default: the script's name.", show_default=False)
-    ] = None,
-    output: Annotated[
         str | None,
-        typer.Option(
-            help="File for what the job prints, in the scheduler's own words (Slurm: %j, %A_%a; "
-            "LSF: %J, %I). Default: the job's name and number, in this folder.",
-            show_default=False,
-        ),
-    ] = None,
-    array: Annotated[
-        str | None,
-        typer.Option(
-            help="The job once for each number, as 0-15 or 0-15%4 (4 at once); the script finds "
-            "its own in PACELINE_TRIAL.",
-            show_default=False,
-        ),
-    ] = None,
-    switches: Annotated[
-        str | None,
-        typer.Option(
-            help="Maximum number of leaf switches over which the hosts are spread, as 1, or as "
-            "1@30min: after 30 minutes in the queue more are accepted. Slurm: --switches; LSF: "
-            "compute units (cu[maxcus=N]); PBS Pro: 1 only (place=group=switch).",
-            metavar="N[@TIME]",
-            show_default=False,
-        ),
-    ] = None,
-    warn: Annotated[
-        int | None,
-        typer.Option(
-            help="So many seconds before the limit the scheduler sends SIGUSR1, which paceline "
-            "run passes on to the ranks (Slurm; LSF in whole minutes; PBS can't): world.epochs "
-            "then writes a checkpoint and leaves (exit code 75). 0: no signal. "
-            "Default: 120 where --time is 10 minutes or more.",
-            show_default=False,
-        ),
+        typer.Option(help="Account or project to charge.", metavar="NAME", show_default=False),
     ] = None,
     requeue: Annotated[
         bool,
         typer.Option(
             "--requeue",
-            help="Put it back in the queue where its hosts fail or go, and (Slurm, LSF) where it "
-            "has left early with a checkpoint, until it is done.",
+            help="Requeue the job until it is done: after a lost node, and (Slurm, LSF) after it "
+            "stopped early with a checkpoint.",
         ),
     ] = False,
+    module: Module = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script, and submit nothing.")
+    ] = False,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="Default: one for each GPU; one without GPUs.",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
+    cpus_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Cores of each rank.", metavar="N", show_default=False, rich_help_panel=RESOURCES
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each node: 64G.",
+            metavar="SIZE",
+            show_default=False,
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
+    switches: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximum number of leaf switches over which the nodes are spread. 1@30min: after "
+            "30 minutes in the queue more are accepted. Slurm: --switches; LSF: compute units "
+            "(cu[maxcus=N]); PBS Pro: 1 only (place=group=switch).",
+            metavar="N[@TIME]",
+            show_default=False,
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="slurm, lsf, pbs (PBS Pro) or torque. Default: the one whose command is in PATH.",
+            metavar="NAME",
+            show_default=False,
+            rich_help_panel=SCHEDULER,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the job. Default: that of the script.",
+            metavar="NAME",
+            show_default=False,
+            rich_help_panel=SCHEDULER,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="File for the output of the job, with the scheduler's placeholders (Slurm: %j, "
+            "%A_%a; LSF: %J, %I). Default: name and number of the job, in this folder.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=SCHEDULER,
+        ),
+    ] = None,
+    array: Annotated[
+        str | None,
+        typer.Option(
+            help="Submit a job array: 0-15, or 0-15%4 for at most 4 at once. The script reads its "
+            "number from the environment variable PACELINE_TRIAL.",
+            metavar="RANGE",
+            show_default=False,
+            rich_help_panel=SCHEDULER,
+        ),
+    ] = None,
+    warn: Annotated[
+        int | None,
+        typer.Option(
+            help="Seconds before the time limit at which the scheduler sends SIGUSR1 (Slurm; LSF "
+            "in minutes; not PBS), so that world.epochs writes a checkpoint and the job ends with "
+            "exit code 75. 0: no signal. Default: 120 if --time is at least 10 minutes.",
+            metavar="SECONDS",
+            show_default=False,
+            rich_help_panel=SCHEDULER,
+        ),
+    ] = None,
     setup: Annotated[
         list[str] | None,
-        typer.Option(help="A line of shell before the run; as often as needed."),
+        typer.Option(
+            help="Line of shell to run before the ranks start: 'module load cuda'. May be "
+            "repeated.",
+            metavar="LINE",
+            rich_help_panel=SCHEDULER,
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="An option of the scheduler's own, as it is; as often as needed."),
+        typer.Option(
+            help="Option of the scheduler, passed on unchanged. May be repeated.",
+            metavar="OPTION",
+            rich_help_panel=SCHEDULER,
+        ),
     ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
-    max_restarts: Annotated[int, typer.Option(help="See paceline run.", min=0)] = 0,
+    max_restarts: Annotated[
+        int,
+        typer.Option(help="See paceline run.", metavar="N", min=0, rich_help_panel=TRAINING),
+    ] = 0,
     min_hosts: Annotated[
         int | None,
         typer.Option(
-            help="See paceline run. The scheduler is asked to leave the job its other hosts when "
-            "it loses one (Slurm, PBS Pro).",
+            help="See paceline run. The scheduler is asked to leave the job its other nodes when "
+            "one is lost (Slurm, PBS Pro).",
+            metavar="N",
             show_default=False,
+            rich_help_panel=TRAINING,
         ),
     ] = None,
     record: Annotated[
         Path | None,
         typer.Option(
-            help="See paceline run; of an array each job has a folder of its own in this one.",
+            help="See paceline run. Each job of an array gets a folder of its own in it.",
+            metavar="DIR",
             show_default=False,
+            rich_help_panel=TRAINING,
         ),
     ] = None,
     run_option: Annotated[
         list[str] | None,
-        typer.Option(help="Any other of paceline run, as --run-option=--bind=core."),
+        typer.Option(
+            help="Any other option of paceline run: --run-option=--bind=core. May be repeated.",
+            metavar="OPTION",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
-    ] = False,
 ) -> None:
-    """Write the batch script of SCRIPT's run, and submit it to Slurm, LSF, PBS Pro or Torque.
+    """Write a batch script that runs SCRIPT, and submit it to Slurm, LSF, PBS Pro or Torque.
 
-    Prints the job's number on stdout, and where its output goes on stderr. The script changes to
-    this folder, activates this Python environment, and becomes paceline run (exec), so that the
-    scheduler's signals reach it.
+    The number of the job is printed on standard output, and the file of its output on standard
+    error. The batch script changes to this folder, activates this Python environment, and becomes
+    paceline run (exec), so that signals of the scheduler reach it.
 
-    Run for real: Slurm, and Torque's words through the qsub that Slurm has. Only modelled after
-    their documents: LSF, PBS Pro and Torque's own server; look at --dry-run the first time.
+    Slurm is tested with a real server, Torque with the qsub of Slurm. LSF, PBS Pro and the server
+    of Torque are modelled after their documentation: look at --dry-run first.
     """
     from ..launch.submit import batch_options as said
     from ..launch.submit import submit as command
@@ -156,10 +223,10 @@ def submit(
         batch = said.Batch(
             name=said.job_name(name, script),
             want=said.Resources(
-                hosts=hosts,
-                ranks=ranks_per_host,
+                hosts=nodes,
+                ranks=ranks_per_node,
                 cpus=cpus_per_rank,
-                gpus=gpus_per_host,
+                gpus=gpus_per_node,
                 memory=None if memory is None else said.memory(memory),
                 seconds=limit,
             ),
@@ -170,7 +237,7 @@ def submit(
             switches=None if switches is None else said.switches(switches),
             warn=warn if warn is not None else said.usual_warning(limit),
             requeue=requeue,
-            goes_on=min_hosts is not None and min_hosts < hosts,
+            goes_on=min_hosts is not None and min_hosts < nodes,
             options=option or [],
         )
         job = Job(

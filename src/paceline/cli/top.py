@@ -5,42 +5,53 @@ from typing import Annotated
 
 import typer
 
-from .common.base import app, exit_on_mistake
+from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.command import STDOUT, Command, json_output
+from .common.options import Json
 
 
 @app.command(
-    epilog="Examples:  paceline top run/record   ·   paceline top   ·   "
-    "paceline top --once --json run/record",
+    cls=Command,
+    rich_help_panel=UNDERSTAND,
+    short_help="Watch a running job: speed, states, slowest rank, hangs",
+    epilog=examples(
+        ("paceline top run/record", "the job that records into this folder"),
+        ("paceline top", "your only job on this node"),
+        ("paceline top --once --json run/record", "one view as JSON"),
+    ),
 )
 def top(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="The folder given to paceline run --record. Default: the only job here.",
+            help="Folder of paceline run --record. Default: your only job on this node.",
+            metavar="DIR",
             show_default=False,
         ),
     ] = None,
     job: Annotated[
         str | None,
-        typer.Option(help="A running job by its name, as paceline top lists them."),
+        typer.Option(
+            help="Name of a running job, as paceline top lists them.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
-    every: Annotated[float, typer.Option(help="Seconds between two views.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="One view, and no more.")] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="A view as a line of JSON instead (docs/live.md).")
-    ] = False,
+    every: Annotated[float, typer.Option(help="Seconds between views.", metavar="SECONDS")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one view and exit.")] = False,
+    json: Json = None,
 ) -> None:
-    """Look at a running job: speed, where the time goes, who waits for whom, what stands still.
+    """Watch a running job: speed, states, who waits for whom, and collectives that hang.
 
-    On the host where paceline run was started all hosts of the job are seen. It reads the ends
-    of the ranks' records, at the lowest priority, and asks nothing of the ranks. Without --record
-    there is something to see of scripts that call paceline.init().
+    On the node where paceline run was started, all nodes of the job are shown. The command reads
+    the records in memory with the lowest priority, and asks nothing of the ranks. A job without
+    --record is visible if its script calls paceline.init(). With --json, each view is a line.
     """
     from ..launch.monitor.top import top as shown
 
     try:
-        with exit_on_mistake():
-            code = shown(folder, job, every, once, json)
+        with exit_on_mistake(), json_output(json or STDOUT):
+            code = shown(folder, job, every, once, json is not None)
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)

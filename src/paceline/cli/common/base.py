@@ -10,13 +10,26 @@ from ...security.files import InvalidFileError
 from ...security.text import printable
 from ...version import __version__
 
+# Headings of the commands in --help.
+RUN = "Run and submit"
+UNDERSTAND = "Measure and understand"
+DATASETS = "Data"
+MACHINE = "Machine"
+
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Scale a PyTorch training script, and see where every second of every rank goes.",
+    epilog="paceline COMMAND --help explains a command. Documentation: make docs",
 )
+
+
+def examples(*lines: tuple[str, str]) -> str:
+    """Return the epilog of a command's help: one example per line, with what it does."""
+    width = max(len(command) for command, _ in lines)
+    return "\n\n".join(["Examples:", *(f"{one:{width}}  {what}" for one, what in lines)])
 
 
 @contextlib.contextmanager
@@ -45,16 +58,28 @@ def in_words(mistake: ValueError | OSError) -> str:
     return printable(str(mistake), lines=not isinstance(mistake, InvalidFileError))
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"paceline {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _main(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+        bool, typer.Option("--version", help="Print the version and exit.", metavar=" ")
+    ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            help="With --version: also print the versions and the build of PyTorch and its "
+            "libraries, backends, and the scheduler. Include this in bug reports.",
+            metavar=" ",
+        ),
     ] = False,
 ) -> None:
-    pass
+    if version:
+        typer.echo(f"paceline {__version__}")
+        if verbose:
+            from .version import environment_lines
+
+            typer.echo("\n".join(environment_lines()))
+        raise typer.Exit
+    if context.invoked_subcommand is None:  # --verbose alone
+        typer.echo(context.get_help())

@@ -10,12 +10,20 @@ from ...security.text import printable
 if TYPE_CHECKING:  # every command imports this module
     from ...knobs.tuning import Tuning
 
-Script = Annotated[str, typer.Argument(help="The script (or with -m the module) to run.")]
+# Headings of options in --help. Options without a heading come first.
+NODES = "Nodes"
+BINDING = "Cores and threads"
+FAULTS = "Failures and restarts"
+DATA = "Data"
+EXCHANGE = "Gradient synchronization"
+RECORDING = "Recording"
+
+Script = Annotated[str, typer.Argument(help="Training script, or module with -m.")]
 Args = Annotated[
     list[str] | None,
     typer.Argument(
         help="Arguments passed to the script unchanged. Options of this command come before the "
-        "script; `--` before the script says that all that follows is meant for it."
+        "script; -- before the script passes everything after it to the script."
     ),
 ]
 Ranks = Annotated[
@@ -23,8 +31,9 @@ Ranks = Annotated[
     typer.Option(
         "-n",
         "--ranks",
-        help="Ranks to start, in all. Default: on each host its GPUs; else the scheduler's "
-        "tasks; else its NUMA domains.",
+        help="Number of ranks on all nodes. Default: one for each GPU; without GPUs, the tasks "
+        "that the scheduler sets, or one for each NUMA domain.",
+        metavar="N",
         show_default=False,
     ),
 ]
@@ -33,95 +42,113 @@ Hosts = Annotated[
     typer.Option(
         "-H",
         "--hosts",
-        help="Hosts and their slots, as host1:4,host2:4; reached over ssh.",
+        help="Hosts, reached over ssh, with their numbers of ranks: host1:4,host2:4.",
+        metavar="HOST[:N],...",
         show_default=False,
+        rich_help_panel=NODES,
     ),
 ]
 Hostfile = Annotated[
     Path | None,
     typer.Option(
-        help="The hosts from a file: one a line, as host1, host1:4 or host1 slots=4.",
+        help="File with one host per line: host1, host1:4 or host1 slots=4.",
+        metavar="FILE",
         show_default=False,
+        rich_help_panel=NODES,
     ),
 ]
 Env = Annotated[
     list[str] | None,
     typer.Option(
-        help="A variable that all ranks get, as NAME or NAME=VALUE. Repeatable. (Over ssh, "
-        "PATH, VIRTUAL_ENV, OMP_*, NCCL_* and the like travel by themselves.)",
+        help="Set an environment variable on every rank: NAME=VALUE, or NAME to forward its "
+        "current value. May be repeated. Over ssh, PATH, VIRTUAL_ENV, OMP_*, NCCL_* and similar "
+        "ones are forwarded automatically.",
+        metavar="NAME[=VALUE]",
         show_default=False,
+        rich_help_panel=NODES,
     ),
 ]
 Launcher = Annotated[
     str | None,
     typer.Option(
-        help="What starts an agent on each host: ssh, srun, jsrun, blaunch, palsrun, flux, "
-        "mpirun or mpiexec. Default: the allocation's own, or ssh.",
+        help="Tool that starts an agent on each node: ssh, srun, jsrun, blaunch, palsrun, flux, "
+        "mpirun or mpiexec. Default: that of the scheduler, or ssh.",
+        metavar="TOOL",
         show_default=False,
+        rich_help_panel=NODES,
     ),
 ]
 Module = Annotated[
-    bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")
 ]
 Fresh = Annotated[
     bool,
     typer.Option(
         "--fresh",
-        help="A new interpreter for every rank instead of a fork of one that has imported "
-        "torch. Chosen by itself where OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
+        help="Start a new interpreter for every rank, instead of a fork of a process that has "
+        "imported torch. Set automatically if OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
         "LD_PRELOAD is set.",
+        rich_help_panel=BINDING,
     ),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        help="Threads a rank computes with. Default: OMP_NUM_THREADS, or one for each of its "
-        "cores.",
+        help="Threads of each rank (OMP_NUM_THREADS, torch). Default: OMP_NUM_THREADS, or one "
+        "for each core of the rank.",
+        metavar="N",
         show_default=False,
+        rich_help_panel=BINDING,
     ),
 ]
 Bind = Annotated[
     str,
     typer.Option(
-        help="core: each rank keeps to cores of its own, of one NUMA node where possible. "
-        "device: to cores near its GPU. numa, socket: to a whole NUMA node or socket. none: "
-        "not. auto: device or core where the cores are known to be this job's alone (granted "
-        "by a scheduler, a container or taskset), else none."
+        help="Bind ranks: core (cores of its own, in one NUMA node if possible), device (cores "
+        "near its GPU), numa or socket (a whole NUMA node or socket), none; auto: device or core "
+        "if the cores belong to this job alone, otherwise none.",
+        metavar="HOW",
+        rich_help_panel=BINDING,
     ),
 ]
 CpusPerRank = Annotated[
     int | None,
     typer.Option(
-        help="Cores of each rank. Default: an equal part of those that are granted.",
+        help="Cores of each rank. Default: an equal part of the granted cores.",
+        metavar="N",
         show_default=False,
+        rich_help_panel=BINDING,
     ),
 ]
 Smt = Annotated[
     bool | None,
     typer.Option(
         "--smt/--no-smt",
-        help="A thread for each hardware thread of a rank's cores, or only one hardware "
-        "thread of each. Default: all are its own, and it has a thread for each core.",
+        help="Start a thread for each hardware thread of a rank's cores, or leave all but one "
+        "hardware thread of each core unused. Default: one thread for each core.",
         show_default=False,
+        rich_help_panel=BINDING,
     ),
 ]
 HangTimeout = Annotated[
     float | None,
     typer.Option(
-        help="End the job (exit code 124), or restart it, after so many seconds in which no rank "
-        "begins or ends an operation, and three times the longest such time so far. Paceline "
-        "reports which ranks are missing from which collective, with all stacks. Default: 300 s, "
-        "and the report is only a warning unless ranks wait in a collective that can't complete. "
-        "0: never.",
+        help="Seconds without progress on any rank, and at least three times the longest pause so "
+        "far, after which the job is ended (exit code 124) or restarted. Paceline first reports "
+        "which ranks are missing from which collective, with all stacks. Default: 300, and the "
+        "job is ended only if ranks wait in a collective that cannot complete; otherwise the "
+        "report is a warning. 0 disables hang detection.",
         metavar="SECONDS",
         show_default=False,
+        rich_help_panel=FAULTS,
     ),
 ]
 Settings = Annotated[
     Path | None,
     typer.Option(
-        help="Knobs to set in every rank, from this file (paceline diagnose --try, "
-        "docs/remedies.md): loader workers, DDP's buckets, threads and the like.",
+        help="Apply the knobs of this settings file (diagnose --save-settings) to every rank: "
+        "loader workers, DDP's buckets, threads and others.",
+        metavar="FILE",
         show_default=False,
     ),
 ]
@@ -130,30 +157,43 @@ Settings = Annotated[
 Exchange = Annotated[
     str | None,
     typer.Option(
-        help="paceline: CPU ranks of a host exchange over memory that they share, and hosts once "
-        "for all of theirs, also in a script that asks for gloo. gloo: they never do. Default: "
-        "where the script uses paceline's own world or backend.",
+        help="paceline: CPU ranks of a node exchange through shared memory, and each node once "
+        "for its ranks, also if the script requests gloo. gloo: never. Default: paceline for "
+        "scripts with paceline.init() or the backend paceline.",
+        metavar="BACKEND",
         show_default=False,
+        rich_help_panel=EXCHANGE,
     ),
 ]
 
 TuneExchange = Annotated[
     Path | None,
     typer.Option(
-        help="In the first hundred steps, find the bucket size and the way of exchange that are "
-        "fastest for this script's DDP, and keep them in this file, a settings file: runs of the "
-        "same model on as many ranks and hosts take it from there. What is not faster than "
-        "before, in turns, is not taken.",
+        help="Find the fastest bucket size and all-reduce algorithm for the script's DDP model in "
+        "the first hundred steps, and store them in this settings file. Later runs of the same "
+        "model on as many ranks and nodes read the file. A setting is kept only if it is faster "
+        "than the previous one in interleaved measurements.",
         metavar="FILE",
         show_default=False,
+        rich_help_panel=EXCHANGE,
     ),
 ]
 TuneCompression = Annotated[
     bool,
     typer.Option(
         "--tune-compression",
-        help="With --tune-exchange: gradients that travel as bfloat16 may be taken as well. "
-        "That changes the numbers.",
+        help="With --tune-exchange: also try gradients as bfloat16. This changes the numbers.",
+        rich_help_panel=EXCHANGE,
+    ),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Print JSON on standard output instead of a table. --json=FILE, or --json NAME.json, "
+        "writes it to a file.",
+        metavar="[=FILE]",
+        show_default=False,
     ),
 ]
 

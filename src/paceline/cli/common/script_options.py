@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ...security.text import printable
 from .base import exit_on_mistake
+from .command import Command
 
 if TYPE_CHECKING:  # every command imports this module
     from ...launch.script_source import ScriptSource
@@ -53,7 +53,7 @@ class Mention(Enum):
     ABSENT = "absent"
 
 
-class ScriptCommand(TyperCommand):
+class ScriptCommand(Command):
     """A command that takes a script and its arguments, and checks these for its own options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -28,13 +28,13 @@ class Resources:
 
     def __post_init__(self) -> None:
         for option, value in (
-            ("--hosts", self.hosts),
-            ("--ranks-per-host", self.ranks),
+            ("--nodes", self.hosts),
+            ("--ranks-per-node", self.ranks),
             ("--cpus-per-rank", self.cpus),
-            ("--gpus-per-host", self.gpus),
+            ("--gpus-per-node", self.gpus),
         ):
             if value is not None and value < 1:
-                hint = "1 or more" if option == "--hosts" else "1 or more, or leave it out"
+                hint = "1 or more" if option == "--nodes" else "1 or more, or leave it out"
                 raise ValueError(f"{option} {value}: at least one is needed. HINT: {hint}")
 
     @property

@@ -1,0 +1,102 @@
+"""The class of all commands: an optional file after --json, and old spellings of options."""
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand
+
+from ...security.outputs import write_output
+
+STDOUT = Path("/dev/stdout")  # --json without a file
+
+
+class Command(TyperCommand):
+    """A command of Paceline.
+
+    ``--json`` prints to standard output; ``--json=FILE`` and ``--json NAME.json`` write a file.
+
+    Attributes:
+        renamed: Old spellings of options, with the present ones. They are not shown in --help.
+        translated: Options of other launchers with the equivalent one and its meaning. A line
+            says so.
+        answered: Options of other launchers that are not needed, with what to do instead.
+    """
+
+    renamed: ClassVar[dict[str, str]] = {}
+    translated: ClassVar[dict[str, tuple[str, str]]] = {}
+    answered: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+                parameter.metavar = " "  # and not "<bool>"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            args = self.present_spelling(args)
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+    def present_spelling(self, words: list[str]) -> list[str]:
+        """Return the arguments of the command with present spellings of its own options.
+
+        Arguments of a script, which begin with the first positional one, stay as they are.
+        """
+        result: list[str] = []
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            name, equals, value = word.partition("=")
+            positional = not word.startswith("-") or word == "-"
+            if word == "--" or (positional and not self._interspersed):
+                return [*result, word, *rest]
+            if name in self.answered:
+                raise typer.BadParameter(f"{name}: HINT: {self.answered[name]}")
+            if name in self.translated:
+                option, meaning = self.translated[name]
+                said = f"paceline: {name} is {option} of paceline {self.name}: {meaning}"
+                typer.echo(said, err=True)
+                name = option
+            name = self.renamed.get(name, name)
+            if name == "--json" and not equals:
+                own = bool(rest) and rest[0].endswith(".json")
+                equals, value = "=", rest.pop(0) if own else str(STDOUT)
+            result.append(f"{name}{equals}{value}")
+            for _ in range(0 if positional or equals else self._values(name)):
+                result += [rest.pop(0)] if rest else []
+        return result
+
+    @property
+    def _interspersed(self) -> bool:
+        return bool(self.context_settings.get("allow_interspersed_args", True))
+
+    def _values(self, name: str) -> int:
+        """Return how many arguments follow the option; 0 for flags and unknown options."""
+        for one in self.params:
+            if name in (*one.opts, *one.secondary_opts):
+                return 0 if getattr(one, "is_flag", False) else one.nargs
+        return 0
+
+
+def print_json(value: Any, path: Path, indent: int | None = None) -> None:
+    """Print ``value`` as JSON, to standard output or to the file of --json."""
+    with json_output(path):
+        typer.echo(json.dumps(value, indent=indent))
+
+
+@contextmanager
+def json_output(path: Path) -> Iterator[None]:
+    """Write what the body prints to standard output to ``path``, unless that is STDOUT."""
+    if path == STDOUT:
+        yield
+        return
+    text = io.StringIO()
+    with redirect_stdout(text):
+        yield
+    write_output(path, text.getvalue())
