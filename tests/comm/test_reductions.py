@@ -225,17 +225,37 @@ def test_timeout_of_a_group(monkeypatch, given, expected):
     assert asked == [expected]
 
 
-def test_longest_timeout_of_python_is_accepted():
-    """The longest timedelta overflows 64-bit nanoseconds."""
+def group_of_one(timeout):
     options = SimpleNamespace(
         store=dist.HashStore(),
         group_rank=0,
         group_size=1,
-        group_id="longest",
-        timeout=timedelta.max,
+        group_id="alone",
+        timeout=timeout,
         global_ranks_in_group=[0],
     )
-    group = backend.create(options, None)
+    return backend.create(options, None)
+
+
+@pytest.mark.parametrize(
+    "gather",
+    [
+        lambda group, out, x: group.allgather([[out]], [x]),
+        lambda group, out, x: group._allgather_base(out, x),
+        lambda group, out, x: group.reduce_scatter([out], [[x]], dist.ReduceScatterOptions()),
+        lambda group, out, x: group._reduce_scatter_base(out, x, dist.ReduceScatterOptions()),
+    ],
+)
+def test_other_dtype_of_the_same_size_is_rejected(gather):
+    """float32 would be read as int32, bit by bit."""
+    group = group_of_one(timedelta(seconds=20))
+    with pytest.raises(RuntimeError, match="type"):
+        gather(group, torch.zeros(4, dtype=torch.int32), torch.ones(4))
+
+
+def test_longest_timeout_of_python_is_accepted():
+    """The longest timedelta overflows 64-bit nanoseconds."""
+    group = group_of_one(timedelta.max)
     x = torch.ones(2)
     group.allreduce([x]).wait()
     group.allreduce([x], dist.AllreduceOptions()).wait()

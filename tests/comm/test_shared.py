@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,27 @@ def test_forked_process_cannot_exchange_and_rank_continues(tmp_path):
     done = ranks.run(ranks.write(tmp_path, FORKS))
     assert done.stdout.count("this process was forked from a rank") == 2
     assert done.stdout.count("goes on 4.0") == 2
+
+
+LEAVES = """
+    import time
+    from paceline.comm.shared.async_collectives import CollectiveThread, PendingWork
+
+    def run():
+        while time.monotonic() < end:
+            time.sleep(0)  # asks for the interpreter all the time
+
+    threads = [CollectiveThread("paceline-exchange") for _ in range(4)]
+    end = time.monotonic() + 0.5
+    for thread in threads:
+        thread.submit(PendingWork(run, []))
+    """
+
+
+def test_process_may_exit_while_a_collective_is_in_progress(tmp_path):
+    script = ranks.write(tmp_path, LEAVES)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 PATIENT = """

@@ -107,7 +107,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
         alike = len(outputs) == len(inputs) == 1 and _is_supported([*inputs, *outputs[0]])
-        if not alike or any(one.nbytes != inputs[0].nbytes for one in outputs[0]):
+        if not alike or not all(_have_same_size(one, inputs[0]) for one in outputs[0]):
             return self.inner.allgather(outputs, inputs, *given, **options)
         return self._start(lambda: self._gather(inputs[0], outputs[0]), outputs[0], given)
 
@@ -134,7 +134,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if how is None or not alike or not _is_supported([*outputs, *inputs[0]], how):
             return self.inner.reduce_scatter(outputs, inputs, *given, **options)
         (to,), (tensors,) = outputs, inputs
-        if any(one.nbytes != to.nbytes for one in tensors):
+        if not all(_have_same_size(one, to) for one in tensors):
             return self.inner.reduce_scatter(outputs, inputs, *given, **options)
 
         def run() -> None:
@@ -211,7 +211,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Gather each input from all ranks into the output at the same position, in rank order."""
         pairs = list(zip(outputs, inputs, strict=True))
-        alike = all(a.nbytes == b.nbytes * self.size() for a, b in pairs)
+        alike = all(_have_same_size(a, b, self.size()) for a, b in pairs)
         if not alike or not _is_supported([*outputs, *inputs]):
             single = name in ("_allgather_base", "all_gather_single")
             call: Callable[..., dist.Work] = getattr(self.inner, name)
@@ -236,7 +236,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Reduce the part of each input that belongs to this rank over all ranks."""
         how, pairs = _reduction_index(given), list(zip(outputs, inputs, strict=True))
-        alike = all(b.nbytes == a.nbytes * self.size() and a.dtype == b.dtype for a, b in pairs)
+        alike = all(_have_same_size(b, a, self.size()) for a, b in pairs)
         if how is None or not alike or not _is_supported([*outputs, *inputs], how):
             single = name in ("_reduce_scatter_base", "reduce_scatter_single")
             call: Callable[..., dist.Work] = getattr(self.inner, name)
@@ -280,6 +280,14 @@ def _in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield flat
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat)
+
+
+def _have_same_size(one: torch.Tensor, other: torch.Tensor, times: int = 1) -> bool:
+    """Return whether ``one`` has the dtype of ``other`` and ``times`` as many elements.
+
+    PyTorch's group raises the error where it has not.
+    """
+    return one.dtype == other.dtype and one.numel() == times * other.numel()
 
 
 def _reduction_index(given: tuple[Any, ...]) -> int | None:

@@ -1,6 +1,9 @@
 """Asynchronous collectives: one thread for each process group executes them in their order."""
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 Run = Callable[[], None]
+EXIT_TIMEOUT_S = 2.0  # for pending collectives, at the interpreter's exit
 
 
 class CompletedWork(dist.Work):
@@ -109,6 +113,7 @@ class CollectiveThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+            _running.add(self)
         self._last = work
         self._queue.put(work)
 
@@ -123,3 +128,17 @@ class CollectiveThread:
             self._queue.put(None)
             self._thread.join(timeout_s)
             self._thread = self._last = None
+
+
+_running: "weakref.WeakSet[CollectiveThread]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Let the threads end before the interpreter does.
+
+    A thread that still returns from PyTorch's futures would abort the process.
+    """
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    for one in list(_running):
+        one.close(max(deadline - time.monotonic(), 0.0))
