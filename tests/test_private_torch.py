@@ -106,7 +106,7 @@ INTERFACES = {
     "torch.utils.data.dataloader._BaseDataLoaderIter": "base of a Loader's iterator; wrapped",
     "iterator._dataset": "the dataset of a loader that is cached in an experiment",
     "iterator._num_yielded": "batches that a loader has returned",
-    "iterator._reset": "overridden in a Loader's iterator",
+    "iterator._base_seed": "seed of a sampler that draws its order at random",
     "iterator._next_data": "overridden in a Loader's iterator",
 }
 # Private names that belong to Python and the netCDF library.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..security.files import InvalidFileError, open_regular
-from .fork_locks import make_lock
+from .fork_locks import ForkSafeLock
 from .format import shard_format
 from .format.decode import decode
 from .format.row_check import make_row_check
@@ -56,7 +56,7 @@ class Shards:
         if self.meta.names:
             told = self.meta.files.get(NAMES_FILE)
             self._names = SampleNames(self.folder / NAMES_FILE, self.meta.samples, told)
-        self._open_lock = make_lock()
+        self._open_lock = ForkSafeLock()
         self._staged = open_staged_here(self.folder)
         self._index = self._open_index()
         self._next_staged_check: dict[

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..fork_locks import make_lock
+from ..fork_locks import ForkSafeLock
 from ..format.shard_format import ArraySpec, DataError, label_spec
 from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
 from ..shards import MAX_CLASSES, RaggedError
@@ -51,7 +51,7 @@ class StoredArrays(UnpackedDataset):
 
     def __init__(self, x: str | os.PathLike[str], y: str | os.PathLike[str] | None = None) -> None:
         self._arguments = (os.fspath(x), None if y is None else os.fspath(y))
-        self._open_lock = make_lock()
+        self._open_lock = ForkSafeLock()
         self._open()
         for note in self._source.notes:
             warnings.warn(f"Loader: {note}", stacklevel=3)
