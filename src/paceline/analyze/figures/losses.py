@@ -16,7 +16,8 @@ from ...record.ring.states import Op, State
 from ..records.match_collectives import NO_INDEX, MatchedCommunication
 from ..records.read_record import Record
 from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, total
-from .pop import LOSSES
+from .blocked_time import BlockedTime
+from .pop import LOSSES, Efficiencies
 
 RANGE_COUNT = 10  # ranges of steps in which losses are located
 MAX_GAP_NS = 200_000  # between two waits that count as one: no work in between
@@ -93,11 +94,12 @@ def wait_losses(
     records: list[Record],
     timelines: list[Timeline],
     matched: MatchedCommunication,
+    blocked: BlockedTime,
     within: Window,
     ranges: StepRanges,
     residual: int,
 ) -> list[Loss]:
-    """Book every wait to the rank that it was for, and to what that rank had done.
+    """Book every exposed wait to the rank that it was for, and to what that rank had done.
 
     What counts is what it had done more than the waiting rank since both were last together (at the
     end of the group's previous wait). What it does during the wait says less: a rank whose batch
@@ -106,16 +108,15 @@ def wait_losses(
     rows = matched.waits
     start = np.clip(rows["start"], within.start, within.end)
     last_arrival = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
-    length = last_arrival - start
     total_ns = len(records) * within.length
-    known = np.flatnonzero((rows["culprit"] != NO_INDEX) & (length > residual))
-    unknown = total(length[(length > 0)]) - total(length[known])
+    known = np.flatnonzero(booked_waits(matched, blocked, within, residual))
+    unknown = total(blocked.wait) - total(blocked.wait[known])
     together = np.clip(_last_together(rows), within.start, start)[known]
     rows, start, last_arrival, length = (
         rows[known],
         start[known],
         last_arrival[known],
-        length[known],
+        blocked.wait[known],
     )
     own_states = np.zeros((len(rows), len(STATES)), np.float32)
     for number, of_value in rows_by_value(rows["record"]):
@@ -165,6 +166,17 @@ def wait_losses(
     return result
 
 
+def booked_waits(
+    matched: MatchedCommunication, blocked: BlockedTime, within: Window, residual: int
+) -> npt.NDArray[np.bool_]:
+    """Return which waits are booked to a rank: exposed, and longer than the clocks' residual."""
+    rows = matched.waits
+    start = np.maximum(rows["start"], within.start)
+    length = np.minimum(np.minimum(rows["latest"], rows["end"]), within.end) - start
+    booked = (rows["culprit"] != NO_INDEX) & (length > residual) & (blocked.wait > 0)
+    return np.asarray(booked)
+
+
 def rows_by_value(values: Ints) -> Iterable[tuple[int, Ints]]:
     """Return each distinct value with the indices of its rows."""
     order = np.argsort(values, kind="stable")
@@ -200,13 +212,16 @@ def _one_hot(state: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def transfer_losses(
-    matched: MatchedCommunication, ranks: int, within: Window, ranges: StepRanges
+    matched: MatchedCommunication,
+    blocked: BlockedTime,
+    ranks: int,
+    within: Window,
+    ranges: StepRanges,
 ) -> list[Loss]:
-    """Return the blocked time after the last member arrived, by group and collective."""
-    rows = matched.waits
+    """Return the exposed time after the last member arrived, by group and collective."""
+    rows, length = matched.waits, blocked.transfer
     last_arrival = np.clip(rows["latest"], rows["start"], rows["end"])
     start = np.clip(last_arrival, within.start, within.end)
-    length = np.clip(rows["end"], within.start, within.end) - start
     result = []
     nonzero = np.flatnonzero(length > 0)
     kind = rows["group"][nonzero].astype(np.int64) << 8 | rows["op"][nonzero]
@@ -300,3 +315,9 @@ def _largest_kind(group: Ints, op: Ints, weights: npt.NDArray[np.float64]) -> tu
     kinds, at = np.unique(key, return_inverse=True)
     best = int(kinds[np.bincount(at, weights).argmax()])
     return best >> 8, best & 0xFF
+
+
+def check_sum_of_losses(losses: list[Loss], e: Efficiencies) -> None:
+    """Assert that the losses add up to what is not useful."""
+    lost = sum(loss.share for loss in losses)
+    assert abs(lost - (1 - e.useful)) < 1e-6, f"losses add up to {lost}, not to {1 - e.useful}"

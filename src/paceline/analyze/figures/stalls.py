@@ -107,7 +107,8 @@ def _is_long_wait(m: MeasuredWindow) -> Any:
     """Select the waits that may be for a rank that stood still: few, as each standstill scans
     them.
     """
-    return m.matched.waits["end"] - m.matched.waits["start"] > _MIN_STALL_NS // 10
+    waits = m.matched.waits
+    return (waits["end"] - waits["start"] > _MIN_STALL_NS // 10) & (m.blocked.wait > 0)
 
 
 def _group_simultaneous(spans: list[RankInterval]) -> Iterator[list[RankInterval]]:
@@ -164,9 +165,8 @@ def find_stalls(m: MeasuredWindow, still: list[Standstill]) -> list[Stall]:
     waits = m.matched.waits
     if m.clocks_unaligned or not len(waits):
         return []
-    blocked = waits["end"] - np.maximum(waits["start"], waits["latest"])
-    is_slow = (blocked >= _MIN_STALL_NS + m.residual_ns) & waits["whole"] & ~waits["call"]
-    is_slow &= (waits["end"] > m.within.start) & (waits["start"] < m.within.end)
+    is_slow = m.blocked.transfer >= _MIN_STALL_NS + m.residual_ns
+    is_slow &= waits["whole"] & ~waits["call"]
     slow_exchanges: list[SlowExchange] = []
     rows = split_by_record(waits, len(m.records))
     for i in np.unique(waits["record"][is_slow]).tolist():

@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ...analyze.figures.process_groups import Collective
 from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
@@ -21,6 +22,8 @@ from .roofline import draw_roofline
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 BAR_COLUMNS = 12
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_LISTED_GROUPS = 8
+MAX_LISTED_KINDS = 4  # collectives of one group
 MAX_DESCRIBED_LOSSES = 3  # number of losses that are described in a sentence
 COLOURS = {
     "useful": "green",
@@ -240,17 +243,31 @@ def _groups(report: Report) -> list[RenderableType]:
     for heading in ("process group", "ranks", "wait", "transfer", "hidden", "collectives"):
         right = heading in ("ranks", "wait", "transfer", "hidden")
         table.add_column(heading, justify="right" if right else "left")
-    for group in sorted(report.groups, key=lambda g: -(g.wait + g.transfer))[:8]:
-        kinds = ", ".join(
-            f"{c.count} {c.name} ({size(c.bytes / c.count)}"
-            + (f", {c.busbw:.2g} GB/s bus" if c.busbw is not None else "")
-            + ")"
-            for c in sorted(group.collectives, key=lambda c: -c.bytes)[:3]
-        )
+    groups = sorted(report.groups, key=lambda g: -(g.wait + g.transfer))
+    for group in groups[:MAX_LISTED_GROUPS]:
+        kinds = sorted(group.collectives, key=lambda c: (-(c.wait + c.transfer), -c.bytes))
+        named = [_collective(one) for one in kinds[:MAX_LISTED_KINDS]]
+        if len(kinds) > MAX_LISTED_KINDS:
+            named.append(f"{len(kinds) - MAX_LISTED_KINDS} more")
         shares = (percent(share) for share in (group.wait, group.transfer, group.hidden))
-        table.add_row(group.name, str(group.size), *shares, kinds)
-    more = len(report.groups) - 8
-    return [table, Text(f"... and {more} more groups (--json)" if more > 0 else "")]
+        table.add_row(group.name, str(group.size), *shares, ", ".join(named))
+    if more := groups[MAX_LISTED_GROUPS:]:
+        members = sum(len(group.ranks) for group in more)
+        sums = (
+            sum(getattr(group, field) * len(group.ranks) for group in more) / max(members, 1)
+            for field in ("wait", "transfer", "hidden")
+        )
+        name = f"{counted(len(more), 'more group')} (--json)"
+        table.add_row(name, "", *map(percent, sums), "mean of their members")
+    return [table, Text()]
+
+
+def _collective(one: Collective) -> str:
+    """Return the name of a collective with its number, size and bandwidth."""
+    if not one.count:  # it began before the window, or its launch is not known
+        return one.name
+    rate = f", {one.busbw:.2g} GB/s bus" if one.busbw is not None else ""
+    return f"{one.count} {one.name} ({size(one.bytes / one.count)}{rate})"
 
 
 def _losses(report: Report) -> list[RenderableType]:
