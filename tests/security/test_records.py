@@ -12,7 +12,8 @@ from records import MS, Rank, made
 from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import analyse, analyse_with_window
-from paceline.analyze.figures.steps import MAX_LOST_STEPS, find_steps
+from paceline.analyze.figures.steps import find_steps
+from paceline.analyze.figures.window_steps import MAX_LOST_STEPS
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.clock_alignment import align_clocks
 from paceline.analyze.records.load_run import Run, load_run

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..records.blocked_time import assign_blocked_time
 from ..records.clock_alignment import Clocks
 from ..records.match_collectives import NO_INDEX, MatchedCommunication
 from ..records.read_record import Record
 from ..records.state_timeline import Timeline, Window, build_timeline
 from . import losses as lost
-from .blocked_time import assign_blocked_time
 from .ideal_network import ideal_length
 from .losses import Loss, StepRanges, check_sum_of_losses
 from .pop import busy_ns, check_identities, efficiencies
+from .window_steps import steps_in_window
 
 MAX_REPLAY_NS = 1 << 62  # of all ranks' time together: delays in the replay may add up to it
 
@@ -23,6 +24,7 @@ class MeasuredWindow:
     Attributes:
         matched: The communication; without last arrivals where they are unknown.
         timelines: In the order of ``records``, whose times are on one clock.
+        steps: The steps that all ranks completed; None where they have none in common.
         blocked: Exposed time of each row of ``matched.waits``.
         apart: Whether some hosts' clocks could not be aligned; then the last arrival is unknown.
         contradicts: Whether the replay on an ideal network takes longer than the clocks allow.
@@ -61,22 +63,23 @@ class MeasuredWindow:
         self.efficiencies = efficiencies(self.states, within.length, ideal)
         check_identities(self.efficiencies)
         self.ranges: StepRanges = lost.split_into_ranges(records, within)
+        self.steps = steps_in_window(records, within)
         self.losses = self._losses()
         check_sum_of_losses(self.losses, self.efficiencies)
 
     def _losses(self) -> list[Loss]:
-        found = lost.own_losses(self.records, self.timelines, self.ranges)
-        ranks = len(self.records)
+        place = lost.LossPlaces(self.records, self.matched, self.ranges, self.steps)
+        found = lost.own_losses(self.records, self.timelines, place)
         found += lost.wait_losses(
             self.records,
             self.timelines,
             self.matched,
             self.blocked,
             self.within,
-            self.ranges,
+            place,
             self.residual_ns,
         )
-        found += lost.transfer_losses(self.matched, self.blocked, ranks, self.within, self.ranges)
+        found += lost.transfer_losses(self.matched, self.blocked, len(self.records), place)
         return sorted(found, key=lambda loss: -loss.share)
 
 

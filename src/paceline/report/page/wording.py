@@ -56,7 +56,8 @@ _LATE = {
     STILL: (
         "{rank} stood still for a while: none of its threads ran. All others waited for it at the "
         "next exchange.",
-        "who stopped it or its host, whether its memory was swapped out, and the host's log",
+        "the line of the script that ran then, who stopped the rank or its host, whether its "
+        "memory was swapped out, and the host's log",
     ),
     "wait": ("{rank} came late because it had waited itself.", "whom {rank} waited for"),
     "transfer": (

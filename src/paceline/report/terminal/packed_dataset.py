@@ -8,6 +8,7 @@ from rich.text import Text
 
 from ...cost.machine.units import format_value, size
 from ...security.text import printable
+from ..numbers import amount
 
 SHOWN = 10  # most lines about individual samples
 CHANNELS = 8  # most channels whose mean and deviation are shown
@@ -59,7 +60,7 @@ def progress(
         each: Name of the items.
     """
     of = f" of {whole:,}" if whole else ""
-    return f"{what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
+    return f"{what} {done:,}{of} {each}, {size(read)}, {amount(rate)} {each}/s"
 
 
 def render_staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -113,7 +114,7 @@ def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     whole = sum(shard["bytes"] for shard in meta["shards"])
     count = meta["samples"]
     rate = (
-        f"{count / seconds:,.0f} samples/s, {format_value(whole / seconds, 'B/s')}"
+        f"{amount(count / seconds)} samples/s, {format_value(whole / seconds, 'B/s')}"
         if seconds
         else ""
     )

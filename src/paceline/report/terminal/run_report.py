@@ -14,7 +14,7 @@ from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
-from ..numbers import counted, duration, percent, size
+from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from . import step_work
 from .roofline import draw_roofline
@@ -118,7 +118,7 @@ def _head(report: Report) -> Text:
         text.append(f", measured {report.window_s:.1f} s without the first step")
     text.append(")")
     if report.samples_per_s is not None:
-        text.append(f"   {report.samples_per_s:,.0f} samples/s", style="bold")
+        text.append(f"   {amount(report.samples_per_s)} samples/s", style="bold")
     return text
 
 

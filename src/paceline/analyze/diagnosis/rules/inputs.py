@@ -82,9 +82,9 @@ def _file_access(
     if _opens_small_files(loader):
         sentence = (
             f"the loader opens {opened / loader['batches']:.3g} files a batch, of "
-            f"{read / opened / 1e3:.3g} kB each: {opened / loader['seconds']:,.0f} a second, "
+            f"{read / opened / 1e3:.3g} kB each: {opened / loader['seconds']:.3g} a second, "
             f"{each} ({who})"
         )
         return "input-small-files", sentence, evidence
-    sentence = f"the loader reads {rate / 1e6:,.0f} MB/s, {each} ({who})"
+    sentence = f"the loader reads {rate / 1e6:.3g} MB/s, {each} ({who})"
     return "input-bandwidth", sentence, evidence

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..records.match_collectives import MatchedCommunication, split_by_record
-from ..records.state_timeline import Ints, Timeline
+from .match_collectives import MatchedCommunication, split_by_record
+from .state_timeline import Ints, Timeline
 
 
 @dataclass(frozen=True)
