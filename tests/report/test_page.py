@@ -256,6 +256,8 @@ def test_comparison_page_of_two_runs(tmp_path, opened):
     assert agree(page, data) > 15
     assert re.search(r"After is 1\.\d\d times as fast as before", page.inner_text("#lead"))
     assert "better" in page.inner_text("#figures")
+    assert "It is explained by useful -10 ms" in page.inner_text("#summary")
+    assert "shorter" in page.inner_text("#summary .changes")
     assert len(drawn(page, "courses")) == 2
     bars = {trace["name"]: trace["x"] for trace in drawn(page, "runs")}
     assert bars["useful"][0] - bars["useful"][1] == pytest.approx(10, abs=0.5)

@@ -1,10 +1,11 @@
 """What a report says: in which steps a loss occurs, counts and ordinals, small rates."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
-from records import Rank, report_of
+from records import Rank, made, report_of
 
 from paceline.analyze.figures.losses import Loss
 from paceline.plurals import counted, ordinal
@@ -12,6 +13,7 @@ from paceline.record.ring.states import State
 from paceline.report.numbers import figure
 from paceline.report.page.run_page import LONGER
 from paceline.report.page.wording import achieved
+from paceline.report.report_command import report_text
 from paceline.report.sentences import outliers, sentence, troubles
 from paceline.report.terminal.run_report import render
 
@@ -22,7 +24,7 @@ def job(folder, extra, steps=90, state=State.INPUT, ranks=1, starts_loader=False
     starts_loader: Whether the loader begins a new pass in these steps: the end of the pass and the
     next iterator are recorded as waits, too.
     """
-    made = []
+    found = []
     for i in range(ranks):
         rank = Rank(folder, i, ranks)
         rank.step(0, 10)
@@ -39,8 +41,8 @@ def job(folder, extra, steps=90, state=State.INPUT, ranks=1, starts_loader=False
             rank.step(begin - longer - 20, begin, samples=8, number=step)
         if longer := extra.get(steps + 1, 0):
             rank.was(state, begin, begin + longer)
-        made.append(rank)
-    return made
+        found.append(rank)
+    return found
 
 
 def where(ranks):
@@ -125,7 +127,7 @@ def still_job(folder, samples, ranks=2):
 
     samples: (time in ms, number of the line) that the sampler saw in it.
     """
-    made = []
+    found = []
     for i in range(ranks):
         rank = Rank(folder, i, ranks)
         rank.step(0, 10)
@@ -137,8 +139,8 @@ def still_job(folder, samples, ranks=2):
         for step in range(2, 30):
             rank.was(State.FORWARD, 2020 + 40 * (step - 2), 2060 + 40 * (step - 2))
             rank.step(2020 + 40 * (step - 2), 2060 + 40 * (step - 2), number=step)
-        made.append(rank)
-    return made
+        found.append(rank)
+    return found
 
 
 def with_lines(ranks):
@@ -176,12 +178,12 @@ def test_line_of_a_loss_is_the_one_that_took_longest(tmp_path):
 
 
 def test_slow_job_has_a_rate_above_zero(tmp_path):
-    made = Rank(tmp_path, 0, 1)
-    made.step(0, 10)
+    rank = Rank(tmp_path, 0, 1)
+    rank.step(0, 10)
     for step in range(1, 6):
-        made.was(State.FORWARD, 20_000 * (step - 1) + 10, 20_000 * step)
-        made.step(20_000 * (step - 1) + 10, 20_000 * step + 10, samples=8, number=step)
-    report = report_of([made])
+        rank.was(State.FORWARD, 20_000 * (step - 1) + 10, 20_000 * step)
+        rank.step(20_000 * (step - 1) + 10, 20_000 * step + 10, samples=8, number=step)
+    report = report_of([rank])
     assert report.samples_per_s == pytest.approx(0.4)
     assert "0.4 samples/s" in render(report)
     assert "0.4 samples/s" in achieved(report)
@@ -199,3 +201,44 @@ def test_counts_and_ordinals():
     assert " ".join(map(ordinal, numbers)) == (
         "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 101st 111th"
     )
+
+
+def compared(folder, before, after):
+    """Return the comparison of two jobs of ``made`` as JSON and as text."""
+    folders = [made(folder / name, **options) for name, options in (("a", before), ("b", after))]
+    text = re.sub(r"[│\s]+", " ", report_text(folders))
+    return json.loads(report_text(folders, as_json=True)), text
+
+
+def test_comparison_says_which_state_explains_the_difference(tmp_path):
+    """All efficiencies may be alike while every state takes longer: the states say which."""
+    data, text = compared(tmp_path, {"compute": 20.0}, {"compute": 60.0})
+    rows = {row["state"]: row for row in data["states"]["rows"]}
+    assert data["states"]["unit"] == "step"
+    assert rows["useful"]["before_s"] == pytest.approx(0.025, rel=0.01)
+    assert rows["useful"]["after_s"] == pytest.approx(0.065, rel=0.01)
+    assert rows["useful"]["real"]
+    assert not rows["wait"]["real"]
+    for side in ("before_s", "after_s"):
+        whole = sum(row[side] for row in rows.values())
+        assert whole == pytest.approx(data["states"]["whole"][side])
+    assert data["states"]["explained_by"] == ["useful"]
+    assert "A step takes 40 ms longer. It is explained by useful +40 ms (100 %)." in text
+    assert re.search(r"useful 25 ms 65 ms \+40 ms ± 0 ms longer", text)
+    assert re.search(r"wait 5 ms 5 ms 0 ms ± 0 ms within the noise", text)
+
+
+def test_comparison_of_a_run_with_itself_explains_nothing(tmp_path):
+    data, text = compared(tmp_path, {}, {})
+    assert data["states"]["explained_by"] == []
+    assert "A step takes as long as before, within the noise." in text
+
+
+def test_runs_with_other_batches_are_compared_per_sample(tmp_path):
+    """Twice the samples a step in twice the time: a sample takes as long."""
+    data, text = compared(tmp_path, {"compute": 20.0}, {"compute": 60.0, "samples": 16})
+    assert data["states"]["unit"] == "sample"
+    useful = data["states"]["rows"][0]
+    assert useful["before_s"] == pytest.approx(0.025 / 8, rel=0.01)
+    assert useful["after_s"] == pytest.approx(0.065 / 16, rel=0.01)
+    assert "time a sample" in text

@@ -26,7 +26,17 @@ def duration(seconds: float) -> str:
         return f"{seconds / 60:.0f} min"
     if seconds >= 1:
         return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+    if seconds < 1e-9:  # less than a record can tell
+        return "0 ms"
+    if seconds >= 1e-3:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{1e6 * seconds:.3g} µs"
+
+
+def signed_duration(seconds: float) -> str:
+    """Format a difference of durations in seconds: "+12.3 ms", "-2 s", "0 ms"."""
+    sign = "" if abs(seconds) < 1e-9 else "+" if seconds > 0 else "-"
+    return f"{sign}{duration(abs(seconds))}"
 
 
 def amount(value: float) -> str:

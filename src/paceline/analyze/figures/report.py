@@ -29,12 +29,17 @@ from .wait_matrix import WaitPair, longest_waits
 
 @dataclass(frozen=True)
 class StepRange:
-    """A range of steps: its length (s) and its efficiencies, without replay."""
+    """A range of steps: its length (s), and its efficiencies without replay.
+
+    Attributes:
+        states: Share of each state, mean of the ranks.
+    """
 
     first: int
     last: int
     seconds: float
     efficiencies: Efficiencies
+    states: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -224,9 +229,9 @@ def _range_efficiencies(m: MeasuredWindow) -> list[StepRange]:
         if length <= 0:
             continue
         states = [dict(zip(STATES, rank[i].tolist(), strict=True)) for rank in spent]
-        result.append(
-            StepRange(steps[i], steps[i + 1] - 1, length / 1e9, efficiencies(states, length))
-        )
+        mean = {name: sum(rank[name] for rank in states) / len(states) / length for name in STATES}
+        found = efficiencies(states, length)
+        result.append(StepRange(steps[i], steps[i + 1] - 1, length / 1e9, found, mean))
     return result
 
 
