@@ -1,12 +1,13 @@
 """Counts and ordinal numbers in messages: "1 rank", "4 ranks", "every 2nd step"."""
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """Format a count with its noun: "1 rank", "4 ranks", "12,000 samples".
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """Format a count with its noun: "1 rank", "4 ranks", "12,000 samples", "2.5 files".
 
     plural: Needed where it is not the noun with an s: "batches".
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    text = f"{number:,}" if isinstance(number, int) else f"{number:.3g}"
+    return f"{text} {noun if text == '1' else plural or noun + 's'}"
 
 
 def ordinal(number: int) -> str:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ...plurals import counted
 from ..figures.measured_window import MeasuredWindow
 from ..figures.steps import find_steps, states_by_step
 from ..records.state_timeline import STATES
@@ -36,4 +37,4 @@ def lateness(m: MeasuredWindow, rank: int) -> str:
         return "in all its steps"
     if first and len(slow) >= MIN_SLOW_SHARE * (len(steps) - first):
         return f"from step {steps.first + first} on"
-    return f"in {len(slow)} of {len(steps)} steps"
+    return f"in {len(slow)} of {counted(len(steps), 'step')}"

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ...plurals import counted
 from ..records.state_timeline import STATES
 from .report import Report
 
@@ -119,7 +120,7 @@ def _state_change(state: str, reports: tuple[Report, Report], per_step: list[flo
         means.append(report.window_s * sum(shares) / len(shares) / units / _steps(report))
         errors.append(_error_of_mean(times))
     noise, real = _difference_noise(means, errors)
-    return StateChange(state, *means, noise, real)
+    return StateChange(state, means[0], means[1], noise, real)
 
 
 def _explaining_states(rows: list[StateChange], whole: StateChange) -> list[str]:
@@ -226,8 +227,8 @@ def scaling(reports: list[Report]) -> list[ScalingRow]:
     if twice:
         names = [report.name for report in reports if report.size == twice[0]]
         raise ValueError(
-            f"{' and '.join(names)} both have {twice[0]} ranks. HINT: a scaling table takes one "
-            "run a number of ranks; paceline report A B compares two of the same size"
+            f"{' and '.join(names)} both have {counted(twice[0], 'rank')}. HINT: a scaling table "
+            "takes one run a number of ranks; paceline report A B compares two of the same size"
         )
     return [_scaling_row(report, reports[0]) for report in reports]
 

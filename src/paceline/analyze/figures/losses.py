@@ -131,7 +131,7 @@ class LossPlaces:
         }
         if self.steps is not None and share >= MIN_PLACED_SHARE:
             by_step = np.bincount(self._step_of_wait[rows], weights, minlength=len(self.steps) + 1)
-            found["occurs"] = self._occurrence(by_step, state)
+            found["occurs"] = self._occurrence(np.asarray(by_step, np.float64), state)
         return found
 
     def of_states(

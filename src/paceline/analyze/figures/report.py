@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...cost.machine.machine_file import Machine
+from ...plurals import counted
 from ...record.ring.states import USEFUL_STATES, State
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.load_run import Run
@@ -258,15 +259,17 @@ def _doubts(
     for record in records:
         if record.damaged:
             confidence *= len(record.events) / (len(record.events) + record.damaged)
-            doubts.append(f"{record.damaged} events of rank {record.rank} are damaged: left out")
+            events, are = counted(record.damaged, "event"), "is" if record.damaged == 1 else "are"
+            doubts.append(f"{events} of rank {record.rank} {are} damaged: left out")
     unmatched = _unmatched(matched, m.within if m is not None else None)
     blocked = _blocked_ns(matched, m)
     if unmatched:
         alone = total(blocked[~matched.waits["whole"]])
         confidence *= 1 - alone / total(blocked) if blocked.any() else 1.0
         doubts.append(
-            f"{unmatched} collectives or messages lack a member's record: their waits "
-            "are booked by those that are there"
+            f"{counted(unmatched, 'collective or message', 'collectives or messages')} "
+            f"{'lacks' if unmatched == 1 else 'lack'} a member's record: the waits are booked by "
+            "the records that are there"
         )
     if any(record.lost for record in records):
         doubts.append("the run was longer than the record holds: the figures are of its end")

@@ -150,7 +150,8 @@ def achieved(report: Report) -> str:
     step = f", {duration(median.median_s)} a step" if median is not None else ""
     useful = report.efficiencies.useful
     return (
-        f"{ranks}{on} trained {report.steps} steps in {duration(report.wall_s)}{rate}{step}. "
+        f"{ranks}{on} trained {counted(report.steps, 'step')} in "
+        f"{duration(report.wall_s)}{rate}{step}. "
         f"{percent(useful)} of the ranks' time went into computing for the model, "
         f"{percent(1 - useful)} did not."
     )

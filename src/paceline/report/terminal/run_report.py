@@ -108,7 +108,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
     since = f" since step {report.first_step}" if report.first_step else ""
     hosts = len(set(report.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
-    title = f"Paceline: {counted(report.size, 'rank')}{on}, {report.steps} steps{since}"
+    title = f"Paceline: {counted(report.size, 'rank')}{on}, {counted(report.steps, 'step')}{since}"
     return Panel(Group(*parts), title=title, expand=False)
 
 
@@ -227,7 +227,9 @@ def _step_time_lines(report: Report) -> list[Text]:
     text = f"step time {duration(times.median_s)}, nine of ten {duration(times.p5_s)} to "
     text += duration(times.p95_s)
     if times.outlier_count:
-        text += f"; {times.outlier_count} of {times.last - times.first + 1} steps stand out:"
+        stand = "stands" if times.outlier_count == 1 else "stand"
+        steps = counted(times.last - times.first + 1, "step")
+        text += f"; {times.outlier_count} of {steps} {stand} out:"
     lines = [*brief, *outliers(report)[:MAX_DESCRIBED_LOSSES]]
     return [Text(text), *(Text(f"  {_uncapitalize(line)}") for line in lines), Text()]
 
