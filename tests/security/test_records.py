@@ -207,7 +207,7 @@ def test_invalid_script_lines_are_skipped_with_one_note(folder):
     assert run.refused == [f"{path}: 6 of 7 lines can't be read"]
     path.write_bytes(b"\xff\xfe\n")
     assert run.records[0].lines == {7: good}
-    assert load_run(folder).refused == [f"{path}: 1 of 1 lines can't be read"]
+    assert load_run(folder).refused == [f"{path}: 1 of 1 line can't be read"]
 
 
 @pytest.mark.parametrize(
