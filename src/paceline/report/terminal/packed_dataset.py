@@ -92,7 +92,7 @@ def render_staged_hosts(source: str, hosts: list[dict[str, Any]]) -> str:
     read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
     copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
     took = max(one["seconds"] for one in hosts)
-    what = f"{source} on {len(hosts)} hosts" if source else f"{len(hosts)} hosts"
+    what = f"{source} on {counted(len(hosts), 'host')}" if source else counted(len(hosts), "host")
     if not copied:
         return f"{what}: nothing had to come"
     return (

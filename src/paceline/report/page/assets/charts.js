@@ -179,7 +179,8 @@
     const traces = found.lines.map((line, i) => ({
       type: "scatter", mode: "lines+markers", name: line.name, x: found.ranks, y: line.values,
       line: line.ideal ? { color: css("soft"), dash: "dash" } : { color: css(LINES[i % LINES.length]) },
-      hovertemplate: `%{x} ranks<br>${line.name} %{y:.3f}<extra></extra>`,
+      text: found.ranks.map((n) => (n === 1 ? "1 rank" : `${n} ranks`)),
+      hovertemplate: `%{text}<br>${line.name} %{y:.3f}<extra></extra>`,
     }));
     return [traces, layout(340, {
       showlegend: true, legend: { orientation: "h", y: 1.15 },
