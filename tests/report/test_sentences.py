@@ -50,7 +50,7 @@ def where(ranks):
     report = report_of(ranks)
     (loss,) = report.losses
     text = sentence(loss, report)
-    found = re.search(r"(in|at|after) [^;]*$", text.partition(".")[0])
+    found = re.search(r"(\d+ % of it )?(in|at|after) [^;]*$", text.partition(".")[0])
     assert found is not None, text
     return found[0]
 
@@ -72,6 +72,10 @@ EVERY_30TH = dict.fromkeys((30, 60, 90), 400)
         (dict.fromkeys(range(20, 40), 5), "in steps 20 to 39"),
         ({91: 400}, "after the last step"),
         (EVERY_30TH | dict.fromkeys(range(1, 30), 0.1), "in every 30th step, from 30 to 90"),
+        (
+            EVERY_30TH | dict.fromkeys(range(1, 30), 12),
+            "78 % of it in every 30th step, from 30 to 90",
+        ),
         ({n: 5 for n in range(1, 91) if n % 7 in (1, 3)}, "in 26 of 90 steps"),
     ],
 )
@@ -83,6 +87,12 @@ def test_input_at_the_ends_of_epochs_is_named_so(tmp_path):
     """Three ends of epochs span most of the window, and are not in all of its steps."""
     ranks = job(tmp_path, dict.fromkeys((20, 50, 81), 300), starts_loader=True)
     assert where(ranks) == "at the ends of epochs (about every 30th step, from 20 to 81)"
+
+
+def test_end_of_the_last_epoch_is_after_the_last_step(tmp_path):
+    """No pass of the loader begins in it; its workers are ended."""
+    ranks = job(tmp_path, dict.fromkeys((31, 61, 91), 300), starts_loader=True)
+    assert where(ranks) == "at the ends of epochs (every 30th step, from 31 to 91)"
 
 
 def test_one_end_of_an_epoch_is_named_so(tmp_path):

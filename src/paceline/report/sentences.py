@@ -38,7 +38,7 @@ MAX_TROUBLES = 3  # standstills and stalls with a sentence each; the others are 
 MAX_NAMED_STEPS = 8
 # A standstill in one of them may be due to the line of the script that ran.
 _STATES_OF_SCRIPT = ("input", "checkpoint", "validation", "other")
-_MIN_NEARLY_ALL = 0.9  # of the steps
+_MIN_NEARLY_ALL = 0.9  # of the steps, or of a loss
 _MIN_WAIT_S = 0.1  # a shorter wait for a rank that stood still is not mentioned
 
 
@@ -96,7 +96,9 @@ def _steps_in_words(loss: Loss, report: Report) -> str:
     if loss.steps is None or not report.ranges:
         return ""
     if loss.occurs is not None:
-        return f", {occurs_in_words(loss.occurs)}"
+        share = loss.occurs.share
+        most = f"{100 * share:.0f} % of it " if share < _MIN_NEARLY_ALL else ""
+        return f", {most}{occurs_in_words(loss.occurs)}"
     first, last = loss.steps
     return f", in step {first}" if first == last else f", in steps {first} to {last}"
 

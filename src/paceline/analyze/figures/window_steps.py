@@ -12,7 +12,7 @@ from ..records.state_timeline import Ints, Window
 Floats = npt.NDArray[np.float64]
 MAX_LOST_STEPS = 1 << 16  # steps without an event on any rank; each takes a column of memory
 MAX_LISTED_STEPS = 16  # of one loss
-_MIN_SHARE = 0.8  # of a loss, in the steps that decide what a step with the loss has at least
+_MIN_SHARE = 0.7  # of a loss, in the steps that decide what a step with the loss has at least
 _MIN_LEVEL = 0.25  # of the smallest of these; a step with less does not have the loss
 _LOADER_START_EVENTS = 2  # waits for input more than usual: the end of a pass, the next iterator
 _MIN_INEXACT_PERIOD = 10  # from which on an interval may differ by one step
@@ -81,6 +81,7 @@ class Occurrence:
     Attributes:
         count: Number of these steps; ``of``: of all steps in the window, which ends with step
             ``last_of_all``. What follows it counts as one more step.
+        share: Of the loss, in these steps.
         first, last: Numbers of the first and the last of them.
         period: Steps between two occurrences, where at least three are equally far apart.
         exact: Whether they are exactly that far apart; else by one step more or less.
@@ -91,6 +92,7 @@ class Occurrence:
     count: int
     of: int
     last_of_all: int
+    share: float
     first: int
     last: int
     period: int | None = None
@@ -111,11 +113,14 @@ def occurrence(weights: Floats, steps: Steps, loader_starts: Ints | None = None)
     at = np.flatnonzero((weights >= level) & (weights > 0))
     period, exact = _period(at)
     last_of_all = steps.first + len(steps) - 1
-    at_epoch_ends = loader_starts is not None and bool(np.isin(at, loader_starts).all())
+    in_steps = at[at < len(steps)]  # after the last step, no pass begins
+    at_epoch_ends = loader_starts is not None and len(in_steps) > 0
+    at_epoch_ends = at_epoch_ends and bool(np.isin(in_steps, loader_starts).all())
     return Occurrence(
         count=len(at),
         of=len(steps) + bool(weights[-1] > 0 and at[-1] == len(steps)),
         last_of_all=last_of_all,
+        share=float(weights[at].sum() / weights.sum()),
         first=steps.first + int(at[0]),
         last=steps.first + int(at[-1]),
         period=period,
