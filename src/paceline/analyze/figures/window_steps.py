@@ -114,8 +114,9 @@ def occurrence(weights: Floats, steps: Steps, loader_starts: Ints | None = None)
     period, exact = _period(at)
     last_of_all = steps.first + len(steps) - 1
     in_steps = at[at < len(steps)]  # after the last step, no pass begins
-    at_epoch_ends = loader_starts is not None and len(in_steps) > 0
-    at_epoch_ends = at_epoch_ends and bool(np.isin(in_steps, loader_starts).all())
+    at_epoch_ends = False
+    if loader_starts is not None and len(in_steps):
+        at_epoch_ends = bool(np.isin(in_steps, loader_starts).all())
     return Occurrence(
         count=len(at),
         of=len(steps) + bool(weights[-1] > 0 and at[-1] == len(steps)),
