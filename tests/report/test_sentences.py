@@ -3,10 +3,12 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from records import Rank, made, report_of
 
+import paceline
 from paceline.analyze.figures.losses import Loss
 from paceline.plurals import counted, ordinal
 from paceline.record.ring.states import State
@@ -252,3 +254,10 @@ def test_runs_with_other_batches_are_compared_per_sample(tmp_path):
     assert useful["before_s"] == pytest.approx(0.025 / 8, rel=0.01)
     assert useful["after_s"] == pytest.approx(0.065 / 16, rel=0.01)
     assert "time a sample" in text
+
+
+def test_no_message_has_an_ordinal_of_its_own():
+    source = Path(paceline.__file__).parent
+    files = [path for path in source.rglob("*.py") if path.name != "plurals.py"]
+    pattern = re.compile(r"\}(st|nd|rd|th)\b")
+    assert not [path for path in files if pattern.search(path.read_text())]
